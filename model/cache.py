@@ -1,0 +1,66 @@
+"""The KV caches that the model runs against.
+
+The model knows layers and projections; it does not know where KV lives. It writes and reads *rows* of flat pools:
+a prefill cache maps positions to rows itself (pages), a decode cache returns the rows to attend to after swap-in.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+class PrefillCache(Protocol):
+    """The paged cache of one request while its prompt is computed."""
+
+    def rows(self, start: int, stop: int) -> torch.Tensor:
+        """Pool rows of the positions [start, stop), int64, shape [stop - start]."""
+        ...
+
+    def kv(self, layer: int) -> torch.Tensor:
+        """The layer's KV items, shape [num_rows, item_dim]; the model writes new items into it in place."""
+        ...
+
+    def index_keys(self, index_layer: int) -> torch.Tensor:
+        """The index layer's keys, shape [num_rows, index_dim]; the model writes new keys into it in place."""
+        ...
+
+
+@dataclass(frozen=True)
+class IndexPages:
+    """Paged index keys of a decode batch in one index layer.
+
+    keys: [num_pages, page_size, index_dim]. page_table: int64 [batch, max_pages]; entries past a row's length are
+    arbitrary valid pages. seq_lens: int64 [batch], counting the newest token, whose key is already stored.
+    """
+
+    keys: torch.Tensor
+    page_table: torch.Tensor
+    seq_lens: torch.Tensor
+
+
+class DecodeCache(Protocol):
+    """A batch of requests of which each computes one new token."""
+
+    def append(self, layer: int, items: torch.Tensor) -> None:
+        """Store the new tokens' KV items, shape [batch, item_dim], as the newest position of each request."""
+        ...
+
+    def append_index_keys(self, index_layer: int, keys: torch.Tensor) -> None:
+        """Store the new tokens' index keys, shape [batch, index_dim]."""
+        ...
+
+    def index_pages(self, index_layer: int) -> IndexPages:
+        """The index keys to score against, new tokens included."""
+        ...
+
+    def swap_in(self, layer: int, positions: torch.Tensor) -> torch.Tensor:
+        """Make the selected positions resident and return their rows.
+
+        positions: int64 [batch, k], -1 where there is none. Returns int64 rows of `kv(layer)`, same shape, -1 for -1.
+        """
+        ...
+
+    def kv(self, layer: int) -> torch.Tensor:
+        """The layer's KV items, shape [num_rows, item_dim], to be read at the rows that `swap_in` returned."""
+        ...

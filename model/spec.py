@@ -1,0 +1,32 @@
+"""What the rest of the service knows of a model: its shapes and its identity."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Shapes of a sparse-attention model's KV and the identity of its weights.
+
+    A *layer* stores one KV item per token: the normed latent (kv_lora_rank) followed by the roped key
+    (qk_rope_head_dim). An *index layer* is a layer with an indexer of its own; it stores one index key per token.
+    `index_layer_of[layer]` is the index layer whose selection the layer uses: its own, or the previous one's where
+    the checkpoint shares selections between layers.
+    """
+
+    model_type: str
+    num_layers: int
+    index_layer_of: tuple[int, ...]
+    item_dim: int
+    index_dim: int
+    index_topk: int
+    vocab_size: int
+    context_length: int
+    eos_token_ids: tuple[int, ...]
+    dtype: torch.dtype
+    fingerprint: str
+
+    @property
+    def num_index_layers(self) -> int:
+        return self.index_layer_of[-1] + 1
