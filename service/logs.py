@@ -1,0 +1,48 @@
+"""Structured logs: one event and its fields per line, on standard error."""
+
+import logging
+import sys
+from typing import Literal
+
+import structlog
+
+LogFormat = Literal["text", "json"]
+
+
+def configure_logging(level: str, fmt: LogFormat, process: str) -> None:
+    """Send structlog and the standard library's loggers to standard error, each line naming its process.
+
+    level: a standard level name in any case. fmt: key=value text for people or one JSON object per line.
+    """
+    shared: list[structlog.typing.Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.stdlib.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        structlog.processors.StackInfoRenderer(),
+        structlog.processors.format_exc_info,
+    ]
+    render: structlog.typing.Processor = (
+        structlog.processors.JSONRenderer()
+        if fmt == "json"
+        else structlog.processors.LogfmtRenderer(key_order=["timestamp", "level", "process", "event"])
+    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, render],
+            foreign_pre_chain=shared,
+        )
+    )
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    for noisy in ("httpx", "httpcore", "transformers", "huggingface_hub"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    structlog.contextvars.bind_contextvars(process=process)
+    structlog.configure(
+        processors=[
+            structlog.stdlib.filter_by_level,
+            *shared,
+            structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
+        ],
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        cache_logger_on_first_use=True,
+    )

@@ -1,0 +1,59 @@
+"""Every metric of every process, in one place. A process exports those that it sets."""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+_LATENCY = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+
+
+class Metrics:
+    """The metrics of one process in a registry of its own."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+        prefix = "hisparse_pd_"
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(prefix + name, text, labels, registry=registry)
+
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            return Gauge(prefix + name, text, labels, registry=registry)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(prefix + name, text, buckets=buckets, registry=registry)
+
+        self.host_slots = gauge("host_slots", "Slots of the host KV pool by state.", "state")
+        self.device_slots = gauge("device_slots", "Hot-buffer slots by state.", "state")
+        self.prefill_pages = gauge("prefill_pages", "Pages of the prefill KV pool by state.", "state")
+        self.requests = gauge("requests", "Requests that this process holds, by state.", "state")
+        self.requests_finished = counter(
+            "requests_finished_total", "Requests that ended, by reason.", "reason"
+        )
+        self.retractions = counter(
+            "retractions_total",
+            "Requests that lost their slots and resumed later, by the pool that ran out.",
+            "pool",
+        )
+        self.prompt_tokens = counter("prompt_tokens_total", "Prompt tokens computed.")
+        self.generated_tokens = counter("generated_tokens_total", "Tokens generated.")
+        self.swap_in_hits = counter("swap_in_hits_total", "Selected items that were in the hot buffer.")
+        self.swap_in_misses = counter("swap_in_misses_total", "Selected items fetched from the host pool.")
+        self.swap_in_bytes = counter(
+            "swap_in_bytes_total", "Bytes fetched from the host pool into hot buffers."
+        )
+        self.transfer_bytes = counter("transfer_bytes_total", "Bytes written to decode nodes.")
+        self.transfer_descriptors = counter("transfer_descriptors_total", "Transfer descriptors posted.")
+        self.transfer_seconds = histogram("transfer_seconds", "Time to write one prefill chunk.", _LATENCY)
+        self.transfer_failures = counter("transfer_failures_total", "Failed transfers, by reason.", "reason")
+        self.prefill_retries = counter("prefill_retries_total", "Prefills started again on a new epoch.")
+        self.ttft = histogram("ttft_seconds", "Time from arrival of a request to its first token.", _LATENCY)
+        self.inter_token = histogram("inter_token_seconds", "Time between tokens of one request.", _LATENCY)
+        self.decode_batch_size = histogram("decode_batch_size", "Requests in a decode step.", _SIZES)
+        self.control_malformed = gauge(
+            "control_malformed", "Control frames dropped as malformed since the start."
+        )
+        self.nodes = gauge("nodes", "Registered nodes by role, as the gateway sees them.", "role")
+
+    def render(self) -> bytes:
+        """The Prometheus text exposition."""
+        return generate_latest(self.registry)

@@ -1,0 +1,79 @@
+"""The HTTP face that every process shows to those who operate it: /health, /ready, /metrics."""
+
+import socket
+import threading
+from collections.abc import Callable
+
+import uvicorn
+from fastapi import APIRouter, FastAPI, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from service.errors import StartupError
+from service.metrics import Metrics
+
+
+def status_router(
+    metrics: Metrics, ready: Callable[[], str | None], refresh: Callable[[], None]
+) -> APIRouter:
+    """Routes for one process. `ready` says what is missing, or None; `refresh` updates gauges before a scrape.
+
+    /health answers for this process alone: it never depends on another node.
+    """
+    router = APIRouter()
+
+    @router.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @router.get("/ready")
+    async def readiness(response: Response) -> dict[str, str]:
+        missing = ready()
+        if missing is None:
+            return {"status": "ready"}
+        response.status_code = 503
+        return {"status": "not ready", "reason": missing}
+
+    @router.get("/metrics")
+    async def scrape() -> Response:
+        refresh()
+        return Response(metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+    return router
+
+
+def bind_http(host: str, port: int) -> socket.socket:
+    """A bound TCP socket. Raises StartupError if the address cannot be had."""
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.set_inheritable(False)
+    except OSError as error:
+        listener.close()
+        raise StartupError(
+            f"cannot bind the HTTP port {host}:{port}: {error.strerror}; choose another --port"
+        ) from error
+    return listener
+
+
+class StatusServer:
+    """Serves the status routes of a node on a thread of its own."""
+
+    def __init__(self, listener: socket.socket, router: APIRouter) -> None:
+        app = FastAPI(openapi_url=None)
+        app.include_router(router)
+        self._listener = listener
+        self._server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off"))
+        self._thread = threading.Thread(
+            target=self._server.run, kwargs={"sockets": [listener]}, name="status", daemon=True
+        )
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._server.should_exit = True
+        if self._thread.is_alive():
+            self._thread.join(timeout=5)
+        self._listener.close()

@@ -1,0 +1,215 @@
+"""The control plane: typed messages between processes over ZeroMQ.
+
+Every process binds one PULL socket, its mailbox, and connects a PUSH socket to each mailbox that it writes to.
+Delivery is at most once; what must arrive is sent with `repeat`, which sends it again until `answered` says stop, so
+every handler is idempotent. A frame names the boot that it is meant for: one queued for a process that has died is
+not acted on by the process that took its address.
+"""
+
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+import structlog
+import zmq
+
+from service.errors import StartupError
+from transfer.messages import MalformedMessage, Message, Peer, Role, decode, encode
+
+log = structlog.get_logger(__name__)
+
+MAX_FRAME_BYTES = 256 << 20
+_IDLE_CLOSE_S = 60.0
+
+
+@dataclass
+class _Repeated:
+    peer: Peer
+    message: Message
+    any_boot: bool
+    every: float
+    due: float
+
+
+@dataclass
+class _Outgoing:
+    socket: "zmq.Socket[bytes]"
+    last_used: float
+
+
+class ControlPlane:
+    """One process's mailbox and its connections to others.
+
+    A thread of its own owns the sockets. `send`, `repeat` and `answered` may be called from any thread; they hand over
+    through a queue. `deliver` is called on the control thread for each valid message and must not block.
+
+    Raises StartupError if the port is taken.
+    """
+
+    def __init__(
+        self,
+        role: Role,
+        host: str,
+        port: int,
+        advertise_host: str,
+        deliver: Callable[[Peer, Message], None],
+    ) -> None:
+        self._deliver = deliver
+        self._context = zmq.Context(io_threads=1)
+        self._mailbox = self._context.socket(zmq.PULL)
+        self._mailbox.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        self._mailbox.setsockopt(zmq.LINGER, 0)
+        try:
+            if port == 0:
+                port = self._mailbox.bind_to_random_port(f"tcp://{host}")
+            else:
+                self._mailbox.bind(f"tcp://{host}:{port}")
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise StartupError(
+                f"cannot bind the control port {host}:{port}: {error.strerror}; choose another --control-port"
+            ) from error
+        self.me = Peer(role=role, address=f"{advertise_host}:{port}", boot_id=secrets.token_hex(8))
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._context.setsockopt(zmq.SNDHWM, 0)
+        self._context.setsockopt(zmq.RCVHWM, 0)
+        self._wake_receiver = self._context.socket(zmq.PAIR)
+        self._wake_receiver.bind("inproc://wake")
+        self._wake_sender = self._context.socket(zmq.PAIR)
+        self._wake_sender.connect("inproc://wake")
+        self._wake_lock = threading.Lock()
+        """Guards _wake_sender: ZeroMQ sockets are not thread safe."""
+        self._outgoing: dict[str, _Outgoing] = {}
+        self._repeated: dict[Hashable, _Repeated] = {}
+        self._heard: dict[str, float] = {}
+        self._complained: set[str] = set()
+        self._stopping = False
+        self.malformed = 0
+        self.undeliverable = 0
+        self._thread = threading.Thread(target=self._run, name="control", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Send what was handed over before, then close. Idempotent."""
+        if self._thread.is_alive():
+            self._hand_over(self._request_stop)
+            self._thread.join()
+
+    def send(self, to: Peer, message: Message, *, any_boot: bool = False) -> None:
+        """Send once. With `any_boot`, whoever has the address now may act on it."""
+        self._hand_over(lambda: self._send(to, message, any_boot))
+
+    def repeat(
+        self, key: Hashable, to: Peer, message: Message, *, any_boot: bool = False, every: float = 0.5
+    ) -> None:
+        """Send now and again every so many seconds until `answered(key)`."""
+        repeated = _Repeated(to, message, any_boot, every, due=0.0)
+        self._hand_over(lambda: self._repeated.update({key: repeated}))
+
+    def answered(self, key: Hashable) -> None:
+        """Stop repeating; harmless if nothing is repeated under the key."""
+        self._hand_over(lambda: self._forget(key))
+
+    def last_heard(self, boot_id: str) -> float | None:
+        """When a frame of that boot last arrived (time.monotonic), or None."""
+        return self._heard.get(boot_id)
+
+    def _hand_over(self, command: Callable[[], None]) -> None:
+        self._commands.put(command)
+        with self._wake_lock:
+            if not self._wake_sender.closed:
+                self._wake_sender.send(b"", zmq.NOBLOCK)
+
+    def _request_stop(self) -> None:
+        self._stopping = True
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._mailbox, zmq.POLLIN)
+        poller.register(self._wake_receiver, zmq.POLLIN)
+        while not self._stopping:
+            ready = dict(poller.poll(self._poll_timeout_ms()))
+            if self._wake_receiver in ready:
+                self._wake_receiver.recv()
+                self._commands.get()()
+            if self._mailbox in ready:
+                self._receive(self._mailbox.recv())
+            self._send_due()
+        self._close()
+
+    def _poll_timeout_ms(self) -> int:
+        soonest = min((r.due for r in self._repeated.values()), default=time.monotonic() + 1.0)
+        return max(0, min(1000, int((soonest - time.monotonic()) * 1000) + 1))
+
+    def _receive(self, data: bytes) -> None:
+        try:
+            sender, to, message = decode(data)
+        except MalformedMessage as error:
+            self.malformed += 1
+            if (complaint := str(error)) not in self._complained and len(self._complained) < 100:
+                self._complained.add(complaint)
+                log.warning("dropped a malformed control message", error=complaint, bytes=len(data))
+            return
+        if to and to != self.me.boot_id:
+            log.info(
+                "dropped a message for an earlier boot", kind=type(message).__name__, sender=sender.address
+            )
+            return
+        self._heard[sender.boot_id] = time.monotonic()
+        try:
+            self._deliver(sender, message)
+        except Exception:
+            # A handler's bug costs its message, not the mailbox of everyone else.
+            log.exception(
+                "control message handler failed", kind=type(message).__name__, sender=sender.address
+            )
+
+    def _forget(self, key: Hashable) -> None:
+        self._repeated.pop(key, None)
+
+    def _send_due(self) -> None:
+        now = time.monotonic()
+        for repeated in self._repeated.values():
+            if repeated.due <= now:
+                repeated.due = now + repeated.every
+                self._send(repeated.peer, repeated.message, repeated.any_boot)
+
+    def _send(self, to: Peer, message: Message, any_boot: bool) -> None:
+        now = time.monotonic()
+        outgoing = self._outgoing.get(to.address)
+        if outgoing is None:
+            self._close_idle(now)
+            outgoing = self._outgoing[to.address] = _Outgoing(self._connect(to.address), now)
+        outgoing.last_used = now
+        try:
+            outgoing.socket.send(encode(message, self.me, "" if any_boot else to.boot_id), zmq.NOBLOCK)
+        except zmq.Again:
+            self.undeliverable += 1
+
+    def _connect(self, address: str) -> "zmq.Socket[bytes]":
+        socket = self._context.socket(zmq.PUSH)
+        socket.setsockopt(zmq.LINGER, 200)
+        socket.setsockopt(zmq.RECONNECT_IVL, 50)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        socket.connect(f"tcp://{address}")
+        return socket
+
+    def _close_idle(self, now: float) -> None:
+        for address, outgoing in list(self._outgoing.items()):
+            if now - outgoing.last_used > _IDLE_CLOSE_S:
+                outgoing.socket.close()
+                del self._outgoing[address]
+
+    def _close(self) -> None:
+        with self._wake_lock:
+            self._wake_sender.close()
+        self._wake_receiver.close()
+        self._mailbox.close()
+        for outgoing in self._outgoing.values():
+            outgoing.socket.close()
+        self._context.term()

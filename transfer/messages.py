@@ -1,0 +1,343 @@
+"""Control messages: one small class per kind, and the codec that validates what it decodes.
+
+A frame is one msgpack map: protocol version, kind, sender, addressee and body. Unknown fields are ignored and missing
+optional ones default, so that neighbouring releases understand each other; anything else malformed raises
+`MalformedMessage`, which the control plane counts and drops.
+"""
+
+from typing import Annotated, ClassVar, Literal, Self
+
+import msgpack
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+PROTOCOL_VERSION = 1
+
+Role = Literal["gateway", "prefill", "decode"]
+UInt = Annotated[int, Field(ge=0, lt=2**63)]
+Address = Annotated[str, Field(pattern=r"^[^\s:/]+:\d{1,5}$", max_length=262)]
+Identifier = Annotated[str, Field(min_length=1, max_length=128)]
+TokenIds = Annotated[tuple[Annotated[int, Field(ge=0, lt=2**31)], ...], Field(max_length=2**24)]
+
+
+class MalformedMessage(ValueError):
+    """A frame that is not a valid control message."""
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False)
+
+
+class Peer(_Part):
+    """A process on the control plane. A restart keeps the address and changes the boot id."""
+
+    role: Role
+    address: Address
+    boot_id: Identifier
+
+
+class ModelIdentity(_Part):
+    """What two nodes must agree on before KV may pass between them. Page sizes may differ."""
+
+    fingerprint: Identifier
+    dtype: Identifier
+    num_layers: UInt
+    num_index_layers: UInt
+    item_bytes: UInt
+    index_key_bytes: UInt
+
+    def differences(self, other: "ModelIdentity") -> str:
+        """The fields in which the two differ, with both values, or an empty string."""
+        return ", ".join(
+            f"{name} {getattr(self, name)} != {getattr(other, name)}"
+            for name in ModelIdentity.model_fields
+            if getattr(self, name) != getattr(other, name)
+        )
+
+
+class BufferInfo(_Part):
+    """One registered buffer per layer: base address, length and bytes per item."""
+
+    ptrs: tuple[UInt, ...]
+    lengths: tuple[UInt, ...]
+    item_lengths: tuple[UInt, ...]
+
+    @model_validator(mode="after")
+    def _same_count(self) -> Self:
+        if not len(self.ptrs) == len(self.lengths) == len(self.item_lengths):
+            raise ValueError("ptrs, lengths and item_lengths differ in length")
+        if any(
+            item == 0 or length % item for item, length in zip(self.item_lengths, self.lengths, strict=True)
+        ):
+            raise ValueError("every length must be a multiple of its item length")
+        return self
+
+    @property
+    def num_items(self) -> int:
+        return min((n // item for n, item in zip(self.lengths, self.item_lengths, strict=True)), default=0)
+
+
+class Sampling(_Part):
+    """How the next token is drawn. `top_logprobs` None: no log probabilities; 0: the chosen token's only."""
+
+    temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0
+    seed: UInt = 0
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+
+
+class Token(_Part):
+    """A sampled token. `logprob` is None where none was asked for."""
+
+    token_id: UInt
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[UInt, float], ...] = ()
+
+
+class Message(_Part):
+    """Base of all kinds; the class name is the kind on the wire."""
+
+    kinds: ClassVar[dict[str, type["Message"]]] = {}
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: object) -> None:
+        Message.kinds[cls.__name__] = cls
+
+
+# --- membership: nodes and gateways -------------------------------------------------------------------------------
+
+
+class Register(Message):
+    """Node to gateway, at start and whenever the gateway does not know it. Answered by Registered or Refused."""
+
+    role: Literal["prefill", "decode"]
+    identity: ModelIdentity
+    protocol: Identifier
+    page_size: UInt
+    max_request_tokens: UInt
+    local_prefill: bool = False
+
+
+class Registered(Message):
+    pass
+
+
+class Refused(Message):
+    """Gateway to node: it may not join. The reason names both values."""
+
+    reason: str
+
+
+class Heartbeat(Message):
+    """Node to gateway. queued_tokens: prompt tokens waiting for prefill, or KV tokens that a decode node owes."""
+
+    ready: bool
+    queued_tokens: UInt
+    running_requests: UInt = 0
+
+
+class HeartbeatAck(Message):
+    """Gateway to node. A node that is not known registers again. Decode nodes learn the prefill nodes from it."""
+
+    known: bool
+    prefill_nodes: tuple[Peer, ...] = ()
+
+
+class Leaving(Message):
+    """Node to gateway: it stops and takes no more requests."""
+
+
+# --- requests: gateway and decode node ----------------------------------------------------------------------------
+
+
+class Generate(Message):
+    """Gateway to decode node, which owns the request from here on. Prefill nodes come in order of preference."""
+
+    request_id: Identifier
+    prompt_ids: Annotated[TokenIds, Field(min_length=1)]
+    max_new_tokens: Annotated[int, Field(ge=1, lt=2**31)]
+    sampling: Sampling = Sampling()
+    stop_token_ids: TokenIds = ()
+    prefill_nodes: tuple[Peer, ...] = ()
+
+
+class Accepted(Message):
+    """Decode node to gateway: the request is queued here."""
+
+    request_id: Identifier
+
+
+class Rejected(Message):
+    """Decode node to gateway: the request was not taken and nothing of it is kept."""
+
+    request_id: Identifier
+    code: Literal["queue_full", "too_long", "draining"]
+    reason: str
+    retry_after: Annotated[float, Field(ge=0)] = 0.0
+
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class Output(_Part):
+    """New tokens of one request. `start` is the index of the first one, so that a lost message is noticed."""
+
+    request_id: Identifier
+    start: UInt
+    tokens: tuple[Token, ...] = ()
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+
+
+class Outputs(Message):
+    """Decode node to gateway: what one step produced for that gateway's requests."""
+
+    outputs: tuple[Output, ...]
+
+
+class Cancel(Message):
+    """Gateway to decode node: the client left. Repeated until an Output with a finish reason answers it."""
+
+    request_id: Identifier
+
+
+# --- transfer: decode node and prefill node -----------------------------------------------------------------------
+
+
+class Destination(_Part):
+    """Where a decode node wants KV written: its transfer session and the pools that it registered."""
+
+    session: Identifier
+    protocol: Identifier
+    identity: ModelIdentity
+    buffers: BufferInfo
+
+
+class PrefillRequest(Message):
+    """Decode node to prefill node: compute the prompt, write its KV to these slots, sample token number `step`.
+
+    `extents` are (start, length) runs of destination slots in the order of positions; they are reserved under
+    (request_id, epoch) until the prefill node says that no write of that epoch is in flight.
+    """
+
+    request_id: Identifier
+    epoch: UInt
+    prompt_ids: Annotated[TokenIds, Field(min_length=1)]
+    step: UInt = 0
+    sampling: Sampling = Sampling()
+    destination: Destination
+    extents: tuple[tuple[UInt, UInt], ...]
+    hisparse: bool = False
+
+    @model_validator(mode="after")
+    def _extents_cover_prompt(self) -> Self:
+        slots = self.destination.buffers.num_items
+        if any(start + length > slots for start, length in self.extents):
+            raise ValueError(f"an extent ends past the {slots} registered slots")
+        covered = sum(length for _, length in self.extents)
+        if covered < len(self.prompt_ids):
+            raise ValueError(f"{covered} slots for {len(self.prompt_ids)} tokens")
+        return self
+
+
+class PrefillAccepted(Message):
+    request_id: Identifier
+    epoch: UInt
+
+
+class PrefillDone(Message):
+    """Prefill node to decode node, after the last write was confirmed. Repeated until Admitted."""
+
+    request_id: Identifier
+    epoch: UInt
+    token: Token
+    num_tokens: UInt
+    transferred_bytes: UInt = 0
+    descriptors: UInt = 0
+    transfer_seconds: Annotated[float, Field(ge=0)] = 0.0
+
+
+class PrefillFailed(Message):
+    """Prefill node to decode node: the request ended here and no write of it is in flight any more."""
+
+    request_id: Identifier
+    epoch: UInt
+    reason: str
+    retryable: bool = True
+
+
+class Admitted(Message):
+    """Decode node to prefill node: the KV arrived, its source pages may go."""
+
+    request_id: Identifier
+    epoch: UInt
+
+
+class Abort(Message):
+    """Decode node to prefill node: stop writing. Repeated until Quiesced."""
+
+    request_id: Identifier
+    epoch: UInt
+
+
+class Quiesced(Message):
+    """Prefill node to decode node: no write of this epoch is in flight, and none will follow."""
+
+    request_id: Identifier
+    epoch: UInt
+
+
+class Ping(Message):
+    """Decode node to prefill node: are you there, and do you still hold these (request, epoch) pairs?"""
+
+    held: tuple[tuple[Identifier, UInt], ...] = ()
+
+
+class Pong(Message):
+    """Prefill node to decode node. `unknown` pairs have nothing in flight here: as good as Quiesced."""
+
+    unknown: tuple[tuple[Identifier, UInt], ...] = ()
+
+
+class Frame(_Part):
+    """A message with its sender and the boot it is meant for; an empty `to` means whoever has the address."""
+
+    v: Literal[1]
+    kind: str
+    sender: Peer
+    to: Annotated[str, Field(max_length=128)] = ""
+    body: dict[str, object]
+
+
+def encode(message: Message, sender: Peer, to: str = "") -> bytes:
+    """One frame. `to` is the boot id that may act on it."""
+    frame = {
+        "v": PROTOCOL_VERSION,
+        "kind": type(message).__name__,
+        "sender": sender.model_dump(),
+        "to": to,
+        "body": message.model_dump(exclude_defaults=True),
+    }
+    packed: bytes = msgpack.packb(frame)
+    return packed
+
+
+def decode(data: bytes) -> tuple[Peer, str, Message]:
+    """Sender, addressed boot id and message of a frame.
+
+    Raises MalformedMessage for anything that is not a well-formed frame of this protocol version.
+    """
+    try:
+        frame = Frame.model_validate(msgpack.unpackb(data, use_list=False, strict_map_key=True))
+        kind = Message.kinds.get(frame.kind)
+        if kind is None:
+            raise MalformedMessage(f"unknown message kind {frame.kind[:64]!r}")
+        return frame.sender, frame.to, kind.model_validate(frame.body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise MalformedMessage(f"{error.title}: {place}: {first['msg']}") from error
+    except MalformedMessage:
+        raise
+    except (ValueError, TypeError, RecursionError, msgpack.exceptions.UnpackException) as error:
+        raise MalformedMessage(f"not a msgpack frame: {error}") from error
