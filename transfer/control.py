@@ -104,9 +104,7 @@ class ControlPlane:
         """Send once. With `any_boot`, whoever has the address now may act on it."""
         self._hand_over(lambda: self._send(to, message, any_boot))
 
-    def repeat(
-        self, key: Hashable, to: Peer, message: Message, *, any_boot: bool = False, every: float = 0.5
-    ) -> None:
+    def repeat(self, key: Hashable, to: Peer, message: Message, *, any_boot: bool = False, every: float = 0.5) -> None:
         """Send now and again every so many seconds until `answered(key)`."""
         repeated = _Repeated(to, message, any_boot, every, due=0.0)
         self._hand_over(lambda: self._repeated.update({key: repeated}))
@@ -156,18 +154,14 @@ class ControlPlane:
                 log.warning("dropped a malformed control message", error=complaint, bytes=len(data))
             return
         if to and to != self.me.boot_id:
-            log.info(
-                "dropped a message for an earlier boot", kind=type(message).__name__, sender=sender.address
-            )
+            log.info("dropped a message for an earlier boot", kind=type(message).__name__, sender=sender.address)
             return
         self._heard[sender.boot_id] = time.monotonic()
         try:
             self._deliver(sender, message)
         except Exception:
             # A handler's bug costs its message, not the mailbox of everyone else.
-            log.exception(
-                "control message handler failed", kind=type(message).__name__, sender=sender.address
-            )
+            log.exception("control message handler failed", kind=type(message).__name__, sender=sender.address)
 
     def _forget(self, key: Hashable) -> None:
         self._repeated.pop(key, None)

@@ -65,9 +65,7 @@ class BufferInfo(_Part):
     def _same_count(self) -> Self:
         if not len(self.ptrs) == len(self.lengths) == len(self.item_lengths):
             raise ValueError("ptrs, lengths and item_lengths differ in length")
-        if any(
-            item == 0 or length % item for item, length in zip(self.item_lengths, self.lengths, strict=True)
-        ):
+        if any(item == 0 or length % item for item, length in zip(self.item_lengths, self.lengths, strict=True)):
             raise ValueError("every length must be a multiple of its item length")
         return self
 
@@ -108,7 +106,12 @@ class Message(_Part):
 
 
 class Register(Message):
-    """Node to gateway, at start and whenever the gateway does not know it. Answered by Registered or Refused."""
+    """Node to gateway, at start and whenever the gateway does not know it. Answered by Registered or Refused.
+
+    `via` is the address that the node was told to use; answers repeat it, since a gateway may call itself otherwise.
+    """
+
+    via: Address
 
     role: Literal["prefill", "decode"]
     identity: ModelIdentity
@@ -119,18 +122,22 @@ class Register(Message):
 
 
 class Registered(Message):
-    pass
+    """Gateway to node: it may take requests."""
+
+    via: Address
 
 
 class Refused(Message):
     """Gateway to node: it may not join. The reason names both values."""
 
+    via: Address
     reason: str
 
 
 class Heartbeat(Message):
     """Node to gateway. queued_tokens: prompt tokens waiting for prefill, or KV tokens that a decode node owes."""
 
+    via: Address
     ready: bool
     queued_tokens: UInt
     running_requests: UInt = 0
@@ -139,6 +146,7 @@ class Heartbeat(Message):
 class HeartbeatAck(Message):
     """Gateway to node. A node that is not known registers again. Decode nodes learn the prefill nodes from it."""
 
+    via: Address
     known: bool
     prefill_nodes: tuple[Peer, ...] = ()
 

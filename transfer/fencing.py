@@ -1,0 +1,111 @@
+"""Slots that another process may be writing to, and when they may be used again.
+
+A slot is never reused while a remote write to it may be in flight. A reservation is WRITABLE from the moment its
+slots are named to a prefill node. It ends in one of two ways: the writes landed and the slots go on with the request,
+or the request no longer wants them and they are QUARANTINED until the writer says that nothing is in flight
+(`quiesced`), or the writer is proved dead (`writer_died`) and a grace for what the network still carries has passed.
+Silence proves nothing.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Generic, TypeVar
+
+from transfer.messages import Peer
+
+DRAIN_GRACE_S = 5.0
+
+Resource = TypeVar("Resource")
+Key = tuple[str, int]
+
+
+class ReservationState(Enum):
+    WRITABLE = "writable"
+    QUARANTINED = "quarantined"
+
+
+@dataclass
+class Reservation(Generic[Resource]):
+    """Slots named to `writer` under (request_id, epoch)."""
+
+    key: Key
+    writer: Peer
+    resource: Resource
+    num_slots: int
+    state: ReservationState = ReservationState.WRITABLE
+    free_after: float | None = None
+    """When a dead writer's slots may be used again (time.monotonic); None while the writer may be alive."""
+
+
+class ReservationTable(Generic[Resource]):
+    """Owns every resource that a remote writer may touch. `release` takes back what is safe to use again."""
+
+    def __init__(self, release: Callable[[Resource], None]) -> None:
+        self._release = release
+        self._table: dict[Key, Reservation[Resource]] = {}
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._table
+
+    def __iter__(self) -> Iterator[Reservation[Resource]]:
+        return iter(self._table.values())
+
+    @property
+    def quarantined_slots(self) -> int:
+        return sum(r.num_slots for r in self if r.state is ReservationState.QUARANTINED)
+
+    def is_writable(self, key: Key) -> bool:
+        reservation = self._table.get(key)
+        return reservation is not None and reservation.state is ReservationState.WRITABLE
+
+    def open(self, key: Key, writer: Peer, resource: Resource, num_slots: int) -> None:
+        """Take ownership of a resource that is about to be named to `writer`."""
+        if key in self._table:
+            raise ValueError(f"reservation {key} is open already")
+        self._table[key] = Reservation(key, writer, resource, num_slots)
+
+    def landed(self, key: Key) -> Resource:
+        """The writer confirmed its last write: the resource goes on with its request."""
+        if not self.is_writable(key):
+            raise ValueError(f"reservation {key} is not writable")
+        return self._table.pop(key).resource
+
+    def quarantine(self, key: Key) -> Peer:
+        """The request no longer wants the resource, and its writer may still be writing. Returns the writer."""
+        reservation = self._table[key]
+        reservation.state = ReservationState.QUARANTINED
+        return reservation.writer
+
+    def quiesced(self, key: Key) -> bool:
+        """The writer says nothing is in flight and nothing will follow. Whether a quarantined resource was released."""
+        reservation = self._table.get(key)
+        if reservation is None or reservation.state is not ReservationState.QUARANTINED:
+            return False
+        del self._table[key]
+        self._release(reservation.resource)
+        return True
+
+    def writer_died(self, boot_id: str, now: float) -> list[Key]:
+        """That process is proved dead. Returns the keys that it could still have been expected to fill."""
+        lost = []
+        for reservation in self:
+            if reservation.writer.boot_id == boot_id and reservation.free_after is None:
+                reservation.free_after = now + DRAIN_GRACE_S
+                if reservation.state is ReservationState.WRITABLE:
+                    lost.append(reservation.key)
+        return lost
+
+    def release_expired(self, now: float) -> list[Key]:
+        """Release the quarantined resources of dead writers whose grace has passed. Returns their keys."""
+        expired = [
+            r.key
+            for r in self
+            if r.state is ReservationState.QUARANTINED and r.free_after is not None and r.free_after <= now
+        ]
+        for key in expired:
+            self._release(self._table.pop(key).resource)
+        return expired

@@ -1,0 +1,92 @@
+"""A node's standing with its gateways: it registers, heartbeats, and registers again where it is not known."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import structlog
+
+from service.errors import StartupError
+from transfer.control import ControlPlane
+from transfer.messages import Heartbeat, HeartbeatAck, Leaving, Message, Peer, Refused, Register, Registered
+
+log = structlog.get_logger(__name__)
+
+HEARTBEAT_S = 1.0
+
+
+@dataclass
+class _Gateway:
+    peer: Peer
+    registered: bool = False
+    ever_registered: bool = False
+    last_heard: float = field(default_factory=time.monotonic)
+
+    def reached_at(self, address: str) -> Peer:
+        return self.peer.model_copy(update={"address": address})
+
+
+class Membership:
+    """Keeps one node registered with every gateway that it was told of. Not thread safe: one loop owns it."""
+
+    def __init__(
+        self,
+        control: ControlPlane,
+        gateways: Sequence[str],
+        register: Callable[[str], Register],
+        heartbeat: Callable[[str], Heartbeat],
+    ) -> None:
+        """`register` and `heartbeat` make the message for a gateway's address."""
+        self._control = control
+        self._register = register
+        self._heartbeat = heartbeat
+        self._next = 0.0
+        self._gateways = {
+            address: _Gateway(Peer(role="gateway", address=address, boot_id="unknown")) for address in gateways
+        }
+
+    @property
+    def registered(self) -> bool:
+        return any(gateway.registered for gateway in self._gateways.values())
+
+    def tick(self, now: float) -> None:
+        """Send what is due."""
+        if now < self._next:
+            return
+        self._next = now + HEARTBEAT_S
+        for address, gateway in self._gateways.items():
+            message: Message = self._heartbeat(address) if gateway.registered else self._register(address)
+            self._control.send(gateway.reached_at(address), message, any_boot=True)
+
+    def receive(self, sender: Peer, message: Registered | Refused | HeartbeatAck) -> None:
+        """Take a gateway's answer. Raises StartupError if it refuses a node that it never took before."""
+        gateway = self._gateways.get(message.via)
+        if gateway is None:
+            log.warning("answer from a gateway that this node was not told of", gateway=sender.address)
+            return
+        gateway.peer = sender
+        gateway.last_heard = time.monotonic()
+        if isinstance(message, Registered):
+            if not gateway.registered:
+                log.info("registered", gateway=sender.address)
+            gateway.registered = gateway.ever_registered = True
+        elif isinstance(message, Refused):
+            gateway.registered = False
+            if not gateway.ever_registered:
+                raise StartupError(f"gateway {sender.address}: {message.reason}")
+            log.error("refused by the gateway", gateway=sender.address, reason=message.reason)
+        elif not message.known:
+            gateway.registered = False
+            self._next = 0.0
+
+    def gateway_lost(self, peer: Peer, now: float, silence_s: float) -> bool:
+        """Whether that gateway process is gone: another boot has answered in its place, or none has for so long."""
+        for gateway in self._gateways.values():
+            if gateway.peer.boot_id == peer.boot_id:
+                return now - gateway.last_heard > silence_s
+        return True
+
+    def leave(self) -> None:
+        """Tell every gateway that this node takes no more."""
+        for address, gateway in self._gateways.items():
+            self._control.send(gateway.reached_at(address), Leaving(), any_boot=True)

@@ -1,0 +1,86 @@
+"""From pages to runs: which items go where, in as few pieces as neighbours allow.
+
+A prefill node keeps KV in pages, a decode node in slots. The planner expands pages to items, pairs them with the
+destination slots and coalesces what is contiguous on both sides. Pure NumPy; knows neither layers nor addresses.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int64s = NDArray[np.int64]
+
+
+class Descriptors(NamedTuple):
+    """What an engine writes: absolute addresses and lengths in bytes, int64 [n] each."""
+
+    sources: Int64s
+    destinations: Int64s
+    lengths: Int64s
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Maximal pieces that are contiguous on both sides, in items, int64 [n] each.
+
+    Every layer reuses the same runs with its own base addresses and item size.
+    """
+
+    sources: Int64s
+    destinations: Int64s
+    lengths: Int64s
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def num_items(self) -> int:
+        return int(self.lengths.sum())
+
+    def descriptors(self, source_base: int, destination_base: int, item_bytes: int) -> Descriptors:
+        """The runs of one layer as addresses."""
+        return Descriptors(
+            source_base + self.sources * item_bytes,
+            destination_base + self.destinations * item_bytes,
+            self.lengths * item_bytes,
+        )
+
+
+def expand_extents(extents: tuple[tuple[int, int], ...]) -> Int64s:
+    """Slot of every position, from (start, length) extents in the order of positions."""
+    if not extents:
+        return np.empty(0, dtype=np.int64)
+    starts, lengths = np.asarray(extents, dtype=np.int64).T
+    first_of = np.cumsum(lengths) - lengths
+    slots: Int64s = np.arange(int(lengths.sum()), dtype=np.int64) + np.repeat(starts - first_of, lengths)
+    return slots
+
+
+def expand_pages(pages: Int64s, page_size: int, start: int, stop: int) -> Int64s:
+    """Item index of every position in [start, stop) of a request whose KV lies in `pages`.
+
+    Position p lies in item `pages[p // page_size] * page_size + p % page_size`; the last page may be partial.
+    """
+    if not 0 <= start <= stop <= len(pages) * page_size:
+        raise ValueError(f"positions [{start}, {stop}) are not covered by {len(pages)} pages of {page_size}")
+    positions = np.arange(start, stop, dtype=np.int64)
+    page, offset = np.divmod(positions, page_size)
+    expanded: Int64s = pages[page] * page_size + offset
+    return expanded
+
+
+def plan_runs(sources: Int64s, destinations: Int64s) -> Runs:
+    """Coalesce item pairs, in order, into runs.
+
+    sources, destinations: item indices, int64 [n], pair by pair. A run ends where either side does not continue with
+    the next item.
+    """
+    if len(sources) != len(destinations):
+        raise ValueError(f"{len(sources)} source items for {len(destinations)} destination slots")
+    if len(sources) == 0:
+        return Runs(sources, destinations, np.empty(0, dtype=np.int64))
+    breaks = np.flatnonzero((np.diff(sources) != 1) | (np.diff(destinations) != 1)) + 1
+    first = np.concatenate(([0], breaks))
+    return Runs(sources[first], destinations[first], np.diff(np.append(first, len(sources))))
