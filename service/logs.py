@@ -14,8 +14,13 @@ def configure_logging(level: str, fmt: LogFormat, process: str) -> None:
 
     level: a standard level name in any case. fmt: key=value text for people or one JSON object per line.
     """
+
+    def add_process(_: object, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+        event["process"] = process
+        return event
+
     shared: list[structlog.typing.Processor] = [
-        structlog.contextvars.merge_contextvars,
+        add_process,
         structlog.stdlib.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         structlog.processors.StackInfoRenderer(),
@@ -34,9 +39,8 @@ def configure_logging(level: str, fmt: LogFormat, process: str) -> None:
         )
     )
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
-    for noisy in ("httpx", "httpcore", "transformers", "huggingface_hub"):
+    for noisy in ("httpx", "httpcore", "uvicorn", "transformers", "huggingface_hub"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    structlog.contextvars.bind_contextvars(process=process)
     structlog.configure(
         processors=[
             structlog.stdlib.filter_by_level,

@@ -26,9 +26,7 @@ class Metrics:
         self.device_slots = gauge("device_slots", "Hot-buffer slots by state.", "state")
         self.prefill_pages = gauge("prefill_pages", "Pages of the prefill KV pool by state.", "state")
         self.requests = gauge("requests", "Requests that this process holds, by state.", "state")
-        self.requests_finished = counter(
-            "requests_finished_total", "Requests that ended, by reason.", "reason"
-        )
+        self.requests_finished = counter("requests_finished_total", "Requests that ended, by reason.", "reason")
         self.retractions = counter(
             "retractions_total",
             "Requests that lost their slots and resumed later, by the pool that ran out.",
@@ -38,9 +36,7 @@ class Metrics:
         self.generated_tokens = counter("generated_tokens_total", "Tokens generated.")
         self.swap_in_hits = counter("swap_in_hits_total", "Selected items that were in the hot buffer.")
         self.swap_in_misses = counter("swap_in_misses_total", "Selected items fetched from the host pool.")
-        self.swap_in_bytes = counter(
-            "swap_in_bytes_total", "Bytes fetched from the host pool into hot buffers."
-        )
+        self.swap_in_bytes = counter("swap_in_bytes_total", "Bytes fetched from the host pool into hot buffers.")
         self.transfer_bytes = counter("transfer_bytes_total", "Bytes written to decode nodes.")
         self.transfer_descriptors = counter("transfer_descriptors_total", "Transfer descriptors posted.")
         self.transfer_seconds = histogram("transfer_seconds", "Time to write one prefill chunk.", _LATENCY)
@@ -49,9 +45,7 @@ class Metrics:
         self.ttft = histogram("ttft_seconds", "Time from arrival of a request to its first token.", _LATENCY)
         self.inter_token = histogram("inter_token_seconds", "Time between tokens of one request.", _LATENCY)
         self.decode_batch_size = histogram("decode_batch_size", "Requests in a decode step.", _SIZES)
-        self.control_malformed = gauge(
-            "control_malformed", "Control frames dropped as malformed since the start."
-        )
+        self.control_malformed = gauge("control_malformed", "Control frames dropped as malformed since the start.")
         self.nodes = gauge("nodes", "Registered nodes by role, as the gateway sees them.", "role")
 
     def render(self) -> bytes:

@@ -12,9 +12,7 @@ from service.errors import StartupError
 from service.metrics import Metrics
 
 
-def status_router(
-    metrics: Metrics, ready: Callable[[], str | None], refresh: Callable[[], None]
-) -> APIRouter:
+def status_router(metrics: Metrics, ready: Callable[[], str | None], refresh: Callable[[], None]) -> APIRouter:
     """Routes for one process. `ready` says what is missing, or None; `refresh` updates gauges before a scrape.
 
     /health answers for this process alone: it never depends on another node.

@@ -67,7 +67,7 @@ class KVTransferEngine:
             os.environ["MC_FORCE_TCP"] = "1"
         else:
             os.environ.pop("MC_FORCE_TCP", None)
-        os.environ.setdefault("GLOG_minloglevel", "2")
+        os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
         try:
             from mooncake.engine import TransferEngine
         except ImportError as error:

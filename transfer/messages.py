@@ -271,7 +271,6 @@ class PrefillFailed(Message):
     request_id: Identifier
     epoch: UInt
     reason: str
-    retryable: bool = True
 
 
 class Admitted(Message):

@@ -1,0 +1,269 @@
+"""`hisparse-pd`: reads flags once into a typed configuration and starts a process.
+
+Commands import what they run only when they run it, so that the gateway never loads torch and --help is quick.
+"""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cli import options as opt
+from service.errors import StartupError
+
+app = typer.Typer(
+    help="Prefill/decode disaggregation with direct-to-DRAM KV transfer and HiSparse decoding.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.command()
+def prefill(
+    model_path: opt.ModelPath,
+    gateway: opt.Gateways = None,
+    host: opt.Host = "127.0.0.1",
+    port: opt.Port = 8010,
+    control_port: opt.ControlPort = 8011,
+    advertise_host: opt.AdvertiseHost = None,
+    device: opt.Device = "cpu",
+    dtype: opt.DtypeOption = opt.Dtype.AUTO,
+    context_length: opt.ContextLength = None,
+    page_size: opt.PageSize = 64,
+    chunked_prefill_size: opt.ChunkedPrefillSize = 2048,
+    max_total_tokens: opt.MaxTotalTokens = None,
+    mem_fraction_static: opt.MemFractionStatic = None,
+    transfer_protocol: opt.Protocol = opt.TransferProtocol.AUTO,
+    ib_device: opt.IbDevice = "",
+    log_level: opt.LogLevel = "info",
+    log_format: opt.LogFormatOption = opt.LogFormat.TEXT,
+) -> None:
+    """Run a prefill node: prompt in, KV out."""
+    from prefill_node.process import PrefillConfig, run_prefill_node
+
+    run_prefill_node(
+        PrefillConfig(
+            model_path=model_path,
+            gateways=tuple(gateway or ()),
+            host=host,
+            port=port,
+            control_port=control_port,
+            advertise_host=advertise_host,
+            device=device,
+            dtype=dtype.value,
+            context_length=context_length,
+            page_size=page_size,
+            chunked_prefill_size=chunked_prefill_size,
+            max_total_tokens=max_total_tokens,
+            mem_fraction_static=mem_fraction_static,
+            transfer_protocol=transfer_protocol.value,
+            ib_device=ib_device,
+            log_level=log_level,
+            log_format=log_format.value,
+        )
+    )
+
+
+@app.command()
+def decode(
+    model_path: opt.ModelPath,
+    gateway: opt.Gateways = None,
+    host: opt.Host = "127.0.0.1",
+    port: opt.Port = 8020,
+    control_port: opt.ControlPort = 8021,
+    advertise_host: opt.AdvertiseHost = None,
+    device: opt.Device = "cpu",
+    dtype: opt.DtypeOption = opt.Dtype.AUTO,
+    context_length: opt.ContextLength = None,
+    hisparse_config: opt.HiSparse = None,
+    max_running_requests: opt.MaxRunningRequests = 32,
+    max_queued_requests: opt.MaxQueuedRequests = 256,
+    prefill_retries: opt.PrefillRetries = 2,
+    allow_local_prefill: opt.AllowLocalPrefill = False,
+    chunked_prefill_size: opt.ChunkedPrefillSize = 2048,
+    page_size: opt.PageSize = 64,
+    mem_fraction_static: opt.MemFractionStatic = None,
+    transfer_protocol: opt.Protocol = opt.TransferProtocol.AUTO,
+    ib_device: opt.IbDevice = "",
+    debug_verify_swap_in: opt.DebugVerifySwapIn = False,
+    log_level: opt.LogLevel = "info",
+    log_format: opt.LogFormatOption = opt.LogFormat.TEXT,
+) -> None:
+    """Run a decode node: full KV in host memory, hot buffers on the device."""
+    from decode_node.process import DecodeConfig, run_decode_node
+
+    run_decode_node(
+        DecodeConfig(
+            model_path=model_path,
+            gateways=tuple(gateway or ()),
+            host=host,
+            port=port,
+            control_port=control_port,
+            advertise_host=advertise_host,
+            device=device,
+            dtype=dtype.value,
+            context_length=context_length,
+            hisparse_config=hisparse_config,
+            max_running_requests=max_running_requests,
+            max_queued_requests=max_queued_requests,
+            prefill_retries=prefill_retries,
+            allow_local_prefill=allow_local_prefill,
+            chunked_prefill_size=chunked_prefill_size,
+            page_size=page_size,
+            mem_fraction_static=mem_fraction_static,
+            transfer_protocol=transfer_protocol.value,
+            ib_device=ib_device,
+            debug_verify_swap_in=debug_verify_swap_in,
+            log_level=log_level,
+            log_format=log_format.value,
+        )
+    )
+
+
+@app.command()
+def gateway(
+    model_path: opt.ModelPath,
+    served_model_name: opt.ServedModelName = None,
+    host: opt.Host = "127.0.0.1",
+    port: opt.Port = 8000,
+    control_port: opt.ControlPort = 8001,
+    advertise_host: opt.AdvertiseHost = None,
+    context_length: opt.ContextLength = None,
+    request_timeout: opt.RequestTimeout = 600.0,
+    api_key: opt.ApiKey = None,
+    log_level: opt.LogLevel = "info",
+    log_format: opt.LogFormatOption = opt.LogFormat.TEXT,
+) -> None:
+    """Run a gateway: the OpenAI HTTP API and the registry of nodes."""
+    from gateway.process import GatewayConfig, run_gateway
+
+    run_gateway(
+        GatewayConfig(
+            model_path=str(model_path),
+            served_model_name=served_model_name,
+            host=host,
+            port=port,
+            control_host=host,
+            control_port=control_port,
+            advertise_host=advertise_host or host,
+            context_length=context_length,
+            request_timeout=request_timeout,
+            api_key=api_key,
+            log_level=log_level,
+            log_format=log_format.value,
+        )
+    )
+
+
+@app.command()
+def serve(
+    model_path: opt.ModelPath,
+    served_model_name: opt.ServedModelName = None,
+    host: opt.Host = "127.0.0.1",
+    port: opt.Port = 8000,
+    prefill_nodes: Annotated[int, typer.Option(min=0, help="Prefill processes.")] = 1,
+    decode_nodes: Annotated[int, typer.Option(min=1, help="Decode processes.")] = 1,
+    device: opt.Device = "cpu",
+    dtype: opt.DtypeOption = opt.Dtype.AUTO,
+    context_length: opt.ContextLength = None,
+    hisparse_config: opt.HiSparse = None,
+    max_running_requests: opt.MaxRunningRequests = 32,
+    max_queued_requests: opt.MaxQueuedRequests = 256,
+    prefill_retries: opt.PrefillRetries = 2,
+    allow_local_prefill: opt.AllowLocalPrefill = False,
+    page_size: opt.PageSize = 64,
+    chunked_prefill_size: opt.ChunkedPrefillSize = 2048,
+    max_total_tokens: opt.MaxTotalTokens = None,
+    mem_fraction_static: opt.MemFractionStatic = None,
+    transfer_protocol: opt.Protocol = opt.TransferProtocol.AUTO,
+    ib_device: opt.IbDevice = "",
+    request_timeout: opt.RequestTimeout = 600.0,
+    api_key: opt.ApiKey = None,
+    log_level: opt.LogLevel = "info",
+    log_format: opt.LogFormatOption = opt.LogFormat.TEXT,
+) -> None:
+    """Run a gateway with prefill and decode processes on this machine."""
+    from cli.serve import ServePlan, serve_until_stopped
+
+    both = {
+        "--model-path": model_path,
+        "--device": device,
+        "--dtype": dtype.value,
+        "--context-length": context_length,
+        "--page-size": page_size,
+        "--chunked-prefill-size": chunked_prefill_size,
+        "--mem-fraction-static": mem_fraction_static,
+        "--transfer-protocol": transfer_protocol.value,
+        "--ib-device": ib_device or None,
+        "--log-level": log_level,
+        "--log-format": log_format.value,
+    }
+    plan = ServePlan(
+        host=host,
+        port=port,
+        api_key=api_key,
+        num_prefill=prefill_nodes,
+        num_decode=decode_nodes,
+        gateway_flags={
+            "--model-path": model_path,
+            "--served-model-name": served_model_name,
+            "--context-length": context_length,
+            "--request-timeout": request_timeout,
+            "--log-level": log_level,
+            "--log-format": log_format.value,
+        },
+        prefill_flags={**both, "--max-total-tokens": max_total_tokens},
+        decode_flags={
+            **both,
+            "--hisparse-config": hisparse_config,
+            "--max-running-requests": max_running_requests,
+            "--max-queued-requests": max_queued_requests,
+            "--prefill-retries": prefill_retries,
+            "--allow-local-prefill": allow_local_prefill,
+        },
+    )
+    raise typer.Exit(serve_until_stopped(plan))
+
+
+@app.command("tiny-model")
+def tiny_model(
+    directory: Annotated[Path, typer.Argument(help="Where to write the checkpoint.")],
+    family: Annotated[opt.Family, typer.Option(help="Model family.")] = opt.Family.DEEPSEEK_V32,
+    seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
+    layers: Annotated[int, typer.Option(help="Hidden layers.")] = 4,
+    hidden_size: Annotated[int, typer.Option(help="Width of the hidden states.")] = 64,
+    index_topk: Annotated[int, typer.Option(help="Positions that a layer attends to.")] = 64,
+    index_n_heads: Annotated[int, typer.Option(help="Heads of the indexer, at least 16.")] = 32,
+    max_position_embeddings: Annotated[int, typer.Option(help="Context length.")] = 8192,
+) -> None:
+    """Write a complete random checkpoint, to try things out with."""
+    from model.tiny import write_tiny_checkpoint
+
+    try:
+        write_tiny_checkpoint(
+            directory,
+            family.value,
+            seed,
+            layers=layers,
+            hidden_size=hidden_size,
+            index_topk=index_topk,
+            index_n_heads=index_n_heads,
+            max_position_embeddings=max_position_embeddings,
+        )
+    except ValueError as error:
+        raise StartupError(f"tiny-model: {error}") from error
+
+
+def main(args: list[str] | None = None) -> None:
+    """Run a command. An error that stops start-up is one line on standard error and exit code 2."""
+    try:
+        app(args=args)
+    except StartupError as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""The flags of all commands, each defined once."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+class Family(StrEnum):
+    DEEPSEEK_V32 = "deepseek_v32"
+    GLM_MOE_DSA = "glm_moe_dsa"
+
+
+class Dtype(StrEnum):
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
+class TransferProtocol(StrEnum):
+    AUTO = "auto"
+    RDMA = "rdma"
+    TCP = "tcp"
+
+
+class LogFormat(StrEnum):
+    TEXT = "text"
+    JSON = "json"
+
+
+ModelPath = Annotated[Path, typer.Option(help="Hugging Face checkpoint directory (deepseek_v32 or glm_moe_dsa).")]
+ServedModelName = Annotated[str | None, typer.Option(help="Model name that clients use; default: the model path.")]
+Host = Annotated[str, typer.Option(help="Address to bind HTTP and ZeroMQ to.")]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="HTTP port; 0 takes a free one.")]
+ControlPort = Annotated[int, typer.Option(min=0, max=65535, help="ZeroMQ port; 0 takes a free one.")]
+AdvertiseHost = Annotated[
+    str | None, typer.Option(help="Address that other processes reach this one at; default: --host.")
+]
+Gateways = Annotated[
+    list[str] | None,
+    typer.Option("--gateway", help="HOST:PORT of a gateway's control port to register with; may be repeated."),
+]
+Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")]
+DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="Weights and KV; auto is the checkpoint's own.")]
+ContextLength = Annotated[
+    int | None, typer.Option(min=2, help="Longest prompt plus output; default: the checkpoint's maximum.")
+]
+MemFractionStatic = Annotated[
+    float | None,
+    typer.Option(help="Part of the free device memory that pools may take; default 0.8 on CUDA, 0.1 on CPU."),
+]
+ChunkedPrefillSize = Annotated[int, typer.Option(help="Prompt tokens computed in one forward pass.")]
+PageSize = Annotated[
+    int, typer.Option(help="Tokens per page of the prefill pool, or of a decode node's index keys.")
+]
+MaxTotalTokens = Annotated[
+    int | None, typer.Option(min=1, help="Size of the prefill KV pool in tokens; default: from memory.")
+]
+Protocol = Annotated[
+    TransferProtocol, typer.Option("--transfer-protocol", help="auto takes RDMA where there is a device, else TCP.")
+]
+IbDevice = Annotated[str, typer.Option(help="RDMA devices to use, comma-separated; default: all.")]
+HiSparse = Annotated[
+    str | None,
+    typer.Option(
+        "--hisparse-config",
+        help="JSON: device_buffer_size, top_k, host_to_device_ratio or host_pool_gib, swap_in_block_size.",
+    ),
+]
+MaxRunningRequests = Annotated[int, typer.Option(min=1, help="Requests that decode at a time.")]
+MaxQueuedRequests = Annotated[int, typer.Option(min=1, help="Requests that may wait; beyond it clients get 429.")]
+PrefillRetries = Annotated[int, typer.Option(min=0, help="Further prefill attempts after a failed one.")]
+AllowLocalPrefill = Annotated[
+    bool, typer.Option(help="Let the decode node compute prompts while no prefill node is registered.")
+]
+DebugVerifySwapIn = Annotated[
+    bool, typer.Option(help="Compare every swapped-in item with its host copy (slow).", hidden=False)
+]
+RequestTimeout = Annotated[float, typer.Option(min=0.1, help="Seconds after which a request is given up with 504.")]
+ApiKey = Annotated[str | None, typer.Option(envvar="HISPARSE_PD_API_KEY", help="Key that clients must present.")]
+LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error.")]
+LogFormatOption = Annotated[LogFormat, typer.Option("--log-format", help="text (key=value) or json.")]

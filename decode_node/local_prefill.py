@@ -1,0 +1,83 @@
+"""Prompts that the decode node computes itself: chunks into device pages, then a copy to the host tier."""
+
+from decode_node.request import Request, State
+from hisparse.coordinator import HiSparseCoordinator
+from hisparse.swap_in import StagedKV
+from prefill_node.chunked import ChunkedPrefill, PrefillJob
+from prefill_node.convert import prompt_tensor, sampling_params, token_message
+from transfer.messages import Token
+
+
+class LocalPrefill:
+    """Owns the requests in states LOCAL_PREFILL and STAGING, and the device pages that their prompts lie in."""
+
+    def __init__(self, prefill: ChunkedPrefill[str], coordinator: HiSparseCoordinator) -> None:
+        self._prefill = prefill
+        self._coordinator = coordinator
+        self._jobs: dict[str, tuple[Request, PrefillJob[str]]] = {}
+        self._staging: dict[str, tuple[Request, Token]] = {}
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._jobs or self._staging)
+
+    @property
+    def is_idle(self) -> bool:
+        pool = self._prefill.pool
+        return not self.has_work and pool.free_pages == pool.num_pages
+
+    def fits(self, num_tokens: int) -> bool:
+        return self._prefill.fits(num_tokens)
+
+    def start(self, request: Request) -> None:
+        """Compute a request that holds host slots for its tokens."""
+        device = self._prefill.pool.kv.device
+        sampling = sampling_params(request.generate.sampling)
+        prompt = prompt_tensor(request.tokens, device)
+        job = PrefillJob(request.request_id, prompt, sampling, step=len(request.generated))
+        request.move(State.LOCAL_PREFILL)
+        self._jobs[request.request_id] = request, job
+        self._prefill.add(job)
+
+    def cancel(self, request: Request) -> bool:
+        """Give a computing or staging request up. Whether its host slots are still the caller's to release."""
+        if request.state is State.STAGING:
+            del self._staging[request.request_id]
+            self._coordinator.abort_staging_request(request.request_id)
+            request.host_slots = None
+            return False
+        _, job = self._jobs.pop(request.request_id)
+        self._prefill.release(job)
+        return True
+
+    def step(self) -> None:
+        """Compute one chunk; what it completes starts its copy to the host."""
+        for computed in self._prefill.step():
+            if computed.token is not None:
+                request, job = self._jobs.pop(computed.job.key)
+                self._stage(request, job, token_message(computed.token))
+
+    def landed(self) -> list[tuple[Request, Token]]:
+        """Requests whose copy is complete, with their first token; their host slots are theirs again."""
+        landed = []
+        for request_id in self._coordinator.poll_staging():
+            request, token = self._staging.pop(request_id)
+            request.move(State.LANDED)
+            landed.append((request, token))
+        return landed
+
+    def _stage(self, request: Request, job: PrefillJob[str], token: Token) -> None:
+        assert job.cache is not None
+        assert request.host_slots is not None
+        pool = self._prefill.pool
+        staged = StagedKV(
+            kv_rows=list(pool.kv),
+            index_rows=list(pool.index_keys),
+            rows=job.cache.rows(0, len(job.prompt_ids)),
+            release=lambda: self._prefill.release(job),
+        )
+        request.move(State.STAGING)
+        self._staging[request.request_id] = request, token
+        self._coordinator.admit_request_into_staging(
+            request.request_id, request.host_slots, staged, len(job.prompt_ids)
+        )

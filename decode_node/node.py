@@ -1,0 +1,131 @@
+"""The decode node's loop: receive, take a turn, stream."""
+
+import time
+
+import structlog
+
+from decode_node.remote_prefill import RemotePrefill
+from decode_node.request import State
+from decode_node.scheduler import Scheduler
+from hisparse.coordinator import HiSparseCoordinator
+from hisparse.swap_in import SwapInCounters
+from service.shell import NodeShell
+from transfer.membership import Membership
+from transfer.messages import (
+    Accepted,
+    Cancel,
+    Generate,
+    HeartbeatAck,
+    Message,
+    Peer,
+    Pong,
+    PrefillAccepted,
+    PrefillDone,
+    PrefillFailed,
+    Quiesced,
+    Refused,
+    Registered,
+)
+
+log = structlog.get_logger(__name__)
+
+_IDLE_WAIT_S = 0.1
+_BUSY_PREFILL_WAIT_S = 0.02
+_GATEWAY_SILENCE_S = 30.0
+
+
+class DecodeNode:
+    """Brings messages to the scheduler and the remote prefills, and gives both their turns."""
+
+    def __init__(
+        self,
+        shell: NodeShell[None],
+        scheduler: Scheduler,
+        remote: RemotePrefill,
+        coordinator: HiSparseCoordinator,
+        membership: Membership,
+    ) -> None:
+        self._shell = shell
+        self._control = shell.control
+        self._metrics = shell.metrics
+        self._scheduler = scheduler
+        self._remote = remote
+        self._coordinator = coordinator
+        self._membership = membership
+        self._exported = SwapInCounters(0, 0, 0)
+        self._housekeeping_at = 0.0
+        self._was_busy = False
+
+    def run(self) -> None:
+        """Serve until told to stop; then end what is left."""
+        while not self._shell.stopping.is_set():
+            for item in self._shell.receive(self._patience()):
+                if item is not None:
+                    self._take(*item)
+            now = time.monotonic()
+            self._membership.tick(now)
+            self._scheduler.apply(self._remote.tick(now))
+            self._housekeep(now)
+            self._scheduler.turn()
+            self._check_idle()
+        self._membership.leave()
+        self._scheduler.end_all("error", "the decode node is stopping")
+
+    def refresh_metrics(self) -> None:
+        host, device, metrics = self._coordinator.host, self._coordinator.device, self._metrics
+        quarantined = self._remote.quarantined_slots
+        metrics.host_slots.labels("free").set(host.free)
+        metrics.host_slots.labels("quarantined").set(quarantined)
+        metrics.host_slots.labels("used").set(host.used - quarantined)
+        metrics.device_slots.labels("free").set(device.free_slots)
+        metrics.device_slots.labels("used").set(device.used_slots)
+        states = [request.state for request in list(self._scheduler.requests.values())]
+        for state in State:
+            if state is not State.FINISHED:
+                metrics.requests.labels(state.value).set(states.count(state))
+        now, before = self._coordinator.counters(), self._exported
+        metrics.swap_in_hits.inc(now.hits - before.hits)
+        metrics.swap_in_misses.inc(now.misses - before.misses)
+        metrics.swap_in_bytes.inc(now.bytes - before.bytes)
+        self._exported = now
+
+    def _patience(self) -> float:
+        """How long the loop may wait for a message before its next turn."""
+        if self._scheduler.has_work:
+            return 0.0
+        return _BUSY_PREFILL_WAIT_S if self._scheduler.requests else _IDLE_WAIT_S
+
+    def _take(self, sender: Peer, message: Message) -> None:
+        match message:
+            case Generate():
+                if message.prefill_nodes:
+                    self._remote.learn(sender.address, message.prefill_nodes)
+                rejected = self._scheduler.add(message, sender)
+                self._control.send(sender, rejected or Accepted(request_id=message.request_id))
+            case Cancel():
+                self._scheduler.cancel(message.request_id)
+            case PrefillAccepted() | PrefillDone() | PrefillFailed() | Quiesced() | Pong():
+                self._scheduler.apply(self._remote.take(sender, message))
+            case HeartbeatAck() | Registered() | Refused():
+                self._membership.receive(sender, message)
+                if isinstance(message, HeartbeatAck):
+                    self._remote.learn(sender.address, message.prefill_nodes)
+            case _:
+                log.warning("not for a decode node", kind=type(message).__name__, sender=sender.address)
+
+    def _housekeep(self, now: float) -> None:
+        """End the requests of gateways that are gone: nobody would read their tokens."""
+        if now < self._housekeeping_at:
+            return
+        self._housekeeping_at = now + 1.0
+        for request in list(self._scheduler.requests.values()):
+            if self._membership.gateway_lost(request.gateway, now, _GATEWAY_SILENCE_S):
+                log.warning("gateway is gone", request_id=request.request_id, gateway=request.gateway.address)
+                self._scheduler.end(request, "abort")
+
+    def _check_idle(self) -> None:
+        """When the last request has left, see that it left nothing behind."""
+        busy = bool(self._scheduler.requests)
+        if self._was_busy and not busy:
+            self._scheduler.check_idle()
+        self._was_busy = busy

@@ -1,0 +1,160 @@
+"""A decode process: what it is made of, and in which order."""
+
+from dataclasses import dataclass
+
+import structlog
+import torch
+
+from decode_node.local_prefill import LocalPrefill
+from decode_node.node import DecodeNode
+from decode_node.outputs import OutputStream
+from decode_node.remote_prefill import RemotePrefill
+from decode_node.scheduler import Limits, Scheduler
+from hisparse.config import parse_config
+from hisparse.coordinator import HiSparseCoordinator
+from hisparse.host_pool import HostKVPool
+from hisparse.sizing import Sizes, describe, plan_sizes
+from hisparse.tiers import build_cpu_tiers
+from model.dtypes import resolve_dtype
+from model.loader import load_model
+from model.sparse_model import SparseModel
+from model.spec import ModelSpec
+from prefill_node.chunked import ChunkedPrefill
+from prefill_node.convert import identity, kv_layout
+from prefill_node.pool import PagedKVPool
+from service.config import NodeConfig
+from service.errors import StartupError
+from service.logs import configure_logging
+from service.memory import available_host_bytes, gib, pool_bytes
+from service.shell import NodeShell
+from transfer.engine import KVTransferEngine, choose_protocol
+from transfer.fencing import ReservationTable
+from transfer.membership import Membership
+from transfer.messages import BufferInfo, Destination, Heartbeat, Register
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeConfig(NodeConfig):
+    """A decode node's options. `page_size` is that of the index keys in device memory."""
+
+    hisparse_config: str | None = None
+    max_running_requests: int = 32
+    max_queued_requests: int = 256
+    prefill_retries: int = 2
+    allow_local_prefill: bool = False
+    debug_verify_swap_in: bool = False
+
+
+def run_decode_node(config: DecodeConfig) -> None:
+    """Serve until SIGTERM or SIGINT. Raises StartupError if it cannot start."""
+    configure_logging(config.log_level, config.log_format, "decode")
+    config.check()
+    protocol = choose_protocol(config.transfer_protocol, config.ib_device)
+    device = config.torch_device()
+    shell: NodeShell[None] = NodeShell("decode", config)
+    try:
+        engine = KVTransferEngine(config.data_host, protocol, config.ib_device)
+        model = load_model(
+            config.model_path, resolve_dtype(config.model_path, config.dtype), device, config.context_length
+        )
+        sizes = _plan(config, model.spec)
+        coordinator = _tiers(sizes, device, config.debug_verify_swap_in)
+        buffers = _buffers(coordinator.host)
+        engine.register(buffers)
+        me = identity(model.spec)
+        destination = Destination(session=engine.session, protocol=protocol, identity=me, buffers=buffers)
+        remote = RemotePrefill(shell.control, destination, ReservationTable(coordinator.host.release), shell.metrics)
+        scheduler = Scheduler(
+            model,
+            coordinator,
+            remote,
+            _local_prefill(config, model, coordinator) if config.allow_local_prefill else None,
+            OutputStream(shell.control, shell.metrics),
+            shell.metrics,
+            Limits(
+                context_length=model.spec.context_length,
+                vocab_size=model.spec.vocab_size,
+                max_running=config.max_running_requests,
+                max_waiting=config.max_queued_requests,
+                prefill_retries=config.prefill_retries,
+            ),
+        )
+        membership = Membership(
+            shell.control,
+            config.gateways,
+            register=lambda via: Register(
+                via=via,
+                role="decode",
+                identity=me,
+                protocol=protocol,
+                page_size=config.page_size,
+                max_request_tokens=min(model.spec.context_length, sizes.num_host_slots),
+                local_prefill=config.allow_local_prefill,
+            ),
+            heartbeat=lambda via: Heartbeat(
+                via=via,
+                ready=True,
+                queued_tokens=scheduler.outstanding_tokens,
+                running_requests=coordinator.num_running,
+            ),
+        )
+        node = DecodeNode(shell, scheduler, remote, coordinator, membership)
+        shell.start(
+            ready=lambda: None if membership.registered or not config.gateways else "not registered with a gateway",
+            refresh=node.refresh_metrics,
+        )
+        log.info(
+            "decode node is up",
+            http=shell.http_address,
+            control=shell.control.me.address,
+            session=engine.session,
+            protocol=protocol,
+            model=model.spec.model_type,
+            fingerprint=model.spec.fingerprint,
+        )
+        node.run()
+    finally:
+        shell.close()
+
+
+def _plan(config: DecodeConfig, spec: ModelSpec) -> Sizes:
+    """Size the tiers and say what was sized to what."""
+    sizes = plan_sizes(
+        parse_config(config.hisparse_config, spec.index_topk),
+        kv_layout(spec),
+        max_running_requests=config.max_running_requests,
+        context_length=spec.context_length,
+        index_page_size=config.page_size,
+        available_host_bytes=available_host_bytes(),
+        available_device_bytes=pool_bytes(config.torch_device(), config.mem_fraction_static),
+    )
+    for line in describe(sizes):
+        log.info("sized", what=line)
+    return sizes
+
+
+def _tiers(sizes: Sizes, device: torch.device, verify: bool) -> HiSparseCoordinator:
+    """The KV tiers with the device's swap-in backend. Raises StartupError where there is none."""
+    if device.type != "cpu":
+        raise StartupError(f"--device {device}: this version has a swap-in backend for cpu only")
+    return build_cpu_tiers(sizes, verify)
+
+
+def _buffers(host: HostKVPool) -> BufferInfo:
+    ptrs, lengths, item_lengths = host.get_contiguous_buf_infos()
+    return BufferInfo(ptrs=tuple(ptrs), lengths=tuple(lengths), item_lengths=tuple(item_lengths))
+
+
+def _local_prefill(config: DecodeConfig, model: SparseModel, coordinator: HiSparseCoordinator) -> LocalPrefill:
+    """Device pages for one full context: local prefill is the fallback, not the way to serve many."""
+    spec = model.spec
+    pages = -(-spec.context_length // config.page_size)
+    pool = PagedKVPool(kv_layout(spec), pages, config.page_size, model.device)
+    log.info(
+        "sized",
+        what=f"local prefill: {pages} pages of {config.page_size} tokens, "
+        f"{gib(pool.kv.nbytes + pool.index_keys.nbytes)} (one full context)",
+    )
+    return LocalPrefill(ChunkedPrefill(model, pool, config.chunked_prefill_size), coordinator)

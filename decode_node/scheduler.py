@@ -1,0 +1,296 @@
+"""Which request computes when, and which gives way: the decode node's policy.
+
+One loop owns every request. A turn reads: start prefills, admit what has landed, make room, decode one token each.
+Requests are kept in order of arrival; the oldest goes first everywhere and the youngest gives way.
+"""
+
+from dataclasses import dataclass
+
+import structlog
+import torch
+
+from decode_node.local_prefill import LocalPrefill
+from decode_node.outputs import OutputStream
+from decode_node.remote_prefill import Landed, Lost, Outcome, RemotePrefill
+from decode_node.request import Request, State
+from hisparse.coordinator import HiSparseCoordinator, Tier
+from hisparse.device_pool import HOT_GRANULE
+from model.sampling import sample
+from model.sparse_model import SparseModel
+from prefill_node.convert import sampling_params, token_message
+from service.metrics import Metrics
+from transfer.messages import FinishReason, Generate, Peer, Rejected, Token
+
+log = structlog.get_logger(__name__)
+
+_HOLDS_HOST_SLOTS = (State.LANDED, State.RUNNING, State.RETRACTED)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a decode node takes on. max_waiting: requests that hold nothing yet; beyond it they are rejected."""
+
+    context_length: int
+    vocab_size: int
+    max_running: int
+    max_waiting: int
+    prefill_retries: int
+
+
+class Scheduler:
+    """Owns the requests of a decode node. Not thread safe: the node's loop calls it."""
+
+    def __init__(
+        self,
+        model: SparseModel,
+        coordinator: HiSparseCoordinator,
+        remote: RemotePrefill,
+        local: LocalPrefill | None,
+        outputs: OutputStream,
+        metrics: Metrics,
+        limits: Limits,
+    ) -> None:
+        self._model = model
+        self._coordinator = coordinator
+        self._remote = remote
+        self._local = local
+        self._outputs = outputs
+        self._metrics = metrics
+        self._limits = limits
+        self.requests: dict[str, Request] = {}
+
+    # --- what comes in ---
+
+    def add(self, generate: Generate, gateway: Peer) -> Rejected | None:
+        """Queue a request, or say why not. A repeated message changes nothing."""
+        if generate.request_id in self.requests:
+            return None
+        request = Request(generate, gateway)
+        if refusal := self._refusal(request):
+            return Rejected(request_id=generate.request_id, code="too_long", reason=refusal)
+        if len(self.in_state(State.WAITING)) >= self._limits.max_waiting:
+            return Rejected(
+                request_id=generate.request_id,
+                code="queue_full",
+                reason=f"{self._limits.max_waiting} requests are waiting already",
+                retry_after=1.0,
+            )
+        self.requests[generate.request_id] = request
+        log.info(
+            "queued",
+            request_id=generate.request_id,
+            prompt_tokens=len(generate.prompt_ids),
+            max_new_tokens=generate.max_new_tokens,
+        )
+        return None
+
+    def cancel(self, request_id: str) -> None:
+        """The client left. Harmless if the request is unknown or over."""
+        if request := self.requests.get(request_id):
+            self.end(request, "abort")
+
+    def apply(self, outcomes: list[Outcome]) -> None:
+        """Take the results of remote prefills."""
+        for outcome in outcomes:
+            match outcome:
+                case Landed(request, token):
+                    self._emit(request, token)
+                case Lost(request, reason):
+                    self._retry(request, reason)
+
+    # --- a turn of the loop ---
+
+    @property
+    def has_work(self) -> bool:
+        """Whether the next turn computes something, or must not wait for a message."""
+        ready = (State.RUNNING, State.LANDED, State.RETRACTED)
+        return any(r.state in ready for r in self.requests.values()) or bool(self._local and self._local.has_work)
+
+    def turn(self) -> None:
+        self._start_prefills()
+        self._advance_local_prefill()
+        self._admit()
+        self._decode(self._make_room())
+        self._outputs.flush()
+
+    def _start_prefills(self) -> None:
+        """Give waiting requests host slots and a place to be prefilled, oldest first."""
+        for request in self.in_state(State.WAITING):
+            node = self._remote.choose(request)
+            local = self._local if node is None and self._local and self._local.fits(request.num_tokens) else None
+            if node is None and local is None:
+                return
+            slots = None
+            if self._coordinator.host.free >= request.num_tokens + self._growth_reserve():
+                slots = self._coordinator.host.allocate(request.num_tokens)
+            if slots is None:
+                return
+            if node is not None:
+                self._remote.dispatch(request, node, slots)
+            elif local is not None:
+                request.host_slots = slots
+                local.start(request)
+
+    def _growth_reserve(self) -> int:
+        """Slots, host or device, to leave to those that decode, so that a newcomer is not pushed out at once."""
+        return HOT_GRANULE * len(self.in_state(State.RUNNING))
+
+    def _advance_local_prefill(self) -> None:
+        if self._local is None or not self._local.has_work:
+            return
+        try:
+            self._local.step()
+        except Exception as error:
+            log.exception("local prefill failed")
+            for request in self.in_state(State.LOCAL_PREFILL):
+                self.end(request, "error", f"prefill failed: {error}")
+        for request, token in self._local.landed():
+            log.info("staged", request_id=request.request_id, tokens=request.num_tokens)
+            self._emit(request, token)
+
+    def _admit(self) -> None:
+        """Give device slots to requests whose KV is in host memory, oldest first; nobody overtakes."""
+        for request in self.in_state(State.LANDED, State.RETRACTED):
+            if self._coordinator.num_running >= self._limits.max_running:
+                return
+            if self._coordinator.device.free_slots < self._growth_reserve():
+                return
+            assert request.host_slots is not None
+            if not self._coordinator.admit_request_direct(request.request_id, request.host_slots, request.kv_tokens):
+                return
+            request.host_slots = None
+            log.info("admitted", request_id=request.request_id, kv_tokens=request.kv_tokens, was=request.state.value)
+            request.move(State.RUNNING)
+
+    def _make_room(self) -> list[Request]:
+        """The running requests, each with room for one more token. The youngest give way until there is room."""
+        while running := self.in_state(State.RUNNING):
+            result = self._coordinator.append_tokens([request.request_id for request in running])
+            if not result.short_of:
+                break
+            if Tier.DEVICE in result.short_of.values():
+                self._retract(running[-1])
+            else:
+                self._drop(self.in_state(*_HOLDS_HOST_SLOTS)[-1])
+        return running
+
+    def _retract(self, request: Request) -> None:
+        """Take its device slots. Its KV stays on the host and it resumes by another direct admission."""
+        request.host_slots = self._coordinator.retract_request(request.request_id)
+        request.move(State.RETRACTED)
+        self._metrics.retractions.labels("device").inc()
+        log.info("retracted", request_id=request.request_id, kv_tokens=request.kv_tokens)
+
+    def _drop(self, request: Request) -> None:
+        """Take its host slots too: it is prefilled again later, with the tokens that it has emitted."""
+        log.info("dropped for want of host slots", request_id=request.request_id, kv_tokens=request.kv_tokens)
+        self._release(request)
+        request.move(State.WAITING)
+        self._metrics.retractions.labels("host").inc()
+
+    @torch.inference_mode()
+    def _decode(self, batch: list[Request]) -> None:
+        """One token for each request of the batch."""
+        if not batch:
+            return
+        self._metrics.decode_batch_size.observe(len(batch))
+        device = self._model.device
+        try:
+            step = self._coordinator.begin_step([request.request_id for request in batch])
+            newest = torch.tensor([request.generated[-1] for request in batch], device=device)
+            logits = self._model.decode(newest, step.seq_lens - 1, step)
+            step.finish()
+        except Exception as error:
+            # Whatever broke the step would break it again: those who were in it end, others go on.
+            log.exception("decode step failed", batch=len(batch))
+            for request in batch:
+                self.end(request, "error", f"decode step failed: {error}")
+            return
+        params = [sampling_params(request.generate.sampling) for request in batch]
+        for request, sampled in zip(batch, sample(logits, params, [len(r.generated) for r in batch]), strict=True):
+            self._emit(request, token_message(sampled))
+
+    def _emit(self, request: Request, token: Token) -> None:
+        """Append a token, stream it, and end the request if it was the last."""
+        request.generated.append(token.token_id)
+        reason = request.finish_reason()
+        self._outputs.token(request, token, reason)
+        if reason is not None:
+            self._close(request, reason)
+
+    # --- endings ---
+
+    def end(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
+        """End a request before its time and tell its gateway."""
+        self._outputs.end(request, reason, error)
+        self._close(request, reason, error)
+
+    def end_all(self, reason: FinishReason, error: str | None = None) -> None:
+        for request in list(self.requests.values()):
+            self.end(request, reason, error)
+        self._outputs.flush()
+
+    def _close(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
+        self._release(request)
+        request.move(State.FINISHED)
+        del self.requests[request.request_id]
+        log.info("finished", request_id=request.request_id, reason=reason, tokens=len(request.generated), error=error)
+
+    def _release(self, request: Request) -> None:
+        """The one release path: give back whatever the request's state says it holds."""
+        match request.state:
+            case State.PREFILLING:
+                self._remote.abandon(request)
+            case State.RUNNING:
+                self._coordinator.request_finished(request.request_id)
+            case State.LANDED | State.RETRACTED:
+                self._release_host(request)
+            case State.LOCAL_PREFILL | State.STAGING:
+                assert self._local is not None
+                if self._local.cancel(request):
+                    self._release_host(request)
+
+    def _release_host(self, request: Request) -> None:
+        assert request.host_slots is not None
+        self._coordinator.host.release(request.host_slots)
+        request.host_slots = None
+
+    def _retry(self, request: Request, reason: str) -> None:
+        """A prefill attempt was lost: the request waits for another one, unless it had enough."""
+        if request.prefill_attempts > self._limits.prefill_retries:
+            self.end(request, "error", f"prefill failed {request.prefill_attempts} times, at last: {reason}")
+        else:
+            self._metrics.prefill_retries.inc()
+
+    # --- what it holds ---
+
+    def in_state(self, *states: State) -> list[Request]:
+        """Requests in these states, oldest first."""
+        return [request for request in self.requests.values() if request.state in states]
+
+    @property
+    def outstanding_tokens(self) -> int:
+        """KV tokens that this node's requests hold or will come to hold."""
+        return sum(request.most_kv_tokens for request in list(self.requests.values()))
+
+    def check_idle(self) -> None:
+        """With no requests and no reservations, every pool must be as full as at start. Raises RuntimeError if not."""
+        if self.requests or not self._remote.is_idle or self._coordinator.num_staging:
+            return
+        if not self._coordinator.is_idle() or (self._local is not None and not self._local.is_idle):
+            raise RuntimeError("slots are in use although there is no request: they leaked")
+
+    def _refusal(self, request: Request) -> str | None:
+        """Why the request could never run here, or None."""
+        generate, limits = request.generate, self._limits
+        total = len(generate.prompt_ids) + generate.max_new_tokens
+        if total > limits.context_length:
+            return (
+                f"{len(generate.prompt_ids)} prompt tokens and max_tokens {generate.max_new_tokens} exceed "
+                f"the context of {limits.context_length} tokens"
+            )
+        if request.most_kv_tokens > self._coordinator.host.num_slots:
+            return f"{request.most_kv_tokens} tokens of KV exceed the host pool of {self._coordinator.host.num_slots}"
+        if max(generate.prompt_ids) >= limits.vocab_size:
+            return f"token id {max(generate.prompt_ids)} is outside the vocabulary of {limits.vocab_size}"
+        return None

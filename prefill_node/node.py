@@ -1,0 +1,348 @@
+"""The prefill node's loop: receive, compute a chunk, send it while the next one computes."""
+
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+from enum import Enum
+
+import structlog
+import torch
+
+from prefill_node.chunked import ChunkedPrefill, ComputedChunk, PrefillJob
+from prefill_node.convert import prompt_tensor, sampling_params, token_message
+from prefill_node.sender import Chunk, Sender, Sent
+from service.shell import NodeShell
+from transfer.membership import Membership
+from transfer.messages import (
+    Abort,
+    Admitted,
+    HeartbeatAck,
+    Message,
+    ModelIdentity,
+    Peer,
+    Ping,
+    Pong,
+    PrefillAccepted,
+    PrefillDone,
+    PrefillFailed,
+    PrefillRequest,
+    Quiesced,
+    Refused,
+    Registered,
+    Token,
+)
+from transfer.planner import Int64s, expand_extents
+
+log = structlog.get_logger(__name__)
+
+Key = tuple[str, int]
+
+_ORPHAN_AFTER_S = 30.0
+_TOMBSTONES = 65536
+_IDLE_WAIT_S = 0.2
+
+
+class State(Enum):
+    """A request at the prefill node. Every state but DONE may turn into STOPPING."""
+
+    COMPUTING = "computing"
+    SENDING = "sending"
+    DONE = "done"
+    STOPPING = "stopping"
+
+
+@dataclass(eq=False)
+class Entry:
+    """One (request, epoch) that this node works on.
+
+    `in_flight` counts the chunks that the sender holds. Pages are released when the entry ends, never earlier: until
+    then a chunk may have to be sent again.
+    """
+
+    request: PrefillRequest
+    decode: Peer
+    job: PrefillJob[Key]
+    slots: Int64s
+    state: State = State.COMPUTING
+    in_flight: int = 0
+    token: Token | None = None
+    failure: str | None = None
+    num_bytes: int = 0
+    num_descriptors: int = 0
+    seconds: float = 0.0
+
+    @property
+    def key(self) -> Key:
+        return self.request.request_id, self.request.epoch
+
+
+class PrefillNode:
+    """Owns every entry; the sender's threads only report back through the inbox."""
+
+    def __init__(
+        self,
+        shell: NodeShell[Sent],
+        prefill: ChunkedPrefill[Key],
+        sender: Sender,
+        identity: ModelIdentity,
+        protocol: str,
+        context_length: int,
+        vocab_size: int,
+        device: torch.device,
+    ) -> None:
+        self._shell = shell
+        self._control = shell.control
+        self._metrics = shell.metrics
+        self._prefill = prefill
+        self._sender = sender
+        self._identity = identity
+        self._protocol = protocol
+        self._context_length = context_length
+        self._vocab_size = vocab_size
+        self._device = device
+        self._entries: dict[Key, Entry] = {}
+        self._ended: OrderedDict[Key, None] = OrderedDict()
+        self._housekeeping_at = 0.0
+
+    @property
+    def queued_tokens(self) -> int:
+        return self._prefill.queued_tokens
+
+    @property
+    def num_entries(self) -> int:
+        return len(self._entries)
+
+    def run(self, membership: Membership) -> None:
+        """Serve until told to stop."""
+        while not self._shell.stopping.is_set():
+            for item in self._shell.receive(0 if self._prefill.has_work else _IDLE_WAIT_S):
+                self._take(item, membership)
+            membership.tick(time.monotonic())
+            self._housekeep(time.monotonic())
+            for computed in self._compute():
+                self._send(computed)
+
+    def refresh_metrics(self) -> None:
+        pool = self._prefill.pool
+        self._metrics.prefill_pages.labels("free").set(pool.free_pages)
+        self._metrics.prefill_pages.labels("used").set(pool.num_pages - pool.free_pages)
+        states = [entry.state for entry in list(self._entries.values())]
+        for state in State:
+            self._metrics.requests.labels(state.value).set(states.count(state))
+
+    # --- messages ---
+
+    def _take(self, item: tuple[Peer, Message] | Sent, membership: Membership) -> None:
+        match item:
+            case Sent():
+                self._on_sent(item)
+            case (sender, PrefillRequest() as message):
+                self._on_request(sender, message)
+            case (_, Admitted() as message):
+                self._on_admitted((message.request_id, message.epoch))
+            case (sender, Abort() as message):
+                self._on_abort(sender, (message.request_id, message.epoch))
+            case (sender, Ping() as message):
+                unknown = tuple(key for key in message.held if key not in self._entries)
+                self._control.send(sender, Pong(unknown=unknown))
+            case (sender, Registered() | Refused() | HeartbeatAck() as message):
+                membership.receive(sender, message)
+            case (sender, message):
+                log.warning("not for a prefill node", kind=type(message).__name__, sender=sender.address)
+
+    def _on_request(self, decode: Peer, request: PrefillRequest) -> None:
+        key = request.request_id, request.epoch
+        if key in self._ended:
+            # Said to be over before: a repeat that was under way must not start it again.
+            self._control.send(decode, Quiesced(request_id=request.request_id, epoch=request.epoch))
+            return
+        self._control.send(decode, PrefillAccepted(request_id=request.request_id, epoch=request.epoch))
+        if key in self._entries:
+            return
+        if refusal := self._refusal(request):
+            log.warning("refused", request_id=request.request_id, epoch=request.epoch, reason=refusal)
+            self._control.send(
+                decode, PrefillFailed(request_id=request.request_id, epoch=request.epoch, reason=refusal)
+            )
+            self._bury(key)
+            return
+        entry = Entry(
+            request,
+            decode,
+            PrefillJob(
+                key,
+                prompt_tensor(request.prompt_ids, self._device),
+                sampling_params(request.sampling),
+                request.step,
+            ),
+            expand_extents(request.extents),
+        )
+        self._entries[key] = entry
+        self._prefill.add(entry.job)
+        log.info("queued", request_id=request.request_id, epoch=request.epoch, tokens=len(request.prompt_ids))
+
+    def _refusal(self, request: PrefillRequest) -> str | None:
+        """Why this node cannot do it, or None."""
+        num_tokens = len(request.prompt_ids)
+        if not request.hisparse:
+            return "hisparse=false: this node does not write KV to resident device pages"
+        if difference := self._identity.differences(request.destination.identity):
+            return f"model mismatch, prefill != decode: {difference}"
+        if request.destination.protocol != self._protocol:
+            return f"transfer protocol {self._protocol} != {request.destination.protocol} of the decode node"
+        buffers = request.destination.buffers
+        expected = self._identity.num_layers * (self._identity.item_bytes,)
+        expected += self._identity.num_index_layers * (self._identity.index_key_bytes,)
+        if buffers.item_lengths != expected:
+            return f"destination item lengths {buffers.item_lengths} != {expected}"
+        if num_tokens > self._context_length or not self._prefill.fits(num_tokens):
+            limit = min(self._context_length, self._prefill.pool.num_pages * self._prefill.pool.page_size)
+            return f"prompt of {num_tokens} tokens; this node takes up to {limit}"
+        if max(request.prompt_ids) >= self._vocab_size:
+            return f"token id {max(request.prompt_ids)} is outside the vocabulary of {self._vocab_size}"
+        return None
+
+    def _on_admitted(self, key: Key) -> None:
+        self._control.answered(("done", key))
+        entry = self._entries.get(key)
+        if entry is not None and entry.state is State.DONE:
+            self._end(entry)
+
+    def _on_abort(self, sender: Peer, key: Key) -> None:
+        entry = self._entries.get(key)
+        if entry is None:
+            self._bury(key)
+            self._control.send(sender, Quiesced(request_id=key[0], epoch=key[1]))
+        else:
+            self._stop_entry(entry, failure=None)
+
+    # --- work ---
+
+    def _compute(self) -> list[ComputedChunk[Key]]:
+        try:
+            return self._prefill.step()
+        except Exception as error:
+            # A batch that cannot be computed (out of memory, say) costs its requests; others go on.
+            log.exception("prefill step failed")
+            for entry in list(self._entries.values()):
+                if entry.job.computed or entry.job.pages is not None:
+                    self._stop_entry(entry, failure=f"prefill failed: {error}")
+            return []
+
+    def _send(self, computed: ComputedChunk[Key]) -> None:
+        self._metrics.prompt_tokens.inc(computed.stop - computed.start)
+        entry = self._entries[computed.job.key]
+        if computed.token is not None:
+            entry.token = token_message(computed.token)
+            entry.state = State.SENDING
+        assert entry.job.pages is not None
+        entry.in_flight += 1
+        self._sender.submit(
+            Chunk(
+                request_id=entry.request.request_id,
+                epoch=entry.request.epoch,
+                start=computed.start,
+                stop=computed.stop,
+                pages=entry.job.pages,
+                slots=entry.slots,
+                destination=entry.request.destination,
+                ready=_record_event(self._device),
+                cancelled=lambda: entry.state is State.STOPPING,
+            )
+        )
+
+    def _on_sent(self, sent: Sent) -> None:
+        entry = self._entries[sent.chunk.request_id, sent.chunk.epoch]
+        entry.in_flight -= 1
+        if sent.error is None:
+            entry.num_bytes += sent.num_bytes
+            entry.num_descriptors += sent.num_descriptors
+            entry.seconds += sent.seconds
+            self._metrics.transfer_bytes.inc(sent.num_bytes)
+            self._metrics.transfer_descriptors.inc(sent.num_descriptors)
+            self._metrics.transfer_seconds.observe(sent.seconds)
+        elif entry.state is not State.STOPPING:
+            self._metrics.transfer_failures.labels("write").inc()
+            self._stop_entry(entry, failure=f"transfer failed: {sent.error}")
+            return
+        if entry.state is State.STOPPING:
+            self._end_if_drained(entry)
+        elif entry.state is State.SENDING and entry.in_flight == 0:
+            self._announce(entry)
+
+    def _announce(self, entry: Entry) -> None:
+        """Every write landed: say so until the decode node answers."""
+        assert entry.token is not None
+        entry.state = State.DONE
+        done = PrefillDone(
+            request_id=entry.request.request_id,
+            epoch=entry.request.epoch,
+            token=entry.token,
+            num_tokens=len(entry.request.prompt_ids),
+            transferred_bytes=entry.num_bytes,
+            descriptors=entry.num_descriptors,
+            transfer_seconds=entry.seconds,
+        )
+        self._control.repeat(("done", entry.key), entry.decode, done)
+        log.info(
+            "sent",
+            request_id=entry.request.request_id,
+            epoch=entry.request.epoch,
+            bytes=entry.num_bytes,
+            descriptors=entry.num_descriptors,
+            seconds=round(entry.seconds, 4),
+        )
+
+    # --- endings ---
+
+    def _stop_entry(self, entry: Entry, failure: str | None) -> None:
+        """Post nothing more of it; it ends when what is posted has drained."""
+        if entry.state is not State.STOPPING:
+            entry.state = State.STOPPING
+            entry.failure = failure
+            self._prefill.forget(entry.job)
+        self._end_if_drained(entry)
+
+    def _end_if_drained(self, entry: Entry) -> None:
+        if entry.in_flight:
+            return
+        request_id, epoch = entry.key
+        if entry.failure is None:
+            self._control.send(entry.decode, Quiesced(request_id=request_id, epoch=epoch))
+        else:
+            self._control.send(entry.decode, PrefillFailed(request_id=request_id, epoch=epoch, reason=entry.failure))
+        self._end(entry)
+        log.info("stopped", request_id=request_id, epoch=epoch, reason=entry.failure or "aborted")
+
+    def _end(self, entry: Entry) -> None:
+        """The one place where an entry's pages go back."""
+        self._control.answered(("done", entry.key))
+        self._prefill.release(entry.job)
+        del self._entries[entry.key]
+        self._bury(entry.key)
+
+    def _bury(self, key: Key) -> None:
+        self._ended[key] = None
+        if len(self._ended) > _TOMBSTONES:
+            self._ended.popitem(last=False)
+
+    def _housekeep(self, now: float) -> None:
+        """Give up what no decode node asks for any more, and the threads that no request needs."""
+        if now < self._housekeeping_at:
+            return
+        self._housekeeping_at = now + 1.0
+        for entry in list(self._entries.values()):
+            heard = self._control.last_heard(entry.decode.boot_id)
+            if heard is not None and now - heard > _ORPHAN_AFTER_S:
+                log.warning("decode node is silent", request_id=entry.request.request_id, decode=entry.decode.address)
+                self._stop_entry(entry, failure="the decode node is silent")
+        self._sender.keep_only({entry.request.destination.session for entry in self._entries.values()})
+
+
+def _record_event(device: torch.device) -> torch.cuda.Event | None:
+    """An event after the work queued so far; None where the device works synchronously."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record()
+    return event

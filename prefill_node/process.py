@@ -1,0 +1,123 @@
+"""A prefill process: what it is made of, and in which order."""
+
+from dataclasses import dataclass
+
+import structlog
+
+from model.dtypes import resolve_dtype
+from model.loader import load_model
+from model.spec import ModelSpec
+from prefill_node.chunked import ChunkedPrefill
+from prefill_node.convert import identity, kv_layout
+from prefill_node.node import Key, PrefillNode
+from prefill_node.pool import PagedKVPool
+from prefill_node.sender import Sender, Sent
+from service.config import NodeConfig
+from service.errors import StartupError
+from service.logs import configure_logging
+from service.memory import gib, pool_bytes
+from service.shell import NodeShell
+from transfer.engine import KVTransferEngine, choose_protocol
+from transfer.membership import Membership
+from transfer.messages import Heartbeat, Register
+
+log = structlog.get_logger(__name__)
+
+_DRAIN_S = 10.0
+_PROMPTS_BY_DEFAULT = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillConfig(NodeConfig):
+    """A prefill node's options. `max_total_tokens` is the size of the paged KV pool, by default from memory."""
+
+    max_total_tokens: int | None = None
+
+
+def run_prefill_node(config: PrefillConfig) -> None:
+    """Serve until SIGTERM or SIGINT. Raises StartupError if it cannot start."""
+    configure_logging(config.log_level, config.log_format, "prefill")
+    config.check()
+    protocol = choose_protocol(config.transfer_protocol, config.ib_device)
+    device = config.torch_device()
+    shell: NodeShell[Sent] = NodeShell("prefill", config)
+    sender = None
+    try:
+        engine = KVTransferEngine(config.data_host, protocol, config.ib_device)
+        model = load_model(
+            config.model_path, resolve_dtype(config.model_path, config.dtype), device, config.context_length
+        )
+        pool = PagedKVPool(kv_layout(model.spec), _num_pages(config, model.spec), config.page_size, device)
+        buffers = pool.get_contiguous_buf_infos()
+        engine.register(buffers)
+        prefill: ChunkedPrefill[Key] = ChunkedPrefill(model, pool, config.chunked_prefill_size)
+        sender = Sender(engine, buffers, config.page_size, report=shell.inbox.put)
+        node = PrefillNode(
+            shell,
+            prefill,
+            sender,
+            identity(model.spec),
+            protocol,
+            model.spec.context_length,
+            model.spec.vocab_size,
+            device,
+        )
+        membership = Membership(
+            shell.control,
+            config.gateways,
+            register=lambda via: Register(
+                via=via,
+                role="prefill",
+                identity=identity(model.spec),
+                protocol=protocol,
+                page_size=config.page_size,
+                max_request_tokens=min(model.spec.context_length, pool.num_pages * config.page_size),
+            ),
+            heartbeat=lambda via: Heartbeat(
+                via=via, ready=True, queued_tokens=node.queued_tokens, running_requests=node.num_entries
+            ),
+        )
+        shell.start(
+            ready=lambda: None if membership.registered or not config.gateways else "not registered with a gateway",
+            refresh=node.refresh_metrics,
+        )
+        log.info(
+            "prefill node is up",
+            http=shell.http_address,
+            control=shell.control.me.address,
+            session=engine.session,
+            protocol=protocol,
+            model=model.spec.model_type,
+            fingerprint=model.spec.fingerprint,
+        )
+        node.run(membership)
+        membership.leave()
+    finally:
+        if sender is not None and not sender.stop(_DRAIN_S):
+            log.warning("writes are still in flight; the engine's end stops them")
+        shell.close()
+
+
+def _num_pages(config: PrefillConfig, spec: ModelSpec) -> int:
+    """Pages of the KV pool, and the line that says why so many. Raises StartupError if not one prompt fits."""
+    token_bytes = kv_layout(spec).token_bytes
+    affordable = pool_bytes(config.torch_device(), config.mem_fraction_static) // token_bytes
+    wanted = config.max_total_tokens or min(affordable, _PROMPTS_BY_DEFAULT * spec.context_length)
+    if wanted > affordable:
+        raise StartupError(
+            f"--max-total-tokens {wanted} takes {gib(wanted * token_bytes)}, but {gib(affordable * token_bytes)} "
+            "may be used; lower it or raise --mem-fraction-static"
+        )
+    pages = wanted // config.page_size
+    if pages == 0:
+        raise StartupError(f"a KV pool of {wanted} tokens holds no page of {config.page_size}; give --max-total-tokens")
+    log.info(
+        "KV pool",
+        pages=pages,
+        page_size=config.page_size,
+        tokens=pages * config.page_size,
+        bytes=gib(pages * config.page_size * token_bytes),
+        why=f"{token_bytes} B per token over {spec.num_layers} layers; "
+        + ("--max-total-tokens" if config.max_total_tokens else f"up to {_PROMPTS_BY_DEFAULT} full contexts"),
+    )
+    return pages

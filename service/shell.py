@@ -1,0 +1,86 @@
+"""What both kinds of node have around their loop: ports, mailbox, status page, signals."""
+
+import queue
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Generic, TypeVar
+
+import structlog
+
+from service.config import NodeConfig
+from service.metrics import Metrics
+from service.status import StatusServer, bind_http, status_router
+from transfer.control import ControlPlane
+from transfer.messages import Message, Peer, Role
+
+log = structlog.get_logger(__name__)
+
+Event = TypeVar("Event")
+
+
+class NodeShell(Generic[Event]):
+    """Ports are bound on construction, so that a taken one is reported before a model is loaded.
+
+    `inbox` carries control messages with their sender, and the node's own events, to the node's loop. SIGTERM and
+    SIGINT set `stopping`. Raises StartupError if a port is taken.
+    """
+
+    def __init__(self, role: Role, config: NodeConfig) -> None:
+        self.metrics = Metrics()
+        self.stopping = threading.Event()
+        self.inbox: queue.SimpleQueue[tuple[Peer, Message] | Event | None] = queue.SimpleQueue()
+        self._listener = bind_http(config.host, config.port)
+        try:
+            self.control = ControlPlane(
+                role,
+                config.host,
+                config.control_port,
+                config.data_host,
+                deliver=lambda sender, message: self.inbox.put((sender, message)),
+            )
+        except BaseException:
+            self._listener.close()
+            raise
+        self._status: StatusServer | None = None
+
+    @property
+    def http_address(self) -> str:
+        host, port = self._listener.getsockname()[:2]
+        return f"{host}:{port}"
+
+    def start(self, ready: Callable[[], str | None], refresh: Callable[[], None]) -> None:
+        """Answer status requests and messages from now on. Call on the main thread: it takes the stop signals."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+        router = status_router(self.metrics, ready, lambda: self._refresh(refresh))
+        self._status = StatusServer(self._listener, router)
+        self._status.start()
+        self.control.start()
+
+    def receive(self, timeout: float) -> list[tuple[Peer, Message] | Event]:
+        """Everything that has arrived; waits up to `timeout` seconds for the first. Empty when told to stop."""
+        items: list[tuple[Peer, Message] | Event] = []
+        try:
+            item = self.inbox.get(timeout=timeout) if timeout else self.inbox.get_nowait()
+            while True:
+                if item is not None:
+                    items.append(item)
+                item = self.inbox.get_nowait()
+        except queue.Empty:
+            return items
+
+    def close(self) -> None:
+        if self._status is not None:
+            self._status.stop()
+        self.control.stop()
+
+    def _refresh(self, refresh: Callable[[], None]) -> None:
+        self.metrics.control_malformed.set(self.control.malformed)
+        refresh()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        log.info("stopping", signal=signal.Signals(number).name)
+        self.stopping.set()
+        self.inbox.put(None)

@@ -1,0 +1,196 @@
+"""Real processes for end-to-end tests: started one by one, killed one by one, looked into over HTTP."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from cli.serve import arguments, free_port, terminate
+
+START_TIMEOUT_S = 60.0
+
+
+def wait_until(condition: Callable[[], Any], timeout: float = 30.0, what: str = "") -> Any:
+    """Poll until the condition is truthy and return its value; AssertionError after the timeout."""
+    deadline = time.monotonic() + timeout
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"timed out waiting for {what or condition}"
+        time.sleep(0.02)
+    return value
+
+
+@dataclass
+class Node:
+    """One process of a cluster."""
+
+    name: str
+    words: list[str]
+    http_port: int
+    control_port: int
+    log_path: Path
+    process: "subprocess.Popen[bytes]"
+
+    @property
+    def base_url(self) -> str:
+        return f"http://127.0.0.1:{self.http_port}"
+
+    @property
+    def log(self) -> str:
+        return self.log_path.read_text()
+
+    def get(self, path: str) -> httpx.Response:
+        return httpx.get(self.base_url + path, timeout=10)
+
+    def is_up(self) -> bool:
+        assert self.process.poll() is None, f"{self.name} ended with {self.process.returncode}:\n{self.log[-3000:]}"
+        try:
+            return self.get("/ready").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The value of a metric, without its prefix; 0 if it was never set."""
+        for family in text_string_to_metric_families(self.get("/metrics").text):
+            for sample in family.samples:
+                if sample.name == f"hisparse_pd_{name}" and labels.items() <= sample.labels.items():
+                    return sample.value
+        return 0.0
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+        self.process.wait()
+
+
+@dataclass
+class Cluster:
+    """A gateway and the nodes that were added to it. Context manager: nothing runs on after it."""
+
+    model_path: Path
+    directory: Path
+    nodes: dict[str, Node] = field(default_factory=dict)
+
+    def __enter__(self) -> "Cluster":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for node in self.nodes.values():
+            if node.process.poll() is None:
+                node.signal(signal.SIGCONT)
+        terminate([node.process for node in self.nodes.values()])
+
+    def gateway(self, **flags: object) -> Node:
+        return self._start("gateway", "gateway", flags)
+
+    def prefill(self, name: str = "prefill", **flags: object) -> Node:
+        return self._start(name, "prefill", self._node_flags(flags))
+
+    def decode(self, name: str = "decode", **flags: object) -> Node:
+        return self._start(name, "decode", self._node_flags(flags))
+
+    def restart(self, node: Node) -> Node:
+        """Start a process that ended again, on the same ports."""
+        assert node.process.poll() is not None
+        node.process = self._spawn(node.words, node.log_path)
+        return node
+
+    def wait_ready(self) -> "Cluster":
+        for node in self.nodes.values():
+            wait_until(node.is_up, START_TIMEOUT_S, f"{node.name} to be ready")
+        return self
+
+    @property
+    def url(self) -> str:
+        return self.nodes["gateway"].base_url
+
+    def _node_flags(self, flags: dict[str, object]) -> dict[str, object]:
+        gateway = self.nodes.get("gateway")
+        defaults: dict[str, object] = {"transfer_protocol": "tcp"}
+        if gateway is not None:
+            defaults["gateway"] = f"127.0.0.1:{gateway.control_port}"
+        return {**defaults, **flags}
+
+    def _start(self, name: str, command: str, flags: dict[str, object]) -> Node:
+        http_port, control_port = free_port(), free_port()
+        given = {f"--{key.replace('_', '-')}": value for key, value in flags.items()}
+        words = [command, *arguments({"--model-path": self.model_path, **given})]
+        words += ["--port", str(http_port), "--control-port", str(control_port)]
+        log_path = self.directory / f"{name}.log"
+        node = Node(name, words, http_port, control_port, log_path, self._spawn(words, log_path))
+        self.nodes[name] = node
+        return node
+
+    @staticmethod
+    def _spawn(words: list[str], log_path: Path) -> "subprocess.Popen[bytes]":
+        with log_path.open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "cli.main", *words],
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                start_new_session=True,
+            )
+
+
+@dataclass(frozen=True)
+class Job:
+    """One greedy completion; `abort_after` is the number of streamed tokens after which the client leaves."""
+
+    prompt_ids: Sequence[int]
+    max_tokens: int
+    abort_after: int | None = None
+
+
+async def _run_job(client: httpx.AsyncClient, url: str, job: Job) -> list[int]:
+    body = {
+        "model": "tiny",
+        "prompt": list(job.prompt_ids),
+        "max_tokens": job.max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "stream": True,
+    }
+    ids: list[int] = []
+    async with client.stream("POST", f"{url}/v1/completions", json=body) as response:
+        if response.status_code != 200:
+            raise AssertionError((await response.aread()).decode())
+        if job.abort_after == 0:
+            return ids
+        async for line in response.aiter_lines():
+            if not line.startswith("data: {"):
+                continue
+            event = httpx.Response(200, text=line.removeprefix("data: ")).json()
+            assert "error" not in event, event
+            for choice in event["choices"]:
+                ids += choice.get("token_ids") or []
+            if job.abort_after is not None and len(ids) >= job.abort_after:
+                return ids
+    return ids
+
+
+def complete(url: str, jobs: Sequence[Job], concurrency: int = 1) -> list[list[int]]:
+    """Run the jobs, so many at a time, and return the token ids that each streamed."""
+
+    async def run_all() -> list[list[int]]:
+        gate = asyncio.Semaphore(concurrency)
+        async with httpx.AsyncClient(timeout=180, limits=httpx.Limits(max_connections=None)) as client:
+
+            async def one(job: Job) -> list[int]:
+                async with gate:
+                    return await _run_job(client, url, job)
+
+            return await asyncio.gather(*(one(job) for job in jobs))
+
+    return asyncio.run(run_all())

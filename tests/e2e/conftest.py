@@ -1,0 +1,68 @@
+"""Tiny checkpoints of both families, what transformers says of them, and clusters that serve them."""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from model.tiny import write_tiny_checkpoint
+from tests.e2e.cluster import Cluster
+
+FAMILIES = ("deepseek_v32", "glm_moe_dsa")
+
+
+class Reference:
+    """transformers' own greedy generation, each answer computed once."""
+
+    def __init__(self, path: Path) -> None:
+        self._network: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        self._answers: dict[tuple[int, ...], list[int]] = {}
+
+    def generate(self, prompt_ids: Sequence[int], max_tokens: int) -> list[int]:
+        key = tuple(prompt_ids)
+        answer = self._answers.get(key, [])
+        if len(answer) < max_tokens:
+            ids = torch.tensor([prompt_ids])
+            output = self._network.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=False,
+                max_new_tokens=max_tokens,
+                eos_token_id=None,
+            )
+            answer = self._answers[key] = output[0, len(prompt_ids) :].tolist()
+        return answer[:max_tokens]
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("checkpoints")
+    for family in FAMILIES:
+        write_tiny_checkpoint(root / family, family, seed=7, index_topk=64)
+    return {family: root / family for family in FAMILIES}
+
+
+@pytest.fixture(scope="session")
+def references(checkpoints: dict[str, Path]) -> dict[str, Reference]:
+    return {family: Reference(path) for family, path in checkpoints.items()}
+
+
+@pytest.fixture
+def start_cluster(checkpoints: dict[str, Path], tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
+    """A function that makes a cluster of a family, with its gateway; everything is stopped after the test."""
+    clusters: list[Cluster] = []
+
+    def start(family: str = "deepseek_v32", **gateway_flags: object) -> Cluster:
+        directory = tmp_path / f"cluster-{len(clusters)}"
+        directory.mkdir()
+        cluster = Cluster(checkpoints[family], directory)
+        clusters.append(cluster)
+        cluster.gateway(served_model_name="tiny", **gateway_flags)
+        return cluster
+
+    yield start
+    for cluster in clusters:
+        cluster.__exit__()
