@@ -1,0 +1,118 @@
+"""Mailboxes over real ZeroMQ sockets."""
+
+import queue
+from collections.abc import Callable, Iterator
+
+import pytest
+import zmq
+
+from service.errors import StartupError
+from transfer.control import ControlPlane
+from transfer.messages import Cancel, Message, Peer, Ping, Role, encode
+
+Inbox = queue.SimpleQueue[tuple[Peer, Message]]
+Start = Callable[..., tuple[ControlPlane, Inbox]]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    planes: list[ControlPlane] = []
+
+    def make(role: Role = "decode", port: int = 0) -> tuple[ControlPlane, Inbox]:
+        inbox: Inbox = queue.SimpleQueue()
+        plane = ControlPlane(role, "127.0.0.1", port, "127.0.0.1", lambda peer, message: inbox.put((peer, message)))
+        planes.append(plane)
+        plane.start()
+        return plane, inbox
+
+    yield make
+    for plane in planes:
+        plane.stop()
+
+
+def raw_sender(plane: ControlPlane) -> "zmq.Socket[bytes]":
+    socket = zmq.Context.instance().socket(zmq.PUSH)
+    socket.connect(f"tcp://{plane.me.address}")
+    return socket
+
+
+def test_a_message_arrives_with_its_sender(start: Start) -> None:
+    (a, _), (b, inbox) = start("gateway"), start("decode")
+    a.send(b.me, Cancel(request_id="r"))
+    assert inbox.get(timeout=5) == (a.me, Cancel(request_id="r"))
+    assert b.last_heard(a.me.boot_id) is not None
+
+
+def test_messages_of_one_sender_keep_their_order(start: Start) -> None:
+    (a, _), (b, inbox) = start(), start()
+    for i in range(200):
+        a.send(b.me, Cancel(request_id=str(i)))
+    assert [inbox.get(timeout=5)[1] for _ in range(200)] == [Cancel(request_id=str(i)) for i in range(200)]
+
+
+def test_a_repeated_message_is_sent_until_answered(start: Start) -> None:
+    (a, _), (b, inbox) = start(), start()
+    a.repeat("key", b.me, Cancel(request_id="r"), every=0.05)
+    for _ in range(3):
+        inbox.get(timeout=5)
+    a.answered("key")
+    a.send(b.me, Ping())
+    while not isinstance(inbox.get(timeout=5)[1], Ping):
+        pass
+    with pytest.raises(queue.Empty):
+        inbox.get(timeout=0.3)
+
+
+def test_a_message_for_a_dead_boot_is_not_acted_on(start: Start) -> None:
+    """What was queued for a process does not reach the one that took its address."""
+    a, _ = start()
+    first, _ = start()
+    dead = first.me
+    first.stop()
+    a.send(dead, Cancel(request_id="old"))
+    second, inbox = start(port=int(dead.address.rsplit(":", 1)[1]))
+    a.send(second.me, Cancel(request_id="new"))
+    assert inbox.get(timeout=10) == (a.me, Cancel(request_id="new"))
+
+
+def test_whoever_has_the_address_may_answer_if_the_sender_says_so(start: Start) -> None:
+    a, _ = start()
+    b, inbox = start()
+    a.send(b.me.model_copy(update={"boot_id": "another"}), Ping(), any_boot=True)
+    assert inbox.get(timeout=5) == (a.me, Ping())
+
+
+def test_garbage_is_counted_and_harms_nobody(start: Start) -> None:
+    (a, _), (b, inbox) = start(), start()
+    socket = raw_sender(b)
+    good = encode(Cancel(request_id="r"), a.me)
+    for junk in (b"", b"\xff" * 100, good[:-3], b"\x93\x01\x02\x03", b"\x81" * 5000):
+        socket.send(junk)
+    socket.send_multipart([b"several", b"parts"])
+    socket.send(good)
+    assert inbox.get(timeout=5) == (a.me, Cancel(request_id="r"))
+    assert b.malformed == 7
+    socket.close(linger=0)
+
+
+def test_a_handler_that_fails_costs_only_its_message() -> None:
+    inbox: Inbox = queue.SimpleQueue()
+
+    def deliver(peer: Peer, message: Message) -> None:
+        if message == Cancel(request_id="bad"):
+            raise RuntimeError("a bug")
+        inbox.put((peer, message))
+
+    plane = ControlPlane("decode", "127.0.0.1", 0, "127.0.0.1", deliver)
+    plane.start()
+    plane.send(plane.me, Cancel(request_id="bad"))
+    plane.send(plane.me, Cancel(request_id="good"))
+    assert inbox.get(timeout=5)[1] == Cancel(request_id="good")
+    plane.stop()
+
+
+def test_a_taken_port_is_a_startup_error(start: Start) -> None:
+    plane, _ = start()
+    port = int(plane.me.address.rsplit(":", 1)[1])
+    with pytest.raises(StartupError, match=f"cannot bind the control port 127.0.0.1:{port}.*--control-port"):
+        start(port=port)

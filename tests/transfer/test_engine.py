@@ -1,0 +1,135 @@
+"""Real Mooncake over TCP, between two processes."""
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from service.errors import StartupError
+from transfer import engine as engine_module
+from transfer.engine import KVTransferEngine, TransferAborted, TransferError, choose_protocol
+from transfer.messages import BufferInfo
+from transfer.planner import Descriptors
+
+SIZE = 4 << 20
+
+
+def info(buffer: np.ndarray) -> BufferInfo:
+    return BufferInfo(ptrs=(buffer.ctypes.data,), lengths=(buffer.nbytes,), item_lengths=(1,))
+
+
+def receive(connection: Connection) -> None:
+    """The other process: registers a buffer and hands out its bytes when asked."""
+    buffer = np.zeros(SIZE, dtype=np.uint8)
+    engine = KVTransferEngine("127.0.0.1", "tcp")
+    engine.register(info(buffer))
+    connection.send((engine.session, buffer.ctypes.data))
+    while connection.recv():
+        connection.send(buffer.tobytes())
+
+
+class Receiver:
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, child = context.Pipe()
+        self.process = context.Process(target=receive, args=(child,), daemon=True)
+        self.process.start()
+        self.session, self.address = self._connection.recv()
+
+    def content(self) -> np.ndarray:
+        self._connection.send(True)
+        return np.frombuffer(self._connection.recv(), dtype=np.uint8)
+
+    def kill(self) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, signal.SIGKILL)
+        self.process.join()
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    receiver = Receiver()
+    yield receiver
+    receiver.kill()
+
+
+@pytest.fixture(scope="module")
+def source() -> np.ndarray:
+    return np.random.default_rng(0).integers(1, 256, SIZE, dtype=np.uint8)
+
+
+@pytest.fixture(scope="module")
+def sender(source: np.ndarray) -> KVTransferEngine:
+    engine = KVTransferEngine("127.0.0.1", "tcp")
+    engine.register(info(source))
+    return engine
+
+
+def batch(source: np.ndarray, address: int, pieces: list[tuple[int, int, int]]) -> Descriptors:
+    columns = np.array(pieces, dtype=np.int64).T
+    return Descriptors(source.ctypes.data + columns[0], address + columns[1], columns[2])
+
+
+def test_more_descriptors_than_the_transport_takes_at_once_all_land(
+    sender: KVTransferEngine, source: np.ndarray, receiver: Receiver
+) -> None:
+    """The TCP transport refuses a batch of some 2000 descriptors outright: writes are windowed."""
+    order = np.random.default_rng(1).permutation(3000).tolist()
+    sender.write(receiver.session, batch(source, receiver.address, [(i * 64, j * 64, 64) for i, j in enumerate(order)]))
+    expected = np.zeros(SIZE, dtype=np.uint8)
+    expected[: 3000 * 64].reshape(3000, 64)[order] = source[: 3000 * 64].reshape(3000, 64)
+    assert np.array_equal(receiver.content(), expected)
+
+
+def test_a_write_outside_the_registered_buffer_is_an_error_and_the_next_write_works(
+    sender: KVTransferEngine, source: np.ndarray, receiver: Receiver
+) -> None:
+    """sglang 13054: one transfer error must not mark a healthy pair as failed for ever."""
+    with pytest.raises(TransferError, match=receiver.session):
+        sender.write(receiver.session, batch(source, receiver.address, [(0, SIZE - 10, 4096), (0, 0, 64)]))
+    sender.write(receiver.session, batch(source, receiver.address, [(0, 0, SIZE)]))
+    assert np.array_equal(receiver.content(), source)
+
+
+def test_an_abort_stops_the_rest_and_leaves_nothing_in_flight(
+    sender: KVTransferEngine, source: np.ndarray, receiver: Receiver
+) -> None:
+    answers = iter([True] * 10)
+    with pytest.raises(TransferAborted):
+        sender.write(
+            receiver.session,
+            batch(source, receiver.address, [(i * 64, i * 64, 64) for i in range(1000)]),
+            go_on=lambda: next(answers, False),
+        )
+    content = receiver.content()
+    assert np.array_equal(content[: 10 * 64], source[: 10 * 64])
+    assert not content[10 * 64 :].any()
+
+
+def test_a_dead_receiver_is_an_error(sender: KVTransferEngine, source: np.ndarray) -> None:
+    receiver = Receiver()
+    receiver.kill()
+    with pytest.raises(TransferError):
+        sender.write(receiver.session, batch(source, receiver.address, [(0, 0, SIZE)]))
+
+
+def test_rdma_without_a_device_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Mooncake would take TCP in silence."""
+    monkeypatch.setattr(engine_module, "_INFINIBAND", tmp_path / "none")
+    with pytest.raises(StartupError, match="no RDMA device"):
+        choose_protocol("rdma", "")
+    assert choose_protocol("auto", "") == "tcp"
+
+
+def test_rdma_is_taken_where_there_is_a_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "mlx5_0").mkdir()
+    monkeypatch.setattr(engine_module, "_INFINIBAND", tmp_path)
+    assert choose_protocol("auto", "") == "rdma"
+    assert choose_protocol("tcp", "") == "tcp"
+    with pytest.raises(StartupError, match="mlx5_9 not found; this machine has mlx5_0"):
+        choose_protocol("rdma", "mlx5_0,mlx5_9")

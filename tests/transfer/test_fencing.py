@@ -1,0 +1,110 @@
+"""A slot is never reused while a remote write to it may be in flight."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from transfer.fencing import DRAIN_GRACE_S, ReservationTable
+from transfer.messages import Peer
+
+WRITER = Peer(role="prefill", address="10.0.0.1:1", boot_id="first")
+KEY = ("r", 1)
+
+
+class Released(list[str]):
+    """What the table gave back."""
+
+
+def table_with(key: tuple[str, int] = KEY) -> tuple[ReservationTable[str], Released]:
+    released = Released()
+    table: ReservationTable[str] = ReservationTable(released.append)
+    table.open(key, WRITER, "slots", num_slots=8)
+    return table, released
+
+
+def test_landed_slots_go_on_with_the_request() -> None:
+    table, released = table_with()
+    assert table.landed(KEY) == "slots"
+    assert released == []
+    assert KEY not in table
+
+
+def test_aborted_slots_wait_for_quiesced() -> None:
+    """sglang PRs 24580, 31357: pages freed on abort while the prefill node was still writing."""
+    table, released = table_with()
+    assert table.quarantine(KEY) == WRITER
+    assert table.quarantined_slots == 8
+    assert table.release_expired(now=1e9) == []
+    assert released == []
+    assert table.quiesced(KEY)
+    assert released == ["slots"]
+
+
+def test_quiesced_of_another_epoch_frees_nothing() -> None:
+    table, released = table_with()
+    table.quarantine(KEY)
+    assert not table.quiesced(("r", 0))
+    assert released == []
+
+
+def test_quiesced_twice_frees_once() -> None:
+    table, released = table_with()
+    table.quarantine(KEY)
+    table.quiesced(KEY)
+    assert not table.quiesced(KEY)
+    assert released == ["slots"]
+
+
+def test_a_late_done_of_a_quarantined_epoch_does_not_land() -> None:
+    table, _ = table_with()
+    table.quarantine(KEY)
+    with pytest.raises(ValueError, match="not writable"):
+        table.landed(KEY)
+
+
+def test_a_dead_writers_slots_come_back_after_the_grace() -> None:
+    table, released = table_with()
+    assert table.writer_died("first", now=100.0) == [KEY]
+    table.quarantine(KEY)
+    assert table.release_expired(100.0 + DRAIN_GRACE_S - 0.1) == []
+    assert released == []
+    assert table.release_expired(100.0 + DRAIN_GRACE_S) == [KEY]
+    assert released == ["slots"]
+
+
+def test_the_death_of_another_boot_proves_nothing() -> None:
+    table, released = table_with()
+    table.quarantine(KEY)
+    table.writer_died("second", now=0.0)
+    assert table.release_expired(1e9) == []
+    assert released == []
+
+
+def test_an_open_reservation_is_not_opened_again() -> None:
+    table, _ = table_with()
+    with pytest.raises(ValueError, match="open already"):
+        table.open(KEY, WRITER, "other", 1)
+
+
+@given(st.lists(st.sampled_from(["quarantine", "quiesced", "landed", "died", "expire"]), max_size=12))
+def test_in_any_order_of_events_slots_leave_once_and_never_while_writable(events: list[str]) -> None:
+    table, released = table_with()
+    landed = 0
+    for now, event in enumerate(events, start=1):
+        was_writable = table.is_writable(KEY)
+        before = len(released)
+        match event:
+            case "quarantine" if KEY in table:
+                table.quarantine(KEY)
+            case "quiesced":
+                table.quiesced(KEY)
+            case "landed" if was_writable:
+                table.landed(KEY)
+                landed += 1
+            case "died":
+                table.writer_died("first", now)
+            case "expire":
+                table.release_expired(now + 2 * DRAIN_GRACE_S)
+        if was_writable:
+            assert len(released) == before
+    assert len(released) + landed + (KEY in table) == 1

@@ -1,0 +1,89 @@
+"""Whatever the pages, the slots and the partial last page: the runs move exactly the right bytes."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from transfer.planner import expand_extents, expand_pages, plan_runs
+
+
+@st.composite
+def transfers(draw: st.DrawFn) -> tuple[np.ndarray, int, int, int, np.ndarray]:
+    """Pages, page size, start, stop and destination slots of one chunk of a request."""
+    page_size = draw(st.sampled_from([1, 2, 16, 64]))
+    num_pages = draw(st.integers(1, 8))
+    pages = np.array(draw(st.permutations(range(num_pages + 3)))[:num_pages], dtype=np.int64)
+    stop = draw(st.integers(1, num_pages * page_size))
+    start = draw(st.integers(0, stop))
+    slots = np.arange(stop + 5, dtype=np.int64)
+    if draw(st.booleans()):
+        np.random.default_rng(draw(st.integers(0, 99))).shuffle(slots)
+    return pages, page_size, start, stop, slots[:stop]
+
+
+@given(transfers(), st.sampled_from([1, 3, 8, 192]))
+def test_runs_move_exactly_the_right_bytes(
+    transfer: tuple[np.ndarray, int, int, int, np.ndarray], item_bytes: int
+) -> None:
+    pages, page_size, start, stop, slots = transfer
+    rng = np.random.default_rng(0)
+    source = rng.integers(0, 256, (int(pages.max()) + 1) * page_size * item_bytes, dtype=np.uint8)
+    destination = np.zeros((int(slots.max()) + 1) * item_bytes, dtype=np.uint8)
+    expected = destination.copy().reshape(-1, item_bytes)
+    for position in range(start, stop):
+        row = pages[position // page_size] * page_size + position % page_size
+        expected[slots[position]] = source.reshape(-1, item_bytes)[row]
+
+    runs = plan_runs(expand_pages(pages, page_size, start, stop), slots[start:stop])
+    for src, dst, length in zip(*runs.descriptors(0, 0, item_bytes), strict=True):
+        destination[dst : dst + length] = source[src : src + length]
+
+    assert np.array_equal(destination.reshape(-1, item_bytes), expected)
+    assert runs.num_items == stop - start
+
+
+@given(transfers())
+def test_no_two_neighbouring_runs_could_be_one(transfer: tuple[np.ndarray, int, int, int, np.ndarray]) -> None:
+    pages, page_size, start, stop, slots = transfer
+    runs = plan_runs(expand_pages(pages, page_size, start, stop), slots[start:stop])
+    for i in range(len(runs) - 1):
+        continues_source = runs.sources[i] + runs.lengths[i] == runs.sources[i + 1]
+        continues_destination = runs.destinations[i] + runs.lengths[i] == runs.destinations[i + 1]
+        assert not (continues_source and continues_destination)
+
+
+def test_contiguous_pages_and_slots_are_one_run() -> None:
+    runs = plan_runs(expand_pages(np.arange(5, 9), 64, 0, 200), np.arange(1000, 1200))
+    assert len(runs) == 1
+    assert runs.descriptors(4096, 0, 10).sources.tolist() == [4096 + 5 * 64 * 10]
+
+
+def test_scattered_pages_into_contiguous_slots_are_one_run_per_page() -> None:
+    runs = plan_runs(expand_pages(np.array([7, 3, 5]), 64, 0, 3 * 64), np.arange(3 * 64))
+    assert runs.lengths.tolist() == [64, 64, 64]
+
+
+def test_base_addresses_above_two_to_the_47_survive() -> None:
+    runs = plan_runs(np.array([1]), np.array([2]))
+    assert runs.descriptors(2**62, 2**62, 1152).destinations.tolist() == [2**62 + 2304]
+
+
+def test_nothing_to_move_is_no_run() -> None:
+    assert len(plan_runs(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64))) == 0
+
+
+def test_positions_outside_the_pages_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"positions \[0, 65\) are not covered by 1 pages of 64"):
+        expand_pages(np.array([0]), 64, 0, 65)
+
+
+def test_unequal_sides_are_refused() -> None:
+    with pytest.raises(ValueError, match="2 source items for 1 destination slots"):
+        plan_runs(np.array([1, 2]), np.array([1]))
+
+
+@given(st.lists(st.tuples(st.integers(0, 1000), st.integers(1, 20)), max_size=8))
+def test_extents_expand_in_order(extents: list[tuple[int, int]]) -> None:
+    expected = [slot for start, length in extents for slot in range(start, start + length)]
+    assert expand_extents(tuple(extents)).tolist() == expected
