@@ -51,9 +51,7 @@ MemFractionStatic = Annotated[
     typer.Option(help="Part of the free device memory that pools may take; default 0.8 on CUDA, 0.1 on CPU."),
 ]
 ChunkedPrefillSize = Annotated[int, typer.Option(help="Prompt tokens computed in one forward pass.")]
-PageSize = Annotated[
-    int, typer.Option(help="Tokens per page of the prefill pool, or of a decode node's index keys.")
-]
+PageSize = Annotated[int, typer.Option(help="Tokens per page of the prefill pool, or of a decode node's index keys.")]
 MaxTotalTokens = Annotated[
     int | None, typer.Option(min=1, help="Size of the prefill KV pool in tokens; default: from memory.")
 ]

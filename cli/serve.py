@@ -11,13 +11,11 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import IO
 
 import httpx
-import structlog
 
 from service.errors import StartupError
-
-log = structlog.get_logger(__name__)
 
 _PR_SET_PDEATHSIG = 1
 _TERMINATE_S = 15.0
@@ -39,20 +37,31 @@ class ServePlan:
     prefill_flags: Flags
     decode_flags: Flags
 
-    def commands(self, control_port: int) -> list[tuple[str, list[str]]]:
-        """Name and arguments of every process."""
-        node = {"--gateway": f"127.0.0.1:{control_port}", "--port": 0, "--control-port": 0}
+    def children(self) -> list["Child"]:
+        """Every process, the gateway first, on ports that are free now."""
+        control_port = free_port()
         gateway = {**self.gateway_flags, "--host": self.host, "--port": self.port, "--control-port": control_port}
-        if self.host not in ("127.0.0.1", "localhost"):
-            gateway["--advertise-host"] = "127.0.0.1"
-        commands = [("gateway", ["gateway", *arguments(gateway)])]
-        commands += [
-            (f"prefill-{i}", ["prefill", *arguments({**self.prefill_flags, **node})]) for i in range(self.num_prefill)
-        ]
-        commands += [
-            (f"decode-{i}", ["decode", *arguments({**self.decode_flags, **node})]) for i in range(self.num_decode)
-        ]
-        return commands
+        if reachable(self.host) != self.host:
+            gateway["--advertise-host"] = reachable(self.host)
+        children = [Child("gateway", ["gateway", *arguments(gateway)], self.port)]
+        for role, count, flags in (
+            ("prefill", self.num_prefill, self.prefill_flags),
+            ("decode", self.num_decode, self.decode_flags),
+        ):
+            for number in range(count):
+                port = free_port()
+                own = {"--gateway": f"{reachable(self.host)}:{control_port}", "--port": port, "--control-port": 0}
+                children.append(Child(f"{role}-{number}", [role, *arguments({**flags, **own})], port))
+        return children
+
+
+@dataclass(frozen=True)
+class Child:
+    """A process to start: its name, its command line after `hisparse-pd`, and its HTTP port."""
+
+    name: str
+    words: list[str]
+    http_port: int
 
 
 def arguments(flags: Flags) -> list[str]:
@@ -75,7 +84,7 @@ def serve_until_stopped(plan: ServePlan) -> int:
     if plan.api_key:
         environment["HISPARSE_PD_API_KEY"] = plan.api_key
     announced = False
-    with processes(plan.commands(free_port()), environment) as children:
+    with processes(plan.children(), environment) as children:
         while not stopping.wait(_POLL_S):
             for name, child in children.items():
                 if (code := child.poll()) is not None:
@@ -89,15 +98,20 @@ def serve_until_stopped(plan: ServePlan) -> int:
 
 @contextlib.contextmanager
 def processes(
-    commands: list[tuple[str, list[str]]], environment: Mapping[str, str] | None = None
+    plan: list[Child], environment: Mapping[str, str] | None = None, log: IO[bytes] | None = None
 ) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
-    """Start one process per command, and end all of them on the way out, also if this process is killed."""
+    """Start the processes, and end all of them on the way out, also if this process is killed.
+
+    `log` takes their output; by default it goes where this process's goes.
+    """
     children: dict[str, subprocess.Popen[bytes]] = {}
     try:
-        for name, words in commands:
-            children[name] = subprocess.Popen(
-                [sys.executable, "-m", "cli.main", *words],
+        for child in plan:
+            children[child.name] = subprocess.Popen(
+                [sys.executable, "-m", "cli.main", *child.words],
                 env=environment,
+                stdout=log,
+                stderr=log,
                 start_new_session=True,
                 preexec_fn=_die_with_parent,
             )

@@ -1,0 +1,34 @@
+# make demo, make test: everything they need is set up first, in .venv.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# Small models on few cores: one thread per process beats several that wait for each other.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: setup demo test lint format clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml deploy/setup.sh
+	PYTHON=$(PYTHON) VENV=$(VENV) sh deploy/setup.sh
+	touch $@
+
+demo: setup
+	$(BIN)/python -m cli.demo
+
+test: setup
+	$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: setup
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -1,0 +1,55 @@
+#!/bin/sh
+# Makes a virtual environment with everything that the service and its tests need, on Debian and Ubuntu.
+# PYTHON: the interpreter to use (3.11 or 3.12). VENV: where the environment goes.
+set -eu
+PYTHON=${PYTHON:-python3}
+VENV=${VENV:-.venv}
+TORCH_VERSION=2.13.0
+
+say() { printf '>> %s\n' "$*"; }
+
+as_root() {
+    if [ "$(id -u)" -eq 0 ]; then "$@"; else sudo "$@"; fi
+}
+
+apt_install() {
+    say "installing $* with apt-get"
+    as_root env DEBIAN_FRONTEND=noninteractive apt-get update -qq
+    as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@" >/dev/null
+}
+
+if ! "$PYTHON" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; then
+    say "Python 3.11 or 3.12 is needed, $("$PYTHON" --version 2>&1) found; set PYTHON=/path/to/python3.12"
+    exit 2
+fi
+# Mooncake is linked against libibverbs, also where it only uses TCP.
+if ! ldconfig -p 2>/dev/null | grep -q libibverbs.so.1 && ! /sbin/ldconfig -p | grep -q libibverbs.so.1; then
+    apt_install libibverbs1
+fi
+if ! "$PYTHON" -c 'import ensurepip' 2>/dev/null; then
+    apt_install python3-venv
+fi
+
+[ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV"
+PIP="$VENV/bin/pip --disable-pip-version-check"
+
+if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU; then
+    case "$(nvidia-smi | sed -n 's/.*CUDA Version: \([0-9]*\).*/\1/p')" in
+        12) EXTRA=cuda12 ;;
+        *) EXTRA=cuda13 ;;
+    esac
+    say "NVIDIA GPU found: installing with the extra $EXTRA"
+else
+    EXTRA=cpu
+    say "no NVIDIA GPU: installing torch $TORCH_VERSION for CPU"
+    # The CPU build lies in an index of its own unless the package index in use offers it.
+    $PIP install -q "torch==$TORCH_VERSION+cpu" 2>/dev/null ||
+        $PIP install -q "torch==$TORCH_VERSION" --index-url https://download.pytorch.org/whl/cpu
+fi
+say "installing hisparse-pd[$EXTRA,dev]"
+$PIP install -q -e ".[$EXTRA,dev]"
+"$VENV/bin/python" -c 'import mooncake.engine' || {
+    say "Mooncake does not load; see the message above"
+    exit 1
+}
+say "ready: $VENV"
