@@ -4,7 +4,6 @@ The model knows layers and projections; it does not know where KV lives. It writ
 a prefill cache maps positions to rows itself (pages), a decode cache returns the rows to attend to after swap-in.
 """
 
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -26,17 +25,23 @@ class PrefillCache(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class IndexPages:
-    """Paged index keys of a decode batch in one index layer.
+class IndexPages(Protocol):
+    """Paged index keys of a decode batch in one index layer."""
 
-    keys: [num_pages, page_size, index_dim]. page_table: int64 [batch, max_pages]; entries past a row's length are
-    arbitrary valid pages. seq_lens: int64 [batch], counting the newest token, whose key is already stored.
-    """
+    @property
+    def keys(self) -> torch.Tensor:
+        """[num_pages, page_size, index_dim]."""
+        ...
 
-    keys: torch.Tensor
-    page_table: torch.Tensor
-    seq_lens: torch.Tensor
+    @property
+    def page_table(self) -> torch.Tensor:
+        """int64 [batch, max_pages]; entries past a row's length are arbitrary valid pages."""
+        ...
+
+    @property
+    def seq_lens(self) -> torch.Tensor:
+        """int64 [batch], counting the newest token, whose key is already stored."""
+        ...
 
 
 class DecodeCache(Protocol):

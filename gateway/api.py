@@ -1,0 +1,246 @@
+"""Request bodies of the OpenAI API: which fields exist, what they may hold, and what is said when they do not.
+
+Types are strict: "5" is no integer and neither is true. Fields that are not named here are ignored, but a named one
+that asks for what this service does not do is refused rather than ignored.
+"""
+
+import secrets
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
+
+from gateway.errors import ApiError, context_length_exceeded
+from transfer.messages import Sampling
+
+_DEFAULT_COMPLETION_TOKENS = 16
+_MAX_STOPS = 16
+_MAX_STOP_CHARS = 256
+_SEED_MASK = 2**63 - 1
+
+Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+
+
+def _only(*neutral: object) -> AfterValidator:
+    """Accepts the values that ask for nothing."""
+
+    def check(value: Any) -> Any:
+        if value is not None and value not in neutral:
+            allowed = " or ".join(repr(v) for v in neutral)
+            raise PydanticCustomError("not_supported", "not supported here other than {allowed}", {"allowed": allowed})
+        return value
+
+    return AfterValidator(check)
+
+
+def _prompt(value: object) -> str | list[int]:
+    """One prompt, which may come as a list of one prompt."""
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
+        value = value[0]
+    if isinstance(value, list) and any(isinstance(element, str | list) for element in value):
+        raise PydanticCustomError("one_prompt", "expected one prompt, found a list of several; send one request each")
+    if not isinstance(value, str) and not (isinstance(value, list) and all(type(e) is int for e in value)):
+        raise PydanticCustomError("prompt_type", "expected a string or a list of integer token ids")
+    if not value:
+        raise PydanticCustomError("empty_prompt", "expected at least one token, found an empty prompt")
+    return value
+
+
+def _stops(value: object) -> list[str]:
+    stops = [value] if isinstance(value, str) else value
+    if stops is None:
+        return []
+    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+        raise PydanticCustomError("stop_type", "expected a string or a list of strings")
+    if len(stops) > _MAX_STOPS:
+        raise PydanticCustomError(
+            "too_many_stops",
+            "expected at most {limit} stop strings, found {found}",
+            {"limit": _MAX_STOPS, "found": len(stops)},
+        )
+    if any(not 0 < len(stop) <= _MAX_STOP_CHARS for stop in stops):
+        raise PydanticCustomError(
+            "stop_length", "expected stop strings of 1 to {limit} characters", {"limit": _MAX_STOP_CHARS}
+        )
+    return stops
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    include_usage: bool | None = None
+
+
+class GenerationRequest(BaseModel):
+    """What both endpoints take. An explicit null means the default everywhere, as in OpenAI's API."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+    model: str | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    seed: Int64 | None = None
+    stop: Annotated[object, AfterValidator(_stops)] = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    ignore_eos: bool | None = None
+    return_token_ids: bool | None = None
+    n: Annotated[int | None, _only(1)] = None
+    presence_penalty: Annotated[float | None, _only(0)] = None
+    frequency_penalty: Annotated[float | None, _only(0)] = None
+    repetition_penalty: Annotated[float | None, _only(1)] = None
+    min_p: Annotated[float | None, _only(0)] = None
+    logit_bias: Annotated[object, _only({})] = None
+    response_format: Annotated[object, _only({"type": "text"})] = None
+
+    @model_validator(mode="after")
+    def _usage_needs_stream(self) -> "GenerationRequest":
+        if self.stream_options is not None and not self.stream:
+            raise PydanticCustomError("stream_options", "stream_options: only allowed when stream is true")
+        return self
+
+    @property
+    def stops(self) -> list[str]:
+        return _stops(self.stop)
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def requested_tokens(self) -> int | None:
+        return self.max_tokens
+
+    def default_tokens(self, room: int) -> int:
+        """How many tokens to generate where the request does not say; `room` is what the context leaves."""
+        raise NotImplementedError
+
+    def requested_logprobs(self) -> int | None:
+        """How many alternatives to report with each token, or None for no log probabilities."""
+        raise NotImplementedError
+
+    def sampling(self) -> Sampling:
+        return Sampling(
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            top_k=max(0, self.top_k or 0),
+            seed=secrets.randbits(63) if self.seed is None else self.seed & _SEED_MASK,
+            top_logprobs=self.requested_logprobs(),
+        )
+
+    def max_new_tokens(self, prompt_tokens: int, context_length: int) -> int:
+        """How many tokens to generate. Raises ApiError if the context does not hold them."""
+        room = context_length - prompt_tokens
+        if room < 1:
+            raise context_length_exceeded(
+                f"The maximum context length is {context_length} tokens, but the prompt has {prompt_tokens} tokens "
+                "and at least one is to be generated. Shorten the prompt.",
+                "messages" if isinstance(self, ChatCompletionRequest) else "prompt",
+            )
+        asked = self.requested_tokens()
+        if asked is None:
+            return self.default_tokens(room)
+        if asked > room:
+            raise context_length_exceeded(
+                f"The maximum context length is {context_length} tokens, but {prompt_tokens + asked} were requested "
+                f"({prompt_tokens} in the prompt, {asked} to generate). Reduce max_tokens or shorten the prompt.",
+                "max_tokens",
+            )
+        return asked
+
+
+class CompletionRequest(GenerationRequest):
+    """POST /v1/completions."""
+
+    prompt: Annotated[object, AfterValidator(_prompt)]
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    best_of: Annotated[int | None, _only(1)] = None
+    echo: Annotated[bool | None, _only(False)] = None
+    suffix: Annotated[str | None, _only("")] = None
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The prompt, where it came as token ids."""
+        return self.prompt if isinstance(self.prompt, list) else []
+
+    def default_tokens(self, room: int) -> int:
+        return min(_DEFAULT_COMPLETION_TOKENS, room)
+
+    def requested_logprobs(self) -> int | None:
+        return self.logprobs
+
+
+def _content(value: object) -> str:
+    """A message's text, which may come in parts."""
+    parts = value if isinstance(value, list) else [{"type": "text", "text": value or ""}]
+    texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
+    if len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
+        raise PydanticCustomError("content_type", "expected a string or a list of parts of type 'text'")
+    return "\n".join(str(text) for text in texts)
+
+
+class ChatMessage(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[object, AfterValidator(_content)] = ""
+    tool_calls: Annotated[object, _only([])] = None
+
+    def rendered(self) -> dict[str, str]:
+        """The message as chat templates expect it."""
+        return {"role": self.role, "content": str(self.content)}
+
+
+class ChatCompletionRequest(GenerationRequest):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    tools: Annotated[object, _only([])] = None
+    functions: Annotated[object, _only([])] = None
+
+    @model_validator(mode="after")
+    def _top_logprobs_need_logprobs(self) -> "ChatCompletionRequest":
+        if self.top_logprobs and not self.logprobs:
+            raise PydanticCustomError("top_logprobs", "top_logprobs: only allowed when logprobs is true")
+        return self
+
+    def requested_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    def default_tokens(self, room: int) -> int:
+        return room
+
+    def requested_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+_Request = TypeVar("_Request", bound=GenerationRequest)
+
+
+def parse(kind: type[_Request], body: bytes) -> _Request:
+    """A validated request. Raises ApiError (400) that names the field, what was expected and what was found."""
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        field = ".".join(str(part) for part in first["loc"])
+        message = f"{field}: {first['msg']}" if field else first["msg"]
+        if field and first["type"] != "missing":
+            found = repr(first["input"])
+            message += f", found {found if len(found) <= 80 else found[:77] + '...'}"
+        raise ApiError(400, message, param=field or None) from error
+
+
+def check_token_ids(token_ids: list[int], vocab_size: int) -> None:
+    """Raises ApiError if an id is outside the vocabulary."""
+    for position, token_id in enumerate(token_ids):
+        if not 0 <= token_id < vocab_size:
+            raise ApiError(
+                400,
+                f"prompt: expected token ids from 0 to {vocab_size - 1}, found {token_id} at position {position}",
+                param="prompt",
+            )

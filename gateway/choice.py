@@ -1,0 +1,42 @@
+"""The text of one answer as it grows out of its tokens."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from gateway.detokenizer import Decode, Detokenizer, StopMatcher
+from gateway.generation import Step
+from transfer.messages import FinishReason, Token
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What one step adds to an answer. The text of a token may come with a later delta than its id."""
+
+    text: str
+    tokens: tuple[Token, ...]
+    finish_reason: FinishReason | None
+
+
+class Choice:
+    """Detokenizes an answer and ends it at a stop string. The token that ended it early is not part of its text."""
+
+    def __init__(self, decode: Decode, stops: Sequence[str], stop_token_ids: Collection[int]) -> None:
+        self._detokenizer = Detokenizer(decode)
+        self._matcher = StopMatcher(stops)
+        self._stop_token_ids = frozenset(stop_token_ids)
+
+    def push(self, step: Step) -> Delta:
+        """The step's text and tokens, cut after the token that completed a stop string."""
+        text = ""
+        for count, token in enumerate(step.tokens, start=1):
+            if token.token_id in self._stop_token_ids:
+                continue
+            text += self._matcher.push(self._detokenizer.push(token.token_id))
+            if self._matcher.matched:
+                return Delta(text, step.tokens[:count], "stop")
+        if step.finish_reason is None:
+            return Delta(text, step.tokens, None)
+        text += self._matcher.push(self._detokenizer.finish())
+        if self._matcher.matched:
+            return Delta(text, step.tokens, "stop")
+        return Delta(text + self._matcher.finish(), step.tokens, step.finish_reason)

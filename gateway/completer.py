@@ -1,0 +1,139 @@
+"""From a validated request to a stream of deltas: tokenize, check against the context, generate, account."""
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+import structlog
+
+from gateway.api import ChatCompletionRequest, CompletionRequest, check_token_ids
+from gateway.choice import Choice, Delta
+from gateway.errors import ApiError
+from gateway.generation import DecodeClient, Job
+from gateway.tokenizer import CheckpointTokenizer
+from service.metrics import Metrics
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass
+class _Account:
+    """What one request did, for metrics and the log."""
+
+    metrics: Metrics
+    arrived: float
+    tokens: int = 0
+    ttft: float | None = None
+    last: float = field(init=False)
+    reason: str = "cancelled"
+    """How it ended; a request that is simply dropped was cancelled by its client."""
+
+    def __post_init__(self) -> None:
+        self.last = self.arrived
+
+    def add(self, count: int) -> None:
+        if not count:
+            return
+        now = time.monotonic()
+        if self.ttft is None:
+            self.ttft = now - self.arrived
+            self.metrics.ttft.observe(self.ttft)
+        else:
+            for _ in range(count):
+                self.metrics.inter_token.observe((now - self.last) / count)
+        self.last = now
+        self.tokens += count
+
+
+class Completer:
+    """Turns requests into answers. Belongs to the gateway's event loop; tokenizing has a thread of its own."""
+
+    def __init__(
+        self,
+        tokenizer: CheckpointTokenizer,
+        client: DecodeClient,
+        metrics: Metrics,
+        context_length: int,
+        request_timeout: float,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._client = client
+        self._metrics = metrics
+        self._context_length = context_length
+        self._request_timeout = request_timeout
+        self._tokenizing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
+
+    def piece(self, token_id: int) -> str:
+        return self._tokenizer.piece(token_id)
+
+    async def job(self, request: CompletionRequest | ChatCompletionRequest) -> Job:
+        """Tokenize and check a request. Raises ApiError if the model cannot take it."""
+        arrived = time.monotonic()
+        prompt_ids = await asyncio.get_running_loop().run_in_executor(self._tokenizing, self._prompt_ids, request)
+        kind = "cmpl" if isinstance(request, CompletionRequest) else "chatcmpl"
+        return Job(
+            request_id=f"{kind}-{uuid.uuid4().hex}",
+            prompt_ids=tuple(prompt_ids),
+            max_new_tokens=request.max_new_tokens(len(prompt_ids), self._context_length),
+            sampling=request.sampling(),
+            stop_token_ids=() if request.ignore_eos else self._tokenizer.stop_token_ids,
+            arrived=arrived,
+            deadline=arrived + self._request_timeout,
+        )
+
+    async def deltas(self, job: Job, stops: Sequence[str]) -> AsyncGenerator[Delta, None]:
+        """The answer, piece by piece. Raises ApiError. Closing it early cancels the request."""
+        account = _Account(self._metrics, job.arrived)
+        choice = Choice(self._tokenizer.decode, stops, job.stop_token_ids)
+        log.info(
+            "request arrived",
+            request_id=job.request_id,
+            prompt_tokens=len(job.prompt_ids),
+            max_new_tokens=job.max_new_tokens,
+        )
+        try:
+            async with aclosing(self._client.stream(job)) as steps:
+                async for step in steps:
+                    delta = choice.push(step)
+                    account.add(len(delta.tokens))
+                    if delta.finish_reason is not None:
+                        account.reason = delta.finish_reason
+                        # A stop string ends the answer here, and is no reason for its node to stop until told.
+                        await steps.aclose()
+                    yield delta
+        except ApiError as error:
+            account.reason = error.code or "error"
+            raise
+        except Exception:
+            account.reason = "error"
+            raise
+        finally:
+            self._metrics.requests_finished.labels(reason=account.reason).inc()
+            log.info(
+                "request finished",
+                request_id=job.request_id,
+                reason=account.reason,
+                tokens=account.tokens,
+                ttft_s=None if account.ttft is None else round(account.ttft, 4),
+                seconds=round(time.monotonic() - job.arrived, 4),
+            )
+
+    def close(self) -> None:
+        self._tokenizing.shutdown(cancel_futures=True)
+
+    def _prompt_ids(self, request: CompletionRequest | ChatCompletionRequest) -> list[int]:
+        if isinstance(request, ChatCompletionRequest):
+            text = self._tokenizer.render_chat([message.rendered() for message in request.messages])
+            token_ids = self._tokenizer.encode(text, special_tokens=False)
+        elif isinstance(request.prompt, str):
+            token_ids = self._tokenizer.encode(request.prompt, special_tokens=True)
+        else:
+            token_ids = request.token_ids
+            check_token_ids(token_ids, self._tokenizer.vocab_size)
+        if not token_ids:
+            raise ApiError(400, "the prompt has no tokens: expected at least one", param="prompt")
+        return token_ids

@@ -1,0 +1,304 @@
+"""One request's life between the gateway and the decode nodes.
+
+A request is offered to one decode node at a time. While no token of it has arrived, a node that refuses it, dies or
+falls silent is passed over for the next; afterwards its failure is the request's failure, since the tokens may be with
+the client already. Whatever way a request ends here, a node that may still be working on it is told to stop.
+"""
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+
+import structlog
+
+from gateway.errors import ApiError, context_length_exceeded, unavailable
+from gateway.registry import SILENT_AFTER_S, NodeRegistry
+from transfer.control import ControlPlane
+from transfer.messages import (
+    Accepted,
+    Cancel,
+    FinishReason,
+    Generate,
+    Output,
+    Outputs,
+    Peer,
+    Rejected,
+    Sampling,
+    Token,
+)
+
+log = structlog.get_logger(__name__)
+
+SWEEP_S = 0.25
+CANCEL_FOR_S = 30.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be generated. `arrived` and `deadline` are in time.monotonic."""
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    max_new_tokens: int
+    sampling: Sampling
+    stop_token_ids: tuple[int, ...]
+    arrived: float
+    deadline: float
+
+    @property
+    def tokens(self) -> int:
+        return len(self.prompt_ids) + self.max_new_tokens
+
+
+@dataclass(frozen=True)
+class Step:
+    """New tokens in order, none twice. The last step has a finish reason."""
+
+    tokens: tuple[Token, ...]
+    finish_reason: FinishReason | None
+
+
+class _NodeFailed(Exception):
+    """This decode node does not finish the request; another one may."""
+
+
+class _Refused(_NodeFailed):
+    def __init__(self, rejected: Rejected) -> None:
+        super().__init__(rejected.reason)
+        self.rejected = rejected
+
+
+@dataclass
+class _Attempt:
+    """A request at one decode node."""
+
+    job: Job
+    node: Peer
+    started: float
+    events: "asyncio.Queue[Output | Exception]" = field(default_factory=asyncio.Queue)
+    received: int = 0
+    over: bool = False
+    """The node has said that it holds nothing of the request any more."""
+    failed: bool = False
+
+    def deliver(self, output: Output) -> None:
+        if output.finish_reason is not None:
+            self.over = True
+        self.events.put_nowait(output)
+
+    def fail(self, reason: Exception) -> None:
+        """End the attempt after what has already arrived. The first reason counts."""
+        if not self.failed:
+            self.failed = True
+            self.events.put_nowait(reason)
+
+    async def next(self) -> Step:
+        """The next new tokens. Raises _NodeFailed or ApiError."""
+        while True:
+            event = await self.events.get()
+            if isinstance(event, Exception):
+                raise event
+            step = self._step(event)
+            if step.tokens or step.finish_reason:
+                return step
+
+    def _step(self, output: Output) -> Step:
+        match output.finish_reason:
+            case "error":
+                raise ApiError(500, f"the request failed at its decode node: {output.error or 'no reason given'}")
+            case "abort":
+                raise _NodeFailed(f"aborted by its decode node: {output.error or 'no reason given'}")
+        if output.start > self.received:
+            raise ApiError(500, f"tokens {self.received} to {output.start - 1} were lost on the way; try again")
+        tokens = output.tokens[self.received - output.start :]
+        self.received += len(tokens)
+        return Step(tokens, output.finish_reason)
+
+
+class DecodeClient:
+    """Runs requests on the decode nodes. Not thread safe: the gateway's event loop owns it."""
+
+    def __init__(self, control: ControlPlane, registry: NodeRegistry) -> None:
+        self._control = control
+        self._registry = registry
+        self._attempts: dict[str, _Attempt] = {}
+        self._cancelling: dict[tuple[str, str, str], tuple[Peer, float]] = {}
+        """Repeated Cancels by their key: to whom, and when to give each up."""
+        self._closed = False
+
+    @property
+    def waiting(self) -> int:
+        """Requests of which no token has arrived."""
+        return sum(not attempt.received for attempt in self._attempts.values())
+
+    @property
+    def running(self) -> int:
+        return len(self._attempts) - self.waiting
+
+    async def stream(self, job: Job) -> AsyncGenerator[Step, None]:
+        """The steps of a request. Raises ApiError. Closing the iterator early cancels the request at its node."""
+        refusals: dict[str, Rejected | None] = {}
+        while True:
+            attempt = self._begin(job, refusals)
+            try:
+                while True:
+                    step = await attempt.next()
+                    yield step
+                    if step.finish_reason is not None:
+                        return
+            except _NodeFailed as failure:
+                log.warning(
+                    "decode node failed a request",
+                    request_id=job.request_id,
+                    node=attempt.node.address,
+                    reason=str(failure),
+                    tokens=attempt.received,
+                )
+                if attempt.received:
+                    raise ApiError(500, f"the request was lost at its decode node: {failure}") from failure
+                refusals[attempt.node.boot_id] = failure.rejected if isinstance(failure, _Refused) else None
+            finally:
+                self._end(attempt)
+
+    def deliver(self, sender: Peer, message: Accepted | Rejected | Outputs) -> None:
+        """Take a decode node's message."""
+        match message:
+            case Accepted():
+                self._control.answered(_generate_key(message.request_id, sender))
+            case Rejected():
+                self._control.answered(_generate_key(message.request_id, sender))
+                self._stop_cancelling(message.request_id, sender)
+                if attempt := self._attempt(message.request_id, sender):
+                    attempt.over = True
+                    attempt.fail(_refusal(message))
+            case Outputs():
+                for output in message.outputs:
+                    self._deliver_output(sender, output)
+
+    async def sweep(self) -> None:
+        """Watch deadlines, silent nodes and unanswered Cancels for as long as the gateway runs."""
+        swept = time.monotonic()
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            now = time.monotonic()
+            # A gateway that was itself stopped has heard nobody, which says nothing of the nodes.
+            stopped = now - swept > 1.0 + SWEEP_S
+            swept = now
+            for attempt in self._attempts.values():
+                if now > attempt.job.deadline:
+                    attempt.fail(ApiError(504, "the request took longer than this gateway allows", code="timeout"))
+                elif self._registry.replaced(attempt.node):
+                    attempt.fail(_NodeFailed("the decode node was restarted"))
+                elif not stopped and self._silent(attempt, now):
+                    attempt.fail(_NodeFailed(f"the decode node fell silent for {SILENT_AFTER_S:g} s"))
+            for key, (node, until) in list(self._cancelling.items()):
+                if now > until:
+                    log.warning("gave up cancelling a request", request_id=key[1], node=node.address)
+                if now > until or self._registry.replaced(node):
+                    del self._cancelling[key]
+                    self._control.answered(key)
+
+    async def close(self, timeout: float) -> None:
+        """End every request with an error, and wait until the decode nodes have confirmed that they stopped."""
+        self._closed = True
+        for attempt in self._attempts.values():
+            attempt.fail(unavailable("the gateway is shutting down"))
+        until = time.monotonic() + timeout
+        while (self._attempts or self._cancelling) and time.monotonic() < until:
+            await asyncio.sleep(0.01)
+
+    def _begin(self, job: Job, refusals: dict[str, Rejected | None]) -> _Attempt:
+        """Offer the request to the best node that has not failed it. Raises ApiError if there is none."""
+        now = time.monotonic()
+        node = self._registry.pick_decode(job.tokens, refusals.keys(), now)
+        if self._closed:
+            raise unavailable("the gateway is shutting down")
+        if node is None:
+            raise self._nobody(job, [r for r in refusals.values() if r is not None], now)
+        prefill_nodes = self._registry.rank_prefill(now)
+        attempt = self._attempts[job.request_id] = _Attempt(job, node, started=now)
+        generate = Generate(
+            request_id=job.request_id,
+            prompt_ids=job.prompt_ids,
+            max_new_tokens=job.max_new_tokens,
+            sampling=job.sampling,
+            stop_token_ids=job.stop_token_ids,
+            prefill_nodes=tuple(prefill_nodes),
+        )
+        self._control.repeat(_generate_key(job.request_id, node), node, generate)
+        self._registry.assign(node, job.tokens)
+        if prefill_nodes:
+            self._registry.assign(prefill_nodes[0], len(job.prompt_ids))
+        return attempt
+
+    def _nobody(self, job: Job, refusals: list[Rejected], now: float) -> ApiError:
+        """Why no decode node is left."""
+        full = [refusal for refusal in refusals if refusal.code == "queue_full"]
+        if full:
+            soonest = min(refusal.retry_after for refusal in full)
+            return ApiError(
+                429,
+                f"all decode nodes are full: {full[0].reason}",
+                code="queue_full",
+                retry_after=max(1, math.ceil(soonest)),
+            )
+        largest = self._registry.largest_request(now)
+        if 0 < largest < job.tokens:
+            return context_length_exceeded(
+                f"{job.tokens} tokens were requested ({len(job.prompt_ids)} in the prompt, {job.max_new_tokens} to "
+                f"generate), and the largest decode node holds {largest} per request. Reduce max_tokens or the prompt."
+            )
+        return unavailable(self._registry.missing(now) or "no decode node could take the request; try again")
+
+    def _end(self, attempt: _Attempt) -> None:
+        """The one way in which an attempt ends."""
+        request_id = attempt.job.request_id
+        del self._attempts[request_id]
+        self._control.answered(_generate_key(request_id, attempt.node))
+        if not attempt.over:
+            self._cancel(request_id, attempt.node)
+
+    def _cancel(self, request_id: str, node: Peer) -> None:
+        key = _cancel_key(request_id, node)
+        if key not in self._cancelling:
+            self._cancelling[key] = (node, time.monotonic() + CANCEL_FOR_S)
+            self._control.repeat(key, node, Cancel(request_id=request_id))
+
+    def _stop_cancelling(self, request_id: str, node: Peer) -> None:
+        key = _cancel_key(request_id, node)
+        if self._cancelling.pop(key, None) is not None:
+            self._control.answered(key)
+
+    def _deliver_output(self, sender: Peer, output: Output) -> None:
+        if attempt := self._attempt(output.request_id, sender):
+            self._control.answered(_generate_key(output.request_id, sender))
+            attempt.deliver(output)
+        elif output.finish_reason is not None:
+            self._stop_cancelling(output.request_id, sender)
+        else:
+            # Nobody here waits for it.
+            self._cancel(output.request_id, sender)
+
+    def _attempt(self, request_id: str, sender: Peer) -> _Attempt | None:
+        attempt = self._attempts.get(request_id)
+        return attempt if attempt is not None and attempt.node.boot_id == sender.boot_id else None
+
+    def _silent(self, attempt: _Attempt, now: float) -> bool:
+        heard = self._control.last_heard(attempt.node.boot_id)
+        return now - max(attempt.started, heard or 0.0) > SILENT_AFTER_S
+
+
+def _refusal(rejected: Rejected) -> Exception:
+    if rejected.code == "too_long":
+        return context_length_exceeded(rejected.reason)
+    return _Refused(rejected)
+
+
+def _generate_key(request_id: str, node: Peer) -> tuple[str, str, str]:
+    return ("generate", request_id, node.boot_id)
+
+
+def _cancel_key(request_id: str, node: Peer) -> tuple[str, str, str]:
+    return ("cancel", request_id, node.boot_id)

@@ -1,0 +1,148 @@
+"""The nodes that this gateway knows, and which of them takes the next request.
+
+A node is *live* while it is heard and does not leave: only live nodes are used. Silence is no death: a silent node is
+used again as soon as it is heard, and forgotten only after a minute. Pure logic: time comes in as an argument and
+messages go out as return values.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from transfer.messages import Heartbeat, HeartbeatAck, Peer, Refused, Register, Registered, Role
+
+SILENT_AFTER_S = 3.0
+FORGOTTEN_AFTER_S = 60.0
+
+
+@dataclass
+class Node:
+    """What is known of one registered process."""
+
+    peer: Peer
+    offer: Register
+    last_heartbeat: float
+    ready: bool = True
+    leaving: bool = False
+    reported_tokens: int = 0
+    assigned_tokens: int = 0
+    """Sent by this gateway since the last heartbeat, which could not count them yet."""
+
+    @property
+    def load(self) -> int:
+        return self.reported_tokens + self.assigned_tokens
+
+    def live(self, now: float) -> bool:
+        return not self.leaving and now - self.last_heartbeat <= SILENT_AFTER_S
+
+
+class NodeRegistry:
+    """Known nodes by address. Not thread safe: the gateway's event loop owns it."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[str, Node] = {}
+
+    def register(self, peer: Peer, offer: Register, now: float) -> Registered | Refused:
+        """Take a node in, or say what differs from the live nodes. A new boot at an address replaces the old one."""
+        self._forget_silent(now)
+        known = self._nodes.get(peer.address)
+        if known is not None and known.peer.boot_id != peer.boot_id:
+            del self._nodes[peer.address]
+            known = None
+        if peer.role != offer.role:
+            return Refused(via=offer.via, reason=f"a {peer.role} process cannot register as {offer.role} node")
+        conflict = self._conflict(peer, offer, now)
+        if conflict:
+            self._nodes.pop(peer.address, None)
+            return Refused(via=offer.via, reason=f"{offer.role} node {peer.address} refused: {conflict}")
+        if known is None:
+            self._nodes[peer.address] = Node(peer, offer, last_heartbeat=now)
+        else:
+            known.offer, known.last_heartbeat, known.leaving = offer, now, False
+        return Registered(via=offer.via)
+
+    def heartbeat(self, peer: Peer, beat: Heartbeat, now: float) -> HeartbeatAck:
+        """Note a node's load. One that is not known, or fits the others no more, is told to register again."""
+        self._forget_silent(now)
+        node = self._nodes.get(peer.address)
+        if node is None or node.peer.boot_id != peer.boot_id:
+            return HeartbeatAck(via=beat.via, known=False)
+        if not node.live(now) and self._conflict(peer, node.offer, now):
+            del self._nodes[peer.address]
+            return HeartbeatAck(via=beat.via, known=False)
+        node.last_heartbeat = now
+        node.ready = beat.ready
+        node.reported_tokens, node.assigned_tokens = beat.queued_tokens, 0
+        return HeartbeatAck(via=beat.via, known=True, prefill_nodes=tuple(self.rank_prefill(now)))
+
+    def leave(self, peer: Peer) -> None:
+        """Use that process no more. Its heartbeats are still welcome: it may be finishing what it has."""
+        node = self._nodes.get(peer.address)
+        if node is not None and node.peer.boot_id == peer.boot_id:
+            node.leaving = True
+
+    def pick_decode(self, tokens: int, exclude: Collection[str], now: float) -> Peer | None:
+        """The usable decode node with the fewest outstanding KV tokens, among those that hold `tokens` per request.
+
+        exclude: boot ids not to be considered.
+        """
+        candidates = [
+            node
+            for node in self._usable_decode(now)
+            if node.peer.boot_id not in exclude and node.offer.max_request_tokens >= tokens
+        ]
+        return min(candidates, key=lambda node: node.load).peer if candidates else None
+
+    def rank_prefill(self, now: float) -> list[Peer]:
+        """Live prefill nodes, the one with the fewest queued prompt tokens first."""
+        ready = [node for node in self._live(now, "prefill") if node.ready]
+        return [node.peer for node in sorted(ready, key=lambda node: node.load)]
+
+    def assign(self, peer: Peer, tokens: int) -> None:
+        """Count work sent to a node until its next heartbeat reports it."""
+        node = self._nodes.get(peer.address)
+        if node is not None and node.peer.boot_id == peer.boot_id:
+            node.assigned_tokens += tokens
+
+    def replaced(self, peer: Peer) -> bool:
+        """Whether another boot has taken that process's address, which proves it dead."""
+        node = self._nodes.get(peer.address)
+        return node is not None and node.peer.boot_id != peer.boot_id
+
+    def largest_request(self, now: float) -> int:
+        """The most tokens that any usable decode node holds for one request; 0 if there is none."""
+        return max((node.offer.max_request_tokens for node in self._usable_decode(now)), default=0)
+
+    def missing(self, now: float) -> str | None:
+        """What keeps a request from being served now, or None."""
+        if not any(node.ready for node in self._live(now, "decode")):
+            return "no live decode node is registered"
+        if not self._usable_decode(now):
+            return "no live prefill node is registered, and no decode node prefills locally"
+        return None
+
+    def count(self, role: Role, now: float) -> int:
+        return len(self._live(now, role))
+
+    def _live(self, now: float, role: Role) -> list[Node]:
+        return [node for node in self._nodes.values() if node.offer.role == role and node.live(now)]
+
+    def _usable_decode(self, now: float) -> list[Node]:
+        prefill = bool(self.rank_prefill(now))
+        return [node for node in self._live(now, "decode") if node.ready and (prefill or node.offer.local_prefill)]
+
+    def _conflict(self, peer: Peer, offer: Register, now: float) -> str:
+        """In what the offer differs from a live node, or an empty string."""
+        for other in self._nodes.values():
+            if other.peer.address == peer.address or not other.live(now):
+                continue
+            differences = offer.identity.differences(other.offer.identity)
+            if not differences and offer.protocol != other.offer.protocol:
+                differences = f"transfer protocol {offer.protocol} != {other.offer.protocol}"
+            if differences:
+                return f"{differences} of {other.offer.role} node {other.peer.address}"
+        return ""
+
+    def _forget_silent(self, now: float) -> None:
+        for address, node in list(self._nodes.items()):
+            if now - node.last_heartbeat > FORGOTTEN_AFTER_S:
+                del self._nodes[address]

@@ -1,0 +1,212 @@
+"""The HTTP face of the gateway: routes, streaming, errors as OpenAI error objects."""
+
+import asyncio
+import json
+import math
+import secrets
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from contextlib import aclosing
+from typing import Any
+
+import structlog
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
+
+from gateway.api import ChatCompletionRequest, CompletionRequest, parse
+from gateway.choice import Delta
+from gateway.completer import Completer
+from gateway.errors import ApiError, unavailable
+from gateway.registry import NodeRegistry
+from gateway.responses import ChatFormat, CompletionFormat, ResponseFormat
+
+log = structlog.get_logger(__name__)
+
+_MIN_BODY_LIMIT = 4 << 20
+_BODY_BYTES_PER_TOKEN = 64
+_CLIENT_LEFT = 499
+
+
+class OpenAiServer:
+    """Answers the /v1 routes."""
+
+    def __init__(
+        self,
+        completer: Completer,
+        registry: NodeRegistry,
+        model: str,
+        context_length: int,
+        api_key: str | None,
+    ) -> None:
+        self._completer = completer
+        self._registry = registry
+        self._model = model
+        self._context_length = context_length
+        self._body_limit = max(_MIN_BODY_LIMIT, _BODY_BYTES_PER_TOKEN * context_length)
+        self._api_key = api_key
+        self._created = int(time.time())
+
+    def app(self) -> FastAPI:
+        app = FastAPI(openapi_url=None)
+        app.add_exception_handler(ApiError, _api_error)
+        app.add_exception_handler(HTTPException, _http_error)
+        app.add_exception_handler(Exception, _internal_error)
+        app.add_api_route("/v1/models", self._models, methods=["GET"])
+        app.add_api_route("/v1/models/{model:path}", self._one_model, methods=["GET"])
+        app.add_api_route("/v1/completions", self._completions, methods=["POST"])
+        app.add_api_route("/v1/chat/completions", self._chat_completions, methods=["POST"])
+        return app
+
+    async def _models(self, request: Request) -> Response:
+        self._authenticate(request)
+        return JSONResponse({"object": "list", "data": [self._model_card()]})
+
+    async def _one_model(self, request: Request, model: str) -> Response:
+        self._authenticate(request)
+        self._check_model(model)
+        return JSONResponse(self._model_card())
+
+    async def _completions(self, request: Request) -> Response:
+        self._authenticate(request)
+        parsed = parse(CompletionRequest, await self._body(request))
+        return await _unless_client_leaves(request, self._answer(parsed, CompletionFormat))
+
+    async def _chat_completions(self, request: Request) -> Response:
+        self._authenticate(request)
+        parsed = parse(ChatCompletionRequest, await self._body(request))
+        return await _unless_client_leaves(request, self._answer(parsed, ChatFormat))
+
+    async def _answer(
+        self, request: CompletionRequest | ChatCompletionRequest, format_kind: type[ResponseFormat]
+    ) -> Response:
+        """The whole answer, or a stream once its first tokens are there: until then an error has an HTTP status."""
+        self._check_model(request.model)
+        job = await self._completer.job(request)
+        missing = self._registry.missing(time.monotonic())
+        if missing is not None:
+            raise unavailable(missing)
+        answer = format_kind(
+            job.request_id,
+            self._model,
+            len(job.prompt_ids),
+            self._completer.piece,
+            logprobs=job.sampling.top_logprobs is not None,
+            token_ids=bool(request.return_token_ids),
+            include_usage=request.include_usage,
+        )
+        deltas = self._completer.deltas(job, request.stops)
+        if request.stream:
+            first = await anext(deltas)
+            return EventStream(_events(answer, first, deltas), deltas)
+        async with aclosing(deltas):
+            return JSONResponse(answer.whole([delta async for delta in deltas]))
+
+    async def _body(self, request: Request) -> bytes:
+        body = bytearray()
+        async for part in request.stream():
+            body += part
+            if len(body) > self._body_limit:
+                raise ApiError(413, f"the request body is larger than {self._body_limit} bytes")
+        return bytes(body)
+
+    def _authenticate(self, request: Request) -> None:
+        if self._api_key is None:
+            return
+        given = request.headers.get("authorization", "")
+        if not secrets.compare_digest(given.encode(), f"Bearer {self._api_key}".encode()):
+            raise ApiError(401, "expected the header 'Authorization: Bearer KEY' with this server's API key")
+
+    def _check_model(self, model: str | None) -> None:
+        if model is not None and model != self._model:
+            raise ApiError(
+                404,
+                f"the model {model!r} does not exist; this server serves {self._model!r}",
+                param="model",
+                code="model_not_found",
+            )
+
+    def _model_card(self) -> dict[str, Any]:
+        return {
+            "id": self._model,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "hisparse-pd",
+            "max_model_len": self._context_length,
+        }
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events. However the response ends, the answer behind it is closed at once."""
+
+    def __init__(self, events: AsyncGenerator[str, None], answer: AsyncGenerator[Delta, None]) -> None:
+        super().__init__(
+            events, media_type="text/event-stream", headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        )
+        self._events = events
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._events.aclose()
+            await self._answer.aclose()
+
+
+async def _events(answer: ResponseFormat, first: Delta, rest: AsyncIterator[Delta]) -> AsyncGenerator[str, None]:
+    if opening := answer.opening():
+        yield _event(opening)
+    yield _event(answer.chunk(first))
+    try:
+        async for delta in rest:
+            yield _event(answer.chunk(delta))
+        if usage := answer.usage_chunk():
+            yield _event(usage)
+    except ApiError as error:
+        yield _event(error.body())
+    except Exception:
+        log.exception("a stream failed")
+        yield _event(ApiError(500, "internal error").body())
+    yield "data: [DONE]\n\n"
+
+
+def _event(content: dict[str, Any]) -> str:
+    return f"data: {json.dumps(content, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+
+async def _unless_client_leaves(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
+    """The result of `work`, which is cancelled if the client disconnects first."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return await working
+        return Response(status_code=_CLIENT_LEFT)
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _api_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    headers = {} if error.retry_after is None else {"Retry-After": str(max(1, math.ceil(error.retry_after)))}
+    return JSONResponse(error.body(), status_code=error.status, headers=headers)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return await _api_error(request, ApiError(error.status_code, f"{request.url.path}: {error.detail}"))
+
+
+async def _internal_error(request: Request, error: Exception) -> Response:
+    """Starlette logs the traceback after this answer."""
+    return await _api_error(request, ApiError(500, "internal error"))

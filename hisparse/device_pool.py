@@ -1,0 +1,198 @@
+"""The device tier: hot slots, index pages, and one row of tables per running request."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hisparse.extents import Extent, SlotAccountingError, SlotAllocator, expand
+from hisparse.layout import KVLayout
+
+HOT_GRANULE = 64
+"""Hot slots are taken this many at a time, so that a short request does not go to the allocator for every token."""
+
+
+@dataclass
+class _Row:
+    """What a running request owns."""
+
+    hot: list[Extent] = field(default_factory=list)
+    num_hot: int = 0
+    pages: list[Extent] = field(default_factory=list)
+    num_pages: int = 0
+
+
+class DeviceKVPool:
+    """Hot slots and index pages in device memory, and the tables by which a kernel finds them.
+
+    kv: [num_layers, num_slots, item_dim]. index_keys: [num_index_layers, num_index_pages, index_page_size, index_dim].
+
+    A running request has a row. Per row, int64 on the device:
+    hot_slots [max_requests, device_buffer_size + 1]: hot index -> slot of `kv`, -1 if not owned yet. The last hot
+    index is the extra slot for the newest token of a request that outgrew the buffer.
+    page_table [max_requests, max_pages]: page of the sequence -> page of `index_keys`, 0 if not owned yet.
+    host_slot_of [max_requests, max_context]: position -> slot of the host pool, -1 if there is none yet.
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        num_slots: int,
+        num_index_pages: int,
+        index_page_size: int,
+        max_requests: int,
+        max_context: int,
+        device_buffer_size: int,
+        device: torch.device | str,
+    ) -> None:
+        self.layout = layout
+        self.index_page_size = index_page_size
+        self.max_requests = max_requests
+        self.max_context = max_context
+        self.device_buffer_size = device_buffer_size
+        self.device = torch.device(device)
+
+        def zeros(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=layout.dtype, device=self.device)
+
+        def table(width: int, fill: int) -> torch.Tensor:
+            return torch.full((max_requests, width), fill, dtype=torch.int64, device=self.device)
+
+        self.kv = zeros(layout.num_layers, num_slots, layout.item_dim)
+        self.index_keys = zeros(layout.num_index_layers, num_index_pages, index_page_size, layout.index_dim)
+        self.hot_slots = table(device_buffer_size + 1, -1)
+        self.page_table = table(self._pages_for(max_context), 0)
+        self.host_slot_of = table(max_context, -1)
+        self._slots = SlotAllocator(num_slots)
+        self._pages = SlotAllocator(num_index_pages)
+        self._free_rows = list(reversed(range(max_requests)))
+        self._rows: dict[int, _Row] = {}
+
+    @property
+    def free_slots(self) -> int:
+        return self._slots.free
+
+    @property
+    def used_slots(self) -> int:
+        return self._slots.used
+
+    @property
+    def free_index_pages(self) -> int:
+        return self._pages.free
+
+    @property
+    def used_index_pages(self) -> int:
+        return self._pages.used
+
+    @property
+    def used_rows(self) -> int:
+        return len(self._rows)
+
+    def alloc_logical_only(self, num_tokens: int) -> int | None:
+        """Reserve a row and index pages for `num_tokens` positions, but no hot slots.
+
+        Returns the row, or None (nothing taken) if there is no row or not enough pages.
+        """
+        self._check_context(num_tokens)
+        if not self._free_rows or self._pages.free < self._pages_for(num_tokens):
+            return None
+        row = self._free_rows.pop()
+        self._rows[row] = _Row()
+        self._grow_pages(row, self._pages_for(num_tokens))
+        return row
+
+    def grow(self, row: int, num_tokens: int) -> bool:
+        """Make room for `num_tokens` tokens in all: index pages for each, hot slots up to the buffer and one extra.
+
+        False (nothing taken) if there is not enough of both. True at once if the room is there.
+        """
+        self._check_context(num_tokens)
+        owned = self._rows[row]
+        pages, hot = self._pages_for(num_tokens), self._hot_for(num_tokens)
+        if self._pages.free < pages - owned.num_pages or self._slots.free < hot - owned.num_hot:
+            return False
+        self._grow_pages(row, pages)
+        self._grow_hot(row, hot)
+        return True
+
+    def has_room(self, row: int, num_tokens: int) -> bool:
+        """Whether the row owns what `grow` would give it."""
+        owned = self._rows[row]
+        return owned.num_pages >= self._pages_for(num_tokens) and owned.num_hot >= self._hot_for(num_tokens)
+
+    def free_row(self, row: int) -> None:
+        """Give back the row with its hot slots and index pages."""
+        owned = self._rows.pop(row)
+        self._slots.release(owned.hot)
+        self._pages.release(owned.pages)
+        self.hot_slots[row] = -1
+        self.page_table[row] = 0
+        self.host_slot_of[row] = -1
+        self._free_rows.append(row)
+
+    def set_host_slots(self, row: int, start: int, slots: npt.NDArray[np.int64]) -> None:
+        """Record that the positions from `start` on live in these host slots."""
+        stop = min(start + len(slots), self.max_context)
+        self.host_slot_of[row, start:stop] = torch.from_numpy(slots[: stop - start]).to(self.device)
+
+    def index_rows(self, row: int, num_tokens: int) -> torch.Tensor:
+        """Where a row's first index keys lie in `index_keys.flatten(1, 2)`: int64 [num_tokens]."""
+        positions = torch.arange(num_tokens, device=self.device)
+        pages = self.page_table[row, positions // self.index_page_size]
+        return pages * self.index_page_size + positions % self.index_page_size
+
+    def check_integrity(self) -> None:
+        """Raise SlotAccountingError unless what rows own is exactly what is used, each slot and page once."""
+        self._slots.check_integrity()
+        self._pages.check_integrity()
+        rows = self._rows.values()
+        _check_owned("hot slots", self._slots, [extent for row in rows for extent in row.hot])
+        _check_owned("index pages", self._pages, [extent for row in rows for extent in row.pages])
+        if sorted([*self._free_rows, *self._rows]) != list(range(self.max_requests)):
+            raise SlotAccountingError(f"rows used {sorted(self._rows)}, free {sorted(self._free_rows)}")
+
+    def _pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.index_page_size)
+
+    def _hot_for(self, num_tokens: int) -> int:
+        return min(num_tokens, self.device_buffer_size + 1)
+
+    def _check_context(self, num_tokens: int) -> None:
+        if not 0 < num_tokens <= self.max_context:
+            raise ValueError(f"{num_tokens} tokens asked for, a request may have 1 to {self.max_context}")
+
+    def _grow_pages(self, row: int, num_pages: int) -> None:
+        owned = self._rows[row]
+        if num_pages <= owned.num_pages:
+            return
+        extents = _take(self._pages, num_pages - owned.num_pages)
+        self.page_table[row, owned.num_pages : num_pages] = torch.from_numpy(expand(extents)).to(self.device)
+        owned.pages += extents
+        owned.num_pages = num_pages
+
+    def _grow_hot(self, row: int, num_hot: int) -> None:
+        owned = self._rows[row]
+        if num_hot <= owned.num_hot:
+            return
+        granules = -(-num_hot // HOT_GRANULE)
+        wanted = min(granules * HOT_GRANULE, self.device_buffer_size + 1) - owned.num_hot
+        extents = _take(self._slots, min(wanted, self._slots.free))
+        slots = torch.from_numpy(expand(extents)).to(self.device)
+        self.hot_slots[row, owned.num_hot : owned.num_hot + len(slots)] = slots
+        owned.hot += extents
+        owned.num_hot += len(slots)
+
+
+def _take(allocator: SlotAllocator, count: int) -> tuple[Extent, ...]:
+    """Allocate what was checked to be there."""
+    extents = allocator.allocate(count)
+    if extents is None:
+        raise SlotAccountingError(f"{count} slots wanted, {allocator.free} free, although that was checked before")
+    return extents
+
+
+def _check_owned(what: str, allocator: SlotAllocator, owned: list[Extent]) -> None:
+    slots = expand(owned)
+    if len(set(slots.tolist())) != len(slots) or len(slots) != allocator.used:
+        raise SlotAccountingError(f"rows own {len(slots)} {what}, {allocator.used} are used")

@@ -1,0 +1,96 @@
+"""The host tier: every token of every request, in all layers, in DRAM."""
+
+import mmap
+from typing import Any
+
+import torch
+
+from hisparse.extents import Extent, HostSlots, SlotAllocator
+from hisparse.layout import KVLayout
+
+
+class HostKVPool:
+    """A slot holds one token in all layers: its KV items and, at the same slot, its index keys.
+
+    So one reservation and one transfer plan serve both, and a retracted request resumes by another direct admission.
+
+    kv: [num_layers, num_slots, item_dim]. index_keys: [num_index_layers, num_slots, index_dim]. Both are layer-first,
+    so that a layer is one contiguous buffer, and start at a memory page. With `pin` the memory is registered with
+    CUDA where it lies: torch's own pinned allocator would round it up to a power of two.
+    """
+
+    def __init__(self, layout: KVLayout, num_slots: int, pin: bool) -> None:
+        self.layout = layout
+        self.kv = _page_aligned((layout.num_layers, num_slots, layout.item_dim), layout.dtype)
+        self.index_keys = _page_aligned((layout.num_index_layers, num_slots, layout.index_dim), layout.dtype)
+        self._slots = SlotAllocator(num_slots)
+        self._pinned: list[torch.Tensor] = []
+        if pin:
+            for tensor in (self.kv, self.index_keys):
+                _pin(tensor)
+                self._pinned.append(tensor)
+
+    @property
+    def num_slots(self) -> int:
+        return self._slots.num_slots
+
+    @property
+    def free(self) -> int:
+        return self._slots.free
+
+    @property
+    def used(self) -> int:
+        return self._slots.used
+
+    def allocate(self, num_tokens: int) -> HostSlots | None:
+        """Slots for that many tokens in as few extents as possible, or None if fewer are free."""
+        extents = self._slots.allocate(num_tokens)
+        return None if extents is None else HostSlots(extents)
+
+    def retain(self, slots: HostSlots) -> None:
+        """Add an owner to slots that are held already."""
+        self._slots.retain(slots.extents)
+
+    def release(self, slots: HostSlots) -> None:
+        """Drop an owner; slots without one become free. Raises SlotAccountingError on a double free."""
+        self._slots.release(slots.extents)
+
+    def extend(self, slots: HostSlots, num_tokens: int) -> HostSlots | None:
+        """The slots with `num_tokens` more behind them, or None (nothing taken) if fewer are free."""
+        more: tuple[Extent, ...] | None = self._slots.allocate(num_tokens)
+        return None if more is None else slots.extend(more)
+
+    def get_contiguous_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
+        """Addresses, lengths and item lengths in bytes: one buffer per layer of kv, then one per index layer."""
+        buffers = [*self.kv.unbind(0), *self.index_keys.unbind(0)]
+        item_lengths = [self.layout.item_bytes] * self.layout.num_layers
+        item_lengths += [self.layout.index_key_bytes] * self.layout.num_index_layers
+        return [b.data_ptr() for b in buffers], [b.nbytes for b in buffers], item_lengths
+
+    def check_integrity(self) -> None:
+        """Raise SlotAccountingError unless the slot books add up."""
+        self._slots.check_integrity()
+
+    def close(self) -> None:
+        """Unpin the memory. Nothing may copy to or from it any more."""
+        while self._pinned:
+            _check(_cudart().cudaHostUnregister(self._pinned.pop().data_ptr()))
+
+
+def _page_aligned(shape: tuple[int, int, int], dtype: torch.dtype) -> torch.Tensor:
+    """A zeroed CPU tensor that starts at a memory page; pages get memory when they are first touched."""
+    elements = shape[0] * shape[1] * shape[2]
+    memory = mmap.mmap(-1, max(1, elements * dtype.itemsize))
+    return torch.frombuffer(memory, dtype=dtype, count=elements).view(shape)
+
+
+def _pin(tensor: torch.Tensor) -> None:
+    _check(_cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+def _check(code: Any) -> None:
+    torch.cuda.check_error(int(code))

@@ -1,0 +1,169 @@
+"""How many slots, pages and rows the configured memory gives."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hisparse.config import HiSparseConfig
+from hisparse.layout import KVLayout
+from service.errors import StartupError
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of the pools of one decode node; the constructor arguments of HostKVPool and DeviceKVPool, and why.
+
+    table_bytes: device memory of page, slot and residency tables. asked_device_slots: enough for all requests at once.
+    """
+
+    config: HiSparseConfig
+    layout: KVLayout
+    max_requests: int
+    max_context: int
+    index_page_size: int
+    num_host_slots: int
+    num_device_slots: int
+    asked_device_slots: int
+    num_index_pages: int
+    table_bytes: int
+
+    @property
+    def host_bytes(self) -> int:
+        return self.num_host_slots * self.layout.token_bytes
+
+    @property
+    def hot_bytes(self) -> int:
+        return self.num_device_slots * _hot_slot_bytes(self.layout)
+
+    @property
+    def index_bytes(self) -> int:
+        return self.num_index_pages * _index_page_bytes(self.layout, self.index_page_size)
+
+    @property
+    def device_bytes(self) -> int:
+        return self.hot_bytes + self.index_bytes + self.table_bytes
+
+
+def plan_sizes(
+    config: HiSparseConfig,
+    layout: KVLayout,
+    *,
+    max_running_requests: int,
+    context_length: int,
+    index_page_size: int,
+    available_host_bytes: int,
+    available_device_bytes: int,
+) -> Sizes:
+    """Size the tiers.
+
+    Asked for are full hot buffers for all running requests, and index pages for every token that the host pool holds
+    (or that the running requests may have, if that is less). If device memory does not suffice, there are fewer hot
+    slots, and with `host_to_device_ratio` fewer host slots and index pages in proportion.
+    Raises StartupError if the host pool exceeds the available memory, or if what comes out cannot serve even one
+    request of `context_length` tokens.
+    """
+    if min(max_running_requests, context_length, index_page_size) < 1:
+        raise StartupError(
+            f"max-running-requests ({max_running_requests}), context-length ({context_length}) and page-size "
+            f"({index_page_size}) must be at least 1"
+        )
+    per_request = min(config.device_buffer_size + 1, context_length)
+    asked = max_running_requests * per_request
+    pages_per_row = _ceil_div(context_length, index_page_size)
+    table_bytes = max_running_requests * _row_table_bytes(config, layout, context_length, pages_per_row)
+
+    def sized(device_slots: int) -> Sizes:
+        host_slots = _host_slots(config, layout, device_slots)
+        pages = _ceil_div(host_slots, index_page_size) + max_running_requests
+        return Sizes(
+            config=config,
+            layout=layout,
+            max_requests=max_running_requests,
+            max_context=context_length,
+            index_page_size=index_page_size,
+            num_host_slots=host_slots,
+            num_device_slots=device_slots,
+            asked_device_slots=asked,
+            num_index_pages=min(pages, max_running_requests * pages_per_row),
+            table_bytes=table_bytes,
+        )
+
+    sizes = sized(_largest(asked, lambda slots: sized(slots).device_bytes <= available_device_bytes))
+    if sizes.num_device_slots < per_request:
+        raise StartupError(
+            f"one request needs {sized(per_request).device_bytes / GIB:.2f} GiB of device memory for hot buffer, "
+            f"index pages and tables, available are {available_device_bytes / GIB:.2f} GiB: lower device_buffer_size, "
+            "host_to_device_ratio or host_pool_gib, context-length or max-running-requests"
+        )
+    if sizes.host_bytes > available_host_bytes:
+        raise StartupError(
+            f"the host pool needs {sizes.host_bytes / GIB:.2f} GiB, available are "
+            f"{available_host_bytes / GIB:.2f} GiB: lower host_to_device_ratio or host_pool_gib"
+        )
+    if sizes.num_host_slots < context_length:
+        raise StartupError(
+            f"the host pool holds {sizes.num_host_slots} tokens, fewer than one request of context-length "
+            f"{context_length}: raise host_to_device_ratio or host_pool_gib, or lower context-length"
+        )
+    return sizes
+
+
+def describe(sizes: Sizes) -> list[str]:
+    """Lines that say what was sized to what, and why."""
+    config = sizes.config
+    if config.host_pool_gib is not None:
+        host_reason = f"host_pool_gib {config.host_pool_gib:g}"
+    else:
+        host_reason = f"host_to_device_ratio {config.host_to_device_ratio:g}"
+    if sizes.num_device_slots == sizes.asked_device_slots:
+        hot_reason = f"a full buffer for each of {sizes.max_requests} running requests"
+    else:
+        hot_reason = f"what fits, of {sizes.asked_device_slots} for {sizes.max_requests} running requests"
+    return [
+        f"host pool: {sizes.num_host_slots} slots, {sizes.host_bytes / GIB:.2f} GiB "
+        f"({sizes.layout.token_bytes} bytes per token, {host_reason})",
+        f"hot slots: {sizes.num_device_slots}, {sizes.hot_bytes / GIB:.2f} GiB "
+        f"({config.device_buffer_size} + 1 per request; {hot_reason})",
+        f"index pages: {sizes.num_index_pages} of {sizes.index_page_size} tokens, {sizes.index_bytes / GIB:.2f} GiB "
+        "(every token of a running request has its index keys on the device)",
+        f"tables: {sizes.table_bytes / GIB:.2f} GiB ({sizes.max_requests} rows of {sizes.max_context} positions)",
+    ]
+
+
+def _host_slots(config: HiSparseConfig, layout: KVLayout, device_slots: int) -> int:
+    if config.host_pool_gib is not None:
+        return int(config.host_pool_gib * GIB) // layout.token_bytes
+    assert config.host_to_device_ratio is not None  # HiSparseConfig has one of the two
+    return int(config.host_to_device_ratio * device_slots)
+
+
+def _hot_slot_bytes(layout: KVLayout) -> int:
+    return layout.num_layers * layout.item_bytes
+
+
+def _index_page_bytes(layout: KVLayout, page_size: int) -> int:
+    return layout.num_index_layers * page_size * layout.index_key_bytes
+
+
+def _row_table_bytes(config: HiSparseConfig, layout: KVLayout, context_length: int, pages_per_row: int) -> int:
+    """Bytes of a row's tables: those of DeviceKVPool (int64), and Residency's in every index layer."""
+    tables = 8 * (config.device_buffer_size + 1 + pages_per_row + context_length)
+    residency = 2 * context_length + (4 + 1) * config.device_buffer_size + 4
+    return tables + layout.num_index_layers * residency
+
+
+def _largest(limit: int, fits: Callable[[int], bool]) -> int:
+    """The largest of 0 .. limit that fits, 0 if none does; what is smaller than one that fits, fits."""
+    low, high = 0, limit
+    while low < high:
+        middle = (low + high + 1) // 2
+        if fits(middle):
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _ceil_div(dividend: int, divisor: int) -> int:
+    return -(-dividend // divisor)

@@ -1,0 +1,86 @@
+"""Requests whose prompt was computed on this node and is on its way from device pages to the host tier."""
+
+from dataclasses import dataclass
+
+import torch
+
+from hisparse.copy_stream import CopyEvent, CopyStream
+from hisparse.extents import HostSlots
+from hisparse.host_pool import HostKVPool
+from hisparse.lifecycle import RequestState, move
+from hisparse.swap_in import StagedKV, SwapInBackend
+
+
+@dataclass(eq=False)
+class _Staging:
+    request_id: str
+    state: RequestState
+    staged: StagedKV
+    host_slots: HostSlots
+    event: CopyEvent
+
+
+class StagingArea:
+    """Owns pages and host slots while a copy may touch them, and lets go of each exactly once.
+
+    A copy that was started is never interrupted: an aborted request is kept aside until its copy is over. Its id is
+    free for another request at once.
+    """
+
+    def __init__(self, host: HostKVPool, backend: SwapInBackend, stream: CopyStream) -> None:
+        self._host = host
+        self._backend = backend
+        self._stream = stream
+        self._staging: dict[str, _Staging] = {}
+        self._aborting: list[_Staging] = []
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._staging
+
+    def __len__(self) -> int:
+        """Requests that hold pages and host slots here, aborted ones included."""
+        return len(self._staging) + len(self._aborting)
+
+    def start(self, request_id: str, host_slots: HostSlots, staged: StagedKV, num_tokens: int) -> None:
+        """Start the copy and take over host slots and pages."""
+        slots = torch.from_numpy(host_slots.slots()[:num_tokens])
+        event = self._stream.submit(lambda: self._backend.stage(staged, slots))
+        state = move(request_id, RequestState.NEW, RequestState.STAGING)
+        self._staging[request_id] = _Staging(request_id, state, staged, host_slots, event)
+
+    def abort(self, request_id: str) -> bool:
+        """Give up a request; what it holds is released as soon as its copy is over. False if it is not here."""
+        entry = self._staging.pop(request_id, None)
+        if entry is None:
+            return False
+        entry.state = move(request_id, entry.state, RequestState.ABORTING)
+        self._aborting.append(entry)
+        self._collect_aborted()
+        return True
+
+    def poll(self) -> list[str]:
+        """Requests whose copy is complete: their pages are released, their host slots are the caller's again.
+
+        A copy that failed is aborted and its error raised; those that are complete are reported by the next call.
+        """
+        self._collect_aborted()
+        over = [entry for entry in self._staging.values() if entry.event.done()]
+        for entry in over:
+            try:
+                entry.event.wait()
+            except BaseException:
+                self.abort(entry.request_id)
+                raise
+        for entry in over:
+            del self._staging[entry.request_id]
+            entry.state = move(entry.request_id, entry.state, RequestState.GONE)
+            entry.staged.release()
+        return [entry.request_id for entry in over]
+
+    def _collect_aborted(self) -> None:
+        over = [entry for entry in self._aborting if entry.event.done()]
+        self._aborting = [entry for entry in self._aborting if entry not in over]
+        for entry in over:
+            entry.state = move(entry.request_id, entry.state, RequestState.GONE)
+            entry.staged.release()
+            self._host.release(entry.host_slots)

@@ -1,0 +1,152 @@
+"""Moving items between the tiers: what a backend does, and the CPU backend."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from hisparse.device_pool import DeviceKVPool
+from hisparse.host_pool import HostKVPool
+from hisparse.residency import Residency
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """The requests of one step and where their newest token goes. All int64 [batch], on the device.
+
+    rows: rows of the device pool, distinct. newest: the newest position. newest_slots: its slot in the device pool.
+    newest_index_rows: its place in `index_keys.flatten(1, 2)`. newest_host_slots: its slot in the host pool.
+    """
+
+    rows: torch.Tensor
+    newest: torch.Tensor
+    newest_slots: torch.Tensor
+    newest_index_rows: torch.Tensor
+    newest_host_slots: torch.Tensor
+
+
+@dataclass(frozen=True)
+class SwapInPlan:
+    """What one resolve decided, for every layer of the index layer's group.
+
+    slots: int64 [batch, k], device slot of every selected position, -1 for -1. miss_host_slots, miss_device_slots:
+    int64, same shape, what to copy from and to, -1 for padding (a device that must not wait for the count pads).
+    """
+
+    slots: torch.Tensor
+    miss_host_slots: torch.Tensor
+    miss_device_slots: torch.Tensor
+
+
+@dataclass(frozen=True)
+class SwapInCounters:
+    """Monotonic totals. Hits and misses are counted once per index layer, bytes once per layer."""
+
+    hits: int
+    misses: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class StagedKV:
+    """The KV of a prompt that was computed on this node, in device pages.
+
+    kv_rows: per layer [num_rows, item_dim]. index_rows: per index layer [num_rows, index_dim]. rows: int64
+    [num_tokens], the row of each position. release: gives the pages back; called exactly once.
+    """
+
+    kv_rows: Sequence[torch.Tensor]
+    index_rows: Sequence[torch.Tensor]
+    rows: torch.Tensor
+    release: Callable[[], None]
+
+
+class SwapInBackend(Protocol):
+    """Carries out what the coordinator decides. All backends agree on every hit, victim and slot.
+
+    Calls other than `stage` take effect in the order in which they are made.
+    """
+
+    def resolve(self, index_layer: int, batch: StepBatch, positions: torch.Tensor) -> SwapInPlan:
+        """Decide hits and victims by the policy in `hisparse.residency`. positions: int64 [batch, k]."""
+        ...
+
+    def fetch(self, plan: SwapInPlan, layer: int) -> None:
+        """Copy the plan's missing items of one layer from host to device. Once per plan and layer."""
+        ...
+
+    def backup(self, batch: StepBatch) -> None:
+        """Copy the newest items and index keys, all layers, from device to host."""
+        ...
+
+    def preload(self, row: int, num_tokens: int) -> None:
+        """Copy a short request's items, all layers, from host to hot indices 0 .. num_tokens - 1."""
+        ...
+
+    def load_index_keys(self, row: int, num_tokens: int) -> None:
+        """Copy a request's index keys, all index layers, from host to its index pages."""
+        ...
+
+    def stage(self, staged: StagedKV, host_slots: torch.Tensor) -> None:
+        """Copy a prompt's items and index keys from device pages to host slots (int64 [num_tokens], on the CPU).
+
+        Runs on the copy stream, beside the other calls.
+        """
+        ...
+
+    def counters(self) -> SwapInCounters: ...
+
+
+class CpuSwapIn:
+    """Both tiers in the memory of this machine, copied by torch."""
+
+    def __init__(self, host: HostKVPool, device: DeviceKVPool, residency: Residency) -> None:
+        if device.device.type != "cpu":
+            raise ValueError(f"the cpu backend needs device pools on cpu, found {device.device}")
+        self._host = host
+        self._device = device
+        self._residency = residency
+        self._hits = 0
+        self._misses = 0
+        self._bytes = 0
+
+    def resolve(self, index_layer: int, batch: StepBatch, positions: torch.Tensor) -> SwapInPlan:
+        plan = self._residency.resolve(index_layer, batch.rows, positions, batch.newest)
+        self._hits += plan.hits
+        self._misses += plan.misses
+        miss_rows = batch.rows[plan.miss_batch]
+        slots = self._device.hot_slots[batch.rows[:, None], plan.hot.clamp(min=0)]
+        return SwapInPlan(
+            slots=torch.where(plan.hot >= 0, slots, -1),
+            miss_host_slots=self._device.host_slot_of[miss_rows, plan.miss_positions],
+            miss_device_slots=self._device.hot_slots[miss_rows, plan.miss_hot],
+        )
+
+    def fetch(self, plan: SwapInPlan, layer: int) -> None:
+        items = self._host.kv[layer].index_select(0, plan.miss_host_slots)
+        self._device.kv[layer].index_copy_(0, plan.miss_device_slots, items)
+        self._bytes += items.nbytes
+
+    def backup(self, batch: StepBatch) -> None:
+        host, device = self._host, self._device
+        host.kv.index_copy_(1, batch.newest_host_slots, device.kv.index_select(1, batch.newest_slots))
+        keys = device.index_keys.flatten(1, 2).index_select(1, batch.newest_index_rows)
+        host.index_keys.index_copy_(1, batch.newest_host_slots, keys)
+
+    def preload(self, row: int, num_tokens: int) -> None:
+        items = self._host.kv.index_select(1, self._device.host_slot_of[row, :num_tokens])
+        self._device.kv.index_copy_(1, self._device.hot_slots[row, :num_tokens], items)
+
+    def load_index_keys(self, row: int, num_tokens: int) -> None:
+        keys = self._host.index_keys.index_select(1, self._device.host_slot_of[row, :num_tokens])
+        index_rows = self._device.index_rows(row, num_tokens)
+        self._device.index_keys.flatten(1, 2).index_copy_(1, index_rows, keys)
+
+    def stage(self, staged: StagedKV, host_slots: torch.Tensor) -> None:
+        for tier, pages in ((self._host.kv, staged.kv_rows), (self._host.index_keys, staged.index_rows)):
+            for layer, rows in enumerate(pages):
+                tier[layer].index_copy_(0, host_slots, rows.index_select(0, staged.rows))
+
+    def counters(self) -> SwapInCounters:
+        return SwapInCounters(self._hits, self._misses, self._bytes)

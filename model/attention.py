@@ -1,0 +1,94 @@
+"""Multi-head latent attention over selected rows of a KV pool, computed in latent space.
+
+Keys and values of all heads are linear maps of one cached latent per token. Instead of expanding the latent, the key
+map is absorbed into the query and the value map is applied to the attention output (DeepSeek-V2, arXiv:2405.04434,
+section 2.1.2). A cached item is `[normed latent | roped key]`, and all heads read the same items.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from model.rope import Rope
+
+# Bounds the gathered items of one block of queries, so that memory does not grow with the length of a chunk.
+GATHER_BLOCK_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class AttentionInputs:
+    """What one attention layer derives from N tokens' hidden states.
+
+    queries: [N, heads, item_dim], absorbed, to be compared with items. items: [N, item_dim], to be cached.
+    query_latents: [N, q_lora_rank], which the indexer's queries are made from.
+    """
+
+    queries: torch.Tensor
+    items: torch.Tensor
+    query_latents: torch.Tensor
+
+
+class LatentAttention:
+    """The projections of one transformers DSA attention module, before and after the attention itself."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self.scaling: float = module.scaling
+        self.latent_dim: int = module.kv_lora_rank
+        self._nope_dim: int = module.qk_nope_head_dim
+        self._rope_dim: int = module.qk_rope_head_dim
+        per_head = module.kv_b_proj.weight.view(-1, self._nope_dim + module.v_head_dim, self.latent_dim)
+        self._key_map = per_head[:, : self._nope_dim]
+        self._value_map = per_head[:, self._nope_dim :]
+
+    def project(self, hidden: torch.Tensor, rope: Rope) -> AttentionInputs:
+        """Queries and items of normed hidden states, shape [N, hidden_size]."""
+        module = self._module
+        query_latents = module.q_a_layernorm(module.q_a_proj(hidden))
+        queries = module.q_b_proj(query_latents).view(len(hidden), -1, self._nope_dim + self._rope_dim)
+        query_nope, query_rope = queries.split((self._nope_dim, self._rope_dim), dim=-1)
+        absorbed = torch.einsum("nhd,hdr->nhr", query_nope, self._key_map)
+
+        compressed = module.kv_a_proj_with_mqa(hidden)
+        latent, key_rope = compressed.split((self.latent_dim, self._rope_dim), dim=-1)
+        roped_key = rope.interleaved(key_rope.unsqueeze(1)).squeeze(1)
+        return AttentionInputs(
+            queries=torch.cat((absorbed, rope.interleaved(query_rope)), dim=-1),
+            items=torch.cat((module.kv_a_layernorm(latent), roped_key), dim=-1),
+            query_latents=query_latents,
+        )
+
+    def output(self, latents: torch.Tensor) -> torch.Tensor:
+        """Map each head's attended latent, shape [N, heads, latent_dim], to hidden states [N, hidden_size]."""
+        values = torch.einsum("nhr,hvr->nhv", latents, self._value_map)
+        return self._module.o_proj(values.flatten(1))  # type: ignore[no-any-return]
+
+
+def attend_rows(
+    queries: torch.Tensor, kv: torch.Tensor, rows: torch.Tensor, scaling: float, latent_dim: int
+) -> torch.Tensor:
+    """Attend each query to its own rows of a pool.
+
+    queries: [N, heads, item_dim]. kv: [num_rows, item_dim]. rows: int64 [N, k], -1 where there is none; the first of
+    a query's rows must exist. Returns the attended latents, [N, heads, latent_dim], in the dtype of the queries.
+    """
+    bytes_per_query = max(1, rows.shape[1] * kv.shape[1] * kv.element_size())
+    block = max(1, GATHER_BLOCK_BYTES // bytes_per_query)
+    attended = [
+        _attend_block(queries[begin : begin + block], kv, rows[begin : begin + block], scaling, latent_dim)
+        for begin in range(0, len(rows), block)
+    ]
+    return torch.cat(attended)
+
+
+def _attend_block(
+    queries: torch.Tensor, kv: torch.Tensor, rows: torch.Tensor, scaling: float, latent_dim: int
+) -> torch.Tensor:
+    absent = rows < 0
+    # An absent row gets no weight, but zero times whatever an unused row holds may be NaN: read a row that exists.
+    items = kv[torch.where(absent, rows[:, :1], rows)]
+    scores = torch.bmm(queries, items.transpose(1, 2)).float() * scaling
+    scores = scores.masked_fill(absent.unsqueeze(1), float("-inf"))
+    weights = scores.softmax(dim=-1).to(queries.dtype)
+    return torch.bmm(weights, items[..., :latent_dim])

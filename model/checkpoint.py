@@ -1,0 +1,98 @@
+"""The files of a Hugging Face checkpoint: found, checked for completeness and fingerprinted without loading them."""
+
+import hashlib
+import json
+import struct
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from service.errors import StartupError
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+# Keys that change with who saved or loads the checkpoint, and not with what the model computes.
+VOLATILE_CONFIG_KEYS = frozenset(
+    {"transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache", "architectures"}
+)
+
+SAMPLE_BYTES = 64 << 10
+MAX_HEADER_BYTES = 100 << 20  # the limit of the safetensors format
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object; StartupError where the file is missing or holds something else."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise StartupError(f"{path} does not exist") from None
+    except (OSError, ValueError) as error:
+        raise StartupError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise StartupError(f"{path} should hold a JSON object, not a {type(content).__name__}")
+    return content
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The checkpoint's safetensors files, sorted by name; StartupError where there are none or one is missing."""
+    if (path / SINGLE_FILE).is_file():
+        return [path / SINGLE_FILE]
+    if not (path / INDEX_FILE).is_file():
+        raise StartupError(f"{path} has no weights: expected {SINGLE_FILE} or {INDEX_FILE}")
+    weight_map = read_json(path / INDEX_FILE).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise StartupError(f"{path / INDEX_FILE} has no weight_map")
+    names = sorted({str(name) for name in weight_map.values()})
+    missing = [name for name in names if not (path / name).is_file()]
+    if missing:
+        raise StartupError(
+            f"{path} lacks {len(missing)} of the {len(names)} weight files that {INDEX_FILE} names: "
+            f"{', '.join(missing[:3])}"
+        )
+    return [path / name for name in names]
+
+
+def fingerprint(config: dict[str, Any], files: list[Path]) -> str:
+    """A short identity of a model: 16 hex digits over its configuration and samples of its weights.
+
+    The weights count by each file's name, size, header and samples of its head, middle and tail, so that hundreds of
+    gigabytes take milliseconds. Raises StartupError where a file is damaged.
+    """
+    stable = {key: value for key, value in config.items() if key not in VOLATILE_CONFIG_KEYS}
+    digest = hashlib.sha256(json.dumps(stable, sort_keys=True).encode())
+    for file in files:
+        digest.update(file.name.encode())
+        for part in _identifying_parts(file):
+            digest.update(struct.pack("<Q", len(part)))
+            digest.update(part)
+    return digest.hexdigest()[:16]
+
+
+def _identifying_parts(file: Path) -> list[bytes]:
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        header = _read_header(stream, file, size)
+        data_begin = 8 + len(header)
+        last_sample = max(data_begin, size - SAMPLE_BYTES)
+        parts = [struct.pack("<Q", size), header]
+        for offset in (data_begin, (data_begin + last_sample) // 2, last_sample):
+            stream.seek(offset)
+            parts.append(stream.read(SAMPLE_BYTES))
+    return parts
+
+
+def _read_header(stream: BinaryIO, file: Path, size: int) -> bytes:
+    """The JSON header of a safetensors file, whose tensors must end where the file ends."""
+    length = int.from_bytes(stream.read(8), "little")
+    if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+        raise StartupError(f"{file} is not a complete safetensors file: its header is cut off")
+    header = stream.read(length)
+    try:
+        tensors = json.loads(header)
+        tensors.pop("__metadata__", None)
+        data_bytes = max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        raise StartupError(f"{file} is not a safetensors file: its header is not valid") from error
+    if 8 + length + data_bytes != size:
+        raise StartupError(f"{file} should be {8 + length + data_bytes} bytes long by its header, but it is {size}")
+    return header

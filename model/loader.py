@@ -1,0 +1,110 @@
+"""Loads a Hugging Face checkpoint of a sparse-attention model, or refuses it in one line."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from model.checkpoint import fingerprint, read_json, weight_files
+from model.sparse_model import SparseModel
+from model.spec import ModelSpec
+from service.errors import StartupError
+
+SUPPORTED_MODEL_TYPES = ("deepseek_v32", "glm_moe_dsa")
+
+
+def read_spec(path: Path, dtype: torch.dtype, context_length: int | None = None) -> ModelSpec:
+    """Read a checkpoint's shapes and identity from its configuration and weight headers, without its weights.
+
+    `context_length` defaults to all that the model was made for. Raises StartupError where the directory is not a
+    complete checkpoint of a supported model.
+    """
+    if not path.is_dir():
+        raise StartupError(f"model directory {path} does not exist")
+    raw = read_json(path / "config.json")
+    config = _parse_config(path, raw)
+    if context_length is None:
+        context_length = config.max_position_embeddings
+    if not 0 < context_length <= config.max_position_embeddings:
+        raise StartupError(
+            f"the context length must be between 1 and the model's max_position_embeddings, "
+            f"{config.max_position_embeddings}, not {context_length}"
+        )
+    return ModelSpec(
+        model_type=config.model_type,
+        num_layers=config.num_hidden_layers,
+        index_layer_of=_index_layer_of(path, config),
+        item_dim=config.kv_lora_rank + config.qk_rope_head_dim,
+        index_dim=config.index_head_dim,
+        index_topk=config.index_topk,
+        vocab_size=config.vocab_size,
+        context_length=context_length,
+        eos_token_ids=_eos_token_ids(path, config),
+        dtype=dtype,
+        fingerprint=fingerprint(raw, weight_files(path)),
+    )
+
+
+def load_model(path: Path, dtype: torch.dtype, device: torch.device, context_length: int | None = None) -> SparseModel:
+    """Load a checkpoint's weights, converted to `dtype`, onto a device. Never reaches the network.
+
+    Raises StartupError for what `read_spec` refuses, and where weights are missing or have other shapes.
+    """
+    spec = read_spec(path, dtype, context_length)
+    try:
+        network, report = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, local_files_only=True, output_loading_info=True
+        )
+    except Exception as error:  # the library raises whatever its readers raise
+        raise StartupError(f"the weights in {path} cannot be loaded: {_first_line(error)}") from error
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise StartupError(f"{path} lacks {len(missing)} weights, which would be random: {', '.join(missing[:3])}")
+    for layer in network.model.layers:
+        found = layer.self_attn.kv_b_proj.weight.dtype
+        if found != dtype:
+            raise StartupError(f"{path} has kv_b_proj weights of {found}: quantised ones are not supported")
+    return SparseModel(network.requires_grad_(False).eval().to(device), spec)
+
+
+def _parse_config(path: Path, raw: dict[str, Any]) -> Any:
+    """The library's configuration object, which fills in what config.json leaves to defaults."""
+    model_type = raw.get("model_type")
+    if model_type not in SUPPORTED_MODEL_TYPES:
+        raise StartupError(
+            f"{path} is not a sparse-attention (DSA) checkpoint: its model_type is {model_type!r}; "
+            f"supported: {', '.join(SUPPORTED_MODEL_TYPES)}"
+        )
+    if raw.get("q_lora_rank", 0) is None:
+        raise StartupError(f"{path}/config.json has q_lora_rank null: the indexer needs low-rank queries")
+    try:
+        return AutoConfig.from_pretrained(path, local_files_only=True)
+    except Exception as error:  # the library's validation raises classes of its own and of its dependencies
+        raise StartupError(f"{path}/config.json is not a valid {model_type} config: {_first_line(error)}") from error
+
+
+def _index_layer_of(path: Path, config: Any) -> tuple[int, ...]:
+    num_layers = config.num_hidden_layers
+    # Entries past the last layer belong to the multi-token prediction layers, which are not loaded.
+    kinds = (getattr(config, "indexer_types", None) or ["full"] * num_layers)[:num_layers]
+    if len(kinds) < num_layers or not set(kinds) <= {"full", "shared"} or kinds[0] != "full":
+        raise StartupError(
+            f"{path}/config.json should have 'full' or 'shared' as indexer_types for each of its {num_layers} layers, "
+            f"the first one 'full', not {kinds}"
+        )
+    return tuple(kinds[: layer + 1].count("full") - 1 for layer in range(num_layers))
+
+
+def _eos_token_ids(path: Path, config: Any) -> tuple[int, ...]:
+    """The tokens that end a text: generation_config.json's where it names any, as in the library's generate()."""
+    eos = config.eos_token_id
+    if (path / "generation_config.json").is_file():
+        eos = read_json(path / "generation_config.json").get("eos_token_id", eos)
+    if eos is None:
+        return ()
+    return tuple(eos) if isinstance(eos, list) else (eos,)
+
+
+def _first_line(error: Exception) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,0 +1,89 @@
+"""A sparse-attention (DSA) model that runs against KV caches owned by others.
+
+The weights, norms, MLPs, mixture of experts and rotary angles are those of the transformers model. Its attention,
+decoder layers and caches are not used: KV lives in pools that the caller owns, and only selected rows are read.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from model.attention import LatentAttention
+from model.cache import DecodeCache
+from model.indexer import Indexer
+from model.passes import DecodePass, ForwardPass, LayerInputs, PrefillChunk, PrefillPass
+from model.rope import Rope
+from model.spec import ModelSpec
+
+
+class SparseModel:
+    """Runs a loaded transformers `deepseek_v32` or `glm_moe_dsa` causal language model."""
+
+    def __init__(self, network: Any, spec: ModelSpec) -> None:
+        self.spec = spec
+        self.device: torch.device = network.device
+        self._network = network
+        interleaved = spec.model_type == "glm_moe_dsa"
+        self._layers = [_Layer(module, interleaved) for module in network.model.layers]
+
+    @torch.no_grad()
+    def prefill(self, chunks: Sequence[PrefillChunk]) -> torch.Tensor:
+        """Compute chunks of prompts and store their KV; at most one chunk per request.
+
+        Returns float32 logits of the last token of each chunk, shape [len(chunks), vocab_size].
+        """
+        token_ids = torch.cat([chunk.token_ids for chunk in chunks])
+        positions = torch.cat([torch.arange(chunk.start, chunk.stop, device=self.device) for chunk in chunks])
+        hidden = self._forward(token_ids, positions, PrefillPass(chunks, self.spec.index_topk))
+        ends = torch.tensor([len(chunk.token_ids) for chunk in chunks], device=self.device).cumsum(0)
+        return self._logits(hidden[ends - 1])
+
+    @torch.no_grad()
+    def decode(self, token_ids: torch.Tensor, positions: torch.Tensor, cache: DecodeCache) -> torch.Tensor:
+        """Compute one new token of each request: its id and its position, both int64 [batch].
+
+        Returns float32 logits, shape [batch, vocab_size].
+        """
+        hidden = self._forward(token_ids, positions, DecodePass(cache, self.spec.index_topk))
+        return self._logits(hidden)
+
+    def _forward(self, token_ids: torch.Tensor, positions: torch.Tensor, forward_pass: ForwardPass) -> torch.Tensor:
+        """Hidden states after the last layer, shape [N, hidden_size], of N tokens of any requests."""
+        hidden: torch.Tensor = self._network.model.embed_tokens(token_ids)
+        cos, sin = self._network.model.rotary_emb(hidden, position_ids=positions.unsqueeze(0))
+        rope = Rope.from_angles(cos.squeeze(0), sin.squeeze(0))
+        for number, layer in enumerate(self._layers):
+            normed = layer.input_norm(hidden)
+            inputs = layer.attention.project(normed, rope)
+            index = layer.indexer.project(normed, inputs.query_latents, rope) if layer.indexer else None
+            latents = forward_pass.attend(
+                LayerInputs(
+                    layer=number,
+                    index_layer=self.spec.index_layer_of[number],
+                    queries=inputs.queries,
+                    items=inputs.items,
+                    index=index,
+                    scaling=layer.attention.scaling,
+                    latent_dim=layer.attention.latent_dim,
+                )
+            )
+            hidden = hidden + layer.attention.output(latents)
+            hidden = hidden + layer.mlp(layer.mlp_norm(hidden))
+        return hidden
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self._network.lm_head(self._network.model.norm(hidden))
+        return logits.float()
+
+
+class _Layer:
+    """The parts of one transformers decoder layer."""
+
+    def __init__(self, module: Any, interleaved: bool) -> None:
+        self.input_norm = module.input_layernorm
+        self.attention = LatentAttention(module.self_attn)
+        indexer = module.self_attn.indexer
+        self.indexer = Indexer(indexer, interleaved) if indexer is not None else None
+        self.mlp_norm = module.post_attention_layernorm
+        self.mlp = module.mlp

@@ -1,0 +1,74 @@
+"""A gateway in this process with one prefill and one decode node, reached over real sockets."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from gateway.process import GatewayConfig
+from tests.gateway.fakes import MODEL, FakeDecodeNode, FakeNode, RunningGateway, wait_until, write_checkpoint
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture
+def start_gateway(checkpoint: Path) -> Iterator[Callable[..., RunningGateway]]:
+    running: list[RunningGateway] = []
+
+    def start(**options: object) -> RunningGateway:
+        config = GatewayConfig(model_path=str(checkpoint), served_model_name=MODEL, port=0, **options)  # type: ignore[arg-type]
+        running.append(RunningGateway(config))
+        return running[-1]
+
+    yield start
+    for gateway in running:
+        gateway.stop()
+
+
+@pytest.fixture
+def gateway(start_gateway: Callable[..., RunningGateway]) -> RunningGateway:
+    return start_gateway()
+
+
+@pytest.fixture
+def start_decode(gateway: RunningGateway) -> Iterator[Callable[..., FakeDecodeNode]]:
+    nodes: list[FakeDecodeNode] = []
+
+    def start(**options: object) -> FakeDecodeNode:
+        nodes.append(FakeDecodeNode(gateway.control_address, **options))
+        return nodes[-1].start()
+
+    yield start
+    for node in nodes:
+        node.die()
+
+
+@pytest.fixture
+def prefill(gateway: RunningGateway) -> Iterator[FakeNode]:
+    node = FakeNode(gateway.control_address, "prefill").start()
+    yield node
+    node.die()
+
+
+@pytest.fixture
+def decode(gateway: RunningGateway, prefill: FakeNode, start_decode: Callable[..., FakeDecodeNode]) -> FakeDecodeNode:
+    node = start_decode()
+    wait_until(lambda: httpx.get(f"{gateway.url}/ready").status_code == 200)
+    return node
+
+
+@pytest.fixture
+def client(gateway: RunningGateway) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0, timeout=20) as client:
+        yield client
+
+
+@pytest.fixture
+def http(gateway: RunningGateway) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=gateway.url, timeout=20) as http:
+        yield http

@@ -1,0 +1,261 @@
+"""Stand-ins for the gateway's surroundings: a byte-level checkpoint and scripted nodes on real ZeroMQ."""
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Literal, Self
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from gateway.process import Gateway, GatewayConfig
+from transfer.control import ControlPlane
+from transfer.membership import Membership
+from transfer.messages import (
+    Accepted,
+    Cancel,
+    Generate,
+    Heartbeat,
+    HeartbeatAck,
+    Message,
+    ModelIdentity,
+    Output,
+    Outputs,
+    Peer,
+    Refused,
+    Register,
+    Registered,
+    Rejected,
+    Token,
+)
+
+MODEL = "tiny"
+CONTEXT = 512
+BOS, EOS = 256, 257
+VOCAB = 258
+IDENTITY = ModelIdentity(
+    fingerprint="f00d", dtype="torch.float32", num_layers=2, num_index_layers=2, item_bytes=1152, index_key_bytes=256
+)
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    "{{ m.role[0] }}:{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+def wait_until(condition: Callable[[], object], timeout: float = 10.0) -> None:
+    until = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < until, "the condition did not come true"
+        time.sleep(0.005)
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Token id = byte, plus two special tokens."""
+    alphabet = _bytes_to_unicode()
+    tokenizer = Tokenizer(models.BPE(vocab={alphabet[b]: b for b in range(256)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("<bos>", special=True), AddedToken("<eos>", special=True)])
+    return tokenizer
+
+
+def _bytes_to_unicode() -> dict[int, str]:
+    """GPT-2's printable stand-ins for bytes."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [b for b in range(256) if b not in printable]
+    return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
+
+
+def write_checkpoint(directory: Path) -> Path:
+    """What a gateway needs of a checkpoint: tokenizer, chat template and config."""
+    directory.mkdir(parents=True, exist_ok=True)
+    byte_tokenizer().save(str(directory / "tokenizer.json"))
+    tokenizer_config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<bos>",
+        "eos_token": "<eos>",
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
+    config = {
+        "model_type": "deepseek_v32",
+        "vocab_size": VOCAB,
+        "max_position_embeddings": CONTEXT,
+        "eos_token_id": EOS,
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+class FakeNode:
+    """A registered node that heartbeats. The real membership code runs on a thread of its own."""
+
+    def __init__(
+        self,
+        gateway_address: str,
+        role: Literal["prefill", "decode"],
+        *,
+        port: int = 0,
+        identity: ModelIdentity = IDENTITY,
+        max_request_tokens: int = CONTEXT,
+        queued_tokens: int = 0,
+    ) -> None:
+        self.role = role
+        self.identity = identity
+        self.max_request_tokens = max_request_tokens
+        self.queued_tokens = queued_tokens
+        self.refusals: list[str] = []
+        self.prefill_nodes: tuple[Peer, ...] = ()
+        self._stop = threading.Event()
+        self.control = ControlPlane(role, "127.0.0.1", port, "127.0.0.1", self.deliver)
+        self.membership = Membership(self.control, [gateway_address], self._offer, self._beat)
+        self._ticking = threading.Thread(target=self._tick, daemon=True)
+
+    @property
+    def me(self) -> Peer:
+        return self.control.me
+
+    @property
+    def port(self) -> int:
+        return int(self.me.address.rpartition(":")[2])
+
+    def start(self) -> Self:
+        self.control.start()
+        self._ticking.start()
+        wait_until(lambda: self.membership.registered or self.refusals)
+        return self
+
+    def die(self) -> None:
+        """Go without a word."""
+        self._stop.set()
+        self._ticking.join()
+        self.control.stop()
+
+    def deliver(self, sender: Peer, message: Message) -> None:
+        if isinstance(message, Refused):
+            self.refusals.append(message.reason)
+        elif isinstance(message, Registered | HeartbeatAck):
+            if isinstance(message, HeartbeatAck):
+                self.prefill_nodes = message.prefill_nodes
+            self.membership.receive(sender, message)
+
+    def _offer(self, via: str) -> Register:
+        return Register(
+            via=via,
+            role=self.role,
+            identity=self.identity,
+            protocol="tcp",
+            page_size=64,
+            max_request_tokens=self.max_request_tokens,
+        )
+
+    def _beat(self, via: str) -> Heartbeat:
+        return Heartbeat(via=via, ready=True, queued_tokens=self.queued_tokens)
+
+    def _tick(self) -> None:
+        while not self._stop.wait(0.02):
+            self.membership.tick(time.monotonic())
+
+
+class FakeDecodeNode(FakeNode):
+    """Answers with the prompt over and over, one token per message.
+
+    hold_after: how many tokens to send before waiting for a Cancel. reject: refuse with this code. chunks: send these
+    token ids, one list per message, instead of the prompt.
+    """
+
+    def __init__(self, gateway_address: str, **options: object) -> None:
+        self.reset()
+        super().__init__(gateway_address, "decode", **options)  # type: ignore[arg-type]
+
+    def reset(self) -> None:
+        """Forget the script and what was seen."""
+        self.hold_after: int | None = None
+        self.reject: Literal["queue_full", "too_long", "draining"] | None = None
+        self.chunks: Sequence[Sequence[int]] | None = None
+        self.extra_outputs: list[Output] = []
+        """Sent after the tokens; their request ids are replaced."""
+        self.generated: list[Generate] = []
+        self.cancelled: list[str] = []
+
+    def deliver(self, sender: Peer, message: Message) -> None:
+        match message:
+            case Generate():
+                if all(message.request_id != seen.request_id for seen in self.generated):
+                    self.generated.append(message)
+                    self._generate(sender, message)
+            case Cancel():
+                self.cancelled.append(message.request_id)
+                self.send(sender, Output(request_id=message.request_id, start=0, finish_reason="abort"))
+            case _:
+                super().deliver(sender, message)
+
+    def send(self, to: Peer, *outputs: Output) -> None:
+        self.control.send(to, Outputs(outputs=outputs))
+
+    def _generate(self, sender: Peer, request: Generate) -> None:
+        if self.reject is not None:
+            rejected = Rejected(
+                request_id=request.request_id, code=self.reject, reason="scripted refusal", retry_after=7.0
+            )
+            self.control.send(sender, rejected)
+            return
+        self.control.send(sender, Accepted(request_id=request.request_id))
+        start = 0
+        for ids, finish in self._script(request):
+            tokens = tuple(self._token(token_id, request) for token_id in ids)
+            self.send(sender, Output(request_id=request.request_id, start=start, tokens=tokens, finish_reason=finish))
+            start += len(tokens)
+        for output in self.extra_outputs:
+            self.send(sender, output.model_copy(update={"request_id": request.request_id}))
+
+    def _script(self, request: Generate) -> list[tuple[Sequence[int], Literal["stop", "length"] | None]]:
+        prompt = request.prompt_ids
+        chunks = self.chunks or [[prompt[i % len(prompt)]] for i in range(request.max_new_tokens)]
+        script: list[tuple[Sequence[int], Literal["stop", "length"] | None]] = []
+        for index, ids in enumerate(chunks):
+            if self.hold_after is not None and index == self.hold_after:
+                return script
+            if ids and ids[-1] in request.stop_token_ids:
+                return [*script, (ids, "stop")]
+            last = index == len(chunks) - 1 and self.hold_after is None and not self.extra_outputs
+            script.append((ids, "length" if last else None))
+        return script
+
+    @staticmethod
+    def _token(token_id: int, request: Generate) -> Token:
+        alternatives = request.sampling.top_logprobs
+        if alternatives is None:
+            return Token(token_id=token_id)
+        top = tuple(((token_id + i) % 256, -0.5 - i) for i in range(alternatives))
+        return Token(token_id=token_id, logprob=-0.5, top_logprobs=top)
+
+
+class RunningGateway:
+    """A gateway on a thread with a loop of its own."""
+
+    def __init__(self, config: GatewayConfig) -> None:
+        self.gateway = Gateway(config)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.gateway.port}"
+
+    @property
+    def control_address(self) -> str:
+        return self.gateway.control.me.address
+
+    def stop(self) -> None:
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self.gateway.stop)
+            self._thread.join(timeout=20)
+            assert not self._thread.is_alive()
+
+    def _run(self) -> None:
+        self._loop.run_until_complete(self.gateway.serve())
+        self._loop.close()

@@ -1,0 +1,195 @@
+"""Nodes that refuse, die, fall silent or lie, clients that leave, and gateways that stop."""
+
+import json
+import socket
+import threading
+from collections.abc import Callable
+
+import httpx
+import openai
+import pytest
+import zmq
+
+from tests.gateway.fakes import IDENTITY, MODEL, FakeDecodeNode, FakeNode, RunningGateway, wait_until
+
+StartDecode = Callable[..., FakeDecodeNode]
+
+
+def body(**changes: object) -> dict[str, object]:
+    return {"prompt": "abc", "max_tokens": 100} | changes
+
+
+def in_background(call: Callable[[], object]) -> tuple[threading.Thread, list[object]]:
+    results: list[object] = []
+    thread = threading.Thread(target=lambda: results.append(call()))
+    thread.start()
+    return thread, results
+
+
+def test_not_ready_without_nodes(http: httpx.Client, prefill: FakeNode) -> None:
+    ready = http.get("/ready")
+    assert ready.status_code == 503
+    assert ready.json()["reason"] == "no live decode node is registered"
+    answer = http.post("/v1/completions", json=body())
+    assert (answer.status_code, answer.headers["Retry-After"]) == (503, "1")
+    assert "no live decode node" in answer.json()["error"]["message"]
+    assert http.get("/health").status_code == 200
+
+
+def test_a_node_of_another_dtype_is_refused(
+    decode: FakeDecodeNode, gateway: RunningGateway, http: httpx.Client
+) -> None:
+    identity = IDENTITY.model_copy(update={"dtype": "torch.bfloat16"})
+    other = FakeNode(gateway.control_address, "prefill", identity=identity).start()
+    other.die()
+    assert "dtype torch.bfloat16 != torch.float32 of" in other.refusals[0]
+    assert http.post("/v1/completions", json=body()).status_code == 200
+
+
+def test_decode_nodes_learn_the_prefill_nodes(decode: FakeDecodeNode, prefill: FakeNode) -> None:
+    wait_until(lambda: decode.prefill_nodes == (prefill.me,))
+
+
+def test_full_nodes_are_passed_over(decode: FakeDecodeNode, start_decode: StartDecode, http: httpx.Client) -> None:
+    decode.reject = "queue_full"
+    other = start_decode(queued_tokens=10**6)
+    wait_until(lambda: 'nodes{role="decode"} 2.0' in http.get("/metrics").text)
+    assert http.post("/v1/completions", json=body()).status_code == 200
+    assert len(other.generated) == 1
+    other.reject = "queue_full"
+    answer = http.post("/v1/completions", json=body(stream=True))
+    assert (answer.status_code, answer.headers["Retry-After"]) == (429, "7")
+    assert answer.json()["error"]["type"] == "rate_limit_error"
+    # Nothing sticks.
+    decode.reject = None
+    assert http.post("/v1/completions", json=body()).status_code == 200
+
+
+def test_other_refusals(decode: FakeDecodeNode, http: httpx.Client) -> None:
+    decode.reject = "too_long"
+    answer = http.post("/v1/completions", json=body())
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+    decode.reject = "draining"
+    assert http.post("/v1/completions", json=body()).status_code == 503
+
+
+def test_requests_beyond_every_decode_node(prefill: FakeNode, start_decode: StartDecode, http: httpx.Client) -> None:
+    start_decode(max_request_tokens=50)
+    answer = http.post("/v1/completions", json=body())
+    assert answer.status_code == 400
+    assert "holds 50 per request" in answer.json()["error"]["message"]
+
+
+def test_client_that_leaves_mid_stream_cancels(
+    decode: FakeDecodeNode, client: openai.OpenAI, http: httpx.Client
+) -> None:
+    decode.hold_after = 3
+    stream = client.completions.create(model=MODEL, prompt="abc", max_tokens=100, stream=True)
+    assert next(iter(stream)).choices[0].text == "a"
+    stream.close()
+    wait_until(lambda: decode.cancelled)
+    wait_until(lambda: 'finished_total{reason="cancelled"} 1.0' in http.get("/metrics").text)
+
+
+@pytest.mark.parametrize(("stream", "hold_after"), [(False, 3), (True, 0)])
+def test_client_that_leaves_while_it_waits_cancels(
+    gateway: RunningGateway, decode: FakeDecodeNode, stream: bool, hold_after: int
+) -> None:
+    decode.hold_after = hold_after
+    content = json.dumps(body(stream=stream)).encode()
+    with socket.create_connection(("127.0.0.1", gateway.gateway.port)) as connection:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
+        connection.sendall(head.encode() + content)
+        wait_until(lambda: decode.generated)
+    wait_until(lambda: decode.cancelled)
+
+
+def test_decode_node_restarted_before_the_first_token(
+    gateway: RunningGateway, decode: FakeDecodeNode, start_decode: StartDecode, http: httpx.Client
+) -> None:
+    decode.hold_after = 0
+    thread, results = in_background(lambda: http.post("/v1/completions", json=body()))
+    wait_until(lambda: decode.generated)
+    decode.die()
+    start_decode(port=decode.port)
+    thread.join()
+    answer = results[0]
+    assert isinstance(answer, httpx.Response)
+    assert answer.json()["choices"][0]["text"] == ("abc" * 34)[:100]
+
+
+def test_decode_node_silent_before_the_first_token(
+    decode: FakeDecodeNode, start_decode: StartDecode, http: httpx.Client
+) -> None:
+    decode.hold_after = 0
+    thread, results = in_background(lambda: http.post("/v1/completions", json=body()))
+    wait_until(lambda: decode.generated)
+    other = start_decode()
+    decode.die()
+    thread.join()
+    assert isinstance(results[0], httpx.Response)
+    assert results[0].status_code == 200
+    assert len(other.generated) == 1
+
+
+def test_decode_node_dies_after_the_first_token(
+    decode: FakeDecodeNode, start_decode: StartDecode, http: httpx.Client
+) -> None:
+    decode.hold_after = 2
+    with http.stream("POST", "/v1/completions", json=body(stream=True)) as response:
+        lines = (line.removeprefix("data: ") for line in response.iter_lines() if line)
+        assert [json.loads(next(lines))["choices"][0]["text"] for _ in range(2)] == ["a", "b"]
+        decode.die()
+        other = start_decode(port=decode.port)
+        rest = list(lines)
+    assert rest[1:] == ["[DONE]"]
+    assert "lost at its decode node" in json.loads(rest[0])["error"]["message"]
+    assert not other.generated
+
+
+def test_deadline(start_gateway: Callable[..., RunningGateway], http: httpx.Client) -> None:
+    hasty = start_gateway(request_timeout=0.3)
+    prefill = FakeNode(hasty.control_address, "prefill").start()
+    decode = FakeDecodeNode(hasty.control_address)
+    decode.hold_after = 0
+    decode.start()
+    answer = httpx.post(f"{hasty.url}/v1/completions", json=body())
+    assert (answer.status_code, answer.json()["error"]["type"]) == (504, "timeout_error")
+    wait_until(lambda: decode.cancelled)
+    decode.die()
+    prefill.die()
+
+
+def test_stopping_gateway_cancels_what_is_in_flight(
+    gateway: RunningGateway, decode: FakeDecodeNode, http: httpx.Client
+) -> None:
+    decode.hold_after = 1
+    with http.stream("POST", "/v1/completions", json=body(stream=True)) as response:
+        lines = (line.removeprefix("data: ") for line in response.iter_lines() if line)
+        next(lines)
+        gateway.stop()
+        assert "shutting down" in next(lines)
+    assert len(decode.cancelled) == 1
+
+
+def test_restarted_gateway_finds_the_nodes_again(
+    gateway: RunningGateway, decode: FakeDecodeNode, start_gateway: Callable[..., RunningGateway]
+) -> None:
+    gateway.stop()
+    again = start_gateway(control_port=int(gateway.control_address.rpartition(":")[2]))
+    wait_until(lambda: httpx.get(f"{again.url}/ready").status_code == 200)
+    assert httpx.post(f"{again.url}/v1/completions", json=body()).status_code == 200
+
+
+def test_garbage_on_the_control_port_changes_nothing(
+    gateway: RunningGateway, decode: FakeDecodeNode, http: httpx.Client
+) -> None:
+    context = zmq.Context()
+    pusher = context.socket(zmq.PUSH)
+    pusher.connect(f"tcp://{gateway.control_address}")
+    for frame in (b"", b"garbage", b"\xc1" * 100, b"\x81\xa1v\x01", bytes(range(256))):
+        pusher.send(frame)
+    pusher.close()
+    context.term()
+    wait_until(lambda: "control_malformed 5.0" in http.get("/metrics").text)
+    assert http.post("/v1/completions", json=body()).status_code == 200

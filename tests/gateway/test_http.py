@@ -1,0 +1,335 @@
+"""The OpenAI API over real HTTP, with the official client where it can say what is meant."""
+
+import json
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from gateway.process import GatewayConfig
+from tests.gateway.fakes import CONTEXT, EOS, MODEL, VOCAB, FakeDecodeNode, FakeNode, RunningGateway, wait_until
+from transfer.messages import Output, Token
+
+
+@pytest.fixture(scope="module")
+def nodes(checkpoint: Path) -> Iterator[tuple[RunningGateway, FakeNode, FakeDecodeNode]]:
+    """One gateway for all tests of this file: none of them may leave anything behind."""
+    gateway = RunningGateway(GatewayConfig(model_path=str(checkpoint), served_model_name=MODEL, port=0))
+    prefill = FakeNode(gateway.control_address, "prefill").start()
+    decode = FakeDecodeNode(gateway.control_address)
+    decode.start()
+    yield gateway, prefill, decode
+    for node in (prefill, decode):
+        node.die()
+    gateway.stop()
+
+
+@pytest.fixture
+def gateway(nodes: tuple[RunningGateway, FakeNode, FakeDecodeNode]) -> RunningGateway:
+    return nodes[0]
+
+
+@pytest.fixture
+def prefill(nodes: tuple[RunningGateway, FakeNode, FakeDecodeNode]) -> FakeNode:
+    return nodes[1]
+
+
+@pytest.fixture(autouse=True)
+def decode(nodes: tuple[RunningGateway, FakeNode, FakeDecodeNode]) -> FakeDecodeNode:
+    nodes[2].reset()
+    return nodes[2]
+
+
+def events(response: httpx.Response) -> list[str]:
+    return [line.removeprefix("data: ") for line in response.iter_lines() if line]
+
+
+def test_completion(client: openai.OpenAI, decode: FakeDecodeNode, prefill: FakeNode) -> None:
+    answer = client.completions.create(model=MODEL, prompt="héllo", max_tokens=9, seed=-1, temperature=0.5)
+    assert answer.id.startswith("cmpl-")
+    assert answer.choices[0].text == "héllohé"
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (6, 9)
+    sent = decode.generated[0]
+    assert sent.prompt_ids == tuple("héllo".encode())
+    assert sent.stop_token_ids == (EOS,)
+    assert sent.sampling.temperature == 0.5
+    assert sent.sampling.seed == 2**63 - 1
+    assert sent.prefill_nodes == (prefill.me,)
+
+
+def test_defaults(client: openai.OpenAI, decode: FakeDecodeNode) -> None:
+    client.completions.create(model=MODEL, prompt="a", extra_body={"top_k": -1, "some_new_field": 3})
+    client.completions.create(model=MODEL, prompt="a" * (CONTEXT - 3))
+    assert [g.max_new_tokens for g in decode.generated] == [16, 3]
+    assert decode.generated[0].sampling.top_k == 0
+
+
+@pytest.mark.parametrize("prompt", [[104, 105], [[104, 105]], ["hi"]])
+def test_prompt_forms(http: httpx.Client, prompt: object) -> None:
+    answer = http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 4, "return_token_ids": True})
+    choice = answer.json()["choices"][0]
+    assert choice["text"] == "hihi"
+    assert choice["token_ids"] == [104, 105, 104, 105]
+
+
+def test_chat(client: openai.OpenAI, decode: FakeDecodeNode) -> None:
+    answer = client.chat.completions.create(
+        model=MODEL,
+        messages=[
+            {"role": "system", "content": "be"},
+            {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+        ],
+        max_completion_tokens=5,
+    )
+    assert bytes(decode.generated[0].prompt_ids) == b"s:be\nu:hi\na:"
+    assert answer.choices[0].message.content == "s:be\n"
+    assert answer.choices[0].message.role == "assistant"
+
+
+def test_chat_fills_the_context_by_default(client: openai.OpenAI, decode: FakeDecodeNode) -> None:
+    client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "hi"}])
+    assert decode.generated[0].max_new_tokens == CONTEXT - len(b"u:hi\na:")
+
+
+def test_streaming_completion(client: openai.OpenAI) -> None:
+    chunks = list(
+        client.completions.create(
+            model=MODEL, prompt="né", max_tokens=6, stream=True, stream_options={"include_usage": True}
+        )
+    )
+    assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == "néné"
+    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None] * 5 + ["length"]
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 6
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_streaming_chat_begins_with_the_role(client: openai.OpenAI) -> None:
+    chunks = list(
+        client.chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": "hi"}], max_tokens=4, stream=True
+        )
+    )
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "u:hi"
+    assert chunks[-1].choices[0].finish_reason == "length"
+
+
+def test_streamed_token_ids_are_each_chunks_own(http: httpx.Client) -> None:
+    body = {"prompt": "你", "max_tokens": 3, "stream": True, "return_token_ids": True}
+    *chunks, done = events(http.post("/v1/completions", json=body))
+    assert done == "[DONE]"
+    choices = [json.loads(chunk)["choices"][0] for chunk in chunks]
+    assert [choice["token_ids"] for choice in choices] == [[b] for b in "你".encode()]
+    assert [choice["text"] for choice in choices] == ["", "", "你"]
+
+
+def test_completion_logprobs(client: openai.OpenAI) -> None:
+    answer = client.completions.create(model=MODEL, prompt="ab", max_tokens=2, logprobs=2)
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.tokens == ["a", "b"]
+    assert logprobs.token_logprobs == [-0.5, -0.5]
+    assert logprobs.top_logprobs == [{"a": -0.5, "b": -1.5}, {"b": -0.5, "c": -1.5}]
+    assert logprobs.text_offset == [0, 1]
+
+
+def test_chat_logprobs(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": "a"}],
+        max_tokens=1,
+        logprobs=True,
+        top_logprobs=2,
+    )
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.content is not None
+    assert (logprobs.content[0].token, logprobs.content[0].bytes) == ("u", [117])
+    assert [entry.token for entry in logprobs.content[0].top_logprobs] == ["u", "v"]
+
+
+def test_stop_token_is_counted_but_not_shown(client: openai.OpenAI, decode: FakeDecodeNode) -> None:
+    decode.chunks = [[104], [105, EOS], [106]]
+    answer = client.completions.create(model=MODEL, prompt="x")
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("hi", "stop")
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 3
+    ignoring = client.completions.create(model=MODEL, prompt="x", extra_body={"ignore_eos": True})
+    assert (ignoring.choices[0].text, ignoring.choices[0].finish_reason) == ("hij", "length")
+
+
+def test_stop_string_across_tokens(client: openai.OpenAI, decode: FakeDecodeNode) -> None:
+    decode.chunks = [list(b"ab"), list(b"cE"), list(b"N"), list(b"Dxy"), list(b"z")]
+    answer = client.completions.create(model=MODEL, prompt="x", stop=["END", "nowhere"])
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("abc", "stop")
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 6
+    chunks = list(client.completions.create(model=MODEL, prompt="x", stop="END", stream=True))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == "abc"
+
+
+def test_stop_string_stops_the_decode_node(client: openai.OpenAI, decode: FakeDecodeNode) -> None:
+    decode.hold_after = 6
+    answer = client.completions.create(model=MODEL, prompt="abc", max_tokens=100, stop="bc")
+    assert answer.choices[0].text == "a"
+    wait_until(lambda: decode.cancelled == [answer.id])
+
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+LONG = CONTEXT + 1
+BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
+    ({}, "prompt", "Field required"),
+    ({"prompt": ""}, "prompt", "empty prompt"),
+    ({"prompt": []}, "prompt", "empty prompt"),
+    ({"prompt": ["a", "b"]}, "prompt", "one prompt"),
+    ({"prompt": [1, "b"]}, "prompt", "one prompt"),
+    ({"prompt": [1, True]}, "prompt", "integer token ids"),
+    ({"prompt": [1, 2.0]}, "prompt", "integer token ids"),
+    ({"prompt": {"a": 1}}, "prompt", "integer token ids"),
+    ({"prompt": [1, VOCAB]}, "prompt", f"0 to {VOCAB - 1}, found {VOCAB} at position 1"),
+    ({"prompt": [-1]}, "prompt", "found -1"),
+    ({"prompt": "a" * LONG}, "prompt", f"{CONTEXT} tokens, but the prompt has {LONG}"),
+    ({"prompt": "a", "max_tokens": CONTEXT}, "max_tokens", f"but {LONG} were requested (1 in the prompt"),
+    ({"prompt": "a", "max_tokens": 0}, "max_tokens", "greater than or equal to 1, found 0"),
+    ({"prompt": "a", "max_tokens": -5}, "max_tokens", "greater than or equal to 1"),
+    ({"prompt": "a", "max_tokens": 10**30}, "max_tokens", "10000 were requested"[-14:]),
+    ({"prompt": "a", "max_tokens": "5"}, "max_tokens", "valid integer, found '5'"),
+    ({"prompt": "a", "max_tokens": True}, "max_tokens", "valid integer"),
+    ({"prompt": "a", "max_tokens": 5.5}, "max_tokens", "valid integer"),
+    ({"prompt": "a", "temperature": 2.5}, "temperature", "less than or equal to 2"),
+    ({"prompt": "a", "temperature": "hot"}, "temperature", "valid number"),
+    ({"prompt": "a", "top_p": 0}, "top_p", "greater than 0"),
+    ({"prompt": "a", "top_k": -2}, "top_k", "greater than or equal to -1"),
+    ({"prompt": "a", "seed": 2**63}, "seed", "less than"),
+    ({"prompt": "a", "n": 2}, "n", "not supported"),
+    ({"prompt": "a", "best_of": 3}, "best_of", "not supported"),
+    ({"prompt": "a", "echo": True}, "echo", "not supported"),
+    ({"prompt": "a", "suffix": "b"}, "suffix", "not supported"),
+    ({"prompt": "a", "presence_penalty": 0.5}, "presence_penalty", "not supported"),
+    ({"prompt": "a", "logit_bias": {"1": 5}}, "logit_bias", "not supported"),
+    ({"prompt": "a", "stop": ["x"] * 17}, "stop", "at most 16 stop strings, found 17"),
+    ({"prompt": "a", "stop": ["x" * 257]}, "stop", "1 to 256 characters"),
+    ({"prompt": "a", "stop": [""]}, "stop", "1 to 256 characters"),
+    ({"prompt": "a", "stop": 3}, "stop", "string or a list of strings"),
+    ({"prompt": "a", "logprobs": 21}, "logprobs", "less than or equal to 20"),
+    ({"prompt": "a", "stream": "yes"}, "stream", "valid boolean"),
+    ({"prompt": "a", "stream_options": {"include_usage": True}}, "", "only allowed when stream is true"),
+]
+BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
+    ({}, "messages", "Field required"),
+    ({"messages": []}, "messages", "at least 1"),
+    ({"messages": "hi"}, "messages", "valid array"),
+    ({"messages": [{"role": "robot", "content": "hi"}]}, "messages.0.role", "'system', 'developer'"),
+    ({"messages": [{"role": "tool", "content": "hi"}]}, "messages", "no tools"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content", "'text'"),
+    ({"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools", "not supported"),
+    ({"messages": MESSAGES, "response_format": {"type": "json_object"}}, "response_format", "not supported"),
+    ({"messages": MESSAGES, "top_logprobs": 3}, "", "only allowed when logprobs is true"),
+    ({"messages": MESSAGES, "logprobs": 3}, "logprobs", "valid boolean"),
+    ({"messages": MESSAGES, "max_completion_tokens": 0}, "max_completion_tokens", "greater than or equal to 1"),
+]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "message"),
+    [("/v1/completions", *case) for case in BAD_COMPLETIONS] + [("/v1/chat/completions", *case) for case in BAD_CHATS],
+)
+def test_bad_input_gets_a_clear_answer(
+    http: httpx.Client, decode: FakeDecodeNode, path: str, body: dict[str, Any], param: str, message: str
+) -> None:
+    answer = http.post(path, json=body)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    assert (error["param"] or "").startswith(param)
+    assert message in error["message"]
+    assert not decode.generated
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[1]", b"\xff\xfe", b'{"prompt": NaN}', b'{"prompt": "\\ud800"}', b"[" * 10**5]
+)
+def test_bodies_that_are_no_request(http: httpx.Client, body: bytes) -> None:
+    answer = http.post("/v1/completions", content=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"]
+
+
+def test_client_exceptions(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as unknown:
+        client.completions.create(model="gpt-5", prompt="a")
+    assert unknown.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as too_long:
+        client.completions.create(model=MODEL, prompt="a", max_tokens=CONTEXT)
+    assert too_long.value.code == "context_length_exceeded"
+
+
+def test_models(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == [MODEL]
+    assert client.models.retrieve(MODEL).id == MODEL
+
+
+def test_unknown_paths_and_methods(http: httpx.Client) -> None:
+    assert http.get("/v1/nothing").json()["error"]["message"] == "/v1/nothing: Not Found"
+    assert http.get("/v1/completions").status_code == 405
+
+
+def test_a_body_that_is_too_large(http: httpx.Client) -> None:
+    assert http.post("/v1/completions", content=b" " * ((4 << 20) + 1)).status_code == 413
+
+
+def test_many_at_once(client: openai.OpenAI) -> None:
+    prompts = [f"<{i}>" for i in range(32)]
+
+    def complete(prompt: str) -> str:
+        stream = client.completions.create(model=MODEL, prompt=prompt, max_tokens=40, stream=True)
+        return "".join(chunk.choices[0].text for chunk in stream)
+
+    with ThreadPoolExecutor(16) as pool:
+        assert list(pool.map(complete, prompts)) == [(prompt * 40)[:40] for prompt in prompts]
+
+
+def test_lost_and_repeated_outputs(client: openai.OpenAI, decode: FakeDecodeNode) -> None:
+    decode.chunks = [list(b"ab")]
+    decode.extra_outputs = [
+        Output(request_id="-", start=0, tokens=(Token(token_id=97), Token(token_id=98), Token(token_id=99))),
+        Output(request_id="-", start=1, tokens=(Token(token_id=98),)),
+        Output(request_id="-", start=3, finish_reason="length"),
+    ]
+    assert client.completions.create(model=MODEL, prompt="x").choices[0].text == "abc"
+    decode.extra_outputs = [Output(request_id="-", start=4, tokens=(Token(token_id=98),))]
+    with pytest.raises(openai.InternalServerError, match="tokens 2 to 3 were lost"):
+        client.completions.create(model=MODEL, prompt="x")
+    wait_until(lambda: decode.cancelled == [decode.generated[1].request_id])
+
+
+def test_metrics(client: openai.OpenAI, http: httpx.Client) -> None:
+    def sample(name: str) -> float:
+        lines = http.get("/metrics").text.splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(f"hisparse_pd_{name} "))
+
+    grows = ['requests_finished_total{reason="length"}', "ttft_seconds_count", "inter_token_seconds_count"]
+    before = [sample(name) for name in grows]
+    client.completions.create(model=MODEL, prompt="x")
+    assert [sample(name) - was for name, was in zip(grows, before, strict=True)] == [1, 1, 15]
+    assert sample('nodes{role="decode"}') == 1
+    assert sample('requests{state="running"}') == 0
+
+
+def test_api_key(start_gateway: Callable[..., RunningGateway]) -> None:
+    guarded = start_gateway(api_key="secret")
+    with openai.OpenAI(base_url=f"{guarded.url}/v1", api_key="wrong", max_retries=0) as client:
+        with pytest.raises(openai.AuthenticationError):
+            client.models.list()
+        assert list(client.with_options(api_key="secret").models.list())
+    assert httpx.get(f"{guarded.url}/health").status_code == 200

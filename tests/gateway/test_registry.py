@@ -1,0 +1,129 @@
+"""The registry: who is registered, who is used, in which order."""
+
+import pytest
+
+from gateway.registry import NodeRegistry
+from tests.gateway.fakes import IDENTITY
+from transfer.messages import Heartbeat, Peer, Refused, Register, Registered
+
+VIA = "gateway:1"
+
+
+def peer(number: int, role: str = "decode", boot: str = "a") -> Peer:
+    return Peer(role=role, address=f"10.0.0.{number}:8001", boot_id=f"{number}{boot}")  # type: ignore[arg-type]
+
+
+def offer(role: str = "decode", **changes: object) -> Register:
+    fields = {
+        "via": VIA,
+        "role": role,
+        "identity": IDENTITY,
+        "protocol": "tcp",
+        "page_size": 64,
+        "max_request_tokens": 1000,
+    }
+    return Register.model_validate(fields | changes)
+
+
+def beat(queued: int = 0, ready: bool = True) -> Heartbeat:
+    return Heartbeat(via=VIA, ready=ready, queued_tokens=queued)
+
+
+@pytest.fixture
+def registry() -> NodeRegistry:
+    registry = NodeRegistry()
+    registry.register(peer(1, "prefill"), offer("prefill"), 0.0)
+    registry.register(peer(2), offer(), 0.0)
+    registry.register(peer(3), offer(), 0.0)
+    return registry
+
+
+def test_another_dtype_is_refused_with_both_values(registry: NodeRegistry) -> None:
+    other = IDENTITY.model_copy(update={"dtype": "torch.bfloat16"})
+    answer = registry.register(peer(4, "prefill"), offer("prefill", identity=other), 0.0)
+    assert isinstance(answer, Refused)
+    assert answer.reason == (
+        "prefill node 10.0.0.4:8001 refused: dtype torch.bfloat16 != torch.float32 of prefill node 10.0.0.1:8001"
+    )
+    assert registry.count("prefill", 0.0) == 1
+
+
+def test_another_transfer_protocol_is_refused_with_both_values(registry: NodeRegistry) -> None:
+    answer = registry.register(peer(4), offer(protocol="rdma"), 0.0)
+    assert isinstance(answer, Refused)
+    assert "transfer protocol rdma != tcp of" in answer.reason
+
+
+def test_other_page_sizes_are_welcome(registry: NodeRegistry) -> None:
+    assert isinstance(registry.register(peer(4), offer(page_size=16), 0.0), Registered)
+
+
+def test_any_identity_is_taken_when_nobody_else_is_live(registry: NodeRegistry) -> None:
+    other = offer(identity=IDENTITY.model_copy(update={"num_layers": 61}))
+    assert isinstance(registry.register(peer(4), other, 1.0), Refused)
+    assert isinstance(registry.register(peer(4), other, 10.0), Registered)
+    # The silent ones come back and find that they no longer fit.
+    assert not registry.heartbeat(peer(2), beat(), 10.0).known
+
+
+def test_a_new_boot_replaces_the_old_one(registry: NodeRegistry) -> None:
+    registry.register(peer(2, boot="b"), offer(), 1.0)
+    assert registry.replaced(peer(2))
+    assert registry.count("decode", 1.0) == 2
+    assert not registry.heartbeat(peer(2), beat(), 1.0).known
+    registry.leave(peer(2))
+    assert registry.count("decode", 1.0) == 2
+
+
+def test_unknown_nodes_are_told_so(registry: NodeRegistry) -> None:
+    assert not registry.heartbeat(peer(9), beat(), 0.0).known
+
+
+def test_heartbeats_are_answered_with_the_ranked_prefill_nodes(registry: NodeRegistry) -> None:
+    registry.register(peer(4, "prefill"), offer("prefill"), 0.0)
+    registry.heartbeat(peer(1, "prefill"), beat(queued=100), 0.5)
+    ack = registry.heartbeat(peer(2), beat(), 0.5)
+    assert ack.known
+    assert [p.address for p in ack.prefill_nodes] == ["10.0.0.4:8001", "10.0.0.1:8001"]
+
+
+def test_the_decode_node_with_the_fewest_outstanding_tokens_is_picked(registry: NodeRegistry) -> None:
+    registry.heartbeat(peer(2), beat(queued=500), 0.5)
+    registry.heartbeat(peer(3), beat(queued=100), 0.5)
+    assert registry.pick_decode(10, (), 0.5) == peer(3)
+    registry.assign(peer(3), 450)
+    assert registry.pick_decode(10, (), 0.5) == peer(2)
+    # The next heartbeat counts what was assigned.
+    registry.heartbeat(peer(3), beat(queued=300), 1.0)
+    assert registry.pick_decode(10, (), 1.0) == peer(3)
+    assert registry.pick_decode(10, {"3a"}, 1.0) == peer(2)
+    assert registry.pick_decode(1001, (), 1.0) is None
+
+
+def test_silence_is_no_death(registry: NodeRegistry) -> None:
+    registry.heartbeat(peer(1, "prefill"), beat(), 4.0)
+    registry.heartbeat(peer(2), beat(), 4.0)
+    assert registry.pick_decode(10, {"2a"}, 4.0) is None
+    assert registry.heartbeat(peer(3), beat(), 5.0).known
+    assert registry.pick_decode(10, {"2a"}, 5.0) == peer(3)
+    assert not registry.heartbeat(peer(3), beat(), 70.0).known
+
+
+def test_a_leaving_node_takes_nothing_more_but_may_finish(registry: NodeRegistry) -> None:
+    registry.leave(peer(2))
+    assert registry.pick_decode(10, {"3a"}, 0.0) is None
+    assert registry.heartbeat(peer(2), beat(), 1.0).known
+    assert registry.pick_decode(10, {"3a"}, 1.0) is None
+    assert isinstance(registry.register(peer(2), offer(), 1.0), Registered)
+    assert registry.pick_decode(10, {"3a"}, 1.0) == peer(2)
+
+
+def test_readiness_says_what_is_missing(registry: NodeRegistry) -> None:
+    assert registry.missing(0.0) is None
+    registry.leave(peer(1, "prefill"))
+    assert "no live prefill node" in (registry.missing(0.0) or "")
+    registry.register(peer(4), offer(local_prefill=True), 0.0)
+    assert registry.missing(0.0) is None
+    # Without prefill nodes only a node that prefills itself is of use.
+    assert registry.pick_decode(10, (), 0.0) == peer(4)
+    assert "no live decode node" in (registry.missing(10.0) or "")

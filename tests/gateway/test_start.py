@@ -1,0 +1,108 @@
+"""Starting and stopping the process: what it refuses to start with, and that signals end it cleanly."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gateway.errors import ApiError
+from gateway.process import Gateway, GatewayConfig
+from gateway.tokenizer import CheckpointTokenizer
+from service.errors import StartupError
+from tests.gateway.fakes import EOS, write_checkpoint
+
+
+def test_missing_directory(tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match="no such directory"):
+        Gateway(GatewayConfig(model_path=str(tmp_path / "nowhere"), port=0))
+
+
+def test_missing_config(tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match=r"no config\.json"):
+        Gateway(GatewayConfig(model_path=str(tmp_path), port=0))
+
+
+@pytest.mark.parametrize("damage", [None, "{", "{}"])
+def test_missing_or_broken_tokenizer(tmp_path: Path, damage: str | None) -> None:
+    directory = write_checkpoint(tmp_path)
+    (directory / "tokenizer.json").unlink()
+    if damage is not None:
+        (directory / "tokenizer.json").write_text(damage)
+    with pytest.raises(StartupError, match="cannot load its tokenizer") as error:
+        Gateway(GatewayConfig(model_path=str(directory), port=0))
+    assert "\n" not in str(error.value)
+
+
+def test_config_without_a_vocabulary(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path)
+    (directory / "config.json").write_text(json.dumps({"model_type": "deepseek_v32"}))
+    with pytest.raises(StartupError, match="vocab_size must be a positive integer, found None"):
+        Gateway(GatewayConfig(model_path=str(directory), port=0))
+
+
+def test_model_without_a_chat_template(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path)
+    (directory / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    tokenizer = CheckpointTokenizer(str(directory))
+    assert not tokenizer.has_chat_template
+    with pytest.raises(ApiError, match="use /v1/completions"):
+        tokenizer.render_chat([{"role": "user", "content": "hi"}])
+
+
+def test_stop_tokens_come_from_the_generation_config_first(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path)
+    assert CheckpointTokenizer(str(directory)).stop_token_ids == (EOS,)
+    (directory / "generation_config.json").write_text('{"eos_token_id": [3, 4]}')
+    assert CheckpointTokenizer(str(directory)).stop_token_ids == (3, 4)
+
+
+def test_token_ids_that_the_tokenizer_lacks_are_no_text(checkpoint: Path) -> None:
+    tokenizer = CheckpointTokenizer(str(checkpoint))
+    assert tokenizer.decode([104, 99999, 105]) == "hi"
+    assert tokenizer.piece(99999) == ""
+
+
+def test_context_beyond_the_checkpoint(checkpoint: Path) -> None:
+    with pytest.raises(StartupError, match="expected 2 to 512"):
+        Gateway(GatewayConfig(model_path=str(checkpoint), port=0, context_length=513))
+
+
+def test_ports_in_use(checkpoint: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(StartupError, match="cannot bind the HTTP port"):
+            Gateway(GatewayConfig(model_path=str(checkpoint), port=port))
+        with pytest.raises(StartupError, match="cannot bind the control port"):
+            Gateway(GatewayConfig(model_path=str(checkpoint), port=0, control_port=port))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_end_the_process_cleanly(checkpoint: Path, number: signal.Signals) -> None:
+    code = (
+        "from gateway.process import GatewayConfig, run_gateway\n"
+        f"run_gateway(GatewayConfig(model_path={str(checkpoint)!r}, port=0))\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    assert process.stderr is not None
+    seen = ""
+    while "gateway starts" not in seen:
+        line = process.stderr.readline()
+        assert line, seen
+        seen += line
+    process.send_signal(number)
+    rest = process.communicate(timeout=30)[1]
+    assert process.returncode == 0, rest
+    assert "Traceback" not in rest
+    assert "gateway stops" in rest

@@ -1,0 +1,121 @@
+"""A configuration that cannot be served is refused at start, in words (sglang 22970)."""
+
+import re
+
+import pytest
+import torch
+
+from hisparse import KVLayout, build_cpu_tiers, describe, parse_config, plan_sizes
+from hisparse.sizing import GIB, Sizes
+from service.errors import StartupError
+
+LAYOUT = KVLayout(num_layers=4, index_layer_of=(0, 1, 1, 2), item_dim=576, index_dim=128, dtype=torch.bfloat16)
+
+
+def plan(text: str | None, *, device_gib: float = 64, host_gib: float = 512, context: int = 8192) -> Sizes:
+    return plan_sizes(
+        parse_config(text, model_top_k=256),
+        LAYOUT,
+        max_running_requests=16,
+        context_length=context,
+        index_page_size=64,
+        available_host_bytes=int(host_gib * GIB),
+        available_device_bytes=int(device_gib * GIB),
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "not valid JSON"),
+        ("[1]", "expected a JSON object, found [1]"),
+        (
+            '{"hot_size": 3}',
+            "unknown key 'hot_size', the known ones are device_buffer_size, host_pool_gib, "
+            "host_to_device_ratio, swap_in_block_size, top_k",
+        ),
+        ('{"device_buffer_size": 512.5}', "device_buffer_size must be an integer, found 512.5"),
+        ('{"device_buffer_size": true}', "device_buffer_size must be an integer, found true"),
+        ('{"host_pool_gib": "8"}', 'host_pool_gib must be a number, found "8"'),
+        ('{"host_to_device_ratio": null}', "host_to_device_ratio must be a number, found null"),
+        ('{"host_to_device_ratio": 0}', "host_to_device_ratio must be positive, found 0"),
+        ('{"host_pool_gib": Infinity}', "host_pool_gib must be positive, found inf"),
+        ('{"host_to_device_ratio": 4, "host_pool_gib": 8}', "not both"),
+        ('{"device_buffer_size": 255}', "must be at least top_k (256)"),
+        ('{"device_buffer_size": 32768}', "at most 32767, found 32768"),
+        ('{"top_k": 128}', "top_k is 128, but the model selects 256"),
+        ('{"swap_in_block_size": 100}', "power of two from 32 to 1024, found 100"),
+    ],
+)
+def test_a_configuration_that_cannot_be_served_is_refused(text: str, message: str) -> None:
+    with pytest.raises(StartupError, match=re.escape(message)):
+        parse_config(text, model_top_k=256)
+
+
+def test_defaults_come_from_the_model() -> None:
+    config = parse_config(None, model_top_k=256)
+    assert (config.top_k, config.device_buffer_size, config.host_to_device_ratio) == (256, 512, 8)
+    assert config.host_pool_gib is None
+
+
+def test_with_memory_enough_every_running_request_has_a_full_buffer() -> None:
+    sizes = plan(None)
+    assert sizes.num_device_slots == 16 * 513
+    assert sizes.num_host_slots == 8 * 16 * 513
+    assert sizes.num_index_pages == -(-sizes.num_host_slots // 64) + 16
+    assert any("a full buffer for each of 16" in line for line in describe(sizes))
+
+
+def test_with_less_device_memory_there_are_as_many_hot_slots_as_fit() -> None:
+    full = plan(None)
+    available = full.device_bytes * 0.6 / GIB
+    sizes = plan(None, device_gib=available)
+    assert 513 <= sizes.num_device_slots < full.num_device_slots
+    assert sizes.device_bytes <= available * GIB
+    assert sizes.num_host_slots == 8 * sizes.num_device_slots
+    assert any("what fits, of 8208" in line for line in describe(sizes))
+
+
+def test_the_host_pool_can_be_given_in_gib() -> None:
+    sizes = plan('{"host_pool_gib": 1.5}')
+    assert 0 <= 1.5 * GIB - sizes.host_bytes < LAYOUT.token_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "kwargs", "message"),
+    [
+        ('{"host_pool_gib": 8}', {"host_gib": 4}, "the host pool needs 8.00 GiB, available are 4.00 GiB"),
+        (None, {"device_gib": 0.001}, "available are 0.00 GiB: lower device_buffer_size"),
+        ('{"host_to_device_ratio": 0.5}', {}, "holds 4104 tokens, fewer than one request of context-length 8192"),
+        (None, {"context": 0}, "context-length (0)"),
+    ],
+)
+def test_pools_that_cannot_serve_one_request_are_refused(text: str, kwargs: dict[str, int], message: str) -> None:
+    with pytest.raises(StartupError, match=re.escape(message)):
+        plan(text, **kwargs)
+
+
+def test_the_pools_are_as_big_as_planned() -> None:
+    sizes = plan(None, context=600)
+    coordinator = build_cpu_tiers(sizes)
+    host, device = coordinator.host, coordinator.device
+    assert host.kv.nbytes + host.index_keys.nbytes == sizes.host_bytes
+    assert device.kv.nbytes == sizes.hot_bytes
+    assert device.index_keys.nbytes == sizes.index_bytes
+    residency = coordinator._residency
+    tables = [device.hot_slots, device.page_table, device.host_slot_of]
+    tables += [residency.position_at, residency.hot_of, residency.referenced, residency.hand]
+    assert sum(table.nbytes for table in tables) == sizes.table_bytes
+    coordinator.close()
+
+
+def test_host_buffers_are_page_aligned_one_per_layer() -> None:
+    coordinator = build_cpu_tiers(plan(None, context=600))
+    host = coordinator.host
+    pointers, lengths, item_lengths = host.get_contiguous_buf_infos()
+    assert pointers[0] % 4096 == 0
+    assert pointers[4] % 4096 == 0
+    assert pointers[2] - pointers[0] == 2 * lengths[0]
+    assert item_lengths == [1152] * 4 + [256] * 3
+    assert lengths == [item * host.num_slots for item in item_lengths]
+    coordinator.close()

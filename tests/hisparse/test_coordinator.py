@@ -1,0 +1,268 @@
+"""Requests through the KV tiers: admission, decoding, leaving, and nothing left behind."""
+
+import random
+
+import pytest
+import torch
+
+from hisparse import HostSlots, Tier
+from hisparse.lifecycle import LifecycleError
+from hisparse.step import StepError
+from hisparse.verify import SwapInMismatchError
+from tests.hisparse.tiers_harness import CONTEXT, HOT, LAYOUT, Tiers, item, tiers
+
+
+def test_a_short_request_grows_seamlessly_into_a_long_one() -> None:
+    with tiers() as t:
+        assert t.admit("short", seed=1, num_tokens=2)
+        rng = random.Random(0)
+        for _ in range(HOT - 2):
+            t.step(["short"], rng)
+        assert t.coordinator.counters().misses == 0, "while it fits the hot buffer everything is a hit"
+        t.coordinator.append_tokens(["short"])
+        t.coordinator.begin_step(["short"]).swap_in(0, torch.tensor([[0, 1, HOT - 1, HOT]]))
+        assert t.coordinator.counters().misses == 0, "its first positions stay resident when it outgrows the buffer"
+        while t.coordinator.num_tokens("short") < CONTEXT:
+            t.step(["short"], rng)
+        assert t.coordinator.counters().misses > 0
+        with pytest.raises(ValueError, match=f"{CONTEXT + 1} tokens asked for"):
+            t.coordinator.append_tokens(["short"])
+        slots = t.coordinator.retract_request("short")
+        t.check_host_copy(slots, 1, CONTEXT)
+        t.host.release(slots)
+        assert t.coordinator.is_idle()
+
+
+@pytest.mark.parametrize("num_tokens", [HOT - 1, HOT, HOT + 1, HOT + 2])
+def test_admission_around_the_buffer_size_decodes_the_same(num_tokens: int) -> None:
+    with tiers() as t:
+        assert t.admit("r", seed=3, num_tokens=num_tokens)
+        rng = random.Random(1)
+        for _ in range(6):
+            t.step(["r"], rng)
+        t.coordinator.request_finished("r")
+        assert t.coordinator.is_idle()
+
+
+def test_a_long_request_starts_empty_and_fills_by_misses() -> None:
+    with tiers() as t:
+        assert t.admit("long", seed=1, num_tokens=20)
+        t.coordinator.append_tokens(["long"])
+        step = t.coordinator.begin_step(["long"])
+        selected = torch.tensor([[3, 20, 3, 7]])
+        step.append(0, torch.tensor([item(1, 0, 20)]))
+        slots = step.swap_in(0, selected)
+        assert slots[0, 0] == slots[0, 2]
+        counters = t.coordinator.counters()
+        assert (counters.hits, counters.misses, counters.bytes) == (2, 2, 2 * LAYOUT.item_bytes)
+
+
+def test_a_short_request_owns_only_what_it_needs() -> None:
+    with tiers(num_device_slots=HOT + 1 + 2) as t:
+        assert t.admit("long", seed=1, num_tokens=20)
+        assert t.admit("short", seed=2, num_tokens=2)
+        assert t.device.free_slots == 0
+        assert t.coordinator.append_tokens(["long", "short"]).short_of == {"short": Tier.DEVICE}
+
+
+def test_a_refused_admission_holds_nothing() -> None:
+    for full in ({"num_device_slots": 4}, {"num_index_pages": 1}, {"max_requests": 0}):
+        with tiers(**full) as t:
+            slots = t.host_prompt(1, 20)
+            assert slots is not None
+            assert not t.coordinator.admit_request_direct("r", slots, 20)
+            assert t.host.used == 20
+            t.host.release(slots)
+            assert t.coordinator.is_idle()
+
+
+def test_full_pools_say_which_tier_is_short_and_take_nothing() -> None:
+    with tiers(num_host_slots=9, num_index_pages=4) as t:
+        assert t.admit("a", seed=1, num_tokens=4)
+        assert t.admit("b", seed=2, num_tokens=4)
+        result = t.coordinator.append_tokens(["a", "b"])
+        assert (result.ready, result.short_of) == (("a",), {"b": Tier.HOST})
+        assert t.coordinator.append_tokens(["a"]).ready == ("a",), "idempotent: the room is there"
+        assert t.device.free_index_pages == 1
+        with pytest.raises(StepError, match="request b has no room for token 4"):
+            t.coordinator.begin_step(["a", "b"])
+        t.coordinator.request_finished("a")
+        assert t.admit("c", seed=3, num_tokens=4)
+        assert t.admit("d", seed=4, num_tokens=1)
+        t.coordinator.request_finished("c")
+        assert t.coordinator.append_tokens(["b"]).ready == ("b",)
+        for request_id in ("b", "d"):
+            t.coordinator.request_finished(request_id)
+        assert t.coordinator.is_idle()
+
+
+def test_a_retracted_request_resumes_by_another_direct_admission() -> None:
+    with tiers() as t:
+        rng = random.Random(2)
+        assert t.admit("r", seed=5, num_tokens=3)
+        for _ in range(9):
+            t.step(["r"], rng)
+        slots = t.coordinator.retract_request("r")
+        assert t.device.used_slots == t.device.used_index_pages == t.device.used_rows == 0
+        assert not t.coordinator.is_idle(), "its host slots are the caller's"
+        t.check_host_copy(slots, 5, 12)
+        assert t.coordinator.admit_request_direct("r", slots, 12)
+        for _ in range(9):
+            t.step(["r"], rng)
+        t.coordinator.request_finished("r")
+        assert t.coordinator.is_idle()
+
+
+def test_two_requests_may_share_host_slots() -> None:
+    with tiers() as t:
+        slots = t.host_prompt(7, 12)
+        assert slots is not None
+        t.host.retain(slots)
+        for request_id in ("a", "b"):
+            t.seeds[request_id] = 7
+            assert t.coordinator.admit_request_direct(request_id, slots, 12)
+        rng = random.Random(3)
+        for _ in range(5):
+            t.step(["a", "b"], rng)
+        t.coordinator.request_finished("a")
+        t.step(["b"], rng)
+        t.coordinator.request_finished("b")
+        assert t.coordinator.is_idle()
+
+
+@pytest.mark.parametrize("break_at_layer", [1, 2, 3, 4])
+@pytest.mark.parametrize("leave", [False, True])
+def test_an_abandoned_step_leaves_no_position_resident_without_its_bytes(break_at_layer: int, leave: bool) -> None:
+    """Layers of a group share residency: the group's first layer must not make the others believe in a copy."""
+    with tiers() as t:
+        rng = random.Random(break_at_layer)
+        for seed, request_id in enumerate(("a", "b")):
+            assert t.admit(request_id, seed, num_tokens=18)
+        for _ in range(4):
+            before = t.coordinator.num_tokens("a")
+            assert not t.step(["a", "b"], rng, break_at_layer)
+            assert t.coordinator.num_tokens("a") == before
+            if leave:
+                t.coordinator.request_finished("b")
+                assert t.admit("b", seed=9, num_tokens=18)
+            t.step(["b"], rng)
+            t.step(["a", "b"], rng)
+
+
+def test_a_step_is_of_no_use_after_its_end() -> None:
+    with tiers() as t:
+        assert t.admit("r", seed=1, num_tokens=9)
+        t.coordinator.append_tokens(["r"])
+        abandoned = t.coordinator.begin_step(["r"])
+        current = t.coordinator.begin_step(["r"])
+        with pytest.raises(StepError, match="finished or abandoned"):
+            abandoned.finish()
+        with pytest.raises(StepError, match="before layer 1 of its group"):
+            current.swap_in(2, torch.tensor([[0]]))
+        t.coordinator.request_finished("r")
+        with pytest.raises(StepError, match="finished or abandoned"):
+            current.append(0, torch.zeros(1, LAYOUT.item_dim))
+
+
+@pytest.mark.parametrize("tier", ["host", "device"])
+def test_verify_catches_a_resident_item_that_differs_from_its_host_copy(tier: str) -> None:
+    with tiers() as t:
+        assert t.admit("r", seed=1, num_tokens=9)
+        t.coordinator.append_tokens(["r"])
+        t.coordinator.begin_step(["r"]).swap_in(0, torch.tensor([[4, 9, -1]]))
+        getattr(t, tier).kv[0] += 1
+        with pytest.raises(SwapInMismatchError, match="layer 0, row 0: position 4"):
+            t.coordinator.begin_step(["r"]).swap_in(0, torch.tensor([[9, -1, 4]]))
+        with pytest.raises(ValueError, match="beyond the newest"):
+            t.coordinator.begin_step(["r"]).swap_in(1, torch.tensor([[10]]))
+
+
+def test_misuse_is_refused_by_name() -> None:
+    with tiers() as t:
+        assert t.admit("r", seed=1, num_tokens=4)
+        slots = t.host_prompt(2, 4)
+        assert slots is not None
+        with pytest.raises(LifecycleError, match="request r is here already"):
+            t.coordinator.admit_request_direct("r", slots, 4)
+        with pytest.raises(ValueError, match="has 5 tokens, 4 host slots"):
+            t.coordinator.admit_request_direct("s", slots, 5)
+        with pytest.raises(LifecycleError, match="request s is unknown, not running"):
+            t.coordinator.request_finished("s")
+        with pytest.raises(ValueError, match="distinct requests"):
+            t.coordinator.begin_step(["r", "r"])
+
+
+class Walk:
+    """A scheduler that does anything a scheduler may do, at random."""
+
+    def __init__(self, t: Tiers, rng: random.Random) -> None:
+        self.t = t
+        self.rng = rng
+        self.running: list[str] = []
+        self.retracted: dict[str, tuple[HostSlots, int]] = {}
+        self.names = 0
+
+    def admit(self) -> None:
+        self.names += 1
+        if self.t.admit(f"r{self.names}", self.names, self.rng.randint(1, 30)):
+            self.running.append(f"r{self.names}")
+
+    def step(self) -> None:
+        chosen = self.rng.sample(self.running, self.rng.randint(0, len(self.running)))
+        ends = [r for r in chosen if self.t.coordinator.num_tokens(r) == CONTEXT]
+        for request_id in ends:
+            self.finish(request_id)
+        result = self.t.coordinator.append_tokens([r for r in chosen if r not in ends])
+        if result.ready:
+            break_at = self.rng.choice([None, None, None, *range(LAYOUT.num_layers)])
+            self.t.step(result.ready, self.rng, break_at)
+        for request_id in result.short_of:
+            self.retract(request_id)
+
+    def finish(self, request_id: str) -> None:
+        self.running.remove(request_id)
+        self.t.coordinator.request_finished(request_id)
+
+    def retract(self, request_id: str) -> None:
+        self.running.remove(request_id)
+        num_tokens = self.t.coordinator.num_tokens(request_id)
+        slots = self.t.coordinator.retract_request(request_id)
+        self.t.check_host_copy(slots, self.t.seeds[request_id], num_tokens)
+        self.retracted[request_id] = slots, num_tokens
+
+    def resume(self) -> None:
+        for request_id, (slots, num_tokens) in list(self.retracted.items()):
+            if self.t.coordinator.admit_request_direct(request_id, slots, num_tokens):
+                del self.retracted[request_id]
+                self.running.append(request_id)
+
+    def drop_retracted(self) -> None:
+        for slots, _ in self.retracted.values():
+            self.t.host.release(slots)
+        self.retracted.clear()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_after_any_walk_every_pool_is_exactly_as_full_as_at_start(seed: int) -> None:
+    rng = random.Random(seed)
+    with tiers(num_host_slots=rng.choice([90, 200]), num_device_slots=30, num_index_pages=24, max_requests=5) as t:
+        walk = Walk(t, rng)
+        for _ in range(250):
+            action = rng.choices(["admit", "step", "finish", "retract", "resume", "drop"], [2, 8, 1, 1, 2, 0.2])[0]
+            if action == "admit":
+                walk.admit()
+            elif action == "step" and walk.running:
+                walk.step()
+            elif action in ("finish", "retract") and walk.running:
+                getattr(walk, action)(rng.choice(walk.running))
+            elif action == "resume":
+                walk.resume()
+            elif action == "drop":
+                walk.drop_retracted()
+            t.coordinator.check_integrity()
+        assert t.coordinator.counters().misses > 0
+        for request_id in list(walk.running):
+            walk.finish(request_id)
+        walk.drop_retracted()
+        assert t.coordinator.is_idle()
+        assert (t.host.free, t.device.free_slots, t.device.free_index_pages) == (t.host.num_slots, 30, 24)

@@ -1,0 +1,154 @@
+"""Small KV tiers and a model that writes recognisable bytes, for the coordinator's tests."""
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from hisparse import DecodeStep, HiSparseCoordinator, HostSlots, KVLayout
+from hisparse.copy_stream import CpuCopyStream
+from hisparse.device_pool import DeviceKVPool
+from hisparse.host_pool import HostKVPool
+from hisparse.residency import Residency
+from hisparse.swap_in import CpuSwapIn, StagedKV
+
+LAYOUT = KVLayout(num_layers=5, index_layer_of=(0, 1, 1, 1, 2), item_dim=3, index_dim=2, dtype=torch.float32)
+TOP_K = 4
+HOT = 6
+PAGE = 4
+CONTEXT = 40
+
+
+def item(seed: int, layer: int, position: int) -> list[float]:
+    """The KV item of a token: no two tokens or layers share one."""
+    return [float(seed), float(layer), float(position)]
+
+
+def index_key(seed: int, index_layer: int, position: int) -> list[float]:
+    return [float(seed * 100 + index_layer), float(position)]
+
+
+@dataclass
+class Tiers:
+    """A coordinator with its pools. `seeds` names the sequence that each request computes."""
+
+    coordinator: HiSparseCoordinator
+    host: HostKVPool
+    device: DeviceKVPool
+    stream: CpuCopyStream
+    seeds: dict[str, int] = field(default_factory=dict)
+    staged_slots: dict[str, HostSlots] = field(default_factory=dict)
+
+    def host_prompt(self, seed: int, num_tokens: int) -> HostSlots | None:
+        """Host slots that hold a prompt, as a transfer would leave them."""
+        slots = self.host.allocate(num_tokens)
+        if slots is not None:
+            at = torch.from_numpy(slots.slots())
+            for layer in range(LAYOUT.num_layers):
+                self.host.kv[layer][at] = torch.tensor([item(seed, layer, p) for p in range(num_tokens)])
+            for layer in range(LAYOUT.num_index_layers):
+                self.host.index_keys[layer][at] = torch.tensor([index_key(seed, layer, p) for p in range(num_tokens)])
+        return slots
+
+    def admit(self, request_id: str, seed: int, num_tokens: int) -> bool:
+        """Direct admission of a new prompt; gives the host slots back if it is refused."""
+        slots = self.host_prompt(seed, num_tokens)
+        if slots is None:
+            return False
+        if not self.coordinator.admit_request_direct(request_id, slots, num_tokens):
+            self.host.release(slots)
+            return False
+        self.seeds[request_id] = seed
+        return True
+
+    def step(self, request_ids: Sequence[str], rng: random.Random, break_at_layer: int | None = None) -> bool:
+        """Decode one token for each request. With `break_at_layer` the model fails before that layer's swap-in."""
+        assert not self.coordinator.append_tokens(request_ids).short_of
+        step = self.coordinator.begin_step(request_ids)
+        positions = torch.empty(0)
+        for layer, index_layer in enumerate(LAYOUT.index_layer_of):
+            newest = [int(n) - 1 for n in step.seq_lens]
+            seeds = [self.seeds[request_id] for request_id in request_ids]
+            step.append(layer, torch.tensor([item(s, layer, n) for s, n in zip(seeds, newest, strict=True)]))
+            if layer == 0 or LAYOUT.index_layer_of[layer - 1] != index_layer:
+                keys = [index_key(s, index_layer, n) for s, n in zip(seeds, newest, strict=True)]
+                step.append_index_keys(index_layer, torch.tensor(keys))
+                self.check_index_pages(step, index_layer, seeds, newest)
+                positions = torch.tensor([select(rng, n) for n in newest])
+            if layer == break_at_layer:
+                return False
+            slots = step.swap_in(layer, positions)
+            for b, (seed, row) in enumerate(zip(seeds, positions.tolist(), strict=True)):
+                for slot, position in zip(slots[b].tolist(), row, strict=True):
+                    if position < 0:
+                        assert slot == -1
+                    else:
+                        assert step.kv(layer)[slot].tolist() == item(seed, layer, position)
+        step.finish()
+        return True
+
+    def check_index_pages(self, step: DecodeStep, index_layer: int, seeds: list[int], newest: list[int]) -> None:
+        pages = step.index_pages(index_layer)
+        for b, (seed, last) in enumerate(zip(seeds, newest, strict=True)):
+            keys = pages.keys[pages.page_table[b]].flatten(0, 1)[: last + 1]
+            assert keys.tolist() == [index_key(seed, index_layer, p) for p in range(last + 1)]
+
+    def check_host_copy(self, slots: HostSlots, seed: int, num_tokens: int) -> None:
+        """Every token of a sequence is on the host, in all layers, index keys too."""
+        at = torch.from_numpy(slots.slots()[:num_tokens])
+        for layer in range(LAYOUT.num_layers):
+            assert self.host.kv[layer][at].tolist() == [item(seed, layer, p) for p in range(num_tokens)]
+        for layer in range(LAYOUT.num_index_layers):
+            expected = [index_key(seed, layer, p) for p in range(num_tokens)]
+            assert self.host.index_keys[layer][at].tolist() == expected
+
+
+def select(rng: random.Random, newest: int) -> list[int]:
+    """A selection as an indexer might make it: mostly recent positions, sometimes fewer than k, sometimes repeated."""
+    low = max(0, newest - HOT - 2) if rng.random() < 0.6 else 0
+    chosen = [rng.randint(low, newest) for _ in range(TOP_K)]
+    if rng.random() < 0.5:
+        chosen[0] = newest
+    return chosen if rng.random() < 0.8 else [*chosen[:-1], -1]
+
+
+class Pages:
+    """A prompt in device pages of this node, which must be given back exactly once."""
+
+    def __init__(self, seed: int, num_tokens: int) -> None:
+        self.released = 0
+        rows = torch.randperm(num_tokens)
+        kv = torch.zeros(LAYOUT.num_layers, num_tokens, LAYOUT.item_dim)
+        keys = torch.zeros(LAYOUT.num_index_layers, num_tokens, LAYOUT.index_dim)
+        for layer in range(LAYOUT.num_layers):
+            kv[layer][rows] = torch.tensor([item(seed, layer, p) for p in range(num_tokens)])
+        for layer in range(LAYOUT.num_index_layers):
+            keys[layer][rows] = torch.tensor([index_key(seed, layer, p) for p in range(num_tokens)])
+        self.staged = StagedKV(list(kv), list(keys), rows, self.release)
+
+    def release(self) -> None:
+        self.released += 1
+
+
+@contextmanager
+def tiers(
+    num_host_slots: int = 256, num_device_slots: int = 64, num_index_pages: int = 64, max_requests: int = 8
+) -> Iterator[Tiers]:
+    host = HostKVPool(LAYOUT, num_host_slots, pin=False)
+    device = DeviceKVPool(
+        LAYOUT,
+        num_slots=num_device_slots,
+        num_index_pages=num_index_pages,
+        index_page_size=PAGE,
+        max_requests=max_requests,
+        max_context=CONTEXT,
+        device_buffer_size=HOT,
+        device="cpu",
+    )
+    residency = Residency(LAYOUT.num_index_layers, max_requests, CONTEXT, HOT, torch.device("cpu"))
+    stream = CpuCopyStream()
+    coordinator = HiSparseCoordinator(host, device, residency, CpuSwapIn(host, device, residency), stream, verify=True)
+    yield Tiers(coordinator, host, device, stream)
+    coordinator.close()

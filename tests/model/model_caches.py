@@ -1,0 +1,130 @@
+"""The simplest caches that the model can run against: shuffled pages for a prompt, everything resident for decoding."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from model.passes import PrefillChunk
+from model.sparse_model import SparseModel
+from model.spec import ModelSpec
+
+
+class PagedPool:
+    """KV and index keys of all requests, in pages that are handed out in a shuffled order.
+
+    Rows that nothing was written to hold NaN, which spreads to the logits if any of them is used.
+    """
+
+    def __init__(self, spec: ModelSpec, num_pages: int, page_size: int, seed: int = 0) -> None:
+        rows = num_pages * page_size
+        self.page_size = page_size
+        self.kv = torch.full((spec.num_layers, rows, spec.item_dim), float("nan"), dtype=spec.dtype)
+        self.keys = torch.full((spec.num_index_layers, rows, spec.index_dim), float("nan"), dtype=spec.dtype)
+        self._free = torch.randperm(num_pages, generator=torch.Generator().manual_seed(seed)).tolist()
+
+    def allocate(self, length: int) -> torch.Tensor:
+        return torch.tensor([self._free.pop() for _ in range(-(-length // self.page_size))])
+
+
+class PagedRequest:
+    """A `PrefillCache`: one request's pages."""
+
+    def __init__(self, pool: PagedPool, capacity: int) -> None:
+        self.pool = pool
+        self.pages = pool.allocate(capacity)
+
+    def rows(self, start: int, stop: int) -> torch.Tensor:
+        positions = torch.arange(start, stop)
+        return self.pages[positions // self.pool.page_size] * self.pool.page_size + positions % self.pool.page_size
+
+    def kv(self, layer: int) -> torch.Tensor:
+        return self.pool.kv[layer]
+
+    def index_keys(self, index_layer: int) -> torch.Tensor:
+        return self.pool.keys[index_layer]
+
+
+@dataclass(frozen=True)
+class BatchIndexPages:
+    """`IndexPages` of a batch."""
+
+    keys: torch.Tensor
+    page_table: torch.Tensor
+    seq_lens: torch.Tensor
+
+
+class ResidentBatch:
+    """A `DecodeCache` in which every position is resident, on the pages that the prompt was written to."""
+
+    def __init__(self, pool: PagedPool, requests: Sequence[PagedRequest], positions: Sequence[int]) -> None:
+        self._pool = pool
+        self._requests = requests
+        self._newest = torch.cat([r.rows(p, p + 1) for r, p in zip(requests, positions, strict=True)])
+        self._seq_lens = torch.tensor(positions) + 1
+        longest = max(len(request.pages) for request in requests)
+        self._page_table = torch.zeros((len(requests), longest), dtype=torch.int64)
+        for row, request in enumerate(requests):
+            self._page_table[row, : len(request.pages)] = request.pages
+
+    def append(self, layer: int, items: torch.Tensor) -> None:
+        self._pool.kv[layer][self._newest] = items
+
+    def append_index_keys(self, index_layer: int, keys: torch.Tensor) -> None:
+        self._pool.keys[index_layer][self._newest] = keys
+
+    def index_pages(self, index_layer: int) -> BatchIndexPages:
+        keys = self._pool.keys[index_layer].view(-1, self._pool.page_size, self._pool.keys.shape[-1])
+        return BatchIndexPages(keys, self._page_table, self._seq_lens)
+
+    def swap_in(self, layer: int, positions: torch.Tensor) -> torch.Tensor:
+        assert (positions < self._seq_lens.unsqueeze(1)).all()
+        size = self._pool.page_size
+        chosen = positions.clamp(min=0)
+        rows = self._page_table.gather(1, chosen // size) * size + chosen % size
+        return torch.where(positions < 0, -1, rows)
+
+    def kv(self, layer: int) -> torch.Tensor:
+        return self._pool.kv[layer]
+
+
+class Session:
+    """Requests that run on one model and one pool, for as long as `capacity` tokens each."""
+
+    def __init__(
+        self, model: SparseModel, prompts: Sequence[torch.Tensor], new_tokens: int, page_size: int = 16
+    ) -> None:
+        self.model = model
+        self.prompts = prompts
+        capacities = [len(prompt) + new_tokens for prompt in prompts]
+        num_pages = sum(-(-capacity // page_size) for capacity in capacities) + 3
+        self.pool = PagedPool(model.spec, num_pages, page_size)
+        self.requests = [PagedRequest(self.pool, capacity) for capacity in capacities]
+
+    def chunk(self, request: int, start: int, stop: int) -> PrefillChunk:
+        prompt = self.prompts[request]
+        return PrefillChunk(prompt[start:stop], start, len(prompt), self.requests[request])
+
+    def prefill(self, chunk_size: int) -> torch.Tensor:
+        """Run all prompts, a chunk of each per call; returns the last logits of each prompt."""
+        logits = torch.empty(len(self.prompts), self.model.spec.vocab_size)
+        for start in range(0, max(map(len, self.prompts)), chunk_size):
+            running = [i for i, prompt in enumerate(self.prompts) if start < len(prompt)]
+            chunks = [self.chunk(i, start, min(start + chunk_size, len(self.prompts[i]))) for i in running]
+            logits[running] = self.model.prefill(chunks)
+        return logits
+
+    def decode(self, token_ids: torch.Tensor, step: int) -> torch.Tensor:
+        """Run generated token number `step` of each request."""
+        positions = [len(prompt) + step for prompt in self.prompts]
+        cache = ResidentBatch(self.pool, self.requests, positions)
+        return self.model.decode(token_ids, torch.tensor(positions), cache)
+
+    def generate(self, new_tokens: int, chunk_size: int) -> list[list[int]]:
+        """Greedy continuations of all prompts."""
+        tokens = self.prefill(chunk_size).argmax(dim=-1)
+        output = [tokens]
+        for step in range(new_tokens - 1):
+            tokens = self.decode(tokens, step).argmax(dim=-1)
+            output.append(tokens)
+        return [list(row) for row in torch.stack(output, dim=1).tolist()]

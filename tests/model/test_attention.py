@@ -1,0 +1,32 @@
+import torch
+
+from model.attention import attend_rows
+from model.rope import Rope
+
+
+def test_absent_rows_have_no_influence_even_if_unused_rows_hold_nan() -> None:
+    generator = torch.Generator().manual_seed(0)
+    kv = torch.randn(10, 12, generator=generator)
+    kv[0] = float("nan")
+    queries = torch.randn(2, 3, 12, generator=generator)
+    rows = torch.tensor([[4, 7, -1, -1], [2, -1, 5, 9]])
+
+    attended = attend_rows(queries, kv, rows, scaling=0.3, latent_dim=8)
+
+    for query, present, actual in zip(queries, ([4, 7], [2, 5, 9]), attended, strict=True):
+        weights = (query @ kv[present].T * 0.3).softmax(dim=-1)
+        torch.testing.assert_close(actual, weights @ kv[present, :8])
+
+
+def test_the_two_rope_layouts_differ_only_in_the_order_of_their_input() -> None:
+    generator = torch.Generator().manual_seed(0)
+    angles = torch.rand(5, 4, generator=generator)
+    rope = Rope.from_angles(torch.cat((angles, angles), -1).cos(), torch.cat((angles, angles), -1).sin())
+    pairs = torch.randn(5, 2, 4, 2, generator=generator)
+
+    interleaved = rope.interleaved(pairs.flatten(-2))
+    half_split = rope.half_split(pairs.transpose(-1, -2).flatten(-2))
+    rotated = torch.view_as_complex(pairs) * torch.polar(torch.ones_like(angles), angles).unsqueeze(1)
+
+    torch.testing.assert_close(interleaved, torch.cat((rotated.real, rotated.imag), -1))
+    torch.testing.assert_close(half_split, interleaved)

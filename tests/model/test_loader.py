@@ -1,0 +1,227 @@
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from model.loader import load_model, read_spec
+from model.spec import ModelSpec
+from model.tiny import write_tiny_checkpoint
+from service.errors import StartupError
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def damaged(checkpoints: dict[str, Path], tmp_path: Path) -> Path:
+    """A copy of a checkpoint, to be damaged by the test."""
+    return Path(shutil.copytree(checkpoints["glm_moe_dsa"], tmp_path / "damaged"))
+
+
+def edit_config(path: Path, **changes: Any) -> None:
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, **changes}))
+
+
+def refusal(path: Path) -> str:
+    """The one line with which the checkpoint is refused."""
+    with pytest.raises(StartupError) as refused:
+        load_model(path, torch.float32, CPU)
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def shard(path: Path) -> list[str]:
+    """Split the weights into two files and an index, as large checkpoints are."""
+    weights = load_file(path / "model.safetensors")
+    (path / "model.safetensors").unlink()
+    shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    names = sorted(weights)
+    for number, file in enumerate(shards):
+        save_file({name: weights[name] for name in names[number::2]}, path / file, metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": {name: shards[i % 2] for i, name in enumerate(names)}}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    return shards
+
+
+def test_the_spec_describes_the_checkpoint(checkpoints: dict[str, Path]) -> None:
+    spec = read_spec(checkpoints["glm_moe_dsa"], torch.bfloat16)
+    assert spec == ModelSpec(
+        model_type="glm_moe_dsa",
+        num_layers=5,
+        index_layer_of=(0, 1, 1, 2, 2),
+        item_dim=64,
+        index_dim=32,
+        index_topk=64,
+        vocab_size=261,
+        context_length=8192,
+        eos_token_ids=(257,),
+        dtype=torch.bfloat16,
+        fingerprint=spec.fingerprint,
+    )
+    assert read_spec(checkpoints["deepseek_v32"], torch.float32).index_layer_of == (0, 1, 2, 3, 4)
+
+
+def test_loading_gives_the_spec_and_the_dtype(checkpoint: Path) -> None:
+    model = load_model(checkpoint, torch.bfloat16, CPU, context_length=100)
+    assert model.spec == read_spec(checkpoint, torch.bfloat16, 100)
+    assert model.spec.context_length == 100
+    assert model.device == CPU
+
+
+def test_sharded_weights_load(damaged: Path) -> None:
+    shard(damaged)
+    assert load_model(damaged, torch.float32, CPU).spec.num_layers == 5
+
+
+@pytest.mark.parametrize(("eos", "expected"), [(None, ()), (7, (7,)), ([7, 9], (7, 9))], ids=["none", "one", "several"])
+def test_the_generation_config_says_which_tokens_end_a_text(
+    damaged: Path, eos: object, expected: tuple[int, ...]
+) -> None:
+    (damaged / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+    assert read_spec(damaged, torch.float32).eos_token_ids == expected
+    (damaged / "generation_config.json").unlink()
+    assert read_spec(damaged, torch.float32).eos_token_ids == (257,)
+
+
+@pytest.mark.parametrize("context_length", [0, -5, 8193])
+def test_a_context_that_the_model_cannot_hold_is_refused(checkpoint: Path, context_length: int) -> None:
+    with pytest.raises(StartupError, match=f"8192, not {context_length}"):
+        read_spec(checkpoint, torch.float32, context_length)
+
+
+def test_a_missing_directory_is_refused(tmp_path: Path) -> None:
+    assert refusal(tmp_path / "nowhere").endswith("nowhere does not exist")
+
+
+def test_a_directory_without_a_config_is_refused(tmp_path: Path) -> None:
+    assert refusal(tmp_path).endswith("config.json does not exist")
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "\xff"])
+def test_a_config_that_is_no_json_object_is_refused(damaged: Path, content: str) -> None:
+    (damaged / "config.json").write_text(content, encoding="latin-1")
+    assert "config.json" in refusal(damaged)
+
+
+@pytest.mark.parametrize("model_type", ["llama", None, 3])
+def test_other_models_are_refused(damaged: Path, model_type: object) -> None:
+    edit_config(damaged, model_type=model_type)
+    assert refusal(damaged).endswith(
+        f"is not a sparse-attention (DSA) checkpoint: its model_type is {model_type!r}; "
+        "supported: deepseek_v32, glm_moe_dsa"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"q_lora_rank": None}, "q_lora_rank null"),
+        ({"hidden_size": "wide"}, "not a valid glm_moe_dsa config"),
+        ({"indexer_types": ["shared"] * 5}, "the first one 'full'"),
+        ({"indexer_types": ["full"] * 4}, "each of its 5 layers"),
+        ({"indexer_types": ["full"] * 4 + ["none"]}, "'full' or 'shared'"),
+    ],
+)
+def test_a_config_that_cannot_work_is_refused(damaged: Path, changes: dict[str, Any], message: str) -> None:
+    edit_config(damaged, **changes)
+    assert message in refusal(damaged)
+
+
+def test_missing_weights_are_refused(damaged: Path) -> None:
+    (damaged / "model.safetensors").unlink()
+    assert "expected model.safetensors or model.safetensors.index.json" in refusal(damaged)
+
+
+def test_a_missing_shard_is_refused_by_name(damaged: Path) -> None:
+    shards = shard(damaged)
+    (damaged / shards[1]).unlink()
+    assert f"lacks 1 of the 2 weight files that model.safetensors.index.json names: {shards[1]}" in refusal(damaged)
+
+
+def test_an_index_without_a_weight_map_is_refused(damaged: Path) -> None:
+    (damaged / "model.safetensors").unlink()
+    (damaged / "model.safetensors.index.json").write_text("{}")
+    assert refusal(damaged).endswith("has no weight_map")
+
+
+def truncate_data(content: bytes) -> bytes:
+    return content[:-10]
+
+
+def truncate_header(content: bytes) -> bytes:
+    return content[:100]
+
+
+def empty(content: bytes) -> bytes:
+    return b""
+
+
+def garble_header(content: bytes) -> bytes:
+    return content[:8] + b"x" * (len(content) - 8)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (truncate_data, "bytes long by its header, but it is"),
+        (truncate_header, "header is cut off"),
+        (empty, "header is cut off"),
+        (garble_header, "header is not valid"),
+    ],
+)
+def test_damaged_weight_files_are_refused(damaged: Path, damage: Callable[[bytes], bytes], message: str) -> None:
+    file = damaged / "model.safetensors"
+    file.write_bytes(damage(file.read_bytes()))
+    assert message in refusal(damaged)
+
+
+def test_weights_that_are_absent_are_refused_by_name(damaged: Path) -> None:
+    weights = load_file(damaged / "model.safetensors")
+    del weights["model.layers.1.self_attn.o_proj.weight"]
+    del weights["model.norm.weight"]
+    save_file(weights, damaged / "model.safetensors", metadata={"format": "pt"})
+    message = refusal(damaged)
+    assert "lacks 2 weights" in message
+    assert "model.layers.1.self_attn.o_proj.weight, model.norm.weight" in message
+
+
+def test_weights_of_another_shape_are_refused(damaged: Path) -> None:
+    weights = load_file(damaged / "model.safetensors")
+    weights["model.norm.weight"] = torch.ones(3, dtype=torch.bfloat16)
+    save_file(weights, damaged / "model.safetensors", metadata={"format": "pt"})
+    assert "cannot be loaded" in refusal(damaged)
+
+
+def test_the_fingerprint_tells_models_apart(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    write_tiny_checkpoint(tmp_path / "again", "glm_moe_dsa", seed=1, layers=5)
+    write_tiny_checkpoint(tmp_path / "seed", "glm_moe_dsa", seed=2, layers=5)
+    write_tiny_checkpoint(tmp_path / "topk", "glm_moe_dsa", seed=1, layers=5, index_topk=32)
+    paths = [*checkpoints.values(), tmp_path / "seed", tmp_path / "topk"]
+    fingerprints = [read_spec(path, torch.float32).fingerprint for path in paths]
+    assert len(set(fingerprints)) == 4
+    assert all(len(fingerprint) == 16 for fingerprint in fingerprints)
+    again = read_spec(tmp_path / "again", torch.bfloat16, 10).fingerprint
+    assert again == read_spec(checkpoints["glm_moe_dsa"], torch.float32).fingerprint
+
+
+def test_the_fingerprint_ignores_who_saved_the_config(damaged: Path) -> None:
+    before = read_spec(damaged, torch.float32).fingerprint
+    edit_config(damaged, transformers_version="5.0.0", _name_or_path="elsewhere", dtype="float32", use_cache=False)
+    assert read_spec(damaged, torch.float32).fingerprint == before
+
+
+@pytest.mark.parametrize("place", ["head", "middle", "tail"])
+def test_the_fingerprint_sees_a_changed_byte_at_the_sampled_places(damaged: Path, place: str) -> None:
+    file = damaged / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    before = read_spec(damaged, torch.float32).fingerprint
+    data_begin = 8 + int.from_bytes(content[:8], "little")
+    offset = {"head": data_begin, "middle": (data_begin + len(content)) // 2, "tail": len(content) - 1}[place]
+    content[offset] ^= 1
+    file.write_bytes(content)
+    assert read_spec(damaged, torch.float32).fingerprint != before

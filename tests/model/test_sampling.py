@@ -1,0 +1,130 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from model.sampling import Sampled, SamplingParams, sample
+
+VOCAB = 50
+
+
+def random_logits(batch: int, seed: int = 0) -> torch.Tensor:
+    return 2 * torch.randn(batch, VOCAB, generator=torch.Generator().manual_seed(seed))
+
+
+def draw(logits: torch.Tensor, params: SamplingParams, count: int) -> list[int]:
+    """The first tokens of a request whose logits never change."""
+    batch = logits.expand(count, -1)
+    return [s.token_id for s in sample(batch, [params] * count, range(count))]
+
+
+def test_temperature_zero_takes_the_likeliest_token() -> None:
+    logits = random_logits(8)
+    sampled = sample(logits, [SamplingParams(temperature=0.0)] * 8, [0] * 8)
+    assert sampled == [Sampled(token_id) for token_id in logits.argmax(-1).tolist()]
+
+
+def test_greedy_and_sampled_requests_share_a_batch() -> None:
+    logits = random_logits(3)
+    params = [SamplingParams(temperature=0.0), SamplingParams(seed=3), SamplingParams(temperature=0.0)]
+    sampled = sample(logits, params, [0, 5, 0])
+    assert [sampled[0].token_id, sampled[2].token_id] == logits[[0, 2]].argmax(-1).tolist()
+    assert sampled[1] == sample(logits[1:2], [SamplingParams(seed=3)], [5])[0]
+
+
+def test_sampling_without_a_seed_is_refused() -> None:
+    with pytest.raises(ValueError, match="seed"):
+        sample(random_logits(1), [SamplingParams()], [0])
+
+
+params_strategy = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 0.3, 1.0, 2.0]),
+    top_p=st.sampled_from([0.1, 0.9, 1.0]),
+    top_k=st.sampled_from([-1, 0, 1, 7, 1000]),
+    seed=st.integers(-(2**63), 2**64 - 1),
+    logprobs=st.integers(0, 5),
+    want_logprobs=st.booleans(),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    params=st.lists(params_strategy, min_size=1, max_size=6), step=st.integers(0, 2**31), data_seed=st.integers(0, 99)
+)
+def test_a_token_depends_on_nothing_but_its_own_request(
+    params: list[SamplingParams], step: int, data_seed: int
+) -> None:
+    logits = random_logits(len(params), data_seed)
+    steps = [step + row for row in range(len(params))]
+    together = sample(logits, params, steps)
+    alone = [sample(logits[row : row + 1], params[row : row + 1], [steps[row]])[0] for row in range(len(params))]
+    assert [s.token_id for s in together] == [s.token_id for s in alone]
+
+
+def test_seeds_and_steps_select_different_random_numbers() -> None:
+    logits = torch.zeros(1, VOCAB)
+    streams = {seed: tuple(draw(logits, SamplingParams(seed=seed), 20)) for seed in range(20)}
+    assert len(set(streams.values())) == 20
+    assert all(len(set(stream)) > 5 for stream in streams.values())
+
+
+@settings(max_examples=30, deadline=None)
+@given(top_k=st.integers(1, VOCAB + 5), top_p=st.floats(0.01, 1.0), data_seed=st.integers(0, 99))
+def test_only_tokens_within_top_k_and_top_p_are_drawn(top_k: int, top_p: float, data_seed: int) -> None:
+    logits = random_logits(1, data_seed)
+    likeliest = logits[0].argsort(descending=True)[:top_k]
+    probabilities = logits[0, likeliest].double().softmax(-1)
+    likelier = probabilities.cumsum(-1) - probabilities
+    # A token whose predecessors make up top_p to the last bit may go either way.
+    allowed = likeliest[(likelier < top_p + 1e-9) | (torch.arange(len(likeliest)) == 0)].tolist()
+    assert set(draw(logits, SamplingParams(top_k=top_k, top_p=top_p, seed=1), 60)) <= set(allowed)
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        (SamplingParams(seed=0), [0.1, 0.2, 0.3, 0.4]),
+        (SamplingParams(seed=0, temperature=0.5), [1 / 30, 4 / 30, 9 / 30, 16 / 30]),
+        (SamplingParams(seed=0, top_k=2), [0, 0, 3 / 7, 4 / 7]),
+        (SamplingParams(seed=0, top_p=0.65), [0, 0, 3 / 7, 4 / 7]),
+        (SamplingParams(seed=0, top_p=0.75), [0, 2 / 9, 3 / 9, 4 / 9]),
+        # top_p counts the probabilities that top_k leaves: 4/7 alone reach one half.
+        (SamplingParams(seed=0, top_k=2, top_p=0.5), [0, 0, 0, 1]),
+    ],
+)
+def test_frequencies_follow_the_distribution(params: SamplingParams, expected: list[float]) -> None:
+    draws = 20_000
+    tokens = draw(torch.tensor([[0.1, 0.2, 0.3, 0.4]]).log(), params, draws)
+    for token, probability in enumerate(expected):
+        deviation = 4 * math.sqrt(draws * probability * (1 - probability))
+        assert abs(tokens.count(token) - draws * probability) <= deviation
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 1e-3])
+def test_a_tiny_temperature_is_nearly_greedy(temperature: float) -> None:
+    logits = 100 * random_logits(1)
+    assert set(draw(logits, SamplingParams(temperature=temperature, seed=1), 20)) == {int(logits.argmax())}
+
+
+def test_logprobs_are_those_of_the_model_whatever_the_sampling() -> None:
+    logits = random_logits(4)
+    params = [
+        SamplingParams(temperature=0.0, logprobs=3, want_logprobs=True),
+        SamplingParams(temperature=2.0, top_k=2, seed=1, logprobs=5, want_logprobs=True),
+        SamplingParams(seed=1),
+        SamplingParams(seed=1, want_logprobs=True),
+    ]
+    sampled = sample(logits, params, [0] * 4)
+    expected = logits.log_softmax(-1)
+    assert sampled[2].logprob is None
+    assert sampled[2].top is None
+    for row, count in ((0, 3), (1, 5), (3, 0)):
+        assert sampled[row].logprob == pytest.approx(float(expected[row, sampled[row].token_id]))
+        best = expected[row].topk(count)
+        top = sampled[row].top
+        assert top is not None
+        assert [token for token, _ in top] == best.indices.tolist()
+        assert [value for _, value in top] == pytest.approx(best.values.tolist())

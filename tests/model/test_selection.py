@@ -1,0 +1,88 @@
+"""Top-k selection against a plain transcription of its definition."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from model_caches import BatchIndexPages
+
+from model.indexer import IndexInputs
+from model.selection import select_for_decode, select_for_prompt
+
+HEADS, DIM = 16, 8
+
+
+def index_inputs(generator: torch.Generator, tokens: int) -> IndexInputs:
+    return IndexInputs(
+        queries=torch.randn(tokens, HEADS, DIM, generator=generator),
+        head_weights=torch.randn(tokens, HEADS, generator=generator),
+        keys=torch.randn(tokens, DIM, generator=generator),
+    )
+
+
+def best_positions(query: torch.Tensor, head_weights: torch.Tensor, keys: torch.Tensor, topk: int) -> set[int]:
+    scores = [float((head_weights * torch.relu(query @ key) * DIM**-0.5).sum()) for key in keys]
+    ranked = sorted(range(len(scores)), key=lambda position: -scores[position])
+    return set(ranked[:topk])
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    prompt_len=st.integers(1, 40),
+    topk=st.integers(1, 50),
+    cuts=st.tuples(st.floats(0, 1), st.floats(0, 1)),
+    seed=st.integers(0, 99),
+)
+def test_a_prompt_token_selects_the_best_positions_up_to_its_own(
+    prompt_len: int, topk: int, cuts: tuple[float, float], seed: int
+) -> None:
+    whole = index_inputs(torch.Generator().manual_seed(seed), prompt_len)
+    start = int(min(cuts) * (prompt_len - 1))
+    stop = max(start + 1, int(max(cuts) * prompt_len))
+    chunk = IndexInputs(whole.queries[start:stop], whole.head_weights[start:stop], whole.keys[start:stop])
+
+    selected = select_for_prompt(chunk, whole.keys[:stop], start, prompt_len, topk)
+
+    assert selected.shape == (stop - start, min(topk, prompt_len))
+    for row, position in zip(selected.tolist(), range(start, stop), strict=True):
+        visible = whole.keys[: position + 1]
+        best = best_positions(whole.queries[position], whole.head_weights[position], visible, topk)
+        assert row[0] >= 0
+        assert len([p for p in row if p >= 0]) == len(best)
+        assert {p for p in row if p >= 0} == best
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=5),
+    topk=st.integers(1, 50),
+    page_size=st.sampled_from([1, 4, 16]),
+    seed=st.integers(0, 99),
+)
+def test_a_decoded_token_selects_the_best_positions_of_its_own_sequence(
+    lengths: list[int], topk: int, page_size: int, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    index = index_inputs(generator, len(lengths))
+    pages_per_request = -(-max(lengths) // page_size)
+    num_pages = pages_per_request * len(lengths)
+    page_table = torch.randperm(num_pages, generator=generator).view(len(lengths), -1)
+    pool = torch.randn(num_pages, page_size, DIM, generator=generator)
+
+    pages = BatchIndexPages(pool, page_table, torch.tensor(lengths))
+    selected = select_for_decode(index, pages, topk)
+
+    assert selected.shape == (len(lengths), min(topk, max(lengths)))
+    for row, length in enumerate(lengths):
+        keys = pool[page_table[row]].flatten(0, 1)[:length]
+        best = best_positions(index.queries[row], index.head_weights[row], keys, topk)
+        assert set(selected[row, : len(best)].tolist()) == best
+        assert (selected[row, len(best) :] == -1).all()
+
+
+def test_equal_scores_are_resolved_as_in_a_row_of_the_whole_prompt() -> None:
+    prompt_len, topk = 200, 64
+    tied = IndexInputs(torch.zeros(20, HEADS, DIM), torch.ones(20, HEADS), torch.zeros(20, DIM))
+    row = torch.full((1, prompt_len), float("-inf"))
+    row[:, :120] = 0
+    expected = row.topk(topk).indices[0].tolist()
+    assert select_for_prompt(tied, torch.zeros(120, DIM), 100, prompt_len, topk)[-1].tolist() == expected

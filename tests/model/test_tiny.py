@@ -1,0 +1,82 @@
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from model.tiny import write_tiny_checkpoint
+
+Continuation = Callable[[torch.Tensor, int], list[int]]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(checkpoint: Path) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(checkpoint)
+
+
+def test_the_same_seed_gives_the_same_files(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    write_tiny_checkpoint(tmp_path, "deepseek_v32", seed=1, layers=5)
+    for file in checkpoints["deepseek_v32"].iterdir():
+        assert (tmp_path / file.name).read_bytes() == file.read_bytes(), file.name
+
+
+def test_greedy_outputs_vary(continuation: Continuation) -> None:
+    generator = torch.Generator().manual_seed(5)
+    prompts = [torch.randint(0, 256, (n,), generator=generator) for n in (5, 30, 70, 200)]
+    outputs = [continuation(prompt, 64) for prompt in prompts]
+    assert all(len(set(output)) >= 20 for output in outputs)
+    assert len({tuple(output) for output in outputs}) == len(outputs)
+
+
+def test_an_early_token_of_the_prompt_changes_the_output(continuation: Continuation) -> None:
+    prompt = torch.randint(0, 256, (150,), generator=torch.Generator().manual_seed(6))
+    changed = prompt.clone()
+    changed[2] = (changed[2] + 1) % 256
+    assert continuation(prompt, 32) != continuation(changed, 32)
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=st.text().filter(lambda text: "<|" not in text))
+def test_any_text_survives_tokenization(tokenizer: PreTrainedTokenizerBase, text: str) -> None:
+    ids = tokenizer(text)["input_ids"]
+    assert ids == list(text.encode())
+    assert tokenizer.decode(ids) == text
+
+
+def test_special_tokens_are_single_ids(tokenizer: PreTrainedTokenizerBase) -> None:
+    assert tokenizer("<|user|>hi<|end|>")["input_ids"] == [259, 104, 105, 257]
+    assert tokenizer.decode([259, 104, 105, 257], skip_special_tokens=True) == "hi"
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (256, 257, None)
+    assert len(tokenizer) == 261
+
+
+def test_the_chat_template_marks_turns(tokenizer: PreTrainedTokenizerBase) -> None:
+    messages = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert text == "<|begin|><|system|>be kind<|end|><|user|>hi<|end|><|assistant|>"
+
+
+def test_layers_share_selections_in_glm(checkpoints: dict[str, Path]) -> None:
+    config = json.loads((checkpoints["glm_moe_dsa"] / "config.json").read_text())
+    assert config["indexer_types"] == ["full", "full", "shared", "full", "shared"]
+    assert config["mlp_layer_types"] == ["dense", "sparse", "sparse", "sparse", "sparse"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"layers": 0}, "layers"),
+        ({"index_topk": 0}, "index_topk"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings"),
+        ({"hidden_size": 8}, "hidden_size"),
+        ({"index_n_heads": 15}, "ties"),
+    ],
+)
+def test_shapes_that_cannot_work_are_refused(tmp_path: Path, arguments: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        write_tiny_checkpoint(tmp_path / "tiny", "deepseek_v32", 0, **arguments)
+    assert not (tmp_path / "tiny").exists()
