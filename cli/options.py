@@ -67,6 +67,9 @@ HiSparse = Annotated[
     ),
 ]
 MaxRunningRequests = Annotated[int, typer.Option(min=1, help="Requests that decode at a time.")]
+MaxDeviceSlots = Annotated[
+    int | None, typer.Option(min=1, help="Hot-buffer slots in device memory; default: from memory.")
+]
 MaxQueuedRequests = Annotated[int, typer.Option(min=1, help="Requests that may wait; beyond it clients get 429.")]
 PrefillRetries = Annotated[int, typer.Option(min=0, help="Further prefill attempts after a failed one.")]
 AllowLocalPrefill = Annotated[

@@ -103,7 +103,7 @@ class DecodeNode:
                 rejected = self._scheduler.add(message, sender)
                 self._control.send(sender, rejected or Accepted(request_id=message.request_id))
             case Cancel():
-                self._scheduler.cancel(message.request_id)
+                self._scheduler.cancel(message.request_id, sender)
             case PrefillAccepted() | PrefillDone() | PrefillFailed() | Quiesced() | Pong():
                 self._scheduler.apply(self._remote.take(sender, message))
             case HeartbeatAck() | Registered() | Refused():

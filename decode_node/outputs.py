@@ -32,6 +32,10 @@ class OutputStream:
         """Say that no more tokens will come."""
         self._add(request, len(request.generated), (), finish_reason, error)
 
+    def unknown(self, request_id: str, gateway: Peer) -> None:
+        """Answer for a request that is not here: nothing of it is left."""
+        self._pending[gateway].append(Output(request_id=request_id, start=0, finish_reason="abort"))
+
     def flush(self) -> None:
         for gateway, outputs in self._pending.items():
             self._control.send(gateway, Outputs(outputs=tuple(outputs)))

@@ -41,6 +41,7 @@ class DecodeConfig(NodeConfig):
 
     hisparse_config: str | None = None
     max_running_requests: int = 32
+    max_device_slots: int | None = None
     max_queued_requests: int = 256
     prefill_retries: int = 2
     allow_local_prefill: bool = False
@@ -129,6 +130,7 @@ def _plan(config: DecodeConfig, spec: ModelSpec) -> Sizes:
         index_page_size=config.page_size,
         available_host_bytes=available_host_bytes(),
         available_device_bytes=pool_bytes(config.torch_device(), config.mem_fraction_static),
+        max_device_slots=config.max_device_slots,
     )
     for line in describe(sizes):
         log.info("sized", what=line)

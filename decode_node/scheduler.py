@@ -84,10 +84,12 @@ class Scheduler:
         )
         return None
 
-    def cancel(self, request_id: str) -> None:
-        """The client left. Harmless if the request is unknown or over."""
+    def cancel(self, request_id: str, gateway: Peer) -> None:
+        """The client left. A request that is unknown or over is answered just the same."""
         if request := self.requests.get(request_id):
             self.end(request, "abort")
+        else:
+            self._outputs.unknown(request_id, gateway)
 
     def apply(self, outcomes: list[Outcome]) -> None:
         """Take the results of remote prefills."""

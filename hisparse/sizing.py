@@ -14,7 +14,8 @@ GIB = 2**30
 class Sizes:
     """Sizes of the pools of one decode node; the constructor arguments of HostKVPool and DeviceKVPool, and why.
 
-    table_bytes: device memory of page, slot and residency tables. asked_device_slots: enough for all requests at once.
+    table_bytes: device memory of page, slot and residency tables. asked_device_slots: enough for all requests at once,
+    or what they were limited to.
     """
 
     config: HiSparseConfig
@@ -54,11 +55,12 @@ def plan_sizes(
     index_page_size: int,
     available_host_bytes: int,
     available_device_bytes: int,
+    max_device_slots: int | None = None,
 ) -> Sizes:
     """Size the tiers.
 
-    Asked for are full hot buffers for all running requests, and index pages for every token that the host pool holds
-    (or that the running requests may have, if that is less). If device memory does not suffice, there are fewer hot
+    Asked for are full hot buffers for all running requests (or `max_device_slots`, if that is less), and index pages
+    for every token that the host pool holds (or that the running requests may have, if that is less). If device memory does not suffice, there are fewer hot
     slots, and with `host_to_device_ratio` fewer host slots and index pages in proportion.
     Raises StartupError if the host pool exceeds the available memory, or if what comes out cannot serve even one
     request of `context_length` tokens.
@@ -68,8 +70,14 @@ def plan_sizes(
             f"max-running-requests ({max_running_requests}), context-length ({context_length}) and page-size "
             f"({index_page_size}) must be at least 1"
         )
+    if max_device_slots is not None and max_device_slots < min(config.device_buffer_size + 1, context_length):
+        raise StartupError(
+            f"max-device-slots {max_device_slots} is fewer than one hot buffer of {config.device_buffer_size} + 1 slots"
+        )
     per_request = min(config.device_buffer_size + 1, context_length)
     asked = max_running_requests * per_request
+    if max_device_slots is not None:
+        asked = min(asked, max_device_slots)
     pages_per_row = _ceil_div(context_length, index_page_size)
     table_bytes = max_running_requests * _row_table_bytes(config, layout, context_length, pages_per_row)
 
@@ -116,8 +124,11 @@ def describe(sizes: Sizes) -> list[str]:
         host_reason = f"host_pool_gib {config.host_pool_gib:g}"
     else:
         host_reason = f"host_to_device_ratio {config.host_to_device_ratio:g}"
-    if sizes.num_device_slots == sizes.asked_device_slots:
+    full = sizes.max_requests * min(config.device_buffer_size + 1, sizes.max_context)
+    if sizes.num_device_slots == full:
         hot_reason = f"a full buffer for each of {sizes.max_requests} running requests"
+    elif sizes.num_device_slots == sizes.asked_device_slots:
+        hot_reason = f"max-device-slots; full buffers for {sizes.max_requests} running requests would be {full}"
     else:
         hot_reason = f"what fits, of {sizes.asked_device_slots} for {sizes.max_requests} running requests"
     return [

@@ -343,6 +343,6 @@ def _record_event(device: torch.device) -> torch.cuda.Event | None:
     """An event after the work queued so far; None where the device works synchronously."""
     if device.type != "cuda":
         return None
-    event = torch.cuda.Event()
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record()
     return event

@@ -40,13 +40,13 @@ def status_router(metrics: Metrics, ready: Callable[[], str | None], refresh: Ca
 
 
 def bind_http(host: str, port: int) -> socket.socket:
-    """A bound TCP socket. Raises StartupError if the address cannot be had."""
+    """A listening TCP socket. Raises StartupError if the address cannot be had."""
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.socket(family, socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
-        listener.set_inheritable(False)
+        # Two processes may bind a port that nobody listens on: listening is what takes it.
+        listener.listen(1024)
     except OSError as error:
         listener.close()
         raise StartupError(

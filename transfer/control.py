@@ -175,22 +175,28 @@ class ControlPlane:
 
     def _send(self, to: Peer, message: Message, any_boot: bool) -> None:
         now = time.monotonic()
-        outgoing = self._outgoing.get(to.address)
-        if outgoing is None:
-            self._close_idle(now)
-            outgoing = self._outgoing[to.address] = _Outgoing(self._connect(to.address), now)
-        outgoing.last_used = now
         try:
+            outgoing = self._outgoing.get(to.address)
+            if outgoing is None:
+                self._close_idle(now)
+                outgoing = self._outgoing[to.address] = _Outgoing(self._connect(to.address), now)
+            outgoing.last_used = now
             outgoing.socket.send(encode(message, self.me, "" if any_boot else to.boot_id), zmq.NOBLOCK)
-        except zmq.Again:
+        except zmq.ZMQError as error:
+            # A full queue, or an address that cannot be connected to: a peer names its own, so it may be anything.
             self.undeliverable += 1
+            log.warning("undeliverable", to=to.address, kind=type(message).__name__, error=str(error))
 
     def _connect(self, address: str) -> "zmq.Socket[bytes]":
         socket = self._context.socket(zmq.PUSH)
         socket.setsockopt(zmq.LINGER, 200)
         socket.setsockopt(zmq.RECONNECT_IVL, 50)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        socket.connect(f"tcp://{address}")
+        try:
+            socket.connect(f"tcp://{address}")
+        except zmq.ZMQError:
+            socket.close()
+            raise
         return socket
 
     def _close_idle(self, now: float) -> None:

@@ -116,7 +116,7 @@ class Cluster:
 
     def _node_flags(self, flags: dict[str, object]) -> dict[str, object]:
         gateway = self.nodes.get("gateway")
-        defaults: dict[str, object] = {"transfer_protocol": "tcp"}
+        defaults: dict[str, object] = {"transfer_protocol": "tcp", "dtype": "float32"}
         if gateway is not None:
             defaults["gateway"] = f"127.0.0.1:{gateway.control_port}"
         return {**defaults, **flags}

@@ -73,7 +73,8 @@ def test_requests_that_were_retracted_say_the_same(
     """Device slots for four full hot buffers, and sixteen requests that want one each."""
     cluster = start_cluster(family)
     cluster.prefill()
-    decode = cluster.decode(hisparse_config=HOT_BUFFER, max_device_slots=4 * 129)
+    config = json.dumps({"device_buffer_size": 128, "host_pool_gib": 0.02})
+    decode = cluster.decode(hisparse_config=config, max_device_slots=4 * 129)
     cluster.wait_ready()
 
     assert_exact(cluster, references[family], TOGETHER, concurrency=16)

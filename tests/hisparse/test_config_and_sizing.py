@@ -12,7 +12,14 @@ from service.errors import StartupError
 LAYOUT = KVLayout(num_layers=4, index_layer_of=(0, 1, 1, 2), item_dim=576, index_dim=128, dtype=torch.bfloat16)
 
 
-def plan(text: str | None, *, device_gib: float = 64, host_gib: float = 512, context: int = 8192) -> Sizes:
+def plan(
+    text: str | None,
+    *,
+    device_gib: float = 64,
+    host_gib: float = 512,
+    context: int = 8192,
+    max_device_slots: int | None = None,
+) -> Sizes:
     return plan_sizes(
         parse_config(text, model_top_k=256),
         LAYOUT,
@@ -21,6 +28,7 @@ def plan(text: str | None, *, device_gib: float = 64, host_gib: float = 512, con
         index_page_size=64,
         available_host_bytes=int(host_gib * GIB),
         available_device_bytes=int(device_gib * GIB),
+        max_device_slots=max_device_slots,
     )
 
 
@@ -119,3 +127,14 @@ def test_host_buffers_are_page_aligned_one_per_layer() -> None:
     assert item_lengths == [1152] * 4 + [256] * 3
     assert lengths == [item * host.num_slots for item in item_lengths]
     coordinator.close()
+
+
+def test_device_slots_can_be_limited() -> None:
+    sizes = plan('{"host_pool_gib": 1}', max_device_slots=2000)
+    assert sizes.num_device_slots == 2000
+    assert any("max-device-slots" in line for line in describe(sizes))
+
+
+def test_fewer_device_slots_than_one_hot_buffer_are_refused() -> None:
+    with pytest.raises(StartupError, match="max-device-slots 512 is fewer than one hot buffer of 512"):
+        plan(None, max_device_slots=512)

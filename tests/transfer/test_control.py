@@ -95,6 +95,14 @@ def test_garbage_is_counted_and_harms_nobody(start: Start) -> None:
     socket.close(linger=0)
 
 
+def test_a_peer_that_names_an_impossible_address_costs_nothing(start: Start) -> None:
+    (a, _), (b, inbox) = start(), start()
+    for address in ("no-such-host.invalid:1", "127.0.0.1:99999", "a-:0"):
+        a.send(Peer(role="decode", address=address, boot_id="x"), Ping())
+    a.send(b.me, Ping())
+    assert inbox.get(timeout=5) == (a.me, Ping())
+
+
 def test_a_handler_that_fails_costs_only_its_message() -> None:
     inbox: Inbox = queue.SimpleQueue()
 
