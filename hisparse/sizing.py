@@ -60,8 +60,9 @@ def plan_sizes(
     """Size the tiers.
 
     Asked for are full hot buffers for all running requests (or `max_device_slots`, if that is less), and index pages
-    for every token that the host pool holds (or that the running requests may have, if that is less). If device memory does not suffice, there are fewer hot
-    slots, and with `host_to_device_ratio` fewer host slots and index pages in proportion.
+    for every token that the host pool holds (or that the running requests may have, if that is less). If device
+    memory does not suffice, there are fewer hot slots, and with `host_to_device_ratio` fewer host slots and index
+    pages in proportion.
     Raises StartupError if the host pool exceeds the available memory, or if what comes out cannot serve even one
     request of `context_length` tokens.
     """

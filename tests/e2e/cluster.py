@@ -50,8 +50,10 @@ class Node:
     def get(self, path: str) -> httpx.Response:
         return httpx.get(self.base_url + path, timeout=10)
 
-    def is_up(self) -> bool:
+    def check_alive(self) -> None:
         assert self.process.poll() is None, f"{self.name} ended with {self.process.returncode}:\n{self.log[-3000:]}"
+
+    def is_up(self) -> bool:
         try:
             return self.get("/ready").status_code == 200
         except httpx.TransportError:
@@ -106,8 +108,12 @@ class Cluster:
         return node
 
     def wait_ready(self) -> "Cluster":
-        for node in self.nodes.values():
-            wait_until(node.is_up, START_TIMEOUT_S, f"{node.name} to be ready")
+        def all_up() -> bool:
+            for node in self.nodes.values():
+                node.check_alive()
+            return all(node.is_up() for node in self.nodes.values())
+
+        wait_until(all_up, START_TIMEOUT_S, "all processes to be ready")
         return self
 
     @property

@@ -11,6 +11,8 @@ from tests.e2e.conftest import FAMILIES, Reference
 
 HOT_BUFFER = json.dumps({"device_buffer_size": 128})
 NEW_TOKENS = 64
+TOKEN_BYTES = 4 * (4 * 64 + 4 * 32)
+"""Of the tiny deepseek_v32 checkpoint: items and index keys of four layers in float32."""
 LENGTHS = (1, 63, 64, 65, 500, 3000)
 
 
@@ -23,10 +25,16 @@ ALONE = prompts(LENGTHS)
 TOGETHER = ALONE + prompts((2, 17, 100, 127, 128, 129, 130, 200, 256, 300), seed=1)
 
 
-def assert_exact(cluster: Cluster, reference: Reference, batch: list[list[int]], concurrency: int) -> None:
-    answers = complete(cluster.url, [Job(prompt, NEW_TOKENS) for prompt in batch], concurrency)
+def assert_exact(
+    cluster: Cluster,
+    reference: Reference,
+    batch: list[list[int]],
+    concurrency: int,
+    new_tokens: int = NEW_TOKENS,
+) -> None:
+    answers = complete(cluster.url, [Job(prompt, new_tokens) for prompt in batch], concurrency)
     for prompt, answer in zip(batch, answers, strict=True):
-        assert answer == reference.generate(prompt, NEW_TOKENS), f"prompt of {len(prompt)} tokens"
+        assert answer == reference.generate(prompt, new_tokens), f"prompt of {len(prompt)} tokens"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -70,14 +78,16 @@ def test_a_node_that_prefills_for_itself_says_the_same(
 def test_requests_that_were_retracted_say_the_same(
     start_cluster: Callable[..., Cluster], references: dict[str, Reference], family: str
 ) -> None:
-    """Device slots for four full hot buffers, and sixteen requests that want one each."""
+    """Device slots for four full hot buffers, and a dozen short requests that each grow into one."""
     cluster = start_cluster(family)
     cluster.prefill()
     config = json.dumps({"device_buffer_size": 128, "host_pool_gib": 0.02})
     decode = cluster.decode(hisparse_config=config, max_device_slots=4 * 129)
     cluster.wait_ready()
 
-    assert_exact(cluster, references[family], TOGETHER, concurrency=16)
+    batch = prompts((10, 20, 30, 40, 50, 60, 12, 22, 32, 42, 52, 500), seed=4)
+
+    assert_exact(cluster, references[family], batch, concurrency=12, new_tokens=110)
 
     assert decode.metric("retractions_total", pool="device") > 0
     assert decode.metric("device_slots", state="used") == 0
@@ -89,7 +99,7 @@ def test_requests_that_lost_their_host_slots_say_the_same(
     """A host pool that all prompts fit, but not all that they grow to: the youngest are prefilled again."""
     cluster = start_cluster()
     cluster.prefill(context_length=512)
-    config = json.dumps({"device_buffer_size": 128, "host_pool_gib": 900 * 768 / 2**30})
+    config = json.dumps({"device_buffer_size": 128, "host_pool_gib": 900 * TOKEN_BYTES / 2**30})
     decode = cluster.decode(context_length=512, hisparse_config=config)
     cluster.wait_ready()
     batch = prompts((100, 90, 110, 80, 120, 70, 130, 100), seed=2)
