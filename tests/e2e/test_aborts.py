@@ -1,0 +1,50 @@
+"""Clients come and go at random: who stays gets exact tokens, and nothing leaks."""
+
+import json
+import random
+from collections.abc import Callable
+
+from tests.e2e.cluster import Cluster, Job, Node, complete, wait_until
+from tests.e2e.conftest import Reference
+
+REQUESTS = 200
+CONCURRENCY = 32
+LENGTHS = (1, 5, 30, 64, 100, 127, 128, 129, 150, 200, 260, 333, 400, 512)
+
+
+def pools(node: Node) -> dict[str, float]:
+    return {
+        "host free": node.metric("host_slots", state="free"),
+        "host quarantined": node.metric("host_slots", state="quarantined"),
+        "device free": node.metric("device_slots", state="free"),
+    }
+
+
+def test_two_hundred_requests_a_third_of_them_aborted(
+    start_cluster: Callable[..., Cluster], references: dict[str, Reference]
+) -> None:
+    """Corruption under concurrent transfers (vllm 44238, sglang 23020) and late writes (sglang PRs 24580, 31357)."""
+    cluster = start_cluster()
+    prefill = cluster.prefill(chunked_prefill_size=128, max_total_tokens=4096)
+    config = json.dumps({"device_buffer_size": 128, "host_pool_gib": 0.015})
+    decode = cluster.decode(
+        hisparse_config=config, max_running_requests=16, max_device_slots=10 * 129, debug_verify_swap_in=True
+    )
+    cluster.wait_ready()
+    before, pages_before = pools(decode), prefill.metric("prefill_pages", state="free")
+
+    rng = random.Random(11)
+    prompts = [[rng.randrange(256) for _ in range(length)] for length in LENGTHS]
+    jobs = []
+    for number in range(REQUESTS):
+        max_tokens = rng.choice((8, 24, 48))
+        abort_after = rng.randrange(max_tokens) if number % 3 == 0 else None
+        jobs.append(Job(rng.choice(prompts), max_tokens, abort_after))
+    answers = complete(cluster.url, jobs, CONCURRENCY)
+
+    for job, answer in zip(jobs, answers, strict=True):
+        expected = references["deepseek_v32"].generate(job.prompt_ids, 48)[: job.max_tokens]
+        assert answer == expected if job.abort_after is None else answer == expected[: len(answer)]
+    wait_until(lambda: pools(decode) == before, what="every pool to be as full as before")
+    wait_until(lambda: prefill.metric("prefill_pages", state="free") == pages_before, what="pages to come back")
+    assert decode.metric("requests_finished_total", reason="abort") > 0

@@ -1,0 +1,145 @@
+"""What dies, and what that costs the others."""
+
+import json
+import signal
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+import zmq
+
+from tests.e2e.cluster import Cluster, Job, complete, wait_until
+from tests.e2e.conftest import Reference
+
+HOT_BUFFER = json.dumps({"device_buffer_size": 128})
+PROMPT = [7, 3, 9, 200, 41] * 60
+
+
+def test_a_killed_prefill_node_costs_its_requests_a_retry_and_nothing_else(
+    start_cluster: Callable[..., Cluster], references: dict[str, Reference]
+) -> None:
+    """sglang 12779, 16903: a dead prefill node failed the decode node's health check, which had to be restarted."""
+    cluster = start_cluster()
+    prefill = cluster.prefill()
+    decode = cluster.decode(hisparse_config=HOT_BUFFER)
+    cluster.wait_ready()
+    expected = references["deepseek_v32"].generate(PROMPT, 16)
+    prefill.signal(signal.SIGSTOP)
+
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(complete, cluster.url, [Job(PROMPT, 16)])
+        wait_until(lambda: decode.metric("requests", state="prefilling") == 1, what="the prefill to be dispatched")
+        prefill.kill()
+        assert decode.get("/health").status_code == 200
+        assert decode.get("/ready").status_code == 200
+        cluster.restart(prefill)
+        assert answer.result() == [expected]
+
+    assert decode.metric("prefill_retries_total") >= 1
+    wait_until(lambda: decode.metric("host_slots", state="quarantined") == 0, what="quarantine to end")
+    assert decode.metric("host_slots", state="used") == 0
+    assert complete(cluster.url, [Job(PROMPT, 16)]) == [expected]
+
+
+def test_slots_of_a_silent_prefill_node_stay_in_quarantine_until_it_answers(
+    start_cluster: Callable[..., Cluster], references: dict[str, Reference]
+) -> None:
+    """Silence is no proof of death: the node may wake up and write."""
+    cluster = start_cluster()
+    prefill = cluster.prefill()
+    decode = cluster.decode(hisparse_config=HOT_BUFFER)
+    cluster.wait_ready()
+    prefill.signal(signal.SIGSTOP)
+
+    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 16}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=1.0)
+    wait_until(lambda: decode.metric("host_slots", state="quarantined") == len(PROMPT), what="quarantine")
+    prefill.signal(signal.SIGCONT)
+    wait_until(lambda: decode.metric("host_slots", state="quarantined") == 0, what="Quiesced")
+    expected = references["deepseek_v32"].generate(PROMPT, 16)
+    assert complete(cluster.url, [Job(PROMPT, 16)]) == [expected]
+
+
+def test_a_restarted_gateway_finds_its_nodes_again(
+    start_cluster: Callable[..., Cluster], references: dict[str, Reference]
+) -> None:
+    cluster = start_cluster()
+    cluster.prefill()
+    decode = cluster.decode(hisparse_config=HOT_BUFFER)
+    cluster.wait_ready()
+    gateway = cluster.nodes["gateway"]
+    gateway.kill()
+    assert decode.get("/health").status_code == 200
+    cluster.restart(gateway)
+    cluster.wait_ready()
+    assert complete(cluster.url, [Job(PROMPT, 8)]) == [references["deepseek_v32"].generate(PROMPT, 8)]
+
+
+def test_a_killed_decode_node_is_an_error_for_its_streams_and_new_requests_go_to_another(
+    start_cluster: Callable[..., Cluster], references: dict[str, Reference]
+) -> None:
+    cluster = start_cluster()
+    cluster.prefill()
+    first = cluster.decode("decode-0", hisparse_config=HOT_BUFFER)
+    second = cluster.decode("decode-1", hisparse_config=HOT_BUFFER)
+    cluster.wait_ready()
+
+    with httpx.stream(
+        "POST",
+        f"{cluster.url}/v1/completions",
+        json={"model": "tiny", "prompt": PROMPT, "max_tokens": 4000, "ignore_eos": True, "stream": True},
+        timeout=60,
+    ) as response:
+        lines = response.iter_lines()
+        next(lines)
+        busy = wait_until(
+            lambda: next((node for node in (first, second) if node.metric("requests", state="running")), None)
+        )
+        busy.kill()
+        assert any('"error"' in line for line in lines)
+
+    assert complete(cluster.url, [Job(PROMPT, 8)]) == [references["deepseek_v32"].generate(PROMPT, 8)]
+
+
+def test_a_full_queue_is_429_with_retry_after_and_reopens(start_cluster: Callable[..., Cluster]) -> None:
+    cluster = start_cluster()
+    cluster.prefill()
+    config = json.dumps({"device_buffer_size": 128, "host_pool_gib": 0.012})
+    cluster.decode(hisparse_config=config, max_running_requests=1, max_queued_requests=1, context_length=8192)
+    cluster.wait_ready()
+    body = {"model": "tiny", "prompt": [1] * 5000, "max_tokens": 200, "ignore_eos": True, "temperature": 0}
+
+    def post(_: int) -> httpx.Response:
+        return httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=120)
+
+    with ThreadPoolExecutor(4) as pool:
+        responses = list(pool.map(post, range(4)))
+    codes = sorted(response.status_code for response in responses)
+    assert codes[0] == 200
+    assert codes[-1] == 429
+    refused = next(response for response in responses if response.status_code == 429)
+    assert int(refused.headers["retry-after"]) >= 1
+    assert refused.json()["error"]["type"]
+    assert post(0).status_code == 200
+
+
+def test_garbage_on_the_control_ports_harms_nobody(
+    start_cluster: Callable[..., Cluster], references: dict[str, Reference]
+) -> None:
+    cluster = start_cluster()
+    cluster.prefill()
+    cluster.decode(hisparse_config=HOT_BUFFER)
+    cluster.wait_ready()
+    context = zmq.Context()
+    for node in cluster.nodes.values():
+        socket = context.socket(zmq.PUSH)
+        socket.connect(f"tcp://127.0.0.1:{node.control_port}")
+        for number in range(200):
+            socket.send(bytes([number % 256]) * (number + 1))
+        socket.close()
+    context.term()
+    for node in cluster.nodes.values():
+        wait_until(lambda node=node: node.metric("control_malformed") >= 200, what=f"{node.name} to count garbage")
+    assert complete(cluster.url, [Job(PROMPT, 8)]) == [references["deepseek_v32"].generate(PROMPT, 8)]

@@ -1,0 +1,130 @@
+"""A process that cannot serve says so in one line and exits with 2."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.cluster import Cluster, wait_until
+
+
+def start(*words: object) -> tuple[int, str]:
+    """Exit code and last line of standard error of `hisparse-pd` with these words."""
+    done = subprocess.run(
+        [sys.executable, "-m", "cli.main", *map(str, words)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 or done.returncode != 2, done.stderr
+    return done.returncode, errors[0] if errors else done.stderr
+
+
+FREE = ("--port", 0, "--control-port", 0)
+
+
+def test_a_missing_checkpoint(tmp_path: Path) -> None:
+    for command in ("prefill", "decode", "gateway"):
+        code, error = start(command, "--model-path", tmp_path / "none", *FREE)
+        assert code == 2
+        assert "none" in error
+
+
+def test_a_truncated_checkpoint(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    path = tmp_path / "truncated"
+    shutil.copytree(checkpoints["deepseek_v32"], path)
+    weights = path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    code, error = start("prefill", "--model-path", path, *FREE)
+    assert code == 2
+    assert "model.safetensors" in error
+
+
+def test_a_checkpoint_without_sparse_attention(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    path = tmp_path / "dense"
+    shutil.copytree(checkpoints["deepseek_v32"], path)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "model_type": "llama"}))
+    code, error = start("decode", "--model-path", path, *FREE)
+    assert code == 2
+    assert "not a sparse-attention (DSA) checkpoint" in error
+
+
+@pytest.mark.parametrize(
+    ("config", "complaint"),
+    [
+        ('{"hot_size": 3}', "unknown key 'hot_size'"),
+        ('{"device_buffer_size": 32}', "at least top_k (64)"),
+        ('{"host_pool_gib": 100000}', "GiB"),
+        ("{", "not valid JSON"),
+    ],
+)
+def test_a_hisparse_config_that_cannot_be_served(checkpoints: dict[str, Path], config: str, complaint: str) -> None:
+    """sglang 22970: configurations were accepted that could not be served."""
+    code, error = start("decode", "--model-path", checkpoints["deepseek_v32"], "--hisparse-config", config, *FREE)
+    assert code == 2
+    assert complaint in error
+
+
+def test_rdma_without_a_device(checkpoints: dict[str, Path]) -> None:
+    code, error = start("prefill", "--model-path", checkpoints["deepseek_v32"], "--transfer-protocol", "rdma", *FREE)
+    assert code == 2
+    assert "no RDMA device" in error
+
+
+@pytest.mark.parametrize("flag", ["--port", "--control-port"])
+@pytest.mark.parametrize("command", ["gateway", "prefill", "decode"])
+def test_a_port_in_use(checkpoints: dict[str, Path], command: str, flag: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        ports = {"--port": 0, "--control-port": 0, flag: port}
+        words = [word for pair in ports.items() for word in pair]
+        code, error = start(command, "--model-path", checkpoints["deepseek_v32"], *words)
+    assert code == 2
+    assert str(port) in error
+    assert flag in error
+
+
+def test_a_prefill_node_of_another_dtype_is_refused_with_both_values(start_cluster: Callable[..., Cluster]) -> None:
+    cluster = start_cluster()
+    decode = cluster.decode()
+    wait_until(lambda: "event=registered" in decode.log, timeout=60)
+    other = cluster.prefill(dtype="bfloat16")
+    assert other.process.wait(timeout=60) == 2
+    assert "bfloat16 != float32" in other.log
+
+
+def test_a_prefill_node_of_another_model_is_refused(
+    start_cluster: Callable[..., Cluster], checkpoints: dict[str, Path]
+) -> None:
+    cluster = start_cluster()
+    decode = cluster.decode()
+    wait_until(lambda: "event=registered" in decode.log, timeout=60)
+    cluster.model_path = checkpoints["glm_moe_dsa"]
+    other = cluster.prefill()
+    assert other.process.wait(timeout=60) == 2
+    assert "fingerprint" in other.log
+
+
+def test_nonsense_flags_are_usage_errors(checkpoints: dict[str, Path]) -> None:
+    model = checkpoints["deepseek_v32"]
+    for words, complaint in (
+        (("prefill", "--model-path", model, "--device", "tpu", *FREE), "expected cpu, cuda or cuda:N"),
+        (("prefill", "--model-path", model, "--page-size", 0, *FREE), "--page-size 0"),
+        (("prefill", "--model-path", model, "--host", "0.0.0.0", *FREE), "--advertise-host"),
+        (("decode", "--model-path", model, "--context-length", 10**6, *FREE), "max_position_embeddings"),
+        (("tiny-model", "/tmp/x", "--index-n-heads", 4), "at least 16"),
+    ):
+        code, error = start(*words)
+        assert code == 2
+        assert complaint in error
