@@ -17,6 +17,7 @@ from transfer.messages import (
     Generate,
     HeartbeatAck,
     Message,
+    NotHeld,
     Peer,
     Pong,
     PrefillAccepted,
@@ -63,12 +64,11 @@ class DecodeNode:
                 if item is not None:
                     self._take(*item)
             now = time.monotonic()
-            self._membership.tick(now)
             self._scheduler.apply(self._remote.tick(now))
             self._housekeep(now)
             self._scheduler.turn()
             self._check_idle()
-        self._membership.leave()
+        self._shell.leave()
         self._scheduler.end_all("error", "the decode node is stopping")
 
     def refresh_metrics(self) -> None:
@@ -104,12 +104,12 @@ class DecodeNode:
                 self._control.send(sender, rejected or Accepted(request_id=message.request_id))
             case Cancel():
                 self._scheduler.cancel(message.request_id, sender)
-            case PrefillAccepted() | PrefillDone() | PrefillFailed() | Quiesced() | Pong():
+            case PrefillAccepted() | PrefillDone() | PrefillFailed() | Quiesced() | NotHeld() | Pong():
                 self._scheduler.apply(self._remote.take(sender, message))
-            case HeartbeatAck() | Registered() | Refused():
-                self._membership.receive(sender, message)
-                if isinstance(message, HeartbeatAck):
-                    self._remote.learn(sender.address, message.prefill_nodes)
+            case HeartbeatAck():
+                self._remote.learn(sender.address, message.prefill_nodes)
+            case Registered() | Refused():
+                pass
             case _:
                 log.warning("not for a decode node", kind=type(message).__name__, sender=sender.address)
 

@@ -102,10 +102,7 @@ def run_decode_node(config: DecodeConfig) -> None:
             ),
         )
         node = DecodeNode(shell, scheduler, remote, coordinator, membership)
-        shell.start(
-            ready=lambda: None if membership.registered or not config.gateways else "not registered with a gateway",
-            refresh=node.refresh_metrics,
-        )
+        shell.start(membership, node.refresh_metrics)
         log.info(
             "decode node is up",
             http=shell.http_address,

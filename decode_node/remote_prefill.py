@@ -18,8 +18,9 @@ from transfer.messages import (
     Abort,
     Admitted,
     Destination,
+    Holding,
+    NotHeld,
     Peer,
-    Ping,
     Pong,
     PrefillAccepted,
     PrefillDone,
@@ -32,7 +33,7 @@ from transfer.messages import (
 log = structlog.get_logger(__name__)
 
 SILENCE_S = 3.0
-_PING_S = 0.5
+_INQUIRE_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Lost:
 
 
 Outcome = Landed | Lost
-PrefillMessage = PrefillAccepted | PrefillDone | PrefillFailed | Quiesced | Pong
+PrefillMessage = PrefillAccepted | PrefillDone | PrefillFailed | Quiesced | NotHeld | Pong
 
 
 class RemotePrefill:
@@ -74,7 +75,7 @@ class RemotePrefill:
         self._accepted: set[Key] = set()
         self._nodes: dict[str, tuple[Peer, ...]] = {}
         self._suspects: dict[str, float] = {}
-        self._ping_at = 0.0
+        self._inquire_at = 0.0
 
     @property
     def quarantined_slots(self) -> int:
@@ -151,23 +152,25 @@ class RemotePrefill:
                 key = message.request_id, message.epoch
                 outcomes += self._fail(key, "the prefill node gave it up")
                 self._on_quiesced(key)
-            case Pong():
-                for key in message.unknown:
+            case NotHeld():
+                for key in message.keys:
                     outcomes += self._fail(key, "the prefill node does not know it")
                     self._on_quiesced(key)
         return outcomes
 
     def tick(self, now: float) -> list[Outcome]:
-        """Ping writers, give up silent ones and release what has become safe."""
+        """Watch writers, give up silent ones and release what has become safe."""
         for key in self._reservations.release_expired(now):
             self._control.answered(("abort", key))
             log.info("slots of a dead prefill node are free again", request_id=key[0], epoch=key[1])
-        if now < self._ping_at:
+        if now < self._inquire_at:
             return []
-        self._ping_at = now + _PING_S
+        self._inquire_at = now + _INQUIRE_S
         outcomes: list[Outcome] = []
+        known = {node for nodes in self._nodes.values() for node in nodes}
+        self._control.watch(known | {reservation.writer for reservation in self._reservations})
         for writer, keys in self._writable_by_writer().items():
-            self._control.send(writer, Ping(held=tuple(key for key in keys if key in self._accepted)), any_boot=True)
+            self._control.send(writer, Holding(keys=tuple(key for key in keys if key in self._accepted)))
             for key in keys:
                 heard = max(self._control.last_heard(writer.boot_id) or 0.0, self._dispatched_at[key])
                 if now - heard > SILENCE_S:

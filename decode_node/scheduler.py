@@ -68,7 +68,7 @@ class Scheduler:
         request = Request(generate, gateway)
         if refusal := self._refusal(request):
             return Rejected(request_id=generate.request_id, code="too_long", reason=refusal)
-        if len(self.in_state(State.WAITING)) >= self._limits.max_waiting:
+        if not self._queue_has_room():
             return Rejected(
                 request_id=generate.request_id,
                 code="queue_full",
@@ -83,6 +83,12 @@ class Scheduler:
             max_new_tokens=generate.max_new_tokens,
         )
         return None
+
+    def _queue_has_room(self) -> bool:
+        """Whether another request may wait. Those that need not wait any longer are sent on first."""
+        if len(self.in_state(State.WAITING)) >= self._limits.max_waiting:
+            self._start_prefills()
+        return len(self.in_state(State.WAITING)) < self._limits.max_waiting
 
     def cancel(self, request_id: str, gateway: Peer) -> None:
         """The client left. A request that is unknown or over is answered just the same."""

@@ -123,14 +123,13 @@ def _config(
 
 def _weights(config: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    last_layer = f"model.layers.{config['num_hidden_layers'] - 1}"
-    gains = {**GAINS, f"{last_layer}.self_attn.o_proj": LAST_O_PROJ_GAIN}
+    last_o_proj = f"model.layers.{config['num_hidden_layers'] - 1}.self_attn.o_proj.weight"
     weights = {}
     for name, shape in _shapes(config):
         values = torch.randn(shape, generator=generator)
         kind = name.removesuffix(".weight").rsplit(".", 1)[-1]
         if kind == "e_score_correction_bias":
-            weights[name] = 0.1 * values  # the one parameter that real checkpoints, too, keep in float32
+            weights[name] = 0.1 * values  # real checkpoints, and the library at any dtype, keep it in float32
             continue
         if kind.endswith("norm"):
             values = 1 + 0.1 * values
@@ -138,8 +137,9 @@ def _weights(config: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
             values = 0.1 * values
         else:
             fan_in = 1 if kind == "embed_tokens" else shape[-1]
-            values = GAINS.get(kind, 1.0) * fan_in**-0.5 * values
-        weights[name] = values.to(torch.bfloat16)
+            gain = LAST_O_PROJ_GAIN if name == last_o_proj else GAINS.get(kind, 1.0)
+            values = gain * fan_in**-0.5 * values
+        weights[name] = values.to(torch.bfloat16).float()
     return weights
 
 

@@ -12,15 +12,15 @@ from prefill_node.chunked import ChunkedPrefill, ComputedChunk, PrefillJob
 from prefill_node.convert import prompt_tensor, sampling_params, token_message
 from prefill_node.sender import Chunk, Sender, Sent
 from service.shell import NodeShell
-from transfer.membership import Membership
 from transfer.messages import (
     Abort,
     Admitted,
     HeartbeatAck,
+    Holding,
     Message,
     ModelIdentity,
+    NotHeld,
     Peer,
-    Ping,
     Pong,
     PrefillAccepted,
     PrefillDone,
@@ -112,12 +112,11 @@ class PrefillNode:
     def num_entries(self) -> int:
         return len(self._entries)
 
-    def run(self, membership: Membership) -> None:
+    def run(self) -> None:
         """Serve until told to stop."""
         while not self._shell.stopping.is_set():
             for item in self._shell.receive(0 if self._prefill.has_work else _IDLE_WAIT_S):
-                self._take(item, membership)
-            membership.tick(time.monotonic())
+                self._take(item)
             self._housekeep(time.monotonic())
             for computed in self._compute():
                 self._send(computed)
@@ -132,7 +131,7 @@ class PrefillNode:
 
     # --- messages ---
 
-    def _take(self, item: tuple[Peer, Message] | Sent, membership: Membership) -> None:
+    def _take(self, item: tuple[Peer, Message] | Sent) -> None:
         match item:
             case Sent():
                 self._on_sent(item)
@@ -142,11 +141,10 @@ class PrefillNode:
                 self._on_admitted((message.request_id, message.epoch))
             case (sender, Abort() as message):
                 self._on_abort(sender, (message.request_id, message.epoch))
-            case (sender, Ping() as message):
-                unknown = tuple(key for key in message.held if key not in self._entries)
-                self._control.send(sender, Pong(unknown=unknown))
-            case (sender, Registered() | Refused() | HeartbeatAck() as message):
-                membership.receive(sender, message)
+            case (sender, Holding() as message):
+                self._control.send(sender, NotHeld(keys=tuple(key for key in message.keys if key not in self._entries)))
+            case (_, Registered() | Refused() | HeartbeatAck() | Pong()):
+                pass
             case (sender, message):
                 log.warning("not for a prefill node", kind=type(message).__name__, sender=sender.address)
 

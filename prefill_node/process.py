@@ -77,10 +77,7 @@ def run_prefill_node(config: PrefillConfig) -> None:
                 via=via, ready=True, queued_tokens=node.queued_tokens, running_requests=node.num_entries
             ),
         )
-        shell.start(
-            ready=lambda: None if membership.registered or not config.gateways else "not registered with a gateway",
-            refresh=node.refresh_metrics,
-        )
+        shell.start(membership, node.refresh_metrics)
         log.info(
             "prefill node is up",
             http=shell.http_address,
@@ -90,8 +87,8 @@ def run_prefill_node(config: PrefillConfig) -> None:
             model=model.spec.model_type,
             fingerprint=model.spec.fingerprint,
         )
-        node.run(membership)
-        membership.leave()
+        node.run()
+        shell.leave()
     finally:
         if sender is not None and not sender.stop(_DRAIN_S):
             log.warning("writes are still in flight; the engine's end stops them")

@@ -10,10 +10,12 @@ from typing import Generic, TypeVar
 import structlog
 
 from service.config import NodeConfig
+from service.errors import StartupError
 from service.metrics import Metrics
 from service.status import StatusServer, bind_http, status_router
 from transfer.control import ControlPlane
-from transfer.messages import Message, Peer, Role
+from transfer.membership import HEARTBEAT_S, Membership
+from transfer.messages import HeartbeatAck, Message, Peer, Refused, Registered, Role
 
 log = structlog.get_logger(__name__)
 
@@ -38,29 +40,37 @@ class NodeShell(Generic[Event]):
                 config.host,
                 config.control_port,
                 config.data_host,
-                deliver=lambda sender, message: self.inbox.put((sender, message)),
+                deliver=self._deliver,
             )
         except BaseException:
             self._listener.close()
             raise
         self._status: StatusServer | None = None
+        self._membership: Membership | None = None
 
     @property
     def http_address(self) -> str:
         host, port = self._listener.getsockname()[:2]
         return f"{host}:{port}"
 
-    def start(self, ready: Callable[[], str | None], refresh: Callable[[], None]) -> None:
+    def start(self, membership: Membership, refresh: Callable[[], None]) -> None:
         """Answer status requests and messages from now on. Call on the main thread: it takes the stop signals."""
+        self._membership = membership
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
-        router = status_router(self.metrics, ready, lambda: self._refresh(refresh))
+        router = status_router(self.metrics, self._missing, lambda: self._refresh(refresh))
         self._status = StatusServer(self._listener, router)
         self._status.start()
         self.control.start()
+        self.control.periodically(HEARTBEAT_S, membership.tick)
 
     def receive(self, timeout: float) -> list[tuple[Peer, Message] | Event]:
-        """Everything that has arrived; waits up to `timeout` seconds for the first. Empty when told to stop."""
+        """Everything that has arrived; waits up to `timeout` seconds for the first.
+
+        Raises StartupError if a gateway refused this node from the first.
+        """
+        if self._membership is not None and self._membership.refusal is not None:
+            raise StartupError(self._membership.refusal)
         items: list[tuple[Peer, Message] | Event] = []
         try:
             item = self.inbox.get(timeout=timeout) if timeout else self.inbox.get_nowait()
@@ -71,10 +81,27 @@ class NodeShell(Generic[Event]):
         except queue.Empty:
             return items
 
+    def leave(self) -> None:
+        """Tell the gateways that this node takes no more."""
+        if self._membership is not None:
+            self._membership.leave()
+
     def close(self) -> None:
         if self._status is not None:
             self._status.stop()
         self.control.stop()
+
+    def _deliver(self, sender: Peer, message: Message) -> None:
+        """On the control thread: membership is served here, the rest by the node's loop."""
+        if isinstance(message, Registered | Refused | HeartbeatAck) and self._membership is not None:
+            self._membership.receive(sender, message)
+        self.inbox.put((sender, message))
+
+    def _missing(self) -> str | None:
+        """What keeps this node from serving, or None."""
+        if self._membership is not None and not self._membership.is_member:
+            return "not registered with a gateway"
+        return None
 
     def _refresh(self, refresh: Callable[[], None]) -> None:
         self.metrics.control_malformed.set(self.control.malformed)

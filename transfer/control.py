@@ -4,24 +4,28 @@ Every process binds one PULL socket, its mailbox, and connects a PUSH socket to 
 Delivery is at most once; what must arrive is sent with `repeat`, which sends it again until `answered` says stop, so
 every handler is idempotent. A frame names the boot that it is meant for: one queued for a process that has died is
 not acted on by the process that took its address.
+
+Liveness lives here too, on the control thread: a process that computes for seconds still answers pings and still sends
+its heartbeats.
 """
 
 import queue
 import secrets
 import threading
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 
 import structlog
 import zmq
 
 from service.errors import StartupError
-from transfer.messages import MalformedMessage, Message, Peer, Role, decode, encode
+from transfer.messages import MalformedMessage, Message, Peer, Ping, Pong, Role, decode, encode
 
 log = structlog.get_logger(__name__)
 
 MAX_FRAME_BYTES = 256 << 20
+PING_S = 0.5
 _IDLE_CLOSE_S = 60.0
 
 
@@ -32,6 +36,13 @@ class _Repeated:
     any_boot: bool
     every: float
     due: float
+
+
+@dataclass
+class _Periodic:
+    action: Callable[[], None]
+    every: float
+    due: float = 0.0
 
 
 @dataclass
@@ -84,6 +95,8 @@ class ControlPlane:
         """Guards _wake_sender: ZeroMQ sockets are not thread safe."""
         self._outgoing: dict[str, _Outgoing] = {}
         self._repeated: dict[Hashable, _Repeated] = {}
+        self._periodic: list[_Periodic] = [_Periodic(self._ping_watched, PING_S)]
+        self._watched: dict[str, Peer] = {}
         self._heard: dict[str, float] = {}
         self._complained: set[str] = set()
         self._stopping = False
@@ -113,6 +126,15 @@ class ControlPlane:
         """Stop repeating; harmless if nothing is repeated under the key."""
         self._hand_over(lambda: self._forget(key))
 
+    def periodically(self, every: float, action: Callable[[], None]) -> None:
+        """Run an action on the control thread every so many seconds, the first time at once. It must not block."""
+        self._hand_over(lambda: self._periodic.append(_Periodic(action, every)))
+
+    def watch(self, peers: Iterable[Peer]) -> None:
+        """Ping these processes from now on, and no others. Whoever has the address answers, so that a restart shows."""
+        watched = {peer.boot_id: peer for peer in peers}
+        self._hand_over(lambda: self._replace_watched(watched))
+
     def last_heard(self, boot_id: str) -> float | None:
         """When a frame of that boot last arrived (time.monotonic), or None."""
         return self._heard.get(boot_id)
@@ -141,7 +163,7 @@ class ControlPlane:
         self._close()
 
     def _poll_timeout_ms(self) -> int:
-        soonest = min((r.due for r in self._repeated.values()), default=time.monotonic() + 1.0)
+        soonest = min([repeated.due for repeated in self._repeated.values()] + [p.due for p in self._periodic])
         return max(0, min(1000, int((soonest - time.monotonic()) * 1000) + 1))
 
     def _receive(self, data: bytes) -> None:
@@ -157,17 +179,34 @@ class ControlPlane:
             log.info("dropped a message for an earlier boot", kind=type(message).__name__, sender=sender.address)
             return
         self._heard[sender.boot_id] = time.monotonic()
+        if isinstance(message, Ping):
+            self._send(sender, Pong(), any_boot=False)
+        else:
+            self._guarded(lambda: self._deliver(sender, message))
+
+    def _guarded(self, action: Callable[[], None]) -> None:
+        """Run a handler. Its bug costs its message, not the mailbox of everyone else."""
         try:
-            self._deliver(sender, message)
+            action()
         except Exception:
-            # A handler's bug costs its message, not the mailbox of everyone else.
-            log.exception("control message handler failed", kind=type(message).__name__, sender=sender.address)
+            log.exception("control handler failed")
+
+    def _replace_watched(self, watched: dict[str, Peer]) -> None:
+        self._watched = watched
+
+    def _ping_watched(self) -> None:
+        for peer in self._watched.values():
+            self._send(peer, Ping(), any_boot=True)
 
     def _forget(self, key: Hashable) -> None:
         self._repeated.pop(key, None)
 
     def _send_due(self) -> None:
         now = time.monotonic()
+        for periodic in self._periodic:
+            if periodic.due <= now:
+                periodic.due = now + periodic.every
+                self._guarded(periodic.action)
         for repeated in self._repeated.values():
             if repeated.due <= now:
                 repeated.due = now + repeated.every

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from service.errors import StartupError
 from transfer.control import ControlPlane
 from transfer.messages import Heartbeat, HeartbeatAck, Leaving, Message, Peer, Refused, Register, Registered
 
@@ -27,7 +26,11 @@ class _Gateway:
 
 
 class Membership:
-    """Keeps one node registered with every gateway that it was told of. Not thread safe: one loop owns it."""
+    """Keeps one node registered with every gateway that it was told of.
+
+    Runs on the control thread, so that a busy node is not taken for a dead one; `register` and `heartbeat` are called
+    there. Other threads only ask (`registered`, `refusal`, `gateway_lost`).
+    """
 
     def __init__(
         self,
@@ -40,26 +43,25 @@ class Membership:
         self._control = control
         self._register = register
         self._heartbeat = heartbeat
-        self._next = 0.0
+        self.refusal: str | None = None
+        """Why a gateway that never took this node refuses it: it should not have been started like this."""
         self._gateways = {
             address: _Gateway(Peer(role="gateway", address=address, boot_id="unknown")) for address in gateways
         }
 
     @property
-    def registered(self) -> bool:
-        return any(gateway.registered for gateway in self._gateways.values())
+    def is_member(self) -> bool:
+        """Whether a gateway has it registered; a node that was told of none needs none."""
+        return not self._gateways or any(gateway.registered for gateway in self._gateways.values())
 
-    def tick(self, now: float) -> None:
-        """Send what is due."""
-        if now < self._next:
-            return
-        self._next = now + HEARTBEAT_S
+    def tick(self) -> None:
+        """Register or heartbeat, whichever each gateway needs."""
         for address, gateway in self._gateways.items():
             message: Message = self._heartbeat(address) if gateway.registered else self._register(address)
             self._control.send(gateway.reached_at(address), message, any_boot=True)
 
     def receive(self, sender: Peer, message: Registered | Refused | HeartbeatAck) -> None:
-        """Take a gateway's answer. Raises StartupError if it refuses a node that it never took before."""
+        """Take a gateway's answer."""
         gateway = self._gateways.get(message.via)
         if gateway is None:
             log.warning("answer from a gateway that this node was not told of", gateway=sender.address)
@@ -73,11 +75,11 @@ class Membership:
         elif isinstance(message, Refused):
             gateway.registered = False
             if not gateway.ever_registered:
-                raise StartupError(f"gateway {sender.address}: {message.reason}")
+                self.refusal = f"gateway {sender.address}: {message.reason}"
             log.error("refused by the gateway", gateway=sender.address, reason=message.reason)
         elif not message.known:
             gateway.registered = False
-            self._next = 0.0
+            self._control.send(gateway.reached_at(message.via), self._register(message.via), any_boot=True)
 
     def gateway_lost(self, peer: Peer, now: float, silence_s: float) -> bool:
         """Whether that gateway process is gone: another boot has answered in its place, or none has for so long."""

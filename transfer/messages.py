@@ -294,16 +294,27 @@ class Quiesced(Message):
     epoch: UInt
 
 
-class Ping(Message):
-    """Decode node to prefill node: are you there, and do you still hold these (request, epoch) pairs?"""
+class Holding(Message):
+    """Decode node to prefill node: do you still work on these (request, epoch) pairs? Answered by NotHeld."""
 
-    held: tuple[tuple[Identifier, UInt], ...] = ()
+    keys: tuple[tuple[Identifier, UInt], ...] = ()
+
+
+class NotHeld(Message):
+    """Prefill node to decode node: these have nothing in flight here, which is as good as Quiesced."""
+
+    keys: tuple[tuple[Identifier, UInt], ...] = ()
+
+
+# --- liveness: any two processes ----------------------------------------------------------------------------------
+
+
+class Ping(Message):
+    """Is this process alive? Answered by the control thread, however busy the process is."""
 
 
 class Pong(Message):
-    """Prefill node to decode node. `unknown` pairs have nothing in flight here: as good as Quiesced."""
-
-    unknown: tuple[tuple[Identifier, UInt], ...] = ()
+    """It is, and the sender says which boot it is."""
 
 
 class Frame(_Part):

@@ -8,7 +8,7 @@ import zmq
 
 from service.errors import StartupError
 from transfer.control import ControlPlane
-from transfer.messages import Cancel, Message, Peer, Ping, Role, encode
+from transfer.messages import Cancel, Message, Peer, Pong, Role, encode
 
 Inbox = queue.SimpleQueue[tuple[Peer, Message]]
 Start = Callable[..., tuple[ControlPlane, Inbox]]
@@ -56,8 +56,8 @@ def test_a_repeated_message_is_sent_until_answered(start: Start) -> None:
     for _ in range(3):
         inbox.get(timeout=5)
     a.answered("key")
-    a.send(b.me, Ping())
-    while not isinstance(inbox.get(timeout=5)[1], Ping):
+    a.send(b.me, Pong())
+    while not isinstance(inbox.get(timeout=5)[1], Pong):
         pass
     with pytest.raises(queue.Empty):
         inbox.get(timeout=0.3)
@@ -78,8 +78,8 @@ def test_a_message_for_a_dead_boot_is_not_acted_on(start: Start) -> None:
 def test_whoever_has_the_address_may_answer_if_the_sender_says_so(start: Start) -> None:
     a, _ = start()
     b, inbox = start()
-    a.send(b.me.model_copy(update={"boot_id": "another"}), Ping(), any_boot=True)
-    assert inbox.get(timeout=5) == (a.me, Ping())
+    a.send(b.me.model_copy(update={"boot_id": "another"}), Pong(), any_boot=True)
+    assert inbox.get(timeout=5) == (a.me, Pong())
 
 
 def test_garbage_is_counted_and_harms_nobody(start: Start) -> None:
@@ -98,9 +98,9 @@ def test_garbage_is_counted_and_harms_nobody(start: Start) -> None:
 def test_a_peer_that_names_an_impossible_address_costs_nothing(start: Start) -> None:
     (a, _), (b, inbox) = start(), start()
     for address in ("no-such-host.invalid:1", "127.0.0.1:99999", "a-:0"):
-        a.send(Peer(role="decode", address=address, boot_id="x"), Ping())
-    a.send(b.me, Ping())
-    assert inbox.get(timeout=5) == (a.me, Ping())
+        a.send(Peer(role="decode", address=address, boot_id="x"), Pong())
+    a.send(b.me, Pong())
+    assert inbox.get(timeout=5) == (a.me, Pong())
 
 
 def test_a_handler_that_fails_costs_only_its_message() -> None:
@@ -124,3 +124,33 @@ def test_a_taken_port_is_a_startup_error(start: Start) -> None:
     port = int(plane.me.address.rsplit(":", 1)[1])
     with pytest.raises(StartupError, match=f"cannot bind the control port 127.0.0.1:{port}.*--control-port"):
         start(port=port)
+
+
+def test_a_watched_process_is_heard_although_nobody_reads_its_inbox(start: Start) -> None:
+    (a, a_inbox), (b, _) = start("decode"), start("prefill")
+    a.watch([b.me])
+    assert a_inbox.get(timeout=5) == (b.me, Pong())
+    first = a.last_heard(b.me.boot_id)
+    assert first is not None
+    a_inbox.get(timeout=5)
+    assert (a.last_heard(b.me.boot_id) or 0) > first
+
+
+def test_watching_shows_that_another_boot_has_the_address(start: Start) -> None:
+    (a, inbox), (b, _) = start("decode"), start("prefill")
+    a.watch([b.me.model_copy(update={"boot_id": "the one before"})])
+    assert inbox.get(timeout=5) == (b.me, Pong())
+    assert a.last_heard("the one before") is None
+
+
+def test_periodic_actions_run_until_the_end_and_survive_their_errors(start: Start) -> None:
+    a, _ = start()
+    ran: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    def action() -> None:
+        ran.put(1)
+        raise RuntimeError("a bug")
+
+    a.periodically(0.02, action)
+    for _ in range(3):
+        ran.get(timeout=5)
