@@ -147,15 +147,15 @@ class RemotePrefill:
             case PrefillFailed():
                 key = message.request_id, message.epoch
                 outcomes += self._fail(key, message.reason)
-                self._on_quiesced(key)
+                self._on_quiesced(sender, key)
             case Quiesced():
                 key = message.request_id, message.epoch
                 outcomes += self._fail(key, "the prefill node gave it up")
-                self._on_quiesced(key)
+                self._on_quiesced(sender, key)
             case NotHeld():
                 for key in message.keys:
                     outcomes += self._fail(key, "the prefill node does not know it")
-                    self._on_quiesced(key)
+                    self._on_quiesced(sender, key)
         return outcomes
 
     def tick(self, now: float) -> list[Outcome]:
@@ -189,7 +189,7 @@ class RemotePrefill:
         key = message.request_id, message.epoch
         if not self._reservations.is_writable(key):
             # Of an attempt that was given up. Its last write landed, which is as good as Quiesced.
-            self._on_quiesced(key)
+            self._on_quiesced(sender, key)
             self._control.send(sender, Admitted(request_id=key[0], epoch=key[1]))
             return []
         request = self._requests[key]
@@ -212,9 +212,13 @@ class RemotePrefill:
         )
         return [Landed(request, message.token)]
 
-    def _on_quiesced(self, key: Key) -> None:
-        self._control.answered(("abort", key))
-        if self._reservations.quiesced(key):
+    def _on_quiesced(self, sender: Peer, key: Key) -> None:
+        """The sender has nothing of it in flight. That counts at once only if it is the writer itself.
+
+        From another boot at the writer's address it proves a death, which `_notice_restart` has taken note of.
+        """
+        if self._reservations.quiesced(key, sender.boot_id):
+            self._control.answered(("abort", key))
             log.info("quarantine lifted", request_id=key[0], epoch=key[1])
 
     def _fail(self, key: Key, reason: str) -> list[Outcome]:

@@ -13,8 +13,7 @@ from decode_node.local_prefill import LocalPrefill
 from decode_node.outputs import OutputStream
 from decode_node.remote_prefill import Landed, Lost, Outcome, RemotePrefill
 from decode_node.request import Request, State
-from hisparse.coordinator import HiSparseCoordinator, Tier
-from hisparse.device_pool import HOT_GRANULE
+from hisparse.coordinator import HOST_GRANULE, HiSparseCoordinator, Tier
 from model.sampling import sample
 from model.sparse_model import SparseModel
 from prefill_node.convert import sampling_params, token_message
@@ -129,7 +128,7 @@ class Scheduler:
             if node is None and local is None:
                 return
             slots = None
-            if self._coordinator.host.free >= request.num_tokens + self._growth_reserve():
+            if self._coordinator.host.free - request.num_tokens >= self._host_growth_reserve():
                 slots = self._coordinator.host.allocate(request.num_tokens)
             if slots is None:
                 return
@@ -139,9 +138,9 @@ class Scheduler:
                 request.host_slots = slots
                 local.start(request)
 
-    def _growth_reserve(self) -> int:
-        """Slots, host or device, to leave to those that decode, so that a newcomer is not pushed out at once."""
-        return HOT_GRANULE * len(self.in_state(State.RUNNING))
+    def _host_growth_reserve(self) -> int:
+        """Host slots to leave to those that decode, so that they do not push a newcomer out at once."""
+        return HOST_GRANULE * self._coordinator.num_running
 
     def _advance_local_prefill(self) -> None:
         if self._local is None or not self._local.has_work:
@@ -161,7 +160,8 @@ class Scheduler:
         for request in self.in_state(State.LANDED, State.RETRACTED):
             if self._coordinator.num_running >= self._limits.max_running:
                 return
-            if self._coordinator.device.free_slots < self._growth_reserve():
+            device = self._coordinator.device
+            if device.free_slots - device.slots_for(request.kv_tokens) < device.growth_reserve():
                 return
             assert request.host_slots is not None
             if not self._coordinator.admit_request_direct(request.request_id, request.host_slots, request.kv_tokens):

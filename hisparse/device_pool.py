@@ -109,17 +109,26 @@ class DeviceKVPool:
         """
         self._check_context(num_tokens)
         owned = self._rows[row]
-        pages, hot = self._pages_for(num_tokens), self._hot_for(num_tokens)
+        pages, hot = self._pages_for(num_tokens), self.slots_for(num_tokens)
         if self._pages.free < pages - owned.num_pages or self._slots.free < hot - owned.num_hot:
             return False
         self._grow_pages(row, pages)
         self._grow_hot(row, hot)
         return True
 
+    def slots_for(self, num_tokens: int) -> int:
+        """Hot slots that a request of so many tokens needs."""
+        return min(num_tokens, self.device_buffer_size + 1)
+
+    def growth_reserve(self) -> int:
+        """Hot slots that the running requests will soon want: a granule each, or what is left up to a full buffer."""
+        full = self.device_buffer_size + 1
+        return sum(min(HOT_GRANULE, full - row.num_hot) for row in self._rows.values())
+
     def has_room(self, row: int, num_tokens: int) -> bool:
         """Whether the row owns what `grow` would give it."""
         owned = self._rows[row]
-        return owned.num_pages >= self._pages_for(num_tokens) and owned.num_hot >= self._hot_for(num_tokens)
+        return owned.num_pages >= self._pages_for(num_tokens) and owned.num_hot >= self.slots_for(num_tokens)
 
     def free_row(self, row: int) -> None:
         """Give back the row with its hot slots and index pages."""
@@ -154,9 +163,6 @@ class DeviceKVPool:
 
     def _pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.index_page_size)
-
-    def _hot_for(self, num_tokens: int) -> int:
-        return min(num_tokens, self.device_buffer_size + 1)
 
     def _check_context(self, num_tokens: int) -> None:
         if not 0 < num_tokens <= self.max_context:

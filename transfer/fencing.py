@@ -80,10 +80,15 @@ class ReservationTable(Generic[Resource]):
         reservation.state = ReservationState.QUARANTINED
         return reservation.writer
 
-    def quiesced(self, key: Key) -> bool:
-        """The writer says nothing is in flight and nothing will follow. Whether a quarantined resource was released."""
+    def quiesced(self, key: Key, boot_id: str) -> bool:
+        """A process says that nothing is in flight and nothing will follow; only the writer can know.
+
+        Whether a quarantined resource was released.
+        """
         reservation = self._table.get(key)
         if reservation is None or reservation.state is not ReservationState.QUARANTINED:
+            return False
+        if reservation.writer.boot_id != boot_id:
             return False
         del self._table[key]
         self._release(reservation.resource)

@@ -12,6 +12,8 @@ from model.tiny import write_tiny_checkpoint
 from tests.e2e.cluster import Cluster
 
 FAMILIES = ("deepseek_v32", "glm_moe_dsa")
+TOKEN_BYTES = 4 * (4 * 64 + 4 * 32)
+"""Of the tiny deepseek_v32 checkpoint: items and index keys of four layers in float32."""
 
 
 class Reference:

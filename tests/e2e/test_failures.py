@@ -10,7 +10,7 @@ import pytest
 import zmq
 
 from tests.e2e.cluster import Cluster, Job, complete, wait_until
-from tests.e2e.conftest import Reference
+from tests.e2e.conftest import TOKEN_BYTES, Reference
 
 HOT_BUFFER = json.dumps({"device_buffer_size": 128})
 PROMPT = [7, 3, 9, 200, 41] * 60
@@ -106,10 +106,10 @@ def test_a_killed_decode_node_is_an_error_for_its_streams_and_new_requests_go_to
 def test_a_full_queue_is_429_with_retry_after_and_reopens(start_cluster: Callable[..., Cluster]) -> None:
     cluster = start_cluster()
     cluster.prefill()
-    config = json.dumps({"device_buffer_size": 128, "host_pool_gib": 0.012})
-    cluster.decode(hisparse_config=config, max_running_requests=1, max_queued_requests=1, context_length=8192)
+    config = json.dumps({"device_buffer_size": 128, "host_pool_gib": 1100 * TOKEN_BYTES / 2**30})
+    cluster.decode(hisparse_config=config, max_running_requests=1, max_queued_requests=1, context_length=1024)
     cluster.wait_ready()
-    body = {"model": "tiny", "prompt": [1] * 5000, "max_tokens": 200, "ignore_eos": True, "temperature": 0}
+    body = {"model": "tiny", "prompt": [1] * 800, "max_tokens": 100, "ignore_eos": True, "temperature": 0}
 
     def post(_: int) -> httpx.Response:
         return httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=120)

@@ -7,12 +7,10 @@ from collections.abc import Callable
 import pytest
 
 from tests.e2e.cluster import Cluster, Job, complete
-from tests.e2e.conftest import FAMILIES, Reference
+from tests.e2e.conftest import FAMILIES, TOKEN_BYTES, Reference
 
 HOT_BUFFER = json.dumps({"device_buffer_size": 128})
 NEW_TOKENS = 64
-TOKEN_BYTES = 4 * (4 * 64 + 4 * 32)
-"""Of the tiny deepseek_v32 checkpoint: items and index keys of four layers in float32."""
 LENGTHS = (1, 63, 64, 65, 500, 3000)
 
 

@@ -36,23 +36,30 @@ def test_aborted_slots_wait_for_quiesced() -> None:
     assert table.quarantined_slots == 8
     assert table.release_expired(now=1e9) == []
     assert released == []
-    assert table.quiesced(KEY)
+    assert table.quiesced(KEY, "first")
     assert released == ["slots"]
 
 
 def test_quiesced_of_another_epoch_frees_nothing() -> None:
     table, released = table_with()
     table.quarantine(KEY)
-    assert not table.quiesced(("r", 0))
+    assert not table.quiesced(("r", 0), "first")
     assert released == []
 
 
 def test_quiesced_twice_frees_once() -> None:
     table, released = table_with()
     table.quarantine(KEY)
-    table.quiesced(KEY)
-    assert not table.quiesced(KEY)
+    table.quiesced(KEY, "first")
+    assert not table.quiesced(KEY, "first")
     assert released == ["slots"]
+
+
+def test_only_the_writer_can_say_that_it_is_quiet() -> None:
+    table, released = table_with()
+    table.quarantine(KEY)
+    assert not table.quiesced(KEY, "second")
+    assert released == []
 
 
 def test_a_late_done_of_a_quarantined_epoch_does_not_land() -> None:
@@ -97,7 +104,7 @@ def test_in_any_order_of_events_slots_leave_once_and_never_while_writable(events
             case "quarantine" if KEY in table:
                 table.quarantine(KEY)
             case "quiesced":
-                table.quiesced(KEY)
+                table.quiesced(KEY, "first")
             case "landed" if was_writable:
                 table.landed(KEY)
                 landed += 1

@@ -1,0 +1,223 @@
+"""Which prefill node, how often, and when its slots are safe again."""
+
+import time
+
+import pytest
+
+from decode_node.remote_prefill import SILENCE_S, Landed, Lost, RemotePrefill
+from decode_node.request import Request, State
+from hisparse.extents import Extent, HostSlots
+from service.metrics import Metrics
+from tests.prefill_node.fakes import FakeControl
+from tests.prefill_node.test_node import BUFFERS, IDENTITY
+from transfer.fencing import DRAIN_GRACE_S, ReservationTable
+from transfer.messages import (
+    Abort,
+    Admitted,
+    Destination,
+    Generate,
+    Holding,
+    NotHeld,
+    Peer,
+    Pong,
+    PrefillAccepted,
+    PrefillDone,
+    PrefillFailed,
+    PrefillRequest,
+    Quiesced,
+    Token,
+)
+
+GATEWAY = Peer(role="gateway", address="127.0.0.1:1", boot_id="gateway")
+FIRST = Peer(role="prefill", address="127.0.0.1:2", boot_id="first")
+SECOND = Peer(role="prefill", address="127.0.0.1:3", boot_id="second")
+SLOTS = HostSlots((Extent(4, 3),))
+KEY = ("r", 1)
+
+
+class Harness:
+    def __init__(self) -> None:
+        self.control = FakeControl()
+        self.freed: list[HostSlots] = []
+        self.table: ReservationTable[HostSlots] = ReservationTable(self.freed.append)
+        self.remote = RemotePrefill(
+            self.control,  # type: ignore[arg-type]
+            Destination(session="127.0.0.1:9", protocol="tcp", identity=IDENTITY, buffers=BUFFERS),
+            self.table,
+            Metrics(),
+        )
+        generate = Generate(request_id="r", prompt_ids=(1, 2, 3), max_new_tokens=4, prefill_nodes=(FIRST, SECOND))
+        self.request = Request(generate, GATEWAY)
+
+    def dispatch(self, node: Peer = FIRST) -> None:
+        self.remote.dispatch(self.request, node, SLOTS)
+
+    def done(self, epoch: int = 1, num_tokens: int = 3) -> list[Landed | Lost]:
+        message = PrefillDone(request_id="r", epoch=epoch, token=Token(token_id=5), num_tokens=num_tokens)
+        return self.remote.take(FIRST, message)
+
+
+@pytest.fixture
+def h() -> Harness:
+    return Harness()
+
+
+def test_slots_are_reserved_before_they_are_named(h: Harness) -> None:
+    h.dispatch()
+    assert h.table.is_writable(KEY)
+    peer, message = h.control.repeated["prefill", KEY]
+    assert peer == FIRST
+    assert isinstance(message, PrefillRequest)
+    assert (message.extents, message.epoch, message.hisparse) == (((4, 3),), 1, True)
+    h.remote.take(FIRST, PrefillAccepted(request_id="r", epoch=1))
+    assert not h.control.repeated
+
+
+def test_a_landed_prompt_takes_its_slots_along(h: Harness) -> None:
+    h.dispatch()
+    assert h.done() == [Landed(h.request, Token(token_id=5))]
+    assert h.request.state is State.LANDED
+    assert h.request.host_slots == SLOTS
+    assert h.control.take(Admitted) == [Admitted(request_id="r", epoch=1)]
+    assert h.remote.is_idle
+    assert h.freed == []
+
+
+def test_done_of_an_attempt_that_was_given_up_lands_nothing_but_ends_the_quarantine(h: Harness) -> None:
+    h.dispatch()
+    h.remote.abandon(h.request)
+    assert h.freed == []
+    assert h.done() == []
+    assert h.freed == [SLOTS]
+    assert h.control.take(Admitted) == [Admitted(request_id="r", epoch=1)]
+    assert not h.control.repeated
+
+
+def test_done_that_comes_twice_is_answered_twice_and_lands_once(h: Harness) -> None:
+    h.dispatch()
+    h.done()
+    assert h.done() == []
+    assert len(h.control.take(Admitted)) == 2
+
+
+def test_done_of_an_old_epoch_does_not_land_in_the_new_one(h: Harness) -> None:
+    h.dispatch()
+    h.remote.take(FIRST, PrefillFailed(request_id="r", epoch=1, reason="write failed"))
+    h.dispatch(SECOND)
+    assert h.done(epoch=1) == []
+    assert h.request.state is State.PREFILLING
+    assert h.table.is_writable(("r", 2))
+
+
+def test_done_for_another_number_of_tokens_is_not_served(h: Harness) -> None:
+    h.dispatch()
+    [lost] = h.done(num_tokens=2)
+    assert isinstance(lost, Lost)
+    assert "2 tokens, not 3" in lost.reason
+
+
+def test_an_abort_is_repeated_until_quiesced_and_frees_then(h: Harness) -> None:
+    """sglang PRs 24580, 31357: pages freed on abort while the prefill node was still writing."""
+    h.dispatch()
+    h.remote.abandon(h.request)
+    assert h.control.repeated["abort", KEY] == (FIRST, Abort(request_id="r", epoch=1))
+    assert h.remote.quarantined_slots == 3
+    h.remote.take(FIRST, Quiesced(request_id="r", epoch=1))
+    assert h.freed == [SLOTS]
+    assert not h.control.repeated
+
+
+def test_a_failed_attempt_goes_to_a_node_that_was_not_tried(h: Harness) -> None:
+    h.dispatch()
+    [lost] = h.remote.take(FIRST, PrefillFailed(request_id="r", epoch=1, reason="out of memory"))
+    assert lost == Lost(h.request, "out of memory")
+    assert h.freed == [SLOTS], "PrefillFailed says that nothing is in flight"
+    assert h.request.state is State.WAITING
+    assert h.remote.choose(h.request) == SECOND
+
+
+def test_when_all_were_tried_the_best_is_tried_again(h: Harness) -> None:
+    for node in (FIRST, SECOND):
+        h.dispatch(node)
+        h.remote.take(node, PrefillFailed(request_id="r", epoch=h.request.epoch, reason="no"))
+    assert h.remote.choose(h.request) == FIRST
+
+
+def test_a_silent_node_loses_its_requests_but_not_their_slots(h: Harness) -> None:
+    """Silence is no proof of death."""
+    h.dispatch()
+    now = time.monotonic() + SILENCE_S + 1
+    [lost] = h.remote.tick(now)
+    assert isinstance(lost, Lost)
+    assert "silent" in lost.reason
+    assert h.freed == []
+    assert h.remote.quarantined_slots == 3
+    assert h.remote.choose(h.request) == SECOND
+    assert FIRST in h.control.watched, "it is listened to, to notice that it is back"
+
+
+def test_a_node_that_was_silent_is_used_again_as_soon_as_it_is_heard(h: Harness) -> None:
+    """sglang 13054: nothing is sticky."""
+    h.dispatch()
+    h.remote.tick(time.monotonic() + SILENCE_S + 1)
+    h.control.heard["first"] = time.monotonic() + 1000
+    h.request.tried.clear()
+    assert h.remote.choose(h.request) == FIRST
+
+
+def test_a_node_that_is_heard_is_not_silent(h: Harness) -> None:
+    h.dispatch()
+    now = time.monotonic() + 100
+    h.control.heard["first"] = now - 1
+    assert h.remote.tick(now) == []
+    assert h.request.state is State.PREFILLING
+
+
+def test_a_restart_of_the_writer_proves_it_dead(h: Harness) -> None:
+    h.dispatch()
+    reborn = FIRST.model_copy(update={"boot_id": "reborn"})
+    [lost] = h.remote.take(reborn, Pong())
+    assert isinstance(lost, Lost)
+    assert "restarted" in lost.reason
+    assert h.freed == []
+    h.remote.tick(time.monotonic() + DRAIN_GRACE_S + 1)
+    assert h.freed == [SLOTS]
+
+
+def test_quiesced_from_another_boot_at_the_address_is_proof_of_death_and_starts_the_grace(h: Harness) -> None:
+    h.dispatch()
+    h.remote.abandon(h.request)
+    reborn = FIRST.model_copy(update={"boot_id": "reborn"})
+    h.remote.take(reborn, Quiesced(request_id="r", epoch=1))
+    assert h.freed == []
+    h.remote.tick(time.monotonic() + DRAIN_GRACE_S + 1)
+    assert h.freed == [SLOTS]
+
+
+def test_the_restart_of_another_node_proves_nothing(h: Harness) -> None:
+    h.dispatch()
+    assert h.remote.take(SECOND.model_copy(update={"boot_id": "reborn"}), Pong()) == []
+    assert h.table.is_writable(KEY)
+
+
+def test_a_node_that_does_not_know_an_accepted_request_has_lost_it(h: Harness) -> None:
+    h.dispatch()
+    h.remote.take(FIRST, PrefillAccepted(request_id="r", epoch=1))
+    h.remote.tick(time.monotonic())
+    assert h.control.take(Holding) == [Holding(keys=(KEY,))]
+    [lost] = h.remote.take(FIRST, NotHeld(keys=(KEY,)))
+    assert isinstance(lost, Lost)
+    assert h.freed == [SLOTS]
+
+
+def test_gateways_name_nodes_that_the_request_did_not(h: Harness) -> None:
+    request = Request(Generate(request_id="q", prompt_ids=(1,), max_new_tokens=1), GATEWAY)
+    assert h.remote.choose(request) is None
+    h.remote.learn(GATEWAY.address, (SECOND,))
+    assert h.remote.choose(request) == SECOND
+
+
+def test_a_ranking_from_before_a_restart_is_brought_up_to_date(h: Harness) -> None:
+    reborn = FIRST.model_copy(update={"boot_id": "reborn"})
+    h.remote.learn(GATEWAY.address, (reborn,))
+    assert h.remote.choose(h.request) == reborn

@@ -1,0 +1,311 @@
+"""The scheduler's policy, with real KV tiers and a model whose next token is its input plus one."""
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from decode_node.outputs import OutputStream
+from decode_node.remote_prefill import Landed, RemotePrefill
+from decode_node.request import Request, State
+from decode_node.scheduler import Limits, Scheduler
+from hisparse.config import HiSparseConfig
+from hisparse.coordinator import HiSparseCoordinator
+from hisparse.extents import HostSlots
+from hisparse.layout import KVLayout
+from hisparse.sizing import Sizes
+from hisparse.step import DecodeStep
+from hisparse.tiers import build_cpu_tiers
+from service.metrics import Metrics
+from tests.prefill_node.fakes import FakeControl
+from tests.prefill_node.test_node import BUFFERS, IDENTITY
+from transfer.fencing import ReservationTable
+from transfer.messages import Destination, Generate, Outputs, Peer, PrefillDone, PrefillRequest, Sampling, Token
+
+LAYOUT = KVLayout(num_layers=1, index_layer_of=(0,), item_dim=2, index_dim=2, dtype=torch.float32)
+GATEWAY = Peer(role="gateway", address="127.0.0.1:1", boot_id="gateway")
+PREFILL = Peer(role="prefill", address="127.0.0.1:2", boot_id="prefill")
+VOCAB = 512
+HOT = 4
+
+
+class CountingModel:
+    """Predicts input + 1, and appends recognisable KV as a real model would."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.batches: list[int] = []
+        self.error: Exception | None = None
+
+    def decode(self, token_ids: torch.Tensor, positions: torch.Tensor, step: DecodeStep) -> torch.Tensor:
+        if self.error is not None:
+            raise self.error
+        self.batches.append(len(token_ids))
+        step.append_index_keys(0, torch.stack((positions, positions), 1).float())
+        step.append(0, torch.stack((positions, positions), 1).float())
+        step.swap_in(0, (positions[:, None] - torch.arange(HOT)).clamp(min=-1))
+        return torch.nn.functional.one_hot(token_ids + 1, VOCAB).float()
+
+
+@dataclass
+class Harness:
+    """`run` plays the prefill node: whatever is dispatched lands with the last prompt token + 1."""
+
+    host_slots: int = 1000
+    device_slots: int = 100
+    max_running: int = 8
+    max_waiting: int = 100
+    retries: int = 2
+    control: FakeControl = field(default_factory=FakeControl)
+    model: CountingModel = field(default_factory=CountingModel)
+    metrics: Metrics = field(default_factory=Metrics)
+    answers: dict[str, list[int]] = field(default_factory=dict)
+    ended: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        sizes = Sizes(
+            config=HiSparseConfig(device_buffer_size=HOT, top_k=HOT),
+            layout=LAYOUT,
+            max_requests=self.max_running,
+            max_context=400,
+            index_page_size=16,
+            num_host_slots=self.host_slots,
+            num_device_slots=self.device_slots,
+            asked_device_slots=self.device_slots,
+            num_index_pages=400,
+            table_bytes=0,
+        )
+        self.coordinator: HiSparseCoordinator = build_cpu_tiers(sizes, verify=False)
+        self.table: ReservationTable[HostSlots] = ReservationTable(self.coordinator.host.release)
+        destination = Destination(session="127.0.0.1:9", protocol="tcp", identity=IDENTITY, buffers=BUFFERS)
+        destination = destination.model_copy(
+            update={"buffers": BUFFERS.model_copy(update={"lengths": tuple(n * self.host_slots for n in (16, 16, 8))})}
+        )
+        self.remote = RemotePrefill(self.control, destination, self.table, self.metrics)  # type: ignore[arg-type]
+        self.remote.learn(GATEWAY.address, (PREFILL,))
+        self.scheduler = Scheduler(
+            self.model,  # type: ignore[arg-type]
+            self.coordinator,
+            self.remote,
+            None,
+            OutputStream(self.control, self.metrics),  # type: ignore[arg-type]
+            self.metrics,
+            Limits(400, VOCAB, self.max_running, self.max_waiting, self.retries),
+        )
+
+    def ask(self, request_id: str, prompt: tuple[int, ...] = (1, 2, 3), tokens: int = 6, **changes: object) -> object:
+        fields: dict[str, object] = {"sampling": Sampling(temperature=0), **changes}
+        generate = Generate(request_id=request_id, prompt_ids=prompt, max_new_tokens=tokens, **fields)  # type: ignore[arg-type]
+        return self.scheduler.add(generate, GATEWAY)
+
+    def land(self) -> None:
+        for key, (_, message) in list(self.control.repeated.items()):
+            if isinstance(message, PrefillRequest):
+                self.control.answered(key)
+                done = PrefillDone(
+                    request_id=message.request_id,
+                    epoch=message.epoch,
+                    token=Token(token_id=message.prompt_ids[-1] + 1),
+                    num_tokens=len(message.prompt_ids),
+                )
+                self.scheduler.apply(self.remote.take(PREFILL, done))
+
+    def turn(self) -> None:
+        self.land()
+        self.scheduler.turn()
+        for outputs in self.control.take(Outputs):
+            assert isinstance(outputs, Outputs)
+            for output in outputs.outputs:
+                ids = self.answers.setdefault(output.request_id, [])
+                assert output.start == len(ids), "no token is lost or repeated"
+                ids += [token.token_id for token in output.tokens]
+                if output.finish_reason:
+                    self.ended[output.request_id] = output.finish_reason
+
+    def run(self, turns: int = 2000) -> None:
+        while self.scheduler.requests:
+            turns -= 1
+            assert turns > 0, "stuck"
+            self.turn()
+        self.scheduler.check_idle()
+
+    def state(self, request_id: str) -> State:
+        return self.scheduler.requests[request_id].state
+
+
+def test_a_request_runs_to_its_length() -> None:
+    h = Harness()
+    h.ask("a", prompt=(1, 2, 3), tokens=6)
+    h.run()
+    assert h.answers == {"a": [4, 5, 6, 7, 8, 9]}
+    assert h.ended == {"a": "length"}
+
+
+def test_a_stop_token_ends_a_request() -> None:
+    h = Harness()
+    h.ask("a", prompt=(1,), tokens=100, stop_token_ids=(5,))
+    h.run()
+    assert h.answers == {"a": [2, 3, 4, 5]}
+    assert h.ended == {"a": "stop"}
+
+
+def test_one_token_needs_no_device_slots() -> None:
+    h = Harness()
+    h.ask("a", prompt=(1,), tokens=1)
+    h.run()
+    assert h.answers == {"a": [2]}
+    assert h.model.batches == []
+
+
+def test_requests_decode_together() -> None:
+    h = Harness()
+    for name in "abc":
+        h.ask(name, tokens=20)
+    h.run()
+    assert max(h.model.batches) == 3
+    assert all(ids == list(range(4, 24)) for ids in h.answers.values())
+
+
+def test_when_device_slots_run_out_the_youngest_gives_way_and_resumes_exactly() -> None:
+    """Nine device slots: two requests with one slot each are admitted, and each grows to five."""
+    h = Harness(device_slots=HOT + 1 + 2)
+    for name in "abcd":
+        h.ask(name, prompt=(10,), tokens=30)
+    h.run()
+    assert all(ids == list(range(11, 41)) for ids in h.answers.values())
+
+
+def test_when_host_slots_run_out_the_youngest_is_prefilled_again_with_what_it_has_emitted() -> None:
+    h = Harness(host_slots=130)
+    for name in "abc":
+        h.ask(name, prompt=tuple(range(1, 21)), tokens=100)
+    h.run()
+    assert all(ids == list(range(21, 121)) for ids in h.answers.values())
+    assert h.metrics.retractions.labels("host")._value.get() > 0
+
+
+def test_the_oldest_is_never_the_one_that_gives_way() -> None:
+    h = Harness(host_slots=130)
+    for name in "abc":
+        h.ask(name, prompt=tuple(range(1, 21)), tokens=100)
+    ended: list[str] = []
+    while h.scheduler.requests:
+        h.turn()
+        ended += [name for name in h.ended if name not in ended]
+        if "a" in h.scheduler.requests and h.answers.get("a"):
+            assert h.state("a") in (State.RUNNING, State.LANDED)
+    assert ended[0] == "a"
+
+
+def test_beyond_the_bounded_queue_requests_are_rejected_and_it_reopens() -> None:
+    h = Harness(host_slots=100, max_waiting=2)
+    prompt = tuple(range(1, 61))
+    assert [h.ask(name, prompt=prompt) is None for name in "abcd"] == [True, True, True, False]
+    rejected = h.ask("e", prompt=prompt)
+    assert rejected.code == "queue_full"  # type: ignore[attr-defined]
+    assert rejected.retry_after > 0  # type: ignore[attr-defined]
+    h.run()
+    assert h.ask("f", prompt=prompt) is None
+    h.run()
+    assert set(h.answers) == {"a", "b", "c", "f"}
+
+
+def test_what_could_never_run_is_refused_with_numbers() -> None:
+    h = Harness(host_slots=100)
+    assert "exceed the context of 400" in h.ask("a", prompt=(1,) * 390, tokens=20).reason  # type: ignore[attr-defined]
+    assert "exceed the host pool of 100" in h.ask("b", prompt=(1,) * 90, tokens=20).reason  # type: ignore[attr-defined]
+    assert "outside the vocabulary" in h.ask("c", prompt=(VOCAB,)).reason  # type: ignore[attr-defined]
+    assert h.scheduler.requests == {}
+
+
+def test_a_repeated_request_is_taken_once() -> None:
+    h = Harness()
+    h.ask("a")
+    h.turn()
+    h.ask("a")
+    h.run()
+    assert h.answers["a"] == [4, 5, 6, 7, 8, 9]
+
+
+@pytest.mark.parametrize("turns", [0, 1, 2, 5])
+def test_a_request_can_be_cancelled_in_any_state(turns: int) -> None:
+    h = Harness()
+    h.ask("a", tokens=50)
+    h.ask("b", tokens=10)
+    for _ in range(turns):
+        h.turn()
+    h.scheduler.cancel("a", GATEWAY)
+    h.run()
+    assert h.ended == {"a": "abort", "b": "length"}
+
+
+def test_a_request_that_waits_for_a_prefill_node_can_be_cancelled_and_its_slots_stay_fenced() -> None:
+    h = Harness()
+    h.ask("a")
+    h.scheduler.turn()
+    assert h.state("a") is State.PREFILLING
+    h.scheduler.cancel("a", GATEWAY)
+    assert h.remote.quarantined_slots == 3
+    assert h.coordinator.host.used == 3
+
+
+def test_cancelling_what_is_unknown_is_answered() -> None:
+    h = Harness()
+    h.scheduler.cancel("never heard of", GATEWAY)
+    h.turn()
+    assert h.ended == {"never heard of": "abort"}
+
+
+def test_too_many_lost_prefills_are_an_error() -> None:
+    h = Harness(retries=1)
+    h.ask("a")
+    for _ in range(2):
+        h.scheduler.turn()
+        request = h.scheduler.requests["a"]
+        h.scheduler.apply(h.remote._fail(request.key, "the node went away"))
+    h.turn()
+    assert h.ended == {"a": "error"}
+
+
+def test_a_step_that_fails_ends_its_requests_and_leaks_nothing() -> None:
+    h = Harness()
+    h.ask("a", tokens=50)
+    for _ in range(3):
+        h.turn()
+    h.model.error = RuntimeError("device lost")
+    h.turn()
+    h.turn()
+    assert h.ended == {"a": "error"}
+    h.scheduler.check_idle()
+    h.model.error = None
+    h.ask("b")
+    h.run()
+    assert h.ended["b"] == "length"
+
+
+def test_without_a_prefill_node_requests_wait() -> None:
+    h = Harness()
+    h.remote.learn(GATEWAY.address, ())
+    h.ask("a")
+    h.turn()
+    assert h.state("a") is State.WAITING
+    h.remote.learn(GATEWAY.address, (PREFILL,))
+    h.run()
+    assert h.ended == {"a": "length"}
+
+
+def test_an_outcome_for_a_landed_request_streams_its_first_token_at_once() -> None:
+    h = Harness()
+    h.ask("a")
+    h.scheduler.turn()
+    h.land()
+    h.scheduler.turn()
+    assert h.scheduler.requests["a"].generated[0] == 4
+
+
+def test_states_follow_one_another_only_as_drawn() -> None:
+    request = Request(Generate(request_id="r", prompt_ids=(1,), max_new_tokens=1), GATEWAY)
+    with pytest.raises(RuntimeError, match="waiting and cannot become running"):
+        request.move(State.RUNNING)
+    assert not isinstance(request, Landed)

@@ -1,0 +1,62 @@
+"""Stand-ins for what surrounds a prefill node: a model that computes nothing, a control plane that records."""
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from hisparse.layout import KVLayout
+from model.passes import PrefillChunk
+from transfer.messages import Message, Peer
+
+LAYOUT = KVLayout(num_layers=2, index_layer_of=(0, 0), item_dim=4, index_dim=2, dtype=torch.float32)
+
+
+class FakeModel:
+    """Writes each position's number into its rows and always predicts token 7."""
+
+    def __init__(self) -> None:
+        self.calls: list[list[tuple[int, int]]] = []
+
+    def prefill(self, chunks: Sequence[PrefillChunk]) -> torch.Tensor:
+        self.calls.append([(chunk.start, len(chunk.token_ids)) for chunk in chunks])
+        for chunk in chunks:
+            stop = chunk.start + len(chunk.token_ids)
+            rows = chunk.cache.rows(chunk.start, stop)
+            for layer in range(LAYOUT.num_layers):
+                chunk.cache.kv(layer)[rows] = torch.arange(chunk.start, stop, dtype=torch.float32)[:, None]
+        return torch.nn.functional.one_hot(torch.full((len(chunks),), 7), 16).float()
+
+
+@dataclass
+class FakeControl:
+    """Records what is sent; repeated messages are kept under their keys until answered."""
+
+    sent: list[tuple[Peer, Message]] = field(default_factory=list)
+    repeated: dict[Hashable, tuple[Peer, Message]] = field(default_factory=dict)
+    watched: set[Peer] = field(default_factory=set)
+    heard: dict[str, float] = field(default_factory=dict)
+
+    def send(self, to: Peer, message: Message, *, any_boot: bool = False) -> None:
+        self.sent.append((to, message))
+
+    def repeat(self, key: Hashable, to: Peer, message: Message, *, any_boot: bool = False, every: float = 0.5) -> None:
+        self.repeated[key] = (to, message)
+
+    def answered(self, key: Hashable) -> None:
+        self.repeated.pop(key, None)
+
+    def watch(self, peers: set[Peer]) -> None:
+        self.watched = set(peers)
+
+    def last_heard(self, boot_id: str) -> float | None:
+        return self.heard.get(boot_id)
+
+    def periodically(self, every: float, action: Callable[[], None]) -> None:
+        raise AssertionError("nothing here is periodic")
+
+    def take(self, kind: type[Message]) -> list[Message]:
+        """Messages of a kind sent since the last call."""
+        taken = [message for _, message in self.sent if isinstance(message, kind)]
+        self.sent = [pair for pair in self.sent if not isinstance(pair[1], kind)]
+        return taken
