@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 # Small models on few cores: one thread per process beats several that wait for each other.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup demo test lint format clean
+.PHONY: setup demo test test-gpu lint format clean
 
 setup: $(STAMP)
 
@@ -19,7 +19,10 @@ demo: setup
 	$(BIN)/python -m cli.demo
 
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist loadfile
+
+test-gpu: setup
+	$(BIN)/python -m pytest tests/gpu
 
 lint: setup
 	$(BIN)/ruff format --check .

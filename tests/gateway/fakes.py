@@ -90,7 +90,7 @@ def write_checkpoint(directory: Path) -> Path:
 
 
 class FakeNode:
-    """A registered node that heartbeats. The real membership code runs on a thread of its own."""
+    """A registered node that heartbeats, by the real membership code."""
 
     def __init__(
         self,
@@ -108,10 +108,8 @@ class FakeNode:
         self.queued_tokens = queued_tokens
         self.refusals: list[str] = []
         self.prefill_nodes: tuple[Peer, ...] = ()
-        self._stop = threading.Event()
         self.control = ControlPlane(role, "127.0.0.1", port, "127.0.0.1", self.deliver)
         self.membership = Membership(self.control, [gateway_address], self._offer, self._beat)
-        self._ticking = threading.Thread(target=self._tick, daemon=True)
 
     @property
     def me(self) -> Peer:
@@ -123,14 +121,12 @@ class FakeNode:
 
     def start(self) -> Self:
         self.control.start()
-        self._ticking.start()
-        wait_until(lambda: self.membership.registered or self.refusals)
+        self.control.periodically(0.02, self.membership.tick)
+        wait_until(lambda: self.membership.is_member or self.refusals)
         return self
 
     def die(self) -> None:
         """Go without a word."""
-        self._stop.set()
-        self._ticking.join()
         self.control.stop()
 
     def deliver(self, sender: Peer, message: Message) -> None:
@@ -153,10 +149,6 @@ class FakeNode:
 
     def _beat(self, via: str) -> Heartbeat:
         return Heartbeat(via=via, ready=True, queued_tokens=self.queued_tokens)
-
-    def _tick(self) -> None:
-        while not self._stop.wait(0.02):
-            self.membership.tick(time.monotonic())
 
 
 class FakeDecodeNode(FakeNode):
