@@ -58,7 +58,8 @@ class ChunkedPrefill(Generic[Key]):
 
     @property
     def queued_tokens(self) -> int:
-        return sum(job.remaining for queue in (self._waiting, self._running) for job in queue)
+        # Copies: heartbeats ask while the owner changes the queues.
+        return sum(job.remaining for job in (*list(self._waiting), *list(self._running)))
 
     @property
     def has_work(self) -> bool:

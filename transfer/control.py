@@ -27,6 +27,7 @@ log = structlog.get_logger(__name__)
 MAX_FRAME_BYTES = 256 << 20
 PING_S = 0.5
 _IDLE_CLOSE_S = 60.0
+_REMEMBERED_BOOTS = 4096
 
 
 @dataclass
@@ -178,11 +179,17 @@ class ControlPlane:
         if to and to != self.me.boot_id:
             log.info("dropped a message for an earlier boot", kind=type(message).__name__, sender=sender.address)
             return
-        self._heard[sender.boot_id] = time.monotonic()
+        self._note_heard(sender.boot_id)
         if isinstance(message, Ping):
             self._send(sender, Pong(), any_boot=False)
         else:
             self._guarded(lambda: self._deliver(sender, message))
+
+    def _note_heard(self, boot_id: str) -> None:
+        now = time.monotonic()
+        if len(self._heard) >= _REMEMBERED_BOOTS and boot_id not in self._heard:
+            self._heard = {boot: at for boot, at in self._heard.items() if now - at < _IDLE_CLOSE_S}
+        self._heard[boot_id] = now
 
     def _guarded(self, action: Callable[[], None]) -> None:
         """Run a handler. Its bug costs its message, not the mailbox of everyone else."""

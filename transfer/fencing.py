@@ -52,7 +52,8 @@ class ReservationTable(Generic[Resource]):
         return key in self._table
 
     def __iter__(self) -> Iterator[Reservation[Resource]]:
-        return iter(self._table.values())
+        # A copy: metrics are read while the owner changes the table.
+        return iter(list(self._table.values()))
 
     @property
     def quarantined_slots(self) -> int:

@@ -1,0 +1,122 @@
+"""`serve` and the demo start several processes and leave none behind."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from cli.serve import free_port, is_ready
+from tests.e2e.cluster import Cluster, Job, complete, wait_until
+from tests.e2e.conftest import Reference
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture
+def serve(checkpoints: dict[str, Path]) -> Iterator[Callable[..., tuple["subprocess.Popen[bytes]", str]]]:
+    """A function that runs `hisparse-pd serve` and waits until it is ready."""
+    running: list[subprocess.Popen[bytes]] = []
+
+    def start(*words: str) -> tuple["subprocess.Popen[bytes]", str]:
+        port = free_port()
+        command = [sys.executable, "-m", "cli.main", "serve", "--model-path", str(checkpoints["deepseek_v32"])]
+        command += ["--served-model-name", "tiny", "--port", str(port), "--transfer-protocol", "tcp", *words]
+        running.append(subprocess.Popen(command, env=ENVIRONMENT, start_new_session=True))
+        url = f"http://127.0.0.1:{port}"
+        wait_until(lambda: is_ready(url), timeout=90, what="serve to be ready")
+        return running[-1], url
+
+    yield start
+    for process in running:
+        process.kill()
+        process.wait()
+
+
+def children_of(process: "subprocess.Popen[bytes]") -> list[psutil.Process]:
+    return psutil.Process(process.pid).children(recursive=True)
+
+
+def all_gone(processes: list[psutil.Process]) -> bool:
+    return not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_however_serve_ends_its_processes_end_too(
+    serve: Callable[..., tuple["subprocess.Popen[bytes]", str]], references: dict[str, Reference], number: int
+) -> None:
+    process, url = serve()
+    prompt = [1, 2, 3, 4] * 40
+    assert complete(url, [Job(prompt, 8)]) == [references["deepseek_v32"].generate(prompt, 8)]
+    children = children_of(process)
+    assert len(children) == 3
+    process.send_signal(number)
+    code = process.wait(timeout=30)
+    assert code == (0 if number != signal.SIGKILL else -signal.SIGKILL)
+    wait_until(lambda: all_gone(children), what="the processes to be gone")
+
+
+def test_when_one_process_ends_serve_says_which_and_ends_the_others(
+    serve: Callable[..., tuple["subprocess.Popen[bytes]", str]],
+) -> None:
+    process, _ = serve("--prefill-nodes", "2")
+    children = children_of(process)
+    assert len(children) == 4
+    victim = next(child for child in children if "prefill" in child.cmdline())
+    victim.kill()
+    assert process.wait(timeout=30) == 1
+    wait_until(lambda: all_gone(children), what="the processes to be gone")
+
+
+def test_serve_passes_a_start_up_error_on() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "cli.main", "serve", "--model-path", "/nonexistent", "--port", "0"],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert "error: model directory /nonexistent does not exist" in done.stderr
+
+
+def test_the_demo_prints_its_summary_and_leaves_nothing_behind() -> None:
+    demo = subprocess.Popen([sys.executable, "-m", "cli.demo"], stdout=subprocess.PIPE, text=True, env=ENVIRONMENT)
+    children: list[psutil.Process] = []
+    wait_until(lambda: len(children_of(demo)) == 3, what="the demo's processes")  # type: ignore[arg-type]
+    children = children_of(demo)  # type: ignore[arg-type]
+    output, _ = demo.communicate(timeout=120)
+    assert demo.returncode == 0
+    for line in ("1500 prompt, 96 generated", "time to first token", "KV transferred", "hits"):
+        assert line in output
+    assert all_gone(children)
+
+
+def test_the_demo_can_be_stopped() -> None:
+    demo = subprocess.Popen([sys.executable, "-m", "cli.demo"], stdout=subprocess.DEVNULL, env=ENVIRONMENT)
+    wait_until(lambda: len(children_of(demo)) == 3, what="the demo's processes")  # type: ignore[arg-type]
+    children = children_of(demo)  # type: ignore[arg-type]
+    demo.send_signal(signal.SIGINT)
+    assert demo.wait(timeout=30) == 130
+    wait_until(lambda: all_gone(children), what="the processes to be gone")
+
+
+def test_three_hosts_with_their_own_addresses(
+    start_cluster: Callable[..., Cluster], references: dict[str, Reference]
+) -> None:
+    """As the README starts them by hand; addresses of the loopback network stand for the machines."""
+    cluster = start_cluster(host="127.0.0.1")
+    gateway = f"127.0.0.1:{cluster.nodes['gateway'].control_port}"
+    prefill = cluster.prefill(host="127.0.0.2", gateway=gateway)
+    decode = cluster.decode(host="127.0.0.3", gateway=gateway)
+    wait_until(lambda: is_ready(cluster.url), timeout=60, what="the gateway to be ready")
+    prompt = [9, 8, 7] * 50
+    assert complete(cluster.url, [Job(prompt, 8)]) == [references["deepseek_v32"].generate(prompt, 8)]
+    assert "session=127.0.0.3:" in decode.log
+    assert f"control=127.0.0.2:{prefill.control_port}" in prefill.log
+    assert httpx.get(f"http://127.0.0.2:{prefill.http_port}/health", timeout=5).status_code == 200
