@@ -19,7 +19,7 @@ demo: setup
 	$(BIN)/python -m cli.demo
 
 test: setup
-	$(BIN)/python -m pytest -n auto --dist loadfile
+	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 test-gpu: setup
 	$(BIN)/python -m pytest tests/gpu
