@@ -37,7 +37,7 @@ def prefill(
     mem_fraction_static: opt.MemFractionStatic = None,
     transfer_protocol: opt.Protocol = opt.TransferProtocol.AUTO,
     ib_device: opt.IbDevice = "",
-    log_level: opt.LogLevel = "info",
+    log_level: opt.LogLevelOption = opt.LogLevel.INFO,
     log_format: opt.LogFormatOption = opt.LogFormat.TEXT,
 ) -> None:
     """Run a prefill node: prompt in, KV out."""
@@ -60,7 +60,7 @@ def prefill(
             mem_fraction_static=mem_fraction_static,
             transfer_protocol=transfer_protocol.value,
             ib_device=ib_device,
-            log_level=log_level,
+            log_level=log_level.value,
             log_format=log_format.value,
         )
     )
@@ -89,7 +89,7 @@ def decode(
     transfer_protocol: opt.Protocol = opt.TransferProtocol.AUTO,
     ib_device: opt.IbDevice = "",
     debug_verify_swap_in: opt.DebugVerifySwapIn = False,
-    log_level: opt.LogLevel = "info",
+    log_level: opt.LogLevelOption = opt.LogLevel.INFO,
     log_format: opt.LogFormatOption = opt.LogFormat.TEXT,
 ) -> None:
     """Run a decode node: full KV in host memory, hot buffers on the device."""
@@ -118,7 +118,7 @@ def decode(
             transfer_protocol=transfer_protocol.value,
             ib_device=ib_device,
             debug_verify_swap_in=debug_verify_swap_in,
-            log_level=log_level,
+            log_level=log_level.value,
             log_format=log_format.value,
         )
     )
@@ -135,7 +135,7 @@ def gateway(
     context_length: opt.ContextLength = None,
     request_timeout: opt.RequestTimeout = 600.0,
     api_key: opt.ApiKey = None,
-    log_level: opt.LogLevel = "info",
+    log_level: opt.LogLevelOption = opt.LogLevel.INFO,
     log_format: opt.LogFormatOption = opt.LogFormat.TEXT,
 ) -> None:
     """Run a gateway: the OpenAI HTTP API and the registry of nodes."""
@@ -153,7 +153,7 @@ def gateway(
             context_length=context_length,
             request_timeout=request_timeout,
             api_key=api_key,
-            log_level=log_level,
+            log_level=log_level.value,
             log_format=log_format.value,
         )
     )
@@ -184,7 +184,7 @@ def serve(
     ib_device: opt.IbDevice = "",
     request_timeout: opt.RequestTimeout = 600.0,
     api_key: opt.ApiKey = None,
-    log_level: opt.LogLevel = "info",
+    log_level: opt.LogLevelOption = opt.LogLevel.INFO,
     log_format: opt.LogFormatOption = opt.LogFormat.TEXT,
 ) -> None:
     """Run a gateway with prefill and decode processes on this machine."""
@@ -200,7 +200,7 @@ def serve(
         "--mem-fraction-static": mem_fraction_static,
         "--transfer-protocol": transfer_protocol.value,
         "--ib-device": ib_device or None,
-        "--log-level": log_level,
+        "--log-level": log_level.value,
         "--log-format": log_format.value,
     }
     plan = ServePlan(
@@ -214,7 +214,7 @@ def serve(
             "--served-model-name": served_model_name,
             "--context-length": context_length,
             "--request-timeout": request_timeout,
-            "--log-level": log_level,
+            "--log-level": log_level.value,
             "--log-format": log_format.value,
         },
         prefill_flags={**both, "--max-total-tokens": max_total_tokens},

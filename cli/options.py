@@ -24,6 +24,13 @@ class TransferProtocol(StrEnum):
     TCP = "tcp"
 
 
+class LogLevel(StrEnum):
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
 class LogFormat(StrEnum):
     TEXT = "text"
     JSON = "json"
@@ -80,5 +87,7 @@ DebugVerifySwapIn = Annotated[
 ]
 RequestTimeout = Annotated[float, typer.Option(min=0.1, help="Seconds after which a request is given up with 504.")]
 ApiKey = Annotated[str | None, typer.Option(envvar="HISPARSE_PD_API_KEY", help="Key that clients must present.")]
-LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error.")]
+LogLevelOption = Annotated[
+    LogLevel, typer.Option("--log-level", case_sensitive=False, help="Least severe level to log.")
+]
 LogFormatOption = Annotated[LogFormat, typer.Option("--log-format", help="text (key=value) or json.")]

@@ -111,6 +111,6 @@ class DecodePass:
             pages = cache.index_pages(inputs.index_layer)
             self._positions = select_for_decode(inputs.index, pages, self._topk)
         assert self._positions is not None, "the first layer has an indexer"
-        # Rows differ from layer to layer even where the positions are shared: residency is per layer.
+        # Also where the positions are shared: each layer has items of its own to fetch.
         rows = cache.swap_in(inputs.layer, self._positions)
         return attend_rows(inputs.queries, cache.kv(inputs.layer), rows, inputs.scaling, inputs.latent_dim)

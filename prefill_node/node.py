@@ -2,14 +2,13 @@
 
 import time
 from collections import OrderedDict
-from dataclasses import dataclass
-from enum import Enum
 
 import structlog
 import torch
 
 from prefill_node.chunked import ChunkedPrefill, ComputedChunk, PrefillJob
 from prefill_node.convert import prompt_tensor, sampling_params, token_message
+from prefill_node.entry import Entry, Key, Offer, State
 from prefill_node.sender import Chunk, Sender, Sent
 from service.shell import NodeShell
 from transfer.messages import (
@@ -18,62 +17,23 @@ from transfer.messages import (
     HeartbeatAck,
     Holding,
     Message,
-    ModelIdentity,
     NotHeld,
     Peer,
     Pong,
     PrefillAccepted,
-    PrefillDone,
     PrefillFailed,
     PrefillRequest,
     Quiesced,
     Refused,
     Registered,
-    Token,
 )
-from transfer.planner import Int64s, expand_extents
+from transfer.planner import expand_extents
 
 log = structlog.get_logger(__name__)
-
-Key = tuple[str, int]
 
 _ORPHAN_AFTER_S = 30.0
 _TOMBSTONES = 65536
 _IDLE_WAIT_S = 0.2
-
-
-class State(Enum):
-    """A request at the prefill node. Every state but DONE may turn into STOPPING."""
-
-    COMPUTING = "computing"
-    SENDING = "sending"
-    DONE = "done"
-    STOPPING = "stopping"
-
-
-@dataclass(eq=False)
-class Entry:
-    """One (request, epoch) that this node works on.
-
-    `in_flight` counts the chunks that the sender holds. Pages are released when the entry ends, never earlier: until
-    then a chunk may have to be sent again.
-    """
-
-    request: PrefillRequest
-    decode: Peer
-    job: PrefillJob[Key]
-    slots: Int64s
-    state: State = State.COMPUTING
-    in_flight: int = 0
-    token: Token | None = None
-    failure: str | None = None
-    num_bytes: int = 0
-    num_descriptors: int = 0
-    seconds: float = 0.0
-
-    @property
-    def key(self) -> Key:
-        return self.request.request_id, self.request.epoch
 
 
 class PrefillNode:
@@ -84,10 +44,7 @@ class PrefillNode:
         shell: NodeShell[Sent],
         prefill: ChunkedPrefill[Key],
         sender: Sender,
-        identity: ModelIdentity,
-        protocol: str,
-        context_length: int,
-        vocab_size: int,
+        offer: Offer,
         device: torch.device,
     ) -> None:
         self._shell = shell
@@ -95,10 +52,7 @@ class PrefillNode:
         self._metrics = shell.metrics
         self._prefill = prefill
         self._sender = sender
-        self._identity = identity
-        self._protocol = protocol
-        self._context_length = context_length
-        self._vocab_size = vocab_size
+        self._offer = offer
         self._device = device
         self._entries: dict[Key, Entry] = {}
         self._ended: OrderedDict[Key, None] = OrderedDict()
@@ -157,7 +111,7 @@ class PrefillNode:
         self._control.send(decode, PrefillAccepted(request_id=request.request_id, epoch=request.epoch))
         if key in self._entries:
             return
-        if refusal := self._refusal(request):
+        if refusal := self._offer.refusal(request):
             log.warning("refused", request_id=request.request_id, epoch=request.epoch, reason=refusal)
             self._control.send(
                 decode, PrefillFailed(request_id=request.request_id, epoch=request.epoch, reason=refusal)
@@ -178,27 +132,6 @@ class PrefillNode:
         self._entries[key] = entry
         self._prefill.add(entry.job)
         log.info("queued", request_id=request.request_id, epoch=request.epoch, tokens=len(request.prompt_ids))
-
-    def _refusal(self, request: PrefillRequest) -> str | None:
-        """Why this node cannot do it, or None."""
-        num_tokens = len(request.prompt_ids)
-        if not request.hisparse:
-            return "hisparse=false: this node does not write KV to resident device pages"
-        if difference := self._identity.differences(request.destination.identity):
-            return f"model mismatch, prefill != decode: {difference}"
-        if request.destination.protocol != self._protocol:
-            return f"transfer protocol {self._protocol} != {request.destination.protocol} of the decode node"
-        buffers = request.destination.buffers
-        expected = self._identity.num_layers * (self._identity.item_bytes,)
-        expected += self._identity.num_index_layers * (self._identity.index_key_bytes,)
-        if buffers.item_lengths != expected:
-            return f"destination item lengths {buffers.item_lengths} != {expected}"
-        if num_tokens > self._context_length or not self._prefill.fits(num_tokens):
-            limit = min(self._context_length, self._prefill.pool.num_pages * self._prefill.pool.page_size)
-            return f"prompt of {num_tokens} tokens; this node takes up to {limit}"
-        if max(request.prompt_ids) >= self._vocab_size:
-            return f"token id {max(request.prompt_ids)} is outside the vocabulary of {self._vocab_size}"
-        return None
 
     def _on_admitted(self, key: Key) -> None:
         self._control.answered(("done", key))
@@ -270,18 +203,8 @@ class PrefillNode:
 
     def _announce(self, entry: Entry) -> None:
         """Every write landed: say so until the decode node answers."""
-        assert entry.token is not None
         entry.state = State.DONE
-        done = PrefillDone(
-            request_id=entry.request.request_id,
-            epoch=entry.request.epoch,
-            token=entry.token,
-            num_tokens=len(entry.request.prompt_ids),
-            transferred_bytes=entry.num_bytes,
-            descriptors=entry.num_descriptors,
-            transfer_seconds=entry.seconds,
-        )
-        self._control.repeat(("done", entry.key), entry.decode, done)
+        self._control.repeat(("done", entry.key), entry.decode, entry.done())
         log.info(
             "sent",
             request_id=entry.request.request_id,

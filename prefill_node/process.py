@@ -9,7 +9,8 @@ from model.loader import load_model
 from model.spec import ModelSpec
 from prefill_node.chunked import ChunkedPrefill
 from prefill_node.convert import identity, kv_layout
-from prefill_node.node import Key, PrefillNode
+from prefill_node.entry import Key, Offer
+from prefill_node.node import PrefillNode
 from prefill_node.pool import PagedKVPool
 from prefill_node.sender import Sender, Sent
 from service.config import NodeConfig
@@ -52,26 +53,23 @@ def run_prefill_node(config: PrefillConfig) -> None:
         engine.register(buffers)
         prefill: ChunkedPrefill[Key] = ChunkedPrefill(model, pool, config.chunked_prefill_size)
         sender = Sender(engine, buffers, config.page_size, report=shell.inbox.put)
-        node = PrefillNode(
-            shell,
-            prefill,
-            sender,
-            identity(model.spec),
-            protocol,
-            model.spec.context_length,
-            model.spec.vocab_size,
-            device,
+        offer = Offer(
+            identity=identity(model.spec),
+            protocol=protocol,
+            max_tokens=min(model.spec.context_length, pool.num_pages * config.page_size),
+            vocab_size=model.spec.vocab_size,
         )
+        node = PrefillNode(shell, prefill, sender, offer, device)
         membership = Membership(
             shell.control,
             config.gateways,
             register=lambda via: Register(
                 via=via,
                 role="prefill",
-                identity=identity(model.spec),
+                identity=offer.identity,
                 protocol=protocol,
                 page_size=config.page_size,
-                max_request_tokens=min(model.spec.context_length, pool.num_pages * config.page_size),
+                max_request_tokens=offer.max_tokens,
             ),
             heartbeat=lambda via: Heartbeat(
                 via=via, ready=True, queued_tokens=node.queued_tokens, running_requests=node.num_entries

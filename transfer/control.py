@@ -20,7 +20,8 @@ import structlog
 import zmq
 
 from service.errors import StartupError
-from transfer.messages import MalformedMessage, Message, Peer, Ping, Pong, Role, decode, encode
+from transfer.codec import MalformedMessage, decode, encode
+from transfer.messages import Message, Peer, Ping, Pong, Role
 
 log = structlog.get_logger(__name__)
 

@@ -1,16 +1,11 @@
-"""Control messages: one small class per kind, and the codec that validates what it decodes.
+"""Control messages: one small class per kind, which validates itself.
 
-A frame is one msgpack map: protocol version, kind, sender, addressee and body. Unknown fields are ignored and missing
-optional ones default, so that neighbouring releases understand each other; anything else malformed raises
-`MalformedMessage`, which the control plane counts and drops.
+Unknown fields are ignored and missing optional ones default, so that neighbouring releases understand each other.
 """
 
 from typing import Annotated, ClassVar, Literal, Self
 
-import msgpack
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-
-PROTOCOL_VERSION = 1
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Role = Literal["gateway", "prefill", "decode"]
 UInt = Annotated[int, Field(ge=0, lt=2**63)]
@@ -19,15 +14,13 @@ Identifier = Annotated[str, Field(min_length=1, max_length=128)]
 TokenIds = Annotated[tuple[Annotated[int, Field(ge=0, lt=2**31)], ...], Field(max_length=2**24)]
 
 
-class MalformedMessage(ValueError):
-    """A frame that is not a valid control message."""
+class Part(BaseModel):
+    """A frozen piece of a message; wrong types are errors, not conversions."""
 
-
-class _Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False)
 
 
-class Peer(_Part):
+class Peer(Part):
     """A process on the control plane. A restart keeps the address and changes the boot id."""
 
     role: Role
@@ -35,7 +28,7 @@ class Peer(_Part):
     boot_id: Identifier
 
 
-class ModelIdentity(_Part):
+class ModelIdentity(Part):
     """What two nodes must agree on before KV may pass between them. Page sizes may differ."""
 
     fingerprint: Identifier
@@ -54,7 +47,7 @@ class ModelIdentity(_Part):
         )
 
 
-class BufferInfo(_Part):
+class BufferInfo(Part):
     """One registered buffer per layer: base address, length and bytes per item."""
 
     ptrs: tuple[UInt, ...]
@@ -74,7 +67,7 @@ class BufferInfo(_Part):
         return min((n // item for n, item in zip(self.lengths, self.item_lengths, strict=True)), default=0)
 
 
-class Sampling(_Part):
+class Sampling(Part):
     """How the next token is drawn. `top_logprobs` None: no log probabilities; 0: the chosen token's only."""
 
     temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
@@ -84,7 +77,7 @@ class Sampling(_Part):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
 
-class Token(_Part):
+class Token(Part):
     """A sampled token. `logprob` is None where none was asked for."""
 
     token_id: UInt
@@ -92,7 +85,7 @@ class Token(_Part):
     top_logprobs: tuple[tuple[UInt, float], ...] = ()
 
 
-class Message(_Part):
+class Message(Part):
     """Base of all kinds; the class name is the kind on the wire."""
 
     kinds: ClassVar[dict[str, type["Message"]]] = {}
@@ -187,7 +180,7 @@ class Rejected(Message):
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
-class Output(_Part):
+class Output(Part):
     """New tokens of one request. `start` is the index of the first one, so that a lost message is noticed."""
 
     request_id: Identifier
@@ -212,7 +205,7 @@ class Cancel(Message):
 # --- transfer: decode node and prefill node -----------------------------------------------------------------------
 
 
-class Destination(_Part):
+class Destination(Part):
     """Where a decode node wants KV written: its transfer session and the pools that it registered."""
 
     session: Identifier
@@ -315,47 +308,3 @@ class Ping(Message):
 
 class Pong(Message):
     """It is, and the sender says which boot it is."""
-
-
-class Frame(_Part):
-    """A message with its sender and the boot it is meant for; an empty `to` means whoever has the address."""
-
-    v: Literal[1]
-    kind: str
-    sender: Peer
-    to: Annotated[str, Field(max_length=128)] = ""
-    body: dict[str, object]
-
-
-def encode(message: Message, sender: Peer, to: str = "") -> bytes:
-    """One frame. `to` is the boot id that may act on it."""
-    frame = {
-        "v": PROTOCOL_VERSION,
-        "kind": type(message).__name__,
-        "sender": sender.model_dump(),
-        "to": to,
-        "body": message.model_dump(exclude_defaults=True),
-    }
-    packed: bytes = msgpack.packb(frame)
-    return packed
-
-
-def decode(data: bytes) -> tuple[Peer, str, Message]:
-    """Sender, addressed boot id and message of a frame.
-
-    Raises MalformedMessage for anything that is not a well-formed frame of this protocol version.
-    """
-    try:
-        frame = Frame.model_validate(msgpack.unpackb(data, use_list=False, strict_map_key=True))
-        kind = Message.kinds.get(frame.kind)
-        if kind is None:
-            raise MalformedMessage(f"unknown message kind {frame.kind[:64]!r}")
-        return frame.sender, frame.to, kind.model_validate(frame.body)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(map(str, first["loc"]))
-        raise MalformedMessage(f"{error.title}: {place}: {first['msg']}") from error
-    except MalformedMessage:
-        raise
-    except (ValueError, TypeError, RecursionError, msgpack.exceptions.UnpackException) as error:
-        raise MalformedMessage(f"not a msgpack frame: {error}") from error

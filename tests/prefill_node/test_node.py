@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from prefill_node.chunked import ChunkedPrefill
-from prefill_node.node import Key, PrefillNode
+from prefill_node.entry import Key, Offer
+from prefill_node.node import PrefillNode
 from prefill_node.pool import PagedKVPool
 from prefill_node.sender import Chunk, Sent
 from service.metrics import Metrics
@@ -66,11 +67,8 @@ class Harness:
             shell,  # type: ignore[arg-type]
             self.prefill,
             self.sender,  # type: ignore[arg-type]
-            IDENTITY,
-            "tcp",
-            context_length=64,
-            vocab_size=100,
-            device=torch.device("cpu"),
+            Offer(IDENTITY, "tcp", max_tokens=32, vocab_size=100),
+            torch.device("cpu"),
         )
 
     def receive(self, message: Message) -> None:

@@ -7,8 +7,9 @@ import pytest
 import zmq
 
 from service.errors import StartupError
+from transfer.codec import encode
 from transfer.control import ControlPlane
-from transfer.messages import Cancel, Message, Peer, Pong, Role, encode
+from transfer.messages import Cancel, Message, Peer, Pong, Role
 
 Inbox = queue.SimpleQueue[tuple[Peer, Message]]
 Start = Callable[..., tuple[ControlPlane, Inbox]]

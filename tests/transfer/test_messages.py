@@ -7,19 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from transfer.codec import MalformedMessage, decode, encode
 from transfer.messages import (
     BufferInfo,
     Cancel,
     Destination,
     Generate,
-    MalformedMessage,
     Message,
     ModelIdentity,
     Peer,
     PrefillRequest,
     Sampling,
-    decode,
-    encode,
 )
 
 ME = Peer(role="decode", address="127.0.0.1:8021", boot_id="boot")
