@@ -10,13 +10,13 @@ from decode_node.node import DecodeNode
 from decode_node.outputs import OutputStream
 from decode_node.remote_prefill import RemotePrefill
 from decode_node.scheduler import Limits, Scheduler
-from hisparse.config import parse_config
+from hisparse.config import HiSparseConfig, parse_config
 from hisparse.coordinator import HiSparseCoordinator
 from hisparse.host_pool import HostKVPool
 from hisparse.sizing import Sizes, describe, plan_sizes
 from hisparse.tiers import build_cpu_tiers
 from model.dtypes import resolve_dtype
-from model.loader import load_model
+from model.loader import load_model, read_spec
 from model.sparse_model import SparseModel
 from model.spec import ModelSpec
 from prefill_node.chunked import ChunkedPrefill
@@ -49,23 +49,22 @@ class DecodeConfig(NodeConfig):
 
 
 def run_decode_node(config: DecodeConfig) -> None:
-    """Serve until SIGTERM or SIGINT. Raises StartupError if it cannot start."""
+    """Serve until SIGTERM or SIGINT. Raises StartupError if it cannot start; cheap checks come first."""
     configure_logging(config.log_level, config.log_format, "decode")
     config.check()
     protocol = choose_protocol(config.transfer_protocol, config.ib_device)
     device = config.torch_device()
+    dtype = resolve_dtype(config.model_path, config.dtype)
+    spec = read_spec(config.model_path, dtype, config.context_length)
+    hisparse = parse_config(config.hisparse_config, spec.index_topk)
     shell: NodeShell[None] = NodeShell("decode", config)
     try:
+        model = load_model(config.model_path, dtype, device, config.context_length)
+        coordinator = _tiers(_plan(config, hisparse, spec), device, config.debug_verify_swap_in)
         engine = KVTransferEngine(config.data_host, protocol, config.ib_device)
-        model = load_model(
-            config.model_path, resolve_dtype(config.model_path, config.dtype), device, config.context_length
-        )
-        sizes = _plan(config, model.spec)
-        coordinator = _tiers(sizes, device, config.debug_verify_swap_in)
         buffers = _buffers(coordinator.host)
         engine.register(buffers)
-        me = identity(model.spec)
-        destination = Destination(session=engine.session, protocol=protocol, identity=me, buffers=buffers)
+        destination = Destination(session=engine.session, protocol=protocol, identity=identity(spec), buffers=buffers)
         remote = RemotePrefill(shell.control, destination, ReservationTable(coordinator.host.release), shell.metrics)
         scheduler = Scheduler(
             model,
@@ -75,8 +74,8 @@ def run_decode_node(config: DecodeConfig) -> None:
             OutputStream(shell.control, shell.metrics),
             shell.metrics,
             Limits(
-                context_length=model.spec.context_length,
-                vocab_size=model.spec.vocab_size,
+                context_length=spec.context_length,
+                vocab_size=spec.vocab_size,
                 max_running=config.max_running_requests,
                 max_waiting=config.max_queued_requests,
                 prefill_retries=config.prefill_retries,
@@ -88,10 +87,10 @@ def run_decode_node(config: DecodeConfig) -> None:
             register=lambda via: Register(
                 via=via,
                 role="decode",
-                identity=me,
+                identity=destination.identity,
                 protocol=protocol,
                 page_size=config.page_size,
-                max_request_tokens=min(model.spec.context_length, sizes.num_host_slots),
+                max_request_tokens=min(spec.context_length, coordinator.host.num_slots),
                 local_prefill=config.allow_local_prefill,
             ),
             heartbeat=lambda via: Heartbeat(
@@ -103,24 +102,16 @@ def run_decode_node(config: DecodeConfig) -> None:
         )
         node = DecodeNode(shell, scheduler, remote, coordinator, membership)
         shell.start(membership, node.refresh_metrics)
-        log.info(
-            "decode node is up",
-            http=shell.http_address,
-            control=shell.control.me.address,
-            session=engine.session,
-            protocol=protocol,
-            model=model.spec.model_type,
-            fingerprint=model.spec.fingerprint,
-        )
+        shell.announce(engine.session, protocol, spec.model_type, spec.fingerprint)
         node.run()
     finally:
         shell.close()
 
 
-def _plan(config: DecodeConfig, spec: ModelSpec) -> Sizes:
+def _plan(config: DecodeConfig, hisparse: HiSparseConfig, spec: ModelSpec) -> Sizes:
     """Size the tiers and say what was sized to what."""
     sizes = plan_sizes(
-        parse_config(config.hisparse_config, spec.index_topk),
+        hisparse,
         kv_layout(spec),
         max_running_requests=config.max_running_requests,
         context_length=spec.context_length,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import structlog
 
 from model.dtypes import resolve_dtype
-from model.loader import load_model
+from model.loader import load_model, read_spec
 from model.spec import ModelSpec
 from prefill_node.chunked import ChunkedPrefill
 from prefill_node.convert import identity, kv_layout
@@ -36,28 +36,28 @@ class PrefillConfig(NodeConfig):
 
 
 def run_prefill_node(config: PrefillConfig) -> None:
-    """Serve until SIGTERM or SIGINT. Raises StartupError if it cannot start."""
+    """Serve until SIGTERM or SIGINT. Raises StartupError if it cannot start; cheap checks come first."""
     configure_logging(config.log_level, config.log_format, "prefill")
     config.check()
     protocol = choose_protocol(config.transfer_protocol, config.ib_device)
     device = config.torch_device()
+    dtype = resolve_dtype(config.model_path, config.dtype)
+    spec = read_spec(config.model_path, dtype, config.context_length)
     shell: NodeShell[Sent] = NodeShell("prefill", config)
     sender = None
     try:
+        model = load_model(config.model_path, dtype, device, config.context_length)
+        pool = PagedKVPool(kv_layout(spec), _num_pages(config, spec), config.page_size, device)
         engine = KVTransferEngine(config.data_host, protocol, config.ib_device)
-        model = load_model(
-            config.model_path, resolve_dtype(config.model_path, config.dtype), device, config.context_length
-        )
-        pool = PagedKVPool(kv_layout(model.spec), _num_pages(config, model.spec), config.page_size, device)
         buffers = pool.get_contiguous_buf_infos()
         engine.register(buffers)
         prefill: ChunkedPrefill[Key] = ChunkedPrefill(model, pool, config.chunked_prefill_size)
         sender = Sender(engine, buffers, config.page_size, report=shell.inbox.put)
         offer = Offer(
-            identity=identity(model.spec),
+            identity=identity(spec),
             protocol=protocol,
-            max_tokens=min(model.spec.context_length, pool.num_pages * config.page_size),
-            vocab_size=model.spec.vocab_size,
+            max_tokens=min(spec.context_length, pool.num_pages * config.page_size),
+            vocab_size=spec.vocab_size,
         )
         node = PrefillNode(shell, prefill, sender, offer, device)
         membership = Membership(
@@ -76,15 +76,7 @@ def run_prefill_node(config: PrefillConfig) -> None:
             ),
         )
         shell.start(membership, node.refresh_metrics)
-        log.info(
-            "prefill node is up",
-            http=shell.http_address,
-            control=shell.control.me.address,
-            session=engine.session,
-            protocol=protocol,
-            model=model.spec.model_type,
-            fingerprint=model.spec.fingerprint,
-        )
+        shell.announce(engine.session, protocol, spec.model_type, spec.fingerprint)
         node.run()
         shell.leave()
     finally:

@@ -48,11 +48,6 @@ class NodeShell(Generic[Event]):
         self._status: StatusServer | None = None
         self._membership: Membership | None = None
 
-    @property
-    def http_address(self) -> str:
-        host, port = self._listener.getsockname()[:2]
-        return f"{host}:{port}"
-
     def start(self, membership: Membership, refresh: Callable[[], None]) -> None:
         """Answer status requests and messages from now on. Call on the main thread: it takes the stop signals."""
         self._membership = membership
@@ -63,6 +58,19 @@ class NodeShell(Generic[Event]):
         self._status.start()
         self.control.start()
         self.control.periodically(HEARTBEAT_S, membership.tick)
+
+    def announce(self, session: str, protocol: str, model_type: str, fingerprint: str) -> None:
+        """Say where this node is and what it serves."""
+        host, port = self._listener.getsockname()[:2]
+        log.info(
+            "node is up",
+            http=f"{host}:{port}",
+            control=self.control.me.address,
+            session=session,
+            protocol=protocol,
+            model=model_type,
+            fingerprint=fingerprint,
+        )
 
     def receive(self, timeout: float) -> list[tuple[Peer, Message] | Event]:
         """Everything that has arrived; waits up to `timeout` seconds for the first.

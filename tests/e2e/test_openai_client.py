@@ -179,5 +179,5 @@ def test_every_process_answers_for_itself(cluster: Cluster) -> None:
 def test_every_log_line_of_a_request_names_it(client: openai.OpenAI, cluster: Cluster) -> None:
     completion = client.completions.create(model="tiny", prompt="abc", max_tokens=2)
     for node in cluster.nodes.values():
-        lines = [line for line in node.log.splitlines() if f"request_id={completion.id}" in line]
-        assert len(lines) >= 2, node.name
+        # Its arrival and its end.
+        wait_until(lambda node=node: node.log.count(f"request_id={completion.id}") >= 2, what=node.name)

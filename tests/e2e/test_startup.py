@@ -1,21 +1,46 @@
 """A process that cannot serve says so in one line and exits with 2."""
 
 import json
+import logging
 import os
 import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import structlog
 
+from cli.main import main
 from tests.e2e.cluster import Cluster, wait_until
 
 
+@pytest.fixture
+def start_here(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., tuple[int, str]]]:
+    """As `start`, in this process: for what is refused before a port is bound or a model loaded."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+
+    def start(*words: object) -> tuple[int, str]:
+        with pytest.raises(SystemExit) as exit_:
+            main([str(word) for word in words])
+        errors = capsys.readouterr().err.splitlines()
+        assert len(errors) == 1, errors
+        assert isinstance(exit_.value.code, int)
+        return exit_.value.code, errors[0]
+
+    yield start
+    root.handlers[:], root.level = handlers, level
+    structlog.reset_defaults()
+
+
+StartHere = Callable[..., tuple[int, str]]
+
+
 def start(*words: object) -> tuple[int, str]:
-    """Exit code and last line of standard error of `hisparse-pd` with these words."""
+    """Exit code and error line of `hisparse-pd` with these words."""
     done = subprocess.run(
         [sys.executable, "-m", "cli.main", *map(str, words)],
         capture_output=True,
@@ -31,29 +56,31 @@ def start(*words: object) -> tuple[int, str]:
 FREE = ("--port", 0, "--control-port", 0)
 
 
-def test_a_missing_checkpoint(tmp_path: Path) -> None:
+def test_a_missing_checkpoint(start_here: StartHere, tmp_path: Path) -> None:
     for command in ("prefill", "decode", "gateway"):
-        code, error = start(command, "--model-path", tmp_path / "none", *FREE)
+        code, error = start_here(command, "--model-path", tmp_path / "none", *FREE)
         assert code == 2
         assert "none" in error
 
 
-def test_a_truncated_checkpoint(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_a_truncated_checkpoint(start_here: StartHere, checkpoints: dict[str, Path], tmp_path: Path) -> None:
     path = tmp_path / "truncated"
     shutil.copytree(checkpoints["deepseek_v32"], path)
     weights = path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
-    code, error = start("prefill", "--model-path", path, *FREE)
+    code, error = start_here("prefill", "--model-path", path, *FREE)
     assert code == 2
     assert "model.safetensors" in error
 
 
-def test_a_checkpoint_without_sparse_attention(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_a_checkpoint_without_sparse_attention(
+    start_here: StartHere, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
     path = tmp_path / "dense"
     shutil.copytree(checkpoints["deepseek_v32"], path)
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**config, "model_type": "llama"}))
-    code, error = start("decode", "--model-path", path, *FREE)
+    code, error = start_here("decode", "--model-path", path, *FREE)
     assert code == 2
     assert "not a sparse-attention (DSA) checkpoint" in error
 
@@ -63,19 +90,29 @@ def test_a_checkpoint_without_sparse_attention(checkpoints: dict[str, Path], tmp
     [
         ('{"hot_size": 3}', "unknown key 'hot_size'"),
         ('{"device_buffer_size": 32}', "at least top_k (64)"),
-        ('{"host_pool_gib": 100000}', "GiB"),
         ("{", "not valid JSON"),
     ],
 )
-def test_a_hisparse_config_that_cannot_be_served(checkpoints: dict[str, Path], config: str, complaint: str) -> None:
+def test_a_hisparse_config_that_cannot_be_served(
+    start_here: StartHere, checkpoints: dict[str, Path], config: str, complaint: str
+) -> None:
     """sglang 22970: configurations were accepted that could not be served."""
-    code, error = start("decode", "--model-path", checkpoints["deepseek_v32"], "--hisparse-config", config, *FREE)
+    code, error = start_here("decode", "--model-path", checkpoints["deepseek_v32"], "--hisparse-config", config, *FREE)
     assert code == 2
     assert complaint in error
 
 
-def test_rdma_without_a_device(checkpoints: dict[str, Path]) -> None:
-    code, error = start("prefill", "--model-path", checkpoints["deepseek_v32"], "--transfer-protocol", "rdma", *FREE)
+def test_more_host_memory_than_the_machine_has(checkpoints: dict[str, Path]) -> None:
+    config = '{"host_pool_gib": 100000}'
+    code, error = start("decode", "--model-path", checkpoints["deepseek_v32"], "--hisparse-config", config, *FREE)
+    assert code == 2
+    assert "the host pool needs 100000.00 GiB, available are" in error
+
+
+def test_rdma_without_a_device(start_here: StartHere, checkpoints: dict[str, Path]) -> None:
+    code, error = start_here(
+        "prefill", "--model-path", checkpoints["deepseek_v32"], "--transfer-protocol", "rdma", *FREE
+    )
     assert code == 2
     assert "no RDMA device" in error
 
@@ -116,7 +153,7 @@ def test_a_prefill_node_of_another_model_is_refused(
     assert "fingerprint" in other.log
 
 
-def test_nonsense_flags_are_usage_errors(checkpoints: dict[str, Path]) -> None:
+def test_nonsense_flags_are_refused(start_here: StartHere, checkpoints: dict[str, Path]) -> None:
     model = checkpoints["deepseek_v32"]
     for words, complaint in (
         (("prefill", "--model-path", model, "--device", "tpu", *FREE), "expected cpu, cuda or cuda:N"),
@@ -125,6 +162,6 @@ def test_nonsense_flags_are_usage_errors(checkpoints: dict[str, Path]) -> None:
         (("decode", "--model-path", model, "--context-length", 10**6, *FREE), "max_position_embeddings"),
         (("tiny-model", "/tmp/x", "--index-n-heads", 4), "at least 16"),
     ):
-        code, error = start(*words)
+        code, error = start_here(*words)
         assert code == 2
         assert complaint in error

@@ -7,6 +7,7 @@ import pytest
 import zmq
 
 from service.errors import StartupError
+from transfer import control
 from transfer.codec import encode
 from transfer.control import ControlPlane
 from transfer.messages import Cancel, Message, Peer, Pong, Role
@@ -155,3 +156,16 @@ def test_periodic_actions_run_until_the_end_and_survive_their_errors(start: Star
     a.periodically(0.02, action)
     for _ in range(3):
         ran.get(timeout=5)
+
+
+def test_a_connection_that_sat_idle_and_was_closed_works_at_once(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """sglang 9266: requests failed after hours of idleness."""
+    monkeypatch.setattr(control, "_IDLE_CLOSE_S", 0.0)
+    (a, _), (b, b_inbox), (c, c_inbox) = start(), start(), start()
+    a.send(b.me, Pong())
+    assert b_inbox.get(timeout=5) == (a.me, Pong())
+    a.send(c.me, Pong())
+    assert c_inbox.get(timeout=5) == (a.me, Pong())
+    assert list(a._outgoing) == [c.me.address], "the idle connection was closed"
+    a.send(b.me, Pong())
+    assert b_inbox.get(timeout=5) == (a.me, Pong())
