@@ -188,7 +188,7 @@ def serve(
     log_format: opt.LogFormatOption = opt.LogFormat.TEXT,
 ) -> None:
     """Run a gateway with prefill and decode processes on this machine."""
-    from cli.serve import ServePlan, serve_until_stopped
+    from cli.serve import ServePlan, free_port, serve_until_stopped
 
     both = {
         "--model-path": model_path,
@@ -205,7 +205,7 @@ def serve(
     }
     plan = ServePlan(
         host=host,
-        port=port,
+        port=port or free_port(),
         api_key=api_key,
         num_prefill=prefill_nodes,
         num_decode=decode_nodes,

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -20,6 +21,7 @@ from service.errors import StartupError
 _PR_SET_PDEATHSIG = 1
 _TERMINATE_S = 15.0
 _POLL_S = 0.1
+_PORTS = range(20000, 32000)
 
 Flags = Mapping[str, object]
 
@@ -135,11 +137,18 @@ def terminate(children: list["subprocess.Popen[bytes]"]) -> None:
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A TCP port that is free on the loopback interface now.
+
+    From below the range that systems hand out for outgoing connections, one of which could take it before its use.
+    """
+    for port in random.sample(_PORTS, len(_PORTS)):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise StartupError(f"no free TCP port from {_PORTS.start} to {_PORTS.stop - 1}")
 
 
 def is_ready(base_url: str) -> bool:

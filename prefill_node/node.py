@@ -31,7 +31,7 @@ from transfer.planner import expand_extents
 
 log = structlog.get_logger(__name__)
 
-_ORPHAN_AFTER_S = 30.0
+_ORPHAN_AFTER_S = 10.0
 _TOMBSTONES = 65536
 _IDLE_WAIT_S = 0.2
 

@@ -62,7 +62,7 @@ def test_slots_of_a_silent_prefill_node_stay_in_quarantine_until_it_answers(
     assert complete(cluster.url, [Job(PROMPT, 16)]) == [expected]
 
 
-def test_a_restarted_gateway_finds_its_nodes_again(
+def test_a_restarted_gateway_finds_its_nodes_again_and_nobody_decodes_for_the_dead_one(
     start_cluster: Callable[..., Cluster], references: dict[str, Reference]
 ) -> None:
     cluster = start_cluster()
@@ -70,10 +70,17 @@ def test_a_restarted_gateway_finds_its_nodes_again(
     decode = cluster.decode(hisparse_config=HOT_BUFFER)
     cluster.wait_ready()
     gateway = cluster.nodes["gateway"]
-    gateway.kill()
+    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 7000, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{cluster.url}/v1/completions", json=body, timeout=60) as response:
+        lines = response.iter_lines()
+        next(lines)
+        gateway.kill()
+        with pytest.raises(httpx.RemoteProtocolError):
+            list(lines)
     assert decode.get("/health").status_code == 200
     cluster.restart(gateway)
     cluster.wait_ready()
+    wait_until(lambda: decode.metric("host_slots", state="used") == 0, what="the dead gateway's request to end")
     assert complete(cluster.url, [Job(PROMPT, 8)]) == [references["deepseek_v32"].generate(PROMPT, 8)]
 
 
@@ -81,7 +88,7 @@ def test_a_killed_decode_node_is_an_error_for_its_streams_and_new_requests_go_to
     start_cluster: Callable[..., Cluster], references: dict[str, Reference]
 ) -> None:
     cluster = start_cluster()
-    cluster.prefill()
+    prefill = cluster.prefill()
     first = cluster.decode("decode-0", hisparse_config=HOT_BUFFER)
     second = cluster.decode("decode-1", hisparse_config=HOT_BUFFER)
     cluster.wait_ready()
@@ -99,6 +106,7 @@ def test_a_killed_decode_node_is_an_error_for_its_streams_and_new_requests_go_to
         )
         busy.kill()
         assert any('"error"' in line for line in lines)
+    assert prefill.get("/health").status_code == 200
 
     assert complete(cluster.url, [Job(PROMPT, 8)]) == [references["deepseek_v32"].generate(PROMPT, 8)]
 
@@ -142,4 +150,23 @@ def test_garbage_on_the_control_ports_harms_nobody(
     context.term()
     for node in cluster.nodes.values():
         wait_until(lambda node=node: node.metric("control_malformed") >= 200, what=f"{node.name} to count garbage")
+    assert complete(cluster.url, [Job(PROMPT, 8)]) == [references["deepseek_v32"].generate(PROMPT, 8)]
+
+
+def test_a_decode_node_killed_while_it_is_written_to_costs_the_prefill_node_nothing(
+    start_cluster: Callable[..., Cluster], references: dict[str, Reference]
+) -> None:
+    cluster = start_cluster()
+    prefill = cluster.prefill(chunked_prefill_size=50)
+    first = cluster.decode("decode-0", hisparse_config=HOT_BUFFER)
+    cluster.wait_ready()
+    body = {"model": "tiny", "prompt": PROMPT * 4, "max_tokens": 16}
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(httpx.post, f"{cluster.url}/v1/completions", json=body, timeout=60)
+        wait_until(lambda: prefill.metric("transfer_bytes_total") > 0, what="the first chunk to arrive")
+        first.kill()
+        assert answer.result().status_code in (500, 503)
+    wait_until(lambda: prefill.metric("prefill_pages", state="used") == 0, what="the source pages to come back")
+    cluster.restart(first)
+    cluster.wait_ready()
     assert complete(cluster.url, [Job(PROMPT, 8)]) == [references["deepseek_v32"].generate(PROMPT, 8)]
