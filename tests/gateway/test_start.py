@@ -1,7 +1,6 @@
 """Starting and stopping the process: what it refuses to start with, and that signals end it cleanly."""
 
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -93,7 +92,7 @@ def test_signals_end_the_process_cleanly(checkpoint: Path, number: signal.Signal
         [sys.executable, "-c", code],
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        cwd=Path(__file__).parents[2],
     )
     assert process.stderr is not None
     seen = ""
