@@ -52,6 +52,15 @@ class Lost:
     reason: str
 
 
+@dataclass
+class _Attempt:
+    """One dispatched prefill. `accepted`: the node has said that it works on it."""
+
+    request: Request
+    dispatched_at: float
+    accepted: bool = False
+
+
 Outcome = Landed | Lost
 PrefillMessage = PrefillAccepted | PrefillDone | PrefillFailed | Quiesced | NotHeld | Pong
 
@@ -70,9 +79,7 @@ class RemotePrefill:
         self._destination = destination
         self._reservations = reservations
         self._metrics = metrics
-        self._requests: dict[Key, Request] = {}
-        self._dispatched_at: dict[Key, float] = {}
-        self._accepted: set[Key] = set()
+        self._attempts: dict[Key, _Attempt] = {}
         self._nodes: dict[str, tuple[Peer, ...]] = {}
         self._suspects: dict[str, float] = {}
         self._inquire_at = 0.0
@@ -83,16 +90,22 @@ class RemotePrefill:
 
     @property
     def is_idle(self) -> bool:
-        return not self._requests and not len(self._reservations)
+        return not self._attempts and not len(self._reservations)
 
     def learn(self, gateway: str, nodes: tuple[Peer, ...]) -> None:
         """The prefill nodes that a gateway knows, in order of preference."""
         self._nodes[gateway] = nodes
 
     def choose(self, request: Request) -> Peer | None:
-        """The next node to try: the request's own ranking first, then what gateways know; None if there is none."""
+        """The next node to try, or None if there is none.
+
+        The request's own ranking comes first, as far as gateways still know the nodes; then what else they know; a
+        node that no gateway names any more comes last.
+        """
         current = {node.address: node for nodes in self._nodes.values() for node in nodes}
-        ranked = [current.get(node.address, node) for node in request.generate.prefill_nodes] + list(current.values())
+        ranking = request.generate.prefill_nodes
+        ranked = [current[node.address] for node in ranking if node.address in current]
+        ranked += [*current.values(), *(node for node in ranking if node.address not in current)]
         usable = [node for node in ranked if not self._is_suspect(node)]
         untried = [node for node in usable if node.boot_id not in request.tried]
         return next(iter(untried or usable), None)
@@ -104,8 +117,7 @@ class RemotePrefill:
         request.tried.add(node.boot_id)
         request.move(State.PREFILLING)
         self._reservations.open(request.key, node, slots, len(slots))
-        self._requests[request.key] = request
-        self._dispatched_at[request.key] = time.monotonic()
+        self._attempts[request.key] = _Attempt(request, time.monotonic())
         message = PrefillRequest(
             request_id=request.request_id,
             epoch=request.epoch,
@@ -140,8 +152,10 @@ class RemotePrefill:
         outcomes = self._notice_restart(sender)
         match message:
             case PrefillAccepted():
-                self._control.answered(("prefill", (message.request_id, message.epoch)))
-                self._accepted.add((message.request_id, message.epoch))
+                key = message.request_id, message.epoch
+                self._control.answered(("prefill", key))
+                if key in self._attempts:
+                    self._attempts[key].accepted = True
             case PrefillDone():
                 outcomes += self._on_done(sender, message)
             case PrefillFailed():
@@ -170,9 +184,9 @@ class RemotePrefill:
         known = {node for nodes in self._nodes.values() for node in nodes}
         self._control.watch(known | {reservation.writer for reservation in self._reservations})
         for writer, keys in self._writable_by_writer().items():
-            self._control.send(writer, Holding(keys=tuple(key for key in keys if key in self._accepted)))
+            self._control.send(writer, Holding(keys=tuple(key for key in keys if self._attempts[key].accepted)))
             for key in keys:
-                heard = max(self._control.last_heard(writer.boot_id) or 0.0, self._dispatched_at[key])
+                heard = max(self._control.last_heard(writer.boot_id) or 0.0, self._attempts[key].dispatched_at)
                 if now - heard > SILENCE_S:
                     self._suspects[writer.boot_id] = now
                     outcomes += self._fail(key, f"prefill node {writer.address} is silent")
@@ -192,7 +206,7 @@ class RemotePrefill:
             self._on_quiesced(sender, key)
             self._control.send(sender, Admitted(request_id=key[0], epoch=key[1]))
             return []
-        request = self._requests[key]
+        request = self._attempts[key].request
         if message.num_tokens != request.num_tokens:
             return self._fail(key, f"prefill covered {message.num_tokens} tokens, not {request.num_tokens}")
         self._forget(key)
@@ -223,9 +237,10 @@ class RemotePrefill:
 
     def _fail(self, key: Key, reason: str) -> list[Outcome]:
         """End an attempt that is still wanted; its slots go to quarantine."""
-        request = self._requests.get(key)
-        if request is None:
+        attempt = self._attempts.get(key)
+        if attempt is None:
             return []
+        request = attempt.request
         self._metrics.transfer_failures.labels("prefill").inc()
         self.abandon(request)
         request.move(State.WAITING)
@@ -248,9 +263,7 @@ class RemotePrefill:
 
     def _forget(self, key: Key) -> None:
         self._control.answered(("prefill", key))
-        self._accepted.discard(key)
-        self._requests.pop(key, None)
-        self._dispatched_at.pop(key, None)
+        del self._attempts[key]
 
     def _is_suspect(self, node: Peer) -> bool:
         """Whether the node was silent and has not been heard since."""
