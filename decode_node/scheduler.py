@@ -19,6 +19,7 @@ from model.sparse_model import SparseModel
 from prefill_node.convert import sampling_params, token_message
 from service.metrics import Metrics
 from transfer.messages import FinishReason, Generate, Peer, Rejected, Token
+from transfer.tombstones import Tombstones
 
 log = structlog.get_logger(__name__)
 
@@ -57,12 +58,13 @@ class Scheduler:
         self._metrics = metrics
         self._limits = limits
         self.requests: dict[str, Request] = {}
+        self._ended: Tombstones[str] = Tombstones()
 
     # --- what comes in ---
 
     def add(self, generate: Generate, gateway: Peer) -> Rejected | None:
-        """Queue a request, or say why not. A repeated message changes nothing."""
-        if generate.request_id in self.requests:
+        """Queue a request, or say why not. A repeated message changes nothing, also when the request is over."""
+        if generate.request_id in self.requests or generate.request_id in self._ended:
             return None
         request = Request(generate, gateway)
         if refusal := self._refusal(request):
@@ -242,6 +244,7 @@ class Scheduler:
         self._release(request)
         request.move(State.FINISHED)
         del self.requests[request.request_id]
+        self._ended.add(request.request_id)
         log.info("finished", request_id=request.request_id, reason=reason, tokens=len(request.generated), error=error)
 
     def _release(self, request: Request) -> None:

@@ -1,7 +1,6 @@
 """The prefill node's loop: receive, compute a chunk, send it while the next one computes."""
 
 import time
-from collections import OrderedDict
 
 import structlog
 import torch
@@ -28,11 +27,11 @@ from transfer.messages import (
     Registered,
 )
 from transfer.planner import expand_extents
+from transfer.tombstones import Tombstones
 
 log = structlog.get_logger(__name__)
 
 _ORPHAN_AFTER_S = 10.0
-_TOMBSTONES = 65536
 _IDLE_WAIT_S = 0.2
 
 
@@ -55,7 +54,7 @@ class PrefillNode:
         self._offer = offer
         self._device = device
         self._entries: dict[Key, Entry] = {}
-        self._ended: OrderedDict[Key, None] = OrderedDict()
+        self._ended: Tombstones[Key] = Tombstones()
         self._housekeeping_at = 0.0
 
     @property
@@ -116,7 +115,7 @@ class PrefillNode:
             self._control.send(
                 decode, PrefillFailed(request_id=request.request_id, epoch=request.epoch, reason=refusal)
             )
-            self._bury(key)
+            self._ended.add(key)
             return
         entry = Entry(
             request,
@@ -142,7 +141,7 @@ class PrefillNode:
     def _on_abort(self, sender: Peer, key: Key) -> None:
         entry = self._entries.get(key)
         if entry is None:
-            self._bury(key)
+            self._ended.add(key)
             self._control.send(sender, Quiesced(request_id=key[0], epoch=key[1]))
         else:
             self._stop_entry(entry, failure=None)
@@ -240,12 +239,7 @@ class PrefillNode:
         self._control.answered(("done", entry.key))
         self._prefill.release(entry.job)
         del self._entries[entry.key]
-        self._bury(entry.key)
-
-    def _bury(self, key: Key) -> None:
-        self._ended[key] = None
-        if len(self._ended) > _TOMBSTONES:
-            self._ended.popitem(last=False)
+        self._ended.add(entry.key)
 
     def _housekeep(self, now: float) -> None:
         """Give up what no decode node asks for any more, and the threads that no request needs."""

@@ -225,6 +225,8 @@ def test_a_repeated_request_is_taken_once() -> None:
     h.turn()
     h.ask("a")
     h.run()
+    h.ask("a")
+    assert h.scheduler.requests == {}
     assert h.answers["a"] == [4, 5, 6, 7, 8, 9]
 
 
