@@ -69,7 +69,8 @@ class DecodeNode:
             self._scheduler.turn()
             self._check_idle()
         self._shell.leave()
-        self._scheduler.end_all("error", "the decode node is stopping")
+        # An abort, not an error: where no token was streamed yet, the gateway tries another node.
+        self._scheduler.end_all("abort", "the decode node is stopping")
 
     def refresh_metrics(self) -> None:
         host, device, metrics = self._coordinator.host, self._coordinator.device, self._metrics

@@ -5,6 +5,7 @@ that asks for what this service does not do is refused rather than ignored.
 """
 
 import secrets
+from abc import ABC, abstractmethod
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -71,7 +72,7 @@ class StreamOptions(BaseModel):
     include_usage: bool | None = None
 
 
-class GenerationRequest(BaseModel):
+class GenerationRequest(BaseModel, ABC):
     """What both endpoints take. An explicit null means the default everywhere, as in OpenAI's API."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
@@ -112,13 +113,13 @@ class GenerationRequest(BaseModel):
     def requested_tokens(self) -> int | None:
         return self.max_tokens
 
+    @abstractmethod
     def default_tokens(self, room: int) -> int:
         """How many tokens to generate where the request does not say; `room` is what the context leaves."""
-        raise NotImplementedError
 
+    @abstractmethod
     def requested_logprobs(self) -> int | None:
         """How many alternatives to report with each token, or None for no log probabilities."""
-        raise NotImplementedError
 
     def sampling(self) -> Sampling:
         return Sampling(

@@ -33,6 +33,7 @@ log = structlog.get_logger(__name__)
 
 _ORPHAN_AFTER_S = 10.0
 _IDLE_WAIT_S = 0.2
+_DRAIN_S = 10.0
 
 
 class PrefillNode:
@@ -66,13 +67,15 @@ class PrefillNode:
         return len(self._entries)
 
     def run(self) -> None:
-        """Serve until told to stop."""
+        """Serve until told to stop; then tell whom it concerns, when nothing of it is in flight any more."""
         while not self._shell.stopping.is_set():
             for item in self._shell.receive(0 if self._prefill.has_work else _IDLE_WAIT_S):
                 self._take(item)
             self._housekeep(time.monotonic())
             for computed in self._compute():
                 self._send(computed)
+        self._shell.leave()
+        self._hand_back()
 
     def refresh_metrics(self) -> None:
         pool = self._prefill.pool
@@ -240,6 +243,15 @@ class PrefillNode:
         self._prefill.release(entry.job)
         del self._entries[entry.key]
         self._ended.add(entry.key)
+
+    def _hand_back(self) -> None:
+        """End every entry, so that decode nodes go elsewhere at once; bounded, as a receiver may have stopped."""
+        for entry in list(self._entries.values()):
+            self._stop_entry(entry, failure="the prefill node is stopping")
+        deadline = time.monotonic() + _DRAIN_S
+        while self._entries and time.monotonic() < deadline:
+            for item in self._shell.receive(_IDLE_WAIT_S):
+                self._take(item)
 
     def _housekeep(self, now: float) -> None:
         """Give up what no decode node asks for any more, and the threads that no request needs."""

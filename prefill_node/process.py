@@ -24,7 +24,6 @@ from transfer.messages import Heartbeat, Register
 
 log = structlog.get_logger(__name__)
 
-_DRAIN_S = 10.0
 _PROMPTS_BY_DEFAULT = 16
 
 
@@ -78,9 +77,8 @@ def run_prefill_node(config: PrefillConfig) -> None:
         shell.start(membership, node.refresh_metrics)
         shell.announce(engine.session, protocol, spec.model_type, spec.fingerprint)
         node.run()
-        shell.leave()
     finally:
-        if sender is not None and not sender.stop(_DRAIN_S):
+        if sender is not None and not sender.stop(timeout=1.0):
             log.warning("writes are still in flight; the engine's end stops them")
         shell.close()
 

@@ -42,6 +42,28 @@ def test_a_killed_prefill_node_costs_its_requests_a_retry_and_nothing_else(
     assert complete(cluster.url, [Job(PROMPT, 16)]) == [expected]
 
 
+def test_a_prefill_node_that_is_told_to_stop_hands_its_requests_back(
+    start_cluster: Callable[..., Cluster], references: dict[str, Reference]
+) -> None:
+    cluster = start_cluster()
+    first = cluster.prefill("prefill-0", chunked_prefill_size=20)
+    second = cluster.prefill("prefill-1", chunked_prefill_size=20)
+    decode = cluster.decode(hisparse_config=HOT_BUFFER)
+    cluster.wait_ready()
+    prompt = PROMPT * 4
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(complete, cluster.url, [Job(prompt, 8)])
+        busy = wait_until(
+            lambda: next((node for node in (first, second) if node.metric("prompt_tokens_total") > 0), None)
+        )
+        busy.signal(signal.SIGTERM)
+        assert answer.result() == [references["deepseek_v32"].generate(prompt, 8)]
+    assert busy.process.wait(timeout=30) == 0
+    assert decode.metric("prefill_retries_total") == 1
+    assert "the prefill node is stopping" in decode.log
+    assert decode.metric("host_slots", state="quarantined") == 0
+
+
 def test_slots_of_a_silent_prefill_node_stay_in_quarantine_until_it_answers(
     start_cluster: Callable[..., Cluster], references: dict[str, Reference]
 ) -> None:
