@@ -19,7 +19,8 @@ class LocalPrefill:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._jobs or self._staging)
+        """Whether `step` and `landed` have something to do: also for aborted copies, which end in `landed`."""
+        return bool(self._jobs or self._coordinator.num_staging)
 
     @property
     def is_idle(self) -> bool:

@@ -46,8 +46,8 @@ def test_a_prefill_node_that_is_told_to_stop_hands_its_requests_back(
     start_cluster: Callable[..., Cluster], references: dict[str, Reference]
 ) -> None:
     cluster = start_cluster()
-    first = cluster.prefill("prefill-0", chunked_prefill_size=20)
-    second = cluster.prefill("prefill-1", chunked_prefill_size=20)
+    first = cluster.prefill("prefill-0", chunked_prefill_size=64)
+    second = cluster.prefill("prefill-1", chunked_prefill_size=64)
     decode = cluster.decode(hisparse_config=HOT_BUFFER)
     cluster.wait_ready()
     prompt = PROMPT * 4

@@ -3,11 +3,12 @@
 import json
 from collections.abc import Callable
 
+import httpx
 import pytest
 
-from tests.e2e.cluster import Cluster
+from tests.e2e.cluster import Cluster, wait_until
 from tests.e2e.conftest import FAMILIES, TOKEN_BYTES, Reference
-from tests.e2e.test_parity import HOT_BUFFER, TOGETHER, assert_exact, prompts
+from tests.e2e.test_parity import ALONE, HOT_BUFFER, TOGETHER, assert_exact, prompts
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -22,6 +23,26 @@ def test_a_node_that_prefills_for_itself_says_the_same(
 
     assert "event=staged" in decode.log
     assert decode.metric("host_slots", state="used") == 0
+
+
+def test_clients_that_leave_during_local_prefill_or_staging_leave_nothing_behind(
+    start_cluster: Callable[..., Cluster], references: dict[str, Reference]
+) -> None:
+    """sglang PR 22131: a request given up while in staging leaked or was freed twice."""
+    cluster = start_cluster()
+    decode = cluster.decode(hisparse_config=HOT_BUFFER, allow_local_prefill=True, chunked_prefill_size=64)
+    cluster.wait_ready()
+    body = {"model": "tiny", "prompt": ALONE[-1], "max_tokens": 3000, "ignore_eos": True}
+    for patience in (0.3, 0.6, 1.5):
+        aborted = decode.metric("requests_finished_total", reason="abort")
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=patience)
+        wait_until(
+            lambda before=aborted: decode.metric("requests_finished_total", reason="abort") > before, what="the abort"
+        )
+        wait_until(lambda: decode.metric("host_slots", state="used") == 0, what="host slots to come back")
+        assert decode.metric("device_slots", state="used") == 0
+    assert_exact(cluster, references["deepseek_v32"], [ALONE[4]], concurrency=1)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,0 +1,121 @@
+"""A request that the decode node prefills for itself, given up at every stage."""
+
+import threading
+
+import pytest
+import torch
+
+from decode_node.local_prefill import LocalPrefill
+from decode_node.request import Request, State
+from hisparse.config import HiSparseConfig
+from hisparse.coordinator import HiSparseCoordinator
+from hisparse.sizing import Sizes
+from hisparse.tiers import build_cpu_tiers
+from prefill_node.chunked import ChunkedPrefill
+from prefill_node.pool import PagedKVPool
+from tests.e2e.cluster import wait_until
+from tests.prefill_node.fakes import LAYOUT, FakeModel
+from tests.prefill_node.test_node import DECODE
+from transfer.messages import Generate, Sampling
+
+
+class Harness:
+    """Local prefill with real KV tiers; `copying` holds the copy stream back until it is set."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        sizes = Sizes(
+            config=HiSparseConfig(device_buffer_size=4, top_k=4),
+            layout=LAYOUT,
+            max_requests=2,
+            max_context=64,
+            index_page_size=4,
+            num_host_slots=64,
+            num_device_slots=16,
+            asked_device_slots=16,
+            num_index_pages=32,
+            table_bytes=0,
+        )
+        self.coordinator: HiSparseCoordinator = build_cpu_tiers(sizes)
+        self.copying = threading.Event()
+        backend = self.coordinator._backend
+        stage = backend.stage
+
+        def held_stage(*arguments: object) -> None:
+            self.copying.wait(10)
+            stage(*arguments)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(backend, "stage", held_stage)
+        self.pool = PagedKVPool(LAYOUT, num_pages=8, page_size=4, device=torch.device("cpu"))
+        model = FakeModel()
+        self.local = LocalPrefill(ChunkedPrefill(model, self.pool, chunk_size=6), self.coordinator)  # type: ignore[arg-type]
+
+    def start(self) -> Request:
+        generate = Generate(
+            request_id="r", prompt_ids=tuple(range(10)), max_new_tokens=4, sampling=Sampling(temperature=0)
+        )
+        request = Request(generate, DECODE)
+        request.host_slots = self.coordinator.host.allocate(10)
+        self.local.start(request)
+        return request
+
+    def finish(self) -> None:
+        """Give the loop its turns until nothing is left to do."""
+        self.copying.set()
+
+        def turn() -> bool:
+            self.local.step()
+            self.local.landed()
+            return not self.local.has_work
+
+        wait_until(turn, timeout=5)
+
+    def assert_as_full_as_at_start(self) -> None:
+        assert self.local.is_idle
+        assert self.pool.free_pages == 8
+        assert self.coordinator.is_idle()
+
+
+@pytest.fixture
+def h(monkeypatch: pytest.MonkeyPatch) -> Harness:
+    return Harness(monkeypatch)
+
+
+def test_a_prompt_is_computed_copied_and_lands_with_its_first_token(h: Harness) -> None:
+    request = h.start()
+    h.local.step()
+    assert request.state is State.LOCAL_PREFILL
+    h.local.step()
+    assert request.state is State.STAGING
+    assert h.local.landed() == []
+    h.copying.set()
+    [(landed, token)] = wait_until(h.local.landed, timeout=5)
+    assert (landed, token.token_id, request.state) == (request, 7, State.LANDED)
+    assert request.host_slots is not None
+    items = h.coordinator.host.kv[1][torch.from_numpy(request.host_slots.slots())]
+    assert items[:, 0].tolist() == list(range(10))
+    h.coordinator.host.release(request.host_slots)
+    h.assert_as_full_as_at_start()
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_given_up_while_it_computes(h: Harness, steps: int) -> None:
+    request = h.start()
+    for _ in range(steps):
+        h.local.step()
+    assert h.local.cancel(request) is True
+    assert request.host_slots is not None
+    h.coordinator.host.release(request.host_slots)
+    h.assert_as_full_as_at_start()
+
+
+def test_given_up_while_it_is_copied_it_is_freed_once_the_copy_is_over(h: Harness) -> None:
+    """sglang PR 22131: a request given up in staging leaked or was freed twice."""
+    request = h.start()
+    h.local.step()
+    h.local.step()
+    assert h.local.cancel(request) is False
+    assert h.coordinator.host.used == 10, "the copy may still write to these slots"
+    assert h.pool.free_pages == 8 - 3
+    assert h.local.has_work, "the loop has to come back for it"
+    h.finish()
+    h.assert_as_full_as_at_start()
