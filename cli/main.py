@@ -4,13 +4,17 @@ Commands import what they run only when they run it, so that the gateway never l
 """
 
 import sys
+from collections.abc import Mapping
+from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 import typer
 
 from cli import options as opt
 from service.errors import StartupError
+
+Config = TypeVar("Config")
 
 app = typer.Typer(
     help="Prefill/decode disaggregation with direct-to-DRAM KV transfer and HiSparse decoding.",
@@ -23,7 +27,7 @@ app = typer.Typer(
 @app.command()
 def prefill(
     model_path: opt.ModelPath,
-    gateway: opt.Gateways = None,
+    gateways: opt.Gateways = None,
     host: opt.Host = "127.0.0.1",
     port: opt.Port = 8010,
     control_port: opt.ControlPort = 8011,
@@ -41,35 +45,16 @@ def prefill(
     log_format: opt.LogFormatOption = opt.LogFormat.TEXT,
 ) -> None:
     """Run a prefill node: prompt in, KV out."""
+    flags = dict(locals())
     from prefill_node.process import PrefillConfig, run_prefill_node
 
-    run_prefill_node(
-        PrefillConfig(
-            model_path=model_path,
-            gateways=tuple(gateway or ()),
-            host=host,
-            port=port,
-            control_port=control_port,
-            advertise_host=advertise_host,
-            device=device,
-            dtype=dtype.value,
-            context_length=context_length,
-            page_size=page_size,
-            chunked_prefill_size=chunked_prefill_size,
-            max_total_tokens=max_total_tokens,
-            mem_fraction_static=mem_fraction_static,
-            transfer_protocol=transfer_protocol.value,
-            ib_device=ib_device,
-            log_level=log_level.value,
-            log_format=log_format.value,
-        )
-    )
+    run_prefill_node(configured(PrefillConfig, flags))
 
 
 @app.command()
 def decode(
     model_path: opt.ModelPath,
-    gateway: opt.Gateways = None,
+    gateways: opt.Gateways = None,
     host: opt.Host = "127.0.0.1",
     port: opt.Port = 8020,
     control_port: opt.ControlPort = 8021,
@@ -93,35 +78,10 @@ def decode(
     log_format: opt.LogFormatOption = opt.LogFormat.TEXT,
 ) -> None:
     """Run a decode node: full KV in host memory, hot buffers on the device."""
+    flags = dict(locals())
     from decode_node.process import DecodeConfig, run_decode_node
 
-    run_decode_node(
-        DecodeConfig(
-            model_path=model_path,
-            gateways=tuple(gateway or ()),
-            host=host,
-            port=port,
-            control_port=control_port,
-            advertise_host=advertise_host,
-            device=device,
-            dtype=dtype.value,
-            context_length=context_length,
-            hisparse_config=hisparse_config,
-            max_running_requests=max_running_requests,
-            max_device_slots=max_device_slots,
-            max_queued_requests=max_queued_requests,
-            prefill_retries=prefill_retries,
-            allow_local_prefill=allow_local_prefill,
-            chunked_prefill_size=chunked_prefill_size,
-            page_size=page_size,
-            mem_fraction_static=mem_fraction_static,
-            transfer_protocol=transfer_protocol.value,
-            ib_device=ib_device,
-            debug_verify_swap_in=debug_verify_swap_in,
-            log_level=log_level.value,
-            log_format=log_format.value,
-        )
-    )
+    run_decode_node(configured(DecodeConfig, flags))
 
 
 @app.command()
@@ -258,6 +218,17 @@ def tiny_model(
         )
     except ValueError as error:
         raise StartupError(f"tiny-model: {error}") from error
+
+
+def configured(kind: type[Config], flags: Mapping[str, Any]) -> Config:
+    """The configuration whose fields are named as the flags: choices as their values, repeated flags as tuples."""
+
+    def plain(name: str, value: Any) -> Any:
+        if name == "gateways":
+            return tuple(value or ())
+        return value.value if isinstance(value, Enum) else value
+
+    return kind(**{name: plain(name, value) for name, value in flags.items()})
 
 
 def main(args: list[str] | None = None) -> None:

@@ -1,5 +1,6 @@
 """The options that prefill and decode nodes share, read once at the edge."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -8,6 +9,7 @@ import torch
 
 from service.errors import StartupError
 from service.logs import LogFormat
+from transfer.messages import ADDRESS_PATTERN
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,3 +59,6 @@ class NodeConfig:
             raise StartupError(f"--mem-fraction-static {self.mem_fraction_static}: expected a number between 0 and 1")
         if self.host in ("0.0.0.0", "::") and not self.advertise_host:
             raise StartupError(f"--host {self.host} is not an address that others can reach; give --advertise-host too")
+        for gateway in self.gateways:
+            if not re.match(ADDRESS_PATTERN, gateway):
+                raise StartupError(f"--gateway {gateway}: expected HOST:PORT, the gateway's control port")

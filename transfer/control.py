@@ -10,6 +10,7 @@ its heartbeats.
 """
 
 import queue
+import re
 import secrets
 import threading
 import time
@@ -21,7 +22,7 @@ import zmq
 
 from service.errors import StartupError
 from transfer.codec import MalformedMessage, decode, encode
-from transfer.messages import Message, Peer, Ping, Pong, Role
+from transfer.messages import ADDRESS_PATTERN, Message, Peer, Ping, Pong, Role
 
 log = structlog.get_logger(__name__)
 
@@ -70,6 +71,8 @@ class ControlPlane:
         advertise_host: str,
         deliver: Callable[[Peer, Message], None],
     ) -> None:
+        if not re.match(ADDRESS_PATTERN, f"{advertise_host}:0"):
+            raise StartupError(f"--advertise-host {advertise_host}: expected a host name or an IPv4 address")
         self._deliver = deliver
         self._context = zmq.Context(io_threads=1)
         self._mailbox = self._context.socket(zmq.PULL)

@@ -9,7 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Role = Literal["gateway", "prefill", "decode"]
 UInt = Annotated[int, Field(ge=0, lt=2**63)]
-Address = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*:\d{1,5}$", max_length=262)]
+ADDRESS_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*:\d{1,5}$"
+Address = Annotated[str, Field(pattern=ADDRESS_PATTERN, max_length=262)]
 Identifier = Annotated[str, Field(min_length=1, max_length=128)]
 TokenIds = Annotated[tuple[Annotated[int, Field(ge=0, lt=2**31)], ...], Field(max_length=2**24)]
 

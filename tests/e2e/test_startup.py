@@ -160,6 +160,8 @@ def test_nonsense_flags_are_refused(start_here: StartHere, checkpoints: dict[str
         (("prefill", "--model-path", model, "--page-size", 0, *FREE), "--page-size 0"),
         (("prefill", "--model-path", model, "--host", "0.0.0.0", *FREE), "--advertise-host"),
         (("decode", "--model-path", model, "--context-length", 10**6, *FREE), "max_position_embeddings"),
+        (("decode", "--model-path", model, "--gateway", "10.0.0.1", *FREE), "expected HOST:PORT"),
+        (("decode", "--model-path", model, "--advertise-host", "a b", *FREE), "--advertise-host a b: expected"),
         (("tiny-model", "/tmp/x", "--index-n-heads", 4), "at least 16"),
     ):
         code, error = start_here(*words)
