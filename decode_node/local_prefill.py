@@ -4,7 +4,7 @@ from decode_node.request import Request, State
 from hisparse.coordinator import HiSparseCoordinator
 from hisparse.swap_in import StagedKV
 from prefill_node.chunked import ChunkedPrefill, PrefillJob
-from prefill_node.convert import prompt_tensor, sampling_params, token_message
+from prefill_node.convert import prompt_tensor, token_message
 from transfer.messages import Token
 
 
@@ -33,9 +33,8 @@ class LocalPrefill:
     def start(self, request: Request) -> None:
         """Compute a request that holds host slots for its tokens."""
         device = self._prefill.pool.kv.device
-        sampling = sampling_params(request.generate.sampling)
         prompt = prompt_tensor(request.tokens, device)
-        job = PrefillJob(request.request_id, prompt, sampling, step=len(request.generated))
+        job = PrefillJob(request.request_id, prompt, request.sampling, step=len(request.generated))
         request.move(State.LOCAL_PREFILL)
         self._jobs[request.request_id] = request, job
         self._prefill.add(job)

@@ -1,5 +1,6 @@
 """A decode process: what it is made of, and in which order."""
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import structlog
@@ -57,13 +58,17 @@ def run_decode_node(config: DecodeConfig) -> None:
     dtype = resolve_dtype(config.model_path, config.dtype)
     spec = read_spec(config.model_path, dtype, config.context_length)
     hisparse = parse_config(config.hisparse_config, spec.index_topk)
-    shell: NodeShell[None] = NodeShell("decode", config)
-    try:
+    with ExitStack() as at_end:
+        shell: NodeShell[None] = NodeShell("decode", config)
+        at_end.callback(shell.close)
         model = load_model(config.model_path, dtype, device, config.context_length)
         coordinator = _tiers(_plan(config, hisparse, spec), device, config.debug_verify_swap_in)
+        at_end.callback(coordinator.close)
         engine = KVTransferEngine(config.data_host, protocol, config.ib_device)
         buffers = _buffers(coordinator.host)
         engine.register(buffers)
+        # Before the pool goes: late writes are refused from here on.
+        at_end.callback(engine.unregister, buffers)
         destination = Destination(session=engine.session, protocol=protocol, identity=identity(spec), buffers=buffers)
         remote = RemotePrefill(shell.control, destination, ReservationTable(coordinator.host.release), shell.metrics)
         scheduler = Scheduler(
@@ -104,8 +109,6 @@ def run_decode_node(config: DecodeConfig) -> None:
         shell.start(membership, node.refresh_metrics)
         shell.announce(engine.session, protocol, spec.model_type, spec.fingerprint)
         node.run()
-    finally:
-        shell.close()
 
 
 def _plan(config: DecodeConfig, hisparse: HiSparseConfig, spec: ModelSpec) -> Sizes:

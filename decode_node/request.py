@@ -3,8 +3,11 @@
 import time
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 
 from hisparse.extents import HostSlots
+from model.sampling import SamplingParams
+from prefill_node.convert import sampling_params
 from transfer.messages import FinishReason, Generate, Peer
 
 
@@ -55,6 +58,11 @@ class Request:
     host_slots: HostSlots | None = None
     generated: list[int] = field(default_factory=list)
     last_token_at: float = 0.0
+
+    @cached_property
+    def sampling(self) -> SamplingParams:
+        """How its tokens are drawn; asked for in every step."""
+        return sampling_params(self.generate.sampling)
 
     @property
     def request_id(self) -> str:

@@ -16,7 +16,7 @@ from decode_node.request import Request, State
 from hisparse.coordinator import HOST_GRANULE, HiSparseCoordinator, Tier
 from model.sampling import sample
 from model.sparse_model import SparseModel
-from prefill_node.convert import sampling_params, token_message
+from prefill_node.convert import token_message
 from service.metrics import Metrics
 from transfer.messages import FinishReason, Generate, Peer, Rejected, Token
 from transfer.tombstones import Tombstones
@@ -216,8 +216,8 @@ class Scheduler:
             for request in batch:
                 self.end(request, "error", f"decode step failed: {error}")
             return
-        params = [sampling_params(request.generate.sampling) for request in batch]
-        for request, sampled in zip(batch, sample(logits, params, [len(r.generated) for r in batch]), strict=True):
+        tokens = sample(logits, [r.sampling for r in batch], [len(r.generated) for r in batch])
+        for request, sampled in zip(batch, tokens, strict=True):
             self._emit(request, token_message(sampled))
 
     def _emit(self, request: Request, token: Token) -> None:

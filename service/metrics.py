@@ -1,4 +1,4 @@
-"""Every metric of every process, in one place. A process exports those that it sets."""
+"""Every metric of every process, in one place. A process exports all of them; what it never sets stays 0."""
 
 from prometheus_client import (
     CollectorRegistry,

@@ -97,6 +97,8 @@ class NodeShell(Generic[Event]):
     def close(self) -> None:
         if self._status is not None:
             self._status.stop()
+        else:
+            self._listener.close()
         self.control.stop()
 
     def _deliver(self, sender: Peer, message: Message) -> None:

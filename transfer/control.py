@@ -113,10 +113,12 @@ class ControlPlane:
         self._thread.start()
 
     def stop(self) -> None:
-        """Send what was handed over before, then close. Idempotent."""
+        """Send what was handed over before, then close; also if it was never started. Idempotent."""
         if self._thread.is_alive():
             self._hand_over(self._request_stop)
             self._thread.join()
+        elif not self._mailbox.closed:
+            self._close()
 
     def send(self, to: Peer, message: Message, *, any_boot: bool = False) -> None:
         """Send once. With `any_boot`, whoever has the address now may act on it."""

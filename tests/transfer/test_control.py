@@ -121,6 +121,14 @@ def test_a_handler_that_fails_costs_only_its_message() -> None:
     plane.stop()
 
 
+def test_a_plane_that_was_never_started_gives_its_port_back(start: Start) -> None:
+    unused = ControlPlane("decode", "127.0.0.1", 0, "127.0.0.1", lambda peer, message: None)
+    unused.stop()
+    unused.stop()
+    plane, _ = start(port=int(unused.me.address.rsplit(":", 1)[1]))
+    assert plane.me.address == unused.me.address
+
+
 def test_a_taken_port_is_a_startup_error(start: Start) -> None:
     plane, _ = start()
     port = int(plane.me.address.rsplit(":", 1)[1])

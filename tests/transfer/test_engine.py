@@ -111,6 +111,17 @@ def test_an_abort_stops_the_rest_and_leaves_nothing_in_flight(
     assert not content[10 * 64 :].any()
 
 
+def test_what_was_unregistered_cannot_be_written(sender: KVTransferEngine, source: np.ndarray) -> None:
+    target = np.zeros(4096, dtype=np.uint8)
+    sender.register(info(target))
+    sender.write(sender.session, batch(source, target.ctypes.data, [(0, 0, 64)]))
+    assert np.array_equal(target[:64], source[:64])
+    sender.unregister(info(target))
+    with pytest.raises(TransferError):
+        sender.write(sender.session, batch(source, target.ctypes.data, [(0, 64, 64)]))
+    assert not target[64:].any()
+
+
 def test_a_dead_receiver_is_an_error(sender: KVTransferEngine, source: np.ndarray) -> None:
     receiver = Receiver()
     receiver.kill()
