@@ -11,6 +11,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
+from cli import bench, quarantine
 from cli import options as opt
 from service.errors import StartupError
 
@@ -22,6 +23,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+app.add_typer(quarantine.app)
+app.add_typer(bench.app, name="bench")
 
 
 @app.command()
@@ -40,6 +44,8 @@ def prefill(
     max_total_tokens: opt.MaxTotalTokens = None,
     mem_fraction_static: opt.MemFractionStatic = None,
     transfer_protocol: opt.Protocol = opt.TransferProtocol.AUTO,
+    transfer_checksum: opt.Checksum = opt.TransferChecksum.SAMPLE,
+    transfer_timeout: opt.TransferTimeout = 60.0,
     ib_device: opt.IbDevice = "",
     log_level: opt.LogLevelOption = opt.LogLevel.INFO,
     log_format: opt.LogFormatOption = opt.LogFormat.TEXT,
@@ -141,6 +147,8 @@ def serve(
     max_total_tokens: opt.MaxTotalTokens = None,
     mem_fraction_static: opt.MemFractionStatic = None,
     transfer_protocol: opt.Protocol = opt.TransferProtocol.AUTO,
+    transfer_checksum: opt.Checksum = opt.TransferChecksum.SAMPLE,
+    transfer_timeout: opt.TransferTimeout = 60.0,
     ib_device: opt.IbDevice = "",
     request_timeout: opt.RequestTimeout = 600.0,
     api_key: opt.ApiKey = None,
@@ -177,7 +185,12 @@ def serve(
             "--log-level": log_level.value,
             "--log-format": log_format.value,
         },
-        prefill_flags={**both, "--max-total-tokens": max_total_tokens},
+        prefill_flags={
+            **both,
+            "--max-total-tokens": max_total_tokens,
+            "--transfer-checksum": transfer_checksum.value,
+            "--transfer-timeout": transfer_timeout,
+        },
         decode_flags={
             **both,
             "--hisparse-config": hisparse_config,

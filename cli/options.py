@@ -22,6 +22,13 @@ class TransferProtocol(StrEnum):
     AUTO = "auto"
     RDMA = "rdma"
     TCP = "tcp"
+    SHM = "shm"
+
+
+class TransferChecksum(StrEnum):
+    OFF = "off"
+    SAMPLE = "sample"
+    FULL = "full"
 
 
 class LogLevel(StrEnum):
@@ -63,7 +70,18 @@ MaxTotalTokens = Annotated[
     int | None, typer.Option(min=1, help="Size of the prefill KV pool in tokens; default: from memory.")
 ]
 Protocol = Annotated[
-    TransferProtocol, typer.Option("--transfer-protocol", help="auto takes RDMA where there is a device, else TCP.")
+    TransferProtocol,
+    typer.Option(
+        "--transfer-protocol",
+        help="auto: shared memory where the decode node's pool can be mapped, RDMA where both have it, else TCP.",
+    ),
+]
+Checksum = Annotated[
+    TransferChecksum,
+    typer.Option("--transfer-checksum", help="What the decode node checks of what was sent, before it is used."),
+]
+TransferTimeout = Annotated[
+    float, typer.Option(min=0.1, help="Seconds that a request's transfer may go on after its computation.")
 ]
 IbDevice = Annotated[str, typer.Option(help="RDMA devices to use, comma-separated; default: all.")]
 HiSparse = Annotated[

@@ -4,9 +4,11 @@ import time
 
 import structlog
 
+from decode_node.loop_call import LoopCall
 from decode_node.remote_prefill import RemotePrefill
 from decode_node.request import State
 from decode_node.scheduler import Scheduler
+from decode_node.verifier import Verified
 from hisparse.coordinator import HiSparseCoordinator
 from hisparse.swap_in import SwapInCounters
 from service.shell import NodeShell
@@ -34,13 +36,16 @@ _IDLE_WAIT_S = 0.1
 _BUSY_PREFILL_WAIT_S = 0.02
 _GATEWAY_SILENCE_S = 30.0
 
+Event = Verified | LoopCall
+"""What other threads of this process put into the loop's inbox."""
+
 
 class DecodeNode:
     """Brings messages to the scheduler and the remote prefills, and gives both their turns."""
 
     def __init__(
         self,
-        shell: NodeShell[None],
+        shell: NodeShell[Event],
         scheduler: Scheduler,
         remote: RemotePrefill,
         coordinator: HiSparseCoordinator,
@@ -61,8 +66,7 @@ class DecodeNode:
         """Serve until told to stop; then end what is left."""
         while not self._shell.stopping.is_set():
             for item in self._shell.receive(self._patience()):
-                if item is not None:
-                    self._take(*item)
+                self._take(item)
             now = time.monotonic()
             self._scheduler.apply(self._remote.tick(now))
             self._housekeep(now)
@@ -96,11 +100,20 @@ class DecodeNode:
             return 0.0
         return _BUSY_PREFILL_WAIT_S if self._scheduler.requests else _IDLE_WAIT_S
 
-    def _take(self, sender: Peer, message: Message) -> None:
+    def _take(self, item: tuple[Peer, Message] | Event) -> None:
+        match item:
+            case Verified():
+                self._scheduler.apply(self._remote.verified(item))
+            case LoopCall():
+                item.run()
+            case (sender, message):
+                self._on_message(sender, message)
+
+    def _on_message(self, sender: Peer, message: Message) -> None:
         match message:
             case Generate():
                 if message.prefill_nodes:
-                    self._remote.learn(sender.address, message.prefill_nodes)
+                    self._remote.nodes.learn(sender.address, message.prefill_nodes)
                 rejected = self._scheduler.add(message, sender)
                 self._control.send(sender, rejected or Accepted(request_id=message.request_id))
             case Cancel():
@@ -108,7 +121,7 @@ class DecodeNode:
             case PrefillAccepted() | PrefillDone() | PrefillFailed() | Quiesced() | NotHeld() | Pong():
                 self._scheduler.apply(self._remote.take(sender, message))
             case HeartbeatAck():
-                self._remote.learn(sender.address, message.prefill_nodes)
+                self._remote.nodes.learn(sender.address, message.prefill_nodes)
             case Registered() | Refused():
                 pass
             case _:

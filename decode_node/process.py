@@ -1,5 +1,6 @@
 """A decode process: what it is made of, and in which order."""
 
+import os
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -7,12 +8,15 @@ import structlog
 import torch
 
 from decode_node.local_prefill import LocalPrefill
-from decode_node.node import DecodeNode
+from decode_node.node import DecodeNode, Event
 from decode_node.outputs import OutputStream
+from decode_node.quarantine import Quarantine, quarantine_router
 from decode_node.remote_prefill import RemotePrefill
 from decode_node.scheduler import Limits, Scheduler
+from decode_node.verifier import Verifier
 from hisparse.config import HiSparseConfig, parse_config
 from hisparse.coordinator import HiSparseCoordinator
+from hisparse.extents import HostSlots
 from hisparse.host_pool import HostKVPool
 from hisparse.sizing import Sizes, describe, plan_sizes
 from hisparse.tiers import build_cpu_tiers
@@ -28,10 +32,10 @@ from service.errors import StartupError
 from service.logs import configure_logging
 from service.memory import available_host_bytes, gib, pool_bytes
 from service.shell import NodeShell
-from transfer.engine import KVTransferEngine, choose_protocol
 from transfer.fencing import ReservationTable
 from transfer.membership import Membership
-from transfer.messages import BufferInfo, Destination, Heartbeat, Register
+from transfer.messages import BufferInfo, Destination, Heartbeat, Register, SharedMemory
+from transfer.routes import Transports, choose_transports
 
 log = structlog.get_logger(__name__)
 
@@ -53,24 +57,32 @@ def run_decode_node(config: DecodeConfig) -> None:
     """Serve until SIGTERM or SIGINT. Raises StartupError if it cannot start; cheap checks come first."""
     configure_logging(config.log_level, config.log_format, "decode")
     config.check()
-    protocol = choose_protocol(config.transfer_protocol, config.ib_device)
+    choose_transports(config.transfer_protocol, config.ib_device)
     device = config.torch_device()
     dtype = resolve_dtype(config.model_path, config.dtype)
     spec = read_spec(config.model_path, dtype, config.context_length)
     hisparse = parse_config(config.hisparse_config, spec.index_topk)
     with ExitStack() as at_end:
-        shell: NodeShell[None] = NodeShell("decode", config)
+        shell: NodeShell[Event] = NodeShell("decode", config)
         at_end.callback(shell.close)
         model = load_model(config.model_path, dtype, device, config.context_length)
-        coordinator = _tiers(_plan(config, hisparse, spec), device, config.debug_verify_swap_in)
+        transports = Transports(config.data_host, config.transfer_protocol, config.ib_device)
+        coordinator = _tiers(
+            _plan(config, hisparse, spec), device, "shm" in transports.offered, config.debug_verify_swap_in
+        )
         at_end.callback(coordinator.close)
-        engine = KVTransferEngine(config.data_host, protocol, config.ib_device)
         buffers = _buffers(coordinator.host)
-        engine.register(buffers)
+        transports.register(buffers)
         # Before the pool goes: late writes are refused from here on.
-        at_end.callback(engine.unregister, buffers)
-        destination = Destination(session=engine.session, protocol=protocol, identity=identity(spec), buffers=buffers)
-        remote = RemotePrefill(shell.control, destination, ReservationTable(coordinator.host.release), shell.metrics)
+        at_end.callback(transports.unregister, buffers)
+        destination = Destination(
+            identity=identity(spec), buffers=buffers, sessions=transports.sessions, shared=_shared(coordinator.host)
+        )
+        # Before the pool goes, too: it reads what has landed.
+        verifier = Verifier(buffers, shell.inbox.put)
+        at_end.callback(verifier.close)
+        reservations: ReservationTable[HostSlots] = ReservationTable(coordinator.host.release)
+        remote = RemotePrefill(shell.control, destination, reservations, verifier.submit, shell.metrics)
         scheduler = Scheduler(
             model,
             coordinator,
@@ -93,7 +105,7 @@ def run_decode_node(config: DecodeConfig) -> None:
                 via=via,
                 role="decode",
                 identity=destination.identity,
-                protocol=protocol,
+                transports=destination.transports,
                 page_size=config.page_size,
                 max_request_tokens=min(spec.context_length, coordinator.host.num_slots),
                 local_prefill=config.allow_local_prefill,
@@ -106,8 +118,9 @@ def run_decode_node(config: DecodeConfig) -> None:
             ),
         )
         node = DecodeNode(shell, scheduler, remote, coordinator, membership)
-        shell.start(membership, node.refresh_metrics)
-        shell.announce(engine.session, protocol, spec.model_type, spec.fingerprint)
+        quarantine = quarantine_router(Quarantine(reservations, shell.control), shell.inbox.put)
+        shell.start(membership, node.refresh_metrics, quarantine)
+        shell.announce(destination.transports, spec.model_type, spec.fingerprint)
         node.run()
 
 
@@ -128,16 +141,24 @@ def _plan(config: DecodeConfig, hisparse: HiSparseConfig, spec: ModelSpec) -> Si
     return sizes
 
 
-def _tiers(sizes: Sizes, device: torch.device, verify: bool) -> HiSparseCoordinator:
+def _tiers(sizes: Sizes, device: torch.device, shareable: bool, verify: bool) -> HiSparseCoordinator:
     """The KV tiers with the device's swap-in backend. Raises StartupError where there is none."""
     if device.type != "cpu":
         raise StartupError(f"--device {device}: this version has a swap-in backend for cpu only")
-    return build_cpu_tiers(sizes, verify)
+    return build_cpu_tiers(sizes, verify, shareable)
 
 
 def _buffers(host: HostKVPool) -> BufferInfo:
     ptrs, lengths, item_lengths = host.get_contiguous_buf_infos()
     return BufferInfo(ptrs=tuple(ptrs), lengths=tuple(lengths), item_lengths=tuple(item_lengths))
+
+
+def _shared(host: HostKVPool) -> SharedMemory | None:
+    """How prefill nodes of the same host map the pool, if they may."""
+    region = host.shared()
+    if region is None:
+        return None
+    return SharedMemory(pid=os.getpid(), fd=region.fd, name=region.name, base=region.base, length=region.length)
 
 
 def _local_prefill(config: DecodeConfig, model: SparseModel, coordinator: HiSparseCoordinator) -> LocalPrefill:

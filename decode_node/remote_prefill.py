@@ -1,15 +1,19 @@
-"""Prefills on other nodes: which node, what it may write to, and when those slots are safe again.
+"""Prefills on other nodes: what they may write to, what has landed, and when slots are safe again.
 
 Every attempt has an epoch of its own. Its slots belong to the reservation table from before the prefill node is told
-of them until they land or are proved quiet, whatever happens to the request in between.
+of them until they land or are proved quiet, whatever happens to the request in between. They land when the node says
+that its last write was confirmed and the checksums that it sends along, if any, hold.
 """
 
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import structlog
 
+from decode_node.attempt import Attempt, Landed, Lost, Outcome
+from decode_node.prefill_nodes import SILENCE_S, PrefillNodes
 from decode_node.request import Request, State
+from decode_node.verifier import Verification, Verified
 from hisparse.extents import HostSlots
 from service.metrics import Metrics
 from transfer.control import ControlPlane
@@ -27,61 +31,37 @@ from transfer.messages import (
     PrefillFailed,
     PrefillRequest,
     Quiesced,
-    Token,
 )
 
 log = structlog.get_logger(__name__)
 
-SILENCE_S = 3.0
 _INQUIRE_S = 0.5
 
 
-@dataclass(frozen=True)
-class Landed:
-    """The prompt's KV is in host memory and the first token is known."""
-
-    request: Request
-    token: Token
-
-
-@dataclass(frozen=True)
-class Lost:
-    """The attempt failed; the request holds nothing any more."""
-
-    request: Request
-    reason: str
-
-
-@dataclass
-class _Attempt:
-    """One dispatched prefill. `accepted`: the node has said that it works on it."""
-
-    request: Request
-    dispatched_at: float
-    accepted: bool = False
-
-
-Outcome = Landed | Lost
 PrefillMessage = PrefillAccepted | PrefillDone | PrefillFailed | Quiesced | NotHeld | Pong
 
 
 class RemotePrefill:
-    """Owns reservations and the requests in state PREFILLING. One loop calls it."""
+    """Owns reservations and the requests in state PREFILLING. One loop calls it.
+
+    `verify` takes checksums to be verified elsewhere, whose result comes to `verified`; False if it is too busy.
+    """
 
     def __init__(
         self,
         control: ControlPlane,
         destination: Destination,
         reservations: ReservationTable[HostSlots],
+        verify: Callable[[Verification], bool],
         metrics: Metrics,
     ) -> None:
+        self.nodes = PrefillNodes(control)
         self._control = control
         self._destination = destination
         self._reservations = reservations
+        self._verify = verify
         self._metrics = metrics
-        self._attempts: dict[Key, _Attempt] = {}
-        self._nodes: dict[str, tuple[Peer, ...]] = {}
-        self._suspects: dict[str, float] = {}
+        self._attempts: dict[Key, Attempt] = {}
         self._inquire_at = 0.0
 
     @property
@@ -92,23 +72,9 @@ class RemotePrefill:
     def is_idle(self) -> bool:
         return not self._attempts and not len(self._reservations)
 
-    def learn(self, gateway: str, nodes: tuple[Peer, ...]) -> None:
-        """The prefill nodes that a gateway knows, in order of preference."""
-        self._nodes[gateway] = nodes
-
     def choose(self, request: Request) -> Peer | None:
-        """The next node to try, or None if there is none.
-
-        The request's own ranking comes first, as far as gateways still know the nodes; then what else they know; a
-        node that no gateway names any more comes last.
-        """
-        current = {node.address: node for nodes in self._nodes.values() for node in nodes}
-        ranking = request.generate.prefill_nodes
-        ranked = [current[node.address] for node in ranking if node.address in current]
-        ranked += [*current.values(), *(node for node in ranking if node.address not in current)]
-        usable = [node for node in ranked if not self._is_suspect(node)]
-        untried = [node for node in usable if node.boot_id not in request.tried]
-        return next(iter(untried or usable), None)
+        """The node to try next for a request, or None if there is none."""
+        return self.nodes.choose(request.generate.prefill_nodes, request.tried)
 
     def dispatch(self, request: Request, node: Peer, slots: HostSlots) -> None:
         """Reserve the slots under a new epoch and ask the node to fill them."""
@@ -117,7 +83,7 @@ class RemotePrefill:
         request.tried.add(node.boot_id)
         request.move(State.PREFILLING)
         self._reservations.open(request.key, node, slots, len(slots))
-        self._attempts[request.key] = _Attempt(request, time.monotonic())
+        self._attempts[request.key] = Attempt(request, node, slots, time.monotonic())
         message = PrefillRequest(
             request_id=request.request_id,
             epoch=request.epoch,
@@ -142,7 +108,7 @@ class RemotePrefill:
         """The request no longer wants its prefill: its slots stay in quarantine until the node is quiet."""
         key = request.key
         self._forget(key)
-        writer = self._reservations.quarantine(key)
+        writer = self._reservations.quarantine(key, time.monotonic())
         # Whoever has the address may answer: another boot there proves that the writer is dead.
         abort = Abort(request_id=key[0], epoch=key[1])
         self._control.repeat(("abort", key), writer, abort, any_boot=True)
@@ -161,42 +127,62 @@ class RemotePrefill:
             case PrefillFailed():
                 key = message.request_id, message.epoch
                 outcomes += self._fail(key, message.reason)
-                self._on_quiesced(sender, key)
+                self._on_failed(sender, key, message.in_flight)
             case Quiesced():
                 key = message.request_id, message.epoch
-                outcomes += self._fail(key, "the prefill node gave it up")
+                outcomes += self._lose(key, "the prefill node gave it up")
                 self._on_quiesced(sender, key)
             case NotHeld():
                 for key in message.keys:
-                    outcomes += self._fail(key, "the prefill node does not know it")
+                    outcomes += self._lose(key, "the prefill node does not know it")
                     self._on_quiesced(sender, key)
         return outcomes
+
+    def verified(self, result: Verified) -> list[Outcome]:
+        """Take what came of a verification; nothing happens if the attempt was given up meanwhile."""
+        attempt = self._attempts.get(result.key)
+        if attempt is None or attempt.done is None:
+            return []
+        if result.reason is None:
+            return [self._land(result.key, attempt, attempt.done)]
+        if not result.mismatches:
+            return self._fail(result.key, result.reason, "verification")
+        log.error(
+            "transferred KV is not what was sent",
+            request_id=result.key[0],
+            epoch=result.key[1],
+            node=attempt.node.address,
+            mismatches=len(result.mismatches),
+            checksums=result.num_checksums,
+            first=result.examples(),
+        )
+        return self._fail(result.key, result.reason, "checksum")
 
     def tick(self, now: float) -> list[Outcome]:
         """Watch writers, give up silent ones and release what has become safe."""
         for key in self._reservations.release_expired(now):
             self._control.answered(("abort", key))
-            log.info("slots of a dead prefill node are free again", request_id=key[0], epoch=key[1])
+            log.info("slots of a prefill node that is gone are free again", request_id=key[0], epoch=key[1])
         if now < self._inquire_at:
             return []
         self._inquire_at = now + _INQUIRE_S
         outcomes: list[Outcome] = []
-        known = {node for nodes in self._nodes.values() for node in nodes}
-        self._control.watch(known | {reservation.writer for reservation in self._reservations})
-        for writer, keys in self._writable_by_writer().items():
-            self._control.send(writer, Holding(keys=tuple(key for key in keys if self._attempts[key].accepted)))
+        self._control.watch(self.nodes.known | {reservation.writer for reservation in self._reservations})
+        for node, keys in self._writing().items():
+            self._control.send(node, Holding(keys=tuple(key for key in keys if self._attempts[key].accepted)))
             for key in keys:
-                heard = max(self._control.last_heard(writer.boot_id) or 0.0, self._attempts[key].dispatched_at)
+                heard = max(self._control.last_heard(node.boot_id) or 0.0, self._attempts[key].dispatched_at)
                 if now - heard > SILENCE_S:
-                    self._suspects[writer.boot_id] = now
-                    outcomes += self._fail(key, f"prefill node {writer.address} is silent")
+                    self.nodes.suspect(node, now)
+                    outcomes += self._lose(key, f"prefill node {node.address} is silent")
         return outcomes
 
-    def _writable_by_writer(self) -> dict[Peer, list[Key]]:
+    def _writing(self) -> dict[Peer, list[Key]]:
+        """The attempts that nodes have yet to finish."""
         grouped: dict[Peer, list[Key]] = {}
-        for reservation in self._reservations:
-            if self._reservations.is_writable(reservation.key):
-                grouped.setdefault(reservation.writer, []).append(reservation.key)
+        for key, attempt in self._attempts.items():
+            if attempt.done is None:
+                grouped.setdefault(attempt.node, []).append(key)
         return grouped
 
     def _on_done(self, sender: Peer, message: PrefillDone) -> list[Outcome]:
@@ -206,25 +192,48 @@ class RemotePrefill:
             self._on_quiesced(sender, key)
             self._control.send(sender, Admitted(request_id=key[0], epoch=key[1]))
             return []
-        request = self._attempts[key].request
-        if message.num_tokens != request.num_tokens:
-            return self._fail(key, f"prefill covered {message.num_tokens} tokens, not {request.num_tokens}")
+        attempt = self._attempts[key]
+        if sender.boot_id != attempt.node.boot_id:
+            log.warning("done by a node that was not asked", request_id=key[0], epoch=key[1], node=sender.address)
+            return []
+        if attempt.done is not None:
+            return []
+        if message.num_tokens != attempt.request.num_tokens:
+            return self._fail(key, f"prefill covered {message.num_tokens} tokens, not {attempt.request.num_tokens}")
+        if not message.checksums:
+            return [self._land(key, attempt, message)]
+        # If the verifier is too busy, the message is repeated and offered to it again.
+        if self._verify(Verification(key, message.checksums, attempt.slots, message.num_tokens)):
+            attempt.done = message
+        return []
+
+    def _land(self, key: Key, attempt: Attempt, message: PrefillDone) -> Landed:
+        """The slots go on with their request."""
+        request = attempt.request
         self._forget(key)
         request.host_slots = self._reservations.landed(key)
         request.tried.clear()
         request.prefill_attempts = 0
         request.move(State.LANDED)
-        self._control.send(sender, Admitted(request_id=key[0], epoch=key[1]))
+        self._control.send(attempt.node, Admitted(request_id=key[0], epoch=key[1]))
         log.info(
             "landed",
             request_id=request.request_id,
             epoch=request.epoch,
-            node=sender.address,
+            node=attempt.node.address,
             bytes=message.transferred_bytes,
             descriptors=message.descriptors,
             transfer_seconds=round(message.transfer_seconds, 4),
+            checksums=len(message.checksums),
         )
-        return [Landed(request, message.token)]
+        return Landed(request, message.token)
+
+    def _on_failed(self, sender: Peer, key: Key, in_flight: bool) -> None:
+        """The sender has given it up. With writes in flight that lifts no quarantine, and it waits for an Abort."""
+        if not in_flight:
+            self._on_quiesced(sender, key)
+        elif key not in self._reservations:
+            self._control.send(sender, Abort(request_id=key[0], epoch=key[1]))
 
     def _on_quiesced(self, sender: Peer, key: Key) -> None:
         """The sender has nothing of it in flight. That counts at once only if it is the writer itself.
@@ -235,13 +244,18 @@ class RemotePrefill:
             self._control.answered(("abort", key))
             log.info("quarantine lifted", request_id=key[0], epoch=key[1])
 
-    def _fail(self, key: Key, reason: str) -> list[Outcome]:
-        """End an attempt that is still wanted; its slots go to quarantine."""
+    def _lose(self, key: Key, reason: str) -> list[Outcome]:
+        """The node does not work on it any more, which fails an attempt that it has not done yet."""
+        attempt = self._attempts.get(key)
+        return [] if attempt is None or attempt.done is not None else self._fail(key, reason)
+
+    def _fail(self, key: Key, reason: str, kind: str = "prefill") -> list[Outcome]:
+        """End an attempt that is still wanted; its slots go to quarantine. `kind` is what metrics call the reason."""
         attempt = self._attempts.get(key)
         if attempt is None:
             return []
         request = attempt.request
-        self._metrics.transfer_failures.labels("prefill").inc()
+        self._metrics.transfer_failures.labels(kind).inc()
         self.abandon(request)
         request.move(State.WAITING)
         log.warning("prefill attempt failed", request_id=key[0], epoch=key[1], reason=reason)
@@ -258,20 +272,9 @@ class RemotePrefill:
             outcome
             for boot_id in dead
             for key in self._reservations.writer_died(boot_id, time.monotonic())
-            for outcome in self._fail(key, f"prefill node {sender.address} was restarted")
+            for outcome in self._lose(key, f"prefill node {sender.address} was restarted")
         ]
 
     def _forget(self, key: Key) -> None:
         self._control.answered(("prefill", key))
         del self._attempts[key]
-
-    def _is_suspect(self, node: Peer) -> bool:
-        """Whether the node was silent and has not been heard since."""
-        since = self._suspects.get(node.boot_id)
-        if since is None:
-            return False
-        heard = self._control.last_heard(node.boot_id)
-        if heard is not None and heard > since:
-            del self._suspects[node.boot_id]
-            return False
-        return time.monotonic() - since < 10 * SILENCE_S

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import structlog
 import torch
 
+from decode_node.attempt import Landed, Lost, Outcome
 from decode_node.local_prefill import LocalPrefill
 from decode_node.outputs import OutputStream
-from decode_node.remote_prefill import Landed, Lost, Outcome, RemotePrefill
+from decode_node.remote_prefill import RemotePrefill
 from decode_node.request import Request, State
 from hisparse.coordinator import HOST_GRANULE, HiSparseCoordinator, Tier
 from model.sampling import sample

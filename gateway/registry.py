@@ -136,8 +136,8 @@ class NodeRegistry:
             if other.peer.address == peer.address or not other.live(now):
                 continue
             differences = offer.identity.differences(other.offer.identity)
-            if not differences and offer.protocol != other.offer.protocol:
-                differences = f"transfer protocol {offer.protocol} != {other.offer.protocol}"
+            if not differences and offer.role != other.offer.role:
+                differences = _no_common_transport(offer, other.offer)
             if differences:
                 return f"{differences} of {other.offer.role} node {other.peer.address}"
         return ""
@@ -146,3 +146,10 @@ class NodeRegistry:
         for address, node in list(self._nodes.items()):
             if now - node.last_heartbeat > FORGOTTEN_AFTER_S:
                 del self._nodes[address]
+
+
+def _no_common_transport(offer: Register, other: Register) -> str:
+    """Why KV could not pass between two nodes, or an empty string."""
+    if set(offer.transports) & set(other.transports):
+        return ""
+    return f"transfer protocol {'|'.join(offer.transports)} != {'|'.join(other.transports)}"

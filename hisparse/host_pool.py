@@ -1,11 +1,11 @@
 """The host tier: every token of every request, in all layers, in DRAM."""
 
-import mmap
 from typing import Any
 
 import torch
 
 from hisparse.extents import Extent, HostSlots, SlotAllocator
+from hisparse.host_memory import HostMemory, SharedRegion, page_aligned
 from hisparse.layout import KVLayout
 
 
@@ -16,13 +16,19 @@ class HostKVPool:
 
     kv: [num_layers, num_slots, item_dim]. index_keys: [num_index_layers, num_slots, index_dim]. Both are layer-first,
     so that a layer is one contiguous buffer, and start at a memory page. With `pin` the memory is registered with
-    CUDA where it lies: torch's own pinned allocator would round it up to a power of two.
+    CUDA where it lies: torch's own pinned allocator would round it up to a power of two. With `shareable` other
+    processes of the host can map it (`shared`).
     """
 
-    def __init__(self, layout: KVLayout, num_slots: int, pin: bool) -> None:
+    def __init__(self, layout: KVLayout, num_slots: int, pin: bool, shareable: bool = False) -> None:
         self.layout = layout
-        self.kv = _page_aligned((layout.num_layers, num_slots, layout.item_dim), layout.dtype)
-        self.index_keys = _page_aligned((layout.num_index_layers, num_slots, layout.index_dim), layout.dtype)
+        keys_at = page_aligned(layout.num_layers * num_slots * layout.item_bytes)
+        num_bytes = keys_at + layout.num_index_layers * num_slots * layout.index_key_bytes
+        self._memory = HostMemory(num_bytes, shareable)
+        self.kv = self._memory.tensor(0, (layout.num_layers, num_slots, layout.item_dim), layout.dtype)
+        self.index_keys = self._memory.tensor(
+            keys_at, (layout.num_index_layers, num_slots, layout.index_dim), layout.dtype
+        )
         self._slots = SlotAllocator(num_slots)
         self._pinned: list[torch.Tensor] = []
         if pin:
@@ -67,21 +73,19 @@ class HostKVPool:
         item_lengths += [self.layout.index_key_bytes] * self.layout.num_index_layers
         return [b.data_ptr() for b in buffers], [b.nbytes for b in buffers], item_lengths
 
+    def shared(self) -> SharedRegion | None:
+        """How another process of this host maps the pool; None if it is not shareable."""
+        return self._memory.shared()
+
     def check_integrity(self) -> None:
         """Raise SlotAccountingError unless the slot books add up."""
         self._slots.check_integrity()
 
     def close(self) -> None:
-        """Unpin the memory. Nothing may copy to or from it any more."""
+        """Unpin the memory and share it no more. Nothing may copy to or from it any more."""
         while self._pinned:
             _check(_cudart().cudaHostUnregister(self._pinned.pop().data_ptr()))
-
-
-def _page_aligned(shape: tuple[int, int, int], dtype: torch.dtype) -> torch.Tensor:
-    """A zeroed CPU tensor that starts at a memory page; pages get memory when they are first touched."""
-    elements = shape[0] * shape[1] * shape[2]
-    memory = mmap.mmap(-1, max(1, elements * dtype.itemsize))
-    return torch.frombuffer(memory, dtype=dtype, count=elements).view(shape)
+        self._memory.close()
 
 
 def _pin(tensor: torch.Tensor) -> None:

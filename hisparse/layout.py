@@ -26,6 +26,12 @@ class KVLayout:
         return self.index_layer_of[-1] + 1
 
     @property
+    def layer_of_buffer(self) -> tuple[int, ...]:
+        """The layer after which each buffer is complete: one per layer, then one per index layer."""
+        first_of_group = (self.index_layer_of.index(group) for group in range(self.num_index_layers))
+        return *range(self.num_layers), *first_of_group
+
+    @property
     def item_bytes(self) -> int:
         return self.item_dim * self.dtype.itemsize
 

@@ -11,11 +11,11 @@ from hisparse.sizing import Sizes
 from hisparse.swap_in import CpuSwapIn
 
 
-def build_cpu_tiers(sizes: Sizes, verify: bool = False) -> HiSparseCoordinator:
-    """The coordinator of a node without an accelerator, with pools of these sizes."""
+def build_cpu_tiers(sizes: Sizes, verify: bool = False, shareable: bool = False) -> HiSparseCoordinator:
+    """The coordinator of a node without an accelerator, with pools of these sizes; `shareable`: see HostKVPool."""
     cpu = torch.device("cpu")
     layout, hot_size = sizes.layout, sizes.config.device_buffer_size
-    host = HostKVPool(layout, sizes.num_host_slots, pin=False)
+    host = HostKVPool(layout, sizes.num_host_slots, pin=False, shareable=shareable)
     device = DeviceKVPool(
         layout,
         num_slots=sizes.num_device_slots,

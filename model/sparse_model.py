@@ -4,7 +4,7 @@ The weights, norms, MLPs, mixture of experts and rotary angles are those of the 
 decoder layers and caches are not used: KV lives in pools that the caller owns, and only selected rows are read.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,14 +28,15 @@ class SparseModel:
         self._layers = [_Layer(module, interleaved) for module in network.model.layers]
 
     @torch.no_grad()
-    def prefill(self, chunks: Sequence[PrefillChunk]) -> torch.Tensor:
+    def prefill(self, chunks: Sequence[PrefillChunk], on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
         """Compute chunks of prompts and store their KV; at most one chunk per request.
 
+        `on_layer` is called with each layer's number once the work that stores its KV is queued on the device.
         Returns float32 logits of the last token of each chunk, shape [len(chunks), vocab_size].
         """
         token_ids = torch.cat([chunk.token_ids for chunk in chunks])
         positions = torch.cat([torch.arange(chunk.start, chunk.stop, device=self.device) for chunk in chunks])
-        hidden = self._forward(token_ids, positions, PrefillPass(chunks, self.spec.index_topk))
+        hidden = self._forward(token_ids, positions, PrefillPass(chunks, self.spec.index_topk), on_layer)
         ends = torch.tensor([len(chunk.token_ids) for chunk in chunks], device=self.device).cumsum(0)
         return self._logits(hidden[ends - 1])
 
@@ -48,7 +49,13 @@ class SparseModel:
         hidden = self._forward(token_ids, positions, DecodePass(cache, self.spec.index_topk))
         return self._logits(hidden)
 
-    def _forward(self, token_ids: torch.Tensor, positions: torch.Tensor, forward_pass: ForwardPass) -> torch.Tensor:
+    def _forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        forward_pass: ForwardPass,
+        on_layer: Callable[[int], None] | None = None,
+    ) -> torch.Tensor:
         """Hidden states after the last layer, shape [N, hidden_size], of N tokens of any requests."""
         hidden: torch.Tensor = self._network.model.embed_tokens(token_ids)
         cos, sin = self._network.model.rotary_emb(hidden, position_ids=positions.unsqueeze(0))
@@ -68,6 +75,8 @@ class SparseModel:
                     latent_dim=layer.attention.latent_dim,
                 )
             )
+            if on_layer is not None:
+                on_layer(number)
             hidden = hidden + layer.attention.output(latents)
             hidden = hidden + layer.mlp(layer.mlp_norm(hidden))
         return hidden

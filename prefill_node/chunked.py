@@ -1,6 +1,7 @@
 """Chunked prefill: prompts computed piece by piece, several requests in one forward pass."""
 
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -42,11 +43,21 @@ class ComputedChunk(Generic[Key]):
     token: Sampled | None
 
 
+@dataclass(frozen=True)
+class PrefillStep(Generic[Key]):
+    """The chunks of one forward pass."""
+
+    chunks: list[tuple[PrefillJob[Key], PrefillChunk]]
+
+
 class ChunkedPrefill(Generic[Key]):
     """Computes jobs first come, first served, `chunk_size` tokens per step over as many jobs as fit.
 
     A job gets the pages of its whole prompt before its first chunk, so a started job always ends. Its pages stay
     until `release`, which also takes back a job that was not finished.
+
+    A step is planned, computed and completed. One thread owns the jobs; `compute` touches none of them and may run on
+    another, as long as no job of the step is released before it ends.
     """
 
     def __init__(self, model: SparseModel, pool: PagedKVPool, chunk_size: int) -> None:
@@ -85,26 +96,41 @@ class ChunkedPrefill(Generic[Key]):
             self.pool.free(job.pages)
             job.pages = job.cache = None
 
-    @torch.inference_mode()
     def step(self) -> list[ComputedChunk[Key]]:
-        """Compute the next chunks in one forward pass; an empty list if no job can go on."""
+        """Plan, compute and complete the next step; an empty list if no job can go on."""
+        step = self.plan()
+        return [] if step is None else self.complete(step, self.compute(step))
+
+    def plan(self) -> PrefillStep[Key] | None:
+        """The next step, or None if no job can go on. It must be completed, or its jobs released, before another."""
         self._start_waiting()
-        taken = self._take_chunks()
-        if not taken:
-            return []
-        logits = self._model.prefill([chunk for _, chunk in taken])
-        done = [i for i, (job, chunk) in enumerate(taken) if job.remaining == len(chunk.token_ids)]
-        tokens = iter(
-            sample(logits[done], [taken[i][0].sampling for i in done], [taken[i][0].step for i in done]) if done else ()
-        )
+        chunks = self._take_chunks()
+        return PrefillStep(chunks) if chunks else None
+
+    @torch.inference_mode()
+    def compute(self, step: PrefillStep[Key], on_layer: Callable[[int], None] | None = None) -> list[Sampled | None]:
+        """Run the step's forward pass. Returns the token after each chunk that ends its prompt, None for others.
+
+        `on_layer` is called when the kernels that write a layer's KV are queued.
+        """
+        logits = self._model.prefill([chunk for _, chunk in step.chunks], on_layer)
+        last = [i for i, (job, chunk) in enumerate(step.chunks) if chunk.stop == len(job.prompt_ids)]
+        tokens: list[Sampled | None] = [None] * len(step.chunks)
+        if last:
+            jobs = [step.chunks[i][0] for i in last]
+            sampled = sample(logits[last], [job.sampling for job in jobs], [job.step for job in jobs])
+            for i, token in zip(last, sampled, strict=True):
+                tokens[i] = token
+        return tokens
+
+    def complete(self, step: PrefillStep[Key], tokens: Sequence[Sampled | None]) -> list[ComputedChunk[Key]]:
+        """Note what a step computed. Jobs that were forgotten meanwhile stay so."""
         results = []
-        for job, chunk in taken:
-            job.computed += len(chunk.token_ids)
-            token = None
-            if job.remaining == 0:
+        for (job, chunk), token in zip(step.chunks, tokens, strict=True):
+            job.computed = chunk.stop
+            if token is not None and job in self._running:
                 self._running.remove(job)
-                token = next(tokens)
-            results.append(ComputedChunk(job, chunk.start, job.computed, token))
+            results.append(ComputedChunk(job, chunk.start, chunk.stop, token))
         return results
 
     def _start_waiting(self) -> None:

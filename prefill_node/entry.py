@@ -1,10 +1,10 @@
 """What a prefill node keeps of a request that it works on."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from prefill_node.chunked import PrefillJob
-from transfer.messages import ModelIdentity, Peer, PrefillDone, PrefillRequest, Token
+from transfer.messages import Checksum, ModelIdentity, Peer, PrefillDone, PrefillRequest, Token, Transport
 from transfer.planner import Int64s
 
 Key = tuple[str, int]
@@ -23,8 +23,8 @@ class State(Enum):
 class Entry:
     """One (request, epoch) that this node works on.
 
-    `in_flight` counts the chunks that the sender holds. Pages are released when the entry ends, never earlier: until
-    then a chunk may have to be sent again.
+    `in_flight` counts the chunks being computed and those that the sender holds. Pages are released when the entry
+    ends, never earlier: until then they are written to or read.
     """
 
     request: PrefillRequest
@@ -35,9 +35,12 @@ class Entry:
     in_flight: int = 0
     token: Token | None = None
     failure: str | None = None
+    computed_at: float | None = None
+    """When the last chunk was computed (time.monotonic): what it waits for since then is its transfer."""
     num_bytes: int = 0
     num_descriptors: int = 0
     seconds: float = 0.0
+    checksums: list[Checksum] = field(default_factory=list)
 
     @property
     def key(self) -> Key:
@@ -54,6 +57,7 @@ class Entry:
             transferred_bytes=self.num_bytes,
             descriptors=self.num_descriptors,
             transfer_seconds=self.seconds,
+            checksums=tuple(self.checksums),
         )
 
 
@@ -62,7 +66,7 @@ class Offer:
     """What a prefill node can do. `max_tokens`: the longest prompt that it takes."""
 
     identity: ModelIdentity
-    protocol: str
+    transports: tuple[Transport, ...]
     max_tokens: int
     vocab_size: int
 
@@ -76,8 +80,9 @@ class Offer:
             return "hisparse=false: this node does not write KV to resident device pages"
         if difference := self.identity.differences(destination.identity):
             return f"model mismatch, prefill != decode: {difference}"
-        if destination.protocol != self.protocol:
-            return f"transfer protocol {self.protocol} != {destination.protocol} of the decode node"
+        if not set(self.transports) & set(destination.transports):
+            here, there = "|".join(self.transports), "|".join(destination.transports)
+            return f"no transport in common: {here} here, {there} at the decode node"
         if destination.buffers.item_lengths != expected:
             return f"destination item lengths {destination.buffers.item_lengths} != {expected}"
         if num_tokens > self.max_tokens:

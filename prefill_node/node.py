@@ -1,14 +1,20 @@
-"""The prefill node's loop: receive, compute a chunk, send it while the next one computes."""
+"""The prefill node's loop: receive, start what computes next, note what was computed and what was sent.
+
+The loop never computes and never sends: a thread computes, others send, and both report back through the inbox. So it
+hears an abort at once, and says that a transfer ended at once, whatever computes meanwhile.
+"""
 
 import time
 
 import structlog
-import torch
 
 from prefill_node.chunked import ChunkedPrefill, ComputedChunk, PrefillJob
+from prefill_node.compute import Computed, ComputeThread
 from prefill_node.convert import prompt_tensor, sampling_params, token_message
 from prefill_node.entry import Entry, Key, Offer, State
-from prefill_node.sender import Chunk, Sender, Sent
+from prefill_node.outgoing import Chunk, Sent
+from prefill_node.progress import ForwardProgress
+from prefill_node.sender import Sender
 from service.shell import NodeShell
 from transfer.messages import (
     Abort,
@@ -37,23 +43,26 @@ _DRAIN_S = 10.0
 
 
 class PrefillNode:
-    """Owns every entry; the sender's threads only report back through the inbox."""
+    """Owns every entry. `transfer_timeout`: seconds that a request's transfer may go on after its computation."""
 
     def __init__(
         self,
-        shell: NodeShell[Sent],
+        shell: NodeShell[Computed | Sent],
         prefill: ChunkedPrefill[Key],
+        compute: ComputeThread,
         sender: Sender,
         offer: Offer,
-        device: torch.device,
+        transfer_timeout: float,
     ) -> None:
         self._shell = shell
         self._control = shell.control
         self._metrics = shell.metrics
         self._prefill = prefill
+        self._compute = compute
+        self._computing = False
         self._sender = sender
         self._offer = offer
-        self._device = device
+        self._transfer_timeout = transfer_timeout
         self._entries: dict[Key, Entry] = {}
         self._ended: Tombstones[Key] = Tombstones()
         self._housekeeping_at = 0.0
@@ -69,11 +78,10 @@ class PrefillNode:
     def run(self) -> None:
         """Serve until told to stop; then tell whom it concerns, when nothing of it is in flight any more."""
         while not self._shell.stopping.is_set():
-            for item in self._shell.receive(0 if self._prefill.has_work else _IDLE_WAIT_S):
+            for item in self._shell.receive(_IDLE_WAIT_S):
                 self._take(item)
             self._housekeep(time.monotonic())
-            for computed in self._compute():
-                self._send(computed)
+            self._start_step()
         self._shell.leave()
         self._hand_back()
 
@@ -87,8 +95,10 @@ class PrefillNode:
 
     # --- messages ---
 
-    def _take(self, item: tuple[Peer, Message] | Sent) -> None:
+    def _take(self, item: tuple[Peer, Message] | Computed | Sent) -> None:
         match item:
+            case Computed():
+                self._on_computed(item)
             case Sent():
                 self._on_sent(item)
             case (sender, PrefillRequest() as message):
@@ -113,7 +123,10 @@ class PrefillNode:
         self._control.send(decode, PrefillAccepted(request_id=request.request_id, epoch=request.epoch))
         if key in self._entries:
             return
-        if refusal := self._offer.refusal(request):
+        refusal = self._offer.refusal(request)
+        if refusal is None and not self._sender.has_room_for(decode):
+            refusal = "this node sends to as many decode nodes as it can"
+        if refusal is not None:
             log.warning("refused", request_id=request.request_id, epoch=request.epoch, reason=refusal)
             self._control.send(
                 decode, PrefillFailed(request_id=request.request_id, epoch=request.epoch, reason=refusal)
@@ -125,7 +138,7 @@ class PrefillNode:
             decode,
             PrefillJob(
                 key,
-                prompt_tensor(request.prompt_ids, self._device),
+                prompt_tensor(request.prompt_ids, self._prefill.pool.kv.device),
                 sampling_params(request.sampling),
                 request.step,
             ),
@@ -147,42 +160,60 @@ class PrefillNode:
             self._ended.add(key)
             self._control.send(sender, Quiesced(request_id=key[0], epoch=key[1]))
         else:
+            self._control.answered(("failed", key))
+            entry.failure = None
             self._stop_entry(entry, failure=None)
 
     # --- work ---
 
-    def _compute(self) -> list[ComputedChunk[Key]]:
-        try:
-            return self._prefill.step()
-        except Exception as error:
-            # A batch that cannot be computed (out of memory, say) costs its requests; others go on.
-            log.exception("prefill step failed")
-            for entry in list(self._entries.values()):
-                if entry.job.computed or entry.job.pages is not None:
-                    self._stop_entry(entry, failure=f"prefill failed: {error}")
-            return []
+    def _start_step(self) -> None:
+        """Start the next forward pass, and the sending of what it computes, layer by layer."""
+        if self._computing or (step := self._prefill.plan()) is None:
+            return
+        self._computing = True
+        progress = self._compute.start(step)
+        for job, chunk in step.chunks:
+            entry = self._entries[job.key]
+            entry.in_flight += 1
+            self._send(entry, chunk.start, chunk.stop, progress)
 
-    def _send(self, computed: ComputedChunk[Key]) -> None:
-        self._metrics.prompt_tokens.inc(computed.stop - computed.start)
-        entry = self._entries[computed.job.key]
-        if computed.token is not None:
-            entry.token = token_message(computed.token)
-            entry.state = State.SENDING
+    def _send(self, entry: Entry, start: int, stop: int, progress: ForwardProgress) -> None:
         assert entry.job.pages is not None
         entry.in_flight += 1
         self._sender.submit(
             Chunk(
                 request_id=entry.request.request_id,
                 epoch=entry.request.epoch,
-                start=computed.start,
-                stop=computed.stop,
+                start=start,
+                stop=stop,
                 pages=entry.job.pages,
                 slots=entry.slots,
+                decode=entry.decode,
                 destination=entry.request.destination,
-                ready=_record_event(self._device),
+                progress=progress,
                 cancelled=lambda: entry.state is State.STOPPING,
             )
         )
+
+    def _on_computed(self, computed: Computed) -> None:
+        self._computing = False
+        if computed.error is None:
+            for chunk in self._prefill.complete(computed.step, computed.tokens):
+                self._note_chunk(self._entries[chunk.job.key], chunk)
+        for job, _ in computed.step.chunks:
+            entry = self._entries[job.key]
+            entry.in_flight -= 1
+            if computed.error is not None:
+                self._stop_entry(entry, failure=computed.error)
+            else:
+                self._advance(entry)
+
+    def _note_chunk(self, entry: Entry, chunk: ComputedChunk[Key]) -> None:
+        self._metrics.prompt_tokens.inc(chunk.stop - chunk.start)
+        if chunk.token is not None and entry.state is State.COMPUTING:
+            entry.token = token_message(chunk.token)
+            entry.computed_at = time.monotonic()
+            entry.state = State.SENDING
 
     def _on_sent(self, sent: Sent) -> None:
         entry = self._entries[sent.chunk.request_id, sent.chunk.epoch]
@@ -191,6 +222,7 @@ class PrefillNode:
             entry.num_bytes += sent.num_bytes
             entry.num_descriptors += sent.num_descriptors
             entry.seconds += sent.seconds
+            entry.checksums += sent.checksums
             self._metrics.transfer_bytes.inc(sent.num_bytes)
             self._metrics.transfer_descriptors.inc(sent.num_descriptors)
             self._metrics.transfer_seconds.observe(sent.seconds)
@@ -198,13 +230,20 @@ class PrefillNode:
             self._metrics.transfer_failures.labels("write").inc()
             self._stop_entry(entry, failure=f"transfer failed: {sent.error}")
             return
+        self._advance(entry)
+
+    def _advance(self, entry: Entry) -> None:
+        """Go on with an entry once nothing of it is in flight: it has arrived, or it may end."""
+        if entry.in_flight:
+            return
         if entry.state is State.STOPPING:
-            self._end_if_drained(entry)
-        elif entry.state is State.SENDING and entry.in_flight == 0:
+            self._end_drained(entry)
+        elif entry.state is State.SENDING:
             self._announce(entry)
 
     def _announce(self, entry: Entry) -> None:
         """Every write landed: say so until the decode node answers."""
+        assert entry.computed_at is not None
         entry.state = State.DONE
         self._control.repeat(("done", entry.key), entry.decode, entry.done())
         log.info(
@@ -214,6 +253,7 @@ class PrefillNode:
             bytes=entry.num_bytes,
             descriptors=entry.num_descriptors,
             seconds=round(entry.seconds, 4),
+            after_compute=round(time.monotonic() - entry.computed_at, 4),
         )
 
     # --- endings ---
@@ -224,22 +264,30 @@ class PrefillNode:
             entry.state = State.STOPPING
             entry.failure = failure
             self._prefill.forget(entry.job)
-        self._end_if_drained(entry)
+            if failure is not None and entry.in_flight:
+                # The decode node need not wait for the end of it to look elsewhere.
+                failed = self._failed(entry, failure, in_flight=True)
+                self._control.repeat(("failed", entry.key), entry.decode, failed)
+        self._advance(entry)
 
-    def _end_if_drained(self, entry: Entry) -> None:
-        if entry.in_flight:
-            return
+    def _end_drained(self, entry: Entry) -> None:
         request_id, epoch = entry.key
         if entry.failure is None:
             self._control.send(entry.decode, Quiesced(request_id=request_id, epoch=epoch))
         else:
-            self._control.send(entry.decode, PrefillFailed(request_id=request_id, epoch=epoch, reason=entry.failure))
+            self._control.send(entry.decode, self._failed(entry, entry.failure, in_flight=False))
         self._end(entry)
         log.info("stopped", request_id=request_id, epoch=epoch, reason=entry.failure or "aborted")
+
+    @staticmethod
+    def _failed(entry: Entry, reason: str, in_flight: bool) -> PrefillFailed:
+        request_id, epoch = entry.key
+        return PrefillFailed(request_id=request_id, epoch=epoch, reason=reason, in_flight=in_flight)
 
     def _end(self, entry: Entry) -> None:
         """The one place where an entry's pages go back."""
         self._control.answered(("done", entry.key))
+        self._control.answered(("failed", entry.key))
         self._prefill.release(entry.job)
         del self._entries[entry.key]
         self._ended.add(entry.key)
@@ -254,7 +302,7 @@ class PrefillNode:
                 self._take(item)
 
     def _housekeep(self, now: float) -> None:
-        """Give up what no decode node asks for any more, and the threads that no request needs."""
+        """Give up what no decode node asks for any more or what takes too long, and threads that no request needs."""
         if now < self._housekeeping_at:
             return
         self._housekeeping_at = now + 1.0
@@ -263,13 +311,10 @@ class PrefillNode:
             if heard is not None and now - heard > _ORPHAN_AFTER_S:
                 log.warning("decode node is silent", request_id=entry.request.request_id, decode=entry.decode.address)
                 self._stop_entry(entry, failure="the decode node is silent")
-        self._sender.keep_only({entry.request.destination.session for entry in self._entries.values()})
-
-
-def _record_event(device: torch.device) -> torch.cuda.Event | None:
-    """An event after the work queued so far; None where the device works synchronously."""
-    if device.type != "cuda":
-        return None
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record()
-    return event
+            elif entry.state is State.SENDING and now - (entry.computed_at or now) > self._transfer_timeout:
+                self._metrics.transfer_failures.labels("timeout").inc()
+                self._stop_entry(entry, failure=f"transfer took longer than {self._transfer_timeout:g} s")
+        decodes = {entry.decode for entry in self._entries.values()}
+        # Asked for signs of life: nothing is posted to a decode node that gives none.
+        self._control.watch(decodes)
+        self._sender.keep_only({decode.boot_id for decode in decodes})

@@ -1,5 +1,6 @@
 """A prefill process: what it is made of, and in which order."""
 
+import time
 from dataclasses import dataclass
 
 import structlog
@@ -8,19 +9,25 @@ from model.dtypes import resolve_dtype
 from model.loader import load_model, read_spec
 from model.spec import ModelSpec
 from prefill_node.chunked import ChunkedPrefill
+from prefill_node.compute import Computed, ComputeThread
 from prefill_node.convert import identity, kv_layout
 from prefill_node.entry import Key, Offer
 from prefill_node.node import PrefillNode
+from prefill_node.outgoing import Reading, Sent
 from prefill_node.pool import PagedKVPool
-from prefill_node.sender import Sender, Sent
+from prefill_node.ring import SendRings
+from prefill_node.sender import Sender, Surroundings
+from prefill_node.source import DeviceSource, HostSource
 from service.config import NodeConfig
 from service.errors import StartupError
 from service.logs import configure_logging
 from service.memory import gib, pool_bytes
 from service.shell import NodeShell
-from transfer.engine import KVTransferEngine, choose_protocol
+from transfer.checksum import ChecksumMode
+from transfer.control import ControlPlane
 from transfer.membership import Membership
-from transfer.messages import Heartbeat, Register
+from transfer.messages import Heartbeat, Peer, Register
+from transfer.routes import Transports, choose_transports
 
 log = structlog.get_logger(__name__)
 
@@ -32,33 +39,43 @@ class PrefillConfig(NodeConfig):
     """A prefill node's options. `max_total_tokens` is the size of the paged KV pool, by default from memory."""
 
     max_total_tokens: int | None = None
+    transfer_checksum: ChecksumMode = "sample"
+    transfer_timeout: float = 60.0
 
 
 def run_prefill_node(config: PrefillConfig) -> None:
     """Serve until SIGTERM or SIGINT. Raises StartupError if it cannot start; cheap checks come first."""
     configure_logging(config.log_level, config.log_format, "prefill")
     config.check()
-    protocol = choose_protocol(config.transfer_protocol, config.ib_device)
+    choose_transports(config.transfer_protocol, config.ib_device)
     device = config.torch_device()
     dtype = resolve_dtype(config.model_path, config.dtype)
     spec = read_spec(config.model_path, dtype, config.context_length)
-    shell: NodeShell[Sent] = NodeShell("prefill", config)
+    shell: NodeShell[Computed | Sent] = NodeShell("prefill", config)
     sender = None
     try:
         model = load_model(config.model_path, dtype, device, config.context_length)
         pool = PagedKVPool(kv_layout(spec), _num_pages(config, spec), config.page_size, device)
-        engine = KVTransferEngine(config.data_host, protocol, config.ib_device)
-        buffers = pool.get_contiguous_buf_infos()
-        engine.register(buffers)
+        transports = Transports(config.data_host, config.transfer_protocol, config.ib_device)
+        transports.register(pool.get_contiguous_buf_infos())
         prefill: ChunkedPrefill[Key] = ChunkedPrefill(model, pool, config.chunked_prefill_size)
-        sender = Sender(engine, buffers, config.page_size, report=shell.inbox.put)
+        sender = Sender(
+            Surroundings(
+                reading=_reading(pool, config),
+                rings=SendRings(pin=device.type == "cuda", register=transports.register),
+                connect=transports.connect,
+                silence=lambda decode: _silence(shell.control, decode),
+                report=shell.inbox.put,
+            )
+        )
         offer = Offer(
             identity=identity(spec),
-            protocol=protocol,
+            transports=transports.offered,
             max_tokens=min(spec.context_length, pool.num_pages * config.page_size),
             vocab_size=spec.vocab_size,
         )
-        node = PrefillNode(shell, prefill, sender, offer, device)
+        compute = ComputeThread(prefill, device, report=shell.inbox.put)
+        node = PrefillNode(shell, prefill, compute, sender, offer, config.transfer_timeout)
         membership = Membership(
             shell.control,
             config.gateways,
@@ -66,7 +83,7 @@ def run_prefill_node(config: PrefillConfig) -> None:
                 via=via,
                 role="prefill",
                 identity=offer.identity,
-                protocol=protocol,
+                transports=offer.transports,
                 page_size=config.page_size,
                 max_request_tokens=offer.max_tokens,
             ),
@@ -75,12 +92,29 @@ def run_prefill_node(config: PrefillConfig) -> None:
             ),
         )
         shell.start(membership, node.refresh_metrics)
-        shell.announce(engine.session, protocol, spec.model_type, spec.fingerprint)
+        shell.announce(offer.transports, spec.model_type, spec.fingerprint)
         node.run()
     finally:
         if sender is not None and not sender.stop(timeout=1.0):
             log.warning("writes are still in flight; the engine's end stops them")
         shell.close()
+
+
+def _reading(pool: PagedKVPool, config: PrefillConfig) -> Reading:
+    """How the pool's pages are read for sending."""
+    layers = [*pool.kv, *pool.index_keys]
+    return Reading(
+        source=HostSource(layers) if pool.kv.device.type == "cpu" else DeviceSource(layers),
+        layer_of_buffer=pool.layout.layer_of_buffer,
+        page_size=pool.page_size,
+        checksums=config.transfer_checksum,
+    )
+
+
+def _silence(control: ControlPlane, peer: Peer) -> float:
+    """Seconds since a process was heard."""
+    heard = control.last_heard(peer.boot_id)
+    return float("inf") if heard is None else time.monotonic() - heard
 
 
 def _num_pages(config: PrefillConfig, spec: ModelSpec) -> int:

@@ -1,129 +1,139 @@
-"""Sends computed chunks to decode nodes while the next ones compute."""
+"""Sends what forward passes compute to decode nodes, while they compute."""
 
 import queue
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
-import numpy as np
 import structlog
 
-from transfer.engine import KVTransferEngine, TransferAborted, TransferError
-from transfer.messages import BufferInfo, Destination
-from transfer.planner import Descriptors, Int64s, expand_pages, plan_runs
+from prefill_node.outgoing import Chunk, Outgoing, Reading, Sent, gather_policy
+from prefill_node.ring import SendRing, SendRings
+from transfer.messages import Destination, Peer
+from transfer.routes import NoRoute
+from transfer.writer import Channel, TransferAborted, TransferError
 
 log = structlog.get_logger(__name__)
 
-
-class Event(Protocol):
-    """A point in a device's work."""
-
-    def synchronize(self) -> None:
-        """Return when everything before it is done."""
+MAX_SESSIONS = 64
+LEASE_S = 2.0
+"""Nothing is posted to a decode node that was not heard for so long: another process may be at its address by now."""
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """Positions [start, stop) of a request, to be written to the destination slots of those positions.
+class Surroundings:
+    """What the threads of a sender share.
 
-    `ready` is the event after which the device has written them (None: already has). `cancelled` is asked between
-    descriptors.
+    connect: the best way to a decode node; raises NoRoute. silence: seconds since a decode node was heard. report: is
+    called once per chunk, when nothing of it is in flight any more.
     """
 
-    request_id: str
-    epoch: int
-    start: int
-    stop: int
-    pages: Int64s
-    slots: Int64s
-    destination: Destination
-    ready: Event | None
-    cancelled: Callable[[], bool]
-
-
-@dataclass(frozen=True)
-class Sent:
-    """A chunk's writes have all ended: landed, unless `error` says otherwise."""
-
-    chunk: Chunk
-    num_bytes: int = 0
-    num_descriptors: int = 0
-    seconds: float = 0.0
-    error: str | None = None
+    reading: Reading
+    rings: SendRings
+    connect: Callable[[Destination], Channel]
+    silence: Callable[[Peer], float]
+    report: Callable[[Sent], None]
 
 
 class Sender:
-    """One thread per destination session, so that a slow decode node delays only its own requests.
+    """One thread per decode node, so that a slow one delays only its own requests; MAX_SESSIONS of them at most.
 
-    `report` is called from those threads, once per chunk, when nothing of the chunk is in flight any more.
+    One thread, the node's loop, calls it.
     """
 
-    def __init__(
-        self, engine: KVTransferEngine, source: BufferInfo, page_size: int, report: Callable[[Sent], None]
-    ) -> None:
-        self._engine = engine
-        self._source = source
-        self._page_size = page_size
-        self._report = report
-        self._workers: dict[str, queue.SimpleQueue[Chunk | None]] = {}
-        self._threads: dict[str, threading.Thread] = {}
+    def __init__(self, surroundings: Surroundings) -> None:
+        self._surroundings = surroundings
+        self._sessions: dict[str, _Session] = {}
+
+    def has_room_for(self, decode: Peer) -> bool:
+        """Whether chunks for that decode node can be taken."""
+        return decode.boot_id in self._sessions or len(self._sessions) < MAX_SESSIONS
 
     def submit(self, chunk: Chunk) -> None:
-        """Queue a chunk behind the earlier ones of its session."""
-        session = chunk.destination.session
-        if session not in self._workers:
-            self._workers[session] = queue.SimpleQueue()
-            self._threads[session] = threading.Thread(
-                target=self._work, args=(self._workers[session],), name=f"send-{session}", daemon=True
-            )
-            self._threads[session].start()
-        self._workers[session].put(chunk)
+        """Queue a chunk behind the earlier ones of its decode node."""
+        boot_id = chunk.decode.boot_id
+        if boot_id not in self._sessions:
+            self._sessions[boot_id] = _Session(self._surroundings, chunk.decode)
+        self._sessions[boot_id].chunks.put(chunk)
 
-    def keep_only(self, sessions: set[str]) -> None:
-        """End the threads of other sessions once their queues are empty; a later chunk starts a new one."""
-        for session in self._workers.keys() - sessions:
-            self._workers.pop(session).put(None)
-            del self._threads[session]
+    def keep_only(self, boot_ids: set[str]) -> None:
+        """End the threads of other decode nodes once their queues are empty; a later chunk starts a new one."""
+        for boot_id in self._sessions.keys() - boot_ids:
+            self._sessions.pop(boot_id).chunks.put(None)
 
     def stop(self, timeout: float) -> bool:
         """End all threads after the chunks that they hold. Whether they ended in time."""
-        threads = list(self._threads.values())
+        threads = [session.thread for session in self._sessions.values()]
         self.keep_only(set())
         deadline = time.monotonic() + timeout
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in threads)
 
-    def _work(self, chunks: "queue.SimpleQueue[Chunk | None]") -> None:
-        while (chunk := chunks.get()) is not None:
-            self._report(self._send(chunk))
+
+class _Session:
+    """The thread that sends to one decode node, its way there and its send buffers."""
+
+    def __init__(self, surroundings: Surroundings, decode: Peer) -> None:
+        self._surroundings = surroundings
+        self._decode = decode
+        self._channel: Channel | None = None
+        self._ring: SendRing | None = None
+        self.chunks: queue.SimpleQueue[Chunk | None] = queue.SimpleQueue()
+        self.thread = threading.Thread(target=self._work, name=f"send-{decode.address}", daemon=True)
+        self.thread.start()
+
+    def _work(self) -> None:
+        try:
+            while (chunk := self.chunks.get()) is not None:
+                self._surroundings.report(self._send(chunk))
+        finally:
+            if self._channel is not None:
+                self._channel.close()
+            if self._ring is not None:
+                self._surroundings.rings.take_back(self._ring)
 
     def _send(self, chunk: Chunk) -> Sent:
         if chunk.cancelled():
             return Sent(chunk, error="aborted")
-        if chunk.ready is not None:
-            chunk.ready.synchronize()
-        batch = self._plan(chunk)
-        started = time.monotonic()
         try:
-            self._engine.write(chunk.destination.session, batch, go_on=lambda: not chunk.cancelled())
+            outgoing = Outgoing(chunk, self._surroundings.reading, self._connected(chunk.destination), self._lent_ring)
+        except NoRoute as error:
+            return self._failed(Sent(chunk), str(error))
+        try:
+            outgoing.run(may_post=lambda: self._may_post(chunk))
         except TransferAborted:
-            return Sent(chunk, error="aborted")
+            outgoing.sent.error = "aborted"
         except TransferError as error:
-            log.warning("transfer failed", request_id=chunk.request_id, epoch=chunk.epoch, error=str(error))
-            return Sent(chunk, error=str(error))
-        return Sent(chunk, int(batch.lengths.sum()), len(batch.lengths), time.monotonic() - started)
+            return self._failed(outgoing.sent, f"{self._decode.address}: {error}")
+        except Exception as error:
+            # A bug costs the request, not the thread: the node waits for a report of every chunk.
+            log.exception("sending failed", request_id=chunk.request_id)
+            return self._failed(outgoing.sent, f"sending failed: {error}")
+        return outgoing.sent
 
-    def _plan(self, chunk: Chunk) -> Descriptors:
-        """The chunk's runs, laid over every layer."""
-        target = chunk.destination.buffers
-        runs = plan_runs(
-            expand_pages(chunk.pages, self._page_size, chunk.start, chunk.stop), chunk.slots[chunk.start : chunk.stop]
-        )
-        layers = [
-            runs.descriptors(source, destination, item)
-            for source, destination, item in zip(self._source.ptrs, target.ptrs, self._source.item_lengths, strict=True)
-        ]
-        return Descriptors(*(np.concatenate(column) for column in zip(*layers, strict=True)))
+    def _failed(self, sent: Sent, error: str) -> Sent:
+        sent.error = error
+        log.warning("transfer failed", request_id=sent.chunk.request_id, epoch=sent.chunk.epoch, error=error)
+        return sent
+
+    def _connected(self, destination: Destination) -> Channel:
+        if self._channel is None:
+            self._channel = self._surroundings.connect(destination)
+            policy = gather_policy(self._channel.transport, self._surroundings.reading.source.in_host_memory)
+            log.info("route", decode=self._decode.address, transport=self._channel.transport, gathers=policy.value)
+        return self._channel
+
+    def _lent_ring(self) -> SendRing:
+        if self._ring is None:
+            self._ring = self._surroundings.rings.lend()
+        return self._ring
+
+    def _may_post(self, chunk: Chunk) -> bool:
+        """Whether the chunk is still wanted; waits while the decode node is not heard."""
+        while not chunk.cancelled():
+            if self._surroundings.silence(self._decode) < LEASE_S:
+                return True
+            time.sleep(0.02)
+        return False

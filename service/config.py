@@ -10,6 +10,7 @@ import torch
 from service.errors import StartupError
 from service.logs import LogFormat
 from transfer.messages import ADDRESS_PATTERN
+from transfer.routes import TransferProtocol
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +29,7 @@ class NodeConfig:
     mem_fraction_static: float | None = None
     chunked_prefill_size: int = 2048
     page_size: int = 64
-    transfer_protocol: Literal["auto", "rdma", "tcp"] = "auto"
+    transfer_protocol: TransferProtocol = "auto"
     ib_device: str = ""
     log_level: str = "info"
     log_format: LogFormat = "text"

@@ -8,6 +8,7 @@ from types import FrameType
 from typing import Generic, TypeVar
 
 import structlog
+from fastapi import APIRouter
 
 from service.config import NodeConfig
 from service.errors import StartupError
@@ -15,7 +16,7 @@ from service.metrics import Metrics
 from service.status import StatusServer, bind_http, status_router
 from transfer.control import ControlPlane
 from transfer.membership import HEARTBEAT_S, Membership
-from transfer.messages import HeartbeatAck, Message, Peer, Refused, Registered, Role
+from transfer.messages import HeartbeatAck, Message, Peer, Refused, Registered, Role, Transport
 
 log = structlog.get_logger(__name__)
 
@@ -48,26 +49,28 @@ class NodeShell(Generic[Event]):
         self._status: StatusServer | None = None
         self._membership: Membership | None = None
 
-    def start(self, membership: Membership, refresh: Callable[[], None]) -> None:
-        """Answer status requests and messages from now on. Call on the main thread: it takes the stop signals."""
+    def start(self, membership: Membership, refresh: Callable[[], None], *routers: APIRouter) -> None:
+        """Answer status requests and messages from now on. Call on the main thread: it takes the stop signals.
+
+        routers: further routes of the status page.
+        """
         self._membership = membership
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         router = status_router(self.metrics, self._missing, lambda: self._refresh(refresh))
-        self._status = StatusServer(self._listener, router)
+        self._status = StatusServer(self._listener, router, *routers)
         self._status.start()
         self.control.start()
         self.control.periodically(HEARTBEAT_S, membership.tick)
 
-    def announce(self, session: str, protocol: str, model_type: str, fingerprint: str) -> None:
+    def announce(self, transports: tuple[Transport, ...], model_type: str, fingerprint: str) -> None:
         """Say where this node is and what it serves."""
         host, port = self._listener.getsockname()[:2]
         log.info(
             "node is up",
             http=f"{host}:{port}",
             control=self.control.me.address,
-            session=session,
-            protocol=protocol,
+            transports="|".join(transports),
             model=model_type,
             fingerprint=fingerprint,
         )

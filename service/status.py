@@ -58,9 +58,10 @@ def bind_http(host: str, port: int) -> socket.socket:
 class StatusServer:
     """Serves the status routes of a node on a thread of its own."""
 
-    def __init__(self, listener: socket.socket, router: APIRouter) -> None:
+    def __init__(self, listener: socket.socket, *routers: APIRouter) -> None:
         app = FastAPI(openapi_url=None)
-        app.include_router(router)
+        for router in routers:
+            app.include_router(router)
         self._listener = listener
         self._server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off"))
         self._thread = threading.Thread(

@@ -27,6 +27,8 @@ from transfer.messages import ADDRESS_PATTERN, Message, Peer, Ping, Pong, Role
 log = structlog.get_logger(__name__)
 
 MAX_FRAME_BYTES = 256 << 20
+MAX_QUEUED = 1000
+"""Frames that wait for one peer; those beyond are dropped and counted. What must arrive is repeated anyway."""
 PING_S = 0.5
 _IDLE_CLOSE_S = 60.0
 _REMEMBERED_BOOTS = 4096
@@ -241,6 +243,7 @@ class ControlPlane:
 
     def _connect(self, address: str) -> "zmq.Socket[bytes]":
         socket = self._context.socket(zmq.PUSH)
+        socket.setsockopt(zmq.SNDHWM, MAX_QUEUED)
         socket.setsockopt(zmq.LINGER, 200)
         socket.setsockopt(zmq.RECONNECT_IVL, 50)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)

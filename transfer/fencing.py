@@ -3,8 +3,8 @@
 A slot is never reused while a remote write to it may be in flight. A reservation is WRITABLE from the moment its
 slots are named to a prefill node. It ends in one of two ways: the writes landed and the slots go on with the request,
 or the request no longer wants them and they are QUARANTINED until the writer says that nothing is in flight
-(`quiesced`), or the writer is proved dead (`writer_died`) and a grace for what the network still carries has passed.
-Silence proves nothing.
+(`quiesced`), or the writer is proved dead (`writer_died`) or vouched to be (`evict`) and a grace for what the network
+still carries has passed. Silence proves nothing.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,6 +34,8 @@ class Reservation(Generic[Resource]):
     resource: Resource
     num_slots: int
     state: ReservationState = ReservationState.WRITABLE
+    quarantined_at: float | None = None
+    """Since when the resource is in quarantine (time.monotonic)."""
     free_after: float | None = None
     """When a dead writer's slots may be used again (time.monotonic); None while the writer may be alive."""
 
@@ -56,8 +58,12 @@ class ReservationTable(Generic[Resource]):
         return iter(list(self._table.values()))
 
     @property
+    def quarantined(self) -> list[Reservation[Resource]]:
+        return [r for r in self if r.state is ReservationState.QUARANTINED]
+
+    @property
     def quarantined_slots(self) -> int:
-        return sum(r.num_slots for r in self if r.state is ReservationState.QUARANTINED)
+        return sum(r.num_slots for r in self.quarantined)
 
     def is_writable(self, key: Key) -> bool:
         reservation = self._table.get(key)
@@ -75,10 +81,12 @@ class ReservationTable(Generic[Resource]):
             raise ValueError(f"reservation {key} is not writable")
         return self._table.pop(key).resource
 
-    def quarantine(self, key: Key) -> Peer:
+    def quarantine(self, key: Key, now: float) -> Peer:
         """The request no longer wants the resource, and its writer may still be writing. Returns the writer."""
         reservation = self._table[key]
-        reservation.state = ReservationState.QUARANTINED
+        if reservation.state is not ReservationState.QUARANTINED:
+            reservation.state = ReservationState.QUARANTINED
+            reservation.quarantined_at = now
         return reservation.writer
 
     def quiesced(self, key: Key, boot_id: str) -> bool:
@@ -105,13 +113,22 @@ class ReservationTable(Generic[Resource]):
                     lost.append(reservation.key)
         return lost
 
+    def evict(self, boot_id: str, now: float) -> list[Key]:
+        """Someone vouches that this process is gone for good. Returns the quarantined keys that will be released.
+
+        Only what is quarantined already: an attempt that is still wanted has to be given up first. Those that were
+        evicted before, or whose writer is proved dead, keep their time. If the process does live and writes after the
+        grace, it corrupts whatever uses the slots then.
+        """
+        evicted = [r for r in self.quarantined if r.writer.boot_id == boot_id]
+        for reservation in evicted:
+            if reservation.free_after is None:
+                reservation.free_after = now + DRAIN_GRACE_S
+        return [reservation.key for reservation in evicted]
+
     def release_expired(self, now: float) -> list[Key]:
         """Release the quarantined resources of dead writers whose grace has passed. Returns their keys."""
-        expired = [
-            r.key
-            for r in self
-            if r.state is ReservationState.QUARANTINED and r.free_after is not None and r.free_after <= now
-        ]
+        expired = [r.key for r in self.quarantined if r.free_after is not None and r.free_after <= now]
         for key in expired:
             self._release(self._table.pop(key).resource)
         return expired

@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Role = Literal["gateway", "prefill", "decode"]
+Transport = Literal["shm", "rdma", "tcp"]
 UInt = Annotated[int, Field(ge=0, lt=2**63)]
 ADDRESS_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*:\d{1,5}$"
 Address = Annotated[str, Field(pattern=ADDRESS_PATTERN, max_length=262)]
@@ -109,7 +110,7 @@ class Register(Message):
 
     role: Literal["prefill", "decode"]
     identity: ModelIdentity
-    protocol: Identifier
+    transports: tuple[Transport, ...]
     page_size: UInt
     max_request_tokens: UInt
     local_prefill: bool = False
@@ -206,13 +207,62 @@ class Cancel(Message):
 # --- transfer: decode node and prefill node -----------------------------------------------------------------------
 
 
-class Destination(Part):
-    """Where a decode node wants KV written: its transfer session and the pools that it registered."""
+class Session(Part):
+    """A Mooncake engine that takes writes, by the name that it has for other engines of its transport."""
 
-    session: Identifier
-    protocol: Identifier
+    transport: Literal["rdma", "tcp"]
+    name: Identifier
+
+
+class SharedMemory(Part):
+    """Memory that processes of the same host may map: descriptor `fd` of process `pid`, a memfd named `name`.
+
+    The name is random, so that only that memory has it. `base`: the owner's address of its first byte.
+    """
+
+    pid: UInt
+    fd: UInt
+    name: Identifier
+    base: UInt
+    length: UInt
+
+
+class Destination(Part):
+    """Where a decode node wants KV written: its pools, and the ways to reach them.
+
+    `shared` holds all buffers.
+    """
+
     identity: ModelIdentity
     buffers: BufferInfo
+    sessions: tuple[Session, ...] = ()
+    shared: SharedMemory | None = None
+
+    @model_validator(mode="after")
+    def _buffers_are_shared(self) -> Self:
+        if self.shared is not None:
+            start, stop = self.shared.base, self.shared.base + self.shared.length
+            for ptr, length in zip(self.buffers.ptrs, self.buffers.lengths, strict=True):
+                if not start <= ptr <= ptr + length <= stop:
+                    raise ValueError("a buffer is outside the shared memory")
+        return self
+
+    @property
+    def transports(self) -> tuple[Transport, ...]:
+        shared: tuple[Transport, ...] = () if self.shared is None else ("shm",)
+        return *shared, *(session.transport for session in self.sessions)
+
+
+class Checksum(Part):
+    """xxh3, 64 bits, of the items of positions [start, stop) in buffer number `buffer`, in the order of positions.
+
+    It covers what was sent and says nothing of how either side splits it, so sender and receiver may cut differently.
+    """
+
+    buffer: UInt
+    start: UInt
+    stop: UInt
+    digest: Annotated[int, Field(ge=0, lt=2**64)]
 
 
 class PrefillRequest(Message):
@@ -257,14 +307,20 @@ class PrefillDone(Message):
     transferred_bytes: UInt = 0
     descriptors: UInt = 0
     transfer_seconds: Annotated[float, Field(ge=0)] = 0.0
+    checksums: tuple[Checksum, ...] = ()
 
 
 class PrefillFailed(Message):
-    """Prefill node to decode node: the request ended here and no write of it is in flight any more."""
+    """Prefill node to decode node: the request will not be completed here.
+
+    Without `in_flight` it says as much as Quiesced. With it, posted writes have not all ended yet: it is repeated until
+    Abort, which Quiesced answers in time.
+    """
 
     request_id: Identifier
     epoch: UInt
     reason: str
+    in_flight: bool = False
 
 
 class Admitted(Message):

@@ -5,6 +5,7 @@ destination slots and coalesces what is contiguous on both sides. Pure NumPy; kn
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -35,9 +36,46 @@ class Runs:
     def __len__(self) -> int:
         return len(self.lengths)
 
+    def __getitem__(self, which: slice) -> "Runs":
+        return Runs(self.sources[which], self.destinations[which], self.lengths[which])
+
     @property
     def num_items(self) -> int:
         return int(self.lengths.sum())
+
+    def split(self, every: int) -> list["Runs"]:
+        """The same pairs, cut after each `every` items; the last part may hold fewer."""
+        stops = np.cumsum(self.lengths)
+        total = int(stops[-1]) if len(stops) else 0
+        if total <= every:
+            return [self]
+        cuts = np.arange(every, total, every, dtype=np.int64)
+        starts = stops - self.lengths
+        # A run begins where one began before, and at every cut that is inside one.
+        begins = np.concatenate((starts, cuts[starts[np.searchsorted(starts, cuts, side="right") - 1] != cuts]))
+        begins.sort()
+        run = np.searchsorted(starts, begins, side="right") - 1
+        inside = begins - starts[run]
+        whole = Runs(
+            self.sources[run] + inside, self.destinations[run] + inside, np.diff(begins, append=np.int64(total))
+        )
+        bounds = [0, *np.searchsorted(begins, cuts).tolist(), len(begins)]
+        return [whole[first:last] for first, last in pairwise(bounds)]
+
+    def pack(self) -> tuple["Runs", "Runs"]:
+        """The way over a buffer of `num_items` items that has them in order: (into the buffer, out of it).
+
+        Out of it, runs end only where the destination does not continue.
+        """
+        stops = np.cumsum(self.lengths)
+        packed = stops - self.lengths
+        breaks = np.flatnonzero(self.destinations[1:] != self.destinations[:-1] + self.lengths[:-1])
+        begins = np.empty(min(len(self), 1) + len(breaks), dtype=np.int64)
+        begins[:1] = 0
+        begins[1:] = breaks + 1
+        first = packed[begins]
+        out = Runs(first, self.destinations[begins], np.diff(first, append=stops[-1:]))
+        return Runs(self.sources, packed, self.lengths), out
 
     def descriptors(self, source_base: int, destination_base: int, item_bytes: int) -> Descriptors:
         """The runs of one layer as addresses."""

@@ -13,9 +13,9 @@ from hisparse.sizing import Sizes
 from hisparse.tiers import build_cpu_tiers
 from prefill_node.chunked import ChunkedPrefill
 from prefill_node.pool import PagedKVPool
+from tests.decode_node.fakes import GATEWAY
 from tests.e2e.cluster import wait_until
 from tests.prefill_node.fakes import LAYOUT, FakeModel
-from tests.prefill_node.test_node import DECODE
 from transfer.messages import Generate, Sampling
 
 
@@ -53,7 +53,7 @@ class Harness:
         generate = Generate(
             request_id="r", prompt_ids=tuple(range(10)), max_new_tokens=4, sampling=Sampling(temperature=0)
         )
-        request = Request(generate, DECODE)
+        request = Request(generate, GATEWAY)
         request.host_slots = self.coordinator.host.allocate(10)
         self.local.start(request)
         return request

@@ -1,20 +1,24 @@
-"""Which prefill node, how often, and when its slots are safe again."""
+"""Which prefill node, how often, what lands, and when slots are safe again."""
 
 import time
 
 import pytest
 
-from decode_node.remote_prefill import SILENCE_S, Landed, Lost, RemotePrefill
+from decode_node.attempt import Landed, Lost
+from decode_node.prefill_nodes import SILENCE_S
+from decode_node.remote_prefill import RemotePrefill
 from decode_node.request import Request, State
+from decode_node.verifier import Verification, Verified
 from hisparse.extents import Extent, HostSlots
 from service.metrics import Metrics
+from tests.decode_node.fakes import GATEWAY, HeldVerifier, destination
 from tests.prefill_node.fakes import FakeControl
-from tests.prefill_node.test_node import BUFFERS, IDENTITY
+from transfer.checksum import Mismatch
 from transfer.fencing import DRAIN_GRACE_S, ReservationTable
 from transfer.messages import (
     Abort,
     Admitted,
-    Destination,
+    Checksum,
     Generate,
     Holding,
     NotHeld,
@@ -28,11 +32,11 @@ from transfer.messages import (
     Token,
 )
 
-GATEWAY = Peer(role="gateway", address="127.0.0.1:1", boot_id="gateway")
 FIRST = Peer(role="prefill", address="127.0.0.1:2", boot_id="first")
 SECOND = Peer(role="prefill", address="127.0.0.1:3", boot_id="second")
 SLOTS = HostSlots((Extent(4, 3),))
 KEY = ("r", 1)
+CHECKSUMS = (Checksum(buffer=0, start=0, stop=3, digest=11), Checksum(buffer=1, start=0, stop=3, digest=12))
 
 
 class Harness:
@@ -40,11 +44,15 @@ class Harness:
         self.control = FakeControl()
         self.freed: list[HostSlots] = []
         self.table: ReservationTable[HostSlots] = ReservationTable(self.freed.append)
+        self.verifier = HeldVerifier()
+        self.metrics = Metrics()
+        self.destination = destination(num_slots=100)
         self.remote = RemotePrefill(
             self.control,  # type: ignore[arg-type]
-            Destination(session="127.0.0.1:9", protocol="tcp", identity=IDENTITY, buffers=BUFFERS),
+            self.destination,
             self.table,
-            Metrics(),
+            self.verifier.submit,
+            self.metrics,
         )
         generate = Generate(request_id="r", prompt_ids=(1, 2, 3), max_new_tokens=4, prefill_nodes=(FIRST, SECOND))
         self.request = Request(generate, GATEWAY)
@@ -52,9 +60,20 @@ class Harness:
     def dispatch(self, node: Peer = FIRST) -> None:
         self.remote.dispatch(self.request, node, SLOTS)
 
-    def done(self, epoch: int = 1, num_tokens: int = 3) -> list[Landed | Lost]:
-        message = PrefillDone(request_id="r", epoch=epoch, token=Token(token_id=5), num_tokens=num_tokens)
-        return self.remote.take(FIRST, message)
+    def done(
+        self, epoch: int = 1, num_tokens: int = 3, checksums: tuple[Checksum, ...] = (), node: Peer = FIRST
+    ) -> list[Landed | Lost]:
+        token = Token(token_id=5)
+        message = PrefillDone(request_id="r", epoch=epoch, token=token, num_tokens=num_tokens, checksums=checksums)
+        return self.remote.take(node, message)
+
+    def verified(self, *mismatches: Mismatch, error: str | None = None) -> list[Landed | Lost]:
+        """What came of the oldest verification."""
+        key = self.verifier.waiting.pop(0).key
+        return self.remote.verified(Verified(key, len(CHECKSUMS), mismatches, error))
+
+    def failures(self, reason: str) -> float:
+        return float(self.metrics.transfer_failures.labels(reason)._value.get())
 
 
 @pytest.fixture
@@ -69,6 +88,7 @@ def test_slots_are_reserved_before_they_are_named(h: Harness) -> None:
     assert peer == FIRST
     assert isinstance(message, PrefillRequest)
     assert (message.extents, message.epoch, message.hisparse) == (((4, 3),), 1, True)
+    assert message.destination == h.destination
     h.remote.take(FIRST, PrefillAccepted(request_id="r", epoch=1))
     assert not h.control.repeated
 
@@ -143,6 +163,34 @@ def test_when_all_were_tried_the_best_is_tried_again(h: Harness) -> None:
     assert h.remote.choose(h.request) == FIRST
 
 
+def test_a_failure_with_writes_in_flight_lifts_no_quarantine_until_the_node_is_quiet(h: Harness) -> None:
+    """A failed call proves nothing about its other descriptors: they may land a second later."""
+    h.dispatch()
+    failed = PrefillFailed(request_id="r", epoch=1, reason="write failed", in_flight=True)
+    [lost] = h.remote.take(FIRST, failed)
+    assert lost == Lost(h.request, "write failed")
+    assert h.remote.choose(h.request) == SECOND, "the request does not wait for the old attempt's writes"
+    assert h.remote.take(FIRST, failed) == []
+    assert h.freed == []
+    assert h.control.repeated["abort", KEY] == (FIRST, Abort(request_id="r", epoch=1))
+    h.remote.take(FIRST, Quiesced(request_id="r", epoch=1))
+    assert h.freed == [SLOTS]
+    assert not h.control.repeated
+
+
+def test_a_failure_with_writes_in_flight_may_be_settled_by_a_later_one_without(h: Harness) -> None:
+    h.dispatch()
+    h.remote.take(FIRST, PrefillFailed(request_id="r", epoch=1, reason="write failed", in_flight=True))
+    h.remote.take(FIRST, PrefillFailed(request_id="r", epoch=1, reason="write failed"))
+    assert h.freed == [SLOTS]
+
+
+def test_a_failure_of_what_is_settled_here_is_answered_with_an_abort(h: Harness) -> None:
+    """It is repeated until one comes, and the reservation may have been evicted meanwhile."""
+    h.remote.take(FIRST, PrefillFailed(request_id="gone", epoch=4, reason="write failed", in_flight=True))
+    assert h.control.take(Abort) == [Abort(request_id="gone", epoch=4)]
+
+
 def test_a_silent_node_loses_its_requests_but_not_their_slots(h: Harness) -> None:
     """Silence is no proof of death."""
     h.dispatch()
@@ -213,11 +261,116 @@ def test_a_node_that_does_not_know_an_accepted_request_has_lost_it(h: Harness) -
 def test_gateways_name_nodes_that_the_request_did_not(h: Harness) -> None:
     request = Request(Generate(request_id="q", prompt_ids=(1,), max_new_tokens=1), GATEWAY)
     assert h.remote.choose(request) is None
-    h.remote.learn(GATEWAY.address, (SECOND,))
+    h.remote.nodes.learn(GATEWAY.address, (SECOND,))
     assert h.remote.choose(request) == SECOND
 
 
 def test_a_ranking_from_before_a_restart_is_brought_up_to_date(h: Harness) -> None:
     reborn = FIRST.model_copy(update={"boot_id": "reborn"})
-    h.remote.learn(GATEWAY.address, (reborn,))
+    h.remote.nodes.learn(GATEWAY.address, (reborn,))
     assert h.remote.choose(h.request) == reborn
+
+
+# --- checksums ---
+
+
+def test_nothing_lands_before_its_checksums_are_verified(h: Harness) -> None:
+    h.dispatch()
+    assert h.done(checksums=CHECKSUMS) == []
+    assert h.verifier.waiting == [Verification(KEY, CHECKSUMS, SLOTS, num_tokens=3)]
+    assert h.request.state is State.PREFILLING
+    assert h.table.is_writable(KEY)
+    assert h.control.take(Admitted) == [], "the source pages are kept"
+    assert h.verified() == [Landed(h.request, Token(token_id=5))]
+    assert h.request.host_slots == SLOTS
+    assert h.control.take(Admitted) == [Admitted(request_id="r", epoch=1)]
+    assert h.remote.is_idle
+
+
+def test_done_that_is_repeated_while_it_is_verified_is_verified_once(h: Harness) -> None:
+    h.dispatch()
+    for _ in range(3):
+        assert h.done(checksums=CHECKSUMS) == []
+    assert len(h.verifier.waiting) == 1
+    assert len(h.verified()) == 1
+
+
+def test_a_mismatch_is_never_served_and_the_retry_goes_to_the_other_node_with_a_new_epoch(h: Harness) -> None:
+    """vllm 44238, sglang 23020: corruption under concurrent transfers."""
+    h.dispatch()
+    h.done(checksums=CHECKSUMS)
+    [lost] = h.verified(Mismatch(1, 0, 3, expected=12, found=13, ranges=((0x1000, 48),)))
+    assert lost == Lost(h.request, "1 of 2 checksums do not match")
+    assert h.request.state is State.WAITING
+    assert h.request.host_slots is None
+    assert h.control.take(Admitted) == []
+    assert h.failures("checksum") == 1
+    assert h.remote.quarantined_slots == 3
+    assert h.control.repeated["abort", KEY] == (FIRST, Abort(request_id="r", epoch=1))
+    assert h.remote.choose(h.request) == SECOND
+    h.dispatch(SECOND)
+    assert h.request.epoch == 2
+    h.remote.take(FIRST, Quiesced(request_id="r", epoch=1))
+    assert h.freed == [SLOTS]
+
+
+def test_what_cannot_be_verified_is_not_served_either(h: Harness) -> None:
+    h.dispatch()
+    h.done(checksums=CHECKSUMS)
+    [lost] = h.verified(error="out of memory")
+    assert lost == Lost(h.request, "checksums could not be verified: out of memory")
+    assert h.failures("verification") == 1
+    assert h.failures("checksum") == 0
+
+
+def test_the_result_for_a_request_that_was_given_up_meanwhile_is_dropped(h: Harness) -> None:
+    """sglang PRs 24580, 31357: the slots are the next one's by now."""
+    h.dispatch()
+    h.done(checksums=CHECKSUMS)
+    h.remote.abandon(h.request)
+    h.remote.take(FIRST, Quiesced(request_id="r", epoch=1))
+    assert h.freed == [SLOTS]
+    assert h.verified() == []
+    assert h.request.host_slots is None
+    assert h.failures("checksum") == 0
+    assert h.remote.is_idle
+
+
+def test_when_the_verifier_is_busy_the_repeated_message_is_offered_again(h: Harness) -> None:
+    h.verifier.room = 0
+    h.dispatch()
+    assert h.done(checksums=CHECKSUMS) == []
+    h.verifier.room = 1
+    assert h.done(checksums=CHECKSUMS) == []
+    assert len(h.verified()) == 1
+
+
+def test_a_node_that_dies_after_its_last_write_costs_nothing(h: Harness) -> None:
+    """Everything landed before it said so; only the checksums are left to be looked at."""
+    h.dispatch()
+    h.done(checksums=CHECKSUMS)
+    assert h.remote.tick(time.monotonic() + SILENCE_S + 1) == []
+    assert h.control.take(Holding) == []
+    reborn = FIRST.model_copy(update={"boot_id": "reborn"})
+    assert h.remote.take(reborn, NotHeld(keys=(KEY,))) == []
+    assert len(h.verified()) == 1
+    assert h.remote.is_idle
+    h.remote.tick(time.monotonic() + DRAIN_GRACE_S + 10)
+    assert h.freed == [], "the slots went on with the request"
+
+
+def test_a_mismatch_after_the_writers_death_is_free_after_the_grace(h: Harness) -> None:
+    h.dispatch()
+    h.done(checksums=CHECKSUMS)
+    h.remote.take(FIRST.model_copy(update={"boot_id": "reborn"}), Pong())
+    assert len(h.verified(Mismatch(0, 0, 3, 1, 2, ()))) == 1
+    assert h.freed == []
+    h.remote.tick(time.monotonic() + DRAIN_GRACE_S + 1)
+    assert h.freed == [SLOTS]
+
+
+def test_done_by_a_node_that_was_not_asked_lands_nothing(h: Harness) -> None:
+    h.dispatch(FIRST)
+    assert h.done(node=SECOND) == []
+    assert h.request.state is State.PREFILLING
+    assert len(h.done()) == 1

@@ -1,14 +1,17 @@
 """The scheduler's policy, with real KV tiers and a model whose next token is its input plus one."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
 import torch
 
+from decode_node.attempt import Landed
 from decode_node.outputs import OutputStream
-from decode_node.remote_prefill import Landed, RemotePrefill
+from decode_node.remote_prefill import RemotePrefill
 from decode_node.request import Request, State
 from decode_node.scheduler import Limits, Scheduler
+from decode_node.verifier import Verification, Verified
 from hisparse.config import HiSparseConfig
 from hisparse.coordinator import HiSparseCoordinator
 from hisparse.extents import HostSlots
@@ -17,13 +20,24 @@ from hisparse.sizing import Sizes
 from hisparse.step import DecodeStep
 from hisparse.tiers import build_cpu_tiers
 from service.metrics import Metrics
+from tests.decode_node.fakes import GATEWAY, destination
 from tests.prefill_node.fakes import FakeControl
-from tests.prefill_node.test_node import BUFFERS, IDENTITY
+from transfer.checksum import Mismatch
 from transfer.fencing import ReservationTable
-from transfer.messages import Destination, Generate, Outputs, Peer, PrefillDone, PrefillRequest, Sampling, Token
+from transfer.messages import (
+    BufferInfo,
+    Checksum,
+    Generate,
+    Outputs,
+    Peer,
+    PrefillDone,
+    PrefillRequest,
+    Quiesced,
+    Sampling,
+    Token,
+)
 
 LAYOUT = KVLayout(num_layers=1, index_layer_of=(0,), item_dim=2, index_dim=2, dtype=torch.float32)
-GATEWAY = Peer(role="gateway", address="127.0.0.1:1", boot_id="gateway")
 PREFILL = Peer(role="prefill", address="127.0.0.1:2", boot_id="prefill")
 VOCAB = 512
 HOT = 4
@@ -57,6 +71,7 @@ class Harness:
     max_running: int = 8
     max_waiting: int = 100
     retries: int = 2
+    verify: Callable[[Verification], bool] = lambda _: False
     control: FakeControl = field(default_factory=FakeControl)
     model: CountingModel = field(default_factory=CountingModel)
     metrics: Metrics = field(default_factory=Metrics)
@@ -77,13 +92,17 @@ class Harness:
             table_bytes=0,
         )
         self.coordinator: HiSparseCoordinator = build_cpu_tiers(sizes, verify=False)
+        ptrs, lengths, item_lengths = self.coordinator.host.get_contiguous_buf_infos()
+        self.buffers = BufferInfo(ptrs=tuple(ptrs), lengths=tuple(lengths), item_lengths=tuple(item_lengths))
         self.table: ReservationTable[HostSlots] = ReservationTable(self.coordinator.host.release)
-        destination = Destination(session="127.0.0.1:9", protocol="tcp", identity=IDENTITY, buffers=BUFFERS)
-        destination = destination.model_copy(
-            update={"buffers": BUFFERS.model_copy(update={"lengths": tuple(n * self.host_slots for n in (16, 16, 8))})}
+        self.remote = RemotePrefill(
+            self.control,  # type: ignore[arg-type]
+            destination(self.host_slots).model_copy(update={"buffers": self.buffers}),
+            self.table,
+            self.verify,
+            self.metrics,
         )
-        self.remote = RemotePrefill(self.control, destination, self.table, self.metrics)  # type: ignore[arg-type]
-        self.remote.learn(GATEWAY.address, (PREFILL,))
+        self.remote.nodes.learn(GATEWAY.address, (PREFILL,))
         self.scheduler = Scheduler(
             self.model,  # type: ignore[arg-type]
             self.coordinator,
@@ -252,6 +271,33 @@ def test_a_request_that_waits_for_a_prefill_node_can_be_cancelled_and_its_slots_
     assert h.coordinator.host.used == 3
 
 
+def test_a_late_write_after_an_abort_hits_nobody() -> None:
+    """sglang PRs 24580, 31357: a write that arrived after the abort corrupted another request."""
+    h = Harness(host_slots=200)
+    h.ask("aborted", tokens=50)
+    h.scheduler.turn()
+    [reservation] = h.table
+    h.scheduler.cancel("aborted", GATEWAY)
+    h.ask("other", tokens=8)
+    h.turn()
+    h.turn()
+    assert h.state("other") is State.RUNNING
+    items = h.coordinator.host.kv[0]
+    late = torch.from_numpy(reservation.resource.slots())
+    before = items.clone()
+    items[late] = float("nan")
+    untouched = torch.ones(len(items), dtype=torch.bool)
+    untouched[late] = False
+    assert torch.equal(items[untouched], before[untouched])
+    while "other" in h.scheduler.requests:
+        h.turn()
+    assert h.answers["other"] == list(range(4, 12))
+    assert h.coordinator.host.used == 3, "still fenced"
+    h.scheduler.apply(h.remote.take(PREFILL, Quiesced(request_id="aborted", epoch=1)))
+    h.scheduler.check_idle()
+    assert h.coordinator.is_idle()
+
+
 def test_cancelling_what_is_unknown_is_answered() -> None:
     h = Harness()
     h.scheduler.cancel("never heard of", GATEWAY)
@@ -268,6 +314,27 @@ def test_too_many_lost_prefills_are_an_error() -> None:
         h.scheduler.apply(h.remote._fail(request.key, "the node went away"))
     h.turn()
     assert h.ended == {"a": "error"}
+
+
+def test_a_mismatch_is_never_served() -> None:
+    """Not even one token of it; with no attempts left the client gets an error."""
+    h = Harness(retries=1, verify=lambda _: True)
+    h.ask("a")
+    for epoch in (1, 2):
+        h.scheduler.turn()
+        checksums = (Checksum(buffer=0, start=0, stop=3, digest=1),)
+        done = PrefillDone(request_id="a", epoch=epoch, token=Token(token_id=4), num_tokens=3, checksums=checksums)
+        assert h.remote.take(PREFILL, done) == []
+        h.scheduler.turn()
+        assert h.state("a") is State.PREFILLING
+        verified = Verified(("a", epoch), 1, (Mismatch(0, 0, 3, 1, 2, ()),))
+        h.scheduler.apply(h.remote.verified(verified))
+        h.scheduler.apply(h.remote.take(PREFILL, Quiesced(request_id="a", epoch=epoch)))
+    h.control.repeated.clear()
+    h.turn()
+    assert h.answers == {"a": []}
+    assert h.ended == {"a": "error"}
+    assert h.coordinator.is_idle()
 
 
 def test_a_step_that_fails_ends_its_requests_and_leaks_nothing() -> None:
@@ -288,11 +355,11 @@ def test_a_step_that_fails_ends_its_requests_and_leaks_nothing() -> None:
 
 def test_without_a_prefill_node_requests_wait() -> None:
     h = Harness()
-    h.remote.learn(GATEWAY.address, ())
+    h.remote.nodes.learn(GATEWAY.address, ())
     h.ask("a")
     h.turn()
     assert h.state("a") is State.WAITING
-    h.remote.learn(GATEWAY.address, (PREFILL,))
+    h.remote.nodes.learn(GATEWAY.address, (PREFILL,))
     h.run()
     assert h.ended == {"a": "length"}
 

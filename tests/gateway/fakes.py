@@ -142,7 +142,7 @@ class FakeNode:
             via=via,
             role=self.role,
             identity=self.identity,
-            protocol="tcp",
+            transports=("tcp",),
             page_size=64,
             max_request_tokens=self.max_request_tokens,
         )

@@ -18,7 +18,7 @@ def offer(role: str = "decode", **changes: object) -> Register:
         "via": VIA,
         "role": role,
         "identity": IDENTITY,
-        "protocol": "tcp",
+        "transports": ("tcp",),
         "page_size": 64,
         "max_request_tokens": 1000,
     }
@@ -49,7 +49,7 @@ def test_another_dtype_is_refused_with_both_values(registry: NodeRegistry) -> No
 
 
 def test_another_transfer_protocol_is_refused_with_both_values(registry: NodeRegistry) -> None:
-    answer = registry.register(peer(4), offer(protocol="rdma"), 0.0)
+    answer = registry.register(peer(4), offer(transports=("rdma",)), 0.0)
     assert isinstance(answer, Refused)
     assert "transfer protocol rdma != tcp of" in answer.reason
 

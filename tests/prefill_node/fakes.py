@@ -18,13 +18,14 @@ class FakeModel:
     def __init__(self) -> None:
         self.calls: list[list[tuple[int, int]]] = []
 
-    def prefill(self, chunks: Sequence[PrefillChunk]) -> torch.Tensor:
+    def prefill(self, chunks: Sequence[PrefillChunk], on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
         self.calls.append([(chunk.start, len(chunk.token_ids)) for chunk in chunks])
-        for chunk in chunks:
-            stop = chunk.start + len(chunk.token_ids)
-            rows = chunk.cache.rows(chunk.start, stop)
-            for layer in range(LAYOUT.num_layers):
-                chunk.cache.kv(layer)[rows] = torch.arange(chunk.start, stop, dtype=torch.float32)[:, None]
+        for layer in range(LAYOUT.num_layers):
+            for chunk in chunks:
+                rows = chunk.cache.rows(chunk.start, chunk.stop)
+                chunk.cache.kv(layer)[rows] = torch.arange(chunk.start, chunk.stop, dtype=torch.float32)[:, None]
+            if on_layer is not None:
+                on_layer(layer)
         return torch.nn.functional.one_hot(torch.full((len(chunks),), 7), 16).float()
 
 

@@ -1,17 +1,20 @@
 """The prefill node's side of the protocol: idempotent, and never quiet too early."""
 
 import queue
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from prefill_node.chunked import ChunkedPrefill
+from prefill_node.chunked import ChunkedPrefill, PrefillStep
+from prefill_node.compute import Computed
 from prefill_node.entry import Key, Offer
 from prefill_node.node import PrefillNode
+from prefill_node.outgoing import Chunk, Sent
 from prefill_node.pool import PagedKVPool
-from prefill_node.sender import Chunk, Sent
+from prefill_node.progress import ForwardProgress
 from service.metrics import Metrics
 from tests.prefill_node.fakes import LAYOUT, FakeControl, FakeModel
 from transfer.messages import (
@@ -30,12 +33,14 @@ from transfer.messages import (
     PrefillRequest,
     Quiesced,
     Sampling,
+    Session,
 )
 
 DECODE = Peer(role="decode", address="127.0.0.1:9", boot_id="decode")
 IDENTITY = ModelIdentity(
     fingerprint="f", dtype="float32", num_layers=2, num_index_layers=1, item_bytes=16, index_key_bytes=8
 )
+TCP = (Session(transport="tcp", name="127.0.0.1:1"),)
 BUFFERS = BufferInfo(ptrs=(1, 2, 3), lengths=(1600, 1600, 800), item_lengths=(16, 16, 8))
 KEY = ("r", 1)
 
@@ -46,17 +51,35 @@ class HeldSender:
     def __init__(self) -> None:
         self.chunks: list[Chunk] = []
 
+        self.full = False
+
     def submit(self, chunk: Chunk) -> None:
         self.chunks.append(chunk)
 
-    def keep_only(self, sessions: set[str]) -> None:
+    def has_room_for(self, decode: Peer) -> bool:
+        return not self.full
+
+    def keep_only(self, boot_ids: set[str]) -> None:
         pass
+
+
+class HeldCompute:
+    """Keeps the step until the test computes it."""
+
+    def __init__(self) -> None:
+        self.step: PrefillStep[Key] | None = None
+
+    def start(self, step: PrefillStep[Key]) -> ForwardProgress:
+        assert self.step is None, "one step at a time"
+        self.step = step
+        return ForwardProgress(torch.device("cpu"))
 
 
 class Harness:
     def __init__(self) -> None:
         self.control = FakeControl()
         self.sender = HeldSender()
+        self.computing = HeldCompute()
         self.prefill: ChunkedPrefill[Key] = ChunkedPrefill(
             FakeModel(),  # type: ignore[arg-type]
             PagedKVPool(LAYOUT, num_pages=8, page_size=4, device=torch.device("cpu")),
@@ -66,17 +89,29 @@ class Harness:
         self.node = PrefillNode(
             shell,  # type: ignore[arg-type]
             self.prefill,
+            self.computing,  # type: ignore[arg-type]
             self.sender,  # type: ignore[arg-type]
-            Offer(IDENTITY, "tcp", max_tokens=32, vocab_size=100),
-            torch.device("cpu"),
+            Offer(IDENTITY, ("tcp",), max_tokens=32, vocab_size=100),
+            transfer_timeout=30.0,
         )
 
     def receive(self, message: Message) -> None:
         self.node._take((DECODE, message))
 
+    def start(self) -> None:
+        """Let the node start its next step."""
+        self.node._start_step()
+
+    def finish(self, error: str | None = None) -> None:
+        """The step that was started ends."""
+        step, self.computing.step = self.computing.step, None
+        assert step is not None
+        tokens = [] if error else self.prefill.compute(step)
+        self.node._take(Computed(step, tokens, error))
+
     def compute(self) -> None:
-        for computed in self.node._compute():
-            self.node._send(computed)
+        self.start()
+        self.finish()
 
     def sent(self, error: str | None = None) -> None:
         self.node._take(Sent(self.sender.chunks.pop(0), num_bytes=10, num_descriptors=1, error=error))
@@ -91,7 +126,7 @@ def request(**changes: Any) -> PrefillRequest:
         "request_id": KEY[0],
         "epoch": KEY[1],
         "prompt_ids": tuple(range(10)),
-        "destination": Destination(session="127.0.0.1:1", protocol="tcp", identity=IDENTITY, buffers=BUFFERS),
+        "destination": Destination(identity=IDENTITY, buffers=BUFFERS, sessions=TCP),
         "extents": ((0, 10),),
         "hisparse": True,
         "sampling": Sampling(temperature=0),
@@ -164,12 +199,72 @@ def test_a_failed_write_ends_the_request_after_the_rest_has_drained() -> None:
     h.compute()
     h.compute()
     h.sent(error="the peer is gone")
+    [(_, early)] = h.control.repeated.values()
+    assert isinstance(early, PrefillFailed)
+    assert early.in_flight, "the decode node need not wait to look elsewhere, but the slots are not quiet"
     assert h.control.take(PrefillFailed) == []
+    assert h.free_pages == 5
     h.sent()
+    assert not h.control.repeated
     [failed] = h.control.take(PrefillFailed)
     assert isinstance(failed, PrefillFailed)
     assert "the peer is gone" in failed.reason
+    assert not failed.in_flight
     assert h.free_pages == 8
+
+
+def test_an_abort_is_heard_while_a_chunk_computes_and_answered_when_nothing_writes_its_pages() -> None:
+    h = Harness()
+    h.receive(request())
+    h.start()
+    h.receive(Abort(request_id="r", epoch=1))
+    assert h.sender.chunks[0].cancelled()
+    h.sent(error="aborted")
+    assert h.control.take(Quiesced) == [], "the forward pass still writes to its pages"
+    assert h.free_pages == 5
+    h.finish()
+    assert h.control.take(Quiesced) == [Quiesced(request_id="r", epoch=1)]
+    assert h.free_pages == 8
+    h.start()
+    assert h.computing.step is None
+
+
+def test_done_is_said_also_when_the_last_write_ends_before_the_pass_does() -> None:
+    h = Harness()
+    h.receive(request(prompt_ids=(1, 2), extents=((0, 2),)))
+    h.start()
+    h.sent()
+    assert not h.control.repeated
+    h.finish()
+    [(_, done)] = h.control.repeated.values()
+    assert isinstance(done, PrefillDone)
+
+
+def test_a_transfer_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    h = Harness()
+    h.receive(request(prompt_ids=(1, 2), extents=((0, 2),)))
+    h.compute()
+    now = time.monotonic()
+    h.node._housekeep(now + 29)
+    assert not h.control.repeated
+    h.node._housekeep(now + 31)
+    [(_, failed)] = h.control.repeated.values()
+    assert isinstance(failed, PrefillFailed)
+    assert failed.in_flight
+    assert "transfer took longer than 30 s" in failed.reason
+    h.receive(Abort(request_id="r", epoch=1))
+    assert not h.control.repeated
+    h.sent(error="aborted")
+    assert h.control.take(Quiesced) == [Quiesced(request_id="r", epoch=1)]
+
+
+def test_more_decode_nodes_than_there_may_be_threads_are_refused_by_name() -> None:
+    h = Harness()
+    h.sender.full = True
+    h.receive(request())
+    [failed] = h.control.take(PrefillFailed)
+    assert isinstance(failed, PrefillFailed)
+    assert "as many decode nodes as it can" in failed.reason
 
 
 def test_what_is_not_held_is_said() -> None:
@@ -188,8 +283,7 @@ def test_what_is_not_held_is_said() -> None:
         (
             {
                 "destination": Destination(
-                    session="a:1",
-                    protocol="tcp",
+                    sessions=TCP,
                     identity=IDENTITY.model_copy(update={"dtype": "bfloat16"}),
                     buffers=BUFFERS,
                 )
@@ -197,14 +291,17 @@ def test_what_is_not_held_is_said() -> None:
             "dtype float32 != bfloat16",
         ),
         (
-            {"destination": Destination(session="a:1", protocol="rdma", identity=IDENTITY, buffers=BUFFERS)},
-            "transfer protocol tcp != rdma",
+            {
+                "destination": Destination(
+                    sessions=(Session(transport="rdma", name="a:1"),), identity=IDENTITY, buffers=BUFFERS
+                )
+            },
+            "no transport in common: tcp here, rdma at the decode node",
         ),
         (
             {
                 "destination": Destination(
-                    session="a:1",
-                    protocol="tcp",
+                    sessions=TCP,
                     identity=IDENTITY,
                     buffers=BufferInfo(ptrs=(1,), lengths=(160,), item_lengths=(16,)),
                 )
@@ -223,13 +320,17 @@ def test_what_this_node_cannot_do_is_refused_by_name(changes: dict[str, Any], re
     assert h.node.num_entries == 0
 
 
-def test_a_step_that_cannot_be_computed_costs_its_requests_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_cannot_be_computed_costs_its_requests_and_no_others() -> None:
     h = Harness()
     h.receive(request())
-    monkeypatch.setattr(h.prefill, "step", lambda: (_ for _ in ()).throw(RuntimeError("out of memory")))
-    h.prefill._start_waiting()
-    h.compute()
+    h.start()
+    h.finish(error="prefill failed: out of memory")
+    h.sent(error="aborted")
     [failed] = h.control.take(PrefillFailed)
     assert isinstance(failed, PrefillFailed)
     assert "out of memory" in failed.reason
     assert h.free_pages == 8
+    h.receive(request(epoch=2))
+    h.compute()
+    h.compute()
+    assert h.node.num_entries == 1

@@ -1,139 +1,326 @@
-"""Chunks leave in order, after the device has written them, and not after they were given up."""
+"""Chunks leave layer by layer, after the device has written them, over the way that suits the transport."""
 
 import queue
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
+import torch
 
-from prefill_node.sender import Chunk, Sender, Sent
+from prefill_node.outgoing import Chunk, Reading, Sent
+from prefill_node.progress import ForwardProgress
+from prefill_node.ring import SendRings
+from prefill_node.sender import MAX_SESSIONS, Sender, Surroundings
+from prefill_node.source import HostSource
 from tests.transfer.test_messages import IDENTITY
-from transfer.engine import TransferAborted, TransferError
-from transfer.messages import BufferInfo, Destination
+from transfer.checksum import ChecksumMode, verify
+from transfer.copy_runs import copy_runs
+from transfer.messages import BufferInfo, Destination, Peer, Transport
 from transfer.planner import Descriptors
+from transfer.routes import NoRoute
+from transfer.writer import TransferError
 
-SOURCE = BufferInfo(ptrs=(1000, 5000), lengths=(640, 320), item_lengths=(10, 5))
+PAGE_SIZE, NUM_PAGES, NUM_SLOTS = 4, 600, 2600
+LAYER_OF_BUFFER = (0, 1, 1)
+"""Two layers of items, and the index keys of the second."""
+CPU = torch.device("cpu")
 
 
-class RecordingEngine:
-    """Notes every write; `hold` blocks those of a session."""
+@dataclass
+class LateChannel:
+    """Reads the memory that it was given only when it is waited for, as a transport might."""
 
-    def __init__(self) -> None:
-        self.writes: list[tuple[str, Descriptors]] = []
-        self.hold: dict[str, threading.Event] = {}
-        self.error: Exception | None = None
+    transport: Transport
+    max_batch: int = 16
+    posted: list[Descriptors] = field(default_factory=list)
+    hold: threading.Event | None = None
+    error: Exception | None = None
+    closed: bool = False
 
-    def write(self, session: str, batch: Descriptors, go_on: Callable[[], bool]) -> None:
-        if session in self.hold:
-            self.hold[session].wait(10)
+    def submit(self, batch: Descriptors) -> "LateCopy":
+        if self.hold is not None:
+            self.hold.wait(10)
+        self.posted.append(batch)
+        return LateCopy(batch)
+
+    def check(self) -> None:
         if self.error is not None:
             raise self.error
-        if not go_on():
-            raise TransferAborted(session)
-        self.writes.append((session, batch))
+
+    def close(self) -> None:
+        self.closed = True
 
 
-class DeviceEvent:
-    """An event of a device that has not finished yet."""
+@dataclass
+class LateCopy:
+    batch: Descriptors
 
-    def __init__(self) -> None:
-        self.done = threading.Event()
-
-    def synchronize(self) -> None:
-        self.done.wait(10)
+    def wait(self) -> int:
+        copy_runs(self.batch)
+        return 0
 
 
-def chunk(session: str = "a:1", start: int = 0, stop: int = 4, **changes: object) -> Chunk:
-    fields: dict[str, object] = {
-        "request_id": "r",
-        "epoch": 1,
-        "start": start,
-        "stop": stop,
-        "pages": np.array([2, 0], dtype=np.int64),
-        "slots": np.arange(10, 18, dtype=np.int64),
-        "destination": Destination(
-            session=session,
-            protocol="tcp",
-            identity=IDENTITY,
-            buffers=BufferInfo(ptrs=(10**6, 2 * 10**6), lengths=(400, 200), item_lengths=(10, 5)),
-        ),
-        "ready": None,
-        "cancelled": lambda: False,
-    }
-    return Chunk(**{**fields, **changes})  # type: ignore[arg-type]
+class Sending:
+    """A sender, its source pool, and the decode nodes' pools that it writes to."""
+
+    def __init__(self, transport: Transport = "tcp", checksums: ChecksumMode = "full") -> None:
+        rows = NUM_PAGES * PAGE_SIZE
+        self.layers = [torch.rand(rows, dim) for dim in (144, 144, 8)]
+        self.target = [torch.zeros(NUM_SLOTS, layer.shape[1]) for layer in self.layers]
+        self.channels: dict[str, LateChannel] = {}
+        self.transport = transport
+        self.silence = 0.0
+        self.unreachable = False
+        self.reports: queue.SimpleQueue[Sent] = queue.SimpleQueue()
+        self.registered: list[BufferInfo] = []
+        self.sender = Sender(
+            Surroundings(
+                reading=Reading(HostSource(self.layers), LAYER_OF_BUFFER, PAGE_SIZE, checksums),
+                rings=SendRings(pin=False, register=self.registered.append),
+                connect=self._connect,
+                silence=lambda decode: self.silence,
+                report=self.reports.put,
+            )
+        )
+
+    def destination(self) -> Destination:
+        buffers = BufferInfo(
+            ptrs=tuple(t.data_ptr() for t in self.target),
+            lengths=tuple(t.nbytes for t in self.target),
+            item_lengths=tuple(t.shape[1] * 4 for t in self.target),
+        )
+        return Destination(identity=IDENTITY, buffers=buffers)
+
+    def channel(self, boot: str) -> LateChannel:
+        return self.channels.setdefault(boot, LateChannel(self.transport))
+
+    def _connect(self, destination: Destination) -> LateChannel:
+        if self.unreachable:
+            raise NoRoute("no route: shm here, tcp at the decode node")
+        boot = threading.current_thread().name.removeprefix("send-").removesuffix(":1")
+        return self.channel(boot)
+
+    def chunk(
+        self,
+        boot: str = "a",
+        start: int = 0,
+        stop: int = NUM_PAGES * PAGE_SIZE,
+        pages: str = "scattered",
+        slots: str = "contiguous",
+        progress: ForwardProgress | None = None,
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> Chunk:
+        rng = np.random.default_rng(1)
+        return Chunk(
+            request_id="r",
+            epoch=1,
+            start=start,
+            stop=stop,
+            pages=rng.permutation(NUM_PAGES) if pages == "scattered" else np.arange(NUM_PAGES),
+            slots=rng.permutation(NUM_SLOTS) if slots == "scattered" else np.arange(NUM_SLOTS),
+            decode=Peer(role="decode", address=f"{boot}:1", boot_id=boot),
+            destination=self.destination(),
+            progress=progress or done(),
+            cancelled=cancelled,
+        )
+
+    def send(self, chunk: Chunk) -> Sent:
+        self.sender.submit(chunk)
+        return self.reports.get(timeout=10)
+
+    def check_bytes(self, chunk: Chunk) -> None:
+        """Every item of the chunk is at its slot, and every other slot is untouched."""
+        positions = np.arange(chunk.start, chunk.stop)
+        rows = chunk.pages[positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
+        for layer, target in zip(self.layers, self.target, strict=True):
+            expected = torch.zeros_like(target)
+            expected[chunk.slots[positions]] = layer[rows]
+            assert torch.equal(target, expected)
+
+
+def done() -> ForwardProgress:
+    """A forward pass that is over."""
+    progress = ForwardProgress(CPU)
+    for layer in range(2):
+        progress.layer_done(layer)
+    return progress
 
 
 @pytest.fixture
-def sending() -> tuple[Sender, RecordingEngine, "queue.SimpleQueue[Sent]"]:
-    engine = RecordingEngine()
-    reports: queue.SimpleQueue[Sent] = queue.SimpleQueue()
-    return Sender(engine, SOURCE, page_size=4, report=reports.put), engine, reports  # type: ignore[arg-type]
+def sending() -> Iterator[Sending]:
+    sending = Sending()
+    yield sending
+    sending.sender.stop(timeout=5)
 
 
-Sending = tuple[Sender, RecordingEngine, "queue.SimpleQueue[Sent]"]
+@pytest.mark.parametrize("transport", ["tcp", "shm", "rdma"])
+@pytest.mark.parametrize("pages", ["scattered", "contiguous"])
+@pytest.mark.parametrize("slots", ["scattered", "contiguous"])
+@pytest.mark.parametrize(("start", "stop"), [(0, NUM_PAGES * PAGE_SIZE), (3, 2399), (5, 6)])
+def test_every_item_of_every_layer_arrives_at_its_slot(
+    transport: Transport, pages: str, slots: str, start: int, stop: int
+) -> None:
+    """Also from send buffers: each is still being read when the seventh after it is filled."""
+    sending = Sending(transport)
+    chunk = sending.chunk(start=start, stop=stop, pages=pages, slots=slots)
+    sent = sending.send(chunk)
+    assert sent.error is None
+    sending.check_bytes(chunk)
+    assert sent.num_bytes == (stop - start) * (2 * 576 + 32)
+    assert sent.num_descriptors == sum(len(batch.lengths) for batch in sending.channel("a").posted)
+    assert not verify(sent.checksums, sending.destination().buffers, chunk.slots, NUM_PAGES * PAGE_SIZE)
+    assert sum(c.stop - c.start for c in sent.checksums) == 3 * (stop - start)
 
 
-def test_every_layer_gets_the_same_runs_at_its_own_addresses(sending: Sending) -> None:
-    sender, engine, reports = sending
-    sender.submit(chunk(start=2, stop=7))
-    sent = reports.get(timeout=5)
-    assert (sent.num_bytes, sent.num_descriptors, sent.error) == (5 * 15, 4, None)
-    [(session, batch)] = engine.writes
-    assert session == "a:1"
-    # Positions 2, 3 are in page 2, positions 4..6 in page 0.
-    assert batch.sources.tolist() == [1000 + 100, 1000 + 0, 5000 + 50, 5000 + 0]
-    assert batch.destinations.tolist() == [10**6 + 120, 10**6 + 140, 2 * 10**6 + 60, 2 * 10**6 + 70]
-    assert batch.lengths.tolist() == [20, 30, 10, 15]
+def test_over_tcp_scattered_pages_go_out_in_few_large_descriptors() -> None:
+    """30 us per descriptor: 600 pages of 2304 B would take longer than their bytes."""
+    sending = Sending("tcp")
+    sent = sending.send(sending.chunk(pages="scattered", slots="contiguous"))
+    assert sent.num_descriptors == 2 * 2 + 1, "two send buffers for each layer of items, one for the keys"
+    assert len(sending.registered) == 1
+    again = sending.send(sending.chunk(pages="scattered", slots="contiguous"))
+    assert again.error is None
+    assert len(sending.registered) == 1, "send buffers are kept"
 
 
-def test_no_write_is_posted_before_the_device_event_of_its_chunk(sending: Sending) -> None:
+@pytest.mark.parametrize(
+    ("transport", "pages", "slots"),
+    [
+        ("tcp", "contiguous", "contiguous"),
+        ("tcp", "scattered", "scattered"),
+        ("rdma", "scattered", "contiguous"),
+        ("shm", "scattered", "contiguous"),
+    ],
+)
+def test_where_gathering_does_not_pay_the_source_is_the_pool_itself(
+    transport: Transport, pages: str, slots: str
+) -> None:
+    """RDMA reads in place whatever lies where: it could not be run here, so its policy is what is tested."""
+    sending = Sending(transport)
+    sending.send(sending.chunk(pages=pages, slots=slots))
+    assert not sending.registered
+    layer = sending.layers[0]
+    first = sending.channel("a").posted[0]
+    assert first.sources.min() >= layer.data_ptr()
+    assert (first.sources + first.lengths).max() <= layer.data_ptr() + layer.nbytes
+
+
+def test_no_write_is_posted_before_the_device_event_of_its_layer(sending: Sending) -> None:
     """sglang PR 30254: the NIC read KV that the compute stream had not finished writing."""
-    sender, engine, reports = sending
-    event = DeviceEvent()
-    sender.submit(chunk(ready=event))
-    sender.submit(chunk(session="b:2"))
-    reports.get(timeout=5)
-    assert [session for session, _ in engine.writes] == ["b:2"]
-    event.done.set()
-    reports.get(timeout=5)
-    assert [session for session, _ in engine.writes] == ["b:2", "a:1"]
+    progress = ForwardProgress(CPU)
+    sending.sender.submit(sending.chunk(progress=progress))
+    time.sleep(0.1)
+    assert sending.channel("a").posted == []
+    progress.layer_done(0)
+    wait_until(lambda: len(sending.channel("a").posted) == 2)
+    time.sleep(0.1)
+    assert len(sending.channel("a").posted) == 2, "the first layer is out while the second computes"
+    progress.layer_done(1)
+    assert sending.reports.get(timeout=10).error is None
+
+
+def test_a_layer_waits_for_its_event_on_the_device() -> None:
+    progress = ForwardProgress(CPU)
+    finished = threading.Event()
+
+    class DeviceEvent:
+        def synchronize(self) -> None:
+            finished.wait(10)
+
+    progress._events.append(DeviceEvent())  # type: ignore[arg-type]
+    waiting = threading.Thread(target=progress.wait, args=(0, lambda: False), daemon=True)
+    waiting.start()
+    waiting.join(0.1)
+    assert waiting.is_alive()
+    finished.set()
+    waiting.join(10)
+    assert not waiting.is_alive()
+
+
+def test_chunks_of_a_pass_that_failed_are_given_up(sending: Sending) -> None:
+    progress = ForwardProgress(CPU)
+    progress.layer_done(0)
+    sending.sender.submit(sending.chunk(progress=progress))
+    progress.fail()
+    assert sending.reports.get(timeout=10).error == "aborted"
 
 
 def test_a_slow_receiver_delays_only_its_own_requests(sending: Sending) -> None:
-    sender, engine, reports = sending
-    engine.hold["slow:1"] = threading.Event()
-    sender.submit(chunk(session="slow:1"))
+    hold = sending.channel("slow").hold = threading.Event()
+    sending.sender.submit(sending.chunk("slow"))
     for _ in range(3):
-        sender.submit(chunk(session="fast:1"))
-        assert reports.get(timeout=5).chunk.destination.session == "fast:1"
-    engine.hold["slow:1"].set()
-    assert reports.get(timeout=5).chunk.destination.session == "slow:1"
+        assert sending.send(sending.chunk("fast")).chunk.decode.boot_id == "fast"
+    hold.set()
+    assert sending.reports.get(timeout=10).chunk.decode.boot_id == "slow"
 
 
 def test_a_chunk_that_was_given_up_is_not_posted(sending: Sending) -> None:
-    sender, engine, reports = sending
-    sender.submit(chunk(cancelled=lambda: True))
-    assert reports.get(timeout=5).error == "aborted"
-    assert engine.writes == []
+    assert sending.send(sending.chunk(cancelled=lambda: True)).error == "aborted"
+    assert sending.channel("a").posted == []
+
+
+def test_an_abort_stops_a_chunk_between_batches(sending: Sending) -> None:
+    progress = ForwardProgress(CPU)
+    progress.layer_done(0)
+    aborted = threading.Event()
+    sending.sender.submit(sending.chunk(progress=progress, cancelled=aborted.is_set))
+    wait_until(lambda: len(sending.channel("a").posted) == 2)
+    aborted.set()
+    progress.layer_done(1)
+    assert sending.reports.get(timeout=10).error == "aborted"
+    assert len(sending.channel("a").posted) == 2
+
+
+def test_nothing_is_posted_to_a_decode_node_that_is_not_heard(sending: Sending) -> None:
+    """A writer that was stopped for long must not write to whatever process has the address by then."""
+    sending.silence = 10.0
+    sending.sender.submit(sending.chunk())
+    time.sleep(0.2)
+    assert sending.channel("a").posted == []
+    sending.silence = 0.0
+    assert sending.reports.get(timeout=10).error is None
 
 
 def test_a_failed_write_is_reported_and_the_next_one_goes_out(sending: Sending) -> None:
     """sglang 13054: one transient error marked a healthy pair as failed for ever."""
-    sender, engine, reports = sending
-    engine.error = TransferError("lost")
-    sender.submit(chunk())
-    assert reports.get(timeout=5).error == "lost"
-    engine.error = None
-    sender.submit(chunk())
-    assert reports.get(timeout=5).error is None
+    sending.channel("a").error = TransferError("the process has ended")
+    assert sending.send(sending.chunk()).error == "a:1: the process has ended"
+    sending.channel("a").error = None
+    assert sending.send(sending.chunk()).error is None
 
 
-def test_threads_of_sessions_that_are_over_end(sending: Sending) -> None:
-    sender, _, reports = sending
-    sender.submit(chunk(session="a:1"))
-    reports.get(timeout=5)
-    sender.keep_only(set())
-    sender.submit(chunk(session="a:1"))
-    assert reports.get(timeout=5).error is None
-    assert sender.stop(timeout=5)
+def test_a_decode_node_without_a_route_costs_its_requests(sending: Sending) -> None:
+    sending.unreachable = True
+    assert "no route" in (sending.send(sending.chunk()).error or "")
+    sending.unreachable = False
+    assert sending.send(sending.chunk()).error is None
+
+
+def test_a_bug_while_sending_costs_the_chunk_and_not_the_thread(sending: Sending) -> None:
+    sending.channel("a").error = ZeroDivisionError()
+    assert "sending failed" in (sending.send(sending.chunk()).error or "")
+    sending.channel("a").error = None
+    assert sending.send(sending.chunk()).error is None
+
+
+def test_threads_are_bounded_and_end_when_no_request_needs_them(sending: Sending) -> None:
+    for number in range(MAX_SESSIONS):
+        decode = Peer(role="decode", address=f"{number}:1", boot_id=str(number))
+        assert sending.sender.has_room_for(decode)
+        assert sending.send(sending.chunk(str(number), stop=1)).error is None
+    assert not sending.sender.has_room_for(Peer(role="decode", address="new:1", boot_id="new"))
+    assert sending.sender.has_room_for(Peer(role="decode", address="3:1", boot_id="3"))
+    sending.sender.keep_only({"3"})
+    wait_until(lambda: sending.channel("0").closed)
+    assert sending.send(sending.chunk("0", stop=1)).error is None
+    assert sending.sender.stop(timeout=5)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)

@@ -177,3 +177,14 @@ def test_a_connection_that_sat_idle_and_was_closed_works_at_once(start: Start, m
     assert list(a._outgoing) == [c.me.address], "the idle connection was closed"
     a.send(b.me, Pong())
     assert b_inbox.get(timeout=5) == (a.me, Pong())
+
+
+def test_what_waits_for_a_dead_peer_is_bounded(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "MAX_QUEUED", 10)
+    plane, inbox = start()
+    dead = Peer(role="prefill", address="127.0.0.1:9", boot_id="dead")
+    for _ in range(50):
+        plane.send(dead, Cancel(request_id="r"))
+    plane.send(plane.me, Cancel(request_id="last"))
+    assert inbox.get(timeout=5)[1] == Cancel(request_id="last")
+    assert plane.undeliverable == 40

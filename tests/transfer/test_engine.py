@@ -5,16 +5,14 @@ import os
 import signal
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from service.errors import StartupError
-from transfer import engine as engine_module
-from transfer.engine import KVTransferEngine, TransferAborted, TransferError, choose_protocol
-from transfer.messages import BufferInfo
+from transfer.engine import KVTransferEngine
+from transfer.messages import BufferInfo, Session
 from transfer.planner import Descriptors
+from transfer.writer import TransferAborted, TransferError, write
 
 SIZE = 4 << 20
 
@@ -28,7 +26,7 @@ def receive(connection: Connection) -> None:
     buffer = np.zeros(SIZE, dtype=np.uint8)
     engine = KVTransferEngine("127.0.0.1", "tcp")
     engine.register(info(buffer))
-    connection.send((engine.session, buffer.ctypes.data))
+    connection.send((engine.session.name, buffer.ctypes.data))
     while connection.recv():
         connection.send(buffer.tobytes())
 
@@ -39,7 +37,8 @@ class Receiver:
         self._connection, child = context.Pipe()
         self.process = context.Process(target=receive, args=(child,), daemon=True)
         self.process.start()
-        self.session, self.address = self._connection.recv()
+        name, self.address = self._connection.recv()
+        self.session = Session(transport="tcp", name=name)
 
     def content(self) -> np.ndarray:
         self._connection.send(True)
@@ -75,12 +74,19 @@ def batch(source: np.ndarray, address: int, pieces: list[tuple[int, int, int]]) 
     return Descriptors(source.ctypes.data + columns[0], address + columns[1], columns[2])
 
 
+def batches(source: np.ndarray, address: int, pieces: list[tuple[int, int, int]]) -> list[Descriptors]:
+    return [batch(source, address, pieces)]
+
+
 def test_more_descriptors_than_the_transport_takes_at_once_all_land(
     sender: KVTransferEngine, source: np.ndarray, receiver: Receiver
 ) -> None:
     """The TCP transport refuses a batch of some 2000 descriptors outright: writes are windowed."""
     order = np.random.default_rng(1).permutation(3000).tolist()
-    sender.write(receiver.session, batch(source, receiver.address, [(i * 64, j * 64, 64) for i, j in enumerate(order)]))
+    write(
+        sender.channel(receiver.session),
+        batches(source, receiver.address, [(i * 64, j * 64, 64) for i, j in enumerate(order)]),
+    )
     expected = np.zeros(SIZE, dtype=np.uint8)
     expected[: 3000 * 64].reshape(3000, 64)[order] = source[: 3000 * 64].reshape(3000, 64)
     assert np.array_equal(receiver.content(), expected)
@@ -90,9 +96,9 @@ def test_a_write_outside_the_registered_buffer_is_an_error_and_the_next_write_wo
     sender: KVTransferEngine, source: np.ndarray, receiver: Receiver
 ) -> None:
     """sglang 13054: one transfer error must not mark a healthy pair as failed for ever."""
-    with pytest.raises(TransferError, match=receiver.session):
-        sender.write(receiver.session, batch(source, receiver.address, [(0, SIZE - 10, 4096), (0, 0, 64)]))
-    sender.write(receiver.session, batch(source, receiver.address, [(0, 0, SIZE)]))
+    with pytest.raises(TransferError):
+        write(sender.channel(receiver.session), batches(source, receiver.address, [(0, SIZE - 10, 4096), (0, 0, 64)]))
+    write(sender.channel(receiver.session), batches(source, receiver.address, [(0, 0, SIZE)]))
     assert np.array_equal(receiver.content(), source)
 
 
@@ -101,9 +107,9 @@ def test_an_abort_stops_the_rest_and_leaves_nothing_in_flight(
 ) -> None:
     answers = iter([True] * 10)
     with pytest.raises(TransferAborted):
-        sender.write(
-            receiver.session,
-            batch(source, receiver.address, [(i * 64, i * 64, 64) for i in range(1000)]),
+        write(
+            sender.channel(receiver.session),
+            [batch(source, receiver.address, [(i * 64, i * 64, 64)]) for i in range(1000)],
             go_on=lambda: next(answers, False),
         )
     content = receiver.content()
@@ -114,11 +120,11 @@ def test_an_abort_stops_the_rest_and_leaves_nothing_in_flight(
 def test_what_was_unregistered_cannot_be_written(sender: KVTransferEngine, source: np.ndarray) -> None:
     target = np.zeros(4096, dtype=np.uint8)
     sender.register(info(target))
-    sender.write(sender.session, batch(source, target.ctypes.data, [(0, 0, 64)]))
+    write(sender.channel(sender.session), batches(source, target.ctypes.data, [(0, 0, 64)]))
     assert np.array_equal(target[:64], source[:64])
     sender.unregister(info(target))
     with pytest.raises(TransferError):
-        sender.write(sender.session, batch(source, target.ctypes.data, [(0, 64, 64)]))
+        write(sender.channel(sender.session), batches(source, target.ctypes.data, [(0, 64, 64)]))
     assert not target[64:].any()
 
 
@@ -126,21 +132,4 @@ def test_a_dead_receiver_is_an_error(sender: KVTransferEngine, source: np.ndarra
     receiver = Receiver()
     receiver.kill()
     with pytest.raises(TransferError):
-        sender.write(receiver.session, batch(source, receiver.address, [(0, 0, SIZE)]))
-
-
-def test_rdma_without_a_device_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Mooncake would take TCP in silence."""
-    monkeypatch.setattr(engine_module, "_INFINIBAND", tmp_path / "none")
-    with pytest.raises(StartupError, match="no RDMA device"):
-        choose_protocol("rdma", "")
-    assert choose_protocol("auto", "") == "tcp"
-
-
-def test_rdma_is_taken_where_there_is_a_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "mlx5_0").mkdir()
-    monkeypatch.setattr(engine_module, "_INFINIBAND", tmp_path)
-    assert choose_protocol("auto", "") == "rdma"
-    assert choose_protocol("tcp", "") == "tcp"
-    with pytest.raises(StartupError, match="mlx5_9 not found; this machine has mlx5_0"):
-        choose_protocol("rdma", "mlx5_0,mlx5_9")
+        write(sender.channel(receiver.session), batches(source, receiver.address, [(0, 0, SIZE)]))

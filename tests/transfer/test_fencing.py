@@ -32,7 +32,7 @@ def test_landed_slots_go_on_with_the_request() -> None:
 def test_aborted_slots_wait_for_quiesced() -> None:
     """sglang PRs 24580, 31357: pages freed on abort while the prefill node was still writing."""
     table, released = table_with()
-    assert table.quarantine(KEY) == WRITER
+    assert table.quarantine(KEY, now=1.0) == WRITER
     assert table.quarantined_slots == 8
     assert table.release_expired(now=1e9) == []
     assert released == []
@@ -42,14 +42,14 @@ def test_aborted_slots_wait_for_quiesced() -> None:
 
 def test_quiesced_of_another_epoch_frees_nothing() -> None:
     table, released = table_with()
-    table.quarantine(KEY)
+    table.quarantine(KEY, now=1.0)
     assert not table.quiesced(("r", 0), "first")
     assert released == []
 
 
 def test_quiesced_twice_frees_once() -> None:
     table, released = table_with()
-    table.quarantine(KEY)
+    table.quarantine(KEY, now=1.0)
     table.quiesced(KEY, "first")
     assert not table.quiesced(KEY, "first")
     assert released == ["slots"]
@@ -57,14 +57,14 @@ def test_quiesced_twice_frees_once() -> None:
 
 def test_only_the_writer_can_say_that_it_is_quiet() -> None:
     table, released = table_with()
-    table.quarantine(KEY)
+    table.quarantine(KEY, now=1.0)
     assert not table.quiesced(KEY, "second")
     assert released == []
 
 
 def test_a_late_done_of_a_quarantined_epoch_does_not_land() -> None:
     table, _ = table_with()
-    table.quarantine(KEY)
+    table.quarantine(KEY, now=1.0)
     with pytest.raises(ValueError, match="not writable"):
         table.landed(KEY)
 
@@ -72,7 +72,7 @@ def test_a_late_done_of_a_quarantined_epoch_does_not_land() -> None:
 def test_a_dead_writers_slots_come_back_after_the_grace() -> None:
     table, released = table_with()
     assert table.writer_died("first", now=100.0) == [KEY]
-    table.quarantine(KEY)
+    table.quarantine(KEY, now=1.0)
     assert table.release_expired(100.0 + DRAIN_GRACE_S - 0.1) == []
     assert released == []
     assert table.release_expired(100.0 + DRAIN_GRACE_S) == [KEY]
@@ -81,10 +81,47 @@ def test_a_dead_writers_slots_come_back_after_the_grace() -> None:
 
 def test_the_death_of_another_boot_proves_nothing() -> None:
     table, released = table_with()
-    table.quarantine(KEY)
+    table.quarantine(KEY, now=1.0)
     table.writer_died("second", now=0.0)
     assert table.release_expired(1e9) == []
     assert released == []
+
+
+def test_evicted_slots_come_back_after_the_grace() -> None:
+    table, released = table_with()
+    table.quarantine(KEY, now=1.0)
+    assert table.evict("first", now=100.0) == [KEY]
+    assert table.evict("first", now=104.0) == [KEY], "a second time changes nothing"
+    assert table.release_expired(100.0 + DRAIN_GRACE_S - 0.1) == []
+    assert table.release_expired(100.0 + DRAIN_GRACE_S) == [KEY]
+    assert released == ["slots"]
+    assert table.evict("first", now=110.0) == []
+
+
+def test_eviction_is_of_one_process_and_of_what_is_quarantined() -> None:
+    table, released = table_with()
+    assert table.evict("first", now=0.0) == [], "a request still wants these"
+    table.quarantine(KEY, now=1.0)
+    assert table.evict("second", now=1.0) == []
+    assert table.release_expired(1e9) == []
+    assert released == []
+
+
+def test_an_evicted_writer_that_answers_after_all_frees_once() -> None:
+    table, released = table_with()
+    table.quarantine(KEY, now=1.0)
+    table.evict("first", now=1.0)
+    assert table.quiesced(KEY, "first")
+    assert table.release_expired(1e9) == []
+    assert released == ["slots"]
+
+
+def test_quarantine_counts_from_when_it_began() -> None:
+    table, _ = table_with()
+    assert table.quarantined == []
+    table.quarantine(KEY, now=1.0)
+    table.quarantine(KEY, now=5.0)
+    assert [reservation.quarantined_at for reservation in table.quarantined] == [1.0]
 
 
 def test_an_open_reservation_is_not_opened_again() -> None:
@@ -93,7 +130,7 @@ def test_an_open_reservation_is_not_opened_again() -> None:
         table.open(KEY, WRITER, "other", 1)
 
 
-@given(st.lists(st.sampled_from(["quarantine", "quiesced", "landed", "died", "expire"]), max_size=12))
+@given(st.lists(st.sampled_from(["quarantine", "quiesced", "landed", "died", "evict", "expire"]), max_size=12))
 def test_in_any_order_of_events_slots_leave_once_and_never_while_writable(events: list[str]) -> None:
     table, released = table_with()
     landed = 0
@@ -102,7 +139,7 @@ def test_in_any_order_of_events_slots_leave_once_and_never_while_writable(events
         before = len(released)
         match event:
             case "quarantine" if KEY in table:
-                table.quarantine(KEY)
+                table.quarantine(KEY, now=1.0)
             case "quiesced":
                 table.quiesced(KEY, "first")
             case "landed" if was_writable:
@@ -110,6 +147,8 @@ def test_in_any_order_of_events_slots_leave_once_and_never_while_writable(events
                 landed += 1
             case "died":
                 table.writer_died("first", now)
+            case "evict":
+                table.evict("first", now)
             case "expire":
                 table.release_expired(now + 2 * DRAIN_GRACE_S)
         if was_writable:

@@ -18,6 +18,8 @@ from transfer.messages import (
     Peer,
     PrefillRequest,
     Sampling,
+    Session,
+    SharedMemory,
 )
 
 ME = Peer(role="decode", address="127.0.0.1:8021", boot_id="boot")
@@ -32,8 +34,7 @@ def prefill_request(**changes: Any) -> PrefillRequest:
         "epoch": 1,
         "prompt_ids": (1, 2, 3),
         "destination": Destination(
-            session="127.0.0.1:15000",
-            protocol="tcp",
+            sessions=(Session(transport="tcp", name="127.0.0.1:15000"),),
             identity=IDENTITY,
             buffers=BufferInfo(ptrs=(4096, 8192), lengths=(1920, 640), item_lengths=(192, 64)),
         ),
@@ -140,3 +141,12 @@ def test_a_configuration_mismatch_names_both_values() -> None:
     other = IDENTITY.model_copy(update={"dtype": "bfloat16", "item_bytes": 96})
     assert IDENTITY.differences(other) == "dtype float32 != bfloat16, item_bytes 192 != 96"
     assert IDENTITY.differences(IDENTITY) == ""
+
+
+def test_a_buffer_outside_the_shared_memory_is_malformed() -> None:
+    shared = SharedMemory(pid=1, fd=3, name="m", base=4096, length=8192)
+    inside = BufferInfo(ptrs=(4096, 8192), lengths=(4096, 4096), item_lengths=(64, 64))
+    Destination(identity=IDENTITY, buffers=inside, shared=shared)
+    for ptr in (4095, 8193):
+        with pytest.raises(ValueError, match="outside the shared memory"):
+            Destination(identity=IDENTITY, buffers=inside.model_copy(update={"ptrs": (4096, ptr)}), shared=shared)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transfer.planner import expand_extents, expand_pages, plan_runs
+from transfer.planner import Runs, expand_extents, expand_pages, plan_runs
 
 
 @st.composite
@@ -51,6 +51,38 @@ def test_no_two_neighbouring_runs_could_be_one(transfer: tuple[np.ndarray, int, 
         continues_source = runs.sources[i] + runs.lengths[i] == runs.sources[i + 1]
         continues_destination = runs.destinations[i] + runs.lengths[i] == runs.destinations[i + 1]
         assert not (continues_source and continues_destination)
+
+
+@given(transfers(), st.integers(1, 9))
+def test_split_runs_are_the_same_pairs_cut_after_every_so_many(
+    transfer: tuple[np.ndarray, int, int, int, np.ndarray], every: int
+) -> None:
+    pages, page_size, start, stop, slots = transfer
+    runs = plan_runs(expand_pages(pages, page_size, start, stop), slots[start:stop])
+    parts = runs.split(every)
+    assert [part.num_items for part in parts[:-1]] == [every] * (len(parts) - 1)
+    assert parts[-1].num_items <= every
+    assert [pair for part in parts for pair in pairs(part)] == pairs(runs)
+
+
+@given(transfers())
+def test_packed_runs_lead_to_the_same_slots_with_fewest_pieces(
+    transfer: tuple[np.ndarray, int, int, int, np.ndarray],
+) -> None:
+    pages, page_size, start, stop, slots = transfer
+    runs = plan_runs(expand_pages(pages, page_size, start, stop), slots[start:stop])
+    into, out = runs.pack()
+    assert [packed for _, packed in pairs(into)] == list(range(stop - start))
+    assert [packed for packed, _ in pairs(out)] == list(range(stop - start))
+    through = [(source, slot) for (source, _), (_, slot) in zip(pairs(into), pairs(out), strict=True)]
+    assert through == pairs(runs)
+    assert len(out) == np.count_nonzero(np.diff(slots[start:stop]) != 1) + bool(stop - start)
+
+
+def pairs(runs: Runs) -> list[tuple[int, int]]:
+    """Item by item."""
+    columns = zip(runs.sources.tolist(), runs.destinations.tolist(), runs.lengths.tolist(), strict=True)
+    return [(source + i, slot + i) for source, slot, length in columns for i in range(length)]
 
 
 def test_contiguous_pages_and_slots_are_one_run() -> None:

@@ -1,0 +1,1 @@
+"""How fast prompts travel from a prefill pool to a host pool, beside what carries them."""

@@ -1,0 +1,99 @@
+"""Measures every method in every case, by turns, after comparing the bytes that it leaves."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from benchmarks.transfer import lineup, wire
+from benchmarks.transfer.cases import Case
+from benchmarks.transfer.methods import Method, MethodFailed, Run
+from benchmarks.transfer.placement import Placement, place
+from benchmarks.transfer.pools import digests
+from benchmarks.transfer.results import CaseResult, MethodResult
+from benchmarks.transfer.workbench import Workbench
+
+SLOW_S = 2.0
+"""A method that takes longer is run once: the run whose bytes are compared is its figure."""
+
+
+class Watcher(Protocol):
+    """Is told how far a measurement is."""
+
+    def case(self, case: Case) -> None: ...
+
+    def round_done(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Plan:
+    """rounds: timed runs of each method in each case."""
+
+    cases: Sequence[Case]
+    rounds: int
+    with_nixl: bool
+
+    @property
+    def num_rounds(self) -> int:
+        """How often a watcher hears of a round, those for comparison included."""
+        return len(self.cases) * (self.rounds + 1) * (2 if self.with_nixl else 1)
+
+
+class Initiator:
+    """Runs a plan on a workbench. Methods take turns, so that what else the machine does meets all of them."""
+
+    def __init__(self, bench: Workbench, plan: Plan, watcher: Watcher) -> None:
+        self._bench = bench
+        self._plan = plan
+        self._watcher = watcher
+        self._sizes: set[tuple[object, ...]] = set()
+        self._order = random.Random(0)
+
+    def run(self) -> list[CaseResult]:
+        """Raises MethodFailed if a method cannot send or leaves wrong bytes, StartupError if the target cannot."""
+        try:
+            return [self._measure(case) for case in self._plan.cases]
+        finally:
+            self._bench.close()
+
+    def _measure(self, case: Case) -> CaseResult:
+        self._watcher.case(case)
+        placement = place(case)
+        # How scattered they are makes no difference to single tokens, and they take long: once for each size.
+        size = (case.protocol, case.tokens, case.layers, case.item_bytes, case.concurrency)
+        with lineup.methods(self._bench, case, placement, with_tokens=size not in self._sizes) as methods:
+            results = self._by_turns(case, methods)
+        self._sizes.add(size)
+        if self._plan.with_nixl:
+            # Its progress threads take a core each, so it has its turns when the others have had theirs.
+            with lineup.nixl(self._bench, case, placement) as methods:
+                results += self._by_turns(case, methods)
+        return CaseResult(case, tuple(results))
+
+    def _by_turns(self, case: Case, methods: Sequence[Method]) -> list[MethodResult]:
+        first = [self._compared(case, method) for method in methods]
+        self._watcher.round_done()
+        runs: list[list[Run]] = [[] for _ in methods]
+        for _ in range(self._plan.rounds):
+            turns = [i for i, run in enumerate(first) if run.seconds <= SLOW_S]
+            for i in self._order.sample(turns, len(turns)):
+                runs[i].append(methods[i].run())
+            self._watcher.round_done()
+        return [
+            MethodResult(method.name, method.group, tuple(timed) or (only,))
+            for method, timed, only in zip(methods, runs, first, strict=True)
+        ]
+
+    def _compared(self, case: Case, method: Method) -> Run:
+        """Run once on a wiped pool and compare every byte there with the source's."""
+        link = self._bench.link
+        link.ask(wire.Wipe(), wire.Done)
+        run = method.run()
+        found = link.ask(wire.Digest(slots=method.placement.slots.astype("<i8").tobytes()), wire.Digests).layers
+        expected = self._digests(case, method.placement)
+        if wrong := [layer for layer, pair in enumerate(zip(found, expected, strict=True)) if pair[0] != pair[1]]:
+            raise MethodFailed(f"{method.name} left wrong bytes in layers {wrong} of {case}")
+        return run
+
+    def _digests(self, case: Case, placement: Placement) -> tuple[int, ...]:
+        return digests(self._bench.pools(case).kv, placement.items)

@@ -1,0 +1,93 @@
+"""Which methods are measured in a case."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+from benchmarks.transfer import nixl_agent, wire
+from benchmarks.transfer.cases import Case, Fragmentation
+from benchmarks.transfer.memcpy import CopyThreads, memmove
+from benchmarks.transfer.methods import Group, Method, MethodFailed, Posting
+from benchmarks.transfer.ours import COPY_THREADS, copy_runs
+from benchmarks.transfer.placement import Placement, coalesced, in_one_piece, per_page, per_token, pieces
+from benchmarks.transfer.workbench import Pools, Workbench
+
+
+def has_whole_pages(case: Case) -> bool:
+    """Whether a page can travel in one piece; otherwise a descriptor per page is one per token."""
+    return case.page_size > 1 and Fragmentation.ITEMS not in (case.source, case.destination)
+
+
+@contextmanager
+def methods(bench: Workbench, case: Case, placement: Placement, with_tokens: bool) -> Iterator[list[Method]]:
+    """All but NIXL. with_tokens: also one descriptor per token, which takes long."""
+    pools = bench.pools(case)
+    ours = bench.engines(case.protocol).ours.method(case, placement, pools.kv, pools.destination)
+    try:
+        if case.protocol == "shm":
+            with _copying(pools) as threads:
+                yield [ours, *_by_memcpy(case, placement, pools, threads, with_tokens)]
+        else:
+            yield [ours, *_by_engine(bench, case, placement, pools, with_tokens)]
+    finally:
+        ours.close()
+
+
+@contextmanager
+def nixl(bench: Workbench, case: Case, placement: Placement) -> Iterator[list[Method]]:
+    """NIXL, with agents on both sides that live as long as this context."""
+    pools = bench.pools(case)
+    tls = nixl_agent.UCX_TLS[case.protocol]
+    agent = nixl_agent.Agent("initiator", tls)
+    try:
+        agent.register(pools.source)
+        agent.connect(bench.link.ask(wire.OpenNixl(ucx_tls=tls), wire.NixlOpened).metadata)
+        plan = partial(coalesced, placement, pools.source, pools.target)
+        yield [Posting("NIXL over UCX", Group.NIXL, placement, plan, agent.write)]
+        agent.disconnect()
+    finally:
+        agent.close()
+        bench.link.ask(wire.CloseNixl(), wire.Done)
+
+
+def _by_engine(bench: Workbench, case: Case, placement: Placement, pools: Pools, with_tokens: bool) -> Iterator[Method]:
+    """Mooncake with descriptors of each size, in both ways in which it can be called."""
+    raw = bench.engines(case.protocol).raw
+    assert raw is not None
+    session = next(s.name for s in pools.destination.sessions if s.transport == case.protocol)
+    for how, post in (("polled", raw.submit_and_poll), ("synchronous", raw.call_synchronously)):
+        write = partial(post, session)
+        if with_tokens:
+            plan = partial(per_token, placement, pools.source, pools.target)
+            yield Posting(f"one per token, {how}", Group.TOKEN, placement, plan, write)
+        if has_whole_pages(case):
+            plan = partial(per_page, placement, case.page_size, pools.source, pools.target)
+            yield Posting(f"one per page, {how}", Group.PAGE, placement, plan, write)
+        plan = partial(pieces, case.concurrency * case.tokens, pools.source, pools.target)
+        yield Posting(f"1 MiB pieces, {how}", Group.CEILING, in_one_piece(case), plan, write)
+
+
+def _by_memcpy(
+    case: Case, placement: Placement, pools: Pools, threads: CopyThreads, with_tokens: bool
+) -> Iterator[Method]:
+    """Copies of each size by as many threads as this project uses."""
+    if with_tokens:
+        plan = partial(per_token, placement, pools.source, pools.target)
+        yield Posting("one copy per token", Group.TOKEN, placement, plan, partial(threads.copy, how=copy_runs))
+    if has_whole_pages(case):
+        plan = partial(per_page, placement, case.page_size, pools.source, pools.target)
+        yield Posting("one copy per page", Group.PAGE, placement, plan, partial(threads.copy, how=copy_runs))
+    plan = partial(pieces, case.concurrency * case.tokens, pools.source, pools.target)
+    name = f"memcpy of 1 MiB pieces, {COPY_THREADS} threads"
+    yield Posting(name, Group.CEILING, in_one_piece(case), plan, partial(threads.copy, how=memmove))
+
+
+@contextmanager
+def _copying(pools: Pools) -> Iterator[CopyThreads]:
+    if pools.destination.shared is None:
+        raise MethodFailed("the target shares no memory")
+    threads = CopyThreads(pools.destination.shared, COPY_THREADS)
+    try:
+        yield threads
+    finally:
+        threads.close()

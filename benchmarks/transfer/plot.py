@@ -1,0 +1,66 @@
+"""Latency against context length, one line per method."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks.machine import Machine
+from benchmarks.plotting import new_figure
+from benchmarks.transfer.cases import Case
+from benchmarks.transfer.methods import Group
+from benchmarks.transfer.results import CaseResult
+
+_COLOURS = {
+    Group.OURS: "tab:blue",
+    Group.CEILING: "black",
+    Group.PAGE: "tab:orange",
+    Group.TOKEN: "tab:red",
+    Group.NIXL: "tab:green",
+}
+
+
+def write_png(path: Path, results: Sequence[CaseResult], machine: Machine) -> None:
+    """One panel for all cases that differ in tokens only, those with several lengths first."""
+    panels: dict[Case, list[CaseResult]] = defaultdict(list)
+    for result in results:
+        panels[replace(result.case, tokens=1)].append(result)
+    lines = [members for members in panels.values() if len(members) > 1] or list(panels.values())
+    columns = min(3, len(lines))
+    rows = -(-len(lines) // columns)
+    figure = new_figure(figsize=(5.2 * columns, 4.2 * rows + 0.4), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False).flat
+    for axis, members in zip(axes, lines, strict=False):
+        members = sorted(members, key=lambda result: result.case.tokens)
+        for group, colour in _COLOURS.items():
+            points = [
+                (result.case.tokens, best.seconds) for result in members if (best := result.best(group)) is not None
+            ]
+            if not points:
+                continue
+            tokens = [count for count, _ in points]
+            axis.plot(tokens, [1000 * s.p50 for _, s in points], "o-", color=colour, label=group.value)
+            axis.fill_between(
+                tokens, [1000 * s.p50 for _, s in points], [1000 * s.p90 for _, s in points], color=colour, alpha=0.15
+            )
+        case = members[0].case
+        axis.set(
+            xscale="log",
+            yscale="log",
+            xlabel="tokens",
+            ylabel="latency, ms (line: p50, band: to p90)",
+            title=f"{case.protocol}, {case.layers} layers x {case.item_bytes} B, pages of {case.page_size}\n"
+            f"{case.source} to {case.destination}, {case.concurrency} at once",
+        )
+        axis.set_xticks([result.case.tokens for result in members], [_short(r.case.tokens) for r in members])
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize="small")
+    for axis in list(axes):
+        axis.set_visible(False)
+    figure.suptitle(str(machine), fontsize="small")
+    figure.savefig(path, dpi=120)
+
+
+def _short(tokens: int) -> str:
+    return f"{tokens // 1024}K" if tokens % 1024 == 0 else str(tokens)

@@ -1,0 +1,67 @@
+"""What was measured, and what is said of it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from benchmarks.transfer.cases import Case
+from benchmarks.transfer.methods import Group, Run
+
+
+@dataclass(frozen=True)
+class Percentiles:
+    """Of a sample, interpolated linearly, in its unit. Of few values the outer ones are close to the extremes."""
+
+    p50: float
+    p90: float
+    p99: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Percentiles":
+        return cls(*(float(value) for value in np.percentile(values, (50, 90, 99))))
+
+
+@dataclass(frozen=True)
+class MethodResult:
+    """All timed runs of one method in one case; its bytes were compared with what they should be."""
+
+    name: str
+    group: Group
+    runs: tuple[Run, ...]
+
+    @property
+    def seconds(self) -> Percentiles:
+        return Percentiles.of([run.seconds for run in self.runs])
+
+    @property
+    def planning_seconds(self) -> float:
+        """Median."""
+        return Percentiles.of([run.planning_seconds for run in self.runs]).p50
+
+    @property
+    def descriptors(self) -> int:
+        return self.runs[-1].descriptors
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    case: Case
+    methods: tuple[MethodResult, ...]
+
+    def best(self, group: Group) -> MethodResult | None:
+        """The fastest method of a group by its median, or None if none was measured."""
+        return min(
+            (method for method in self.methods if method.group is group),
+            key=lambda method: method.seconds.p50,
+            default=None,
+        )
+
+    def bytes_per_second(self, method: MethodResult) -> float:
+        """At the median latency."""
+        return self.case.num_bytes / method.seconds.p50
+
+    def ratio(self, method: MethodResult, to: Group) -> float | None:
+        """How fast a method is as a part of the best of a group: the quotient of their medians."""
+        other = self.best(to)
+        return None if other is None else other.seconds.p50 / method.seconds.p50

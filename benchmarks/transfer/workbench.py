@@ -1,0 +1,91 @@
+"""What the initiator works with: its engines, its source pool, and the target's pool of the same shape."""
+
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.transfer import wire
+from benchmarks.transfer.cases import Case, Protocol
+from benchmarks.transfer.ours import Sending, source_pool
+from benchmarks.transfer.pools import buffers_of, fill
+from benchmarks.transfer.raw_engine import RawEngine
+from transfer.checksum import ChecksumMode
+from transfer.messages import BufferInfo, Destination
+
+
+@dataclass(frozen=True)
+class Engines:
+    """What writes over one protocol. raw: Mooncake by itself, None for shared memory, which has no engine."""
+
+    ours: Sending
+    raw: RawEngine | None
+
+    def register(self, buffers: BufferInfo) -> None:
+        self.ours.register(buffers)
+        if self.raw is not None:
+            self.raw.register(buffers)
+
+    def unregister(self, buffers: BufferInfo) -> None:
+        self.ours.unregister(buffers)
+        if self.raw is not None:
+            self.raw.unregister(buffers)
+
+
+@dataclass(frozen=True)
+class Pools:
+    """Source and destination of one shape, both registered with what writes.
+
+    kv: the source, uint8 [layers, rows, item_bytes].
+    """
+
+    kv: torch.Tensor
+    source: BufferInfo
+    destination: Destination
+
+    @property
+    def target(self) -> BufferInfo:
+        return self.destination.buffers
+
+
+class Workbench:
+    """Keeps engines for the whole run and pools until a case needs others."""
+
+    def __init__(self, link: wire.Link, ib_device: str, checksums: ChecksumMode) -> None:
+        self.link = link
+        self._ib_device = ib_device
+        self._checksums = checksums
+        self._engines: dict[str, Engines] = {}
+        self._shape: tuple[Protocol, int, int, int] | None = None
+        self._pools: Pools | None = None
+
+    def engines(self, protocol: Protocol) -> Engines:
+        """Raises StartupError for a protocol that this machine does not have."""
+        if protocol not in self._engines:
+            host = self.link.local_host
+            self._engines[protocol] = Engines(
+                Sending(host, protocol, self._ib_device, self._checksums),
+                None if protocol == "shm" else RawEngine(host, protocol, self._ib_device),
+            )
+        return self._engines[protocol]
+
+    def pools(self, case: Case) -> Pools:
+        """Pools of the case's shape. Raises StartupError if the target cannot have one."""
+        shape = (case.protocol, case.layers, case.rows, case.item_bytes)
+        if self._pools is None or shape != self._shape:
+            self.close()
+            prepare = wire.Prepare(
+                protocol=case.protocol.value, layers=case.layers, rows=case.rows, item_bytes=case.item_bytes
+            )
+            engines = self.engines(case.protocol)
+            kv = source_pool(case.layers, case.rows, case.item_bytes)
+            fill(kv, seed=1)
+            pools = Pools(kv, buffers_of(kv), self.link.ask(prepare, wire.Prepared).destination)
+            engines.register(pools.source)
+            self._shape, self._pools = shape, pools
+        return self._pools
+
+    def close(self) -> None:
+        """Let go of the pools."""
+        if self._pools is not None and self._shape is not None:
+            self._engines[self._shape[0]].unregister(self._pools.source)
+        self._pools = self._shape = None

@@ -1,0 +1,104 @@
+"""`hisparse-pd quarantine`: what a decode node keeps from prefill nodes that do not answer, and how to free it."""
+
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import typer
+from pydantic import BaseModel, ValidationError
+
+from service.errors import StartupError
+
+if TYPE_CHECKING:
+    import httpx
+    from rich.table import Table
+
+    from decode_node.quarantine import QuarantineList
+
+Answer = TypeVar("Answer", bound=BaseModel)
+
+_TIMEOUT_S = 15.0
+"""More than a node's loop has, so that it is the node who says that it is too busy."""
+
+app = typer.Typer(name="quarantine", no_args_is_help=True)
+
+Url = Annotated[str, typer.Option(help="A decode node's HTTP address.")]
+
+
+@app.callback()
+def about() -> None:
+    """List, and give up on, slots that a prefill node may still be writing to."""
+
+
+@app.command("list")
+def list_reservations(url: Url = "http://127.0.0.1:8020") -> None:
+    """Show a decode node's quarantined reservations."""
+    from rich.console import Console
+
+    from decode_node.quarantine import QuarantineList
+
+    found = _ask(QuarantineList, "GET", url, "/quarantine")
+    console = Console()
+    console.print(_table(found) if found.reservations else "nothing is in quarantine")
+
+
+@app.command()
+def evict(
+    boot_id: Annotated[str, typer.Argument(help="Boot id of the prefill process, as `quarantine list` shows it.")],
+    url: Url = "http://127.0.0.1:8020",
+    force: Annotated[bool, typer.Option("--force", help="Also if the process was heard just now.")] = False,
+) -> None:
+    """Free what is quarantined for a prefill process that is gone for good.
+
+    The process must have ended: if it still writes, it corrupts the memory of other requests.
+    """
+    from decode_node.quarantine import Eviction
+
+    params = {"boot_id": boot_id, "force": "true" if force else "false"}
+    done = _ask(Eviction, "POST", url, "/quarantine/evict", params)
+    typer.echo(f"{done.slots} slots of {done.reservations} reservations will be free in {done.free_in_s:.1f} s")
+
+
+def _ask(answer: type[Answer], method: str, url: str, path: str, params: dict[str, str] | None = None) -> Answer:
+    """A decode node's answer. Raises StartupError with its words if it refuses, or if there is no such node."""
+    import httpx
+
+    try:
+        response = httpx.request(method, url.rstrip("/") + path, params=params, timeout=_TIMEOUT_S)
+    except (httpx.TransportError, httpx.InvalidURL) as error:
+        raise StartupError(f"cannot reach {url}: {error}; expected --url http://HOST:PORT of a decode node") from error
+    if not response.is_success:
+        what = _refusal(response) or f"{url} answers {path} with {response.status_code}; is it a decode node?"
+        raise StartupError(what)
+    try:
+        return answer.model_validate_json(response.content)
+    except ValidationError as error:
+        raise StartupError(f"{url} does not answer {path} as a decode node does") from error
+
+
+def _refusal(response: "httpx.Response") -> str | None:
+    """Why a decode node refuses, in its own words, or None if this is not a decode node's answer."""
+    try:
+        detail = response.json()["detail"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return None if detail == "Not Found" or not isinstance(detail, str) else detail
+
+
+def _table(found: "QuarantineList") -> "Table":
+    from rich.table import Table
+
+    table = Table(title=f"{sum(r.slots for r in found.reservations)} slots in quarantine")
+    for column in ("request", "epoch", "slots", "for", "prefill node", "boot id", "last heard", "free in"):
+        # A boot id is there to be copied.
+        table.add_column(column, overflow="fold", no_wrap=column == "boot id")
+    for r in found.reservations:
+        table.add_row(
+            r.request_id,
+            str(r.epoch),
+            str(r.slots),
+            f"{r.quarantined_s:.1f} s",
+            r.writer,
+            r.boot_id,
+            "unknown" if r.last_heard_s is None else f"{r.last_heard_s:.1f} s ago",
+            "" if r.free_in_s is None else f"{r.free_in_s:.1f} s",
+        )
+    return table

@@ -1,0 +1,57 @@
+"""Which prefill node is asked next: those that gateways name, in a request's order, without the silent ones."""
+
+import time
+from collections.abc import Collection, Sequence
+
+from transfer.control import ControlPlane
+from transfer.messages import Peer
+
+SILENCE_S = 3.0
+"""After so many seconds without a sign of life a node that has work is taken for unwell, though not for dead."""
+_SUSPECT_S = 10 * SILENCE_S
+
+
+class PrefillNodes:
+    """The prefill nodes that gateways know, and which of them were silent. One loop calls it."""
+
+    def __init__(self, control: ControlPlane) -> None:
+        self._control = control
+        self._by_gateway: dict[str, tuple[Peer, ...]] = {}
+        self._suspects: dict[str, float] = {}
+
+    @property
+    def known(self) -> set[Peer]:
+        return {node for nodes in self._by_gateway.values() for node in nodes}
+
+    def learn(self, gateway: str, nodes: tuple[Peer, ...]) -> None:
+        """The prefill nodes that the gateway at that address knows, in order of preference."""
+        self._by_gateway[gateway] = nodes
+
+    def suspect(self, node: Peer, now: float) -> None:
+        """The node was silent although it has work. It is passed over until it is heard again, or for a while."""
+        self._suspects = {boot_id: since for boot_id, since in self._suspects.items() if now - since < _SUSPECT_S}
+        self._suspects[node.boot_id] = now
+
+    def choose(self, ranking: Sequence[Peer], tried: Collection[str]) -> Peer | None:
+        """The next node to try for a request with this ranking, which has tried these boots; None if there is none.
+
+        The request's own ranking comes first, as far as gateways still know the nodes; then what else they know; a
+        node that no gateway names any more comes last.
+        """
+        current = {node.address: node for nodes in self._by_gateway.values() for node in nodes}
+        ranked = [current[node.address] for node in ranking if node.address in current]
+        ranked += [*current.values(), *(node for node in ranking if node.address not in current)]
+        usable = [node for node in ranked if not self._is_suspect(node)]
+        untried = [node for node in usable if node.boot_id not in tried]
+        return next(iter(untried or usable), None)
+
+    def _is_suspect(self, node: Peer) -> bool:
+        """Whether the node was silent and has not been heard since."""
+        since = self._suspects.get(node.boot_id)
+        if since is None:
+            return False
+        heard = self._control.last_heard(node.boot_id)
+        if heard is not None and heard > since:
+            del self._suspects[node.boot_id]
+            return False
+        return time.monotonic() - since < _SUSPECT_S

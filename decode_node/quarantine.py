@@ -1,0 +1,148 @@
+"""What an operator sees of the quarantine, and can do about a prefill node that will never answer.
+
+The slots of a node that is gone for good, and whose address nobody takes, stay in quarantine: silence proves nothing.
+Someone who knows better can evict them.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import structlog
+from fastapi import APIRouter, HTTPException
+from pydantic import BaseModel
+
+from decode_node.loop_call import LoopBusy, LoopCall, on_loop
+from decode_node.prefill_nodes import SILENCE_S
+from transfer.control import ControlPlane
+from transfer.fencing import Reservation, ReservationTable
+
+log = structlog.get_logger(__name__)
+
+DANGER = "evicting a process that still writes corrupts the memory of other requests"
+_LOOP_TIMEOUT_S = 10.0
+
+
+class QuarantinedReservation(BaseModel):
+    """Slots that a prefill node may still be writing to although nobody wants what it writes."""
+
+    request_id: str
+    epoch: int
+    slots: int
+    quarantined_s: float
+    """Seconds in quarantine."""
+    writer: str
+    """The prefill node's control address."""
+    boot_id: str
+    last_heard_s: float | None
+    """Seconds since anything was heard of that process; None if nothing was for long."""
+    free_in_s: float | None
+    """Seconds until the slots are free, where the process is proved dead or evicted; None otherwise."""
+
+
+class QuarantineList(BaseModel):
+    reservations: list[QuarantinedReservation]
+
+
+class Eviction(BaseModel):
+    """What an eviction will free, after the grace for what the network still carries."""
+
+    boot_id: str
+    reservations: int
+    slots: int
+    free_in_s: float
+    warning: str = DANGER
+
+
+class NothingQuarantined(Exception):
+    """No quarantined reservation names this process."""
+
+
+class WriterAlive(Exception):
+    """The process was heard a moment ago."""
+
+
+class Quarantine:
+    """Reads and evicts for an operator. The node's loop calls it: the reservations are the loop's."""
+
+    def __init__(self, reservations: ReservationTable[Any], control: ControlPlane) -> None:
+        self._reservations = reservations
+        self._control = control
+
+    def list(self) -> QuarantineList:
+        """All quarantined reservations, the longest first."""
+        now = time.monotonic()
+        oldest_first = sorted(self._reservations.quarantined, key=lambda r: r.quarantined_at or now)
+        return QuarantineList(reservations=[self._describe(reservation, now) for reservation in oldest_first])
+
+    def evict(self, boot_id: str, force: bool = False) -> Eviction:
+        """Free what is quarantined for a process that is gone for good, after the drain grace.
+
+        That process must not run any more, nor come back to life: if it still writes, it corrupts the memory of other
+        requests. So one that was heard within the last SILENCE_S seconds is evicted only by `force`.
+        Raises NothingQuarantined or WriterAlive; then nothing has changed.
+        """
+        now = time.monotonic()
+        mine = [r for r in self._reservations.quarantined if r.writer.boot_id == boot_id]
+        if not mine:
+            raise NothingQuarantined(f"nothing is in quarantine for boot id {boot_id}")
+        heard = self._control.last_heard(boot_id)
+        if heard is not None and now - heard < SILENCE_S and not force:
+            raise WriterAlive(
+                f"{mine[0].writer.address} (boot id {boot_id}) was heard {now - heard:.1f} s ago, and {DANGER}; "
+                "stop it first, or force the eviction"
+            )
+        self._reservations.evict(boot_id, now)
+        eviction = Eviction(
+            boot_id=boot_id,
+            reservations=len(mine),
+            slots=sum(reservation.num_slots for reservation in mine),
+            free_in_s=max(0.0, max(r.free_after or now for r in mine) - now),
+        )
+        log.warning("evicted by an operator", forced=force, **eviction.model_dump(exclude={"warning"}))
+        return eviction
+
+    def _describe(self, reservation: Reservation[Any], now: float) -> QuarantinedReservation:
+        heard = self._control.last_heard(reservation.writer.boot_id)
+        free_after = reservation.free_after
+        return QuarantinedReservation(
+            request_id=reservation.key[0],
+            epoch=reservation.key[1],
+            slots=reservation.num_slots,
+            quarantined_s=now - (reservation.quarantined_at or now),
+            writer=reservation.writer.address,
+            boot_id=reservation.writer.boot_id,
+            last_heard_s=None if heard is None else now - heard,
+            free_in_s=None if free_after is None else max(0.0, free_after - now),
+        )
+
+
+def quarantine_router(
+    quarantine: Quarantine, post: Callable[[LoopCall], None], timeout: float = _LOOP_TIMEOUT_S
+) -> APIRouter:
+    """GET /quarantine and POST /quarantine/evict?boot_id=...&force=....
+
+    Both are carried out by the node's loop, which `post` reaches; 503 if it does not get to it in time.
+    """
+    router = APIRouter(prefix="/quarantine")
+
+    @router.get("")
+    def listing() -> QuarantineList:
+        try:
+            return on_loop(post, quarantine.list, timeout)
+        except LoopBusy as error:
+            raise HTTPException(503, str(error)) from error
+
+    @router.post("/evict")
+    def evict(boot_id: str, force: bool = False) -> Eviction:
+        """404: nothing is quarantined for that boot id. 409: it lives, and evicting it would corrupt memory."""
+        try:
+            return on_loop(post, lambda: quarantine.evict(boot_id, force), timeout)
+        except NothingQuarantined as error:
+            raise HTTPException(404, str(error)) from error
+        except WriterAlive as error:
+            raise HTTPException(409, str(error)) from error
+        except LoopBusy as error:
+            raise HTTPException(503, f"{error}; nothing was evicted") from error
+
+    return router

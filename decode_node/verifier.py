@@ -1,0 +1,117 @@
+"""Hashes what a prefill node says it wrote, beside the loop: hundreds of megabytes must not hold up decoding."""
+
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import structlog
+
+from hisparse.extents import HostSlots
+from transfer.checksum import Mismatch, verify
+from transfer.fencing import Key
+from transfer.messages import BufferInfo, Checksum
+
+log = structlog.get_logger(__name__)
+
+_MAX_WAITING = 64
+_MAX_NAMED = 4
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What to verify: checksums over the first `num_tokens` positions that lie in these slots."""
+
+    key: Key
+    checksums: tuple[Checksum, ...]
+    slots: HostSlots
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What came of it. `error` says why it could not be carried out."""
+
+    key: Key
+    num_checksums: int
+    mismatches: tuple[Mismatch, ...] = ()
+    error: str | None = None
+
+    @property
+    def reason(self) -> str | None:
+        """Why the bytes must not be used, or None if they are what was sent."""
+        if self.error is not None:
+            return f"checksums could not be verified: {self.error}"
+        if self.mismatches:
+            return f"{len(self.mismatches)} of {self.num_checksums} checksums do not match"
+        return None
+
+    def examples(self) -> list[str]:
+        """The first few mismatches in words: buffer, positions, digests, and the first few of their addresses."""
+        return [_describe(mismatch) for mismatch in self.mismatches[:_MAX_NAMED]]
+
+
+class Verifier:
+    """One thread with a bounded queue. It owns nothing: it gets a key and its slots, and reports about the key.
+
+    `report` is called on that thread, once for each verification that was taken. The slots may meanwhile be given up
+    and used by others: they are only read, and the result of a key that nobody waits for any more means nothing.
+    """
+
+    def __init__(
+        self, buffers: BufferInfo, report: Callable[[Verified], None], max_waiting: int = _MAX_WAITING
+    ) -> None:
+        self._buffers = buffers
+        self._report = report
+        self._waiting: queue.Queue[Verification | None] = queue.Queue(max_waiting)
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="verify", daemon=True)
+        self._thread.start()
+
+    def submit(self, verification: Verification) -> bool:
+        """Queue it. False if too many are waiting: then nothing was taken."""
+        try:
+            self._waiting.put_nowait(verification)
+        except queue.Full:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Report nothing more and return when no buffer is read any more."""
+        self._closing.set()
+        self._waiting.put(None)
+        self._thread.join()
+
+    def _work(self) -> None:
+        while (verification := self._waiting.get()) is not None:
+            if self._closing.is_set():
+                continue
+            verified = self._verify(verification)
+            if not self._closing.is_set():
+                self._report(verified)
+
+    def _verify(self, verification: Verification) -> Verified:
+        key, count = verification.key, len(verification.checksums)
+        try:
+            mismatches = verify(
+                verification.checksums,
+                self._buffers,
+                verification.slots.slots(),
+                verification.num_tokens,
+                go_on=lambda: not self._closing.is_set(),
+            )
+        except Exception as error:
+            # It costs the attempt, which is made again elsewhere, and not the thread.
+            log.exception("verification failed", request_id=key[0], epoch=key[1])
+            return Verified(key, count, error=str(error))
+        return Verified(key, count, tuple(mismatches))
+
+
+def _describe(mismatch: Mismatch) -> str:
+    what = f"buffer {mismatch.buffer}, positions [{mismatch.start}, {mismatch.stop})"
+    if mismatch.found is None:
+        return f"{what}: there is no such thing"
+    ranges = [f"{address:#x}+{length}" for address, length in mismatch.ranges[:_MAX_NAMED]]
+    if len(mismatch.ranges) > _MAX_NAMED:
+        ranges.append(f"and {len(mismatch.ranges) - _MAX_NAMED} more")
+    return f"{what}: {mismatch.found:#018x}, not {mismatch.expected:#018x}, at {', '.join(ranges)}"

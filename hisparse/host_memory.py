@@ -1,0 +1,70 @@
+"""Memory for pools: zeroed, page-aligned, mappable by other processes of the host where that is wanted."""
+
+import ctypes
+import mmap
+import os
+import secrets
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class SharedRegion:
+    """By what another process maps the memory: file descriptor `fd` of this process, a memfd named `name`.
+
+    base: address of the first byte here. length: in bytes.
+    """
+
+    fd: int
+    name: str
+    base: int
+    length: int
+
+
+class HostMemory:
+    """A piece of memory cut into tensors. Its pages are taken from the machine when they are first touched.
+
+    Shareable memory is a memfd rather than a file in /dev/shm: it has no name that could stay behind or collide, and it
+    goes with the last process that maps it, however that one ends.
+    """
+
+    def __init__(self, num_bytes: int, shareable: bool) -> None:
+        self._length = max(mmap.PAGESIZE, page_aligned(num_bytes))
+        self._name = f"hisparse-pd-{secrets.token_hex(16)}"
+        self._fd = -1
+        if shareable:
+            self._fd = os.memfd_create(self._name)
+            os.ftruncate(self._fd, self._length)
+        self._memory = mmap.mmap(self._fd, self._length)
+        # Scattered items in 4 KiB pages spend as long on address translation as on copying.
+        with suppress(OSError):
+            self._memory.madvise(mmap.MADV_HUGEPAGE)
+
+    def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor that lies `offset` bytes into the memory, and keeps it alive."""
+        count = 1
+        for size in shape:
+            count *= size
+        if count == 0:
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=offset).view(shape)
+
+    def shared(self) -> SharedRegion | None:
+        """How to map it from another process, or None if it was not made for that."""
+        if self._fd < 0:
+            return None
+        base = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        return SharedRegion(self._fd, self._name, base, self._length)
+
+    def close(self) -> None:
+        """Let nobody map it any more. The memory itself goes with its last tensor and the last mapping."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def page_aligned(num_bytes: int) -> int:
+    """The next offset at which a memory page begins."""
+    return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -1,0 +1,58 @@
+"""The thread that computes, so that the node's loop hears aborts and reports of the sender while a chunk computes."""
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import structlog
+import torch
+
+from model.sampling import Sampled
+from prefill_node.chunked import ChunkedPrefill, PrefillStep
+from prefill_node.entry import Key
+from prefill_node.progress import ForwardProgress
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Computed:
+    """A step has ended: with the token after each of its chunks (None where the prompt goes on), or with an error."""
+
+    step: PrefillStep[Key]
+    tokens: Sequence[Sampled | None] = ()
+    error: str | None = None
+
+
+class ComputeThread:
+    """Computes one step at a time; `report` is called from the thread when a step has ended."""
+
+    def __init__(self, prefill: ChunkedPrefill[Key], device: torch.device, report: Callable[[Computed], None]) -> None:
+        self._prefill = prefill
+        self._device = device
+        self._report = report
+        self._steps: queue.SimpleQueue[tuple[PrefillStep[Key], ForwardProgress]] = queue.SimpleQueue()
+        threading.Thread(target=self._work, name="compute", daemon=True).start()
+
+    def start(self, step: PrefillStep[Key]) -> ForwardProgress:
+        """Compute a step. The progress shows layer by layer what may be sent."""
+        progress = ForwardProgress(self._device)
+        self._steps.put((step, progress))
+        return progress
+
+    def _work(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        while True:
+            step, progress = self._steps.get()
+            try:
+                tokens = self._prefill.compute(step, progress.layer_done)
+            except Exception as error:
+                # A batch that cannot be computed (out of memory, say) costs its requests; others go on.
+                log.exception("prefill step failed")
+                # Told before its chunks give up: the node is to blame the cause.
+                self._report(Computed(step, error=f"prefill failed: {error}"))
+                progress.fail()
+            else:
+                self._report(Computed(step, tokens))

@@ -1,0 +1,53 @@
+"""How far a forward pass has come, for those who send what it computes."""
+
+import threading
+from collections.abc import Callable
+
+import torch
+
+from transfer.writer import TransferAborted
+
+_LOOK_UP_S = 0.05
+
+
+class ForwardProgress:
+    """One forward pass: the computing thread reports layers, sending threads wait for them.
+
+    A layer is done when its KV is in the pool *on the device*: with CUDA an event is recorded behind the kernels that
+    write it, and nothing is posted before that event (a NIC that read earlier would send what was there before).
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._changed = threading.Condition()
+        """Guards _events and _failed."""
+        self._events: list[torch.cuda.Event | None] = []
+        self._failed = False
+
+    def layer_done(self, layer: int) -> None:
+        """The kernels that write this layer's KV are queued. Called for every layer in order."""
+        event = None
+        if self._device.type == "cuda":
+            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            event.record()
+        with self._changed:
+            assert layer == len(self._events)
+            self._events.append(event)
+            self._changed.notify_all()
+
+    def fail(self) -> None:
+        """The pass ended with an error: no more layers will come."""
+        with self._changed:
+            self._failed = True
+            self._changed.notify_all()
+
+    def wait(self, layer: int, cancelled: Callable[[], bool]) -> None:
+        """Return when the layer is done. Raises TransferAborted if it will not be, or is no longer wanted."""
+        with self._changed:
+            while len(self._events) <= layer:
+                if self._failed or cancelled():
+                    raise TransferAborted("the layer was not computed")
+                self._changed.wait(_LOOK_UP_S)
+            event = self._events[layer]
+        if event is not None:
+            event.synchronize()

@@ -1,0 +1,72 @@
+"""Reading KV out of the prefill pool: packed into send buffers, or where it lies."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from prefill_node.plan import Part
+from prefill_node.pool import buffer_info
+from transfer.checksum import digest
+from transfer.copy_runs import copy_runs
+from transfer.messages import BufferInfo
+from transfer.planner import Int64s
+
+
+class KVSource(Protocol):
+    """The pool's buffers, read by one thread per session."""
+
+    buffers: BufferInfo
+    in_host_memory: bool
+
+    def gather(self, buffer: int, part: Part, into: torch.Tensor) -> None:
+        """Pack a part's items, in the order of positions, into a send buffer; complete on return."""
+        ...
+
+    def digest(self, buffer: int, part: Part, start: int, stop: int) -> int:
+        """Checksum of positions [start, stop) of a part, where they lie."""
+        ...
+
+
+class HostSource:
+    """A pool in host memory."""
+
+    in_host_memory = True
+
+    def __init__(self, layers: Sequence[torch.Tensor]) -> None:
+        """layers: one tensor [rows, dim] per buffer."""
+        self.buffers = buffer_info(layers)
+
+    def gather(self, buffer: int, part: Part, into: torch.Tensor) -> None:
+        runs, _ = part.packed
+        copy_runs(runs.descriptors(self.buffers.ptrs[buffer], into.data_ptr(), self.buffers.item_lengths[buffer]))
+
+    def digest(self, buffer: int, part: Part, start: int, stop: int) -> int:
+        return digest(part.item_runs.ranges(self.buffers, buffer, start - part.start, stop - part.start))
+
+
+class DeviceSource:
+    """A pool in CUDA memory: items are packed on the device and copied out on a stream of their own."""
+
+    in_host_memory = False
+
+    def __init__(self, layers: Sequence[torch.Tensor]) -> None:
+        self.buffers = buffer_info(layers)
+        self._layers = layers
+        self._stream = torch.cuda.Stream(layers[0].device)  # type: ignore[no-untyped-call]
+
+    def gather(self, buffer: int, part: Part, into: torch.Tensor) -> None:
+        self._copy(buffer, part.items, into)
+
+    def digest(self, buffer: int, part: Part, start: int, stop: int) -> int:
+        copy = torch.empty((stop - start) * self.buffers.item_lengths[buffer], dtype=torch.uint8)
+        self._copy(buffer, part.items[start - part.start : stop - part.start], copy)
+        return digest([(copy.data_ptr(), copy.nbytes)])
+
+    def _copy(self, buffer: int, items: Int64s, into: torch.Tensor) -> None:
+        layer = self._layers[buffer]
+        with torch.cuda.stream(self._stream):
+            rows = torch.from_numpy(items).to(layer.device)
+            packed = layer.index_select(0, rows)
+            into[: packed.nbytes].copy_(packed.view(torch.uint8).flatten(), non_blocking=True)
+        self._stream.synchronize()

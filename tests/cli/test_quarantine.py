@@ -1,0 +1,129 @@
+"""`hisparse-pd quarantine` against a status page with a node's loop behind it."""
+
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+from fastapi import APIRouter
+
+from cli.main import main
+from cli.serve import free_port
+from decode_node.loop_call import LoopCall
+from decode_node.quarantine import Quarantine, quarantine_router
+from service.status import StatusServer, bind_http
+from tests.prefill_node.fakes import FakeControl
+from transfer.fencing import ReservationTable
+from transfer.messages import Peer
+
+WRITER = Peer(role="prefill", address="10.0.0.1:8011", boot_id="0123456789abcdef")
+
+
+@dataclass
+class Node:
+    url: str
+    table: ReservationTable[str]
+    control: FakeControl
+
+
+@pytest.fixture
+def node() -> Iterator[Node]:
+    """A decode node as far as the command sees it: HTTP, and a loop that owns the reservations."""
+    table: ReservationTable[str] = ReservationTable(lambda _: None)
+    control = FakeControl()
+    inbox: queue.SimpleQueue[LoopCall | None] = queue.SimpleQueue()
+
+    def loop() -> None:
+        while (call := inbox.get()) is not None:
+            call.run()
+
+    thread = threading.Thread(target=loop)
+    thread.start()
+    listener = bind_http("127.0.0.1", 0)
+    router = quarantine_router(Quarantine(table, control), inbox.put)  # type: ignore[arg-type]
+    server = StatusServer(listener, APIRouter(), router)
+    server.start()
+    yield Node(f"http://127.0.0.1:{listener.getsockname()[1]}", table, control)
+    server.stop()
+    inbox.put(None)
+    thread.join()
+
+
+@pytest.fixture
+def quarantined(node: Node) -> Node:
+    node.table.open(("cmpl-1", 3), WRITER, "slots", num_slots=640)
+    node.table.quarantine(("cmpl-1", 3), time.monotonic() - 60)
+    return node
+
+
+def run(*words: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(["quarantine", *words])
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+def test_list(quarantined: Node, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    assert run("list", "--url", quarantined.url + "/") == 0
+    output = capsys.readouterr().out
+    for expected in ("640 slots in quarantine", "cmpl-1", "10.0.0.1:8011", "0123456789abcdef", "60.", "unknown"):
+        assert expected in output
+
+
+def test_list_of_nothing(node: Node, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("list", "--url", node.url) == 0
+    assert capsys.readouterr().out == "nothing is in quarantine\n"
+
+
+def test_evict(quarantined: Node, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("evict", WRITER.boot_id, "--url", quarantined.url) == 0
+    assert "640 slots of 1 reservations will be free in " in capsys.readouterr().out
+    assert [r.free_after is not None for r in quarantined.table] == [True]
+
+
+def test_evict_refuses_a_live_writer_unless_forced(quarantined: Node, capsys: pytest.CaptureFixture[str]) -> None:
+    quarantined.control.heard[WRITER.boot_id] = time.monotonic()
+    assert run("evict", WRITER.boot_id, "--url", quarantined.url) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: 10.0.0.1:8011 (boot id 0123456789abcdef) was heard ")
+    assert error.count("\n") == 1
+    assert [r.free_after for r in quarantined.table] == [None]
+    assert run("evict", WRITER.boot_id, "--url", quarantined.url, "--force") == 0
+
+
+def test_evict_of_an_unknown_boot(quarantined: Node, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("evict", "typo", "--url", quarantined.url) == 2
+    assert capsys.readouterr().err == "error: nothing is in quarantine for boot id typo\n"
+
+
+@pytest.mark.parametrize("command", [["list"], ["evict", "x"]])
+@pytest.mark.parametrize("url", ["closed port", "127.0.0.1:8020", "http://", "ftp://127.0.0.1"])
+def test_what_cannot_be_reached_is_one_line_and_2(
+    command: list[str], url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = f"http://127.0.0.1:{free_port()}" if url == "closed port" else url
+    assert run(*command, "--url", url) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: cannot reach {url}: ")
+    assert error.count("\n") == 1
+
+
+def test_another_process_is_not_a_decode_node(capsys: pytest.CaptureFixture[str]) -> None:
+    router = APIRouter()
+
+    @router.post("/quarantine/evict")
+    def evict() -> str:
+        return "something else"
+
+    listener = bind_http("127.0.0.1", 0)
+    server = StatusServer(listener, router)
+    server.start()
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    assert run("list", "--url", url) == 2
+    assert capsys.readouterr().err == f"error: {url} answers /quarantine with 404; is it a decode node?\n"
+    assert run("evict", "x", "--url", url) == 2
+    assert capsys.readouterr().err == f"error: {url} does not answer /quarantine/evict as a decode node does\n"
+    server.stop()

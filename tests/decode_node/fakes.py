@@ -1,0 +1,35 @@
+"""What a decode node's tests share: peers, and a destination that names no real memory."""
+
+from dataclasses import dataclass, field
+
+from decode_node.verifier import Verification
+from transfer.messages import BufferInfo, Destination, ModelIdentity, Peer, Session
+
+GATEWAY = Peer(role="gateway", address="127.0.0.1:1", boot_id="gateway")
+IDENTITY = ModelIdentity(
+    fingerprint="f", dtype="float32", num_layers=2, num_index_layers=1, item_bytes=16, index_key_bytes=8
+)
+
+
+def destination(num_slots: int) -> Destination:
+    """Two layers of items and one of index keys, at addresses that must not be read."""
+    lengths = (16 * num_slots, 16 * num_slots, 8 * num_slots)
+    return Destination(
+        identity=IDENTITY,
+        buffers=BufferInfo(ptrs=(1, 2, 3), lengths=lengths, item_lengths=(16, 16, 8)),
+        sessions=(Session(transport="tcp", name="127.0.0.1:9"),),
+    )
+
+
+@dataclass
+class HeldVerifier:
+    """Keeps what is to be verified until the test says what came of it; takes no more than `room`."""
+
+    room: int = 8
+    waiting: list[Verification] = field(default_factory=list)
+
+    def submit(self, verification: Verification) -> bool:
+        if len(self.waiting) >= self.room:
+            return False
+        self.waiting.append(verification)
+        return True

@@ -1,0 +1,152 @@
+"""The node's loop with its verifier: what a prefill node writes into real memory, and what of it is served."""
+
+import queue
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from decode_node.loop_call import on_loop
+from decode_node.node import DecodeNode, Event
+from decode_node.verifier import Verifier
+from service.metrics import Metrics
+from service.shell import NodeShell
+from tests.decode_node.fakes import GATEWAY
+from tests.decode_node.test_scheduler import Harness
+from tests.e2e.cluster import wait_until
+from tests.prefill_node.fakes import FakeControl
+from transfer.checksum import digest, slot_ranges
+from transfer.messages import (
+    Abort,
+    Admitted,
+    Checksum,
+    Generate,
+    Leaving,
+    Outputs,
+    Peer,
+    PrefillDone,
+    PrefillRequest,
+    Quiesced,
+    Sampling,
+    Token,
+)
+from transfer.planner import expand_extents
+
+FIRST = Peer(role="prefill", address="127.0.0.1:2", boot_id="first")
+SECOND = Peer(role="prefill", address="127.0.0.1:3", boot_id="second")
+GENERATE = Generate(
+    request_id="r",
+    prompt_ids=tuple(range(10)),
+    max_new_tokens=5,
+    sampling=Sampling(temperature=0),
+    prefill_nodes=(FIRST, SECOND),
+)
+
+
+class Shell(NodeShell[Event]):
+    """A shell without ports or signals."""
+
+    def __init__(self, control: FakeControl, metrics: Metrics) -> None:
+        self.control = control  # type: ignore[assignment]
+        self.metrics = metrics
+        self.stopping = threading.Event()
+        self.inbox = queue.SimpleQueue()
+        self._membership = None
+
+
+class Running:
+    """A decode node whose loop runs on a thread, with real tiers and a real verifier. The test plays the others."""
+
+    def __init__(self) -> None:
+        self.harness = Harness(verify=lambda verification: self.verifier.submit(verification))
+        self.control, self.metrics = self.harness.control, self.harness.metrics
+        self.shell = Shell(self.control, self.metrics)
+        self.verifier = Verifier(self.harness.buffers, self.shell.inbox.put)
+        membership = SimpleNamespace(gateway_lost=lambda *_: False)
+        self.node = DecodeNode(
+            self.shell,
+            self.harness.scheduler,
+            self.harness.remote,
+            self.harness.coordinator,
+            membership,  # type: ignore[arg-type]
+        )
+        self.thread = threading.Thread(target=self.node.run)
+        self.thread.start()
+
+    def stop(self) -> None:
+        self.shell.stopping.set()
+        self.thread.join(10)
+        self.verifier.close()
+
+    def ask(self) -> None:
+        self.shell.inbox.put((GATEWAY, GENERATE))
+
+    def requested(self, epoch: int) -> tuple[Peer, PrefillRequest]:
+        """The request for a prefill under that epoch, once it is there."""
+        node, message = wait_until(lambda: self.control.repeated.get(("prefill", ("r", epoch))), timeout=10)
+        assert isinstance(message, PrefillRequest)
+        return node, message
+
+    def write(self, node: Peer, request: PrefillRequest, torn: bool = False) -> None:
+        """Be the prefill node: write the prompt's KV, one item of it torn on the way, and say that it landed."""
+        slots = expand_extents(request.extents)
+        rows = torch.from_numpy(slots)
+        host = self.harness.coordinator.host
+        for tensor in (host.kv, host.index_keys):
+            tensor[:, rows] = torch.arange(len(slots), dtype=torch.float32)[None, :, None]
+        checksums = tuple(
+            Checksum(buffer=buffer, start=0, stop=10, digest=digest(slot_ranges(self.harness.buffers, buffer, slots)))
+            for buffer in range(len(self.harness.buffers.ptrs))
+        )
+        if torn:
+            host.kv[0, rows[3], 1] += 1
+        done = PrefillDone(
+            request_id="r", epoch=request.epoch, token=Token(token_id=100), num_tokens=10, checksums=checksums
+        )
+        self.shell.inbox.put((node, done))
+
+    def tokens(self) -> list[int]:
+        """What was streamed so far."""
+        sent = [message for _, message in list(self.control.sent) if isinstance(message, Outputs)]
+        return [token.token_id for outputs in sent for output in outputs.outputs for token in output.tokens]
+
+
+@pytest.fixture
+def running() -> Iterator[Running]:
+    running = Running()
+    yield running
+    running.stop()
+
+
+def test_verified_bytes_are_served(running: Running) -> None:
+    running.ask()
+    node, request = running.requested(epoch=1)
+    running.write(node, request)
+    wait_until(lambda: running.tokens() == [100, 101, 102, 103, 104], timeout=10)
+    assert (FIRST, Admitted(request_id="r", epoch=1)) in running.control.sent
+
+
+def test_torn_bytes_are_never_served_and_the_retry_on_another_node_is(running: Running) -> None:
+    """vllm 44238, sglang 23020: corruption under concurrent transfers."""
+    running.ask()
+    node, request = running.requested(epoch=1)
+    running.write(node, request, torn=True)
+    other, again = running.requested(epoch=2)
+    assert (node, other) == (FIRST, SECOND)
+    assert not {*expand_extents(request.extents)} & {*expand_extents(again.extents)}, "the first are in quarantine"
+    assert running.tokens() == []
+    assert running.metrics.transfer_failures.labels("checksum")._value.get() == 1
+    assert running.control.repeated["abort", ("r", 1)] == (FIRST, Abort(request_id="r", epoch=1))
+    running.write(other, again)
+    wait_until(lambda: running.tokens() == [100, 101, 102, 103, 104], timeout=10)
+    running.shell.inbox.put((FIRST, Quiesced(request_id="r", epoch=1)))
+    wait_until(running.harness.coordinator.is_idle, timeout=10)
+    assert (SECOND, Admitted(request_id="r", epoch=2)) in running.control.sent
+    assert (FIRST, Admitted(request_id="r", epoch=1)) not in running.control.sent
+
+
+def test_calls_from_other_threads_are_carried_out_by_the_loop(running: Running) -> None:
+    assert on_loop(running.shell.inbox.put, threading.current_thread, timeout=10) is running.thread
+    assert not any(isinstance(message, Leaving) for _, message in running.control.sent)

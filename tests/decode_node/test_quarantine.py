@@ -1,0 +1,161 @@
+"""What an operator sees of the quarantine and can do about it."""
+
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+
+from decode_node.loop_call import LoopCall
+from decode_node.prefill_nodes import SILENCE_S
+from decode_node.quarantine import NothingQuarantined, Quarantine, WriterAlive, quarantine_router
+from tests.prefill_node.fakes import FakeControl
+from transfer.fencing import DRAIN_GRACE_S, ReservationTable
+from transfer.messages import Peer
+
+GONE = Peer(role="prefill", address="10.0.0.1:1", boot_id="gone")
+ALIVE = Peer(role="prefill", address="10.0.0.2:1", boot_id="alive")
+
+
+class Harness:
+    """Two requests given up that GONE was writing, one that ALIVE was, and one that is still wanted of each."""
+
+    def __init__(self) -> None:
+        self.freed: list[str] = []
+        self.table: ReservationTable[str] = ReservationTable(self.freed.append)
+        self.control = FakeControl()
+        self.quarantine = Quarantine(self.table, self.control)  # type: ignore[arg-type]
+        self.now = time.monotonic()
+        for name, writer in (("a", GONE), ("b", GONE), ("c", ALIVE), ("wanted-1", GONE), ("wanted-2", ALIVE)):
+            self.table.open((name, 1), writer, name, num_slots=8)
+        for age, name in enumerate("abc"):
+            self.table.quarantine((name, 1), self.now - 100 + age)
+        self.control.heard["alive"] = self.now - 1
+        self.control.heard["gone"] = self.now - 50
+
+    def expire(self) -> list[str]:
+        self.table.release_expired(time.monotonic() + DRAIN_GRACE_S)
+        return self.freed
+
+
+@pytest.fixture
+def h() -> Harness:
+    return Harness()
+
+
+def test_the_list_says_who_holds_what_and_for_how_long(h: Harness) -> None:
+    found = h.quarantine.list().reservations
+    assert [(r.request_id, r.epoch, r.slots, r.writer, r.boot_id) for r in found] == [
+        ("a", 1, 8, "10.0.0.1:1", "gone"),
+        ("b", 1, 8, "10.0.0.1:1", "gone"),
+        ("c", 1, 8, "10.0.0.2:1", "alive"),
+    ]
+    assert [r.quarantined_s for r in found] == [pytest.approx(s, abs=2) for s in (100, 99, 98)]
+    assert [r.last_heard_s for r in found] == [pytest.approx(s, abs=2) for s in (50, 50, 1)]
+    assert [r.free_in_s for r in found] == [None, None, None]
+    del h.control.heard["gone"]
+    assert h.quarantine.list().reservations[0].last_heard_s is None
+
+
+def test_evicted_slots_are_free_after_the_grace_and_not_before(h: Harness) -> None:
+    eviction = h.quarantine.evict("gone")
+    assert (eviction.reservations, eviction.slots) == (2, 16)
+    assert eviction.free_in_s == pytest.approx(DRAIN_GRACE_S, abs=0.5)
+    assert "corrupts" in eviction.warning
+    assert h.quarantine.list().reservations[0].free_in_s == pytest.approx(DRAIN_GRACE_S, abs=0.5)
+    h.table.release_expired(time.monotonic())
+    assert h.freed == []
+    assert h.expire() == ["a", "b"], "neither another node's nor what is still wanted"
+
+
+def test_eviction_refuses_a_live_writer(h: Harness) -> None:
+    """Freeing what a live process writes to would hand its late writes to another request."""
+    with pytest.raises(WriterAlive, match=r"heard 1\.\d s ago.*corrupts"):
+        h.quarantine.evict("alive")
+    assert h.expire() == []
+    h.control.heard["alive"] = time.monotonic() - SILENCE_S - 0.1
+    assert h.quarantine.evict("alive").reservations == 1
+
+
+def test_eviction_can_be_forced(h: Harness) -> None:
+    assert h.quarantine.evict("alive", force=True).reservations == 1
+    assert h.expire() == ["c"]
+
+
+def test_evicting_twice_does_not_start_the_grace_again(h: Harness) -> None:
+    h.quarantine.evict("gone")
+    for reservation in h.table.quarantined:
+        if reservation.free_after is not None:
+            reservation.free_after -= 3
+    assert h.quarantine.evict("gone").free_in_s == pytest.approx(DRAIN_GRACE_S - 3, abs=0.5)
+
+
+def test_a_boot_id_with_nothing_in_quarantine_is_an_error(h: Harness) -> None:
+    with pytest.raises(NothingQuarantined, match="boot id typo"):
+        h.quarantine.evict("typo")
+    h.quarantine.evict("gone")
+    h.expire()
+    with pytest.raises(NothingQuarantined):
+        h.quarantine.evict("gone")
+
+
+# --- over HTTP ---
+
+
+def client_of(h: Harness, post: Callable[[LoopCall], None], timeout: float = 10) -> TestClient:
+    app = FastAPI()
+    app.include_router(quarantine_router(h.quarantine, post, timeout))
+    return TestClient(app)
+
+
+@pytest.fixture
+def client(h: Harness) -> Iterator[TestClient]:
+    with client_of(h, lambda call: call.run()) as client:
+        yield client
+
+
+def test_http_lists(client: TestClient) -> None:
+    reservations = client.get("/quarantine").json()["reservations"]
+    assert [r["request_id"] for r in reservations] == ["a", "b", "c"]
+    assert set(reservations[0]) == {
+        "request_id",
+        "epoch",
+        "slots",
+        "quarantined_s",
+        "writer",
+        "boot_id",
+        "last_heard_s",
+        "free_in_s",
+    }
+
+
+def test_http_evicts(client: TestClient, h: Harness) -> None:
+    response = client.post("/quarantine/evict", params={"boot_id": "gone"})
+    assert response.status_code == 200
+    assert response.json()["reservations"] == 2
+    assert h.expire() == ["a", "b"]
+
+
+def test_http_says_404_for_an_unknown_boot_and_409_for_a_live_one(client: TestClient, h: Harness) -> None:
+    unknown = client.post("/quarantine/evict", params={"boot_id": "typo"})
+    assert (unknown.status_code, unknown.json()["detail"]) == (404, "nothing is in quarantine for boot id typo")
+    alive = client.post("/quarantine/evict", params={"boot_id": "alive"})
+    assert alive.status_code == 409
+    assert "corrupts" in alive.json()["detail"]
+    assert h.expire() == []
+    forced = client.post("/quarantine/evict", params={"boot_id": "alive", "force": "true"})
+    assert forced.status_code == 200
+    assert h.expire() == ["c"]
+
+
+def test_a_loop_that_does_not_answer_is_503_and_evicts_nothing_later(h: Harness) -> None:
+    calls: list[LoopCall] = []
+    with client_of(h, calls.append, timeout=0.01) as client:
+        assert client.get("/quarantine").status_code == 503
+        response = client.post("/quarantine/evict", params={"boot_id": "gone"})
+    assert response.status_code == 503
+    assert response.json()["detail"].endswith("nothing was evicted")
+    for call in calls:
+        call.run()
+    assert h.expire() == []

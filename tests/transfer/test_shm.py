@@ -1,0 +1,107 @@
+"""Writes into the memory of another process: mapped only if it is that memory, and never past its owner's end."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from transfer.messages import SharedMemory
+from transfer.planner import Descriptors
+from transfer.shm import NotShared, SharedMemoryChannel
+from transfer.writer import TransferError, write
+
+SIZE = 1 << 20
+OWNER = """
+import os, sys, torch
+from hisparse.host_memory import HostMemory
+memory = HostMemory(1 << 20, shareable=True)
+tensor = memory.tensor(0, (1 << 20,), torch.uint8)
+region = memory.shared()
+print(os.getpid(), region.fd, region.name, region.base, region.length, flush=True)
+for line in sys.stdin:
+    start, stop = map(int, line.split())
+    print(tensor[start:stop].numpy().tobytes().hex(), flush=True)
+"""
+
+
+class Owner:
+    """A process that shares a piece of memory and tells what is in it."""
+
+    def __init__(self) -> None:
+        root = Path(__file__).parents[2]
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root
+        )
+        assert self.process.stdout is not None
+        pid, fd, name, base, length = self.process.stdout.readline().split()
+        self.memory = SharedMemory(pid=int(pid), fd=int(fd), name=name, base=int(base), length=int(length))
+
+    def content(self, start: int, stop: int) -> bytes:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        print(start, stop, file=self.process.stdin, flush=True)
+        return bytes.fromhex(self.process.stdout.readline())
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self.process.communicate()
+
+
+@pytest.fixture
+def owner() -> Iterator[Owner]:
+    owner = Owner()
+    yield owner
+    owner.kill()
+
+
+def batch(source: np.ndarray, base: int, pieces: list[tuple[int, int, int]]) -> Descriptors:
+    columns = np.array(pieces, dtype=np.int64).T
+    return Descriptors(source.ctypes.data + columns[0], base + columns[1], columns[2])
+
+
+def test_every_byte_lands_where_it_should_and_nowhere_else(owner: Owner) -> None:
+    rng = np.random.default_rng(0)
+    source = rng.integers(1, 256, SIZE, dtype=np.uint8)
+    order = rng.permutation(SIZE // 1000)
+    pieces = [(i * 1000, int(j) * 1000, 997) for i, j in enumerate(order)]
+    channel = SharedMemoryChannel(owner.memory)
+    write(channel, [batch(source, owner.memory.base, pieces[i : i + 100]) for i in range(0, len(pieces), 100)])
+    channel.close()
+    expected = np.zeros(SIZE, dtype=np.uint8)
+    for start, to, length in pieces:
+        expected[to : to + length] = source[start : start + length]
+    assert owner.content(0, SIZE) == expected.tobytes()
+
+
+@pytest.mark.parametrize(("start", "length"), [(-1, 10), (SIZE - 5, 10)])
+def test_an_address_outside_the_memory_is_refused(owner: Owner, start: int, length: int) -> None:
+    source = np.ones(100, dtype=np.uint8)
+    channel = SharedMemoryChannel(owner.memory)
+    with pytest.raises(TransferError):
+        write(channel, [batch(source, owner.memory.base, [(0, 0, 10), (0, start, length)])])
+    assert owner.content(0, 10) == bytes(10)
+
+
+@pytest.mark.parametrize("change", [{"name": "another"}, {"fd": 0}, {"pid": os.getpid()}, {"pid": 2**22 + 1}])
+def test_a_process_number_that_means_another_process_here_is_not_mapped(
+    owner: Owner, change: dict[str, object]
+) -> None:
+    """Two containers have processes of the same number: only the mapping proves that the host is shared."""
+    with pytest.raises(NotShared):
+        SharedMemoryChannel(owner.memory.model_copy(update=change))
+
+
+def test_a_write_to_an_owner_that_ended_is_an_error(owner: Owner) -> None:
+    """The mapping outlives its owner; what is copied there is lost."""
+    channel = SharedMemoryChannel(owner.memory)
+    owner.kill()
+    with pytest.raises(TransferError, match="has ended"):
+        write(channel, [batch(np.ones(10, dtype=np.uint8), owner.memory.base, [(0, 0, 10)])])
+    channel.close()
+    with pytest.raises(NotShared):
+        SharedMemoryChannel(owner.memory)

@@ -1,0 +1,131 @@
+"""Checksums over what was transferred: the sender's bytes and the receiver's, each hashed where they lie.
+
+A checksum covers positions of one buffer in their order, so it does not matter how either side scatters them over
+memory. `sample` finds a write that never landed, landed elsewhere or came from another request; a torn or flipped
+part of a piece that it does not look at takes `full`.
+"""
+
+import ctypes
+import struct
+from bisect import bisect_right
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import xxhash
+
+from transfer.messages import BufferInfo, Checksum
+from transfer.planner import Int64s
+
+ChecksumMode = Literal["off", "sample", "full"]
+Range = tuple[int, int]
+"""Memory as (address, length in bytes)."""
+
+SAMPLE_POSITIONS = 8
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """A checksum that does not hold. `found` is None, and `ranges` empty, if it covers what is not there."""
+
+    buffer: int
+    start: int
+    stop: int
+    expected: int
+    found: int | None
+    ranges: tuple[Range, ...]
+
+
+class SlotRuns:
+    """A sequence's slots as runs of neighbours: made once, asked for every piece of every buffer."""
+
+    def __init__(self, slots: Int64s) -> None:
+        """slots: the slot of every position, int64 [n]."""
+        self._num_positions = len(slots)
+        first = np.flatnonzero(np.diff(slots, prepend=slots[:1] - 2) != 1)
+        self._first: list[int] = first.tolist()
+        """The position at which each run begins."""
+        self._slots: list[int] = slots[first].tolist()
+
+    def ranges(self, buffers: BufferInfo, buffer: int, start: int, stop: int) -> list[Range]:
+        """The memory of positions [start, stop) in a buffer, neighbouring slots joined.
+
+        Raises ValueError if there are no such positions.
+        """
+        if not 0 <= start <= stop <= self._num_positions:
+            raise ValueError(f"positions [{start}, {stop}) are not within [0, {self._num_positions})")
+        base, item = buffers.ptrs[buffer], buffers.item_lengths[buffer]
+        ranges = []
+        run = bisect_right(self._first, start) - 1
+        while start < stop:
+            end = self._first[run + 1] if run + 1 < len(self._first) else self._num_positions
+            end = min(end, stop)
+            slot = self._slots[run] + start - self._first[run]
+            ranges.append((base + slot * item, (end - start) * item))
+            start, run = end, run + 1
+        return ranges
+
+
+def sampled(mode: ChecksumMode, start: int, stop: int, buffer: int) -> tuple[int, int] | None:
+    """The positions of a piece [start, stop) of a buffer that are hashed, or None.
+
+    `sample` takes at most SAMPLE_POSITIONS consecutive ones. Where they lie follows from `start` and `buffer` alone
+    and looks random, so that over many pieces every offset gets its turn.
+    """
+    if mode == "off" or start >= stop:
+        return None
+    offsets = stop - start - SAMPLE_POSITIONS + 1
+    if mode == "full" or offsets <= 1:
+        return start, stop
+    first = start + xxhash.xxh3_64_intdigest(struct.pack("<QQ", start, buffer)) % offsets
+    return first, first + SAMPLE_POSITIONS
+
+
+def digest(ranges: Iterable[Range]) -> int:
+    """xxh3 (64 bits) of the ranges' bytes one after another, read in place.
+
+    The memory must stay mapped meanwhile. How the bytes are cut into ranges does not matter.
+    """
+    hasher = xxhash.xxh3_64()
+    for address, length in ranges:
+        # The GIL is free while more than 64 KiB are hashed at once (by xxhash before 4.1, always).
+        hasher.update((ctypes.c_char * length).from_address(address))
+    return hasher.intdigest()
+
+
+def slot_ranges(buffers: BufferInfo, buffer: int, slots: Int64s) -> list[Range]:
+    """The memory of these slots of a buffer in their order, neighbours joined. For many pieces, see SlotRuns."""
+    return SlotRuns(slots).ranges(buffers, buffer, 0, len(slots))
+
+
+def verify(
+    checksums: Iterable[Checksum],
+    buffers: BufferInfo,
+    slots: Int64s,
+    num_tokens: int,
+    go_on: Callable[[], bool] = lambda: True,
+) -> list[Mismatch]:
+    """The checksums that do not hold for a sequence of `num_tokens` tokens, whose position p lies in slots[p].
+
+    A checksum of a buffer or of positions that there are not is one of them. `go_on` is asked before each; the rest
+    is left out when it says no. Raises ValueError if the slots themselves are not within the buffers.
+    """
+    if num_tokens > len(slots):
+        raise ValueError(f"{num_tokens} tokens in {len(slots)} slots")
+    if len(slots) and not 0 <= slots.min() <= slots.max() < buffers.num_items:
+        raise ValueError(f"slots {slots.min()} to {slots.max()} are not within [0, {buffers.num_items})")
+    runs = SlotRuns(slots)
+    mismatches = []
+    for checksum in checksums:
+        if not go_on():
+            break
+        buffer, start, stop, expected = checksum.buffer, checksum.start, checksum.stop, checksum.digest
+        if buffer >= len(buffers.ptrs) or not start < stop <= num_tokens:
+            mismatches.append(Mismatch(buffer, start, stop, expected, None, ()))
+            continue
+        ranges = runs.ranges(buffers, buffer, start, stop)
+        found = digest(ranges)
+        if found != expected:
+            mismatches.append(Mismatch(buffer, start, stop, expected, found, tuple(ranges)))
+    return mismatches

@@ -1,0 +1,78 @@
+"""Which transport carries KV from here to a decode node: one engine per transport, one choice per decode node."""
+
+from typing import Literal
+
+import structlog
+
+from service.errors import StartupError
+from transfer.engine import KVTransferEngine, rdma_devices
+from transfer.messages import BufferInfo, Destination, Session, Transport
+from transfer.shm import NotShared, SharedMemoryChannel
+from transfer.writer import Channel
+
+log = structlog.get_logger(__name__)
+
+TransferProtocol = Literal["auto", "rdma", "tcp", "shm"]
+
+
+class NoRoute(Exception):
+    """No transport reaches the decode node from here."""
+
+
+def choose_transports(wanted: TransferProtocol, ib_device: str) -> tuple[Transport, ...]:
+    """The transports that a process offers, best first. `auto` is all that this machine has.
+
+    Raises StartupError for `rdma` without a device, where Mooncake would take TCP in silence.
+    """
+    devices = rdma_devices(ib_device) if wanted in ("auto", "rdma") else []
+    match wanted:
+        case "auto":
+            return ("shm", "rdma", "tcp") if devices else ("shm", "tcp")
+        case "rdma" if not devices:
+            raise StartupError(
+                "--transfer-protocol rdma: no RDMA device under /sys/class/infiniband; "
+                "use --transfer-protocol tcp or auto"
+            )
+    return (wanted,)
+
+
+class Transports:
+    """The transports of one process. A decode node offers them, a prefill node connects with them."""
+
+    def __init__(self, host: str, wanted: TransferProtocol, ib_device: str = "") -> None:
+        """Start the engines. Raises StartupError if one does not start."""
+        self.offered = choose_transports(wanted, ib_device)
+        self._engines = {
+            transport: KVTransferEngine(host, transport, ib_device if transport == "rdma" else "")
+            for transport in self.offered
+            if transport != "shm"
+        }
+
+    @property
+    def sessions(self) -> tuple[Session, ...]:
+        """Of the engines, by which others write to the buffers registered here."""
+        return tuple(engine.session for engine in self._engines.values())
+
+    def register(self, buffers: BufferInfo) -> None:
+        """Let these buffers be written to and from with every engine."""
+        for engine in self._engines.values():
+            engine.register(buffers)
+
+    def unregister(self, buffers: BufferInfo) -> None:
+        for engine in self._engines.values():
+            engine.unregister(buffers)
+
+    def connect(self, destination: Destination) -> Channel:
+        """The best way to a decode node. Raises NoRoute, with what was tried."""
+        tried = []
+        for transport in self.offered:
+            if transport == "shm" and destination.shared is not None:
+                try:
+                    return SharedMemoryChannel(destination.shared)
+                except NotShared as error:
+                    tried.append(f"shm: {error}")
+            for session in destination.sessions:
+                if session.transport == transport:
+                    return self._engines[session.transport].channel(session)
+        here, there = "|".join(self.offered), "|".join(destination.transports)
+        raise NoRoute(f"no route: {here} here, {there} at the decode node" + "".join(f"; {why}" for why in tried))

@@ -1,0 +1,92 @@
+"""Writes into the memory of another process of the same host: it is mapped here and copied to."""
+
+import ctypes
+import mmap
+import os
+import select
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+
+from transfer.copy_runs import copy_runs
+from transfer.messages import SharedMemory, Transport
+from transfer.planner import Descriptors
+from transfer.writer import TransferError
+
+COPY_THREADS = min(4, os.cpu_count() or 1)
+
+
+class NotShared(Exception):
+    """The memory cannot be mapped from here: another host, another container, another user."""
+
+
+@cache
+def _copiers() -> ThreadPoolExecutor:
+    """The threads that copy, for all channels: memcpy does not wait for anybody."""
+    return ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="shm-copy")
+
+
+class SharedMemoryChannel:
+    """Copies into a mapping of the owner's memory.
+
+    A host is shared if the mapping succeeds: process numbers of different containers may coincide, but not the random
+    name of the memory. Raises NotShared otherwise.
+    """
+
+    transport: Transport = "shm"
+    max_batch = 1 << 20
+
+    def __init__(self, memory: SharedMemory) -> None:
+        self._memory = memory
+        try:
+            # First of all, so that it stands for the process whose descriptor is opened next.
+            self._process = os.pidfd_open(memory.pid)
+            self._mapping = self._map(memory)
+        except OSError as error:
+            raise NotShared(error.strerror) from error
+        self._base = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
+
+    @staticmethod
+    def _map(memory: SharedMemory) -> mmap.mmap:
+        path = f"/proc/{memory.pid}/fd/{memory.fd}"
+        if not os.readlink(path).startswith(f"/memfd:{memory.name} "):
+            raise NotShared("the process of that number here has no such memory")
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            if os.fstat(descriptor).st_size != memory.length:
+                raise NotShared(f"the memory has {os.fstat(descriptor).st_size} bytes, not {memory.length}")
+            mapping = mmap.mmap(descriptor, memory.length)
+        finally:
+            os.close(descriptor)
+        with suppress(OSError):
+            # Whoever touches a page first decides on its size.
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+        return mapping
+
+    def submit(self, batch: Descriptors) -> "_Copies":
+        starts, stops = batch.destinations, batch.destinations + batch.lengths
+        if starts.min() < self._memory.base or stops.max() > self._memory.base + self._memory.length:
+            return _Copies([], refused=len(starts))
+        here = batch._replace(destinations=starts - self._memory.base + self._base)
+        return _Copies([_copiers().submit(copy_runs, here)])
+
+    def check(self) -> None:
+        """The mapping outlives its owner: what was copied after its end went nowhere."""
+        poller = select.poll()
+        poller.register(self._process, select.POLLIN)
+        if poller.poll(0):
+            raise TransferError("the process that owns the memory has ended")
+
+    def close(self) -> None:
+        self._mapping.close()
+        os.close(self._process)
+
+
+@dataclass
+class _Copies:
+    copies: list["Future[None]"]
+    refused: int = 0
+
+    def wait(self) -> int:
+        return self.refused + sum(copy.exception() is not None for copy in self.copies)
