@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from transfer.control import ControlPlane
 from transfer.messages import Peer
 
-SILENCE_S = 3.0
+SILENCE_S = 2.5
 """After so many seconds without a sign of life a node that has work is taken for unwell, though not for dead."""
 _SUSPECT_S = 10 * SILENCE_S
 

@@ -120,7 +120,7 @@ def run_decode_node(config: DecodeConfig) -> None:
         node = DecodeNode(shell, scheduler, remote, coordinator, membership)
         quarantine = quarantine_router(Quarantine(reservations, shell.control), shell.inbox.put)
         shell.start(membership, node.refresh_metrics, quarantine)
-        shell.announce(destination.transports, spec.model_type, spec.fingerprint)
+        shell.announce(transports, spec.model_type, spec.fingerprint)
         node.run()
 
 

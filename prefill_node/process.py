@@ -92,7 +92,7 @@ def run_prefill_node(config: PrefillConfig) -> None:
             ),
         )
         shell.start(membership, node.refresh_metrics)
-        shell.announce(offer.transports, spec.model_type, spec.fingerprint)
+        shell.announce(transports, spec.model_type, spec.fingerprint)
         node.run()
     finally:
         if sender is not None and not sender.stop(timeout=1.0):

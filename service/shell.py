@@ -16,7 +16,8 @@ from service.metrics import Metrics
 from service.status import StatusServer, bind_http, status_router
 from transfer.control import ControlPlane
 from transfer.membership import HEARTBEAT_S, Membership
-from transfer.messages import HeartbeatAck, Message, Peer, Refused, Registered, Role, Transport
+from transfer.messages import HeartbeatAck, Message, Peer, Refused, Registered, Role
+from transfer.routes import Transports
 
 log = structlog.get_logger(__name__)
 
@@ -63,14 +64,15 @@ class NodeShell(Generic[Event]):
         self.control.start()
         self.control.periodically(HEARTBEAT_S, membership.tick)
 
-    def announce(self, transports: tuple[Transport, ...], model_type: str, fingerprint: str) -> None:
+    def announce(self, transports: Transports, model_type: str, fingerprint: str) -> None:
         """Say where this node is and what it serves."""
         host, port = self._listener.getsockname()[:2]
         log.info(
             "node is up",
             http=f"{host}:{port}",
             control=self.control.me.address,
-            transports="|".join(transports),
+            transports="|".join(transports.offered),
+            session=",".join(session.name for session in transports.sessions),
             model=model_type,
             fingerprint=fingerprint,
         )

@@ -36,17 +36,24 @@ def assert_exact(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(("page_size", "chunk"), [(1, 100), (16, 512), (64, 333)])
+@pytest.mark.parametrize(
+    ("page_size", "chunk", "protocol", "transport"),
+    [(1, 100, "tcp", "tcp"), (16, 512, "auto", "shm"), (64, 333, "tcp", "tcp")],
+)
 def test_greedy_tokens_equal_transformers(
     start_cluster: Callable[..., Cluster],
     references: dict[str, Reference],
     family: str,
     page_size: int,
     chunk: int,
+    protocol: str,
+    transport: str,
 ) -> None:
     cluster = start_cluster(family)
-    prefill = cluster.prefill(page_size=page_size, chunked_prefill_size=chunk)
-    decode = cluster.decode(hisparse_config=HOT_BUFFER, debug_verify_swap_in=True)
+    prefill = cluster.prefill(
+        page_size=page_size, chunked_prefill_size=chunk, transfer_protocol=protocol, transfer_checksum="full"
+    )
+    decode = cluster.decode(hisparse_config=HOT_BUFFER, debug_verify_swap_in=True, transfer_protocol="auto")
     cluster.wait_ready()
 
     assert_exact(cluster, references[family], ALONE, concurrency=1)
@@ -54,5 +61,8 @@ def test_greedy_tokens_equal_transformers(
 
     assert prefill.metric("prompt_tokens_total") >= sum(map(len, ALONE + TOGETHER))
     assert prefill.metric("transfer_bytes_total") > 0
+    assert f"event=route decode=127.0.0.1:{decode.control_port} transport={transport}" in prefill.log
+    assert "event=landed" in decode.log
+    assert "checksums=0" not in decode.log
     assert decode.metric("swap_in_misses_total") > 0
     assert decode.metric("host_slots", state="used") == 0

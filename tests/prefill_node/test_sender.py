@@ -1,152 +1,17 @@
 """Chunks leave layer by layer, after the device has written them, over the way that suits the transport."""
 
-import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 
-import numpy as np
 import pytest
-import torch
 
-from prefill_node.outgoing import Chunk, Reading, Sent
 from prefill_node.progress import ForwardProgress
-from prefill_node.ring import SendRings
-from prefill_node.sender import MAX_SESSIONS, Sender, Surroundings
-from prefill_node.source import HostSource
-from tests.transfer.test_messages import IDENTITY
-from transfer.checksum import ChecksumMode, verify
-from transfer.copy_runs import copy_runs
-from transfer.messages import BufferInfo, Destination, Peer, Transport
-from transfer.planner import Descriptors
-from transfer.routes import NoRoute
+from prefill_node.sender import MAX_SESSIONS
+from tests.prefill_node.sending import CPU, NUM_PAGES, PAGE_SIZE, Sending, wait_until
+from transfer.checksum import verify
+from transfer.messages import Peer, Transport
 from transfer.writer import TransferError
-
-PAGE_SIZE, NUM_PAGES, NUM_SLOTS = 4, 600, 2600
-LAYER_OF_BUFFER = (0, 1, 1)
-"""Two layers of items, and the index keys of the second."""
-CPU = torch.device("cpu")
-
-
-@dataclass
-class LateChannel:
-    """Reads the memory that it was given only when it is waited for, as a transport might."""
-
-    transport: Transport
-    max_batch: int = 16
-    posted: list[Descriptors] = field(default_factory=list)
-    hold: threading.Event | None = None
-    error: Exception | None = None
-    closed: bool = False
-
-    def submit(self, batch: Descriptors) -> "LateCopy":
-        if self.hold is not None:
-            self.hold.wait(10)
-        self.posted.append(batch)
-        return LateCopy(batch)
-
-    def check(self) -> None:
-        if self.error is not None:
-            raise self.error
-
-    def close(self) -> None:
-        self.closed = True
-
-
-@dataclass
-class LateCopy:
-    batch: Descriptors
-
-    def wait(self) -> int:
-        copy_runs(self.batch)
-        return 0
-
-
-class Sending:
-    """A sender, its source pool, and the decode nodes' pools that it writes to."""
-
-    def __init__(self, transport: Transport = "tcp", checksums: ChecksumMode = "full") -> None:
-        rows = NUM_PAGES * PAGE_SIZE
-        self.layers = [torch.rand(rows, dim) for dim in (144, 144, 8)]
-        self.target = [torch.zeros(NUM_SLOTS, layer.shape[1]) for layer in self.layers]
-        self.channels: dict[str, LateChannel] = {}
-        self.transport = transport
-        self.silence = 0.0
-        self.unreachable = False
-        self.reports: queue.SimpleQueue[Sent] = queue.SimpleQueue()
-        self.registered: list[BufferInfo] = []
-        self.sender = Sender(
-            Surroundings(
-                reading=Reading(HostSource(self.layers), LAYER_OF_BUFFER, PAGE_SIZE, checksums),
-                rings=SendRings(pin=False, register=self.registered.append),
-                connect=self._connect,
-                silence=lambda decode: self.silence,
-                report=self.reports.put,
-            )
-        )
-
-    def destination(self) -> Destination:
-        buffers = BufferInfo(
-            ptrs=tuple(t.data_ptr() for t in self.target),
-            lengths=tuple(t.nbytes for t in self.target),
-            item_lengths=tuple(t.shape[1] * 4 for t in self.target),
-        )
-        return Destination(identity=IDENTITY, buffers=buffers)
-
-    def channel(self, boot: str) -> LateChannel:
-        return self.channels.setdefault(boot, LateChannel(self.transport))
-
-    def _connect(self, destination: Destination) -> LateChannel:
-        if self.unreachable:
-            raise NoRoute("no route: shm here, tcp at the decode node")
-        boot = threading.current_thread().name.removeprefix("send-").removesuffix(":1")
-        return self.channel(boot)
-
-    def chunk(
-        self,
-        boot: str = "a",
-        start: int = 0,
-        stop: int = NUM_PAGES * PAGE_SIZE,
-        pages: str = "scattered",
-        slots: str = "contiguous",
-        progress: ForwardProgress | None = None,
-        cancelled: Callable[[], bool] = lambda: False,
-    ) -> Chunk:
-        rng = np.random.default_rng(1)
-        return Chunk(
-            request_id="r",
-            epoch=1,
-            start=start,
-            stop=stop,
-            pages=rng.permutation(NUM_PAGES) if pages == "scattered" else np.arange(NUM_PAGES),
-            slots=rng.permutation(NUM_SLOTS) if slots == "scattered" else np.arange(NUM_SLOTS),
-            decode=Peer(role="decode", address=f"{boot}:1", boot_id=boot),
-            destination=self.destination(),
-            progress=progress or done(),
-            cancelled=cancelled,
-        )
-
-    def send(self, chunk: Chunk) -> Sent:
-        self.sender.submit(chunk)
-        return self.reports.get(timeout=10)
-
-    def check_bytes(self, chunk: Chunk) -> None:
-        """Every item of the chunk is at its slot, and every other slot is untouched."""
-        positions = np.arange(chunk.start, chunk.stop)
-        rows = chunk.pages[positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
-        for layer, target in zip(self.layers, self.target, strict=True):
-            expected = torch.zeros_like(target)
-            expected[chunk.slots[positions]] = layer[rows]
-            assert torch.equal(target, expected)
-
-
-def done() -> ForwardProgress:
-    """A forward pass that is over."""
-    progress = ForwardProgress(CPU)
-    for layer in range(2):
-        progress.layer_done(layer)
-    return progress
 
 
 @pytest.fixture
@@ -317,10 +182,3 @@ def test_threads_are_bounded_and_end_when_no_request_needs_them(sending: Sending
     wait_until(lambda: sending.channel("0").closed)
     assert sending.send(sending.chunk("0", stop=1)).error is None
     assert sending.sender.stop(timeout=5)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)

@@ -1,0 +1,157 @@
+"""A sender between a real pool and channels that copy late, for tests on either device."""
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from prefill_node.outgoing import Chunk, Reading, Sent
+from prefill_node.progress import ForwardProgress
+from prefill_node.ring import SendRings
+from prefill_node.sender import Sender, Surroundings
+from prefill_node.source import DeviceSource, HostSource
+from tests.transfer.test_messages import IDENTITY
+from transfer.checksum import ChecksumMode
+from transfer.copy_runs import copy_runs
+from transfer.messages import BufferInfo, Destination, Peer, Transport
+from transfer.planner import Descriptors
+from transfer.routes import NoRoute
+
+PAGE_SIZE, NUM_PAGES, NUM_SLOTS = 4, 600, 2600
+LAYER_OF_BUFFER = (0, 1, 1)
+"""Two layers of items, and the index keys of the second."""
+CPU = torch.device("cpu")
+
+
+@dataclass
+class LateChannel:
+    """Reads the memory that it was given only when it is waited for, as a transport might."""
+
+    transport: Transport
+    max_batch: int = 16
+    posted: list[Descriptors] = field(default_factory=list)
+    hold: threading.Event | None = None
+    error: Exception | None = None
+    closed: bool = False
+
+    def submit(self, batch: Descriptors) -> "LateCopy":
+        if self.hold is not None:
+            self.hold.wait(10)
+        self.posted.append(batch)
+        return LateCopy(batch)
+
+    def check(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@dataclass
+class LateCopy:
+    batch: Descriptors
+
+    def wait(self) -> int:
+        copy_runs(self.batch)
+        return 0
+
+
+class Sending:
+    """A sender, its source pool, and the decode nodes' pools that it writes to."""
+
+    def __init__(
+        self, transport: Transport = "tcp", checksums: ChecksumMode = "full", device: torch.device = CPU
+    ) -> None:
+        rows = NUM_PAGES * PAGE_SIZE
+        self.layers = [torch.rand(rows, dim, device=device) for dim in (144, 144, 8)]
+        source = HostSource(self.layers) if device.type == "cpu" else DeviceSource(self.layers)
+        self.target = [torch.zeros(NUM_SLOTS, layer.shape[1]) for layer in self.layers]
+        self.channels: dict[str, LateChannel] = {}
+        self.transport = transport
+        self.silence = 0.0
+        self.unreachable = False
+        self.reports: queue.SimpleQueue[Sent] = queue.SimpleQueue()
+        self.registered: list[BufferInfo] = []
+        self.sender = Sender(
+            Surroundings(
+                reading=Reading(source, LAYER_OF_BUFFER, PAGE_SIZE, checksums),
+                rings=SendRings(pin=device.type == "cuda", register=self.registered.append),
+                connect=self._connect,
+                silence=lambda decode: self.silence,
+                report=self.reports.put,
+            )
+        )
+
+    def destination(self) -> Destination:
+        buffers = BufferInfo(
+            ptrs=tuple(t.data_ptr() for t in self.target),
+            lengths=tuple(t.nbytes for t in self.target),
+            item_lengths=tuple(t.shape[1] * 4 for t in self.target),
+        )
+        return Destination(identity=IDENTITY, buffers=buffers)
+
+    def channel(self, boot: str) -> LateChannel:
+        return self.channels.setdefault(boot, LateChannel(self.transport))
+
+    def _connect(self, destination: Destination) -> LateChannel:
+        if self.unreachable:
+            raise NoRoute("no route: shm here, tcp at the decode node")
+        boot = threading.current_thread().name.removeprefix("send-").removesuffix(":1")
+        return self.channel(boot)
+
+    def chunk(
+        self,
+        boot: str = "a",
+        start: int = 0,
+        stop: int = NUM_PAGES * PAGE_SIZE,
+        pages: str = "scattered",
+        slots: str = "contiguous",
+        progress: ForwardProgress | None = None,
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> Chunk:
+        rng = np.random.default_rng(1)
+        return Chunk(
+            request_id="r",
+            epoch=1,
+            start=start,
+            stop=stop,
+            pages=rng.permutation(NUM_PAGES) if pages == "scattered" else np.arange(NUM_PAGES),
+            slots=rng.permutation(NUM_SLOTS) if slots == "scattered" else np.arange(NUM_SLOTS),
+            decode=Peer(role="decode", address=f"{boot}:1", boot_id=boot),
+            destination=self.destination(),
+            progress=progress or done(),
+            cancelled=cancelled,
+        )
+
+    def send(self, chunk: Chunk) -> Sent:
+        self.sender.submit(chunk)
+        return self.reports.get(timeout=10)
+
+    def check_bytes(self, chunk: Chunk) -> None:
+        """Every item of the chunk is at its slot, and every other slot is untouched."""
+        positions = np.arange(chunk.start, chunk.stop)
+        rows = chunk.pages[positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
+        for layer, target in zip(self.layers, self.target, strict=True):
+            expected = torch.zeros_like(target)
+            expected[chunk.slots[positions]] = layer[rows].cpu()
+            assert torch.equal(target, expected)
+
+
+def done() -> ForwardProgress:
+    """A forward pass that is over."""
+    progress = ForwardProgress(CPU)
+    for layer in range(2):
+        progress.layer_done(layer)
+    return progress
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
