@@ -1,12 +1,12 @@
 """A decode process: what it is made of, and in which order."""
 
-import os
 from contextlib import ExitStack
 from dataclasses import dataclass
 
 import structlog
 import torch
 
+from decode_node.destination import buffers_of, destination_of
 from decode_node.local_prefill import LocalPrefill
 from decode_node.node import DecodeNode, Event
 from decode_node.outputs import OutputStream
@@ -17,7 +17,6 @@ from decode_node.verifier import Verifier
 from hisparse.config import HiSparseConfig, parse_config
 from hisparse.coordinator import HiSparseCoordinator
 from hisparse.extents import HostSlots
-from hisparse.host_pool import HostKVPool
 from hisparse.sizing import Sizes, describe, plan_sizes
 from hisparse.tiers import build_cpu_tiers
 from model.dtypes import resolve_dtype
@@ -34,7 +33,7 @@ from service.memory import available_host_bytes, gib, pool_bytes
 from service.shell import NodeShell
 from transfer.fencing import ReservationTable
 from transfer.membership import Membership
-from transfer.messages import BufferInfo, Destination, Heartbeat, Register, SharedMemory
+from transfer.messages import Heartbeat, Register
 from transfer.routes import Transports, choose_transports
 
 log = structlog.get_logger(__name__)
@@ -71,13 +70,11 @@ def run_decode_node(config: DecodeConfig) -> None:
             _plan(config, hisparse, spec), device, "shm" in transports.offered, config.debug_verify_swap_in
         )
         at_end.callback(coordinator.close)
-        buffers = _buffers(coordinator.host)
+        buffers = buffers_of(coordinator.host)
         transports.register(buffers)
         # Before the pool goes: late writes are refused from here on.
         at_end.callback(transports.unregister, buffers)
-        destination = Destination(
-            identity=identity(spec), buffers=buffers, sessions=transports.sessions, shared=_shared(coordinator.host)
-        )
+        destination = destination_of(coordinator.host, transports, identity(spec))
         # Before the pool goes, too: it reads what has landed.
         verifier = Verifier(buffers, shell.inbox.put)
         at_end.callback(verifier.close)
@@ -146,19 +143,6 @@ def _tiers(sizes: Sizes, device: torch.device, shareable: bool, verify: bool) ->
     if device.type != "cpu":
         raise StartupError(f"--device {device}: this version has a swap-in backend for cpu only")
     return build_cpu_tiers(sizes, verify, shareable)
-
-
-def _buffers(host: HostKVPool) -> BufferInfo:
-    ptrs, lengths, item_lengths = host.get_contiguous_buf_infos()
-    return BufferInfo(ptrs=tuple(ptrs), lengths=tuple(lengths), item_lengths=tuple(item_lengths))
-
-
-def _shared(host: HostKVPool) -> SharedMemory | None:
-    """How prefill nodes of the same host map the pool, if they may."""
-    region = host.shared()
-    if region is None:
-        return None
-    return SharedMemory(pid=os.getpid(), fd=region.fd, name=region.name, base=region.base, length=region.length)
 
 
 def _local_prefill(config: DecodeConfig, model: SparseModel, coordinator: HiSparseCoordinator) -> LocalPrefill:

@@ -307,8 +307,7 @@ class PrefillNode:
             return
         self._housekeeping_at = now + 1.0
         for entry in list(self._entries.values()):
-            heard = self._control.last_heard(entry.decode.boot_id)
-            if heard is not None and now - heard > _ORPHAN_AFTER_S:
+            if self._control.silence(entry.decode) > _ORPHAN_AFTER_S:
                 log.warning("decode node is silent", request_id=entry.request.request_id, decode=entry.decode.address)
                 self._stop_entry(entry, failure="the decode node is silent")
             elif entry.state is State.SENDING and now - (entry.computed_at or now) > self._transfer_timeout:

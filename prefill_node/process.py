@@ -1,6 +1,5 @@
 """A prefill process: what it is made of, and in which order."""
 
-import time
 from dataclasses import dataclass
 
 import structlog
@@ -24,9 +23,8 @@ from service.logs import configure_logging
 from service.memory import gib, pool_bytes
 from service.shell import NodeShell
 from transfer.checksum import ChecksumMode
-from transfer.control import ControlPlane
 from transfer.membership import Membership
-from transfer.messages import Heartbeat, Peer, Register
+from transfer.messages import Heartbeat, Register
 from transfer.routes import Transports, choose_transports
 
 log = structlog.get_logger(__name__)
@@ -64,7 +62,7 @@ def run_prefill_node(config: PrefillConfig) -> None:
                 reading=_reading(pool, config),
                 rings=SendRings(pin=device.type == "cuda", register=transports.register),
                 connect=transports.connect,
-                silence=lambda decode: _silence(shell.control, decode),
+                silence=shell.control.silence,
                 report=shell.inbox.put,
             )
         )
@@ -109,12 +107,6 @@ def _reading(pool: PagedKVPool, config: PrefillConfig) -> Reading:
         page_size=pool.page_size,
         checksums=config.transfer_checksum,
     )
-
-
-def _silence(control: ControlPlane, peer: Peer) -> float:
-    """Seconds since a process was heard."""
-    heard = control.last_heard(peer.boot_id)
-    return float("inf") if heard is None else time.monotonic() - heard
 
 
 def _num_pages(config: PrefillConfig, spec: ModelSpec) -> int:

@@ -148,6 +148,11 @@ class ControlPlane:
         """When a frame of that boot last arrived (time.monotonic), or None."""
         return self._heard.get(boot_id)
 
+    def silence(self, peer: Peer) -> float:
+        """For how many seconds that process has not been heard; infinite if it never was."""
+        heard = self._heard.get(peer.boot_id)
+        return float("inf") if heard is None else time.monotonic() - heard
+
     def _hand_over(self, command: Callable[[], None]) -> None:
         self._commands.put(command)
         with self._wake_lock:

@@ -53,6 +53,9 @@ class FakeControl:
     def last_heard(self, boot_id: str) -> float | None:
         return self.heard.get(boot_id)
 
+    def silence(self, peer: Peer) -> float:
+        return 0.0
+
     def periodically(self, every: float, action: Callable[[], None]) -> None:
         raise AssertionError("nothing here is periodic")
 
