@@ -7,7 +7,9 @@ from prefill_node.chunked import PrefillJob
 from transfer.messages import Checksum, ModelIdentity, Peer, PrefillDone, PrefillRequest, Token, Transport
 from transfer.planner import Int64s
 
-Key = tuple[str, int]
+Key = tuple[str, str, int]
+"""Decode node's boot id, request id, epoch: a request that moves to another decode node keeps its id, and each decode
+node counts epochs of its own."""
 
 
 class State(Enum):
@@ -44,7 +46,7 @@ class Entry:
 
     @property
     def key(self) -> Key:
-        return self.request.request_id, self.request.epoch
+        return self.decode.boot_id, self.request.request_id, self.request.epoch
 
     def done(self) -> PrefillDone:
         """What to tell the decode node when every write has landed."""

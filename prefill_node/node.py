@@ -103,19 +103,20 @@ class PrefillNode:
                 self._on_sent(item)
             case (sender, PrefillRequest() as message):
                 self._on_request(sender, message)
-            case (_, Admitted() as message):
-                self._on_admitted((message.request_id, message.epoch))
+            case (sender, Admitted() as message):
+                self._on_admitted(_key(sender, message))
             case (sender, Abort() as message):
-                self._on_abort(sender, (message.request_id, message.epoch))
+                self._on_abort(sender, _key(sender, message))
             case (sender, Holding() as message):
-                self._control.send(sender, NotHeld(keys=tuple(key for key in message.keys if key not in self._entries)))
+                unknown = tuple(key for key in message.keys if (sender.boot_id, *key) not in self._entries)
+                self._control.send(sender, NotHeld(keys=unknown))
             case (_, Registered() | Refused() | HeartbeatAck() | Pong()):
                 pass
             case (sender, message):
                 log.warning("not for a prefill node", kind=type(message).__name__, sender=sender.address)
 
     def _on_request(self, decode: Peer, request: PrefillRequest) -> None:
-        key = request.request_id, request.epoch
+        key = _key(decode, request)
         if key in self._ended:
             # Said to be over before: a repeat that was under way must not start it again.
             self._control.send(decode, Quiesced(request_id=request.request_id, epoch=request.epoch))
@@ -158,7 +159,8 @@ class PrefillNode:
         entry = self._entries.get(key)
         if entry is None:
             self._ended.add(key)
-            self._control.send(sender, Quiesced(request_id=key[0], epoch=key[1]))
+            _, request_id, epoch = key
+            self._control.send(sender, Quiesced(request_id=request_id, epoch=epoch))
         else:
             self._control.answered(("failed", key))
             entry.failure = None
@@ -216,7 +218,7 @@ class PrefillNode:
             entry.state = State.SENDING
 
     def _on_sent(self, sent: Sent) -> None:
-        entry = self._entries[sent.chunk.request_id, sent.chunk.epoch]
+        entry = self._entries[_key(sent.chunk.decode, sent.chunk)]
         entry.in_flight -= 1
         if sent.error is None:
             entry.num_bytes += sent.num_bytes
@@ -271,7 +273,7 @@ class PrefillNode:
         self._advance(entry)
 
     def _end_drained(self, entry: Entry) -> None:
-        request_id, epoch = entry.key
+        request_id, epoch = entry.request.request_id, entry.request.epoch
         if entry.failure is None:
             self._control.send(entry.decode, Quiesced(request_id=request_id, epoch=epoch))
         else:
@@ -281,7 +283,7 @@ class PrefillNode:
 
     @staticmethod
     def _failed(entry: Entry, reason: str, in_flight: bool) -> PrefillFailed:
-        request_id, epoch = entry.key
+        request_id, epoch = entry.request.request_id, entry.request.epoch
         return PrefillFailed(request_id=request_id, epoch=epoch, reason=reason, in_flight=in_flight)
 
     def _end(self, entry: Entry) -> None:
@@ -293,13 +295,21 @@ class PrefillNode:
         self._ended.add(entry.key)
 
     def _hand_back(self) -> None:
-        """End every entry, so that decode nodes go elsewhere at once; bounded, as a receiver may have stopped."""
+        """End every entry, so that decode nodes go elsewhere at once; bounded, as a receiver may have stopped.
+
+        Requests that still come are not answered: they would never be computed, and a refusal would cost each of them a
+        retry while this node is the only one. Their decode nodes take them elsewhere when this process has ended.
+        """
         for entry in list(self._entries.values()):
             self._stop_entry(entry, failure="the prefill node is stopping")
         deadline = time.monotonic() + _DRAIN_S
         while self._entries and time.monotonic() < deadline:
             for item in self._shell.receive(_IDLE_WAIT_S):
-                self._take(item)
+                match item:
+                    case (_, PrefillRequest()):
+                        pass
+                    case _:
+                        self._take(item)
 
     def _housekeep(self, now: float) -> None:
         """Give up what no decode node asks for any more or what takes too long, and threads that no request needs."""
@@ -317,3 +327,7 @@ class PrefillNode:
         # Asked for signs of life: nothing is posted to a decode node that gives none.
         self._control.watch(decodes)
         self._sender.keep_only({decode.boot_id for decode in decodes})
+
+
+def _key(decode: Peer, what: PrefillRequest | Admitted | Abort | Chunk) -> Key:
+    return decode.boot_id, what.request_id, what.epoch

@@ -5,14 +5,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
+import structlog
+
 from prefill_node.plan import ChunkPlan, Part
-from prefill_node.progress import ForwardProgress
+from prefill_node.progress import ForwardProgress, NotComputed
 from prefill_node.ring import BUFFER_BYTES, SendRing
 from prefill_node.source import KVSource
 from transfer.checksum import ChecksumMode, digest, sampled
 from transfer.messages import Checksum, Destination, Peer, Transport
 from transfer.planner import Descriptors, Int64s
-from transfer.writer import Channel, write
+from transfer.writer import Channel, Pipeline, TransferError, Write
+
+log = structlog.get_logger(__name__)
 
 _IN_PLACE_BYTES = 8 << 20
 """Of one buffer, in one batch: an abort is heard between batches."""
@@ -81,57 +85,118 @@ class Reading:
         return sorted(range(len(self.layer_of_buffer)), key=lambda buffer: self.layer_of_buffer[buffer])
 
 
-class Outgoing:
-    """One chunk, sent layer by layer as its forward pass finishes them. Fills in the account, `sent`."""
+@dataclass(frozen=True)
+class Connection:
+    """The way to a decode node, and the pipeline over it."""
 
-    def __init__(self, chunk: Chunk, reading: Reading, channel: Channel, ring: Callable[[], SendRing]) -> None:
-        """`ring` lends this thread's send buffers if they are needed."""
-        self.sent = Sent(chunk)
+    channel: Channel
+    pipeline: Pipeline
+
+
+class Outgoing:
+    """One chunk, posted layer by layer as its forward pass finishes them.
+
+    `report` is called when nothing of it is in flight any more.
+    """
+
+    def __init__(
+        self,
+        chunk: Chunk,
+        reading: Reading,
+        connection: Connection,
+        ring: Callable[[], SendRing],
+        report: Callable[[Sent], None],
+    ) -> None:
+        """`ring` lends this thread's send buffers; it is called if they are needed."""
         self._chunk = chunk
         self._reading = reading
-        self._channel = channel
-        self._plan = ChunkPlan(chunk.pages, reading.page_size, chunk.slots, chunk.start, chunk.stop)
-        policy = gather_policy(channel.transport, reading.source.in_host_memory)
-        gathers = policy is Gather.ALWAYS or (policy is Gather.WHERE_IT_PAYS and self._plan.gathering_pays)
-        self._ring = ring() if gathers else None
-        self._part_bytes = BUFFER_BYTES if gathers else _IN_PLACE_BYTES
+        self._channel = connection.channel
+        self._pipeline = connection.pipeline
+        self._lend_ring = ring
+        self._report = report
+        self._sent = Sent(chunk)
+        self._write = Write(on_end=self._end)
+        self._started = time.monotonic()
 
-    def run(self, may_post: Callable[[], bool]) -> None:
-        """Raises TransferError or TransferAborted. In any case nothing is in flight afterwards."""
-        started = time.monotonic()
+    def post(self, may_post: Callable[[], bool]) -> None:
+        """Post all of it, or as much as is wanted. Never raises: what goes wrong is reported."""
         try:
-            write(self._channel, self._batches(), may_post)
-        finally:
-            self.sent.seconds += time.monotonic() - started
+            for batch in self._batches():
+                if not self._pipeline.post(self._write, batch, may_post):
+                    self._sent.error = "aborted"
+                    break
+        except NotComputed:
+            self._sent.error = "aborted"
+        except Exception as error:
+            # A bug costs the request, not the thread: the node waits for a report of every chunk.
+            log.exception("sending failed", request_id=self._chunk.request_id)
+            self._sent.error = f"sending failed: {error}"
+        self._pipeline.close(self._write)
+
+    def _end(self) -> None:
+        """Nothing of it is in flight any more."""
+        sent = self._sent
+        sent.seconds += time.monotonic() - self._started
+        if self._write.failed:
+            sent.error = f"{self._write.failed} descriptors failed"
+        elif sent.error is None:
+            try:
+                self._channel.check()
+            except TransferError as error:
+                sent.error = str(error)
+        if sent.error is not None and sent.error != "aborted":
+            log.warning(
+                "transfer failed",
+                request_id=self._chunk.request_id,
+                epoch=self._chunk.epoch,
+                decode=self._chunk.decode.address,
+                error=sent.error,
+            )
+        self._report(sent)
 
     def _batches(self) -> Iterator[Descriptors]:
         chunk, reading = self._chunk, self._reading
+        plan = ChunkPlan(chunk.pages, reading.page_size, chunk.slots, chunk.start, chunk.stop)
+        policy = gather_policy(self._channel.transport, reading.source.in_host_memory)
+        gathers = policy is Gather.ALWAYS or (policy is Gather.WHERE_IT_PAYS and plan.gathering_pays)
+        ring = self._lend_ring() if gathers else None
+        part_bytes = BUFFER_BYTES if gathers else _IN_PLACE_BYTES
         for buffer in reading.buffers_in_order():
-            waiting_since = time.monotonic()
-            chunk.progress.wait(reading.layer_of_buffer[buffer], chunk.cancelled)
-            self.sent.seconds -= time.monotonic() - waiting_since
+            self._await_layer(reading.layer_of_buffer[buffer])
             item_bytes = reading.source.buffers.item_lengths[buffer]
-            for part in self._plan.parts(max(1, self._part_bytes // item_bytes)):
-                batch = self._batch(buffer, part, item_bytes)
-                self.sent.num_bytes += (part.stop - part.start) * item_bytes
-                self.sent.num_descriptors += len(batch.lengths)
+            for part in plan.parts(max(1, part_bytes // item_bytes)):
+                self._pipeline.make_room()
+                batch = self._batch(buffer, part, item_bytes, ring)
+                self._sent.num_bytes += (part.stop - part.start) * item_bytes
+                self._sent.num_descriptors += len(batch.lengths)
                 yield batch
 
-    def _batch(self, buffer: int, part: Part, item_bytes: int) -> Descriptors:
+    def _await_layer(self, layer: int) -> None:
+        progress = self._chunk.progress
+        if progress.is_done(layer):
+            return
+        # The wait may be long: what was posted before, of other chunks too, is reported when it ends.
+        self._pipeline.drain()
+        since = time.monotonic()
+        progress.wait(layer, self._chunk.cancelled)
+        self._sent.seconds -= time.monotonic() - since
+
+    def _batch(self, buffer: int, part: Part, item_bytes: int, ring: SendRing | None) -> Descriptors:
         """A part of one buffer, from where it lies or from the next send buffer; its checksum is noted."""
         source, target = self._reading.source, self._chunk.destination.buffers.ptrs[buffer]
         checked = sampled(self._reading.checksums, part.start, part.stop, buffer)
-        if self._ring is None:
+        if ring is None:
             if checked is not None:
                 self._note(buffer, checked, source.digest(buffer, part, *checked))
-            return part.direct.descriptors(source.buffers.ptrs[buffer], target, item_bytes)
-        packed = self._ring.take()
+            return part.direct(item_bytes).at(source.buffers.ptrs[buffer], target)
+        packed = ring.take()
         source.gather(buffer, part, packed)
         if checked is not None:
-            first = packed.data_ptr() + (checked[0] - part.start) * item_bytes
+            first = packed.address + (checked[0] - part.start) * item_bytes
             self._note(buffer, checked, digest([(first, (checked[1] - checked[0]) * item_bytes)]))
-        return part.packed[1].descriptors(packed.data_ptr(), target, item_bytes)
+        _, out = part.packed(item_bytes)
+        return out.at(packed.address, target)
 
     def _note(self, buffer: int, positions: tuple[int, int], value: int) -> None:
         start, stop = positions
-        self.sent.checksums.append(Checksum(buffer=buffer, start=start, stop=stop, digest=value))
+        self._sent.checksums.append(Checksum(buffer=buffer, start=start, stop=stop, digest=value))

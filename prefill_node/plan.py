@@ -1,35 +1,44 @@
 """What is sent of a chunk: positions paired with slots, cut into parts, once for all layers."""
 
-from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from transfer.checksum import SlotRuns
-from transfer.planner import Int64s, Runs, expand_pages, plan_runs
+from transfer.planner import Descriptors, Int64s, Runs, expand_pages, plan_runs
 
 
-@dataclass(frozen=True)
 class Part:
     """Positions [start, stop) of a request in any buffer of one item size.
 
-    items: the source item of each, int64 [stop - start]. direct: from source items to destination slots.
+    items: the source item of each, int64 [stop - start]. What is asked for is made once, for all layers.
     """
 
-    start: int
-    stop: int
-    items: Int64s
-    direct: Runs
+    def __init__(self, start: int, stop: int, items: Int64s, runs: Runs) -> None:
+        self.start = start
+        self.stop = stop
+        self.items = items
+        self._runs = runs
+        self._direct: dict[int, Descriptors] = {}
+        self._packed: dict[int, tuple[Descriptors, Descriptors]] = {}
+
+    def direct(self, item_bytes: int) -> Descriptors:
+        """From source items to destination slots, as offsets in bytes."""
+        if item_bytes not in self._direct:
+            self._direct[item_bytes] = self._runs.descriptors(0, 0, item_bytes)
+        return self._direct[item_bytes]
+
+    def packed(self, item_bytes: int) -> tuple[Descriptors, Descriptors]:
+        """The way over a send buffer, as offsets in bytes: from source items into it, and from it to slots."""
+        if item_bytes not in self._packed:
+            into, out = self._runs.pack()
+            self._packed[item_bytes] = into.descriptors(0, 0, item_bytes), out.descriptors(0, 0, item_bytes)
+        return self._packed[item_bytes]
 
     @cached_property
     def item_runs(self) -> SlotRuns:
         """The source items, to be asked for the memory that holds some of them."""
         return SlotRuns(self.items)
-
-    @cached_property
-    def packed(self) -> tuple[Runs, Runs]:
-        """The way over a send buffer: from source items into it, and from it to destination slots."""
-        return self.direct.pack()
 
 
 class ChunkPlan:

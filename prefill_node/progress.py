@@ -5,9 +5,11 @@ from collections.abc import Callable
 
 import torch
 
-from transfer.writer import TransferAborted
-
 _LOOK_UP_S = 0.05
+
+
+class NotComputed(Exception):
+    """The layer will not be computed, or is no longer wanted."""
 
 
 class ForwardProgress:
@@ -41,12 +43,20 @@ class ForwardProgress:
             self._failed = True
             self._changed.notify_all()
 
+    def is_done(self, layer: int) -> bool:
+        """Whether `wait` would return at once."""
+        with self._changed:
+            if len(self._events) <= layer:
+                return False
+            event = self._events[layer]
+        return event is None or bool(event.query())  # type: ignore[no-untyped-call]
+
     def wait(self, layer: int, cancelled: Callable[[], bool]) -> None:
-        """Return when the layer is done. Raises TransferAborted if it will not be, or is no longer wanted."""
+        """Return when the layer is done. Raises NotComputed."""
         with self._changed:
             while len(self._events) <= layer:
                 if self._failed or cancelled():
-                    raise TransferAborted("the layer was not computed")
+                    raise NotComputed
                 self._changed.wait(_LOOK_UP_S)
             event = self._events[layer]
         if event is not None:

@@ -2,6 +2,8 @@
 
 import threading
 from collections.abc import Callable
+from itertools import cycle
+from typing import NamedTuple
 
 import torch
 
@@ -13,6 +15,13 @@ BUFFER_BYTES = 1 << 20
 """Large enough for any transport, small enough that a ring of them stays in the processor's cache."""
 
 
+class SendBuffer(NamedTuple):
+    """memory: uint8 [BUFFER_BYTES]. address: of its first byte."""
+
+    memory: torch.Tensor
+    address: int
+
+
 class SendRing:
     """Buffers of BUFFER_BYTES, used in turn: as many as a writer has in flight, so the next one is always free.
 
@@ -20,18 +29,15 @@ class SendRing:
     """
 
     def __init__(self, pin: bool) -> None:
-        self._buffers = torch.empty(BATCHES_IN_FLIGHT, BUFFER_BYTES, dtype=torch.uint8, pin_memory=pin)
-        self._next = 0
+        self._memory = torch.empty(BATCHES_IN_FLIGHT, BUFFER_BYTES, dtype=torch.uint8, pin_memory=pin)
+        self._buffers = cycle([SendBuffer(memory, memory.data_ptr()) for memory in self._memory])
 
-    def take(self) -> torch.Tensor:
-        """The next buffer, uint8 [BUFFER_BYTES]."""
-        buffer = self._buffers[self._next]
-        self._next = (self._next + 1) % BATCHES_IN_FLIGHT
-        return buffer
+    def take(self) -> SendBuffer:
+        return next(self._buffers)
 
     def get_contiguous_buf_infos(self) -> BufferInfo:
         """For registration with a transport."""
-        return buffer_info([self._buffers])
+        return buffer_info([self._memory])
 
 
 class SendRings:

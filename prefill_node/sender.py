@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import structlog
 
-from prefill_node.outgoing import Chunk, Outgoing, Reading, Sent, gather_policy
+from prefill_node.outgoing import Chunk, Connection, Outgoing, Reading, Sent, gather_policy
 from prefill_node.ring import SendRing, SendRings
 from transfer.messages import Destination, Peer
 from transfer.routes import NoRoute
-from transfer.writer import Channel, TransferAborted, TransferError
+from transfer.writer import Channel, Pipeline
 
 log = structlog.get_logger(__name__)
 
@@ -78,52 +78,50 @@ class _Session:
     def __init__(self, surroundings: Surroundings, decode: Peer) -> None:
         self._surroundings = surroundings
         self._decode = decode
-        self._channel: Channel | None = None
+        self._connection: Connection | None = None
         self._ring: SendRing | None = None
         self.chunks: queue.SimpleQueue[Chunk | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._work, name=f"send-{decode.address}", daemon=True)
         self.thread.start()
 
     def _work(self) -> None:
-        try:
-            while (chunk := self.chunks.get()) is not None:
-                self._surroundings.report(self._send(chunk))
-        finally:
-            if self._channel is not None:
-                self._channel.close()
-            if self._ring is not None:
-                self._surroundings.rings.take_back(self._ring)
+        while (chunk := self._next()) is not None:
+            self._send(chunk)
+        if self._connection is not None:
+            self._connection.channel.close()
+        if self._ring is not None:
+            self._surroundings.rings.take_back(self._ring)
 
-    def _send(self, chunk: Chunk) -> Sent:
+    def _next(self) -> Chunk | None:
+        """The next chunk; while there is none, what is in flight is seen to its end."""
+        while self._connection is not None and not self._connection.pipeline.is_empty:
+            try:
+                return self.chunks.get_nowait()
+            except queue.Empty:
+                self._connection.pipeline.settle_oldest()
+        return self.chunks.get()
+
+    def _send(self, chunk: Chunk) -> None:
+        report = self._surroundings.report
         if chunk.cancelled():
-            return Sent(chunk, error="aborted")
+            report(Sent(chunk, error="aborted"))
+            return
         try:
-            outgoing = Outgoing(chunk, self._surroundings.reading, self._connected(chunk.destination), self._lent_ring)
+            connection = self._connected(chunk.destination)
         except NoRoute as error:
-            return self._failed(Sent(chunk), str(error))
-        try:
-            outgoing.run(may_post=lambda: self._may_post(chunk))
-        except TransferAborted:
-            outgoing.sent.error = "aborted"
-        except TransferError as error:
-            return self._failed(outgoing.sent, f"{self._decode.address}: {error}")
-        except Exception as error:
-            # A bug costs the request, not the thread: the node waits for a report of every chunk.
-            log.exception("sending failed", request_id=chunk.request_id)
-            return self._failed(outgoing.sent, f"sending failed: {error}")
-        return outgoing.sent
+            log.warning("no route", request_id=chunk.request_id, epoch=chunk.epoch, error=str(error))
+            report(Sent(chunk, error=str(error)))
+            return
+        outgoing = Outgoing(chunk, self._surroundings.reading, connection, self._lent_ring, report)
+        outgoing.post(may_post=lambda: self._may_post(chunk))
 
-    def _failed(self, sent: Sent, error: str) -> Sent:
-        sent.error = error
-        log.warning("transfer failed", request_id=sent.chunk.request_id, epoch=sent.chunk.epoch, error=error)
-        return sent
-
-    def _connected(self, destination: Destination) -> Channel:
-        if self._channel is None:
-            self._channel = self._surroundings.connect(destination)
-            policy = gather_policy(self._channel.transport, self._surroundings.reading.source.in_host_memory)
-            log.info("route", decode=self._decode.address, transport=self._channel.transport, gathers=policy.value)
-        return self._channel
+    def _connected(self, destination: Destination) -> Connection:
+        if self._connection is None:
+            channel = self._surroundings.connect(destination)
+            self._connection = Connection(channel, Pipeline(channel))
+            policy = gather_policy(channel.transport, self._surroundings.reading.source.in_host_memory)
+            log.info("route", decode=self._decode.address, transport=channel.transport, gathers=policy.value)
+        return self._connection
 
     def _lent_ring(self) -> SendRing:
         if self._ring is None:

@@ -7,6 +7,7 @@ import torch
 
 from prefill_node.plan import Part
 from prefill_node.pool import buffer_info
+from prefill_node.ring import SendBuffer
 from transfer.checksum import digest
 from transfer.copy_runs import copy_runs
 from transfer.messages import BufferInfo
@@ -19,7 +20,7 @@ class KVSource(Protocol):
     buffers: BufferInfo
     in_host_memory: bool
 
-    def gather(self, buffer: int, part: Part, into: torch.Tensor) -> None:
+    def gather(self, buffer: int, part: Part, into: SendBuffer) -> None:
         """Pack a part's items, in the order of positions, into a send buffer; complete on return."""
         ...
 
@@ -35,11 +36,13 @@ class HostSource:
 
     def __init__(self, layers: Sequence[torch.Tensor]) -> None:
         """layers: one tensor [rows, dim] per buffer."""
+        self._layers = layers
+        """Kept alive: they are read by address."""
         self.buffers = buffer_info(layers)
 
-    def gather(self, buffer: int, part: Part, into: torch.Tensor) -> None:
-        runs, _ = part.packed
-        copy_runs(runs.descriptors(self.buffers.ptrs[buffer], into.data_ptr(), self.buffers.item_lengths[buffer]))
+    def gather(self, buffer: int, part: Part, into: SendBuffer) -> None:
+        runs, _ = part.packed(self.buffers.item_lengths[buffer])
+        copy_runs(runs.at(self.buffers.ptrs[buffer], into.address))
 
     def digest(self, buffer: int, part: Part, start: int, stop: int) -> int:
         return digest(part.item_runs.ranges(self.buffers, buffer, start - part.start, stop - part.start))
@@ -55,8 +58,8 @@ class DeviceSource:
         self._layers = layers
         self._stream = torch.cuda.Stream(layers[0].device)  # type: ignore[no-untyped-call]
 
-    def gather(self, buffer: int, part: Part, into: torch.Tensor) -> None:
-        self._copy(buffer, part.items, into)
+    def gather(self, buffer: int, part: Part, into: SendBuffer) -> None:
+        self._copy(buffer, part.items, into.memory)
 
     def digest(self, buffer: int, part: Part, start: int, stop: int) -> int:
         copy = torch.empty((stop - start) * self.buffers.item_lengths[buffer], dtype=torch.uint8)

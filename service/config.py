@@ -42,7 +42,8 @@ class NodeConfig:
     def torch_device(self) -> torch.device:
         """Raises StartupError if there is no such device."""
         try:
-            device = torch.device(self.device)
+            # With an index: threads other than the main one have no device of their own to mean by "cuda".
+            device = torch.device("cuda:0" if self.device == "cuda" else self.device)
         except RuntimeError as error:
             raise StartupError(f"--device {self.device}: expected cpu, cuda or cuda:N") from error
         if device.type not in ("cpu", "cuda"):

@@ -15,11 +15,15 @@ Int64s = NDArray[np.int64]
 
 
 class Descriptors(NamedTuple):
-    """What an engine writes: absolute addresses and lengths in bytes, int64 [n] each."""
+    """What an engine writes: addresses and lengths in bytes, int64 [n] each."""
 
     sources: Int64s
     destinations: Int64s
     lengths: Int64s
+
+    def at(self, source_base: int, destination_base: int) -> "Descriptors":
+        """The same where addresses are offsets from these."""
+        return Descriptors(source_base + self.sources, destination_base + self.destinations, self.lengths)
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,12 @@
-"""Writes batches to a decode node and knows when they ended, whatever carries them.
+"""Batches on their way to a decode node, whatever carries them.
 
-The rule that fencing rests on is kept here, once for every transport: when `write` returns or raises, nothing of what
-it posted is in flight.
+The rule that fencing rests on is kept here, once for every transport: a write has ended when nothing of it is in
+flight any more, and not before, whether it went well or not.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from transfer.messages import Transport
@@ -16,11 +17,7 @@ BATCHES_IN_FLIGHT = 8
 
 
 class TransferError(Exception):
-    """Some of a write failed. None of it is in flight any more."""
-
-
-class TransferAborted(Exception):
-    """A write was given up on request. None of it is in flight any more."""
+    """Some of a write failed."""
 
 
 class Pending(Protocol):
@@ -49,36 +46,71 @@ class Channel(Protocol):
     def close(self) -> None: ...
 
 
-def write(channel: Channel, batches: Iterable[Descriptors], go_on: Callable[[], bool] = lambda: True) -> None:
-    """Post all batches, in order, and return when the last has landed.
+@dataclass(eq=False)
+class Write:
+    """Batches that belong together. `on_end` is called once, when it is closed and nothing of it is in flight."""
 
-    The next batch is asked for only when fewer than BATCHES_IN_FLIGHT are in flight, so an iterator that fills
-    buffers may use that many in turn. Stops posting when one has failed, when `go_on` turns false, and when the
-    iterator raises. Raises TransferError, TransferAborted, or what the iterator raised.
+    on_end: Callable[[], None]
+    failed: int = 0
+    """Descriptors that failed so far."""
+    in_flight: int = 0
+    closed: bool = False
+
+    def end_if_over(self) -> None:
+        if self.closed and not self.in_flight:
+            self.on_end()
+
+
+class Pipeline:
+    """The batches in flight over one channel, oldest first, of one write after another.
+
+    A write need not have ended before the next one is posted, so the transport never runs dry between two. One thread
+    uses it; all callbacks are called there.
     """
-    posted: deque[Pending] = deque()
-    failed = 0
-    aborted = False
-    try:
-        for batch in _cut(batches, channel.max_batch):
-            if aborted := not go_on():
-                break
-            posted.append(channel.submit(batch))
-            while len(posted) >= BATCHES_IN_FLIGHT:
-                failed += posted.popleft().wait()
-            if failed:
-                break
-    finally:
-        failed += sum(pending.wait() for pending in posted)
-    if failed:
-        raise TransferError(f"{failed} descriptors failed")
-    if aborted:
-        raise TransferAborted("given up")
-    channel.check()
 
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._posted: deque[tuple[Pending, Write]] = deque()
 
-def _cut(batches: Iterable[Descriptors], most: int) -> Iterator[Descriptors]:
-    """The batches in pieces of at most so many descriptors."""
-    for batch in batches:
-        for first in range(0, len(batch.lengths), most):
-            yield Descriptors(*(column[first : first + most] for column in batch))
+    @property
+    def is_empty(self) -> bool:
+        return not self._posted
+
+    def make_room(self) -> None:
+        """Wait until fewer than BATCHES_IN_FLIGHT are in flight.
+
+        Whoever fills buffers in turn calls it before filling the next one: the one that comes after so many is free.
+        """
+        while len(self._posted) >= BATCHES_IN_FLIGHT:
+            self.settle_oldest()
+
+    def post(self, write: Write, batch: Descriptors, go_on: Callable[[], bool]) -> bool:
+        """Post a batch, in pieces that the channel takes, as long as `go_on` says so and nothing of the write failed.
+
+        Whether all of it was posted.
+        """
+        for first in range(0, len(batch.lengths), self._channel.max_batch):
+            self.make_room()
+            if write.failed or not go_on():
+                return False
+            piece = Descriptors(*(column[first : first + self._channel.max_batch] for column in batch))
+            self._posted.append((self._channel.submit(piece), write))
+            write.in_flight += 1
+        return True
+
+    def close(self, write: Write) -> None:
+        """Nothing more will be posted of the write: it ends when the last of it does."""
+        write.closed = True
+        write.end_if_over()
+
+    def settle_oldest(self) -> None:
+        """Wait for the oldest batch to end."""
+        pending, write = self._posted.popleft()
+        write.failed += pending.wait()
+        write.in_flight -= 1
+        write.end_if_over()
+
+    def drain(self) -> None:
+        """Wait for everything that was posted to end."""
+        while self._posted:
+            self.settle_oldest()

@@ -37,12 +37,16 @@ class LateChannel:
     hold: threading.Event | None = None
     error: Exception | None = None
     closed: bool = False
+    late: int = 0
+    most_late: int = 0
 
     def submit(self, batch: Descriptors) -> "LateCopy":
         if self.hold is not None:
             self.hold.wait(10)
         self.posted.append(batch)
-        return LateCopy(batch)
+        self.late += 1
+        self.most_late = max(self.most_late, self.late)
+        return LateCopy(self, batch)
 
     def check(self) -> None:
         if self.error is not None:
@@ -54,9 +58,11 @@ class LateChannel:
 
 @dataclass
 class LateCopy:
+    channel: LateChannel
     batch: Descriptors
 
     def wait(self) -> int:
+        self.channel.late -= 1
         copy_runs(self.batch)
         return 0
 

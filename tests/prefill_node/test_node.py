@@ -85,9 +85,9 @@ class Harness:
             PagedKVPool(LAYOUT, num_pages=8, page_size=4, device=torch.device("cpu")),
             chunk_size=6,
         )
-        shell = SimpleNamespace(control=self.control, metrics=Metrics(), inbox=queue.SimpleQueue())
+        self.shell = SimpleNamespace(control=self.control, metrics=Metrics(), inbox=queue.SimpleQueue())
         self.node = PrefillNode(
-            shell,  # type: ignore[arg-type]
+            self.shell,  # type: ignore[arg-type]
             self.prefill,
             self.computing,  # type: ignore[arg-type]
             self.sender,  # type: ignore[arg-type]
@@ -95,8 +95,8 @@ class Harness:
             transfer_timeout=30.0,
         )
 
-    def receive(self, message: Message) -> None:
-        self.node._take((DECODE, message))
+    def receive(self, message: Message, sender: Peer | None = None) -> None:
+        self.node._take((sender or DECODE, message))
 
     def start(self) -> None:
         """Let the node start its next step."""
@@ -191,6 +191,35 @@ def test_the_next_epoch_is_another_request() -> None:
     h.receive(Abort(request_id="r", epoch=1))
     h.receive(request(epoch=2))
     assert h.node.queued_tokens == 10
+
+
+def test_a_request_that_moved_to_another_decode_node_is_another_one() -> None:
+    """Its first decode node fell silent, and a write to that one takes a minute to fail: the second must not wait."""
+    h = Harness()
+    second = Peer(role="decode", address="127.0.0.1:2", boot_id="second")
+    h.receive(request())
+    h.compute()
+    h.receive(request(), second)
+    assert h.node.num_entries == 2
+    h.receive(Abort(request_id="r", epoch=1), second)
+    assert h.control.sent[-1] == (second, Quiesced(request_id="r", epoch=1))
+    assert not h.sender.chunks[0].cancelled(), "the first one's own affair"
+    h.receive(Holding(keys=(KEY,)), second)
+    assert h.control.sent[-1] == (second, NotHeld(keys=(KEY,)))
+    h.receive(Holding(keys=(KEY,)))
+    assert h.control.sent[-1] == (DECODE, NotHeld())
+
+
+def test_a_node_that_stops_takes_nothing_new_and_ends_as_soon_as_the_rest_has_drained() -> None:
+    h = Harness()
+    h.receive(request())
+    h.compute()
+    late = [(DECODE, request(request_id="late")), Sent(h.sender.chunks[0], error="aborted")]
+    h.shell.receive = lambda timeout: late
+    h.node._hand_back()
+    assert h.node.num_entries == 0
+    assert [failed.request_id for failed in h.control.take(PrefillFailed)] == ["r"]
+    assert h.free_pages == 8
 
 
 def test_a_failed_write_ends_the_request_after_the_rest_has_drained() -> None:

@@ -1,9 +1,11 @@
 """Chunks leave layer by layer, after the device has written them, over the way that suits the transport."""
 
+import dataclasses
 import threading
 import time
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
 from prefill_node.progress import ForwardProgress
@@ -11,7 +13,7 @@ from prefill_node.sender import MAX_SESSIONS
 from tests.prefill_node.sending import CPU, NUM_PAGES, PAGE_SIZE, Sending, wait_until
 from transfer.checksum import verify
 from transfer.messages import Peer, Transport
-from transfer.writer import TransferError
+from transfer.writer import BATCHES_IN_FLIGHT, TransferError
 
 
 @pytest.fixture
@@ -152,7 +154,7 @@ def test_nothing_is_posted_to_a_decode_node_that_is_not_heard(sending: Sending) 
 def test_a_failed_write_is_reported_and_the_next_one_goes_out(sending: Sending) -> None:
     """sglang 13054: one transient error marked a healthy pair as failed for ever."""
     sending.channel("a").error = TransferError("the process has ended")
-    assert sending.send(sending.chunk()).error == "a:1: the process has ended"
+    assert sending.send(sending.chunk()).error == "the process has ended"
     sending.channel("a").error = None
     assert sending.send(sending.chunk()).error is None
 
@@ -165,10 +167,28 @@ def test_a_decode_node_without_a_route_costs_its_requests(sending: Sending) -> N
 
 
 def test_a_bug_while_sending_costs_the_chunk_and_not_the_thread(sending: Sending) -> None:
-    sending.channel("a").error = ZeroDivisionError()
-    assert "sending failed" in (sending.send(sending.chunk()).error or "")
-    sending.channel("a").error = None
+    impossible = dataclasses.replace(sending.chunk(), slots=np.arange(3))
+    assert "sending failed" in (sending.send(impossible).error or "")
     assert sending.send(sending.chunk()).error is None
+
+
+def test_the_next_chunk_is_on_its_way_before_the_last_one_has_ended(sending: Sending) -> None:
+    """Between two chunks the transport would run dry."""
+    chunks = [sending.chunk(start=start, stop=start + 100) for start in range(0, 1000, 100)]
+    hold = sending.channel("a").hold = threading.Event()
+    for chunk in chunks:
+        sending.sender.submit(chunk)
+    hold.set()
+    sent = [sending.reports.get(timeout=10) for _ in chunks]
+    assert [one.chunk.start for one in sent] == list(range(0, 1000, 100))
+    assert not any(one.error for one in sent)
+    assert sending.channel("a").most_late == BATCHES_IN_FLIGHT
+
+
+def test_what_has_ended_is_reported_while_the_next_chunk_waits_for_its_layer(sending: Sending) -> None:
+    sending.sender.submit(sending.chunk())
+    sending.sender.submit(sending.chunk(progress=ForwardProgress(CPU), cancelled=lambda: False))
+    assert sending.reports.get(timeout=10).error is None
 
 
 def test_threads_are_bounded_and_end_when_no_request_needs_them(sending: Sending) -> None:

@@ -10,10 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.transfer.writing import write
 from transfer.messages import SharedMemory
 from transfer.planner import Descriptors
 from transfer.shm import NotShared, SharedMemoryChannel
-from transfer.writer import TransferError, write
+from transfer.writer import TransferError
 
 SIZE = 1 << 20
 OWNER = """

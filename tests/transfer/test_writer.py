@@ -1,14 +1,14 @@
-"""When `write` returns or raises, nothing of what it posted is in flight: fencing rests on it."""
+"""A write has ended when nothing of it is in flight any more: fencing rests on it."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
 
+from tests.transfer.writing import write
 from transfer.messages import Transport
 from transfer.planner import Descriptors
-from transfer.writer import BATCHES_IN_FLIGHT, TransferAborted, TransferError, write
+from transfer.writer import BATCHES_IN_FLIGHT, Pipeline, TransferError, Write
 
 
 @dataclass
@@ -52,26 +52,29 @@ def batch(length: int) -> Descriptors:
 
 def test_large_batches_are_cut_to_what_the_transport_takes() -> None:
     channel = RecordingChannel()
-    write(channel, [batch(10), batch(3), batch(4)])
+    assert write(channel, [batch(10), batch(3), batch(4)])
     assert channel.lengths == [4, 4, 2, 3, 4]
     assert not channel.in_flight
 
 
-def test_the_next_batch_is_asked_for_when_few_enough_are_in_flight() -> None:
-    """An iterator that fills BATCHES_IN_FLIGHT buffers in turn never fills one that is being read."""
+def test_no_more_than_a_bounded_number_is_in_flight() -> None:
     channel = RecordingChannel()
-
-    def batches() -> Iterator[Descriptors]:
-        for _ in range(50):
-            assert len(channel.in_flight) < BATCHES_IN_FLIGHT
-            yield batch(1)
-
-    write(channel, batches())
+    write(channel, [batch(1)] * 50)
     assert channel.most_in_flight == BATCHES_IN_FLIGHT
     assert len(channel.lengths) == 50
 
 
-def test_after_an_error_no_more_is_posted_and_the_rest_is_awaited() -> None:
+def test_after_making_room_a_buffer_that_comes_after_so_many_is_free() -> None:
+    channel = RecordingChannel()
+    pipeline = Pipeline(channel)
+    first, second = Write(on_end=lambda: None), Write(on_end=lambda: None)
+    for number in range(50):
+        pipeline.make_room()
+        assert number - BATCHES_IN_FLIGHT not in channel.in_flight
+        pipeline.post(first if number < 20 else second, batch(1), lambda: True)
+
+
+def test_after_an_error_no_more_of_that_write_is_posted_and_the_rest_is_awaited() -> None:
     """A batch with one bad descriptor failed at once, and its other descriptors landed over the next second."""
     channel = RecordingChannel(failing={2})
     with pytest.raises(TransferError, match="1 descriptors failed"):
@@ -82,22 +85,39 @@ def test_after_an_error_no_more_is_posted_and_the_rest_is_awaited() -> None:
 
 def test_an_abort_awaits_what_is_posted() -> None:
     channel = RecordingChannel()
-    with pytest.raises(TransferAborted):
-        write(channel, [batch(1)] * 50, go_on=lambda: len(channel.lengths) < 5)
+    assert not write(channel, [batch(1)] * 50, go_on=lambda: len(channel.lengths) < 5)
     assert len(channel.lengths) == 5
     assert not channel.in_flight
 
 
-def test_an_iterator_that_raises_leaves_nothing_in_flight() -> None:
+def test_an_abort_is_heard_within_a_large_batch() -> None:
     channel = RecordingChannel()
+    assert not write(channel, [batch(400)], go_on=lambda: len(channel.lengths) < 5)
+    assert len(channel.lengths) == 5
 
-    def batches() -> Iterator[Descriptors]:
-        yield batch(1)
-        raise TransferAborted("the forward pass failed")
 
-    with pytest.raises(TransferAborted, match="forward pass"):
-        write(channel, batches())
-    assert not channel.in_flight
+def test_a_write_ends_when_its_last_batch_does_while_the_next_is_on_its_way() -> None:
+    channel = RecordingChannel(failing={9})
+    pipeline = Pipeline(channel)
+    ended: list[tuple[str, list[int]]] = []
+    first = Write(on_end=lambda: ended.append(("first", list(channel.in_flight))))
+    second = Write(on_end=lambda: ended.append(("second", list(channel.in_flight))))
+    for write_, count in ((first, 3), (second, 7)):
+        for _ in range(count):
+            pipeline.post(write_, batch(1), lambda: True)
+        pipeline.close(write_)
+    assert not ended
+    pipeline.settle_oldest()
+    assert ended == [("first", [3, 4, 5, 6, 7, 8, 9])]
+    pipeline.drain()
+    assert ended[1:] == [("second", [])]
+    assert (first.failed, second.failed) == (0, 1), "one write's failure is not another's"
+
+
+def test_a_write_of_nothing_ends_at_once() -> None:
+    ended: list[bool] = []
+    Pipeline(RecordingChannel()).close(Write(on_end=lambda: ended.append(True)))
+    assert ended == [True]
 
 
 def test_a_write_to_a_process_that_ended_meanwhile_is_an_error() -> None:
