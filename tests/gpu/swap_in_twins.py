@@ -150,9 +150,8 @@ class Twins:
     def _compare_misses(self, plan: CudaSwapInPlan, host_slots: torch.Tensor, device_slots: torch.Tensor) -> None:
         counts = plan.miss_counts.tolist()
         for written, expected in ((plan.miss_host_slots, host_slots), (plan.miss_device_slots, device_slots)):
-            rows = written.cpu()
-            listed = [rows[entry, :count] for entry, count in enumerate(counts)]
-            assert torch.cat(listed).tolist() == expected.tolist()
+            listed = [slot for entry, count in enumerate(counts) for slot in written[entry, :count].tolist()]
+            assert listed == expected.tolist()
 
     def compare(self) -> None:
         """All state, all bytes on both tiers, and the counters are the same."""

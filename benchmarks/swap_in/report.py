@@ -1,0 +1,184 @@
+"""What is shown of a run: tables for people, JSON for programs, and a figure."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.machine import this_machine
+from benchmarks.plotting import new_figure
+from benchmarks.swap_in.launchers import PEER
+from benchmarks.swap_in.targets import RESOLVE_ABOVE_FLOOR_US, STATED_FLOOR_US, STATED_US, target
+from benchmarks.swap_in.workload import Shape
+
+SCHEMA = 1
+_STATED_SHAPE = (2048, 4096, 1152)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Microseconds per launch: inside graph replays, and between two events around one launch."""
+
+    graph_us: float
+    single_us: float
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """misses: per request. num_bytes: fetched by a launch. cluster: blocks per request. resolve: without the fetch."""
+
+    batch: int
+    misses: int
+    num_bytes: int
+    cluster: int
+    swap_in: Timing
+    resolve: Timing
+    peer: Timing | None
+
+
+@dataclass(frozen=True)
+class Report:
+    """floor_us: a single launch of next to nothing. copy_gb_per_s: of the copy engine over PCIe."""
+
+    results: Sequence[CaseResult]
+    shape: Shape
+    block_size: int
+    device: str
+    floor_us: float
+    copy_gb_per_s: float
+    peer_version: str | None
+
+    def pcie_us(self, result: CaseResult) -> float:
+        """What the copy engine would need for the bytes."""
+        return result.num_bytes / self.copy_gb_per_s / 1e3
+
+    def stated_us(self, result: CaseResult) -> float | None:
+        """The peer's stated figure for a case, if it was stated for this shape."""
+        same = (self.shape.top_k, self.shape.hot_size, self.shape.item_bytes) == _STATED_SHAPE
+        return STATED_US.get((result.batch, result.misses)) if same else None
+
+    def ratio_to_stated(self, result: CaseResult) -> float | None:
+        """How many times faster than the stated figure, had our floor been as high as in that run."""
+        stated = self.stated_us(result)
+        return None if stated is None else stated / (result.swap_in.single_us - self.floor_us + STATED_FLOOR_US)
+
+
+def print_report(report: Report, console: Console) -> None:
+    """A line per case, and what the columns mean."""
+    shape = report.shape
+    console.print(
+        f"swap-in: top-k {shape.top_k}, {shape.hot_size} hot slots, items of {shape.item_bytes} B, "
+        f"{report.block_size} threads per block, {report.device}",
+        highlight=False,
+    )
+    console.print(_table(report), "")
+    console.print(
+        "us per launch. graph: in CUDA graph replays; single: between two events, of which "
+        f"{report.floor_us:.1f} us are launch and events. resolve: without the fetch, single, less that floor. "
+        f"PCIe: what the copy engine needs for the bytes ({report.copy_gb_per_s:.1f} GB/s, measured now). "
+        f"stated: SGLang 0.5.23 on an H200 as the design has it, with a floor of {STATED_FLOOR_US:.0f} us; "
+        "ratio: stated to single, both with that floor; target: what the ratio is meant to reach.",
+        highlight=False,
+    )
+    console.print(f"{PEER}: {report.peer_version or 'not installed'}", highlight=False)
+    console.print(str(this_machine()), highlight=False)
+
+
+def _table(report: Report) -> Table:
+    table = Table(box=None, pad_edge=False)
+    headings = [
+        "batch x misses",
+        "blocks",
+        "graph",
+        "single",
+        "resolve",
+        "PCIe",
+        "GB/s",
+        "stated",
+        "ratio",
+        "target",
+        "",
+    ]
+    if report.peer_version:
+        headings += [f"{PEER} graph", f"{PEER} single", "ratio graph", "ratio single"]
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for result in report.results:
+        table.add_row(*_cells(report, result))
+    return table
+
+
+def _cells(report: Report, result: CaseResult) -> list[str]:
+    ours = result.swap_in
+    stated, ratio = report.stated_us(result), report.ratio_to_stated(result)
+    wanted = target(result.batch, result.misses)
+    cells = [
+        f"{result.batch} x {result.misses}",
+        str(result.cluster),
+        f"{ours.graph_us:.1f}",
+        f"{ours.single_us:.1f}",
+        f"{result.resolve.single_us - report.floor_us:.1f}",
+        f"{report.pcie_us(result):.1f}",
+        f"{result.num_bytes / ours.graph_us / 1e3:.1f}",
+        "" if stated is None else f"{stated:.0f}",
+        "" if ratio is None else f"{ratio:.2f}",
+        "" if ratio is None else f"{wanted:.2f}",
+        "" if ratio is None else "ok" if ratio >= wanted else "missed",
+    ]
+    if result.peer:
+        cells += [f"{result.peer.graph_us:.1f}", f"{result.peer.single_us:.1f}"]
+        cells += [f"{result.peer.graph_us / ours.graph_us:.2f}", f"{result.peer.single_us / ours.single_us:.2f}"]
+    return cells
+
+
+def write_json(path: Path, report: Report) -> None:
+    """Everything that was measured, and what it was compared with."""
+    cases = [
+        {
+            **asdict(result),
+            "pcie_us": report.pcie_us(result),
+            "stated_peer_us": report.stated_us(result),
+            "ratio_to_stated": report.ratio_to_stated(result),
+        }
+        for result in report.results
+    ]
+    document = {
+        "schema": SCHEMA,
+        **{key: value for key, value in asdict(report).items() if key != "results"},
+        "stated_floor_us": STATED_FLOOR_US,
+        "resolve_target_us": RESOLVE_ABOVE_FLOOR_US,
+        "machine": asdict(this_machine()),
+        "cases": cases,
+    }
+    path.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def write_png(path: Path, report: Report) -> None:
+    """Time per launch against misses: a panel per batch, with the PCIe floor."""
+    batches = sorted({result.batch for result in report.results})
+    figure = new_figure(figsize=(3.4 * len(batches), 4.2), layout="constrained")
+    axes = figure.subplots(1, len(batches), squeeze=False).flat
+    for axis, batch in zip(axes, batches, strict=True):
+        members = sorted((r for r in report.results if r.batch == batch), key=lambda r: r.misses)
+        misses = [r.misses for r in members]
+        axis.plot(misses, [r.swap_in.graph_us for r in members], "o-", color="tab:blue", label="in a graph")
+        axis.plot(misses, [r.swap_in.single_us for r in members], "o--", color="tab:cyan", label="single launch")
+        axis.plot(misses, [r.resolve.graph_us for r in members], "s-", color="tab:green", label="resolve, in a graph")
+        fetching = [r for r in members if r.misses]
+        axis.plot([r.misses for r in fetching], [report.pcie_us(r) for r in fetching], ":", color="black", label="PCIe")
+        if stated := [(r.misses, us) for r in members if (us := report.stated_us(r)) is not None]:
+            axis.plot(*zip(*stated, strict=True), "x--", color="tab:orange", label=f"{PEER} as stated, single")
+        if peers := [(r.misses, r.peer.graph_us) for r in members if r.peer]:
+            axis.plot(*zip(*peers, strict=True), "x-", color="tab:red", label=f"{PEER}, in a graph")
+        axis.set_xscale("symlog", linthresh=16)
+        axis.set_yscale("log")
+        axis.set_xticks(misses, [str(count) for count in misses])
+        axis.set(xlabel="misses per request", title=f"batch {batch}", ylim=(1, None))
+        axis.grid(alpha=0.3)
+    figure.axes[0].set_ylabel("us per launch")
+    figure.axes[-1].legend(fontsize="x-small")
+    figure.suptitle(f"swap-in on {report.device}, {report.shape.item_bytes} B items")
+    figure.savefig(path, dpi=130)

@@ -1,0 +1,88 @@
+"""Pools and selections in which every launch has the same number of misses, over and over."""
+
+from dataclasses import dataclass
+
+import torch
+
+from hisparse.device_pool import DeviceKVPool
+from hisparse.host_pool import HostKVPool
+from hisparse.layout import KVLayout
+from hisparse.residency import Residency
+
+_INDEX_PAGE = 64
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is swapped in. context: tokens per request, all on the host."""
+
+    top_k: int
+    hot_size: int
+    item_bytes: int
+    context: int
+
+
+class Tiers:
+    """The pools of one layer, with `max_batch` long requests whose host slots are scattered over the host pool."""
+
+    def __init__(self, shape: Shape, max_batch: int) -> None:
+        self.shape = shape
+        device = torch.device("cuda", torch.cuda.current_device())
+        layout = KVLayout(1, (0,), shape.item_bytes, 16, torch.uint8)
+        self.host = HostKVPool(layout, max_batch * shape.context, pin=True)
+        self.device = DeviceKVPool(
+            layout,
+            num_slots=max_batch * (shape.hot_size + 1),
+            num_index_pages=max_batch * -(-shape.context // _INDEX_PAGE),
+            index_page_size=_INDEX_PAGE,
+            max_requests=max_batch,
+            max_context=shape.context,
+            device_buffer_size=shape.hot_size,
+            device=device,
+        )
+        self.residency = Residency(1, max_batch, shape.context, shape.hot_size, device)
+        slots = torch.randperm(max_batch * shape.context).numpy()
+        for at in range(max_batch):
+            row = self.device.alloc_logical_only(shape.context)
+            if row is None or not self.device.grow(row, shape.context):
+                raise RuntimeError(f"the pools have no room for request {at} of {max_batch}")
+            self.device.set_host_slots(row, 0, slots[at * shape.context : (at + 1) * shape.context])
+        pattern = torch.randint(0, 256, (min(2**24, self.host.kv.nbytes),), dtype=torch.uint8)
+        everything = self.host.kv.view(-1)
+        for start in range(0, len(everything), len(pattern)):
+            part = everything[start : start + len(pattern)]
+            part.copy_(pattern[: len(part)])
+
+    def close(self) -> None:
+        torch.cuda.synchronize()
+        self.host.close()
+
+
+class Rotation:
+    """Selections of a batch, to be launched in turn, each of which misses exactly `misses` positions per request.
+
+    A part of each selection never changes and stays resident. The rest is new in each: by the time it is selected
+    again, twice as many positions as the hot buffer has room for have been fetched since, so that it was evicted.
+
+    positions: int64 [length, batch, top_k]. rows, newest: int64 [batch]; every request is at its context's end.
+    """
+
+    def __init__(self, shape: Shape, batch: int, misses: int, seed: int = 0) -> None:
+        self.batch, self.misses = batch, misses
+        self.num_bytes = batch * misses * shape.item_bytes  # that one launch fetches
+        room = shape.hot_size - shape.top_k + misses
+        self.length = 2 + -(-2 * room // misses) if misses else 8
+        fixed = shape.top_k - misses
+        if fixed + self.length * misses > shape.context - 1:
+            raise ValueError(f"{misses} misses per launch need a context longer than {shape.context}")
+        on = torch.device("cuda", torch.cuda.current_device())
+        generator = torch.Generator(on).manual_seed(seed)
+        self.rows = torch.arange(batch, device=on)
+        self.newest = torch.full((batch,), shape.context - 1, device=on)
+        self.positions = torch.empty((self.length, batch, shape.top_k), dtype=torch.int64, device=on)
+        for row in range(batch):
+            order = torch.randperm(shape.context - 1, generator=generator, device=on)
+            for turn in range(self.length):
+                new = order[fixed + turn * misses : fixed + (turn + 1) * misses]
+                shuffled = torch.randperm(shape.top_k, generator=generator, device=on)
+                self.positions[turn, row] = torch.cat([order[:fixed], new])[shuffled]

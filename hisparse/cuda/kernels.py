@@ -1,0 +1,108 @@
+"""Compiling the kernels of csrc/ with NVRTC, and keeping what was compiled on disk.
+
+No compiler and no GPU are needed: NVRTC is a library, and it is told the architecture.
+"""
+
+import hashlib
+import os
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+import structlog
+from cuda.bindings import nvrtc
+from cuda.core import Program, ProgramOptions
+
+from hisparse.cuda.specialization import Specialization
+
+log = structlog.get_logger(__name__)
+
+CSRC = Path(__file__).resolve().parents[2] / "csrc"
+_DIGEST_BYTES = hashlib.sha256().digest_size
+
+
+class KernelCompileError(RuntimeError):
+    """NVRTC refused a kernel: a bug in csrc/, or an NVRTC that does not know the architecture."""
+
+
+def cubin(specialization: Specialization, architecture: str, cache: Path | None = None) -> bytes:
+    """Machine code of a specialised kernel for an architecture such as "sm_90".
+
+    Looked for in `cache` (default: `cache_directory()`), else compiled (some 0.5 s) and left there. Files there are
+    named by a digest of everything that the code depends on, so they never go stale, and begin with a digest of what
+    follows, so that a damaged one is noticed and replaced. Raises KernelCompileError.
+    """
+    directory = cache_directory() if cache is None else cache
+    path = directory / f"{specialization.entry}-{_key(specialization, architecture)}.cubin"
+    code = _read(path)
+    if code is None:
+        code = compile_kernel(specialization, architecture)
+        _write(path, code)
+    return code
+
+
+def compile_kernel(specialization: Specialization, architecture: str) -> bytes:
+    """Compile without looking at the disk cache. Raises KernelCompileError with NVRTC's log."""
+    options = ProgramOptions(
+        name=specialization.source,
+        arch=architecture,
+        std="c++17",
+        include_path=[str(CSRC)],
+        define_macro=list(specialization.defines().items()),
+    )
+    source = (CSRC / specialization.source).read_text()
+    try:
+        return bytes(Program(source, "c++", options).compile("cubin").code)
+    except Exception as error:  # cuda.core has several types for it, none of them public
+        raise KernelCompileError(
+            f"NVRTC {_nvrtc_version()} cannot compile {specialization} for {architecture}: {error}"
+        ) from error
+
+
+def cache_directory() -> Path:
+    """`hisparse-pd/kernels` in the user's cache directory."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "hisparse-pd" / "kernels"
+
+
+def _key(specialization: Specialization, architecture: str) -> str:
+    digest = hashlib.sha256(f"{architecture}\n{_nvrtc_version()}\n".encode())
+    for name, value in sorted(specialization.defines().items()):
+        digest.update(f"{name}={value}\n".encode())
+    for path in [CSRC / specialization.source, *sorted(CSRC.glob("*.cuh"))]:
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()[:32]
+
+
+def _nvrtc_version() -> str:
+    error, major, minor = nvrtc.nvrtcVersion()
+    if error != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        raise KernelCompileError(f"NVRTC does not say its version: {error}")
+    return f"{major}.{minor}"
+
+
+def _read(path: Path) -> bytes | None:
+    """The code in a cache file, None if there is none or it is damaged."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    digest, code = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
+    return code if hashlib.sha256(code).digest() == digest else None
+
+
+def _write(path: Path, code: bytes) -> None:
+    """Put code into the cache, whole or not at all: several processes may start at once, and may be killed."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(hashlib.sha256(code).digest() + code)
+            os.replace(temporary, path)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(temporary)
+            raise
+    except OSError as error:  # it will be compiled again next time, and that is all
+        log.warning("compiled kernel not cached", path=str(path), error=str(error))

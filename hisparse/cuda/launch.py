@@ -1,0 +1,101 @@
+"""A compiled kernel on a device, and launches of it."""
+
+import ctypes
+from typing import Any
+
+import torch
+from cuda.bindings import driver
+from cuda.core import ObjectCode
+
+from hisparse.cuda.kernels import cubin
+from hisparse.cuda.specialization import Specialization
+
+_CLUSTER_SIZES = (2, 4, 8)
+"""Blocks per cluster, up to what every device with clusters supports."""
+
+
+class CudaError(RuntimeError):
+    """The CUDA driver refused something."""
+
+
+class DeviceKernel:
+    """A specialised kernel, loaded on a device.
+
+    Its parameters are one struct by value, passed as a ctypes.Structure. The device's primary context, torch's, must be
+    current when it is constructed and launched, as it is in any thread that has used torch on the device.
+    """
+
+    def __init__(self, specialization: Specialization, device: torch.device) -> None:
+        self.specialization = specialization
+        major, minor = torch.cuda.get_device_capability(device)
+        self._has_clusters = major >= 9
+        self._code = ObjectCode.from_cubin(cubin(specialization, f"sm_{major}{minor}"))  # keeps the kernel loaded
+        self._kernel = self._code.get_kernel(specialization.entry)
+        self._function = driver.CUfunction(int(self._kernel.handle))
+        if specialization.shared_bytes:
+            _check(
+                driver.cuKernelSetAttribute(
+                    driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                    specialization.shared_bytes,
+                    self._kernel.handle,
+                    driver.CUdevice(device.index),
+                )
+            )
+        self._configs: dict[tuple[tuple[int, int, int], int], Any] = {}
+
+    def launch(self, params: ctypes.Structure, grid: tuple[int, int, int], cluster: int = 1) -> None:
+        """Launch on torch's current stream. grid: blocks in x (a multiple of `cluster`), y and z.
+
+        Nothing waits, so a launch may be captured in a graph. `params` is copied before this returns.
+        """
+        config = self._configs.get((grid, cluster))
+        if config is None:
+            config = self._configs[grid, cluster] = self._config(grid, cluster)
+        config.hStream = driver.CUstream(torch.cuda.current_stream().cuda_stream)
+        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(params))
+        _check(driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(pointers), 0))
+
+    def cluster_sizes(self) -> dict[int, int]:
+        """Numbers of blocks that can form a cluster, above 1, and how many such clusters the device runs at a time."""
+        sizes = {}
+        for cluster in _CLUSTER_SIZES if self._has_clusters else ():
+            config = self._config((cluster, 1, 1), cluster)
+            sizes[cluster] = int(_check(driver.cuOccupancyMaxActiveClusters(self._function, config))[0])
+        return sizes
+
+    def _config(self, grid: tuple[int, int, int], cluster: int) -> Any:
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid
+        config.blockDimX, config.blockDimY, config.blockDimZ = self.specialization.block_size, 1, 1
+        config.sharedMemBytes = self.specialization.shared_bytes
+        if cluster > 1:
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            attribute.value.clusterDim.x = cluster
+            attribute.value.clusterDim.y = 1
+            attribute.value.clusterDim.z = 1
+            config.attrs = [attribute]
+            config.numAttrs = 1
+        return config
+
+
+def shared_memory_limit(device: torch.device) -> int:
+    """Bytes of shared memory that one block may have."""
+    attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+    return int(_check(driver.cuDeviceGetAttribute(attribute, driver.CUdevice(device.index)))[0])
+
+
+def reads_registered_memory(device: torch.device) -> bool:
+    """Whether kernels may use host pointers to memory that was registered with CUDA as they are."""
+    attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
+    return bool(_check(driver.cuDeviceGetAttribute(attribute, driver.CUdevice(device.index)))[0])
+
+
+def _check(result: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What a driver call returned, without the error code. Raises CudaError."""
+    error, *values = result
+    if error != driver.CUresult.CUDA_SUCCESS:
+        _, name = driver.cuGetErrorName(error)
+        _, text = driver.cuGetErrorString(error)
+        raise CudaError(f"{name.decode()}: {text.decode()}")
+    return tuple(values)

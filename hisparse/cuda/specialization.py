@@ -1,0 +1,136 @@
+"""What a kernel is compiled for, and how the swap-in kernel lays out its shared memory."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from hisparse.residency import MAX_DEVICE_BUFFER_SIZE
+from service.errors import StartupError
+
+WARP = 32
+MAX_BLOCK_SIZE = 1024
+MIN_ITEM_BYTES = 8
+VECTOR_BYTES = 16
+
+IndexType = Literal["int32", "int64"]
+_C_TYPES: dict[IndexType, str] = {"int32": "int", "int64": "long long"}
+
+
+@dataclass(frozen=True)
+class CopySpecialization:
+    """csrc/copy_items.cu. aligned: item size and all bases are multiples of 16 bytes."""
+
+    item_bytes: int
+    aligned: bool
+    block_size: int = 256
+
+    source = "copy_items.cu"
+    entry = "copy_items"
+
+    @property
+    def shared_bytes(self) -> int:
+        return 0
+
+    def defines(self) -> dict[str, str]:
+        return {
+            "THREADS": str(self.block_size),
+            "ITEM_BYTES": str(self.item_bytes),
+            "ALIGNED": str(int(self.aligned)),
+        }
+
+
+@dataclass(frozen=True)
+class SwapInSpecialization:
+    """csrc/swap_in.cu. top_k: the most positions that a launch may select. hot_size: device_buffer_size.
+
+    index_type: of rows and newest positions. position_type: of selected positions. aligned: as above. block_size:
+    threads per block.
+    """
+
+    top_k: int
+    hot_size: int
+    item_bytes: int
+    index_type: IndexType
+    position_type: IndexType
+    aligned: bool
+    block_size: int
+
+    source = "swap_in.cu"
+    entry = "swap_in"
+
+    def __post_init__(self) -> None:
+        """Raises StartupError for what the kernel cannot do."""
+        if not 1 <= self.top_k <= self.hot_size <= MAX_DEVICE_BUFFER_SIZE:
+            raise StartupError(
+                f"swap-in needs 1 <= top_k <= device_buffer_size <= {MAX_DEVICE_BUFFER_SIZE}, "
+                f"found top_k {self.top_k}, device_buffer_size {self.hot_size}"
+            )
+        if self.item_bytes < MIN_ITEM_BYTES:
+            raise StartupError(f"swap-in needs items of at least {MIN_ITEM_BYTES} bytes, found {self.item_bytes}")
+        if self.block_size % WARP or not WARP <= self.block_size <= MAX_BLOCK_SIZE:
+            raise StartupError(
+                f"swap_in_block_size must be a multiple of {WARP} up to {MAX_BLOCK_SIZE}, found {self.block_size}"
+            )
+
+    @property
+    def table_bits(self) -> int:
+        """Of the hash table of misses: twice as many slots as positions, and at least one more."""
+        return max(self.top_k * 2 - 1, 1).bit_length()
+
+    def shared_offsets(self) -> dict[str, int]:
+        """Where each array of the kernel's dynamic shared memory begins, and, as SHARED_BYTES, where the last ends.
+
+        The one place that lays it out: the kernel is compiled with these offsets (`Shared` in csrc/request.cuh).
+        """
+        words = -(-self.hot_size // WARP)
+        arrays = {
+            "POSITION": 4 * self.top_k,
+            "CODE": 4 * self.top_k,
+            "TABLE": 4 * 2**self.table_bits,
+            "PROTECT": 4 * words,
+            "REFERENCED": 4 * words,
+            "RENEWED": 4 * words,
+            "TOTALS": 8 * (self.block_size // WARP),
+            "AT_HAND": 4,
+            "NEW_HAND": 4,
+            "VICTIMS": 2 * self.top_k,
+            "MISS_PLACE": 2 * self.top_k,
+        }
+        offsets, end = {}, 0
+        for name, num_bytes in arrays.items():
+            offsets[f"SHARED_{name}"] = end
+            end += -(-num_bytes // VECTOR_BYTES) * VECTOR_BYTES
+        return {**offsets, "SHARED_BYTES": end}
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.shared_offsets()["SHARED_BYTES"]
+
+    def check_fits(self, available: int) -> None:
+        """Raise StartupError unless a block may have this much shared memory (`available`, in bytes)."""
+        if self.shared_bytes > available:
+            raise StartupError(
+                f"swap-in with top_k {self.top_k} and device_buffer_size {self.hot_size} needs {self.shared_bytes} "
+                f"bytes of shared memory per block, this device has {available}: lower top_k (or device_buffer_size)"
+            )
+
+    def defines(self) -> dict[str, str]:
+        return {
+            "THREADS": str(self.block_size),
+            "ITEM_BYTES": str(self.item_bytes),
+            "ALIGNED": str(int(self.aligned)),
+            "TOP_K": str(self.top_k),
+            "HOT_SIZE": str(self.hot_size),
+            "INDEX_T": _C_TYPES[self.index_type],
+            "POSITION_T": _C_TYPES[self.position_type],
+            "TABLE_BITS": str(self.table_bits),
+            **{name: str(offset) for name, offset in self.shared_offsets().items()},
+        }
+
+
+Specialization = CopySpecialization | SwapInSpecialization
+
+
+def default_block_size(top_k: int) -> int:
+    """Threads per block: four selected positions per thread, a full block's worth of warps to copy at the least."""
+    wanted = -(-top_k // 4)
+    return min(MAX_BLOCK_SIZE, max(512, 1 << (wanted - 1).bit_length() if wanted > 1 else 1))

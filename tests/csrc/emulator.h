@@ -1,0 +1,258 @@
+// Runs CUDA kernels on a CPU, thread by thread: enough of CUDA C++ for the kernels in csrc/.
+//
+// Every CUDA thread is a coroutine that runs until it must wait for others: at a barrier of its warp (each of the _sync
+// intrinsics is two of them), its block or its cluster. Blocks of a cluster run together, clusters one after the other.
+// When nobody can go on, or lanes of a warp wait at different intrinsics, the run fails and says so: on a GPU it
+// would hang, or worse.
+#pragma once
+#include <ucontext.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#define __CUDA_ARCH__ 900
+#define __device__
+#define __host__
+#define __global__
+#define __forceinline__ inline
+#define __grid_constant__
+#define __launch_bounds__(...)
+
+struct uint4 { unsigned x, y, z, w; };
+struct dim3 { unsigned x, y, z; };
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+
+struct Barrier {
+    int expected = 0, arrived = 0;
+    long generation = 0;
+    const char* what = "";
+};
+
+struct Warp {
+    Barrier barrier;
+    unsigned long long lanes[32];
+};
+
+struct Block {
+    std::vector<unsigned char> memory;
+    Barrier barrier;
+    std::vector<Warp> warps;
+};
+
+struct Cluster_ {
+    Barrier barrier;
+    std::vector<Block> blocks;
+};
+
+struct Thread {
+    ucontext_t context;
+    std::unique_ptr<unsigned char[]> stack;
+    dim3 thread, block;
+    int rank;
+    Cluster_* cluster;
+    Block* shared;
+    Warp* warp;
+    long cluster_generation;
+    bool done = false;
+    const char* waits_at = "";
+};
+
+inline Thread* current = nullptr;
+inline ucontext_t scheduler;
+inline dim3 grid_size;
+inline bool progress = false, failed = false;
+
+#define threadIdx (current->thread)
+#define blockIdx (current->block)
+#define gridDim (grid_size)
+
+inline void yield() { swapcontext(&current->context, &scheduler); }
+
+inline void fail(const char* why, const char* a, const char* b) {
+    std::fprintf(stderr, "emulator: %s: %s, %s (block %u, thread %u)\n", why, a, b, blockIdx.x, threadIdx.x);
+    failed = true;
+    for (;;) yield();
+}
+
+inline long arrive(Barrier& barrier, const char* what) {
+    if (barrier.arrived == 0) barrier.what = what;
+    if (std::strcmp(barrier.what, what)) fail("threads meet at different barriers", barrier.what, what);
+    const long generation = barrier.generation;
+    progress = true;
+    if (++barrier.arrived == barrier.expected) {
+        barrier.arrived = 0;
+        ++barrier.generation;
+    }
+    return generation;
+}
+
+inline void wait(Barrier& barrier, long generation, const char* what) {
+    current->waits_at = what;
+    while (barrier.generation == generation) yield();
+    progress = true;
+}
+
+inline void meet(Barrier& barrier, const char* what) { wait(barrier, arrive(barrier, what), what); }
+
+inline void __syncthreads() { meet(current->shared->barrier, "__syncthreads"); }
+inline void __cluster_barrier_arrive() { current->cluster_generation = arrive(current->cluster->barrier, "cluster"); }
+inline void __cluster_barrier_arrive_relaxed() { __cluster_barrier_arrive(); }
+inline void __cluster_barrier_wait() { wait(current->cluster->barrier, current->cluster_generation, "cluster"); }
+inline int __clusterRelativeBlockRank() { return current->rank; }
+inline int __clusterSizeInBlocks() { return current->cluster->blocks.size(); }
+inline void* __cluster_map_shared_rank(void* address, int rank) {
+    const long offset = static_cast<unsigned char*>(address) - current->shared->memory.data();
+    return current->cluster->blocks[rank].memory.data() + offset;
+}
+
+template <typename T, typename Read>
+inline T exchange(T value, const char* what, Read read) {
+    Warp& warp = *current->warp;
+    warp.lanes[threadIdx.x % 32] = static_cast<unsigned long long>(value);
+    meet(warp.barrier, what);
+    const T result = static_cast<T>(read(warp.lanes));
+    meet(warp.barrier, what);
+    return result;
+}
+template <typename T>
+inline T __shfl_sync(unsigned, T value, int from) {
+    return exchange(value, "__shfl_sync", [=](unsigned long long* lanes) { return lanes[from & 31]; });
+}
+template <typename T>
+inline T __shfl_up_sync(unsigned, T value, int by) {
+    const int from = static_cast<int>(threadIdx.x % 32) - by;
+    return exchange(value, "__shfl_up_sync",
+                    [=](unsigned long long* lanes) { return from < 0 ? static_cast<unsigned long long>(value) : lanes[from]; });
+}
+template <typename T>
+inline T __shfl_down_sync(unsigned, T value, int by) {
+    const unsigned from = threadIdx.x % 32 + by;
+    return exchange(value, "__shfl_down_sync",
+                    [=](unsigned long long* lanes) { return from > 31 ? static_cast<unsigned long long>(value) : lanes[from]; });
+}
+inline unsigned __ballot_sync(unsigned, int predicate) {
+    return exchange<unsigned>(predicate != 0, "__ballot_sync", [](unsigned long long* lanes) {
+        unsigned bits = 0;
+        for (int lane = 0; lane < 32; ++lane) bits |= (lanes[lane] != 0) << lane;
+        return bits;
+    });
+}
+inline unsigned __reduce_add_sync(unsigned, unsigned value) {
+    return exchange(value, "__reduce_add_sync", [](unsigned long long* lanes) {
+        unsigned sum = 0;
+        for (int lane = 0; lane < 32; ++lane) sum += lanes[lane];
+        return sum;
+    });
+}
+
+inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
+inline int __ffs(unsigned bits) { return __builtin_ffs(bits); }
+inline int __clz(unsigned bits) { return bits ? __builtin_clz(bits) : 32; }
+inline unsigned __funnelshift_r(unsigned low, unsigned high, int shift) {
+    return static_cast<unsigned>((static_cast<unsigned long long>(high) << 32 | low) >> (shift & 31));
+}
+template <typename T> inline T min(T a, T b) { return a < b ? a : b; }
+template <typename T> inline T max(T a, T b) { return a > b ? a : b; }
+
+template <typename T> inline T atomicCAS(T* at, T expected, T value) {
+    const T old = *at;
+    if (old == expected) *at = value;
+    return old;
+}
+template <typename T> inline T atomicMin(T* at, T value) {
+    const T old = *at;
+    *at = min(old, value);
+    return old;
+}
+template <typename T> inline T atomicOr(T* at, T value) {
+    const T old = *at;
+    *at |= value;
+    return old;
+}
+template <typename T> inline T atomicAdd(T* at, T value) {
+    const T old = *at;
+    *at += value;
+    return old;
+}
+
+template <typename Params, void (*KERNEL)(Params)>
+struct Run {
+    inline static const Params* params;
+
+    static void body() {
+        KERNEL(*params);
+        current->done = true;
+        progress = true;
+        // A thread that left counts as arrived wherever others still wait.
+        --current->shared->barrier.expected;
+        --current->cluster->barrier.expected;
+        for (;;) yield();
+    }
+
+    static bool cluster_of_blocks(unsigned first, int size, unsigned y, unsigned z, int threads, int shared_bytes) {
+        Cluster_ cluster;
+        cluster.blocks.resize(size);
+        cluster.barrier.expected = size * threads;
+        std::vector<Thread> all(size * threads);
+        for (int rank = 0; rank < size; ++rank) {
+            Block& block = cluster.blocks[rank];
+            block.memory.assign(shared_bytes + 16, 0xcd);  // as good as any garbage
+            block.barrier.expected = threads;
+            block.warps.resize(threads / 32);
+            for (Warp& warp : block.warps) warp.barrier.expected = 32;
+            for (int t = 0; t < threads; ++t) {
+                Thread& thread = all[rank * threads + t];
+                thread.thread = {static_cast<unsigned>(t), 0, 0};
+                thread.block = {first + rank, y, z};
+                thread.rank = rank;
+                thread.cluster = &cluster;
+                thread.shared = &block;
+                thread.warp = &block.warps[t / 32];
+                thread.stack = std::make_unique<unsigned char[]>(STACK);
+                getcontext(&thread.context);
+                thread.context.uc_stack.ss_sp = thread.stack.get();
+                thread.context.uc_stack.ss_size = STACK;
+                makecontext(&thread.context, body, 0);
+            }
+        }
+        for (bool running = true; running && !failed;) {
+            running = progress = false;
+            for (Thread& thread : all) {
+                if (thread.done) continue;
+                running = true;
+                current = &thread;
+                swapcontext(&scheduler, &thread.context);
+            }
+            if (running && !progress) {
+                std::fprintf(stderr, "emulator: nobody can go on\n");
+                for (Thread& thread : all) {
+                    if (!thread.done && thread.thread.x % 32 == 0) {
+                        std::fprintf(stderr, "  block %u thread %u waits at %s\n", thread.block.x, thread.thread.x, thread.waits_at);
+                    }
+                }
+                failed = true;
+            }
+        }
+        return !failed;
+    }
+
+    static constexpr int STACK = 32 * 1024;
+};
+
+template <typename Params, void (*KERNEL)(Params)>
+inline int run(const Params* params, dim3 grid, int cluster, int threads, int shared_bytes) {
+    Run<Params, KERNEL>::params = params;
+    grid_size = grid;
+    failed = false;
+    for (unsigned z = 0; z < grid.z; ++z) {
+        for (unsigned y = 0; y < grid.y; ++y) {
+            for (unsigned x = 0; x < grid.x; x += cluster) {
+                if (!Run<Params, KERNEL>::cluster_of_blocks(x, cluster, y, z, threads, shared_bytes)) return 1;
+            }
+        }
+    }
+    return 0;
+}

@@ -1,0 +1,77 @@
+"""Kernels of csrc/, built by the C++ compiler of this machine and run on the CPU by `emulator.h`."""
+
+import ctypes
+import hashlib
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from hisparse.cuda.kernels import CSRC
+from hisparse.cuda.specialization import Specialization
+
+COMPILER = shutil.which("g++")
+_HERE = Path(__file__).parent
+_LOAD_IN_PTX = re.compile(r"asm volatile\(.*?\);", re.DOTALL)
+_SHARED_MEMORY = "extern __shared__ __align__(16) u8 memory[];"
+
+
+class EmulatedKernel:
+    """Looks like hisparse.cuda.launch.DeviceKernel; memory is that of this process."""
+
+    def __init__(self, specialization: Specialization) -> None:
+        self.specialization = specialization
+        self._run = ctypes.CDLL(str(_build(specialization))).run_kernel
+        self._run.argtypes = [ctypes.c_void_p, *[ctypes.c_int] * 6]
+
+    def launch(self, params: ctypes.Structure, grid: tuple[int, int, int], cluster: int = 1) -> None:
+        """Run to the end. Raises RuntimeError for what would hang on a GPU (details on stderr)."""
+        shape = self.specialization
+        if self._run(ctypes.addressof(params), *grid, cluster, shape.block_size, shape.shared_bytes):
+            raise RuntimeError(f"{shape.entry} does not come to its end")
+
+
+def _build(specialization: Specialization) -> Path:
+    """A shared library with `run_kernel`, in a directory for such."""
+    assert COMPILER is not None
+    params = {"swap_in": "SwapInParams", "copy_items": "CopyItemsParams"}[specialization.entry]
+    source = _flatten(CSRC / specialization.source, set())
+    source = _LOAD_IN_PTX.sub("v = *reinterpret_cast<const uint4*>(from);", source)
+    source = source.replace(_SHARED_MEMORY, "u8* const memory = current->shared->memory.data();")
+    source += f"""
+extern "C" int run_kernel(const void* params, int x, int y, int z, int cluster, int threads, int shared_bytes) {{
+    const dim3 grid = {{static_cast<unsigned>(x), static_cast<unsigned>(y), static_cast<unsigned>(z)}};
+    const auto* const given = static_cast<const {params}*>(params);
+    return run<{params}, {specialization.entry}>(given, grid, cluster, threads, shared_bytes);
+}}
+"""
+    source = f'#include "{_HERE / "emulator.h"}"\n{source}'
+    defines = [f"-D{name}={value}" for name, value in specialization.defines().items()]
+    key = hashlib.sha256("\n".join([source, *defines, (_HERE / "emulator.h").read_text()]).encode()).hexdigest()[:24]
+    directory = Path(tempfile.gettempdir()) / "hisparse-pd-emulator"
+    directory.mkdir(exist_ok=True)
+    library = directory / f"{key}.so"
+    if not library.exists():
+        building = Path(tempfile.mkdtemp(dir=directory))
+        (building / "kernel.cpp").write_text(source)
+        subprocess.run(
+            [COMPILER, "-std=c++17", "-O1", "-g", "-w", "-shared", "-fPIC", *defines, "-o", "kernel.so", "kernel.cpp"],
+            cwd=building,
+            check=True,
+        )
+        (building / "kernel.so").rename(library)
+        shutil.rmtree(building)
+    return library
+
+
+def _flatten(path: Path, seen: set[Path]) -> str:
+    """A source with its includes in place, each once."""
+    if path in seen:
+        return ""
+    seen.add(path)
+    lines = []
+    for line in path.read_text().splitlines():
+        include = re.fullmatch(r'#include "(\w+\.cuh)"', line)
+        lines.append(_flatten(path.parent / include[1], seen) if include else line)
+    return "\n".join(line for line in lines if line != "#pragma once")

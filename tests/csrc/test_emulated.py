@@ -1,0 +1,147 @@
+"""The kernels' own source, run on the CPU, decides and copies what the CPU backend does."""
+
+import random
+
+import pytest
+import torch
+
+from hisparse.cuda.copy_items import _Params as CopyParams
+from hisparse.cuda.specialization import CopySpecialization, SwapInSpecialization
+from hisparse.cuda.swap_in import _Params as SwapInParams
+from hisparse.residency import Residency
+from tests.csrc.emulator import COMPILER, EmulatedKernel
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+
+CPU = torch.device("cpu")
+
+
+class Emulated:
+    """The swap-in kernel with pools of its own, beside a `Residency` that says what it should do."""
+
+    def __init__(self, kernel: SwapInSpecialization, cluster: int, rows: int, context: int) -> None:
+        self.kernel, self.cluster, self.rows, self.context = EmulatedKernel(kernel), cluster, rows, context
+        self.oracle = Residency(1, rows, context, kernel.hot_size, CPU)
+        self.state = Residency(1, rows, context, kernel.hot_size, CPU)
+        self.hot_slots = torch.randperm(rows * (kernel.hot_size + 1)).view(rows, -1)
+        self.host_slot_of = torch.randperm(rows * context).view(rows, context)
+        self.host = torch.randint(0, 256, (rows * context, kernel.item_bytes), dtype=torch.uint8)
+        self.device = torch.zeros(rows * (kernel.hot_size + 1), kernel.item_bytes, dtype=torch.uint8)
+        self.counters = torch.zeros(4, dtype=torch.int64)
+
+    def step(self, rows: list[int], newest: list[int], positions: list[list[int]], padding: int) -> None:
+        batch, k = len(rows) + padding, len(positions[0])
+        given_rows = torch.tensor([*rows, *[-1] * padding])
+        given_newest = torch.tensor([*newest, *[-1] * padding])
+        given = torch.tensor([*positions, *[[5] * k] * padding])
+        slots, host_slots, device_slots = torch.zeros(3, batch, k, dtype=torch.int64)
+        counts = torch.full((batch,), -9, dtype=torch.int32)
+        state = self.state
+        params = SwapInParams(
+            *(tensor.data_ptr() for tensor in (given, given_rows, given_newest)),
+            *(tensor.data_ptr() for tensor in (state.position_at, state.hot_of, state.referenced, state.hand)),
+            *(tensor.data_ptr() for tensor in (self.hot_slots, self.host_slot_of, self.host, self.device)),
+            *(tensor.data_ptr() for tensor in (slots, host_slots, device_slots, counts, self.counters)),
+            self.context,
+            k,
+        )
+        before = self.device.clone()
+        self.kernel.launch(params, (batch * self.cluster, 1, 1), self.cluster)
+
+        size = len(rows)
+        plan = self.oracle.resolve(0, given_rows[:size], given[:size], given_newest[:size])
+        owned = self.hot_slots[given_rows[:size, None], plan.hot.clamp(min=0)]
+        assert torch.equal(slots[:size], torch.where(plan.hot >= 0, owned, -1))
+        assert bool((slots[size:] == -1).all())
+        missed_rows = given_rows[plan.miss_batch]
+        expected_host = self.host_slot_of[missed_rows, plan.miss_positions]
+        expected_device = self.hot_slots[missed_rows, plan.miss_hot]
+        assert counts.tolist() == [*torch.bincount(plan.miss_batch, minlength=size).tolist(), *[0] * padding]
+        for listed, expected in ((host_slots, expected_host), (device_slots, expected_device)):
+            assert (
+                torch.cat([row[:count] for row, count in zip(listed, counts, strict=True)]).tolist()
+                == expected.tolist()
+            )
+        for name in ("position_at", "hot_of", "referenced", "hand"):
+            assert torch.equal(getattr(state, name), getattr(self.oracle, name)), name
+        before[expected_device] = self.host[expected_host]
+        assert torch.equal(self.device, before)
+
+
+def select(rng: random.Random, newest: int, k: int, hot_size: int) -> list[int]:
+    low = rng.choice([0, max(0, newest - hot_size - 4)])
+    chosen = [rng.randint(low, newest) for _ in range(k)]
+    gaps = rng.choice([0.0, 0.0, 0.3, 1.0])
+    return [-1 if rng.random() < gaps else position for position in chosen]
+
+
+@pytest.mark.parametrize(
+    ("top_k", "hot_size", "block_size", "cluster", "item_bytes", "steps"),
+    [
+        (1, 1, 32, 1, 8, 40),
+        (3, 5, 32, 2, 9, 40),
+        (6, 6, 64, 8, 16, 25),
+        (40, 64, 64, 2, 48, 40),
+        (64, 64, 32, 1, 31, 30),
+        (100, 101, 32, 4, 33, 15),
+        (70, 300, 128, 1, 1152, 15),
+        (90, 1100, 32, 2, 24, 15),
+        (300, 310, 32, 1, 40, 10),
+    ],
+)
+def test_the_swap_in_kernel_does_what_the_oracle_does(
+    top_k: int, hot_size: int, block_size: int, cluster: int, item_bytes: int, steps: int
+) -> None:
+    torch.manual_seed(top_k)
+    rng = random.Random(top_k)
+    kernel = SwapInSpecialization(top_k, hot_size, item_bytes, "int64", "int64", item_bytes % 16 == 0, block_size)
+    emulated = Emulated(kernel, cluster, rows=3, context=3 * hot_size + steps + 8)
+    newest = [hot_size - 1 if hot_size > 1 else 1, hot_size + 1, 3 * hot_size + 3]
+    for residency in (emulated.oracle, emulated.state):
+        residency.reset_short(0)
+    for step in range(steps):
+        chosen = rng.sample(range(3), rng.randint(1, 3))
+        k = top_k if step % 3 else rng.randint(1, top_k)
+        emulated.step(
+            chosen,
+            [newest[row] for row in chosen],
+            [select(rng, newest[row], k, hot_size) for row in chosen],
+            padding=step % 2,
+        )
+        for row in chosen:
+            newest[row] += 1
+
+
+@pytest.mark.parametrize("item_bytes", [8, 9, 16, 17, 31, 48, 65, 513, 1152, 6004])
+@pytest.mark.parametrize("offset", [0, 1, 8])
+def test_items_of_any_size_are_copied_whole_and_nothing_else(item_bytes: int, offset: int) -> None:
+    torch.manual_seed(item_bytes)
+    slots, layers = 40, 2
+    source = torch.randint(0, 256, (layers, slots * item_bytes + 16), dtype=torch.uint8)
+    target = torch.zeros(layers, slots * item_bytes + 32, dtype=torch.uint8)
+    from_slots = torch.stack([torch.randperm(slots)[:20], torch.randperm(slots)[:20]])
+    to_slots = torch.randperm(slots).view(2, 20)
+    from_slots[0, 3] = to_slots[1, 7] = -1
+    counts = torch.tensor([20, 9], dtype=torch.int32)
+    total = torch.zeros(1, dtype=torch.int64)
+    aligned = item_bytes % 16 == 0 and offset == 0
+    EmulatedKernel(CopySpecialization(item_bytes, aligned, block_size=64)).launch(
+        CopyParams(
+            source.data_ptr(),
+            target.data_ptr() + offset,
+            source.stride(0),
+            target.stride(0),
+            *(tensor.data_ptr() for tensor in (from_slots, to_slots, counts, total)),
+            20,
+        ),
+        (3, 2, layers),
+    )
+
+    expected = torch.zeros_like(target)
+    for row, count in enumerate(counts.tolist()):
+        for old, new in zip(from_slots[row, :count].tolist(), to_slots[row, :count].tolist(), strict=True):
+            if old >= 0 and new >= 0:
+                item = source[:, old * item_bytes : (old + 1) * item_bytes]
+                expected[:, offset + new * item_bytes : offset + (new + 1) * item_bytes] = item
+    assert torch.equal(target, expected)
+    assert int(total) == int(counts.sum()) * item_bytes * layers

@@ -1,0 +1,156 @@
+"""Every kernel compiles without a GPU, and what was compiled is found again."""
+
+import ctypes
+import re
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from hisparse.cuda import copy_items, kernels, swap_in
+from hisparse.cuda.kernels import CSRC, KernelCompileError, compile_kernel, cubin
+from hisparse.cuda.specialization import (
+    CopySpecialization,
+    IndexType,
+    Specialization,
+    SwapInSpecialization,
+    default_block_size,
+)
+from service.errors import StartupError
+
+H100_SHARED_MEMORY = 232448
+INTEGERS: tuple[IndexType, IndexType] = ("int32", "int64")
+
+
+def specialization(**changes: object) -> SwapInSpecialization:
+    options: dict[str, object] = {
+        "top_k": 2048,
+        "hot_size": 4096,
+        "item_bytes": 1152,
+        "index_type": "int64",
+        "position_type": "int64",
+        "aligned": True,
+        "block_size": 512,
+        **changes,
+    }
+    return SwapInSpecialization(**options)  # type: ignore[arg-type]
+
+
+def every_specialization() -> list[Specialization]:
+    """All index types and alignments at a model's sizes, and the ends of the other ranges."""
+    found: list[Specialization] = [
+        CopySpecialization(b, a) for b, a in [(1152, True), (656, True), (8, False), (1157, False)]
+    ]
+    found += [
+        specialization(index_type=index, position_type=position, aligned=aligned)
+        for index, position, aligned in product(INTEGERS, INTEGERS, (True, False))
+    ]
+    found += [specialization(item_bytes=b, aligned=b % 16 == 0) for b in (8, 16, 656, 1157, 4096, 10000)]
+    found += [specialization(block_size=size) for size in (32, 64, 128, 256, 1024)]
+    found += [
+        specialization(top_k=top_k, hot_size=hot_size, block_size=default_block_size(top_k))
+        for top_k, hot_size in [(1, 1), (31, 33), (512, 1024), (2048, 2048), (2048, 32767), (8192, 16384)]
+    ]
+    return found
+
+
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize("kernel", every_specialization(), ids=str)
+def test_every_specialization_compiles(kernel: Specialization, architecture: str) -> None:
+    code = compile_kernel(kernel, architecture)
+    assert code.startswith(b"\x7fELF")
+    assert kernel.entry.encode() in code
+
+
+def test_a_compiled_kernel_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = cubin(specialization(), "sm_90", tmp_path)
+
+    monkeypatch.setattr(kernels, "compile_kernel", lambda *_: pytest.fail("compiled again"))
+    assert cubin(specialization(), "sm_90", tmp_path) == code
+
+
+@pytest.mark.parametrize("damage", [b"", b"short", b"\0" * 4096])
+def test_a_damaged_file_is_compiled_anew(damage: bytes, tmp_path: Path) -> None:
+    code = cubin(CopySpecialization(64, True), "sm_90", tmp_path)
+    (file,) = tmp_path.iterdir()
+    whole = file.read_bytes()
+    file.write_bytes(damage + whole[len(damage) : -1])
+
+    assert cubin(CopySpecialization(64, True), "sm_90", tmp_path) == code
+    assert file.read_bytes() == whole
+
+
+def test_what_the_code_depends_on_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = tmp_path / "csrc"
+    sources.mkdir()
+    for path in CSRC.iterdir():
+        (sources / path.name).write_bytes(path.read_bytes())
+    monkeypatch.setattr(kernels, "CSRC", sources)
+    monkeypatch.setattr(kernels, "compile_kernel", lambda *_: b"code")
+    cache = tmp_path / "cache"
+
+    def files_after(kernel: Specialization, architecture: str) -> int:
+        cubin(kernel, architecture, cache)
+        return len(list(cache.iterdir()))
+
+    assert files_after(CopySpecialization(64, True), "sm_90") == 1
+    assert files_after(CopySpecialization(64, True), "sm_90") == 1
+    assert files_after(CopySpecialization(80, True), "sm_90") == 2
+    assert files_after(CopySpecialization(64, True), "sm_100") == 3
+    (sources / "common.cuh").write_text((sources / "common.cuh").read_text() + "\n")
+    assert files_after(CopySpecialization(64, True), "sm_90") == 4
+    monkeypatch.setattr(kernels, "_nvrtc_version", lambda: "99.9")
+    assert files_after(CopySpecialization(64, True), "sm_90") == 5
+
+
+def test_a_cache_that_cannot_be_written_costs_a_compilation_only(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("not a directory")
+    assert cubin(CopySpecialization(64, True), "sm_90", blocked / "cache").startswith(b"\x7fELF")
+
+
+def test_what_nvrtc_refuses_is_reported_with_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "CSRC", tmp_path)
+    (tmp_path / "copy_items.cu").write_text("this is no C++")
+    with pytest.raises(KernelCompileError, match=r"NVRTC .* cannot compile .* for sm_90"):
+        compile_kernel(CopySpecialization(64, True), "sm_90")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"top_k": 0}, "found top_k 0, device_buffer_size 4096"),
+        ({"top_k": 4097}, "found top_k 4097, device_buffer_size 4096"),
+        ({"hot_size": 32768}, "device_buffer_size 32768"),
+        ({"item_bytes": 7}, "at least 8 bytes, found 7"),
+        ({"block_size": 100}, "multiple of 32 up to 1024, found 100"),
+        ({"block_size": 2048}, "multiple of 32 up to 1024, found 2048"),
+    ],
+)
+def test_what_the_kernel_cannot_do_is_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(StartupError, match=message):
+        specialization(**changes)
+
+
+def test_arrays_in_shared_memory_do_not_overlap_and_their_sum_is_checked() -> None:
+    kernel = specialization(top_k=100, hot_size=300)
+    offsets = list(kernel.shared_offsets().values())
+    assert offsets == sorted(offsets)
+    assert all(offset % 16 == 0 for offset in offsets)
+
+    specialization(top_k=8192, hot_size=32767).check_fits(H100_SHARED_MEMORY)
+    with pytest.raises(StartupError, match=r"needs .* bytes of shared memory per block, this device has 232448"):
+        specialization(top_k=16384, hot_size=32767).check_fits(H100_SHARED_MEMORY)
+
+
+@pytest.mark.parametrize(
+    ("source", "struct", "params"),
+    [("request.cuh", "SwapInParams", swap_in._Params), ("copy_items.cu", "CopyItemsParams", copy_items._Params)],
+)
+def test_parameters_are_the_same_on_both_sides(source: str, struct: str, params: type[ctypes.Structure]) -> None:
+    body = (CSRC / source).read_text().partition(f"struct {struct} {{")[2].partition("};")[0]
+    names = re.findall(r"^\s*(?:const )?\w+\*? (\w+);", body, re.MULTILINE)
+    assert all("*" in line or "i64" in line for line in body.splitlines() if ";" in line), "a field is not 8 bytes wide"
+    given = [name for name, *_ in params._fields_]
+    renamed = {"from_items": "from", "to_items": "to"}
+    assert [renamed.get(name, name) for name in given] == names

@@ -1,0 +1,287 @@
+"""The CUDA backend decides and copies exactly what the CPU backend does."""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from hisparse.cuda.swap_in import SwapInViolationError
+from hisparse.swap_in import StagedKV
+from service.errors import StartupError
+from tests.gpu.swap_in_twins import CUDA, Twins
+
+
+@contextmanager
+def twins(**options: Any) -> Iterator[Twins]:
+    both = Twins(**options)
+    try:
+        yield both
+        both.compare()
+    finally:
+        both.close()
+
+
+def select(rng: random.Random, newest: int, k: int, hot_size: int) -> list[int]:
+    """A selection as adversaries make it: recent or from anywhere, repeated, with gaps, with and without the newest."""
+    span = rng.choice([newest + 1, min(newest + 1, hot_size + 2), min(newest + 1, 3 * hot_size)])
+    low = rng.choice([0, newest + 1 - span])
+    distinct = rng.random() < 0.5 and span >= k
+    chosen = rng.sample(range(low, low + span), k) if distinct else [low + rng.randrange(span) for _ in range(k)]
+    if rng.random() < 0.3:
+        chosen[rng.randrange(k)] = newest
+    gaps = rng.choice([0.0, 0.0, 0.2, 0.9, 1.0])
+    return [-1 if rng.random() < gaps else position for position in chosen]
+
+
+SHAPES = [
+    # top_k, hot_size, block_size, cluster, item_bytes
+    (1, 1, 32, 1, 8),
+    (3, 5, 32, 2, 9),
+    (5, 5, 64, 8, 16),
+    (8, 33, 32, 4, 24),
+    (40, 64, 64, 1, 31),
+    (64, 64, 32, 2, 17),
+    (100, 101, 128, 4, 33),
+    (70, 300, 512, 8, 48),
+]
+
+
+@pytest.mark.parametrize(("top_k", "hot_size", "block_size", "cluster", "item_bytes"), SHAPES)
+def test_thousands_of_random_steps(top_k: int, hot_size: int, block_size: int, cluster: int, item_bytes: int) -> None:
+    rng = random.Random(top_k)
+    steps, rows = 1000, 5
+    context = 4 * hot_size + steps + 8
+    newest = [max(1, hot_size - 3), hot_size, hot_size + 1, 2 * hot_size + 2, 4 * hot_size]
+    with twins(
+        top_k=top_k,
+        hot_size=hot_size,
+        newest=newest,
+        context=context,
+        item_bytes=item_bytes,
+        block_size=block_size,
+        cluster=cluster,
+    ) as both:
+        for row, last in enumerate(newest):
+            if last <= hot_size:
+                both.preload(row)
+        for step in range(steps):
+            chosen = rng.sample(range(rows), rng.randint(1, rows))
+            k = top_k if rng.random() < 0.7 else rng.randint(1, top_k)
+            layers = [0, 1] if rng.random() < 0.5 else [rng.randrange(2)]
+            positions = {
+                layer: torch.tensor([select(rng, both.newest[row], k, hot_size) for row in chosen]) for layer in layers
+            }
+            both.step(chosen, positions, rng.choice([torch.int32, torch.int64]), padding=rng.choice([0, 0, 1, 3]))
+            if step % 50 == 0:
+                both.compare()
+
+
+@pytest.mark.parametrize(
+    ("top_k", "hot_size", "block_size", "cluster", "item_bytes"),
+    [(40, 64, 64, 1, 48), (40, 64, 64, 2, 31), (70, 100, 128, 8, 1152)],
+)
+def test_a_few_steps_of_every_kind(top_k: int, hot_size: int, block_size: int, cluster: int, item_bytes: int) -> None:
+    """Short enough for compute-sanitizer (benchmarks/swap_in/device.sh)."""
+    rng = random.Random(0)
+    newest = [hot_size - 2, 2 * hot_size, 3 * hot_size]
+    with twins(
+        top_k=top_k,
+        hot_size=hot_size,
+        newest=newest,
+        context=4 * hot_size,
+        item_bytes=item_bytes,
+        block_size=block_size,
+        cluster=cluster,
+    ) as both:
+        both.preload(0)
+        for step in range(6):
+            positions = torch.tensor([select(rng, last, top_k, hot_size) for last in both.newest])
+            both.step([0, 1, 2], {0: positions, 1: positions}, padding=step % 2)
+        both.compare()
+
+
+def adversarial_sequences(size: int, context: int) -> list[tuple[str, list[list[int]]]]:
+    everything = list(range(size))
+    beyond = context - size
+    return [
+        ("a scan never repeats", [[(step * size + i) % (context - 1) for i in range(size)] for step in range(40)]),
+        ("all but one is protected", [everything, *([*everything[1:], size + step % 5] for step in range(40))]),
+        ("one position alternates", [[step % (size + 1)] + [-1] * (size - 1) for step in range(3 * size)]),
+        ("a second lap", [everything, *([size + step % 7, size + 9 + step % 3] * (size // 2) for step in range(60))]),
+        (
+            "all replaced at once",
+            [everything, *([size + (i + step * 8) % beyond for i in range(size)] for step in range(40))],
+        ),
+        ("nothing selected", [[-1] * size] * 3),
+        ("one position repeated", [[size + step % 3] * size for step in range(20)]),
+        ("backwards", [[(context - 2 - step * 3 - i) % (context - 1) for i in range(size)] for step in range(40)]),
+    ]
+
+
+@pytest.mark.parametrize("size", [6, 96])
+@pytest.mark.parametrize("case", range(8))
+def test_adversarial_sequences(size: int, case: int) -> None:
+    context = 5 * size
+    _, sequence = adversarial_sequences(size, context)[case]
+    with twins(top_k=size, hot_size=size, newest=[context], context=context + len(sequence) + 1) as both:
+        for positions in sequence:
+            both.step([0], {0: torch.tensor([positions])})
+            both.compare()
+
+
+@pytest.mark.parametrize(
+    ("top_k", "hot_size", "block_size", "cluster"),
+    [
+        (2048, 4096, None, None),
+        (2048, 4096, None, 1),
+        (2048, 2048, 1024, 2),
+        (2048, 6001, 256, 8),
+        (5000, 9000, None, 4),
+    ],
+)
+def test_sizes_of_real_models(top_k: int, hot_size: int, block_size: int | None, cluster: int | None) -> None:
+    generator = torch.Generator().manual_seed(3)
+    rows, context = 3, 20000
+    newest = [context - 100, hot_size + 1, hot_size - 20]
+    with twins(
+        top_k=top_k,
+        hot_size=hot_size,
+        newest=newest,
+        context=context,
+        item_bytes=64,
+        block_size=block_size,
+        cluster=cluster,
+    ) as both:
+        both.preload(2)
+        scores = [torch.rand(context, generator=generator) for _ in range(rows)]
+        for step in range(40):
+            drift = [0.02, 0.3, 1.0][step % 3]
+            selected = []
+            for row in range(rows):
+                scores[row] += drift * torch.rand(context, generator=generator)
+                selected.append(scores[row][: both.newest[row] + 1].topk(min(top_k, both.newest[row] + 1)).indices)
+            positions = torch.full((rows, top_k), -1)
+            for row, chosen in enumerate(selected):
+                positions[row, : len(chosen)] = chosen
+            both.step(list(range(rows)), {0: positions, 1: positions}, torch.int32 if step % 2 else torch.int64)
+            both.compare()
+
+
+@pytest.mark.parametrize(
+    "item_bytes",
+    [
+        8,
+        9,
+        15,
+        16,
+        17,
+        23,
+        31,
+        32,
+        33,
+        40,
+        47,
+        49,
+        63,
+        64,
+        65,
+        100,
+        511,
+        512,
+        513,
+        656,
+        1000,
+        1152,
+        1157,
+        2048,
+        2064,
+        6004,
+    ],
+)
+def test_items_of_any_size_at_any_address(item_bytes: int) -> None:
+    """Later layers begin where the layers before them end, so that bases are as uneven as the items."""
+    rng = random.Random(item_bytes)
+    with twins(
+        top_k=24, hot_size=30, newest=[200, 250], context=300, item_bytes=item_bytes, index_layer_of=(0, 0, 0, 1)
+    ) as both:
+        for _ in range(12):
+            positions = {
+                layer: torch.tensor([select(rng, both.newest[row], 24, 30) for row in (0, 1)]) for layer in (0, 1)
+            }
+            both.step([0, 1], positions)
+            both.compare()
+
+
+def test_a_captured_step_replays_on_new_positions() -> None:
+    """The graph holds the launches; positions, lengths and rows, padding included, are read when it is replayed."""
+    rng = random.Random(0)
+    size, k, hot_size = 3, 40, 64
+    with twins(top_k=k, hot_size=hot_size, newest=[300, 400, 20], context=600, item_bytes=48) as both:
+        both.preload(2)
+        rows = torch.tensor([0, 1, 2, -1], device=CUDA)
+        newest = torch.tensor([*both.newest, -1], device=CUDA)
+        positions = torch.full((4, k), -1, device=CUDA)
+        both.on_gpu.launch(0, rows.clone().fill_(-1), newest, positions, fetch=True)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            plans = [both.on_gpu.launch(layer, rows, newest, positions, fetch=True) for layer in (0, 1)]
+            both.on_gpu.fetch(plans[1], 2)
+        for _ in range(60):
+            chosen = torch.tensor([select(rng, both.newest[row], k, hot_size) for row in range(size)])
+            batch = both.cpu.batch([0, 1, 2], both.newest)
+            positions[:size] = chosen.to(CUDA)
+            newest[:size] = batch.newest.to(CUDA)
+            graph.replay()
+            for layer in (0, 1):
+                expected = both.on_cpu.resolve(layer, batch, chosen)
+                assert plans[layer].slots[:size].cpu().tolist() == expected.slots.tolist()
+                both._compare_misses(plans[layer], expected.miss_host_slots, expected.miss_device_slots)
+                for group_layer in ((0,), (1, 2))[layer]:
+                    both.on_cpu.fetch(expected, group_layer)
+            both.newest = [last + 1 for last in both.newest]
+
+
+def test_a_staged_prompt_arrives_on_the_host() -> None:
+    with twins(top_k=4, hot_size=8, newest=[40], context=64, item_bytes=33) as both:
+        generator = torch.Generator().manual_seed(9)
+        kv = torch.randint(0, 256, (3, 50, 33), generator=generator, dtype=torch.uint8)
+        keys = torch.randint(0, 256, (2, 50, 12), generator=generator, dtype=torch.uint8)
+        order = torch.randperm(50, generator=generator)[:37]
+        slots = torch.randperm(64, generator=generator)[:37]
+        for backend, on in ((both.on_cpu, "cpu"), (both.on_gpu, "cuda")):
+            backend.stage(StagedKV(list(kv.to(on)), list(keys.to(on)), order.to(on), lambda: None), slots)
+        torch.cuda.synchronize()
+
+
+def test_a_position_beyond_the_newest_is_reported_and_reads_nothing() -> None:
+    both = Twins(top_k=4, hot_size=8, newest=[40], context=64)
+    plan = both.on_gpu.launch(
+        0,
+        torch.tensor([0], device=CUDA),
+        torch.tensor([40], device=CUDA),
+        torch.tensor([[41, 3, 2**40, -2]], device=CUDA),
+        fetch=True,
+    )
+    assert plan.miss_counts.tolist() == [1]
+    assert (plan.slots >= 0).tolist() == [[False, True, False, False]]
+    with pytest.raises(SwapInViolationError, match="3 selected positions"):
+        both.on_gpu.counters()
+    both.close()
+
+
+def test_what_does_not_fit_the_device_is_refused_at_construction() -> None:
+    with pytest.raises(StartupError, match="bytes of shared memory per block, this device has"):
+        Twins(top_k=30000, hot_size=32000, newest=[10], context=64)
+
+
+def test_what_the_kernel_cannot_read_is_refused() -> None:
+    both = Twins(top_k=4, hot_size=8, newest=[40], context=64)
+    row = torch.tensor([0], device=CUDA)
+    with pytest.raises(ValueError, match="1 to 4 positions, found 1 with 5"):
+        both.on_gpu.launch(0, row, row, torch.zeros(1, 5, dtype=torch.int64, device=CUDA), fetch=True)
+    with pytest.raises(ValueError, match="must both be int32 or both int64"):
+        both.on_gpu.launch(0, row, row.int(), torch.zeros(1, 4, dtype=torch.int64, device=CUDA), fetch=True)
+    both.close()
