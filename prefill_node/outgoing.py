@@ -14,7 +14,7 @@ from prefill_node.source import KVSource
 from transfer.checksum import ChecksumMode, digest, sampled
 from transfer.messages import Checksum, Destination, Peer, Transport
 from transfer.planner import Descriptors, Int64s
-from transfer.writer import Channel, Pipeline, TransferError, Write
+from transfer.writer import Pipeline, TransferError, Write
 
 log = structlog.get_logger(__name__)
 
@@ -85,14 +85,6 @@ class Reading:
         return sorted(range(len(self.layer_of_buffer)), key=lambda buffer: self.layer_of_buffer[buffer])
 
 
-@dataclass(frozen=True)
-class Connection:
-    """The way to a decode node, and the pipeline over it."""
-
-    channel: Channel
-    pipeline: Pipeline
-
-
 class Outgoing:
     """One chunk, posted layer by layer as its forward pass finishes them.
 
@@ -103,15 +95,14 @@ class Outgoing:
         self,
         chunk: Chunk,
         reading: Reading,
-        connection: Connection,
+        pipeline: Pipeline,
         ring: Callable[[], SendRing],
         report: Callable[[Sent], None],
     ) -> None:
         """`ring` lends this thread's send buffers; it is called if they are needed."""
         self._chunk = chunk
         self._reading = reading
-        self._channel = connection.channel
-        self._pipeline = connection.pipeline
+        self._pipeline = pipeline
         self._lend_ring = ring
         self._report = report
         self._sent = Sent(chunk)
@@ -141,7 +132,7 @@ class Outgoing:
             sent.error = f"{self._write.failed} descriptors failed"
         elif sent.error is None:
             try:
-                self._channel.check()
+                self._pipeline.channel.check()
             except TransferError as error:
                 sent.error = str(error)
         if sent.error is not None and sent.error != "aborted":
@@ -157,7 +148,7 @@ class Outgoing:
     def _batches(self) -> Iterator[Descriptors]:
         chunk, reading = self._chunk, self._reading
         plan = ChunkPlan(chunk.pages, reading.page_size, chunk.slots, chunk.start, chunk.stop)
-        policy = gather_policy(self._channel.transport, reading.source.in_host_memory)
+        policy = gather_policy(self._pipeline.channel.transport, reading.source.in_host_memory)
         gathers = policy is Gather.ALWAYS or (policy is Gather.WHERE_IT_PAYS and plan.gathering_pays)
         ring = self._lend_ring() if gathers else None
         part_bytes = BUFFER_BYTES if gathers else _IN_PLACE_BYTES

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from prefill_node.outgoing import Chunk, Connection, Outgoing, Reading, Sent, gather_policy
+from prefill_node.outgoing import Chunk, Outgoing, Reading, Sent, gather_policy
 from prefill_node.ring import SendRing, SendRings
 from transfer.messages import Destination, Peer
 from transfer.routes import NoRoute
@@ -78,7 +78,7 @@ class _Session:
     def __init__(self, surroundings: Surroundings, decode: Peer) -> None:
         self._surroundings = surroundings
         self._decode = decode
-        self._connection: Connection | None = None
+        self._pipeline: Pipeline | None = None
         self._ring: SendRing | None = None
         self.chunks: queue.SimpleQueue[Chunk | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._work, name=f"send-{decode.address}", daemon=True)
@@ -87,18 +87,19 @@ class _Session:
     def _work(self) -> None:
         while (chunk := self._next()) is not None:
             self._send(chunk)
-        if self._connection is not None:
-            self._connection.channel.close()
+        if self._pipeline is not None:
+            self._pipeline.drain()
+            self._pipeline.channel.close()
         if self._ring is not None:
             self._surroundings.rings.take_back(self._ring)
 
     def _next(self) -> Chunk | None:
         """The next chunk; while there is none, what is in flight is seen to its end."""
-        while self._connection is not None and not self._connection.pipeline.is_empty:
+        while self._pipeline is not None and not self._pipeline.is_empty:
             try:
                 return self.chunks.get_nowait()
             except queue.Empty:
-                self._connection.pipeline.settle_oldest()
+                self._pipeline.settle_oldest()
         return self.chunks.get()
 
     def _send(self, chunk: Chunk) -> None:
@@ -107,21 +108,21 @@ class _Session:
             report(Sent(chunk, error="aborted"))
             return
         try:
-            connection = self._connected(chunk.destination)
+            pipeline = self._connected(chunk.destination)
         except NoRoute as error:
             log.warning("no route", request_id=chunk.request_id, epoch=chunk.epoch, error=str(error))
             report(Sent(chunk, error=str(error)))
             return
-        outgoing = Outgoing(chunk, self._surroundings.reading, connection, self._lent_ring, report)
+        outgoing = Outgoing(chunk, self._surroundings.reading, pipeline, self._lent_ring, report)
         outgoing.post(may_post=lambda: self._may_post(chunk))
 
-    def _connected(self, destination: Destination) -> Connection:
-        if self._connection is None:
+    def _connected(self, destination: Destination) -> Pipeline:
+        if self._pipeline is None:
             channel = self._surroundings.connect(destination)
-            self._connection = Connection(channel, Pipeline(channel))
+            self._pipeline = Pipeline(channel)
             policy = gather_policy(channel.transport, self._surroundings.reading.source.in_host_memory)
             log.info("route", decode=self._decode.address, transport=channel.transport, gathers=policy.value)
-        return self._connection
+        return self._pipeline
 
     def _lent_ring(self) -> SendRing:
         if self._ring is None:

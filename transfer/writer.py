@@ -69,7 +69,7 @@ class Pipeline:
     """
 
     def __init__(self, channel: Channel) -> None:
-        self._channel = channel
+        self.channel = channel
         self._posted: deque[tuple[Pending, Write]] = deque()
 
     @property
@@ -89,12 +89,12 @@ class Pipeline:
 
         Whether all of it was posted.
         """
-        for first in range(0, len(batch.lengths), self._channel.max_batch):
+        for first in range(0, len(batch.lengths), self.channel.max_batch):
             self.make_room()
             if write.failed or not go_on():
                 return False
-            piece = Descriptors(*(column[first : first + self._channel.max_batch] for column in batch))
-            self._posted.append((self._channel.submit(piece), write))
+            piece = Descriptors(*(column[first : first + self.channel.max_batch] for column in batch))
+            self._posted.append((self.channel.submit(piece), write))
             write.in_flight += 1
         return True
 

@@ -185,6 +185,14 @@ def test_the_next_chunk_is_on_its_way_before_the_last_one_has_ended(sending: Sen
     assert sending.channel("a").most_late == BATCHES_IN_FLIGHT
 
 
+def test_a_sender_that_is_stopped_sees_what_it_has_posted_to_its_end(sending: Sending) -> None:
+    for start in range(0, 500, 100):
+        sending.sender.submit(sending.chunk(start=start, stop=start + 100))
+    assert sending.sender.stop(timeout=5)
+    assert [sending.reports.get(timeout=1).error for _ in range(5)] == [None] * 5
+    assert sending.channel("a").late == 0
+
+
 def test_what_has_ended_is_reported_while_the_next_chunk_waits_for_its_layer(sending: Sending) -> None:
     sending.sender.submit(sending.chunk())
     sending.sender.submit(sending.chunk(progress=ForwardProgress(CPU), cancelled=lambda: False))
