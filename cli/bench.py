@@ -39,7 +39,12 @@ def transfer(
     concurrency: Annotated[list[str] | None, swept("Requests that are sent at once.")] = None,
     rounds: Annotated[int | None, typer.Option(min=1, help="Timed runs per method and case; default 15.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A few small cases, in less than 30 seconds.")] = False,
-    nixl: Annotated[bool, typer.Option(help="Measure NIXL as well where it is installed.")] = True,
+    methods: Annotated[
+        list[str] | None, swept("ours, token, page, ceiling or nixl; default: all that is installed.")
+    ] = None,
+    overlap: Annotated[
+        bool, typer.Option(help="Measure how long a prompt waits when it is sent while its chunks compute.")
+    ] = True,
     transfer_checksum: opt.Checksum = opt.TransferChecksum.SAMPLE,
     ib_device: opt.IbDevice = "",
     json_path: Annotated[Path, typer.Option("--json", help="Where to write every figure.")] = Path(
@@ -54,9 +59,9 @@ def transfer(
     Without a swept flag, a choice of cases is measured. The flags that are given are combined each with each; the
     others stay at 32K tokens, 8 layers, 1152 bytes, pages of 64 tokens, scattered pages to contiguous slots, tcp.
     """
-    from benchmarks.transfer.cases import Fragmentation, Protocol, Sweep, parse_list
+    from benchmarks.transfer.cases import Fragmentation, Protocol, Sweep, parse_choices, parse_numbers
     from benchmarks.transfer.command import TransferBench, run_transfer_bench
-    from benchmarks.transfer.methods import MethodFailed
+    from benchmarks.transfer.methods import Group, MethodFailed
 
     config = TransferBench(
         role=role.value,
@@ -64,18 +69,19 @@ def transfer(
         host=host,
         port=port,
         sweep=Sweep(
-            tokens=parse_list("--tokens", tokens, int),
-            layers=parse_list("--layers", layers, int),
-            item_bytes=parse_list("--item-bytes", item_bytes, int),
-            page_size=parse_list("--page-size", page_size, int),
-            source=parse_list("--source", source, Fragmentation),
-            destination=parse_list("--destination", destination, Fragmentation),
-            protocol=parse_list("--protocol", protocol, Protocol),
-            concurrency=parse_list("--concurrency", concurrency, int),
+            tokens=parse_numbers("--tokens", tokens),
+            layers=parse_numbers("--layers", layers),
+            item_bytes=parse_numbers("--item-bytes", item_bytes),
+            page_size=parse_numbers("--page-size", page_size),
+            source=parse_choices("--source", source, Fragmentation),
+            destination=parse_choices("--destination", destination, Fragmentation),
+            protocol=parse_choices("--protocol", protocol, Protocol),
+            concurrency=parse_numbers("--concurrency", concurrency),
         ),
         rounds=rounds,
         quick=quick,
-        nixl=nixl,
+        methods=parse_choices("--methods", methods, Group),
+        overlap=overlap,
         ib_device=ib_device,
         transfer_checksum=transfer_checksum.value,
         json=json_path,
@@ -89,3 +95,33 @@ def transfer(
     except KeyboardInterrupt:
         typer.echo("stopped", err=True)
         sys.exit(130)
+
+
+@app.command("swap-in")
+def swap_in(
+    top_k: Annotated[int, typer.Option(min=1, help="Selected positions per request.")] = 2048,
+    device_buffer_size: Annotated[int, typer.Option(min=1, help="Hot slots per request.")] = 4096,
+    item_bytes: Annotated[int, typer.Option(min=8, help="Bytes of a token in one layer.")] = 1152,
+    context_length: Annotated[int, typer.Option(min=1, help="Tokens per request in the host pool.")] = 16384,
+    swap_in_block_size: Annotated[int | None, typer.Option(help="Threads per block; default: by the device.")] = None,
+    json_path: Annotated[Path, typer.Option("--json", help="Where to write every figure.")] = Path(
+        "bench-swap-in.json"
+    ),
+    png_path: Annotated[Path, typer.Option("--png", help="Where to draw time against misses.")] = Path(
+        "bench-swap-in.png"
+    ),
+) -> None:
+    """Time the CUDA swap-in kernel by batch and misses, in graph replays and as single launches."""
+    from benchmarks.swap_in.bench import SwapInBench, run_swap_in_bench
+
+    run_swap_in_bench(
+        SwapInBench(
+            top_k=top_k,
+            device_buffer_size=device_buffer_size,
+            item_bytes=item_bytes,
+            context_length=context_length,
+            swap_in_block_size=swap_in_block_size,
+            json=json_path,
+            png=png_path,
+        )
+    )

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from service.errors import StartupError
 
-Value = TypeVar("Value", int, "Fragmentation", "Protocol")
+Choice = TypeVar("Choice", bound=StrEnum)
 
 
 class Protocol(StrEnum):
@@ -62,7 +62,7 @@ class Case:
     def __str__(self) -> str:
         requests = f"{self.concurrency} x " if self.concurrency > 1 else ""
         return (
-            f"{self.protocol}: {requests}{self.tokens} tokens x {self.layers} layers x {self.item_bytes} B, "
+            f"{self.protocol} {requests}{short(self.tokens)} tokens x {self.layers} layers x {self.item_bytes} B, "
             f"pages of {self.page_size}, {self.source} to {self.destination}"
         )
 
@@ -71,6 +71,11 @@ class Case:
         for name in ("tokens", "layers", "item_bytes", "page_size", "concurrency"):
             if getattr(self, name) < 1:
                 raise StartupError(f"--{name.replace('_', '-')} {getattr(self, name)}: expected at least 1")
+
+
+def short(tokens: int) -> str:
+    """As people write it: 32K for 32768."""
+    return f"{tokens // 1024}K" if tokens % 1024 == 0 else str(tokens)
 
 
 @dataclass(frozen=True)
@@ -105,19 +110,27 @@ class Sweep:
         return list(dict.fromkeys(chosen))
 
 
-def parse_list(option: str, words: Sequence[str] | None, kind: type[Value]) -> tuple[Value, ...]:
+def parse_numbers(option: str, words: Sequence[str] | None) -> tuple[int, ...]:
     """The values of a repeatable option that also takes comma-separated lists; 32K and 1M are multiples of 1024.
 
-    Raises StartupError, naming the option, for a word that is no such value.
+    Raises StartupError, naming the option, for a word that is no number.
     """
-    values = []
-    for word in (part.strip() for group in words or () for part in group.split(",")):
-        try:
-            values.append(kind(_number(word)) if kind is int else kind(word))
-        except ValueError as error:
-            expected = " or ".join(kind) if issubclass(kind, StrEnum) else "a number such as 2048 or 32K"
-            raise StartupError(f"{option} {word}: expected {expected}") from error
-    return tuple(values)
+    try:
+        return tuple(_number(word) for word in _words(words))
+    except ValueError as error:
+        raise StartupError(f"{option} {','.join(words or ())}: expected numbers such as 2048 or 32K") from error
+
+
+def parse_choices(option: str, words: Sequence[str] | None, kind: type[Choice]) -> tuple[Choice, ...]:
+    """The same of names. Raises StartupError for a word that is none of `kind`."""
+    try:
+        return tuple(kind(word) for word in _words(words))
+    except ValueError as error:
+        raise StartupError(f"{option} {','.join(words or ())}: expected {' or '.join(kind)}") from error
+
+
+def _words(groups: Sequence[str] | None) -> list[str]:
+    return [word.strip() for group in groups or () for word in group.split(",")]
 
 
 def _number(word: str) -> int:
@@ -144,8 +157,8 @@ DEFAULT: tuple[Case, ...] = (
 """The promised cases first of all: 32K tokens over TCP from any source and to pages, and over shared memory."""
 
 QUICK: tuple[Case, ...] = (
-    *(replace(_BASE, tokens=tokens) for tokens in (2048, 8192)),
-    replace(_BASE, tokens=8192, destination=_P),
+    *(replace(_BASE, tokens=tokens) for tokens in (2048, 4096)),
+    replace(_BASE, tokens=4096, destination=_P),
     replace(_SHM, tokens=8192, destination=_P),
     replace(_SHM, tokens=8192, source=_I, destination=_I),
 )

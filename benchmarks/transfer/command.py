@@ -14,13 +14,16 @@ from pydantic import TypeAdapter
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from benchmarks.disturbance import Disturbance
 from benchmarks.machine import Machine, this_machine
 from benchmarks.plotting import check_installed
 from benchmarks.transfer import nixl_agent, wire
-from benchmarks.transfer.cases import Case, Sweep
+from benchmarks.transfer.cases import Case, Protocol, Sweep
 from benchmarks.transfer.initiator import Initiator, Plan
+from benchmarks.transfer.methods import Group
+from benchmarks.transfer.overlap import Overlap, measure_overlap
 from benchmarks.transfer.plot import write_png
-from benchmarks.transfer.report import document, table, write_json
+from benchmarks.transfer.report import Report, document, print_report, write_json
 from benchmarks.transfer.target import listen
 from benchmarks.transfer.workbench import Workbench
 from service.errors import StartupError
@@ -29,15 +32,15 @@ from transfer.checksum import ChecksumMode
 
 Role = Literal["both", "target", "initiator"]
 
-_QUICK_ROUNDS = 5
-_ROUNDS = 15
+_QUICK_ROUNDS, _QUICK_SLOW_S = 5, 0.3
+_ROUNDS, _SLOW_S = 15, 2.0
 _LET_GO_S = 5.0
 _WIDTH = 120
 
 
 @dataclass(frozen=True, kw_only=True)
 class TransferBench:
-    """Each field is the flag of the same name. `target` is where an initiator finds its target."""
+    """Each field is the flag of the same name. target: where an initiator finds its own. methods: empty for all."""
 
     role: Role = "both"
     target: str | None = None
@@ -46,11 +49,12 @@ class TransferBench:
     sweep: Sweep = field(default_factory=Sweep)
     rounds: int | None = None
     quick: bool = False
-    nixl: bool = True
+    methods: tuple[Group, ...] = ()
+    overlap: bool = True
     ib_device: str = ""
     transfer_checksum: ChecksumMode = "sample"
-    json: Path | None = None
-    png: Path | None = None
+    json: Path = Path("bench-transfer.json")
+    png: Path = Path("bench-transfer.png")
 
     def check(self) -> None:
         """Raises StartupError for options that contradict each other."""
@@ -58,7 +62,7 @@ class TransferBench:
             raise StartupError("--role initiator needs --target HOST:PORT, as `--role target` prints it")
         if self.role != "initiator" and self.target is not None:
             raise StartupError(f"--target is for --role initiator, not for --role {self.role}")
-        if self.png is not None and self.role != "target":
+        if self.role != "target":
             check_installed()
 
 
@@ -72,8 +76,12 @@ def run_transfer_bench(config: TransferBench) -> None:
     if config.role == "target":
         listen(config.host, config.port, config.ib_device, announce=_announce)
         return
+    _publish(config, _measure(config))
+
+
+def _measure(config: TransferBench) -> Report:
     cases = config.sweep.cases(config.quick)
-    console = Console(stderr=True)
+    disturbance = Disturbance()
     with _target(config) as link:
         welcome = link.ask(wire.Hello(version=version("hisparse-pd")), wire.Welcome)
         if welcome.version != version("hisparse-pd"):
@@ -81,27 +89,53 @@ def run_transfer_bench(config: TransferBench) -> None:
         plan = Plan(
             cases,
             rounds=config.rounds or (_QUICK_ROUNDS if config.quick else _ROUNDS),
-            with_nixl=config.nixl and welcome.has_nixl and nixl_agent.is_installed(),
+            slow_seconds=_QUICK_SLOW_S if config.quick else _SLOW_S,
+            groups=_groups(config, nixl_there=welcome.has_nixl),
         )
-        with _Bar(console, plan) as bar:
+        with _Bar(plan) as bar:
             results = Initiator(Workbench(link, config.ib_device, config.transfer_checksum), plan, bar).run()
-        machines = {"initiator": this_machine(), "target": TypeAdapter(Machine).validate_python(welcome.machine)}
+            overlaps = _overlaps(config, link, plan, bar)
+    machines = {"initiator": this_machine()}
+    if config.role == "initiator":
+        machines["target"] = TypeAdapter(Machine).validate_python(welcome.machine)
+    options = {"rounds": plan.rounds, "quick": config.quick, "transfer_checksum": config.transfer_checksum}
+    # A target that was started elsewhere cannot be told from other processes.
+    others = disturbance.cores() if config.role == "both" else None
+    return Report(results, overlaps, machines, options, others)
+
+
+def _groups(config: TransferBench, nixl_there: bool) -> frozenset[Group]:
+    """What was asked for, by default everything that is installed on both sides. Raises StartupError if NIXL is not."""
+    has_nixl = nixl_there and nixl_agent.is_installed()
+    if Group.NIXL in config.methods and not has_nixl:
+        raise StartupError("--methods nixl: NIXL is not installed on both sides; install hisparse-pd[nixl]")
+    if config.methods:
+        return frozenset(config.methods)
+    return frozenset(Group) if has_nixl else frozenset(Group) - {Group.NIXL}
+
+
+def _overlaps(config: TransferBench, link: wire.Link, plan: Plan, bar: "_Bar") -> list[Overlap]:
+    """One for each protocol of the sweep, with the longest prompt that it was measured with.
+
+    None between two machines, which have no common clock to tell a wait by.
+    """
+    if config.role == "initiator" or not config.overlap:
+        return []
+    overlaps = []
+    for protocol in dict.fromkeys(case.protocol for case in plan.cases):
+        bar.overlap(protocol)
+        tokens = max(case.tokens for case in plan.cases if case.protocol is protocol)
+        overlaps.append(measure_overlap(link, protocol, tokens, config.ib_device, config.transfer_checksum))
+    return overlaps
+
+
+def _publish(config: TransferBench, report: Report) -> None:
     out = Console()
     # A table that goes to a file is not squeezed into the width of a terminal that is not there.
-    out = out if out.is_terminal else Console(width=_WIDTH)
-    for result in results:
-        out.print(table(result), "")
-    out.print("* the ceiling: what the others are a part of. Of each method's bytes, every one was compared.")
-    out.print(f"{machines['initiator']}", highlight=False)
-    if config.role == "initiator":
-        out.print(f"target: {machines['target']}", highlight=False)
-    if config.json is not None:
-        options = {"rounds": plan.rounds, "quick": config.quick, "transfer_checksum": config.transfer_checksum}
-        write_json(config.json, document(results, machines, options))
-    if config.png is not None:
-        write_png(config.png, results, machines["initiator"])
-    if written := [str(path) for path in (config.json, config.png) if path is not None]:
-        console.print(f"written: {', '.join(written)}", highlight=False)
+    print_report(report, out if out.is_terminal else Console(width=_WIDTH))
+    write_json(config.json, document(report))
+    write_png(config.png, report.results, report.machines["initiator"])
+    print(f"written: {config.json}, {config.png}", file=sys.stderr)
 
 
 def _announce(address: str) -> None:
@@ -142,10 +176,9 @@ def _target(config: TransferBench) -> Iterator[wire.Link]:
 class _Bar:
     """A progress bar: the case that is measured, and how many rounds are done."""
 
-    def __init__(self, console: Console, plan: Plan) -> None:
-        self._progress = Progress(
-            BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"), console=console
-        )
+    def __init__(self, plan: Plan) -> None:
+        columns = (BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+        self._progress = Progress(*columns, console=Console(stderr=True))
         self._task = self._progress.add_task("starting", total=plan.num_rounds)
 
     def __enter__(self) -> "_Bar":
@@ -157,6 +190,9 @@ class _Bar:
 
     def case(self, case: Case) -> None:
         self._progress.update(self._task, description=str(case))
+
+    def overlap(self, protocol: Protocol) -> None:
+        self._progress.update(self._task, description=f"{protocol}: sending while chunks compute")
 
     def round_done(self) -> None:
         self._progress.advance(self._task)

@@ -3,21 +3,18 @@
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol as Interface
 
 from benchmarks.transfer import lineup, wire
-from benchmarks.transfer.cases import Case
-from benchmarks.transfer.methods import Method, MethodFailed, Run
+from benchmarks.transfer.cases import Case, Protocol
+from benchmarks.transfer.methods import Group, Method, MethodFailed, Run
 from benchmarks.transfer.placement import Placement, place
 from benchmarks.transfer.pools import digests
 from benchmarks.transfer.results import CaseResult, MethodResult
 from benchmarks.transfer.workbench import Workbench
 
-SLOW_S = 2.0
-"""A method that takes longer is run once: the run whose bytes are compared is its figure."""
 
-
-class Watcher(Protocol):
+class Watcher(Interface):
     """Is told how far a measurement is."""
 
     def case(self, case: Case) -> None: ...
@@ -27,16 +24,20 @@ class Watcher(Protocol):
 
 @dataclass(frozen=True)
 class Plan:
-    """rounds: timed runs of each method in each case."""
+    """rounds: timed runs of each method in each case. groups: which methods.
+
+    A method that takes longer than `slow_seconds` is run once: the run whose bytes are compared is its figure.
+    """
 
     cases: Sequence[Case]
     rounds: int
-    with_nixl: bool
+    slow_seconds: float
+    groups: frozenset[Group]
 
     @property
     def num_rounds(self) -> int:
         """How often a watcher hears of a round, those for comparison included."""
-        return len(self.cases) * (self.rounds + 1) * (2 if self.with_nixl else 1)
+        return len(self.cases) * (self.rounds + 1) * (2 if Group.NIXL in self.groups else 1)
 
 
 class Initiator:
@@ -59,23 +60,30 @@ class Initiator:
     def _measure(self, case: Case) -> CaseResult:
         self._watcher.case(case)
         placement = place(case)
-        # How scattered they are makes no difference to single tokens, and they take long: once for each size.
-        size = (case.protocol, case.tokens, case.layers, case.item_bytes, case.concurrency)
-        with lineup.methods(self._bench, case, placement, with_tokens=size not in self._sizes) as methods:
+        with lineup.methods(self._bench, case, placement, self._groups(case)) as methods:
             results = self._by_turns(case, methods)
-        self._sizes.add(size)
-        if self._plan.with_nixl:
+        if Group.NIXL in self._plan.groups:
             # Its progress threads take a core each, so it has its turns when the others have had theirs.
             with lineup.nixl(self._bench, case, placement) as methods:
                 results += self._by_turns(case, methods)
         return CaseResult(case, tuple(results))
+
+    def _groups(self, case: Case) -> frozenset[Group]:
+        """What is to be measured. One descriptor per token with an engine only once for each size.
+
+        It takes seconds, and how scattered the tokens are makes no difference to it.
+        """
+        size = (case.protocol, case.tokens, case.layers, case.item_bytes, case.concurrency)
+        again = case.protocol is not Protocol.SHM and size in self._sizes
+        self._sizes.add(size)
+        return self._plan.groups - {Group.TOKEN} if again else self._plan.groups
 
     def _by_turns(self, case: Case, methods: Sequence[Method]) -> list[MethodResult]:
         first = [self._compared(case, method) for method in methods]
         self._watcher.round_done()
         runs: list[list[Run]] = [[] for _ in methods]
         for _ in range(self._plan.rounds):
-            turns = [i for i, run in enumerate(first) if run.seconds <= SLOW_S]
+            turns = [i for i, run in enumerate(first) if run.seconds <= self._plan.slow_seconds]
             for i in self._order.sample(turns, len(turns)):
                 runs[i].append(methods[i].run())
             self._watcher.round_done()

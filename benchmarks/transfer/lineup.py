@@ -1,11 +1,11 @@
 """Which methods are measured in a case."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 from benchmarks.transfer import nixl_agent, wire
-from benchmarks.transfer.cases import Case, Fragmentation
+from benchmarks.transfer.cases import Case, Fragmentation, Protocol
 from benchmarks.transfer.memcpy import CopyThreads, memmove
 from benchmarks.transfer.methods import Group, Method, MethodFailed, Posting
 from benchmarks.transfer.ours import COPY_THREADS, copy_runs
@@ -19,18 +19,17 @@ def has_whole_pages(case: Case) -> bool:
 
 
 @contextmanager
-def methods(bench: Workbench, case: Case, placement: Placement, with_tokens: bool) -> Iterator[list[Method]]:
-    """All but NIXL. with_tokens: also one descriptor per token, which takes long."""
+def methods(bench: Workbench, case: Case, placement: Placement, groups: Collection[Group]) -> Iterator[list[Method]]:
+    """All of these groups, without NIXL."""
     pools = bench.pools(case)
     ours = bench.engines(case.protocol).ours.method(case, placement, pools.kv, pools.destination)
-    try:
-        if case.protocol == "shm":
-            with _copying(pools) as threads:
-                yield [ours, *_by_memcpy(case, placement, pools, threads, with_tokens)]
+    with ExitStack() as at_end:
+        at_end.callback(ours.close)
+        if case.protocol is Protocol.SHM:
+            others = _by_memcpy(case, placement, pools, at_end.enter_context(_copying(pools)))
         else:
-            yield [ours, *_by_engine(bench, case, placement, pools, with_tokens)]
-    finally:
-        ours.close()
+            others = _by_engine(bench, case, placement, pools)
+        yield [method for method in (ours, *others) if method.group in groups]
 
 
 @contextmanager
@@ -44,22 +43,22 @@ def nixl(bench: Workbench, case: Case, placement: Placement) -> Iterator[list[Me
         agent.connect(bench.link.ask(wire.OpenNixl(ucx_tls=tls), wire.NixlOpened).metadata)
         plan = partial(coalesced, placement, pools.source, pools.target)
         yield [Posting("NIXL over UCX", Group.NIXL, placement, plan, agent.write)]
+        # Not after an error: then the whole run ends, and the target with the link.
         agent.disconnect()
+        bench.link.ask(wire.CloseNixl(), wire.Done)
     finally:
         agent.close()
-        bench.link.ask(wire.CloseNixl(), wire.Done)
 
 
-def _by_engine(bench: Workbench, case: Case, placement: Placement, pools: Pools, with_tokens: bool) -> Iterator[Method]:
+def _by_engine(bench: Workbench, case: Case, placement: Placement, pools: Pools) -> Iterator[Method]:
     """Mooncake with descriptors of each size, in both ways in which it can be called."""
     raw = bench.engines(case.protocol).raw
     assert raw is not None
     session = next(s.name for s in pools.destination.sessions if s.transport == case.protocol)
     for how, post in (("polled", raw.submit_and_poll), ("synchronous", raw.call_synchronously)):
         write = partial(post, session)
-        if with_tokens:
-            plan = partial(per_token, placement, pools.source, pools.target)
-            yield Posting(f"one per token, {how}", Group.TOKEN, placement, plan, write)
+        plan = partial(per_token, placement, pools.source, pools.target)
+        yield Posting(f"one per token, {how}", Group.TOKEN, placement, plan, write)
         if has_whole_pages(case):
             plan = partial(per_page, placement, case.page_size, pools.source, pools.target)
             yield Posting(f"one per page, {how}", Group.PAGE, placement, plan, write)
@@ -67,13 +66,10 @@ def _by_engine(bench: Workbench, case: Case, placement: Placement, pools: Pools,
         yield Posting(f"1 MiB pieces, {how}", Group.CEILING, in_one_piece(case), plan, write)
 
 
-def _by_memcpy(
-    case: Case, placement: Placement, pools: Pools, threads: CopyThreads, with_tokens: bool
-) -> Iterator[Method]:
+def _by_memcpy(case: Case, placement: Placement, pools: Pools, threads: CopyThreads) -> Iterator[Method]:
     """Copies of each size by as many threads as this project uses."""
-    if with_tokens:
-        plan = partial(per_token, placement, pools.source, pools.target)
-        yield Posting("one copy per token", Group.TOKEN, placement, plan, partial(threads.copy, how=copy_runs))
+    plan = partial(per_token, placement, pools.source, pools.target)
+    yield Posting("one copy per token", Group.TOKEN, placement, plan, partial(threads.copy, how=copy_runs))
     if has_whole_pages(case):
         plan = partial(per_page, placement, case.page_size, pools.source, pools.target)
         yield Posting("one copy per page", Group.PAGE, placement, plan, partial(threads.copy, how=copy_runs))

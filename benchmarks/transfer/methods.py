@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from typing import Protocol
 
 from benchmarks.transfer.placement import Placement
@@ -14,14 +14,27 @@ class MethodFailed(Exception):
     """A method could not send, or sent other bytes than it should: its figures would mean nothing."""
 
 
-class Group(Enum):
+class Group(StrEnum):
     """What a method stands for. Where several of a group were measured, the fastest speaks for it."""
 
     OURS = "ours"
-    TOKEN = "one descriptor per token"
-    PAGE = "one descriptor per page"
+    TOKEN = "token"
+    PAGE = "page"
     CEILING = "ceiling"
-    NIXL = "NIXL over UCX"
+    NIXL = "nixl"
+
+    @property
+    def label(self) -> str:
+        return _LABELS[self]
+
+
+_LABELS = {
+    Group.OURS: "ours",
+    Group.TOKEN: "one descriptor per token",
+    Group.PAGE: "one descriptor per page",
+    Group.CEILING: "ceiling",
+    Group.NIXL: "NIXL over UCX",
+}
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import os
 import queue
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -13,11 +13,11 @@ from benchmarks.transfer.methods import Group, MethodFailed, Run
 from benchmarks.transfer.placement import Placement, Request
 from benchmarks.transfer.pools import buffers_of, layout
 from hisparse.host_pool import HostKVPool
-from prefill_node.outgoing import Chunk, Outgoing, Reading, Sent
+from prefill_node.outgoing import Chunk, Reading, Sent
 from prefill_node.plan import Part
 from prefill_node.pool import PagedKVPool
 from prefill_node.progress import ForwardProgress
-from prefill_node.ring import SendRings
+from prefill_node.ring import SendBuffer, SendRings
 from prefill_node.sender import Sender, Surroundings
 from prefill_node.source import HostSource
 from transfer.checksum import ChecksumMode
@@ -92,7 +92,11 @@ class Sending:
 
 
 class Ours:
-    """All chunks of all requests are computed already and handed over at once."""
+    """All chunks of all requests are computed already and handed over at once.
+
+    Planning goes on inside the sender, between copies and writes, so it is timed apart: after each transfer the same
+    chunks go through a sender whose channel and source do nothing.
+    """
 
     name = "ours"
     group = Group.OURS
@@ -109,56 +113,33 @@ class Ours:
         self.placement = placement
         self._case = case
         self._destination = destination
-        self._reading = reading
-        self._rings = rings
-        self._reports: queue.SimpleQueue[Sent] = queue.SimpleQueue()
-        self._sender = Sender(
-            Surroundings(reading=reading, rings=rings, connect=connect, silence=lambda _: 0.0, report=self._reports.put)
-        )
         self._computed = ForwardProgress(torch.device("cpu"))
         for layer in range(case.layers):
             self._computed.layer_done(layer)
+        nothing = _Nothing(case.protocol.value, reading.source.buffers)
+        self._sending = _Timed(reading, rings, connect)
+        self._planning = _Timed(replace(reading, source=nothing, checksums="off"), rings, lambda _: nothing)
 
     def run(self) -> Run:
-        """Raises MethodFailed. Planning goes on inside the sender, so it is timed apart, after the transfer."""
-        spans = [
-            (request, start, min(start + CHUNK_TOKENS, self._case.tokens))
+        chunks = [
+            self._chunk(request, start)
             for start in range(0, self._case.tokens, CHUNK_TOKENS)
             for request in self.placement.requests
         ]
-        started = time.perf_counter()
-        for number, (request, start, stop) in enumerate(spans):
-            self._sender.submit(self._chunk(number, request, start, stop))
-        try:
-            sent = [self._reports.get(timeout=_TIMEOUT_S) for _ in spans]
-        except queue.Empty:
-            raise MethodFailed(f"a chunk was not sent within {_TIMEOUT_S:.0f} s") from None
-        seconds = time.perf_counter() - started
-        if errors := {one.error for one in sent if one.error}:
-            raise MethodFailed("; ".join(sorted(errors)))
-        return Run(seconds, self._planning([one.chunk for one in sent]), sum(one.num_descriptors for one in sent))
-
-    def _planning(self, chunks: list[Chunk]) -> float:
-        """Seconds that the same chunks take where nothing is copied or written."""
-        rehearsal = _Rehearsal(self._case.protocol.value, self._reading.source.buffers)
-        reading = replace(self._reading, source=rehearsal, checksums="off")
-        ring = self._rings.lend()
-        started = time.perf_counter()
-        for chunk in chunks:
-            Outgoing(chunk, reading, rehearsal, lambda: ring).run(may_post=lambda: True)
-        seconds = time.perf_counter() - started
-        self._rings.take_back(ring)
-        return seconds
+        seconds, sent = self._sending.send(chunks)
+        planning_seconds, _ = self._planning.send(chunks)
+        return Run(seconds, planning_seconds, sum(one.num_descriptors for one in sent))
 
     def close(self) -> None:
-        self._sender.stop(timeout=5.0)
+        for sender in (self._sending, self._planning):
+            sender.close()
 
-    def _chunk(self, number: int, request: Request, start: int, stop: int) -> Chunk:
+    def _chunk(self, request: Request, start: int) -> Chunk:
         return Chunk(
-            request_id=str(number),
+            request_id="benchmark",
             epoch=1,
             start=start,
-            stop=stop,
+            stop=min(start + CHUNK_TOKENS, self._case.tokens),
             pages=request.pages,
             slots=request.slots,
             decode=_TARGET,
@@ -168,8 +149,35 @@ class Ours:
         )
 
 
-class _Rehearsal:
-    """A channel and a source over which nothing goes: what remains of sending is planning."""
+class _Timed:
+    """A sender and its reports."""
+
+    def __init__(self, reading: Reading, rings: SendRings, connect: Callable[[Destination], Channel]) -> None:
+        self._reports: queue.SimpleQueue[Sent] = queue.SimpleQueue()
+        self._sender = Sender(
+            Surroundings(reading=reading, rings=rings, connect=connect, silence=lambda _: 0.0, report=self._reports.put)
+        )
+
+    def send(self, chunks: Sequence[Chunk]) -> tuple[float, list[Sent]]:
+        """Seconds from the first submission to the last report, and the reports. Raises MethodFailed."""
+        started = time.perf_counter()
+        for chunk in chunks:
+            self._sender.submit(chunk)
+        try:
+            sent = [self._reports.get(timeout=_TIMEOUT_S) for _ in chunks]
+        except queue.Empty:
+            raise MethodFailed(f"a chunk was not sent within {_TIMEOUT_S:.0f} s") from None
+        seconds = time.perf_counter() - started
+        if errors := {one.error for one in sent if one.error}:
+            raise MethodFailed("; ".join(sorted(errors)))
+        return seconds, sent
+
+    def close(self) -> None:
+        self._sender.stop(timeout=5.0)
+
+
+class _Nothing:
+    """A channel and a source that do nothing: what remains of sending is planning."""
 
     max_batch = 1 << 20
     in_host_memory = True
@@ -178,13 +186,13 @@ class _Rehearsal:
         self.transport = transport
         self.buffers = source
 
-    def submit(self, batch: Descriptors) -> "_Rehearsal":
+    def submit(self, batch: Descriptors) -> "_Nothing":
         return self
 
     def wait(self) -> int:
         return 0
 
-    def gather(self, buffer: int, part: Part, into: torch.Tensor) -> None:
+    def gather(self, buffer: int, part: Part, into: SendBuffer) -> None:
         """Packing is part of sending."""
 
     def digest(self, buffer: int, part: Part, start: int, stop: int) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from benchmarks.machine import Machine
 from benchmarks.plotting import new_figure
-from benchmarks.transfer.cases import Case
+from benchmarks.transfer.cases import Case, short
 from benchmarks.transfer.methods import Group
 from benchmarks.transfer.results import CaseResult
 
@@ -39,7 +39,7 @@ def write_png(path: Path, results: Sequence[CaseResult], machine: Machine) -> No
             if not points:
                 continue
             tokens = [count for count, _ in points]
-            axis.plot(tokens, [1000 * s.p50 for _, s in points], "o-", color=colour, label=group.value)
+            axis.plot(tokens, [1000 * s.p50 for _, s in points], "o-", color=colour, label=group.label)
             axis.fill_between(
                 tokens, [1000 * s.p50 for _, s in points], [1000 * s.p90 for _, s in points], color=colour, alpha=0.15
             )
@@ -52,7 +52,7 @@ def write_png(path: Path, results: Sequence[CaseResult], machine: Machine) -> No
             title=f"{case.protocol}, {case.layers} layers x {case.item_bytes} B, pages of {case.page_size}\n"
             f"{case.source} to {case.destination}, {case.concurrency} at once",
         )
-        axis.set_xticks([result.case.tokens for result in members], [_short(r.case.tokens) for r in members])
+        axis.set_xticks([result.case.tokens for result in members], [short(r.case.tokens) for r in members])
         axis.minorticks_off()
         axis.grid(alpha=0.3)
         axis.legend(fontsize="small")
@@ -60,7 +60,3 @@ def write_png(path: Path, results: Sequence[CaseResult], machine: Machine) -> No
         axis.set_visible(False)
     figure.suptitle(str(machine), fontsize="small")
     figure.savefig(path, dpi=120)
-
-
-def _short(tokens: int) -> str:
-    return f"{tokens // 1024}K" if tokens % 1024 == 0 else str(tokens)

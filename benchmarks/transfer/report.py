@@ -2,15 +2,18 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 
+from benchmarks.disturbance import warning
 from benchmarks.machine import Machine
 from benchmarks.transfer.methods import Group
+from benchmarks.transfer.overlap import Overlap
 from benchmarks.transfer.results import CaseResult, MethodResult, Percentiles
 
 SCHEMA = 1
@@ -27,6 +30,31 @@ _COLUMNS = (
 )
 
 
+@dataclass(frozen=True)
+class Report:
+    """machines: by role, of one machine only the initiator's. others: cores that other processes kept busy."""
+
+    results: Sequence[CaseResult]
+    overlaps: Sequence[Overlap]
+    machines: Mapping[str, Machine]
+    options: Mapping[str, object]
+    others: float | None
+
+
+def print_report(report: Report, console: Console) -> None:
+    """A table per case, a summary of all, the overlaps and the machines."""
+    for result in report.results:
+        console.print(table(result), "")
+    console.print(summary(report.results), "")
+    for overlap in report.overlaps:
+        console.print(str(overlap), highlight=False)
+    console.print("* the ceiling: what the others are a part of. Of each method's bytes, every one was compared.")
+    for role, machine in report.machines.items():
+        console.print(f"{role}: {machine}", highlight=False)
+    if report.others is not None and (text := warning(report.others)):
+        console.print(f"[yellow]{text}[/yellow]", highlight=False)
+
+
 def table(result: CaseResult) -> Table:
     """A line per method of one case. The ceiling has a star."""
     table = Table(title=str(result.case), title_justify="left", title_style="bold", box=None, pad_edge=False)
@@ -37,6 +65,26 @@ def table(result: CaseResult) -> Table:
     for method in result.methods:
         table.add_row(method.name + (" *" if method is ceiling else ""), *_figures(result, method))
     return table
+
+
+def summary(results: Sequence[CaseResult]) -> Table:
+    """A line per case: this project's way beside the best of each other kind, as quotients of median latencies."""
+    table = Table(title="ours, beside the others", title_justify="left", title_style="bold", box=None, pad_edge=False)
+    table.add_column("speed as a part of that of")
+    for heading in ("p50 ms", "ceiling", "per page", "per token", "NIXL"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for result in results:
+        if (ours := result.best(Group.OURS)) is None:
+            continue
+        ratios = [result.ratio(ours, group) for group in (Group.CEILING, Group.PAGE, Group.TOKEN, Group.NIXL)]
+        table.add_row(str(result.case), f"{1000 * ours.seconds.p50:.1f}", *(_times(ratio) for ratio in ratios))
+    return table
+
+
+def _times(ratio: float | None) -> str:
+    if ratio is None:
+        return ""
+    return f"{ratio:.0%}" if ratio < 2 else f"{ratio:.1f} x"
 
 
 def _figures(result: CaseResult, method: MethodResult) -> list[str]:
@@ -52,17 +100,17 @@ def _figures(result: CaseResult, method: MethodResult) -> list[str]:
     ]
 
 
-def document(
-    results: Sequence[CaseResult], machines: Mapping[str, Machine], options: Mapping[str, object]
-) -> dict[str, Any]:
-    """Everything, each timed run included: seconds and bytes throughout. machines: by role."""
+def document(report: Report) -> dict[str, Any]:
+    """Everything, each timed run included: seconds and bytes throughout."""
     return {
         "schema": SCHEMA,
         "benchmark": "transfer",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machines": {role: asdict(machine) for role, machine in machines.items()},
-        "options": dict(options),
-        "cases": [_case(result) for result in results],
+        "machines": {role: asdict(machine) for role, machine in report.machines.items()},
+        "cores_busy_with_other_processes": report.others,
+        "options": dict(report.options),
+        "cases": [_case(result) for result in report.results],
+        "overlaps": [{**asdict(overlap), "ratio": overlap.ratio} for overlap in report.overlaps],
     }
 
 
@@ -77,7 +125,7 @@ def _case(result: CaseResult) -> dict[str, Any]:
 def _method(result: CaseResult, method: MethodResult) -> dict[str, Any]:
     return {
         "name": method.name,
-        "group": method.group.name.lower(),
+        "group": method.group.value,
         "bytes_verified": True,
         "seconds": asdict(method.seconds),
         "runs_seconds": [run.seconds for run in method.runs],
@@ -86,7 +134,7 @@ def _method(result: CaseResult, method: MethodResult) -> dict[str, Any]:
         "bytes_per_second": result.bytes_per_second(method),
         "is_ceiling": method is result.best(Group.CEILING),
         "speed_relative_to": {
-            group.name.lower(): result.ratio(method, group) for group in Group if result.best(group) is not None
+            group.value: result.ratio(method, group) for group in Group if result.best(group) is not None
         },
     }
 

@@ -11,11 +11,12 @@ import structlog
 
 from benchmarks.machine import this_machine
 from benchmarks.transfer import nixl_agent, ours, wire
+from benchmarks.transfer.overlap_decode import DecodeSide
 from benchmarks.transfer.pools import digests
 from service.errors import StartupError
 from service.logs import configure_logging
 from transfer.messages import Destination
-from transfer.routes import Transports
+from transfer.routes import TransferProtocol, Transports
 
 log = structlog.get_logger(__name__)
 
@@ -29,6 +30,7 @@ class Target:
         self._transports: dict[str, Transports] = {}
         self._receiving: ours.ReceivingPool | None = None
         self._nixl: nixl_agent.Agent | None = None
+        self._decode: DecodeSide | None = None
 
     def serve(self) -> None:
         """Answer until the initiator closes the connection or ends."""
@@ -66,17 +68,31 @@ class Target:
                 return wire.NixlOpened(metadata=self._nixl.metadata)
             case wire.CloseNixl():
                 self._close_nixl()
+            case wire.OpenDecode():
+                self._open_decode(saying)
+            case wire.AdmitOne() if self._decode is not None:
+                return wire.PromptAdmitted(**asdict(self._decode.admit_one()))
+            case wire.CloseDecode():
+                self._close_decode()
             case _:
                 raise StartupError(f"{type(saying).__name__} is not for a target")
         return wire.Done()
 
     def _prepare(self, wanted: wire.Prepare) -> Destination:
         self._close()
-        if wanted.protocol not in self._transports:
-            self._transports[wanted.protocol] = Transports(self._link.local_host, wanted.protocol, self._ib_device)
-        transports = self._transports[wanted.protocol]
+        transports = self._offered(wanted.protocol)
         self._receiving = ours.ReceivingPool(transports, wanted.layers, wanted.rows, wanted.item_bytes)
         return self._receiving.destination
+
+    def _open_decode(self, wanted: wire.OpenDecode) -> None:
+        self._close()
+        transports = self._offered(wanted.protocol)
+        self._decode = DecodeSide(self._link.local_host, transports, wanted.prefill, wanted.tokens)
+
+    def _offered(self, protocol: TransferProtocol) -> Transports:
+        if protocol not in self._transports:
+            self._transports[protocol] = Transports(self._link.local_host, protocol, self._ib_device)
+        return self._transports[protocol]
 
     def _pool(self) -> ours.ReceivingPool:
         if self._receiving is None:
@@ -88,7 +104,13 @@ class Target:
             self._nixl.close()
             self._nixl = None
 
+    def _close_decode(self) -> None:
+        if self._decode is not None:
+            self._decode.close()
+            self._decode = None
+
     def _close(self) -> None:
+        self._close_decode()
         self._close_nixl()
         if self._receiving is not None:
             self._receiving.close()

@@ -11,7 +11,7 @@ import msgpack
 from pydantic import ValidationError
 
 from service.errors import StartupError
-from transfer.messages import Destination, Part, UInt
+from transfer.messages import Destination, Part, Peer, UInt
 
 _HEADER = struct.Struct("!I")
 _MAX_BYTES = 1 << 28
@@ -86,6 +86,33 @@ class NixlOpened(Saying):
 
 
 class CloseNixl(Saying):
+    """Answered by Done."""
+
+
+class OpenDecode(Saying):
+    """Have a decode node's tiers for one prompt of `tokens` tokens, which `prefill` is to be asked for, until
+    CloseDecode. Answered by Done."""
+
+    protocol: Literal["tcp", "rdma", "shm"]
+    prefill: Peer
+    tokens: UInt
+
+
+class AdmitOne(Saying):
+    """Have one prompt prefilled and admitted. Answered by PromptAdmitted."""
+
+
+class PromptAdmitted(Saying):
+    """The fields of `benchmarks.transfer.overlap_decode.Admission`."""
+
+    ready_at: float
+    admission_seconds: float
+    transfer_seconds: float
+    num_bytes: UInt
+    checksums: UInt
+
+
+class CloseDecode(Saying):
     """Answered by Done."""
 
 

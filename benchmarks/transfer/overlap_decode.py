@@ -1,0 +1,159 @@
+"""The decode side of the overlap measurement: what a decode node does between asking for a prompt and admitting it."""
+
+import queue
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from benchmarks.transfer.methods import MethodFailed
+from benchmarks.transfer.overlap_model import spec
+from decode_node.attempt import Landed, Lost, Outcome
+from decode_node.destination import buffers_of, destination_of
+from decode_node.remote_prefill import RemotePrefill
+from decode_node.request import Request
+from decode_node.verifier import Verified, Verifier
+from hisparse.config import HiSparseConfig
+from hisparse.coordinator import HiSparseCoordinator
+from hisparse.sizing import plan_sizes
+from hisparse.tiers import build_cpu_tiers
+from prefill_node.convert import identity, kv_layout
+from service.metrics import Metrics
+from transfer.control import ControlPlane
+from transfer.fencing import ReservationTable
+from transfer.messages import (
+    Generate,
+    Message,
+    NotHeld,
+    Peer,
+    Pong,
+    PrefillAccepted,
+    PrefillDone,
+    PrefillFailed,
+    Quiesced,
+)
+from transfer.routes import Transports
+
+_PLENTY = 1 << 40
+_PATIENCE_S = 0.02
+_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Admission:
+    """ready_at: when the prompt had landed and was verified, so that nothing kept it from its admission any more
+    (time.monotonic). admission_seconds: what `admit_request_direct` took then, which copies index keys to the device.
+    transfer_seconds: what the prefill node spent on sending, waits for layers left out.
+    """
+
+    ready_at: float
+    admission_seconds: float
+    transfer_seconds: float
+    num_bytes: int
+    checksums: int
+
+
+class DecodeSide:
+    """Asks a prefill node for one prompt at a time."""
+
+    def __init__(self, host: str, transports: Transports, prefill: Peer, tokens: int) -> None:
+        self._prefill = prefill
+        self._tokens = tokens
+        self._inbox: queue.SimpleQueue[tuple[Peer, Message] | Verified] = queue.SimpleQueue()
+        self._requests = 0
+        self._at_end = ExitStack()
+        self._coordinator = _tiers(tokens, "shm" in transports.offered)
+        self._at_end.callback(self._coordinator.close)
+        pool = self._coordinator.host
+        buffers = buffers_of(pool)
+        transports.register(buffers)
+        self._at_end.callback(transports.unregister, buffers)
+        self._control = ControlPlane("decode", host, 0, host, deliver=lambda *item: self._inbox.put(item))
+        self._at_end.callback(self._control.stop)
+        verifier = Verifier(buffers, self._inbox.put)
+        self._at_end.callback(verifier.close)
+        self._remote = RemotePrefill(
+            self._control,
+            destination_of(pool, transports, identity(spec(tokens))),
+            ReservationTable(pool.release),
+            verifier.submit,
+            Metrics(),
+        )
+        self._control.start()
+
+    def admit_one(self) -> Admission:
+        """Have a prompt prefilled, wait until it has landed and is verified, admit it, and let it go again."""
+        self._requests += 1
+        prompt = tuple(i % 16 for i in range(self._tokens))
+        generate = Generate(request_id=f"overlap-{self._requests}", prompt_ids=prompt, max_new_tokens=2)
+        request = Request(generate, gateway=self._control.me)
+        slots = self._coordinator.host.allocate(self._tokens)
+        assert slots is not None
+        self._remote.dispatch(request, self._prefill, slots)
+        done = self._landed(request)
+        ready_at = time.monotonic()
+        assert request.host_slots is not None
+        if not self._coordinator.admit_request_direct(request.request_id, request.host_slots, request.num_tokens):
+            raise MethodFailed("the device pool has no room for the prompt")
+        admission_seconds = time.monotonic() - ready_at
+        self._coordinator.request_finished(request.request_id)
+        return Admission(
+            ready_at, admission_seconds, done.transfer_seconds, done.transferred_bytes, len(done.checksums)
+        )
+
+    def close(self) -> None:
+        self._at_end.close()
+
+    def _landed(self, request: Request) -> PrefillDone:
+        """Serve messages, as a node's loop does, until the request's KV is there."""
+        done: PrefillDone | None = None
+        deadline = time.monotonic() + _TIMEOUT_S
+        while time.monotonic() < deadline:
+            outcomes = self._remote.tick(time.monotonic())
+            try:
+                item = self._inbox.get(timeout=_PATIENCE_S)
+            except queue.Empty:
+                continue
+            match item:
+                case Verified():
+                    outcomes += self._remote.verified(item)
+                case (sender, message):
+                    if isinstance(message, PrefillDone):
+                        done = message
+                    outcomes += self._taken(sender, message)
+            for outcome in outcomes:
+                if isinstance(outcome, Lost):
+                    raise MethodFailed(f"the prefill was lost: {outcome.reason}")
+                if isinstance(outcome, Landed) and done is not None:
+                    return done
+        raise MethodFailed(f"{request.request_id} did not land within {_TIMEOUT_S:.0f} s")
+
+    def _taken(self, sender: Peer, message: Message) -> list[Outcome]:
+        if isinstance(message, PrefillAccepted | PrefillDone | PrefillFailed | Quiesced | NotHeld | Pong):
+            return self._remote.take(sender, message)
+        return []
+
+
+def _tiers(tokens: int, shareable: bool) -> HiSparseCoordinator:
+    """The tiers of a decode node without an accelerator, with host slots for two prompts."""
+    shape = spec(tokens)
+    layout = kv_layout(shape)
+    config = HiSparseConfig(
+        device_buffer_size=2 * shape.index_topk,
+        top_k=shape.index_topk,
+        host_to_device_ratio=None,
+        host_pool_gib=2 * tokens * layout.token_bytes / 2**30,
+    )
+    sizes = plan_sizes(
+        config,
+        layout,
+        max_running_requests=1,
+        context_length=shape.context_length,
+        index_page_size=64,
+        available_host_bytes=_PLENTY,
+        available_device_bytes=_PLENTY,
+    )
+    coordinator = build_cpu_tiers(sizes, shareable=shareable)
+    # As in a node that has run for a while: the machine has given every page of the pool.
+    coordinator.host.kv.fill_(0)
+    coordinator.host.index_keys.fill_(0)
+    return coordinator

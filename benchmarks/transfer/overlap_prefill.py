@@ -1,0 +1,103 @@
+"""The prefill side of the overlap measurement: a real prefill node over a model that only sleeps."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from benchmarks.transfer.cases import Protocol
+from benchmarks.transfer.overlap_model import SleepingModel, spec
+from benchmarks.transfer.pools import fill
+from model.sparse_model import SparseModel
+from prefill_node.chunked import ChunkedPrefill
+from prefill_node.compute import Computed, ComputeThread
+from prefill_node.convert import identity, kv_layout
+from prefill_node.entry import Key, Offer
+from prefill_node.node import PrefillNode
+from prefill_node.outgoing import Reading, Sent
+from prefill_node.pool import PagedKVPool
+from prefill_node.ring import SendRings
+from prefill_node.sender import Sender, Surroundings
+from prefill_node.source import HostSource
+from service.config import NodeConfig
+from service.shell import NodeShell
+from transfer.checksum import ChecksumMode
+from transfer.messages import Peer
+from transfer.routes import Transports
+
+PAGE_SIZE = 64
+CHUNK_TOKENS = 2048
+_CPU = torch.device("cpu")
+_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class PrefillSide:
+    """A prefill node that serves whoever knows its address. The model's pace may be changed between requests."""
+
+    peer: Peer
+    model: SleepingModel
+
+
+@contextmanager
+def prefill_side(
+    host: str, protocol: Protocol, tokens: int, ib_device: str, checksums: ChecksumMode
+) -> Iterator[PrefillSide]:
+    """A node with room for one prompt of `tokens` tokens, in pages that lie in no order, for as long as the context."""
+    config = NodeConfig(model_path=Path(), host=host, transfer_protocol=protocol.value, ib_device=ib_device)
+    with ExitStack() as at_end:
+        shell: NodeShell[Computed | Sent] = NodeShell("prefill", config)
+        at_end.callback(shell.close)
+        pool = _scattered_pool(tokens)
+        transports = Transports(host, config.transfer_protocol, ib_device)
+        transports.register(pool.get_contiguous_buf_infos())
+        at_end.callback(transports.unregister, pool.get_contiguous_buf_infos())
+        sender = Sender(
+            Surroundings(
+                reading=Reading(
+                    source=HostSource([*pool.kv, *pool.index_keys]),
+                    layer_of_buffer=pool.layout.layer_of_buffer,
+                    page_size=PAGE_SIZE,
+                    checksums=checksums,
+                ),
+                rings=SendRings(pin=False, register=transports.register),
+                connect=transports.connect,
+                silence=lambda decode: _silence(shell, decode),
+                report=shell.inbox.put,
+            )
+        )
+        at_end.callback(sender.stop, timeout=_TIMEOUT_S)
+        model = SleepingModel()
+        prefill: ChunkedPrefill[Key] = ChunkedPrefill(cast(SparseModel, model), pool, CHUNK_TOKENS)
+        shape = spec(tokens)
+        offer = Offer(identity(shape), transports.offered, max_tokens=tokens, vocab_size=shape.vocab_size)
+        compute = ComputeThread(prefill, _CPU, report=shell.inbox.put)
+        node = PrefillNode(shell, prefill, compute, sender, offer, _TIMEOUT_S)
+        loop = threading.Thread(target=node.run, name="prefill-node")
+        shell.control.start()
+        loop.start()
+        at_end.callback(loop.join)
+        at_end.callback(shell.inbox.put, None)
+        at_end.callback(shell.stopping.set)
+        yield PrefillSide(shell.control.me, model)
+
+
+def _scattered_pool(tokens: int) -> PagedKVPool:
+    """A pool whose free pages come in random order, full of bytes that differ everywhere."""
+    pool = PagedKVPool(kv_layout(spec(tokens)), -(-tokens // PAGE_SIZE), PAGE_SIZE, _CPU)
+    for number, tensor in enumerate((pool.kv, pool.index_keys)):
+        fill(tensor.view(torch.uint8), seed=number)
+    pages = pool.allocate(tokens)
+    assert pages is not None
+    pool.free(pages[torch.randperm(len(pages), generator=torch.Generator().manual_seed(0)).numpy()])
+    return pool
+
+
+def _silence(shell: "NodeShell[Computed | Sent]", peer: Peer) -> float:
+    heard = shell.control.last_heard(peer.boot_id)
+    return float("inf") if heard is None else time.monotonic() - heard

@@ -1,0 +1,77 @@
+"""What is said of measurements follows from them."""
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from benchmarks.machine import this_machine
+from benchmarks.transfer.cases import Case, Protocol
+from benchmarks.transfer.methods import Group, Run
+from benchmarks.transfer.overlap import Overlap
+from benchmarks.transfer.report import Report, document, print_report
+from benchmarks.transfer.results import CaseResult, MethodResult, Percentiles
+
+
+def method(group: Group, *seconds: float, name: str = "") -> MethodResult:
+    return MethodResult(name or group.label, group, tuple(Run(s, s / 100, 7) for s in seconds))
+
+
+CASE = Case(tokens=1000, layers=2, item_bytes=500)
+RESULT = CaseResult(
+    CASE,
+    (
+        method(Group.OURS, 0.2, 0.1, 0.3),
+        method(Group.CEILING, 0.5, 0.5, 0.5, name="synchronous"),
+        method(Group.CEILING, 0.1, 0.1, 9.0, name="polled"),
+        method(Group.TOKEN, 4.0),
+    ),
+)
+OVERLAP = Overlap(
+    Protocol.TCP, 1000, 10**6, 3, chunk_seconds=0.01, alone=(0.2, 0.1, 0.3), waits=(0.02, 0.5, 0.01), admissions=(0.0,)
+)
+
+
+def test_percentiles_interpolate() -> None:
+    assert Percentiles.of([float(i) for i in range(101)]) == Percentiles(50.0, 90.0, 99.0)
+    assert Percentiles.of([3.0]) == Percentiles(3.0, 3.0, 3.0)
+    assert Percentiles.of([1.0, 2.0]).p90 == pytest.approx(1.9)
+
+
+def test_the_ceiling_is_the_better_of_its_kind_by_the_median() -> None:
+    ceiling = RESULT.best(Group.CEILING)
+    assert ceiling is not None
+    assert ceiling.name == "polled"
+
+
+def test_ratios_are_quotients_of_medians() -> None:
+    ours = RESULT.methods[0]
+    assert RESULT.ratio(ours, Group.CEILING) == pytest.approx(0.5)
+    assert RESULT.ratio(ours, Group.TOKEN) == pytest.approx(20)
+    assert RESULT.ratio(ours, Group.NIXL) is None
+    assert RESULT.bytes_per_second(ours) == pytest.approx(1000 * 2 * 500 / 0.2)
+    assert OVERLAP.ratio == pytest.approx(0.1)
+
+
+def test_the_document_has_every_run_and_the_machine() -> None:
+    report = Report([RESULT], [OVERLAP], {"initiator": this_machine()}, {"rounds": 3}, others=0.0)
+    content = json.loads(json.dumps(document(report)))
+    assert content["machines"]["initiator"]["cores"] >= 1
+    [case] = content["cases"]
+    ours, _, polled, token = case["methods"]
+    assert ours["runs_seconds"] == [0.2, 0.1, 0.3]
+    assert ours["speed_relative_to"] == {"ours": 1.0, "token": 20.0, "ceiling": 0.5}
+    assert (polled["is_ceiling"], token["is_ceiling"]) == (True, False)
+    assert content["overlaps"][0]["ratio"] == pytest.approx(0.1)
+
+
+def test_the_report_shows_every_method_and_marks_the_ceiling() -> None:
+    console = Console(width=120, record=True, file=io.StringIO())
+    print_report(Report([RESULT], [OVERLAP], {"initiator": this_machine()}, {}, others=1.25), console)
+    text = console.export_text()
+    assert "polled *" in text
+    assert "20.0 x" in text
+    assert "50%" in text
+    assert "other processes kept 1.2 cores busy" in text
+    assert "20.0 ms after its last chunk: 10.0%" in text

@@ -1,0 +1,122 @@
+"""`hisparse-pd bench transfer`, end to end on cases of a megabyte or so. What it takes is not asserted."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from cli.main import main
+
+BENCH = [sys.executable, "-m", "cli.main", "bench", "transfer"]
+SMALL = [
+    "--tokens",
+    "300",
+    "--layers",
+    "2",
+    "--page-size",
+    "16",
+    "--rounds",
+    "2",
+    "--methods",
+    "ours,token,page,ceiling",
+]
+
+
+def run(directory: Path, *words: str) -> dict[str, Any]:
+    """Run the benchmark to its end; what it wrote."""
+    files = ["--json", str(directory / "out.json"), "--png", str(directory / "out.png")]
+    done = subprocess.run([*BENCH, *words, *files], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (directory / "out.png").read_bytes().startswith(b"\x89PNG")
+    content: dict[str, Any] = json.loads((directory / "out.json").read_text())
+    return content
+
+
+def test_every_method_is_measured_verified_and_reported(tmp_path: Path) -> None:
+    content = run(tmp_path, *SMALL, "--protocol", "tcp,shm", "--destination", "contiguous,pages", "--concurrency", "2")
+    assert set(content["machines"]) == {"initiator"}
+    assert content["options"]["rounds"] == 2
+    assert len(content["cases"]) == 4
+    for case in content["cases"]:
+        groups = {method["group"] for method in case["methods"]}
+        assert {"ours", "page", "ceiling"} <= groups
+        assert case["bytes"] == 2 * 300 * 2 * 1152
+        assert sum(method["is_ceiling"] for method in case["methods"]) == 1
+        for method in case["methods"]:
+            assert method["bytes_verified"]
+            assert len(method["runs_seconds"]) in (1, 2)
+            assert method["descriptors"] >= 1
+            assert method["planning_seconds"]["p50"] >= 0
+    tokens = [m for case in content["cases"] for m in case["methods"] if m["group"] == "token"]
+    assert {method["descriptors"] for method in tokens} == {2 * 300 * 2}
+    for overlap in content["overlaps"]:
+        assert len(overlap["waits"]) == len(overlap["alone"]) == 5
+        assert overlap["num_bytes"] == 300 * 8 * (1152 + 256)
+        assert overlap["checksums"] > 0
+    assert [overlap["protocol"] for overlap in content["overlaps"]] == ["tcp", "shm"]
+
+
+def test_two_processes_that_were_started_apart(tmp_path: Path) -> None:
+    target = subprocess.Popen([*BENCH, "--role", "target"], stdout=subprocess.PIPE, text=True)
+    assert target.stdout is not None
+    address = target.stdout.readline().split("waiting at ")[1].split(";")[0]
+    content = run(tmp_path, *SMALL, "--role", "initiator", "--target", address)
+    assert set(content["machines"]) == {"initiator", "target"}
+    assert content["overlaps"] == []
+    assert target.wait(timeout=10) == 0, "the target ends with its initiator"
+
+
+def test_an_interrupt_leaves_no_process_behind(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [*BENCH, "--tokens", "32K", "--rounds", "1000"], cwd=tmp_path, stderr=subprocess.PIPE, start_new_session=True
+    )
+    deadline = time.monotonic() + 60
+    while not (children := psutil.Process(process.pid).children()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    time.sleep(1.0)
+    os.kill(process.pid, signal.SIGINT)
+    assert process.wait(timeout=30) == 130
+    assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_killed_initiator_takes_its_target_along() -> None:
+    process = subprocess.Popen([*BENCH, "--tokens", "32K", "--rounds", "1000"], stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while not (children := psutil.Process(process.pid).children()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    _, alive = psutil.wait_procs(children, timeout=30)
+    assert not alive
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--role", "initiator"], "--role initiator needs --target HOST:PORT"),
+        (["--role", "initiator", "--target", "nowhere"], "--target nowhere: expected HOST:PORT"),
+        (["--role", "initiator", "--target", "127.0.0.1:1"], "no target at 127.0.0.1:1"),
+        (["--target", "127.0.0.1:1"], "--target is for --role initiator"),
+        (["--protocol", "udp"], "--protocol udp: expected tcp or rdma or shm"),
+        (["--protocol", "rdma"], "no RDMA device"),
+    ],
+)
+def test_what_cannot_be_measured_is_one_line(
+    words: list[str], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "transfer", *words])
+    assert ended.value.code == 2
+    assert reason in capsys.readouterr().err.splitlines()[-1]
+    assert not list(tmp_path.iterdir())
