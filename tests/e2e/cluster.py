@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,8 @@ class Node:
     http_port: int
     control_port: int
     log_path: Path
+    module: str
+    environment: Mapping[str, str]
     process: "subprocess.Popen[bytes]"
 
     @property
@@ -77,10 +79,15 @@ class Node:
 
 @dataclass
 class Cluster:
-    """A gateway and the nodes that were added to it. Context manager: nothing runs on after it."""
+    """A gateway and the nodes that were added to it. Context manager: nothing runs on after it.
+
+    Processes run `module`, with what `environment` says for one of that name in their environment.
+    """
 
     model_path: Path
     directory: Path
+    module: str = "cli.main"
+    environment: Callable[[str], Mapping[str, str]] = lambda name: {}
     nodes: dict[str, Node] = field(default_factory=dict)
 
     def __enter__(self) -> "Cluster":
@@ -104,7 +111,7 @@ class Cluster:
     def restart(self, node: Node) -> Node:
         """Start a process that ended again, on the same ports."""
         assert node.process.poll() is not None
-        node.process = self._spawn(node.words, node.log_path)
+        node.process = self._spawn(node.words, node.log_path, node.module, node.environment)
         return node
 
     def wait_ready(self) -> "Cluster":
@@ -133,18 +140,22 @@ class Cluster:
         words = [command, *arguments({"--model-path": self.model_path, **given})]
         words += ["--port", str(http_port), "--control-port", str(control_port)]
         log_path = self.directory / f"{name}.log"
-        node = Node(name, words, http_port, control_port, log_path, self._spawn(words, log_path))
+        module, environment = self.module, self.environment(name)
+        process = self._spawn(words, log_path, module, environment)
+        node = Node(name, words, http_port, control_port, log_path, module, environment, process)
         self.nodes[name] = node
         return node
 
     @staticmethod
-    def _spawn(words: list[str], log_path: Path) -> "subprocess.Popen[bytes]":
+    def _spawn(
+        words: list[str], log_path: Path, module: str, environment: Mapping[str, str]
+    ) -> "subprocess.Popen[bytes]":
         with log_path.open("ab") as log:
             return subprocess.Popen(
-                [sys.executable, "-m", "cli.main", *words],
+                [sys.executable, "-m", module, *words],
                 stdout=log,
                 stderr=log,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
                 start_new_session=True,
             )
 

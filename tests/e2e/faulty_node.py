@@ -1,0 +1,219 @@
+"""`python -m tests.e2e.faulty_node prefill|decode|gateway ...`: a process of the service that meets with faults.
+
+Product code knows nothing of faults. This module wraps a few of its methods and then runs the ordinary command:
+control messages are lost or late, writes are slow or spoilt, and everything that lands is written down for an audit.
+Faults that come and go are switched by files (`Switches`), so that a process need not be asked.
+"""
+
+import ctypes
+import heapq
+import itertools
+import json
+import os
+import random
+import sys
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from cli.main import main
+from tests.e2e import chaos_audit
+from transfer import control
+from transfer.control import ControlPlane
+from transfer.messages import Destination, Transport
+from transfer.planner import Descriptors
+from transfer.routes import Transports
+from transfer.writer import BATCHES_IN_FLIGHT, Channel, Pending
+
+MODULE = "tests.e2e.faulty_node"
+_ENVIRONMENT = "HISPARSE_PD_FAULTS"
+_RELEASE_S = 0.05
+
+
+@dataclass(frozen=True)
+class Faults:
+    """What goes wrong in a process. `directory` has its switches, and the files that it writes.
+
+    drop, delay: shares of the control messages; a late one comes within `delay_s` seconds. slow: share of the batches
+    that are under way for long: they land `slow_s` seconds (least, most) after they were posted.
+    """
+
+    directory: str
+    name: str
+    seed: int = 0
+    drop: float = 0.0
+    delay: float = 0.0
+    delay_s: float = 0.5
+    slow: float = 0.0
+    slow_s: tuple[float, float] = (0.0, 0.0)
+    journal: bool = False
+    """Write down every batch that is posted."""
+    idle_close_s: float | None = None
+    """After how long unused connections to other processes' mailboxes are closed; None: as usual."""
+
+    def environment(self) -> dict[str, str]:
+        return {_ENVIRONMENT: json.dumps(vars(self))}
+
+    @staticmethod
+    def of_this_process() -> "Faults":
+        return Faults(**json.loads(os.environ[_ENVIRONMENT]))
+
+
+class Switches:
+    """Files whose presence means something to the processes whose `Faults` name this directory."""
+
+    def __init__(self, directory: str | Path) -> None:
+        directory = Path(directory)
+        self.chaos = directory / "chaos"
+        """Messages are lost and late, and writes are slow, as far as `Faults` says so."""
+        self._directory = directory
+
+    def deaf(self, name: str) -> Path:
+        """That process hears nobody, as behind a partition; what it says is heard."""
+        return self._directory / f"{name}.deaf"
+
+    def spoil(self, name: str) -> Path:
+        """That process spoils one byte of its next write, and takes the file away."""
+        return self._directory / f"{name}.spoil"
+
+
+class UnreliableControl:
+    """Loses some of the frames that arrive and lets others arrive late, so that they overtake each other."""
+
+    def __init__(self, faults: Faults) -> None:
+        switches = Switches(faults.directory)
+        self._faults = faults
+        self._chaos, self._deaf = switches.chaos, switches.deaf(faults.name)
+        self._rng = random.Random(f"{faults.seed} {faults.name} control")
+        self._late: list[tuple[float, int, bytes]] = []
+        self._number = itertools.count()
+
+    def install(self) -> None:
+        receive, start = ControlPlane._receive, ControlPlane.start
+
+        def unreliable_receive(plane: ControlPlane, data: bytes) -> None:
+            if self._arrives(data):
+                receive(plane, data)
+
+        def release(plane: ControlPlane) -> None:
+            while self._late and self._late[0][0] <= time.monotonic():
+                receive(plane, heapq.heappop(self._late)[-1])
+
+        def start_releasing(plane: ControlPlane) -> None:
+            start(plane)
+            plane.periodically(_RELEASE_S, lambda: release(plane))
+
+        ControlPlane._receive = unreliable_receive  # type: ignore[method-assign]
+        ControlPlane.start = start_releasing  # type: ignore[method-assign]
+
+    def _arrives(self, data: bytes) -> bool:
+        """Whether a frame arrives now; otherwise it is late, or lost."""
+        if self._deaf.exists():
+            return False
+        if not self._chaos.exists():
+            return True
+        chance = self._rng.random() - self._faults.drop
+        if 0 <= chance < self._faults.delay:
+            due = time.monotonic() + self._rng.uniform(0, self._faults.delay_s)
+            heapq.heappush(self._late, (due, next(self._number), data))
+        return chance >= self._faults.delay
+
+
+class FaultyChannel:
+    """A channel whose batches take their time, are spoilt and written down."""
+
+    def __init__(self, channel: Channel, destination: Destination, faults: Faults, rng: random.Random) -> None:
+        switches = Switches(faults.directory)
+        self.transport: Transport = channel.transport
+        self.max_batch = channel.max_batch
+        self.check = channel.check
+        self.close = channel.close
+        self._channel = channel
+        self._destination = destination
+        self._faults = faults
+        self._rng = rng
+        self._chaos, self._spoil = switches.chaos, switches.spoil(faults.name)
+        self._under_way = ThreadPoolExecutor(BATCHES_IN_FLIGHT)
+        self._journal = chaos_audit.Journal(journal_path(faults.directory)) if faults.journal else None
+
+    def submit(self, batch: Descriptors) -> Pending:
+        slow = self._chaos.exists() and self._rng.random() < self._faults.slow
+        if not slow and not self._spoil.exists():
+            return self._post(batch)
+        delay = self._rng.uniform(*self._faults.slow_s) if slow else 0.0
+        return _UnderWay(self._under_way.submit(self._carry, batch, delay))
+
+    def _carry(self, batch: Descriptors, delay: float) -> int:
+        """How many descriptors failed of a batch that lands after a while."""
+        time.sleep(delay)
+        failed = self._post(batch).wait()
+        if self._spoil.exists() and (wrong := _one_wrong_byte(batch)) is not None:
+            with suppress(FileNotFoundError):
+                self._spoil.unlink()
+                failed += self._channel.submit(wrong).wait()
+        return failed
+
+    def _post(self, batch: Descriptors) -> Pending:
+        if self._journal is not None:
+            self._journal.append(
+                {"at": time.monotonic(), "node": self._faults.name, "pool": self._destination.buffers.ptrs[0]}
+            )
+        return self._channel.submit(batch)
+
+
+@dataclass(frozen=True)
+class _UnderWay:
+    """A batch that another thread carries."""
+
+    failed: "Future[int]"
+
+    def wait(self) -> int:
+        return self.failed.result()
+
+
+def _one_wrong_byte(batch: Descriptors) -> Descriptors | None:
+    """A write of another byte of the source over the first one of the destination; None if all are the same."""
+    source, destination, length = int(batch.sources[0]), int(batch.destinations[0]), int(batch.lengths[0])
+    content = ctypes.string_at(source, length)
+    other = next((at for at, byte in enumerate(content) if byte != content[0]), None)
+    if other is None:
+        return None
+    return Descriptors(*(np.array([value], dtype=np.int64) for value in (source + other, destination, 1)))
+
+
+def journal_path(directory: str | Path) -> Path:
+    """Where the batches are written down that processes posted."""
+    return Path(directory) / "writes.jsonl"
+
+
+def _make_writes_faulty(faults: Faults) -> None:
+    connect = Transports.connect
+    rng = random.Random(f"{faults.seed} {faults.name} writes")
+
+    def faulty_connect(transports: Transports, destination: Destination) -> Channel:
+        return FaultyChannel(connect(transports, destination), destination, faults, rng)
+
+    Transports.connect = faulty_connect  # type: ignore[method-assign]
+
+
+def run(words: list[str]) -> None:
+    """Run a command of `hisparse-pd` with the faults that the environment asks for."""
+    faults = Faults.of_this_process()
+    if faults.idle_close_s is not None:
+        control._IDLE_CLOSE_S = faults.idle_close_s
+    UnreliableControl(faults).install()
+    audit = chaos_audit.Journal(chaos_audit.audit_path(faults.directory))
+    if words[0] == "prefill":
+        _make_writes_faulty(faults)
+        chaos_audit.watch_prefill(audit)
+    elif words[0] == "decode":
+        chaos_audit.watch_decode(audit)
+    main(words)
+
+
+if __name__ == "__main__":
+    run(sys.argv[1:])

@@ -1,0 +1,222 @@
+"""Everything goes wrong at once, at random: no byte is wrong, no slot is lost, no request hangs.
+
+HISPARSE_PD_CHAOS_SECONDS (60 by default) and HISPARSE_PD_CHAOS_SEED say how long, and which faults.
+"""
+
+import heapq
+import itertools
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.e2e.chaos_audit import Audit
+from tests.e2e.chaos_clients import Clients, Prompt
+from tests.e2e.chaos_schedule import DECODE_NODE, PREFILL_NODES, Action, Fault, schedule
+from tests.e2e.cluster import Cluster, Job, Node, complete, wait_until
+from tests.e2e.conftest import TOKEN_BYTES, Reference
+from tests.e2e.faulty_node import MODULE, Faults, Switches
+
+SECONDS = float(os.environ.get("HISPARSE_PD_CHAOS_SECONDS", "60"))
+SEED = int(os.environ.get("HISPARSE_PD_CHAOS_SEED", random.randrange(1_000_000)))
+LENGTHS = (1, 7, 40, 64, 129, 200, 333, 512, 700, 1000, 1500, 3000)
+MOST_TOKENS = 40
+HOST_SLOTS = 4200
+"""One of the longest prompts fits, or some shorter ones: slots are scarce and used again at once."""
+REQUEST_TIMEOUT_S = 40.0
+PATIENCE_S = REQUEST_TIMEOUT_S + 10.0
+CONCURRENCY = 16
+
+
+def faults_of(name: str, directory: Path) -> Faults:
+    """Of the gateway only, messages are lost one in a thousand: it is told each token once, and a gap ends a stream."""
+    common = {"directory": str(directory), "name": name, "seed": SEED}
+    if name == "gateway":
+        return Faults(**common, drop=0.001)
+    return Faults(**common, drop=0.08, delay=0.15, delay_s=1.0, slow=0.05, slow_s=(0.0, 3.0))
+
+
+class Conductor:
+    """Carries a schedule out, and notes what it did."""
+
+    def __init__(self, cluster: Cluster, switches: Switches) -> None:
+        self.notes: list[str] = []
+        self._cluster = cluster
+        self._switches = switches
+        self._down: set[str] = set()
+
+    def play(self, faults: list[Fault], seconds: float) -> None:
+        order = itertools.count()
+        todo: list[tuple[float, int, Callable[[Fault], bool], Fault]] = []
+        for fault in faults:
+            heapq.heappush(todo, (fault.at, next(order), self._begin, fault))
+            heapq.heappush(todo, (fault.at + fault.lasts, next(order), self._end, fault))
+        started = time.monotonic()
+        while (now := time.monotonic() - started) < seconds or todo:
+            while todo and todo[0][0] <= now:
+                _, _, act, fault = heapq.heappop(todo)
+                if not act(fault):
+                    heapq.heappush(todo, (now + 0.1, next(order), act, fault))
+            for node in self._cluster.nodes.values():
+                if node.name not in self._down:
+                    node.check_alive()
+            time.sleep(0.05)
+
+    def _begin(self, fault: Fault) -> bool:
+        """Bring a fault about; whether it was time for it."""
+        node = self._cluster.nodes[fault.node]
+        if node.name in self._down:
+            return False
+        self._note(f"{fault.action.name} {node.name}, pid {node.process.pid}, for {fault.lasts:.1f} s")
+        match fault.action:
+            case Action.KILL:
+                self._down.add(node.name)
+                node.kill()
+            case Action.TERMINATE:
+                self._down.add(node.name)
+                node.signal(signal.SIGTERM)
+            case Action.STOP:
+                node.signal(signal.SIGSTOP)
+            case Action.DEAFEN:
+                self._switches.deaf(node.name).touch()
+        return True
+
+    def _end(self, fault: Fault) -> bool:
+        """Undo a fault; False if a process that was told to end has not done so yet."""
+        node = self._cluster.nodes[fault.node]
+        match fault.action:
+            case Action.KILL | Action.TERMINATE:
+                if (code := node.process.poll()) is None:
+                    return False
+                # One that had not come up yet does not handle the signal.
+                allowed = (-signal.SIGKILL,) if fault.action is Action.KILL else (0, -signal.SIGTERM)
+                assert code in allowed, f"{node.name} ended with {code}"
+                self._cluster.restart(node)
+                self._down.remove(node.name)
+            case Action.STOP:
+                node.signal(signal.SIGCONT)
+            case Action.DEAFEN:
+                self._switches.deaf(node.name).unlink()
+        self._note(f"end of {fault.action.name} {node.name}, pid {node.process.pid}")
+        return True
+
+    def _note(self, what: str) -> None:
+        now = time.time()
+        self.notes.append(f"{time.strftime('%H:%M:%S', time.gmtime(now))}.{int(now % 1 * 1000):03} {what}")
+
+
+@pytest.fixture
+def prompts(references: dict[str, Reference]) -> list[Prompt]:
+    rng = random.Random(5)
+    drawn = [[rng.randrange(256) for _ in range(length)] for length in LENGTHS]
+    return [Prompt(ids, references["deepseek_v32"].generate(ids, MOST_TOKENS)) for ids in drawn]
+
+
+@pytest.fixture
+def cluster(checkpoints: dict[str, Path], tmp_path: Path) -> Iterator[Cluster]:
+    """Two prefill nodes with different page sizes and transports, and a decode node that both reach."""
+    directory = tmp_path / "faults"
+    directory.mkdir()
+    cluster = Cluster(
+        checkpoints["deepseek_v32"], tmp_path, MODULE, lambda name: faults_of(name, directory).environment()
+    )
+    with cluster:
+        cluster.gateway(served_model_name="tiny", request_timeout=REQUEST_TIMEOUT_S)
+        longest = {"context_length": 4096}
+        common = {**longest, "transfer_checksum": "full", "chunked_prefill_size": 512, "max_total_tokens": 8000}
+        shm, tcp = PREFILL_NODES
+        cluster.prefill(shm, transfer_protocol="auto", page_size=64, **common)
+        cluster.prefill(tcp, transfer_protocol="tcp", page_size=16, **common)
+        config = {"device_buffer_size": 128, "host_pool_gib": HOST_SLOTS * TOKEN_BYTES / 2**30}
+        cluster.decode(
+            DECODE_NODE,
+            transfer_protocol="auto",
+            hisparse_config=json.dumps(config),
+            max_running_requests=6,
+            max_device_slots=5 * 129,
+            prefill_retries=4,
+            debug_verify_swap_in=True,
+            **longest,
+        )
+        yield cluster
+
+
+@pytest.mark.timeout(SECONDS + 400)
+def test_whatever_goes_wrong_no_byte_is_wrong_no_slot_is_lost_and_no_request_hangs(
+    cluster: Cluster, prompts: list[Prompt], tmp_path: Path
+) -> None:
+    """Corruption under concurrent transfers (vllm 44238, sglang 23020), late writes (sglang PRs 24580, 31357)."""
+    print(f"HISPARSE_PD_CHAOS_SEED={SEED} HISPARSE_PD_CHAOS_SECONDS={SECONDS:g}")
+    cluster.wait_ready()
+    pages = {name: cluster.nodes[name].metric("prefill_pages", state="free") for name in PREFILL_NODES}
+    switches = Switches(tmp_path / "faults")
+    conductor = Conductor(cluster, switches)
+    clients = Clients(cluster.url, prompts, random.Random(SEED), CONCURRENCY, PATIENCE_S)
+
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(clients.run)
+        try:
+            switches.chaos.touch()
+            conductor.play(schedule(SEED, SECONDS), SECONDS)
+        finally:
+            switches.chaos.unlink()
+            clients.stop()
+            print("\n".join(conductor.notes))
+        asking.result(timeout=PATIENCE_S + 10)
+    print(clients.summary())
+
+    assert [ended for ended in clients.ended if ended.problem is not None] == []
+    exact = sum(ended.kind == "exact" for ended in clients.ended)
+    assert exact >= SECONDS / 2, "too few requests got through for this to say anything"
+
+    cluster.wait_ready()
+    answers = complete(cluster.url, [Job(prompt.ids, MOST_TOKENS) for prompt in prompts], concurrency=4)
+    assert answers == [list(prompt.answer) for prompt in prompts], "as before once nothing goes wrong any more"
+    wait_until(lambda: left_over(cluster, pages) == {}, 15, "everything to come back")
+
+    audit = Audit.of(tmp_path / "faults")
+    print(f"audited prompts: {audit.seen}")
+    assert audit.wrong == []
+    assert audit.seen["landed"] >= exact
+    for transport in ("shm", "tcp"):
+        assert any(f"transport={transport}" in cluster.nodes[name].log for name in PREFILL_NODES)
+    assert suspicious_lines(cluster) == []
+
+
+def left_over(cluster: Cluster, pages: dict[str, float]) -> dict[str, float]:
+    """What is held although nobody asks for anything: nothing, that is."""
+    decode = cluster.nodes[DECODE_NODE]
+    held = {f"host slots {state}": decode.metric("host_slots", state=state) for state in ("used", "quarantined")}
+    held["device slots"] = decode.metric("device_slots", state="used")
+    for node in cluster.nodes.values():
+        held[f"requests of {node.name}"] = requests_of(node)
+    for name, count in pages.items():
+        held[f"pages of {name}"] = count - cluster.nodes[name].metric("prefill_pages", state="free")
+    return {what: count for what, count in held.items() if count}
+
+
+def requests_of(node: Node) -> float:
+    """Requests that a process holds, in whatever state."""
+    values = httpx.get(f"{node.base_url}/metrics", timeout=10).text.splitlines()
+    return sum(float(line.split()[-1]) for line in values if line.startswith("hisparse_pd_requests{"))
+
+
+def suspicious_lines(cluster: Cluster) -> list[str]:
+    """Log lines that tell of a bug: no fault that was brought about here is an error, or a mismatch, to a process.
+
+    A client that leaves while its request is being read is one to uvicorn.
+    """
+    words = ("level=error", "level=critical", "Traceback", "leak", "mismatch", "do not match")
+    return [
+        f"{node.name}: {line[:300]}"
+        for node in cluster.nodes.values()
+        for line in node.log.splitlines()
+        if any(word in line for word in words) and "ClientDisconnect" not in line
+    ]

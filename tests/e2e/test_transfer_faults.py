@@ -1,0 +1,262 @@
+"""What goes wrong with a transfer, one cause at a time, with real processes and real transports."""
+
+import json
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from decode_node.prefill_nodes import SILENCE_S
+from prefill_node.sender import LEASE_S
+from tests.e2e.chaos_audit import Audit, read_journal
+from tests.e2e.cluster import Cluster, Job, Node, complete, wait_until
+from tests.e2e.conftest import TOKEN_BYTES, Reference
+from tests.e2e.faulty_node import MODULE, Faults, Switches, journal_path
+from tests.e2e.test_parity import prompts
+
+PROMPT, OTHER, SHORT = prompts((800, 750, 300), seed=8)
+TRANSPORTS = ("shm", "tcp")
+
+
+class Surroundings:
+    """A cluster whose processes meet with the faults that a test asks for."""
+
+    def __init__(self, model_path: Path, directory: Path) -> None:
+        self.directory = directory / "faults"
+        self.directory.mkdir()
+        self.switches = Switches(self.directory)
+        self.faults = Faults(str(self.directory), "", journal=True)
+        self.cluster = Cluster(model_path, directory, MODULE, self._environment)
+
+    def start(self, transport: str, prefill_nodes: int = 1, decode_nodes: int = 1, host_slots: int = 2400) -> None:
+        """A gateway, decode nodes and prefill nodes that reach them by this transport, all ready."""
+        longest: dict[str, object] = {"context_length": 1200}
+        self.cluster.gateway(served_model_name="tiny")
+        for number in range(prefill_nodes):
+            self.cluster.prefill(
+                f"prefill-{number}",
+                transfer_protocol=transport,
+                transfer_checksum="full",
+                chunked_prefill_size=256,
+                page_size=16,
+                **longest,
+            )
+        config = {"device_buffer_size": 128, "host_pool_gib": host_slots * TOKEN_BYTES / 2**30}
+        for number in range(decode_nodes):
+            self.cluster.decode(
+                f"decode-{number}",
+                transfer_protocol="auto",
+                hisparse_config=json.dumps(config),
+                debug_verify_swap_in=True,
+                **longest,
+            )
+        self.cluster.wait_ready()
+
+    @property
+    def decode(self) -> Node:
+        return self.cluster.nodes["decode-0"]
+
+    @property
+    def prefill(self) -> list[Node]:
+        return [node for name, node in self.cluster.nodes.items() if name.startswith("prefill")]
+
+    def writes(self) -> list[dict[str, Any]]:
+        """Every batch that was posted, in order."""
+        return read_journal(journal_path(self.directory))
+
+    def failures(self, reason: str) -> float:
+        return self.decode.metric("transfer_failures_total", reason=reason)
+
+    def quarantined(self) -> float:
+        return self.decode.metric("host_slots", state="quarantined")
+
+    def assert_nothing_is_left(self) -> None:
+        """Nothing wrong was ever in a request's slots, and all of them are free again."""
+        wait_until(lambda: self.quarantined() == 0, 20, "the quarantine to end")
+        assert self.decode.metric("host_slots", state="used") == 0
+        audit = Audit.of(self.directory)
+        assert audit.wrong == []
+        assert audit.seen["landed"] > 0
+
+    def _environment(self, name: str) -> Mapping[str, str]:
+        return replace(self.faults, name=name).environment()
+
+
+@pytest.fixture
+def surroundings(checkpoints: dict[str, Path], tmp_path: Path) -> Iterator[Surroundings]:
+    made = Surroundings(checkpoints["deepseek_v32"], tmp_path)
+    with made.cluster:
+        yield made
+
+
+@pytest.fixture
+def expected(references: dict[str, Reference]) -> Callable[[list[int], int], list[int]]:
+    return references["deepseek_v32"].generate
+
+
+@pytest.fixture
+def ask(surroundings: Surroundings) -> Iterator[Callable[[list[int], int], "Future[list[list[int]]]"]]:
+    """Ask for a completion in the background."""
+    with ThreadPoolExecutor(4) as pool:
+        yield lambda prompt, tokens: pool.submit(complete, surroundings.cluster.url, [Job(prompt, tokens)])
+
+
+def stop_in_the_middle_of_a_transfer(surroundings: Surroundings) -> Node:
+    """Stop the prefill node that has begun to write. Other writes are under way, and land when it goes on."""
+    first = wait_until(surroundings.writes, what="a first write")[0]
+    node = surroundings.cluster.nodes[first["node"]]
+    node.signal(signal.SIGSTOP)
+    return node
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_late_writes_of_a_node_that_was_stopped_and_goes_on_hit_only_quarantined_slots(
+    surroundings: Surroundings,
+    expected: Callable[[list[int], int], list[int]],
+    ask: Callable[[list[int], int], "Future[list[list[int]]]"],
+    transport: str,
+) -> None:
+    """sglang PRs 24580, 31357: pages were freed while the prefill node was still writing to them."""
+    surroundings.faults = replace(surroundings.faults, slow=1.0, slow_s=(0.4, 0.5))
+    # Room for two prompts: if the first attempt's slots were free, the next request would have them.
+    surroundings.start(transport, prefill_nodes=2, host_slots=2048)
+    surroundings.switches.chaos.touch()
+    answer = ask(PROMPT, 16)
+    stopped = stop_in_the_middle_of_a_transfer(surroundings)
+    surroundings.switches.chaos.unlink()
+    assert answer.result() == [expected(PROMPT, 16)], "by the other node"
+    assert surroundings.quarantined() == len(PROMPT), "silence is no proof of death"
+
+    running = ask(OTHER, 400)
+    wait_until(lambda: surroundings.decode.metric("requests", state="running") == 1, what="another request to run")
+    went_on = time.monotonic()
+    stopped.signal(signal.SIGCONT)
+    wait_until(lambda: surroundings.quarantined() == 0, what="the stopped node to say that it is quiet")
+    late = [write for write in surroundings.writes() if write["node"] == stopped.name and write["at"] > went_on]
+    assert late, "it wrote on at first"
+    assert running.result() == [expected(OTHER, 400)]
+    assert complete(surroundings.cluster.url, [Job(PROMPT, 16)] * 4) == [expected(PROMPT, 16)] * 4
+    surroundings.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_writes_to_a_decode_node_that_was_restarted_meanwhile_do_not_reach_the_new_process(
+    surroundings: Surroundings,
+    expected: Callable[[list[int], int], list[int]],
+    ask: Callable[[list[int], int], "Future[list[list[int]]]"],
+    transport: str,
+) -> None:
+    """sglang 16903: after its peer's restart a node went on with what it knew of the old one."""
+    surroundings.faults = replace(surroundings.faults, slow=1.0, slow_s=(0.4, 0.5))
+    surroundings.start(transport)
+    surroundings.switches.chaos.touch()
+    answer = ask(PROMPT, 16)
+    prefill = stop_in_the_middle_of_a_transfer(surroundings)
+    surroundings.switches.chaos.unlink()
+    old_pool = surroundings.writes()[0]["pool"]
+    surroundings.decode.kill()
+    surroundings.cluster.restart(surroundings.decode)
+    wait_until(surroundings.decode.is_up, 60, "the decode node to be back")
+    went_on = time.monotonic()
+    prefill.signal(signal.SIGCONT)
+
+    with pytest.raises(AssertionError, match="no live decode node is registered"):
+        answer.result()
+    assert complete(surroundings.cluster.url, [Job(PROMPT, 16)]) == [expected(PROMPT, 16)]
+    assert complete(surroundings.cluster.url, [Job(SHORT, 16)]) == [expected(SHORT, 16)]
+
+    wait_until(lambda: prefill.metric("prefill_pages", state="used") == 0, 20, "its pages to come back")
+    assert "decode node is silent" in prefill.log
+    pools = {write["pool"] for write in surroundings.writes() if write["at"] > went_on + LEASE_S}
+    assert old_pool not in pools, "what was meant for the old process is not tried for ever"
+    surroundings.assert_nothing_is_left()
+
+
+def test_a_request_whose_decode_node_falls_silent_during_the_transfer_is_served_by_another_one(
+    surroundings: Surroundings,
+    expected: Callable[[list[int], int], list[int]],
+    ask: Callable[[list[int], int], "Future[list[list[int]]]"],
+) -> None:
+    """The prefill node works on it for both: over TCP, its writes to the silent one take a minute to fail."""
+    surroundings.faults = replace(surroundings.faults, slow=1.0, slow_s=(0.4, 0.5))
+    surroundings.start("tcp", decode_nodes=2)
+    decodes = [node for name, node in surroundings.cluster.nodes.items() if name.startswith("decode")]
+    [prefill] = surroundings.prefill
+    surroundings.switches.chaos.touch()
+    started = time.monotonic()
+    answer = ask(PROMPT, 16)
+    wait_until(surroundings.writes, what="a first write")
+    silent = next(node for node in decodes if node.metric("requests", state="prefilling"))
+    silent.signal(signal.SIGSTOP)
+    surroundings.switches.chaos.unlink()
+    assert answer.result() == [expected(PROMPT, 16)]
+    assert time.monotonic() - started < 15, "the prefill node did not wait for its writes to the silent one to fail"
+
+    silent.signal(signal.SIGCONT)
+    wait_until(lambda: silent.metric("host_slots", state="used") == 0, what="the silent node to give it up")
+    wait_until(lambda: silent.metric("host_slots", state="quarantined") == 0, what="the prefill node's answer")
+    wait_until(lambda: prefill.metric("prefill_pages", state="used") == 0, 20, "its pages to come back")
+    assert complete(surroundings.cluster.url, [Job(OTHER, 16)] * 4, 4) == [expected(OTHER, 16)] * 4
+    surroundings.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_torn_transfer_is_never_served_and_the_pair_of_nodes_is_used_again(
+    surroundings: Surroundings, expected: Callable[[list[int], int], list[int]], transport: str
+) -> None:
+    """vllm 44238, sglang 23020: concurrent transfers corrupted KV; sglang 13054: one error failed a pair for ever."""
+    surroundings.start(transport, prefill_nodes=2)
+    for node in surroundings.prefill:
+        surroundings.switches.spoil(node.name).touch()
+    url = surroundings.cluster.url
+    assert complete(url, [Job(PROMPT, 16)]) == [expected(PROMPT, 16)], "by the third attempt"
+    assert surroundings.failures("checksum") == 2
+    assert surroundings.decode.log.count("transferred KV is not what was sent") == 2
+    assert not any(surroundings.switches.spoil(node.name).exists() for node in surroundings.prefill)
+    wait_until(lambda: surroundings.quarantined() == 0, what="both nodes to say that they are quiet")
+
+    assert complete(url, [Job(PROMPT, 16), Job(OTHER, 16)], 2) == [expected(PROMPT, 16), expected(OTHER, 16)]
+    assert surroundings.decode.metric("prefill_retries_total") == 2
+    surroundings.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_after_idleness_a_request_is_served_as_at_first(
+    surroundings: Surroundings, expected: Callable[[list[int], int], list[int]], transport: str
+) -> None:
+    """sglang 9266: requests failed after hours of idleness. Here, connections are closed after a moment of it."""
+    surroundings.faults = replace(surroundings.faults, idle_close_s=0.1)
+    surroundings.start(transport)
+    url = surroundings.cluster.url
+    answers, seconds = [], []
+    # Longer than anybody takes for silence, or for the end of a thread or a connection that nobody needs.
+    for idle in (0.0, SILENCE_S + 1):
+        time.sleep(idle)
+        started = time.monotonic()
+        answers += complete(url, [Job(SHORT, 16)])
+        seconds.append(time.monotonic() - started)
+    assert answers == [expected(SHORT, 16)] * 2
+    assert seconds[1] < seconds[0] + 1, "no time-out had to pass first"
+    assert surroundings.decode.metric("prefill_retries_total") == 0
+    surroundings.assert_nothing_is_left()
+
+
+def test_a_prefill_node_that_hears_nobody_is_passed_over_and_used_again_when_it_does(
+    surroundings: Surroundings, expected: Callable[[list[int], int], list[int]]
+) -> None:
+    """A partition in one direction: it still says that it lives."""
+    surroundings.start("tcp", prefill_nodes=2)
+    url = surroundings.cluster.url
+    first, second = surroundings.prefill
+    for deaf, healthy in ((first, second), (second, first)):
+        computed = healthy.metric("prompt_tokens_total")
+        surroundings.switches.deaf(deaf.name).touch()
+        assert complete(url, [Job(SHORT, 16)] * 3) == [expected(SHORT, 16)] * 3
+        assert healthy.metric("prompt_tokens_total") == computed + 3 * len(SHORT)
+        surroundings.switches.deaf(deaf.name).unlink()
+    surroundings.assert_nothing_is_left()
