@@ -62,12 +62,14 @@ class ChunkPlan:
         return bool(2 * destination_runs <= len(self._runs))
 
     def parts(self, most_items: int) -> list[Part]:
-        """The chunk in parts of that many items, the last one smaller; the same objects for every layer."""
+        """The chunk in as few parts as can be, of about the same size; the same objects for every layer."""
         if most_items not in self._parts:
-            starts = range(self._start, self._stop, most_items)
+            num_items = self._stop - self._start
+            every = -(-num_items // -(-num_items // most_items))
+            starts = range(self._start, self._stop, every)
             self._parts[most_items] = [
                 Part(start, stop, self._items[start - self._start : stop - self._start], runs)
-                for start, runs in zip(starts, self._runs.split(most_items), strict=True)
+                for start, runs in zip(starts, self._runs.split(every), strict=True)
                 for stop in [start + runs.num_items]
             ]
         return self._parts[most_items]

@@ -25,6 +25,15 @@ class Descriptors(NamedTuple):
         """The same where addresses are offsets from these."""
         return Descriptors(source_base + self.sources, destination_base + self.destinations, self.lengths)
 
+    def split(self, most: int) -> "list[Descriptors]":
+        """The same in pieces of at most that many."""
+        if len(self.lengths) <= most:
+            return [self]
+        return [
+            Descriptors(*(column[first : first + most] for column in self))
+            for first in range(0, len(self.lengths), most)
+        ]
+
 
 @dataclass(frozen=True)
 class Runs:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 
-from transfer.copy_runs import copy_runs
+from transfer.copy_runs import stream_runs
 from transfer.messages import SharedMemory, Transport
 from transfer.planner import Descriptors
 from transfer.writer import TransferError
@@ -69,7 +69,7 @@ class SharedMemoryChannel:
         if starts.min() < self._memory.base or stops.max() > self._memory.base + self._memory.length:
             return _Copies([], refused=len(starts))
         here = batch._replace(destinations=starts - self._memory.base + self._base)
-        return _Copies([_copiers().submit(copy_runs, here)])
+        return _Copies([_copiers().submit(stream_runs, here)])
 
     def check(self) -> None:
         """The mapping outlives its owner: what was copied after its end went nowhere."""

@@ -12,8 +12,8 @@ from typing import Protocol
 from transfer.messages import Transport
 from transfer.planner import Descriptors
 
-BATCHES_IN_FLIGHT = 8
-"""Enough to keep a transport busy; few enough that a ring of 1 MiB buffers stays in the processor's cache."""
+BATCHES_IN_FLIGHT = 6
+"""Enough to keep a transport busy; few enough that a ring of send buffers stays in the processor's cache."""
 
 
 class TransferError(Exception):
@@ -89,11 +89,10 @@ class Pipeline:
 
         Whether all of it was posted.
         """
-        for first in range(0, len(batch.lengths), self.channel.max_batch):
+        for piece in batch.split(self.channel.max_batch):
             self.make_room()
             if write.failed or not go_on():
                 return False
-            piece = Descriptors(*(column[first : first + self.channel.max_batch] for column in batch))
             self._posted.append((self.channel.submit(piece), write))
             write.in_flight += 1
         return True

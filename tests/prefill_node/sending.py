@@ -24,6 +24,9 @@ from transfer.routes import NoRoute
 PAGE_SIZE, NUM_PAGES, NUM_SLOTS = 4, 600, 2600
 LAYER_OF_BUFFER = (0, 1, 1)
 """Two layers of items, and the index keys of the second."""
+ITEM_DIM = 1100
+PARTS = 5
+"""Send buffers that one layer of a whole chunk fills, at 4400 bytes per item."""
 CPU = torch.device("cpu")
 
 
@@ -74,7 +77,7 @@ class Sending:
         self, transport: Transport = "tcp", checksums: ChecksumMode = "full", device: torch.device = CPU
     ) -> None:
         rows = NUM_PAGES * PAGE_SIZE
-        self.layers = [torch.rand(rows, dim, device=device) for dim in (144, 144, 8)]
+        self.layers = [torch.rand(rows, dim, device=device) for dim in (ITEM_DIM, ITEM_DIM, 8)]
         source = HostSource(self.layers) if device.type == "cpu" else DeviceSource(self.layers)
         self.target = [torch.zeros(NUM_SLOTS, layer.shape[1]) for layer in self.layers]
         self.channels: dict[str, LateChannel] = {}

@@ -10,7 +10,7 @@ import pytest
 
 from prefill_node.progress import ForwardProgress
 from prefill_node.sender import MAX_SESSIONS
-from tests.prefill_node.sending import CPU, NUM_PAGES, PAGE_SIZE, Sending, wait_until
+from tests.prefill_node.sending import CPU, NUM_PAGES, PAGE_SIZE, PARTS, Sending, wait_until
 from transfer.checksum import verify
 from transfer.messages import Peer, Transport
 from transfer.writer import BATCHES_IN_FLIGHT, TransferError
@@ -30,23 +30,23 @@ def sending() -> Iterator[Sending]:
 def test_every_item_of_every_layer_arrives_at_its_slot(
     transport: Transport, pages: str, slots: str, start: int, stop: int
 ) -> None:
-    """Also from send buffers: each is still being read when the seventh after it is filled."""
+    """Also from send buffers: each is still being read when the fifth after it is filled."""
     sending = Sending(transport)
     chunk = sending.chunk(start=start, stop=stop, pages=pages, slots=slots)
     sent = sending.send(chunk)
     assert sent.error is None
     sending.check_bytes(chunk)
-    assert sent.num_bytes == (stop - start) * (2 * 576 + 32)
+    assert sent.num_bytes == (stop - start) * (2 * 4400 + 32)
     assert sent.num_descriptors == sum(len(batch.lengths) for batch in sending.channel("a").posted)
     assert not verify(sent.checksums, sending.destination().buffers, chunk.slots, NUM_PAGES * PAGE_SIZE)
     assert sum(c.stop - c.start for c in sent.checksums) == 3 * (stop - start)
 
 
 def test_over_tcp_scattered_pages_go_out_in_few_large_descriptors() -> None:
-    """30 us per descriptor: 600 pages of 2304 B would take longer than their bytes."""
+    """30 us per descriptor: 600 pages of 17 KiB would take longer than their bytes."""
     sending = Sending("tcp")
     sent = sending.send(sending.chunk(pages="scattered", slots="contiguous"))
-    assert sent.num_descriptors == 2 * 2 + 1, "two send buffers for each layer of items, one for the keys"
+    assert sent.num_descriptors == 2 * PARTS + 1, "some send buffers for each layer of items, one for the keys"
     assert len(sending.registered) == 1
     again = sending.send(sending.chunk(pages="scattered", slots="contiguous"))
     assert again.error is None
@@ -82,9 +82,9 @@ def test_no_write_is_posted_before_the_device_event_of_its_layer(sending: Sendin
     time.sleep(0.1)
     assert sending.channel("a").posted == []
     progress.layer_done(0)
-    wait_until(lambda: len(sending.channel("a").posted) == 2)
+    wait_until(lambda: len(sending.channel("a").posted) == PARTS)
     time.sleep(0.1)
-    assert len(sending.channel("a").posted) == 2, "the first layer is out while the second computes"
+    assert len(sending.channel("a").posted) == PARTS, "the first layer is out while the second computes"
     progress.layer_done(1)
     assert sending.reports.get(timeout=10).error is None
 
@@ -134,11 +134,11 @@ def test_an_abort_stops_a_chunk_between_batches(sending: Sending) -> None:
     progress.layer_done(0)
     aborted = threading.Event()
     sending.sender.submit(sending.chunk(progress=progress, cancelled=aborted.is_set))
-    wait_until(lambda: len(sending.channel("a").posted) == 2)
+    wait_until(lambda: len(sending.channel("a").posted) == PARTS)
     aborted.set()
     progress.layer_done(1)
     assert sending.reports.get(timeout=10).error == "aborted"
-    assert len(sending.channel("a").posted) == 2
+    assert len(sending.channel("a").posted) == PARTS
 
 
 def test_nothing_is_posted_to_a_decode_node_that_is_not_heard(sending: Sending) -> None:
