@@ -18,7 +18,7 @@ from hisparse.config import HiSparseConfig, parse_config
 from hisparse.coordinator import HiSparseCoordinator
 from hisparse.extents import HostSlots
 from hisparse.sizing import Sizes, describe, plan_sizes
-from hisparse.tiers import build_cpu_tiers
+from hisparse.tiers import build_tiers
 from model.dtypes import resolve_dtype
 from model.loader import load_model, read_spec
 from model.sparse_model import SparseModel
@@ -27,7 +27,6 @@ from prefill_node.chunked import ChunkedPrefill
 from prefill_node.convert import identity, kv_layout
 from prefill_node.pool import PagedKVPool
 from service.config import NodeConfig
-from service.errors import StartupError
 from service.logs import configure_logging
 from service.memory import available_host_bytes, gib, pool_bytes
 from service.shell import NodeShell
@@ -57,7 +56,7 @@ def run_decode_node(config: DecodeConfig) -> None:
     configure_logging(config.log_level, config.log_format, "decode")
     config.check()
     choose_transports(config.transfer_protocol, config.ib_device)
-    device = config.torch_device()
+    device = config.use_device()
     dtype = resolve_dtype(config.model_path, config.dtype)
     spec = read_spec(config.model_path, dtype, config.context_length)
     hisparse = parse_config(config.hisparse_config, spec.index_topk)
@@ -66,8 +65,11 @@ def run_decode_node(config: DecodeConfig) -> None:
         at_end.callback(shell.close)
         model = load_model(config.model_path, dtype, device, config.context_length)
         transports = Transports(config.data_host, config.transfer_protocol, config.ib_device)
-        coordinator = _tiers(
-            _plan(config, hisparse, spec), device, "shm" in transports.offered, config.debug_verify_swap_in
+        coordinator = build_tiers(
+            _plan(config, hisparse, spec, device),
+            device,
+            verify=config.debug_verify_swap_in,
+            shareable="shm" in transports.offered,
         )
         at_end.callback(coordinator.close)
         buffers = buffers_of(coordinator.host)
@@ -121,7 +123,7 @@ def run_decode_node(config: DecodeConfig) -> None:
         node.run()
 
 
-def _plan(config: DecodeConfig, hisparse: HiSparseConfig, spec: ModelSpec) -> Sizes:
+def _plan(config: DecodeConfig, hisparse: HiSparseConfig, spec: ModelSpec, device: torch.device) -> Sizes:
     """Size the tiers and say what was sized to what."""
     sizes = plan_sizes(
         hisparse,
@@ -130,19 +132,12 @@ def _plan(config: DecodeConfig, hisparse: HiSparseConfig, spec: ModelSpec) -> Si
         context_length=spec.context_length,
         index_page_size=config.page_size,
         available_host_bytes=available_host_bytes(),
-        available_device_bytes=pool_bytes(config.torch_device(), config.mem_fraction_static),
+        available_device_bytes=pool_bytes(device, config.mem_fraction_static),
         max_device_slots=config.max_device_slots,
     )
     for line in describe(sizes):
         log.info("sized", what=line)
     return sizes
-
-
-def _tiers(sizes: Sizes, device: torch.device, shareable: bool, verify: bool) -> HiSparseCoordinator:
-    """The KV tiers with the device's swap-in backend. Raises StartupError where there is none."""
-    if device.type != "cpu":
-        raise StartupError(f"--device {device}: this version has a swap-in backend for cpu only")
-    return build_cpu_tiers(sizes, verify, shareable)
 
 
 def _local_prefill(config: DecodeConfig, model: SparseModel, coordinator: HiSparseCoordinator) -> LocalPrefill:

@@ -205,10 +205,9 @@ class Scheduler:
         if not batch:
             return
         self._metrics.decode_batch_size.observe(len(batch))
-        device = self._model.device
         try:
             step = self._coordinator.begin_step([request.request_id for request in batch])
-            newest = torch.tensor([request.generated[-1] for request in batch], device=device)
+            newest = self._coordinator.device.upload([request.generated[-1] for request in batch])
             logits = self._model.decode(newest, step.seq_lens - 1, step)
             step.finish()
         except Exception as error:

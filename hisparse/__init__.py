@@ -7,7 +7,7 @@ from hisparse.layout import KVLayout
 from hisparse.sizing import Sizes, describe, plan_sizes
 from hisparse.step import DecodeStep
 from hisparse.swap_in import StagedKV, SwapInCounters
-from hisparse.tiers import build_cpu_tiers
+from hisparse.tiers import build_cpu_tiers, build_tiers
 
 __all__ = [
     "AppendResult",
@@ -22,6 +22,7 @@ __all__ = [
     "SwapInCounters",
     "Tier",
     "build_cpu_tiers",
+    "build_tiers",
     "describe",
     "parse_config",
     "plan_sizes",

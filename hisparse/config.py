@@ -7,8 +7,6 @@ from hisparse.residency import MAX_DEVICE_BUFFER_SIZE
 from service.errors import StartupError
 
 DEFAULT_HOST_TO_DEVICE_RATIO = 8.0
-DEFAULT_SWAP_IN_BLOCK_SIZE = 512
-"""Threads per block of the swap-in kernel. 8 blocks of 512 reach what PCIe 5 x16 gives (docs/benchmarks.md)."""
 
 
 @dataclass(frozen=True)
@@ -17,14 +15,14 @@ class HiSparseConfig:
 
     device_buffer_size: hot slots of a request, not counting the one extra for its newest token. top_k: positions that
     a layer selects. host_to_device_ratio: host slots / hot slots. host_pool_gib: size of the host pool in GiB.
-    swap_in_block_size: threads per block of the CUDA swap-in kernel.
+    swap_in_block_size: threads per block of the CUDA swap-in kernel; None leaves it to the backend.
     """
 
     device_buffer_size: int
     top_k: int
     host_to_device_ratio: float | None = DEFAULT_HOST_TO_DEVICE_RATIO
     host_pool_gib: float | None = None
-    swap_in_block_size: int = DEFAULT_SWAP_IN_BLOCK_SIZE
+    swap_in_block_size: int | None = None
 
     def __post_init__(self) -> None:
         if self.top_k < 1:
@@ -40,7 +38,7 @@ class HiSparseConfig:
             value = getattr(self, key)
             if value is not None and not 0 < value < float("inf"):
                 raise StartupError(f"hisparse-config: {key} must be positive, found {value}")
-        if self.swap_in_block_size not in (32, 64, 128, 256, 512, 1024):
+        if self.swap_in_block_size not in (None, 32, 64, 128, 256, 512, 1024):
             raise StartupError(
                 "hisparse-config: swap_in_block_size must be a power of two from 32 to 1024, "
                 f"found {self.swap_in_block_size}"
@@ -65,6 +63,7 @@ def parse_config(text: str | None, model_top_k: int) -> HiSparseConfig:
             "leave top_k out"
         )
     ratio, gib = values.get("host_to_device_ratio"), values.get("host_pool_gib")
+    block_size = values.get("swap_in_block_size")
     if ratio is None and gib is None:
         ratio = DEFAULT_HOST_TO_DEVICE_RATIO
     return HiSparseConfig(
@@ -72,7 +71,7 @@ def parse_config(text: str | None, model_top_k: int) -> HiSparseConfig:
         top_k=top_k,
         host_to_device_ratio=ratio,
         host_pool_gib=gib,
-        swap_in_block_size=int(values.get("swap_in_block_size", DEFAULT_SWAP_IN_BLOCK_SIZE)),
+        swap_in_block_size=None if block_size is None else int(block_size),
     )
 
 

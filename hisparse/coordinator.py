@@ -166,9 +166,10 @@ class HiSparseCoordinator:
             if not self._has_room(request):
                 raise StepError(f"request {request_id} has no room for token {request.num_tokens}: append_tokens first")
         device = self.device
-        rows = torch.tensor([request.row for request in requests], device=device.device)
-        newest = torch.tensor([request.num_tokens for request in requests], device=device.device)
-        pages = -(-(max(request.num_tokens for request in requests) + 1) // device.index_page_size)
+        lengths = tuple(request.num_tokens + 1 for request in requests)
+        rows = device.upload([request.row for request in requests])
+        newest = device.upload([request.num_tokens for request in requests])
+        pages = -(-max(lengths) // device.index_page_size)
         newest_page = device.page_table[rows, newest // device.index_page_size]
         batch = StepBatch(
             rows=rows,
@@ -177,7 +178,8 @@ class HiSparseCoordinator:
             newest_index_rows=newest_page * device.index_page_size + newest % device.index_page_size,
             newest_host_slots=device.host_slot_of[rows, newest],
         )
-        self._step = DecodeStep(self, device, tuple(request_ids), batch, device.page_table[rows, :pages], newest + 1)
+        page_table = device.page_table[rows, :pages]
+        self._step = DecodeStep(self, device, tuple(request_ids), batch, page_table, newest + 1, lengths)
         return self._step
 
     def swap_in_selected_pages(self, step: DecodeStep, layer: int, positions: torch.Tensor) -> torch.Tensor:
@@ -267,8 +269,9 @@ class HiSparseCoordinator:
             self._residency.check_integrity(request.row)
 
     def close(self) -> None:
-        """Stop the copy stream and unpin the host pool, which nothing may read or write any more."""
+        """Stop the copy stream and unpin the host pool, which nobody else may read or write any more."""
         self._copy_stream.close()
+        self._backend.drain()
         self.host.close()
 
     # Inside
@@ -321,6 +324,8 @@ class HiSparseCoordinator:
         request = self._request(request_id)
         if self._step is not None and request_id in self._step.request_ids:
             self._abandon_step()
+        # Its host slots change hands: what is backed up to them must not land on a remote write of their next owner.
+        self._backend.drain()
         request.state = move(request_id, request.state, RequestState.GONE)
         del self._running[request_id]
         self.device.free_row(request.row)

@@ -1,5 +1,6 @@
 """The device tier: hot slots, index pages, and one row of tables per running request."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -143,13 +144,20 @@ class DeviceKVPool:
     def set_host_slots(self, row: int, start: int, slots: npt.NDArray[np.int64]) -> None:
         """Record that the positions from `start` on live in these host slots."""
         stop = min(start + len(slots), self.max_context)
-        self.host_slot_of[row, start:stop] = torch.from_numpy(slots[: stop - start]).to(self.device)
+        self.host_slot_of[row, start:stop] = self.upload(slots[: stop - start])
 
     def index_rows(self, row: int, num_tokens: int) -> torch.Tensor:
         """Where a row's first index keys lie in `index_keys.flatten(1, 2)`: int64 [num_tokens]."""
         positions = torch.arange(num_tokens, device=self.device)
         pages = self.page_table[row, positions // self.index_page_size]
         return pages * self.index_page_size + positions % self.index_page_size
+
+    def upload(self, values: Sequence[int] | npt.NDArray[np.int64]) -> torch.Tensor:
+        """int64 [len(values)] on the device, in the order of its work and without waiting for it."""
+        tensor = torch.as_tensor(values, dtype=torch.int64)
+        if self.device.type == "cuda":  # a copy from memory that is not pinned waits until the device has come to it
+            tensor = tensor.pin_memory()
+        return tensor.to(self.device, non_blocking=True)
 
     def check_integrity(self) -> None:
         """Raise SlotAccountingError unless what rows own is exactly what is used, each slot and page once."""
@@ -173,7 +181,7 @@ class DeviceKVPool:
         if num_pages <= owned.num_pages:
             return
         extents = _take(self._pages, num_pages - owned.num_pages)
-        self.page_table[row, owned.num_pages : num_pages] = torch.from_numpy(expand(extents)).to(self.device)
+        self.page_table[row, owned.num_pages : num_pages] = self.upload(expand(extents))
         owned.pages += extents
         owned.num_pages = num_pages
 
@@ -184,7 +192,7 @@ class DeviceKVPool:
         granules = -(-num_hot // HOT_GRANULE)
         wanted = min(granules * HOT_GRANULE, self.device_buffer_size + 1) - owned.num_hot
         extents = _take(self._slots, min(wanted, self._slots.free))
-        slots = torch.from_numpy(expand(extents)).to(self.device)
+        slots = self.upload(expand(extents))
         self.hot_slots[row, owned.num_hot : owned.num_hot + len(slots)] = slots
         owned.hot += extents
         owned.num_hot += len(slots)

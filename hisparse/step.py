@@ -22,12 +22,13 @@ class IndexPages:
     """Paged index keys of a decode batch in one index layer.
 
     keys: [num_pages, page_size, index_dim]. page_table: int64 [batch, max_pages]; entries past a row's length are
-    arbitrary valid pages. seq_lens: int64 [batch], counting the newest token.
+    arbitrary valid pages. seq_lens: int64 [batch], counting the newest token. lengths: the same on the host.
     """
 
     keys: torch.Tensor
     page_table: torch.Tensor
     seq_lens: torch.Tensor
+    lengths: tuple[int, ...]
 
 
 @dataclass
@@ -52,6 +53,7 @@ class DecodeStep:
     batch: StepBatch
     page_table: torch.Tensor
     seq_lens: torch.Tensor
+    lengths: tuple[int, ...]
     plans: dict[int, GroupPlan] = field(default_factory=dict)
 
     @property
@@ -71,7 +73,7 @@ class DecodeStep:
 
     def index_pages(self, index_layer: int) -> IndexPages:
         """The index keys to score against, new tokens included."""
-        return IndexPages(self.device.index_keys[index_layer], self.page_table, self.seq_lens)
+        return IndexPages(self.device.index_keys[index_layer], self.page_table, self.seq_lens, self.lengths)
 
     def swap_in(self, layer: int, positions: torch.Tensor) -> torch.Tensor:
         """Make the selected positions resident; see HiSparseCoordinator.swap_in_selected_pages."""

@@ -65,7 +65,8 @@ class StagedKV:
 class SwapInBackend(Protocol):
     """Carries out what the coordinator decides. All backends agree on every hit, victim and slot.
 
-    Calls other than `stage` take effect in the order in which they are made.
+    Calls other than `stage` take effect in the order in which they are made, on the device: whoever reads or writes the
+    host tier without regard to that order, as remote writers do, comes after a `drain`.
     """
 
     def resolve(self, index_layer: int, batch: StepBatch, positions: torch.Tensor) -> SwapInPlan:
@@ -95,7 +96,13 @@ class SwapInBackend(Protocol):
         """
         ...
 
-    def counters(self) -> SwapInCounters: ...
+    def drain(self) -> None:
+        """Return when all that was asked for so far, `stage` aside, has been carried out."""
+        ...
+
+    def counters(self) -> SwapInCounters:
+        """What was counted so far; what is not carried out yet may be missing. Any thread may ask."""
+        ...
 
 
 class CpuSwapIn:
@@ -147,6 +154,9 @@ class CpuSwapIn:
         for tier, pages in ((self._host.kv, staged.kv_rows), (self._host.index_keys, staged.index_rows)):
             for layer, rows in enumerate(pages):
                 tier[layer].index_copy_(0, host_slots, rows.index_select(0, staged.rows))
+
+    def drain(self) -> None:
+        """Every call has been carried out when it returns."""
 
     def counters(self) -> SwapInCounters:
         return SwapInCounters(self._hits, self._misses, self._bytes)

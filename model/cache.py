@@ -4,6 +4,7 @@ The model knows layers and projections; it does not know where KV lives. It writ
 a prefill cache maps positions to rows itself (pages), a decode cache returns the rows to attend to after swap-in.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -41,6 +42,11 @@ class IndexPages(Protocol):
     @property
     def seq_lens(self) -> torch.Tensor:
         """int64 [batch], counting the newest token, whose key is already stored."""
+        ...
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        """`seq_lens` on the host, so that nobody has to wait for the device to know them."""
         ...
 
 

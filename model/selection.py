@@ -39,10 +39,10 @@ def select_for_prompt(index: IndexInputs, keys: torch.Tensor, start: int, prompt
 def select_for_decode(index: IndexInputs, pages: IndexPages, topk: int) -> torch.Tensor:
     """Select for one query of each request of a batch, over the request's whole sequence.
 
-    Returns int64 positions [batch, min(topk, longest sequence)], best first; -1 where a sequence is shorter. Reads the
-    sequence lengths on the host: each row is scored over exactly its own length.
+    Returns int64 positions [batch, min(topk, longest sequence)], best first; -1 where a sequence is shorter. Each row
+    is scored over exactly its own length.
     """
-    lengths: list[int] = pages.seq_lens.tolist()
+    lengths = pages.lengths
     page_size = pages.keys.shape[1]
     selections = pages.page_table.new_full((len(lengths), min(topk, max(lengths))), -1)
     for row, length in enumerate(lengths):

@@ -52,6 +52,16 @@ class NodeConfig:
             raise StartupError(f"--device {self.device}: this machine has {torch.cuda.device_count()} CUDA devices")
         return device
 
+    def use_device(self) -> torch.device:
+        """The device, from now on also the one that this thread's pinned memory and kernel launches are meant for.
+
+        Raises StartupError if there is no such device.
+        """
+        device = self.torch_device()
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        return device
+
     def check(self) -> None:
         """Raises StartupError for values that no machine could serve."""
         for name in ("page_size", "chunked_prefill_size"):

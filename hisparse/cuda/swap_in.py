@@ -53,7 +53,7 @@ class CudaSwapIn:
 
     `resolve` also fetches the first layer of the index layer's group, which the coordinator asks for next: copies start
     as soon as the misses are known. The group's other layers replay the plan. Nothing waits for the device except
-    `counters`, and what a plan holds comes from torch's allocator, so a step may be captured in a CUDA graph.
+    `drain`, and what a plan holds comes from torch's allocator, so a step may be captured in a CUDA graph.
 
     A batch may have padding: rows (or newest positions) below 0. Rows and newest positions may be int32 or int64, and
     so may selected positions.
@@ -84,6 +84,7 @@ class CudaSwapIn:
         self._top_k = top_k
         self.block_size = block_size or default_block_size(top_k)
         self._counters = torch.zeros(4, dtype=torch.int64, device=self._on)
+        self._reading = torch.cuda.Stream(self._on)  # type: ignore[no-untyped-call]
         self._aligned = _aligned(self._layout.item_bytes, host.kv, device.kv)
         self._items = ItemCopier(self._layout.item_bytes, self._on, self._aligned)
         key_bytes = self._layout.index_key_bytes
@@ -184,7 +185,8 @@ class CudaSwapIn:
 
     def stage(self, staged: StagedKV, host_slots: torch.Tensor) -> None:
         """See SwapInBackend. Runs on torch's current stream, which the copy stream's owner makes current."""
-        to_slots = host_slots.to(self._on)
+        # A copy from memory that is not pinned would hold the caller up until the stream has come to it.
+        to_slots = host_slots.pin_memory().to(self._on, non_blocking=True)
         for copier, tier, pages in (
             (self._items, self._host.kv, staged.kv_rows),
             (self._index_keys, self._host.index_keys, staged.index_rows),
@@ -193,9 +195,16 @@ class CudaSwapIn:
                 source, target = Items(rows.contiguous().data_ptr()), Items(tier[layer].data_ptr())
                 copier.copy(source, target, staged.rows, to_slots)
 
+    def drain(self) -> None:
+        torch.cuda.current_stream(self._on).synchronize()
+
     def counters(self) -> SwapInCounters:
-        """Totals so far; waits for the launches of the current stream. Raises SwapInViolationError if there was one."""
-        hits, misses, num_bytes, violations = self._counters.tolist()
+        """See SwapInBackend. Raises SwapInViolationError if there was one.
+
+        Read on a stream of their own, so that a scrape neither waits for the launches of a step nor comes between them.
+        """
+        with torch.cuda.stream(self._reading):
+            hits, misses, num_bytes, violations = self._counters.tolist()
         if violations:
             raise SwapInViolationError(
                 f"{violations} selected positions lay beyond the newest, or were missing and had no host or hot slot"

@@ -64,6 +64,7 @@ def test_defaults_come_from_the_model() -> None:
     config = parse_config(None, model_top_k=256)
     assert (config.top_k, config.device_buffer_size, config.host_to_device_ratio) == (256, 512, 8)
     assert config.host_pool_gib is None
+    assert config.swap_in_block_size is None
 
 
 def test_with_memory_enough_every_running_request_has_a_full_buffer() -> None:

@@ -244,10 +244,15 @@ class Walk:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_after_any_walk_every_pool_is_exactly_as_full_as_at_start(seed: int) -> None:
+    walk_and_leave_nothing(seed, turns=250)
+
+
+def walk_and_leave_nothing(seed: int, turns: int, on: str = "cpu") -> None:
     rng = random.Random(seed)
-    with tiers(num_host_slots=rng.choice([90, 200]), num_device_slots=30, num_index_pages=24, max_requests=5) as t:
+    sizes = {"num_device_slots": 30, "num_index_pages": 24, "max_requests": 5}
+    with tiers(num_host_slots=rng.choice([90, 200]), **sizes, on=on) as t:
         walk = Walk(t, rng)
-        for _ in range(250):
+        for _ in range(turns):
             action = rng.choices(["admit", "step", "finish", "retract", "resume", "drop"], [2, 8, 1, 1, 2, 0.2])[0]
             if action == "admit":
                 walk.admit()

@@ -7,12 +7,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hisparse import DecodeStep, HiSparseCoordinator, HostSlots, KVLayout
-from hisparse.copy_stream import CpuCopyStream
+from hisparse import DecodeStep, HiSparseConfig, HiSparseCoordinator, HostSlots, KVLayout, Sizes, build_tiers
+from hisparse.copy_stream import CopyStream
 from hisparse.device_pool import DeviceKVPool
 from hisparse.host_pool import HostKVPool
-from hisparse.residency import Residency
-from hisparse.swap_in import CpuSwapIn, StagedKV
+from hisparse.swap_in import StagedKV
 
 LAYOUT = KVLayout(num_layers=5, index_layer_of=(0, 1, 1, 1, 2), item_dim=3, index_dim=2, dtype=torch.float32)
 TOP_K = 4
@@ -37,7 +36,7 @@ class Tiers:
     coordinator: HiSparseCoordinator
     host: HostKVPool
     device: DeviceKVPool
-    stream: CpuCopyStream
+    stream: CopyStream
     seeds: dict[str, int] = field(default_factory=dict)
     staged_slots: dict[str, HostSlots] = field(default_factory=dict)
 
@@ -67,16 +66,18 @@ class Tiers:
         """Decode one token for each request. With `break_at_layer` the model fails before that layer's swap-in."""
         assert not self.coordinator.append_tokens(request_ids).short_of
         step = self.coordinator.begin_step(request_ids)
+        on = self.device.device
         positions = torch.empty(0)
         for layer, index_layer in enumerate(LAYOUT.index_layer_of):
-            newest = [int(n) - 1 for n in step.seq_lens]
+            newest = [length - 1 for length in step.lengths]
             seeds = [self.seeds[request_id] for request_id in request_ids]
-            step.append(layer, torch.tensor([item(s, layer, n) for s, n in zip(seeds, newest, strict=True)]))
+            items = [item(s, layer, n) for s, n in zip(seeds, newest, strict=True)]
+            step.append(layer, torch.tensor(items, device=on))
             if layer == 0 or LAYOUT.index_layer_of[layer - 1] != index_layer:
                 keys = [index_key(s, index_layer, n) for s, n in zip(seeds, newest, strict=True)]
-                step.append_index_keys(index_layer, torch.tensor(keys))
+                step.append_index_keys(index_layer, torch.tensor(keys, device=on))
                 self.check_index_pages(step, index_layer, seeds, newest)
-                positions = torch.tensor([select(rng, n) for n in newest])
+                positions = torch.tensor([select(rng, n) for n in newest], device=on)
             if layer == break_at_layer:
                 return False
             slots = step.swap_in(layer, positions)
@@ -117,7 +118,7 @@ def select(rng: random.Random, newest: int) -> list[int]:
 class Pages:
     """A prompt in device pages of this node, which must be given back exactly once."""
 
-    def __init__(self, seed: int, num_tokens: int) -> None:
+    def __init__(self, seed: int, num_tokens: int, on: str = "cpu") -> None:
         self.released = 0
         rows = torch.randperm(num_tokens)
         kv = torch.zeros(LAYOUT.num_layers, num_tokens, LAYOUT.item_dim)
@@ -126,7 +127,7 @@ class Pages:
             kv[layer][rows] = torch.tensor([item(seed, layer, p) for p in range(num_tokens)])
         for layer in range(LAYOUT.num_index_layers):
             keys[layer][rows] = torch.tensor([index_key(seed, layer, p) for p in range(num_tokens)])
-        self.staged = StagedKV(list(kv), list(keys), rows, self.release)
+        self.staged = StagedKV(list(kv.to(on)), list(keys.to(on)), rows.to(on), self.release)
 
     def release(self) -> None:
         self.released += 1
@@ -134,21 +135,24 @@ class Pages:
 
 @contextmanager
 def tiers(
-    num_host_slots: int = 256, num_device_slots: int = 64, num_index_pages: int = 64, max_requests: int = 8
+    num_host_slots: int = 256,
+    num_device_slots: int = 64,
+    num_index_pages: int = 64,
+    max_requests: int = 8,
+    on: str = "cpu",
 ) -> Iterator[Tiers]:
-    host = HostKVPool(LAYOUT, num_host_slots, pin=False)
-    device = DeviceKVPool(
-        LAYOUT,
-        num_slots=num_device_slots,
-        num_index_pages=num_index_pages,
-        index_page_size=PAGE,
+    sizes = Sizes(
+        config=HiSparseConfig(device_buffer_size=HOT, top_k=TOP_K),
+        layout=LAYOUT,
         max_requests=max_requests,
         max_context=CONTEXT,
-        device_buffer_size=HOT,
-        device="cpu",
+        index_page_size=PAGE,
+        num_host_slots=num_host_slots,
+        num_device_slots=num_device_slots,
+        asked_device_slots=num_device_slots,
+        num_index_pages=num_index_pages,
+        table_bytes=0,
     )
-    residency = Residency(LAYOUT.num_index_layers, max_requests, CONTEXT, HOT, torch.device("cpu"))
-    stream = CpuCopyStream()
-    coordinator = HiSparseCoordinator(host, device, residency, CpuSwapIn(host, device, residency), stream, verify=True)
-    yield Tiers(coordinator, host, device, stream)
+    coordinator = build_tiers(sizes, torch.device(on), verify=True)
+    yield Tiers(coordinator, coordinator.host, coordinator.device, coordinator._copy_stream)
     coordinator.close()

@@ -51,7 +51,11 @@ class BatchIndexPages:
 
     keys: torch.Tensor
     page_table: torch.Tensor
-    seq_lens: torch.Tensor
+    lengths: Sequence[int]
+
+    @property
+    def seq_lens(self) -> torch.Tensor:
+        return torch.tensor(self.lengths)
 
 
 class ResidentBatch:
@@ -61,7 +65,7 @@ class ResidentBatch:
         self._pool = pool
         self._requests = requests
         self._newest = torch.cat([r.rows(p, p + 1) for r, p in zip(requests, positions, strict=True)])
-        self._seq_lens = torch.tensor(positions) + 1
+        self._lengths = [position + 1 for position in positions]
         longest = max(len(request.pages) for request in requests)
         self._page_table = torch.zeros((len(requests), longest), dtype=torch.int64)
         for row, request in enumerate(requests):
@@ -75,10 +79,10 @@ class ResidentBatch:
 
     def index_pages(self, index_layer: int) -> BatchIndexPages:
         keys = self._pool.keys[index_layer].view(-1, self._pool.page_size, self._pool.keys.shape[-1])
-        return BatchIndexPages(keys, self._page_table, self._seq_lens)
+        return BatchIndexPages(keys, self._page_table, self._lengths)
 
     def swap_in(self, layer: int, positions: torch.Tensor) -> torch.Tensor:
-        assert (positions < self._seq_lens.unsqueeze(1)).all()
+        assert (positions < torch.tensor(self._lengths).unsqueeze(1)).all()
         size = self._pool.page_size
         chosen = positions.clamp(min=0)
         rows = self._page_table.gather(1, chosen // size) * size + chosen % size

@@ -68,7 +68,7 @@ def test_a_decoded_token_selects_the_best_positions_of_its_own_sequence(
     page_table = torch.randperm(num_pages, generator=generator).view(len(lengths), -1)
     pool = torch.randn(num_pages, page_size, DIM, generator=generator)
 
-    pages = BatchIndexPages(pool, page_table, torch.tensor(lengths))
+    pages = BatchIndexPages(pool, page_table, lengths)
     selected = select_for_decode(index, pages, topk)
 
     assert selected.shape == (len(lengths), min(topk, max(lengths)))
