@@ -89,7 +89,8 @@ struct Clock {
         if (misses > total.clear()) {
             const int rank = total.clear() + before.set();
             const int second_lap = min(max(misses - rank, 0), __popc(set));
-            return (bits.referenced & part & ~set) | taken | evict(word, set, second_lap, rank);
+            evict(word, set, second_lap, rank);
+            return bits.referenced & part & ~set;
         }
         // The hand stops behind the last victim: if that is in this part, what is above it is not passed.
         u32 passed = 0;
@@ -98,7 +99,7 @@ struct Clock {
         } else if (first_lap > 0) {
             passed = set & (0x7fffffffu >> __clz(taken));
         }
-        return (bits.referenced & part & ~passed) | taken;
+        return bits.referenced & part & ~passed;
     }
 
     // Walk over each lane's word. before: the kinds in words before it. Returns its reference bits afterwards.

@@ -18,7 +18,9 @@ simply no longer resident. Other selected positions are looked up:
    are victims, in that order, until there are m; an empty hot index has bit 0. Those with bit 1 that are passed before
    the m-th victim lose the bit. If one revolution did not give m victims, a second one from the same starting point
    takes the rest, in order, from those that lost their bit in the first. What was filled in the first is not taken.
-4. The i-th distinct miss takes the i-th victim, whose old position is no longer resident; its bit is set.
+4. The i-th distinct miss takes the i-th victim, whose old position is no longer resident. Its bit is 0: a position
+   has to be selected again to be spared by the hand, so what is selected once goes first. (With the bit set, as in the
+   original, the hit rate was up to 4 points lower on traces that favour recent positions.)
 5. The hand moves to just after the m-th victim. With m = 0 it stays and no bit is lost.
 
 As hits and distinct misses together are at most H, victims always suffice. In parallel form the rank of a victim is a
@@ -170,7 +172,7 @@ class Residency:
         last = (unprotected & (rank == wanted - 1)).int().argmax(1)
 
         passed = second_lap & ((offset < last[:, None]) | (wanted > in_first_lap))
-        self.referenced[index_layer, rows[:, None], clock] = (bit & ~passed) | victim
+        self.referenced[index_layer, rows[:, None], clock] = bit & ~passed
         self.hand[index_layer, rows] = ((clock[:, 0] + last + 1) % size).to(self.hand.dtype)
 
         before = wanted.cumsum(0) - wanted

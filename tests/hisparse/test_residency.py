@@ -42,7 +42,6 @@ class SequentialClock:
         victims = self._victims(len(misses), protected)
         for position, victim in zip(misses, victims, strict=True):
             self.position_at[victim] = position
-            self.referenced[victim] = True
         resident = {p: hot for hot, p in enumerate(self.position_at) if p >= 0}
         hot = [-1 if p == -1 else self.size if p == newest else resident[p] for p in positions]
         return hot, list(zip(misses, victims, strict=True))
