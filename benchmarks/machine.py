@@ -14,6 +14,7 @@ _PACKAGES = (
     "nixl",
     "numpy",
     "torch",
+    "triton",
 )
 
 

@@ -1,4 +1,4 @@
-"""Multi-head latent attention over selected rows of a KV pool, computed in latent space.
+"""The projections of multi-head latent attention, which is computed in latent space.
 
 Keys and values of all heads are linear maps of one cached latent per token. Instead of expanding the latent, the key
 map is absorbed into the query and the value map is applied to the attention output (DeepSeek-V2, arXiv:2405.04434,
@@ -11,9 +11,6 @@ from typing import Any
 import torch
 
 from model.rope import Rope
-
-# Bounds the gathered items of one block of queries, so that memory does not grow with the length of a chunk.
-GATHER_BLOCK_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -63,32 +60,3 @@ class LatentAttention:
         """Map each head's attended latent, shape [N, heads, latent_dim], to hidden states [N, hidden_size]."""
         values = torch.einsum("nhr,hvr->nhv", latents, self._value_map)
         return self._module.o_proj(values.flatten(1))  # type: ignore[no-any-return]
-
-
-def attend_rows(
-    queries: torch.Tensor, kv: torch.Tensor, rows: torch.Tensor, scaling: float, latent_dim: int
-) -> torch.Tensor:
-    """Attend each query to its own rows of a pool.
-
-    queries: [N, heads, item_dim]. kv: [num_rows, item_dim]. rows: int64 [N, k], -1 where there is none; the first of
-    a query's rows must exist. Returns the attended latents, [N, heads, latent_dim], in the dtype of the queries.
-    """
-    bytes_per_query = max(1, rows.shape[1] * kv.shape[1] * kv.element_size())
-    block = max(1, GATHER_BLOCK_BYTES // bytes_per_query)
-    attended = [
-        _attend_block(queries[begin : begin + block], kv, rows[begin : begin + block], scaling, latent_dim)
-        for begin in range(0, len(rows), block)
-    ]
-    return torch.cat(attended)
-
-
-def _attend_block(
-    queries: torch.Tensor, kv: torch.Tensor, rows: torch.Tensor, scaling: float, latent_dim: int
-) -> torch.Tensor:
-    absent = rows < 0
-    # An absent row gets no weight, but zero times whatever an unused row holds may be NaN: read a row that exists.
-    items = kv[torch.where(absent, rows[:, :1], rows)]
-    scores = torch.bmm(queries, items.transpose(1, 2)).float() * scaling
-    scores = scores.masked_fill(absent.unsqueeze(1), float("-inf"))
-    weights = scores.softmax(dim=-1).to(queries.dtype)
-    return torch.bmm(weights, items[..., :latent_dim])

@@ -41,12 +41,12 @@ class IndexPages(Protocol):
 
     @property
     def seq_lens(self) -> torch.Tensor:
-        """int64 [batch], counting the newest token, whose key is already stored."""
+        """int64 [batch], counting the newest token, whose key is already stored; 0 for padding."""
         ...
 
     @property
-    def lengths(self) -> Sequence[int]:
-        """`seq_lens` on the host, so that nobody has to wait for the device to know them."""
+    def lengths(self) -> Sequence[int] | None:
+        """`seq_lens` on the host, so that nobody has to wait for the device; None where only the device knows them."""
         ...
 
 

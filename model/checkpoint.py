@@ -25,7 +25,8 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise StartupError(f"{path} does not exist") from None
+        missing = path.name if path.parent.is_dir() else "such directory"
+        raise StartupError(f"--model-path {path.parent}: no {missing}; give a Hugging Face checkpoint") from None
     except (OSError, ValueError) as error:
         raise StartupError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(content, dict):

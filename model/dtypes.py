@@ -16,8 +16,6 @@ def resolve_dtype(path: Path, name: str) -> torch.dtype:
     Raises StartupError for dtypes that are not served.
     """
     if name == "auto":
-        if not path.is_dir():
-            raise StartupError(f"model directory {path} does not exist")
         config = read_json(path / "config.json")
         name = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
     if name not in DTYPES:

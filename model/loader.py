@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from model.backends.protocol import AttentionBackend
+from model.backends.torch_backend import TorchBackend
 from model.checkpoint import fingerprint, read_json, weight_files
 from model.sparse_model import SparseModel
 from model.spec import ModelSpec
@@ -20,8 +22,6 @@ def read_spec(path: Path, dtype: torch.dtype, context_length: int | None = None)
     `context_length` defaults to all that the model was made for. Raises StartupError where the directory is not a
     complete checkpoint of a supported model.
     """
-    if not path.is_dir():
-        raise StartupError(f"model directory {path} does not exist")
     raw = read_json(path / "config.json")
     config = _parse_config(path, raw)
     if context_length is None:
@@ -36,6 +36,7 @@ def read_spec(path: Path, dtype: torch.dtype, context_length: int | None = None)
         num_layers=config.num_hidden_layers,
         index_layer_of=_index_layer_of(path, config),
         item_dim=config.kv_lora_rank + config.qk_rope_head_dim,
+        latent_dim=config.kv_lora_rank,
         index_dim=config.index_head_dim,
         index_topk=config.index_topk,
         vocab_size=config.vocab_size,
@@ -46,8 +47,16 @@ def read_spec(path: Path, dtype: torch.dtype, context_length: int | None = None)
     )
 
 
-def load_model(path: Path, dtype: torch.dtype, device: torch.device, context_length: int | None = None) -> SparseModel:
+def load_model(
+    path: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    context_length: int | None = None,
+    backend: AttentionBackend | None = None,
+) -> SparseModel:
     """Load a checkpoint's weights, converted to `dtype`, onto a device. Never reaches the network.
+
+    `backend` computes attention; by default torch does.
 
     Raises StartupError for what `read_spec` refuses, and where weights are missing or have other shapes.
     """
@@ -65,7 +74,7 @@ def load_model(path: Path, dtype: torch.dtype, device: torch.device, context_len
         found = layer.self_attn.kv_b_proj.weight.dtype
         if found != dtype:
             raise StartupError(f"{path} has kv_b_proj weights of {found}: quantised ones are not supported")
-    return SparseModel(network.requires_grad_(False).eval().to(device), spec)
+    return SparseModel(network.requires_grad_(False).eval().to(device), spec, backend or TorchBackend())
 
 
 def _parse_config(path: Path, raw: dict[str, Any]) -> Any:

@@ -10,10 +10,9 @@ from typing import Protocol
 
 import torch
 
-from model.attention import attend_rows
+from model.backends.protocol import AttentionBackend
 from model.cache import DecodeCache, PrefillCache
 from model.indexer import IndexInputs
-from model.selection import select_for_decode, select_for_prompt
 
 
 @dataclass(frozen=True)
@@ -57,8 +56,8 @@ class ForwardPass(Protocol):
 class PrefillPass:
     """Chunks of several prompts, whose tokens are concatenated in the order of the chunks."""
 
-    def __init__(self, chunks: Sequence[PrefillChunk], topk: int) -> None:
-        self._requests = [_PrefillRequest(chunk, topk) for chunk in chunks]
+    def __init__(self, chunks: Sequence[PrefillChunk], topk: int, backend: AttentionBackend) -> None:
+        self._requests = [_PrefillRequest(chunk, topk, backend) for chunk in chunks]
         self._lengths = [len(chunk.token_ids) for chunk in chunks]
 
     def attend(self, inputs: LayerInputs) -> torch.Tensor:
@@ -70,9 +69,10 @@ class PrefillPass:
 
 
 class _PrefillRequest:
-    def __init__(self, chunk: PrefillChunk, topk: int) -> None:
+    def __init__(self, chunk: PrefillChunk, topk: int, backend: AttentionBackend) -> None:
         self._chunk = chunk
         self._topk = topk
+        self._backend = backend
         self._rows = chunk.cache.rows(0, chunk.stop)
         self._new_rows = self._rows[chunk.start :]
         self._selected_rows: torch.Tensor | None = None
@@ -84,23 +84,25 @@ class _PrefillRequest:
             self._selected_rows = self._select(inputs.index_layer, inputs.index, tokens)
         assert self._selected_rows is not None, "the first layer has an indexer"
         queries = inputs.queries[tokens]
-        return attend_rows(queries, kv, self._selected_rows, inputs.scaling, inputs.latent_dim)
+        return self._backend.attend_rows(queries, kv, self._selected_rows, inputs.scaling, inputs.latent_dim)
 
     def _select(self, index_layer: int, index: IndexInputs, tokens: slice) -> torch.Tensor:
         chunk = self._chunk
         mine = IndexInputs(index.queries[tokens], index.head_weights[tokens], index.keys[tokens])
         pool = chunk.cache.index_keys(index_layer)
         pool[self._new_rows] = mine.keys
-        positions = select_for_prompt(mine, pool[self._rows], chunk.start, chunk.prompt_len, self._topk)
+        keys = pool[self._rows]
+        positions = self._backend.select_for_prompt(mine, keys, chunk.start, chunk.prompt_len, self._topk)
         return torch.where(positions < 0, -1, self._rows[positions.clamp(min=0)])
 
 
 class DecodePass:
     """One new token of each request of a batch."""
 
-    def __init__(self, cache: DecodeCache, topk: int) -> None:
+    def __init__(self, cache: DecodeCache, topk: int, backend: AttentionBackend) -> None:
         self._cache = cache
         self._topk = topk
+        self._backend = backend
         self._positions: torch.Tensor | None = None
 
     def attend(self, inputs: LayerInputs) -> torch.Tensor:
@@ -109,8 +111,9 @@ class DecodePass:
         if inputs.index is not None:
             cache.append_index_keys(inputs.index_layer, inputs.index.keys)
             pages = cache.index_pages(inputs.index_layer)
-            self._positions = select_for_decode(inputs.index, pages, self._topk)
+            self._positions = self._backend.select_for_decode(inputs.index, pages, self._topk)
         assert self._positions is not None, "the first layer has an indexer"
         # Also where the positions are shared: each layer has items of its own to fetch.
         rows = cache.swap_in(inputs.layer, self._positions)
-        return attend_rows(inputs.queries, cache.kv(inputs.layer), rows, inputs.scaling, inputs.latent_dim)
+        kv = cache.kv(inputs.layer)
+        return self._backend.attend_rows(inputs.queries, kv, rows, inputs.scaling, inputs.latent_dim)

@@ -4,12 +4,14 @@ The weights, norms, MLPs, mixture of experts and rotary angles are those of the 
 decoder layers and caches are not used: KV lives in pools that the caller owns, and only selected rows are read.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from model.attention import LatentAttention
+from model.backends.protocol import AttentionBackend
 from model.cache import DecodeCache
 from model.indexer import Indexer
 from model.passes import DecodePass, ForwardPass, LayerInputs, PrefillChunk, PrefillPass
@@ -20,10 +22,11 @@ from model.spec import ModelSpec
 class SparseModel:
     """Runs a loaded transformers `deepseek_v32` or `glm_moe_dsa` causal language model."""
 
-    def __init__(self, network: Any, spec: ModelSpec) -> None:
+    def __init__(self, network: Any, spec: ModelSpec, backend: AttentionBackend) -> None:
         self.spec = spec
         self.device: torch.device = network.device
         self._network = network
+        self._backend = backend
         interleaved = spec.model_type == "glm_moe_dsa"
         self._layers = [_Layer(module, interleaved) for module in network.model.layers]
 
@@ -36,7 +39,8 @@ class SparseModel:
         """
         token_ids = torch.cat([chunk.token_ids for chunk in chunks])
         positions = torch.cat([torch.arange(chunk.start, chunk.stop, device=self.device) for chunk in chunks])
-        hidden = self._forward(token_ids, positions, PrefillPass(chunks, self.spec.index_topk), on_layer)
+        forward_pass = PrefillPass(chunks, self.spec.index_topk, self._backend)
+        hidden = self._forward(token_ids, positions, forward_pass, on_layer)
         ends = torch.tensor([len(chunk.token_ids) for chunk in chunks], device=self.device).cumsum(0)
         return self._logits(hidden[ends - 1])
 
@@ -46,8 +50,23 @@ class SparseModel:
 
         Returns float32 logits, shape [batch, vocab_size].
         """
-        hidden = self._forward(token_ids, positions, DecodePass(cache, self.spec.index_topk))
+        hidden = self._forward(token_ids, positions, DecodePass(cache, self.spec.index_topk, self._backend))
         return self._logits(hidden)
+
+    @contextmanager
+    def recordable(self) -> Iterator[None]:
+        """While it lasts, `decode` waits for nothing, so that it can be recorded in a CUDA graph.
+
+        torch multiplies grouped matrices of other dtypes than bfloat16 one by one, and waits to know their sizes. The
+        library's other way, which gathers the weights of each token's experts, takes its place there.
+        """
+        chosen = self._network.config._experts_implementation
+        if self.spec.dtype != torch.bfloat16:
+            self._network.set_experts_implementation("batched_mm")
+        try:
+            yield
+        finally:
+            self._network.set_experts_implementation(chosen)
 
     def _forward(
         self,

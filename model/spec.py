@@ -10,7 +10,8 @@ class ModelSpec:
     """Shapes of a sparse-attention model's KV and the identity of its weights.
 
     A *layer* stores one KV item per token: the normed latent (kv_lora_rank) followed by the roped key
-    (qk_rope_head_dim). An *index layer* is a layer with an indexer of its own; it stores one index key per token.
+    (qk_rope_head_dim): `latent_dim` of its `item_dim` elements. An *index layer* is a layer with an indexer of its own;
+    it stores one index key per token.
     `index_layer_of[layer]` is the index layer whose selection the layer uses: its own, or the previous one's where
     the checkpoint shares selections between layers.
     """
@@ -19,6 +20,7 @@ class ModelSpec:
     num_layers: int
     index_layer_of: tuple[int, ...]
     item_dim: int
+    latent_dim: int
     index_dim: int
     index_topk: int
     vocab_size: int

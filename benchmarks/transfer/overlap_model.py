@@ -19,6 +19,7 @@ def spec(tokens: int) -> ModelSpec:
         num_layers=LAYERS,
         index_layer_of=tuple(range(LAYERS)),
         item_dim=576,
+        latent_dim=512,
         index_dim=128,
         index_topk=2048,
         vocab_size=VOCAB,

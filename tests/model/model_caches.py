@@ -51,11 +51,8 @@ class BatchIndexPages:
 
     keys: torch.Tensor
     page_table: torch.Tensor
-    lengths: Sequence[int]
-
-    @property
-    def seq_lens(self) -> torch.Tensor:
-        return torch.tensor(self.lengths)
+    seq_lens: torch.Tensor
+    lengths: Sequence[int] | None
 
 
 class ResidentBatch:
@@ -79,7 +76,7 @@ class ResidentBatch:
 
     def index_pages(self, index_layer: int) -> BatchIndexPages:
         keys = self._pool.keys[index_layer].view(-1, self._pool.page_size, self._pool.keys.shape[-1])
-        return BatchIndexPages(keys, self._page_table, self._lengths)
+        return BatchIndexPages(keys, self._page_table, torch.tensor(self._lengths), self._lengths)
 
     def swap_in(self, layer: int, positions: torch.Tensor) -> torch.Tensor:
         assert (positions < torch.tensor(self._lengths).unsqueeze(1)).all()

@@ -10,8 +10,7 @@ import torch
 from model_caches import Session
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from model import attention as model_attention
-from model import selection as model_selection
+from model.backends import torch_backend
 from model.loader import load_model
 from model.sparse_model import SparseModel
 
@@ -71,8 +70,8 @@ def test_one_call_may_hold_chunks_at_different_places_of_their_prompts(
 def test_results_do_not_depend_on_the_memory_budget(
     model: SparseModel, prompts: list[torch.Tensor], expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_attention, "GATHER_BLOCK_BYTES", 100_000)
-    monkeypatch.setattr(model_selection, "SCORE_BLOCK_BYTES", 300_000)
+    monkeypatch.setattr(torch_backend, "GATHER_BLOCK_BYTES", 100_000)
+    monkeypatch.setattr(torch_backend, "SCORE_BLOCK_BYTES", 300_000)
     assert Session(model, prompts[3:5], 4).generate(4, 128) == [tokens[:4] for tokens in expected[3:5]]
 
 

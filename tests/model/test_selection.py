@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_caches import BatchIndexPages
 
+from model.backends.torch_backend import TorchBackend
 from model.indexer import IndexInputs
-from model.selection import select_for_decode, select_for_prompt
 
 HEADS, DIM = 16, 8
 
@@ -40,7 +40,7 @@ def test_a_prompt_token_selects_the_best_positions_up_to_its_own(
     stop = max(start + 1, int(max(cuts) * prompt_len))
     chunk = IndexInputs(whole.queries[start:stop], whole.head_weights[start:stop], whole.keys[start:stop])
 
-    selected = select_for_prompt(chunk, whole.keys[:stop], start, prompt_len, topk)
+    selected = TorchBackend().select_for_prompt(chunk, whole.keys[:stop], start, prompt_len, topk)
 
     assert selected.shape == (stop - start, min(topk, prompt_len))
     for row, position in zip(selected.tolist(), range(start, stop), strict=True):
@@ -56,10 +56,11 @@ def test_a_prompt_token_selects_the_best_positions_up_to_its_own(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=5),
     topk=st.integers(1, 50),
     page_size=st.sampled_from([1, 4, 16]),
+    host_knows=st.booleans(),
     seed=st.integers(0, 99),
 )
 def test_a_decoded_token_selects_the_best_positions_of_its_own_sequence(
-    lengths: list[int], topk: int, page_size: int, seed: int
+    lengths: list[int], topk: int, page_size: int, host_knows: bool, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     index = index_inputs(generator, len(lengths))
@@ -68,15 +69,23 @@ def test_a_decoded_token_selects_the_best_positions_of_its_own_sequence(
     page_table = torch.randperm(num_pages, generator=generator).view(len(lengths), -1)
     pool = torch.randn(num_pages, page_size, DIM, generator=generator)
 
-    pages = BatchIndexPages(pool, page_table, lengths)
-    selected = select_for_decode(index, pages, topk)
+    pages = BatchIndexPages(pool, page_table, torch.tensor(lengths), lengths if host_knows else None)
+    selected = TorchBackend().select_for_decode(index, pages, topk)
 
-    assert selected.shape == (len(lengths), min(topk, max(lengths)))
+    assert selected.shape == (len(lengths), min(topk, max(lengths) if host_knows else pages_per_request * page_size))
     for row, length in enumerate(lengths):
         keys = pool[page_table[row]].flatten(0, 1)[:length]
         best = best_positions(index.queries[row], index.head_weights[row], keys, topk)
         assert set(selected[row, : len(best)].tolist()) == best
         assert (selected[row, len(best) :] == -1).all()
+
+
+def test_padding_selects_nothing() -> None:
+    index = index_inputs(torch.Generator().manual_seed(0), 2)
+    pages = BatchIndexPages(torch.randn(6, 4, DIM), torch.tensor([[0, 1], [3, 0]]), torch.tensor([7, 0]), None)
+    selected = TorchBackend().select_for_decode(index, pages, 5)
+    assert (selected[0] >= 0).all()
+    assert (selected[1] == -1).all()
 
 
 def test_equal_scores_are_resolved_as_in_a_row_of_the_whole_prompt() -> None:
@@ -85,4 +94,4 @@ def test_equal_scores_are_resolved_as_in_a_row_of_the_whole_prompt() -> None:
     row = torch.full((1, prompt_len), float("-inf"))
     row[:, :120] = 0
     expected = row.topk(topk).indices[0].tolist()
-    assert select_for_prompt(tied, torch.zeros(120, DIM), 100, prompt_len, topk)[-1].tolist() == expected
+    assert TorchBackend().select_for_prompt(tied, torch.zeros(120, DIM), 100, prompt_len, topk)[-1].tolist() == expected

@@ -11,10 +11,11 @@ from model_caches import Session
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from model import passes
+from model.backends.torch_backend import TorchBackend
 from model.cache import IndexPages
 from model.dtypes import resolve_dtype
 from model.indexer import IndexInputs
+from model.loader import load_model
 from model.sparse_model import SparseModel
 from model.tiny import write_tiny_checkpoint
 
@@ -47,33 +48,34 @@ def test_an_early_token_of_the_prompt_changes_the_output(continuation: Continuat
     assert continuation(prompt, 32) != continuation(changed, 32)
 
 
-def test_a_wrong_selection_in_any_layer_changes_the_output(model: SparseModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_selection_in_any_layer_changes_the_output(checkpoint: Path, model: SparseModel) -> None:
     """Otherwise parity with the reference would say little about selection."""
     prompt = torch.randint(0, 256, (300,), generator=torch.Generator().manual_seed(7))
     right = Session(model, [prompt], 32).generate(32, 300)
     for wrong_layer in range(model.spec.num_index_layers):
-        with monkeypatch.context() as patch:
-            select_the_window(patch, wrong_layer, model.spec.num_index_layers)
-            assert Session(model, [prompt], 32).generate(32, 300) != right, wrong_layer
+        backend = SelectsTheWindow(wrong_layer, model.spec.num_index_layers)
+        wrong = load_model(checkpoint, torch.float32, model.device, backend=backend)
+        assert Session(wrong, [prompt], 32).generate(32, 300) != right, wrong_layer
 
 
-def select_the_window(patch: pytest.MonkeyPatch, wrong_layer: int, num_index_layers: int) -> None:
-    """Make one index layer select the newest positions, whatever their scores, in passes over a single request."""
-    select_for_prompt, select_for_decode = passes.select_for_prompt, passes.select_for_decode
-    index_layers = itertools.cycle(range(num_index_layers))
+class SelectsTheWindow(TorchBackend):
+    """In one index layer the newest positions, whatever their scores, in passes over a single request."""
 
-    def for_prompt(index: IndexInputs, keys: torch.Tensor, start: int, prompt_len: int, topk: int) -> torch.Tensor:
-        right = select_for_prompt(index, keys, start, prompt_len, topk)
+    def __init__(self, wrong_layer: int, num_index_layers: int) -> None:
+        self._wrong_layer = wrong_layer
+        self._index_layers = itertools.cycle(range(num_index_layers))
+
+    def select_for_prompt(
+        self, index: IndexInputs, keys: torch.Tensor, start: int, prompt_len: int, topk: int
+    ) -> torch.Tensor:
+        right = super().select_for_prompt(index, keys, start, prompt_len, topk)
         newest = torch.arange(start, start + len(right)).unsqueeze(1) - torch.arange(right.shape[1])
-        return newest.clamp(min=-1) if next(index_layers) == wrong_layer else right
+        return newest.clamp(min=-1) if next(self._index_layers) == self._wrong_layer else right
 
-    def for_decode(index: IndexInputs, pages: IndexPages, topk: int) -> torch.Tensor:
-        right = select_for_decode(index, pages, topk)
+    def select_for_decode(self, index: IndexInputs, pages: IndexPages, topk: int) -> torch.Tensor:
+        right = super().select_for_decode(index, pages, topk)
         newest = pages.seq_lens.unsqueeze(1) - 1 - torch.arange(right.shape[1])
-        return newest if next(index_layers) == wrong_layer else right
-
-    patch.setattr(passes, "select_for_prompt", for_prompt)
-    patch.setattr(passes, "select_for_decode", for_decode)
+        return newest if next(self._index_layers) == self._wrong_layer else right
 
 
 def test_weights_are_float32_with_bfloat16_values(checkpoint: Path) -> None:

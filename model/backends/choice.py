@@ -1,0 +1,63 @@
+"""Which attention backend a node runs, chosen once from its configuration."""
+
+import importlib
+import os
+import shutil
+from typing import Literal
+
+import structlog
+import torch
+
+from model.backends.protocol import AttentionBackend
+from model.backends.torch_backend import TorchBackend
+from model.spec import ModelSpec
+from service.errors import StartupError
+
+log = structlog.get_logger(__name__)
+
+# What the registers and the shared memory of one program of the Triton kernels hold.
+_MAX_LATENT_DIM = 512
+_MAX_ROPE_DIM = 64
+_MAX_INDEX_DIM = 128
+
+BackendName = Literal["auto", "triton", "torch"]
+
+
+def choose_backend(name: BackendName, device: torch.device, spec: ModelSpec) -> AttentionBackend:
+    """The backend called `name`; `auto` is triton for bfloat16 on CUDA where it can run, else torch.
+
+    float32 is for reproducing the reference token by token, which takes the order in which torch breaks ties among
+    index scores. Raises StartupError for a backend that cannot run this model on this device.
+    """
+    wanted = "triton" if name == "auto" and device.type == "cuda" and spec.dtype == torch.bfloat16 else name
+    obstacle = _triton_obstacle(device, spec) if wanted == "triton" else None
+    if obstacle is not None:
+        if name == "triton":
+            raise StartupError(f"--attention-backend triton {obstacle}; give --attention-backend torch or auto")
+        log.warning("attention is computed by torch, which is slower", why=f"triton {obstacle}")
+    if wanted != "triton" or obstacle is not None:
+        return TorchBackend()
+    # Here, since a machine that does not run it need not have Triton.
+    from model.backends.triton_backend import TritonBackend
+
+    return TritonBackend()
+
+
+def _triton_obstacle(device: torch.device, spec: ModelSpec) -> str | None:
+    """Why the Triton kernels cannot run; None if they can."""
+    if device.type != "cuda":
+        return f"runs on CUDA devices, not on {device}"
+    try:
+        importlib.import_module("triton")
+    except ImportError as error:
+        return f"needs the package triton, which cannot be imported ({error})"
+    if not (os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")):
+        return "needs a C compiler at run time, and there is none (CC, cc, gcc or clang)"
+    for what, size, limit in (
+        ("kv_lora_rank", spec.latent_dim, _MAX_LATENT_DIM),
+        ("qk_rope_head_dim", spec.item_dim - spec.latent_dim, _MAX_ROPE_DIM),
+        ("index_head_dim", spec.index_dim, _MAX_INDEX_DIM),
+    ):
+        if size > limit:
+            return f"takes a {what} of at most {limit}, not {size}"
+    return None

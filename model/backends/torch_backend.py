@@ -1,0 +1,115 @@
+"""Sparse attention in plain torch: runs anywhere, and in float32 selects what transformers selects.
+
+Equal scores do occur (ReLU gives exact zeros), and torch.topk breaks ties in an order that depends on the length of
+the row. To select the same positions as the reference, a row has the length that it has there: the whole prompt for a
+query of the prompt, the sequence so far for a decoded token.
+"""
+
+import torch
+
+from model.cache import IndexPages
+from model.indexer import IndexInputs
+
+# Bounds the gathered items of one block of queries, so that memory does not grow with the length of a chunk.
+GATHER_BLOCK_BYTES = 64 << 20
+# Bounds the per-head scores of one block of queries, so that memory is linear in the length of the context.
+SCORE_BLOCK_BYTES = 64 << 20
+
+
+class TorchBackend:
+    """Gathers rows and multiplies them; scores each sequence on its own. See AttentionBackend."""
+
+    name = "torch"
+
+    def attend_rows(
+        self, queries: torch.Tensor, kv: torch.Tensor, rows: torch.Tensor, scaling: float, latent_dim: int
+    ) -> torch.Tensor:
+        """See AttentionBackend."""
+        bytes_per_query = max(1, rows.shape[1] * kv.shape[1] * kv.element_size())
+        block = max(1, GATHER_BLOCK_BYTES // bytes_per_query)
+        attended = [
+            _attend_block(queries[begin : begin + block], kv, rows[begin : begin + block], scaling, latent_dim)
+            for begin in range(0, len(rows), block)
+        ]
+        return torch.cat(attended) if attended else queries[..., :latent_dim]
+
+    def select_for_prompt(
+        self, index: IndexInputs, keys: torch.Tensor, start: int, prompt_len: int, topk: int
+    ) -> torch.Tensor:
+        """See AttentionBackend; k is min(topk, prompt_len)."""
+        num_queries, num_keys = len(index.queries), len(keys)
+        keys = keys.float()
+        block = max(1, SCORE_BLOCK_BYTES // (4 * index.queries.shape[1] * num_keys))
+        key_positions = torch.arange(num_keys, device=keys.device)
+        selections = []
+        for begin in range(0, num_queries, block):
+            end = min(begin + block, num_queries)
+            query_positions = torch.arange(start + begin, start + end, device=keys.device).unsqueeze(1)
+            scores = keys.new_full((end - begin, prompt_len), float("-inf"))
+            scores[:, :num_keys] = _scores(index.queries[begin:end], index.head_weights[begin:end], keys)
+            scores[:, :num_keys].masked_fill_(key_positions > query_positions, float("-inf"))
+            selected = scores.topk(min(topk, prompt_len), dim=-1).indices
+            selections.append(selected.masked_fill_(selected > query_positions, -1))
+        return torch.cat(selections)
+
+    def select_for_decode(self, index: IndexInputs, pages: IndexPages, topk: int) -> torch.Tensor:
+        """See AttentionBackend.
+
+        Where the host knows the lengths, each row is scored over exactly its own, and k is min(topk, longest sequence);
+        else over all that the page table has room for, and k is the least of topk and that.
+        """
+        if pages.lengths is None:
+            return _select_masked(index, pages, topk)
+        lengths = pages.lengths
+        page_size = pages.keys.shape[1]
+        selections = pages.page_table.new_full((len(lengths), min(topk, max(lengths))), -1)
+        for row, length in enumerate(lengths):
+            page_ids = pages.page_table[row, : -(-length // page_size)]
+            keys = pages.keys[page_ids].flatten(0, 1)[:length].float()
+            scores = _scores(index.queries[row : row + 1], index.head_weights[row : row + 1], keys)
+            selected = scores.topk(min(topk, length), dim=-1).indices
+            selections[row, : selected.shape[1]] = selected[0]
+        return selections
+
+
+def _attend_block(
+    queries: torch.Tensor, kv: torch.Tensor, rows: torch.Tensor, scaling: float, latent_dim: int
+) -> torch.Tensor:
+    absent = rows < 0
+    # An absent row gets no weight, but zero times whatever an unused row holds may be NaN: read a row that exists.
+    items = kv[torch.where(absent, rows[:, :1], rows)]
+    scores = torch.bmm(queries, items.transpose(1, 2)).float() * scaling
+    # The least number rather than -inf: a query without any row must not become NaN.
+    scores = scores.masked_fill(absent.unsqueeze(1), torch.finfo(scores.dtype).min)
+    weights = scores.softmax(dim=-1).to(queries.dtype)
+    return torch.bmm(weights, items[..., :latent_dim])
+
+
+def _select_masked(index: IndexInputs, pages: IndexPages, topk: int) -> torch.Tensor:
+    """Select without knowing any length: what lies behind a sequence scores -inf."""
+    batch, width = len(pages.page_table), pages.page_table.shape[1] * pages.keys.shape[1]
+    block = max(1, SCORE_BLOCK_BYTES // (4 * index.queries.shape[1] * width))
+    lengths = pages.seq_lens.unsqueeze(1)
+    behind = torch.arange(width, device=lengths.device) >= lengths
+    selections = []
+    for begin in range(0, batch, block):
+        part = slice(begin, begin + block)
+        keys = pages.keys[pages.page_table[part]].flatten(1, 2).float()
+        per_head = torch.bmm(index.queries[part].float(), keys.transpose(1, 2))
+        scores = _weigh(per_head, index.head_weights[part], keys.shape[-1]).masked_fill_(behind[part], float("-inf"))
+        selected = scores.topk(min(topk, width), dim=-1).indices
+        selections.append(selected.masked_fill_(selected >= lengths[part], -1))
+    return torch.cat(selections)
+
+
+def _scores(queries: torch.Tensor, head_weights: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """The score of every pair of a query and a key, float32 [num_queries, num_keys]."""
+    num_queries, num_heads, dim = queries.shape
+    per_head = queries.float().flatten(0, 1) @ keys.T
+    return _weigh(per_head.view(num_queries, num_heads, len(keys)), head_weights, dim)
+
+
+def _weigh(per_head: torch.Tensor, head_weights: torch.Tensor, dim: int) -> torch.Tensor:
+    """sum over heads of weight * relu(q . k / sqrt(dim)) of the products q . k, float32 [queries, heads, keys]."""
+    per_head = per_head.mul_(dim**-0.5).relu_()
+    return torch.bmm(head_weights.unsqueeze(1), per_head).squeeze(1)

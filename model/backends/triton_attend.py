@@ -1,0 +1,224 @@
+"""Attention of each query to its own rows of a pool, as two Triton kernels.
+
+The online softmax is that of FlashAttention (Dao et al., arXiv:2205.14135, algorithm 1). Where there are fewer queries
+than fill the device, a query's rows are split over several programs, whose results are weighed by their sums of
+exponentials and added (Flash-Decoding: Dao, Haziza, Massa, Sizov, https://pytorch.org/blog/flash-decoding, 2023). All
+heads read the same item, whose latent is key and value at once, so that a tile of items serves a tile of heads.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from model.backends.device import num_multiprocessors, shared_memory
+
+_MAX_SPLITS = 64
+_MIN_TILE = 16
+"""The least that a tensor core takes in any direction."""
+
+_LARGE_TILES_BYTES = 224_000
+"""Shared memory that a program with 64 heads and 64 rows of 576 elements needs."""
+
+# Below every score and yet finite: an absent row's score is -inf, and -inf less this is still -inf rather than NaN.
+_FLOOR = tl.constexpr(-1e30)
+
+
+@dataclass(frozen=True)
+class _Tiling:
+    """How the kernel cuts its work: heads and rows per tile, and what Triton is told about each program.
+
+    waves: programs per multiprocessor that a launch aims at when it splits rows. stages: row numbers are fetched ahead
+    of the items that they name, so 2n + 1 stages keep n tiles of items in flight.
+    """
+
+    heads: int
+    rows: int
+    warps: int
+    stages: int
+    waves: int
+
+
+def attend_rows(
+    queries: torch.Tensor, kv: torch.Tensor, rows: torch.Tensor, scaling: float, latent_dim: int
+) -> torch.Tensor:
+    """Attend each query to its own rows of a pool: AttentionBackend.attend_rows on a CUDA device.
+
+    A query may also have no row at all; it attends to zero. The launch depends on shapes alone and waits for nothing,
+    so it can be captured in a CUDA graph. Raises ValueError for tensors that do not fit together.
+    """
+    num_queries, heads, item_dim = queries.shape
+    k = rows.shape[1]
+    if kv.shape[1:] != (item_dim,) or len(rows) != num_queries or kv.dtype != queries.dtype or kv.stride(1) != 1:
+        raise ValueError(
+            f"expected kv [num_rows, {item_dim}] of {queries.dtype}, each row contiguous, and rows [{num_queries}, k], "
+            f"found kv {tuple(kv.shape)} of {kv.dtype} with strides {kv.stride()} and rows {tuple(rows.shape)}"
+        )
+    output = queries.new_empty(num_queries, heads, latent_dim)
+    if num_queries == 0:
+        return output
+    tiling = _tiling(heads, queries.dtype, queries.device)
+    head_tiles = triton.cdiv(heads, tiling.heads)
+    num_splits, rows_per_split = _splits(num_queries * head_tiles, k, tiling, queries.device)
+    log_sums = queries.new_empty(num_queries, heads, num_splits, dtype=torch.float32)
+    partial = output if num_splits == 1 else log_sums.new_empty(num_queries, heads, num_splits, latent_dim)
+    block_latent = _tile(latent_dim)
+    with torch.cuda.device(queries.device):
+        _attend_split[(num_queries * head_tiles, num_splits)](
+            queries.contiguous(),
+            kv,
+            rows.contiguous(),
+            partial,
+            log_sums,
+            kv.stride(0),
+            k,
+            rows_per_split,
+            scaling * math.log2(math.e),
+            heads,
+            latent_dim,
+            item_dim,
+            block_heads=tiling.heads,
+            block_rows=tiling.rows,
+            block_latent=block_latent,
+            block_rope=_tile(item_dim - latent_dim),
+            # Tensor cores would round float32 to 10 bits.
+            precision="ieee" if queries.dtype == torch.float32 else "tf32",
+            num_warps=tiling.warps,
+            # With a tile or two there is nothing to fetch ahead.
+            num_stages=tiling.stages if rows_per_split > 2 * tiling.rows else min(tiling.stages, 2),
+        )
+        if num_splits > 1:
+            block = min(block_latent, 128)
+            _combine[(num_queries * heads, triton.cdiv(latent_dim, block))](
+                partial,
+                log_sums,
+                output,
+                num_splits,
+                latent_dim,
+                block_splits=triton.next_power_of_2(num_splits),
+                block_latent=block,
+            )
+    return output
+
+
+def _tiling(heads: int, dtype: torch.dtype, device: torch.device) -> _Tiling:
+    """The fastest that was found on an H200, at 1 to 64 queries and at prompt chunks, for what the device can hold."""
+    if dtype.itemsize > 2:
+        return _Tiling(heads=_MIN_TILE, rows=_MIN_TILE, warps=4, stages=1, waves=2)
+    if heads > 32 and shared_memory(device) >= _LARGE_TILES_BYTES:
+        return _Tiling(heads=64, rows=64, warps=8, stages=3, waves=1)
+    return _Tiling(heads=_MIN_TILE, rows=32, warps=4, stages=5, waves=2)
+
+
+def _tile(size: int) -> int:
+    return max(_MIN_TILE, int(triton.next_power_of_2(size)))
+
+
+def _splits(programs: int, k: int, tiling: _Tiling, device: torch.device) -> tuple[int, int]:
+    """How many programs share a query's rows, and how many rows each of them has. None is left without a tile.
+
+    Not more programs than run at once, where there is a choice: a few that run after all others cost as much as a wave.
+    """
+    tiles = max(1, triton.cdiv(k, tiling.rows))
+    wanted = max(1, tiling.waves * num_multiprocessors(device) // programs)
+    tiles_per_split = triton.cdiv(tiles, min(wanted, tiles, _MAX_SPLITS))
+    return triton.cdiv(tiles, tiles_per_split), tiles_per_split * tiling.rows
+
+
+@triton.jit(do_not_specialize=["k", "rows_per_split"])  # type: ignore[untyped-decorator]
+def _attend_split(
+    queries: tl.tensor,
+    kv: tl.tensor,
+    rows: tl.tensor,
+    partial: tl.tensor,
+    log_sums: tl.tensor,
+    kv_stride: tl.tensor,
+    k: tl.tensor,
+    rows_per_split: tl.tensor,
+    scale: tl.tensor,
+    heads: tl.constexpr,
+    latent_dim: tl.constexpr,
+    item_dim: tl.constexpr,
+    block_heads: tl.constexpr,
+    block_rows: tl.constexpr,
+    block_latent: tl.constexpr,
+    block_rope: tl.constexpr,
+    precision: tl.constexpr,
+) -> None:
+    """One tile of a query's heads over one split of its rows. scale: of scores, in units of log2(e).
+
+    Writes partial [N, heads, splits, latent_dim], the mean latent by the split's own weights, and log_sums
+    [N, heads, splits], the base-2 logarithm of the sum of those weights.
+    """
+    head_tiles: tl.constexpr = tl.cdiv(heads, block_heads)
+    query = (tl.program_id(0) // head_tiles).to(tl.int64)
+    split = tl.program_id(1)
+    head = (tl.program_id(0) % head_tiles) * block_heads + tl.arange(0, block_heads)
+    latent = tl.arange(0, block_latent)
+    rope = latent_dim + tl.arange(0, block_rope)
+    real_head, real_latent, real_rope = head < heads, latent < latent_dim, rope < item_dim
+
+    query_rows = queries + (query * heads + head[:, None]) * item_dim
+    query_latents = tl.load(query_rows + latent[None, :], mask=real_head[:, None] & real_latent[None, :], other=0.0)
+    query_ropes = tl.load(query_rows + rope[None, :], mask=real_head[:, None] & real_rope[None, :], other=0.0)
+
+    highest = tl.full([block_heads], _FLOOR, tl.float32)
+    total = tl.zeros([block_heads], tl.float32)
+    attended = tl.zeros([block_heads, block_latent], tl.float32)
+    begin = split * rows_per_split
+    end = tl.minimum(begin + rows_per_split, k)
+    for first in range(begin, end, block_rows):
+        column = first + tl.arange(0, block_rows)
+        row = tl.load(rows + query * k + column, mask=column < end, other=-1)
+        present = row >= 0
+        items = kv + row[:, None] * kv_stride
+        latents = tl.load(items + latent[None, :], mask=present[:, None] & real_latent[None, :], other=0.0)
+        ropes = tl.load(items + rope[None, :], mask=present[:, None] & real_rope[None, :], other=0.0)
+        scores = tl.dot(query_latents, tl.trans(latents), input_precision=precision)
+        scores = tl.dot(query_ropes, tl.trans(ropes), scores, input_precision=precision)
+        scores = tl.where(present[None, :], scores * scale, float("-inf"))
+
+        new_highest = tl.maximum(highest, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_highest[:, None])
+        decay = tl.exp2(highest - new_highest)
+        total = total * decay + tl.sum(weights, 1)
+        attended = tl.dot(weights.to(latents.dtype), latents, attended * decay[:, None], input_precision=precision)
+        highest = new_highest
+
+    # The highest score weighs 1: only a split without rows has less, and then there is nothing to divide.
+    attended = attended / tl.maximum(total, 1.0)[:, None]
+    place = (query * heads + head) * tl.num_programs(1) + split
+    tl.store(log_sums + place, highest + tl.log2(total), mask=real_head)
+    tl.store(
+        partial + place[:, None] * latent_dim + latent[None, :],
+        attended,
+        mask=real_head[:, None] & real_latent[None, :],
+    )
+
+
+@triton.jit(do_not_specialize=["num_splits"])  # type: ignore[untyped-decorator]
+def _combine(
+    partial: tl.tensor,
+    log_sums: tl.tensor,
+    output: tl.tensor,
+    num_splits: tl.tensor,
+    latent_dim: tl.constexpr,
+    block_splits: tl.constexpr,
+    block_latent: tl.constexpr,
+) -> None:
+    """Add up the splits of one query's head, for one block of its latent; layouts as in `_attend_split`."""
+    query_head = tl.program_id(0).to(tl.int64)
+    latent = tl.program_id(1) * block_latent + tl.arange(0, block_latent)
+    split = tl.arange(0, block_splits)
+    place = query_head * num_splits + split
+    log_sum = tl.load(log_sums + place, mask=split < num_splits, other=float("-inf"))
+    weights = tl.exp2(log_sum - tl.maximum(tl.max(log_sum, 0), _FLOOR))
+    means = tl.load(
+        partial + place[:, None] * latent_dim + latent[None, :],
+        mask=(split < num_splits)[:, None] & (latent < latent_dim)[None, :],
+        other=0.0,
+    )
+    attended = tl.sum(weights[:, None] * means, 0) / tl.maximum(tl.sum(weights, 0), 1.0)
+    tl.store(output + query_head * latent_dim + latent, attended, mask=latent < latent_dim)

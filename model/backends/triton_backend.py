@@ -1,0 +1,52 @@
+"""Sparse attention by Triton kernels. Imported only where it was chosen: other machines need not have Triton."""
+
+import torch
+
+from model.backends.triton_attend import attend_rows
+from model.backends.triton_index import decode_scores, prompt_scores
+from model.cache import IndexPages
+from model.indexer import IndexInputs
+
+# Bounds the scores of one block of a prompt's queries, so that memory is linear in the length of the context.
+SCORE_BLOCK_BYTES = 64 << 20
+
+
+class TritonBackend:
+    """Never waits for the device. See AttentionBackend.
+
+    What is selected among equal scores is not defined: it may differ from what the torch backend selects.
+    """
+
+    name = "triton"
+
+    def attend_rows(
+        self, queries: torch.Tensor, kv: torch.Tensor, rows: torch.Tensor, scaling: float, latent_dim: int
+    ) -> torch.Tensor:
+        """See AttentionBackend."""
+        return attend_rows(queries, kv, rows, scaling, latent_dim)
+
+    def select_for_prompt(
+        self, index: IndexInputs, keys: torch.Tensor, start: int, prompt_len: int, topk: int
+    ) -> torch.Tensor:
+        """See AttentionBackend; k is min(topk, start + T)."""
+        num_queries, num_keys = len(index.queries), len(keys)
+        block = max(1, SCORE_BLOCK_BYTES // (4 * num_keys))
+        positions = torch.arange(start, start + num_queries, device=keys.device).unsqueeze(1)
+        selections = []
+        for begin in range(0, num_queries, block):
+            part = slice(begin, begin + block)
+            mine = IndexInputs(index.queries[part], index.head_weights[part], index.keys[part])
+            selected = _top(prompt_scores(mine, keys, start + begin), topk)
+            selections.append(selected.masked_fill_(selected > positions[part], -1))
+        return torch.cat(selections)
+
+    def select_for_decode(self, index: IndexInputs, pages: IndexPages, topk: int) -> torch.Tensor:
+        """See AttentionBackend; k is min(topk, positions that the page table has room for), whatever the lengths."""
+        scores = decode_scores(index, pages)
+        selected = _top(scores, topk)
+        return selected.masked_fill_(selected >= pages.seq_lens.unsqueeze(1), -1)
+
+
+def _top(scores: torch.Tensor, topk: int) -> torch.Tensor:
+    # Nobody asks in which order they rank, and to sort them takes a third of the time.
+    return scores.topk(min(topk, scores.shape[1]), dim=-1, sorted=False).indices

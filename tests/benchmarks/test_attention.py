@@ -1,0 +1,24 @@
+"""The attention benchmark's own arithmetic and manners; what it times needs a GPU."""
+
+import pytest
+import torch
+
+from benchmarks.attention import CaseResult, main, print_results
+from service.errors import StartupError
+
+
+def test_a_machine_without_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(StartupError, match="CUDA device"):
+        main()
+
+
+def test_the_table_gives_ratio_and_bandwidth(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from rich.console import Console
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a device")
+    results = [CaseResult("attend", 4, 9_000_000, {"torch": 30.0, "triton": 10.0})]
+    print_results(results, 32768, Console(width=200))
+    assert (capsys.readouterr().out.splitlines()[1].split()) == ["attend", "4", "30.0", "10.0", "3.00", "900"]

@@ -1,0 +1,324 @@
+"""The Triton attention backend against the torch one and against float64."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from model.backends.protocol import AttentionBackend
+from model.backends.torch_backend import TorchBackend
+from model.indexer import IndexInputs
+from model.loader import load_model
+from model.passes import PrefillChunk
+from model.sparse_model import SparseModel
+from model.spec import ModelSpec
+from model.tiny import Family, write_tiny_checkpoint
+
+pytest.importorskip("triton")
+
+from model.backends.triton_backend import TritonBackend
+
+CUDA = torch.device("cuda", 0)
+SCALING = 0.1
+NUM_ROWS = 5000
+
+# heads, latent_dim, rope_dim: the tiny models', odd ones, and those of the real models.
+TINY, ODD, SMALL_SHARD, WHOLE = (4, 24, 16), (20, 48, 10), (16, 512, 64), (128, 512, 64)
+SHAPES = [
+    *((queries, dims, k) for queries in (1, 3, 64) for dims in (TINY, ODD) for k in (1, 33, 64, 257)),
+    *((queries, SMALL_SHARD, k) for queries in (1, 4, 16, 64) for k in (100, 2048)),
+    *((queries, WHOLE, k) for queries in (1, 17) for k in (1000, 2048)),
+    (300, WHOLE, 130),
+]
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator(CUDA).manual_seed(seed)
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, device=CUDA, generator=generator(seed)).to(dtype)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Queries with rows of a pool, of which some are absent; rows that no query has hold NaN."""
+
+    queries: torch.Tensor
+    kv: torch.Tensor
+    rows: torch.Tensor
+    latent_dim: int
+
+    def attend(self, backend: AttentionBackend) -> torch.Tensor:
+        return backend.attend_rows(self.queries, self.kv, self.rows, SCALING, self.latent_dim)
+
+    def exact(self) -> torch.Tensor:
+        """By definition, in float64."""
+        results = []
+        for query, rows in zip(self.queries.double(), self.rows, strict=True):
+            items = self.kv[rows[rows >= 0]].double()
+            results.append((query @ items.T * SCALING).softmax(-1) @ items[:, : self.latent_dim])
+        return torch.stack(results)
+
+
+def random_rows(num_queries: int, dims: tuple[int, int, int], k: int, dtype: torch.dtype) -> Rows:
+    heads, latent_dim, rope_dim = dims
+    rows = torch.randint(1, NUM_ROWS, (num_queries, k), device=CUDA, generator=generator(1))
+    absent = torch.rand(num_queries, k, device=CUDA, generator=generator(2)) < 0.2
+    absent[:, 0] = False
+    absent[-1, 1 + k // 2 :] = True  # a short sequence: whole tiles are absent
+    rows[absent] = -1
+    kv = randn(NUM_ROWS, latent_dim + rope_dim, dtype=dtype)
+    used = torch.zeros(NUM_ROWS, dtype=torch.bool, device=CUDA)
+    used[rows[rows >= 0]] = True
+    kv[~used] = float("nan")
+    return Rows(randn(num_queries, heads, latent_dim + rope_dim, dtype=dtype, seed=3), kv, rows, latent_dim)
+
+
+@pytest.mark.parametrize(("num_queries", "dims", "k"), SHAPES)
+def test_float32_agrees_with_torch(num_queries: int, dims: tuple[int, int, int], k: int) -> None:
+    given = random_rows(num_queries, dims, k, torch.float32)
+    torch.testing.assert_close(given.attend(TritonBackend()), given.attend(TorchBackend()), rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(("num_queries", "dims", "k"), SHAPES)
+def test_bfloat16_is_as_exact_as_torch(num_queries: int, dims: tuple[int, int, int], k: int) -> None:
+    given = random_rows(num_queries, dims, k, torch.bfloat16)
+    exact = given.exact()
+    ours, torchs = (given.attend(backend) for backend in (TritonBackend(), TorchBackend()))
+    assert ours.dtype == torch.bfloat16
+    our_error, torch_error = ((result.double() - exact).abs() for result in (ours, torchs))
+    assert our_error.mean() <= 1.2 * torch_error.mean() + 1e-9
+    assert our_error.max() <= 1.5 * torch_error.max() + 1e-9
+
+
+def test_a_query_without_rows_is_finite() -> None:
+    given = random_rows(3, SMALL_SHARD, 200, torch.bfloat16)
+    given.rows[1] = -1
+    attended = given.attend(TritonBackend())
+    assert attended.isfinite().all()
+    assert (attended[1] == 0).all()
+
+
+def test_no_queries() -> None:
+    given = random_rows(1, TINY, 10, torch.bfloat16)
+    none = Rows(given.queries[:0], given.kv, given.rows[:0], given.latent_dim)
+    assert none.attend(TritonBackend()).shape == (0, 4, 24)
+
+
+def test_pools_of_more_than_two_to_the_31_elements() -> None:
+    last = 2**31 // 576 + 1000
+    given = random_rows(2, SMALL_SHARD, 64, torch.bfloat16)
+    kv = torch.empty(last + NUM_ROWS, 576, dtype=torch.bfloat16, device=CUDA)
+    kv[last:] = given.kv
+    far = Rows(given.queries, kv, torch.where(given.rows < 0, -1, given.rows + last), given.latent_dim)
+    assert torch.equal(far.attend(TritonBackend()), given.attend(TritonBackend()))
+
+
+def test_tensors_that_do_not_fit_together_are_refused() -> None:
+    given = random_rows(2, TINY, 10, torch.bfloat16)
+    for wrong in (given.kv[:, :-1], given.kv.float(), given.kv.T.contiguous().T):
+        with pytest.raises(ValueError, match="expected kv"):
+            Rows(given.queries, wrong, given.rows, given.latent_dim).attend(TritonBackend())
+
+
+# Selection
+
+
+@dataclass(frozen=True)
+class Pages:
+    """`IndexPages` whose lengths only the device knows."""
+
+    keys: torch.Tensor
+    page_table: torch.Tensor
+    seq_lens: torch.Tensor
+    lengths: None = None
+
+
+def index_inputs(tokens: int, heads: int, dim: int, dtype: torch.dtype) -> IndexInputs:
+    return IndexInputs(
+        queries=randn(tokens, heads, dim, dtype=dtype, seed=4),
+        head_weights=randn(tokens, heads, seed=5),
+        keys=randn(tokens, dim, dtype=dtype, seed=6),
+    )
+
+
+def random_pages(lengths: list[int], width: int, page_size: int, dim: int, dtype: torch.dtype) -> Pages:
+    """Shuffled pages; keys behind a sequence's end are NaN, and page table entries there name one such page."""
+    num_pages = width // page_size
+    keys = torch.full((len(lengths) * num_pages + 1, page_size, dim), float("nan"), dtype=dtype, device=CUDA)
+    table = 1 + torch.randperm(len(lengths) * num_pages, device=CUDA, generator=generator(7)).view(len(lengths), -1)
+    for row, length in enumerate(lengths):
+        used = -(-length // page_size)
+        mine = torch.full((used * page_size, dim), float("nan"), dtype=dtype, device=CUDA)
+        mine[:length] = randn(length, dim, dtype=dtype, seed=8 + row)
+        keys[table[row, :used]] = mine.view(used, page_size, dim)
+        table[row, used:] = 0
+    return Pages(keys, table, torch.tensor(lengths, device=CUDA))
+
+
+def exact_scores(index: IndexInputs, row: int, keys: torch.Tensor) -> torch.Tensor:
+    query, weights = index.queries[row].double(), index.head_weights[row].double()
+    return weights @ (query @ keys.double().T * query.shape[-1] ** -0.5).relu()
+
+
+def assert_best(selected: torch.Tensor, scores: torch.Tensor, topk: int) -> None:
+    """All positions that clearly belong to the top-k and none that clearly do not, once each."""
+    positions = selected[selected >= 0]
+    count = min(topk, len(scores))
+    assert len(positions) == count == len(positions.unique())
+    tolerance = 1e-5 * float(scores.abs().max())
+    found = scores[positions]
+    border = scores.topk(count).values[-1]
+    assert (found >= border - tolerance).all()
+    assert (torch.isin((scores > border + tolerance).nonzero().flatten(), positions)).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("lengths", "width", "page_size", "heads", "dim", "topk"),
+    [
+        ([13], 16, 1, 16, 8, 5),
+        ([1, 63, 64, 65, 200], 208, 16, 32, 32, 64),
+        ([40, 3000, 0, 700], 3072, 64, 24, 40, 256),
+        ([5000, 20000], 32768, 64, 64, 128, 2048),
+        ([100], 1024, 64, 130, 128, 2048),
+        ([1000 + 37 * row for row in range(64)], 4096, 64, 64, 128, 512),
+    ],
+)
+def test_a_decoded_token_selects_the_best_of_its_own_sequence(
+    lengths: list[int], width: int, page_size: int, heads: int, dim: int, topk: int, dtype: torch.dtype
+) -> None:
+    index = index_inputs(len(lengths), heads, dim, dtype)
+    pages = random_pages(lengths, width, page_size, dim, dtype)
+    selected = TritonBackend().select_for_decode(index, pages, topk)
+    assert selected.shape == (len(lengths), min(topk, width))
+    assert selected.dtype == torch.int64
+    for row, length in enumerate(lengths):
+        keys = pages.keys[pages.page_table[row]].flatten(0, 1)[:length]
+        if length == 0:
+            assert (selected[row] == -1).all()
+        else:
+            assert_best(selected[row], exact_scores(index, row, keys), topk)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("start", "tokens", "heads", "dim", "topk"),
+    [(0, 1, 16, 8, 4), (0, 70, 24, 40, 20), (100, 33, 16, 32, 64), (3000, 300, 64, 128, 2048)],
+)
+def test_a_prompt_token_selects_the_best_up_to_its_own(
+    start: int, tokens: int, heads: int, dim: int, topk: int, dtype: torch.dtype
+) -> None:
+    index = index_inputs(tokens, heads, dim, dtype)
+    keys = randn(start + tokens, dim, dtype=dtype, seed=9)
+    selected = TritonBackend().select_for_prompt(index, keys, start, start + tokens + 50, topk)
+    assert selected.shape == (tokens, min(topk, start + tokens))
+    for row in range(0, tokens, 7):
+        assert_best(selected[row], exact_scores(index, row, keys[: start + row + 1]), topk)
+
+
+def test_a_prompt_may_be_scored_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    index, keys = index_inputs(100, 16, 32, torch.bfloat16), randn(300, 32, dtype=torch.bfloat16, seed=9)
+    whole = TritonBackend().select_for_prompt(index, keys, 200, 300, 64)
+    monkeypatch.setattr("model.backends.triton_backend.SCORE_BLOCK_BYTES", 33 * 4 * 300)
+    assert torch.equal(TritonBackend().select_for_prompt(index, keys, 200, 300, 64), whole)
+
+
+# CUDA graphs
+
+
+def captured(work: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = work()
+    return graph, result
+
+
+@pytest.mark.parametrize("num_queries", [1, 16, 200])
+def test_a_replay_attends_as_an_eager_call_does(num_queries: int) -> None:
+    given = random_rows(num_queries, SMALL_SHARD, 2048, torch.bfloat16)
+    rows = given.rows.clone()
+    graph, result = captured(lambda: given.attend(TritonBackend()))
+    given.rows.copy_(rows.roll(1, dims=1).flip(0))
+    given.queries.copy_(given.queries.flip(0))
+    graph.replay()
+    assert torch.equal(result, given.attend(TritonBackend()))
+
+
+def test_a_replay_selects_for_the_lengths_of_the_moment() -> None:
+    lengths = [3000, 1200, 64]
+    index, pages = index_inputs(3, 64, 128, torch.bfloat16), random_pages(lengths, 4096, 64, 128, torch.bfloat16)
+    graph, result = captured(lambda: TritonBackend().select_for_decode(index, pages, 256))
+    for shorter in (0, 5, 64):
+        pages.seq_lens.copy_(torch.tensor(lengths) - shorter)
+        graph.replay()
+        assert torch.equal(result, TritonBackend().select_for_decode(index, pages, 256))
+        assert (result.max(dim=1).values < pages.seq_lens.clamp(min=1)).all()
+
+
+# The model
+
+
+class FlatCache:
+    """The prefill and the decode cache of one request, whose rows are its positions."""
+
+    def __init__(self, spec: ModelSpec, capacity: int) -> None:
+        self._kv = torch.zeros(spec.num_layers, capacity, spec.item_dim, dtype=spec.dtype, device=CUDA)
+        self._keys = torch.zeros(spec.num_index_layers, capacity, spec.index_dim, dtype=spec.dtype, device=CUDA)
+        self.length = 0
+
+    def rows(self, start: int, stop: int) -> torch.Tensor:
+        return torch.arange(start, stop, device=CUDA)
+
+    def kv(self, layer: int) -> torch.Tensor:
+        return self._kv[layer]
+
+    def index_keys(self, index_layer: int) -> torch.Tensor:
+        return self._keys[index_layer]
+
+    def append(self, layer: int, items: torch.Tensor) -> None:
+        self._kv[layer, self.length - 1] = items[0]
+
+    def append_index_keys(self, index_layer: int, keys: torch.Tensor) -> None:
+        self._keys[index_layer, self.length - 1] = keys[0]
+
+    def index_pages(self, index_layer: int) -> Pages:
+        keys = self._keys[index_layer].unsqueeze(1)
+        return Pages(keys, self.rows(0, len(keys)).unsqueeze(0), torch.tensor([self.length], device=CUDA))
+
+    def swap_in(self, layer: int, positions: torch.Tensor) -> torch.Tensor:
+        return positions
+
+
+def forced_logits(model: SparseModel, tokens: torch.Tensor, steps: int, chunk: int = 100) -> torch.Tensor:
+    """Logits after a prompt, computed in chunks, and after each of the last `steps` tokens behind it."""
+    cache, prompt = FlatCache(model.spec, len(tokens)), tokens[:-steps]
+    for start in range(0, len(prompt), chunk):
+        logits = [model.prefill([PrefillChunk(prompt[start : start + chunk], start, len(prompt), cache)])]
+    for token in tokens[-steps:]:
+        cache.length = len(prompt) + len(logits)
+        position = torch.tensor([cache.length - 1], device=CUDA)
+        logits.append(model.decode(token[None], position, cache))
+    return torch.cat(logits)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
+def test_a_bfloat16_model_is_as_exact_by_either_backend(family: Family, tmp_path: Path) -> None:
+    write_tiny_checkpoint(tmp_path / "tiny", family, seed=1, layers=5)
+    exact = load_model(tmp_path / "tiny", torch.float32, CUDA)
+    by_torch, by_triton = (
+        load_model(tmp_path / "tiny", torch.bfloat16, CUDA, backend=backend)
+        for backend in (TorchBackend(), TritonBackend())
+    )
+    torch_errors, triton_errors = [], []
+    for seed in range(8):
+        tokens = torch.randint(0, 256, (50 + 60 * seed,), device=CUDA, generator=generator(seed))
+        truth = forced_logits(exact, tokens, 16)
+        torch_errors.append((forced_logits(by_torch, tokens, 16) - truth).abs())
+        triton_errors.append((forced_logits(by_triton, tokens, 16) - truth).abs())
+    assert torch.cat(triton_errors).mean() <= 1.2 * torch.cat(torch_errors).mean()

@@ -1,0 +1,84 @@
+"""Which attention backend a node gets, or the line that says why it gets none."""
+
+import dataclasses
+import shutil
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from model.backends.choice import choose_backend
+from model.backends.torch_backend import TorchBackend
+from model.loader import read_spec
+from model.spec import ModelSpec
+from service.errors import StartupError
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+@pytest.fixture
+def spec(checkpoint: Path) -> ModelSpec:
+    return read_spec(checkpoint, torch.bfloat16)
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, lacking: str = "") -> None:
+    """That the machine has all that Triton takes, or lacks one thing. Nothing here uses Triton itself."""
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setitem(sys.modules, "triton", None if lacking == "triton" else types.ModuleType("triton"))
+    monkeypatch.setattr(shutil, "which", lambda name: None if lacking == "compiler" else f"/usr/bin/{name}")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_cpu_gets_torch(spec: ModelSpec, dtype: torch.dtype) -> None:
+    assert isinstance(choose_backend("auto", CPU, dataclasses.replace(spec, dtype=dtype)), TorchBackend)
+
+
+def test_float32_gets_torch_on_cuda_too_since_ties_decide_its_tokens(spec: ModelSpec) -> None:
+    assert isinstance(choose_backend("auto", CUDA, dataclasses.replace(spec, dtype=torch.float32)), TorchBackend)
+
+
+def test_torch_is_there_for_the_asking(spec: ModelSpec) -> None:
+    assert isinstance(choose_backend("torch", CUDA, spec), TorchBackend)
+
+
+@pytest.mark.parametrize("lacking", ["triton", "compiler"])
+def test_auto_makes_do_with_torch_where_triton_cannot_run(
+    spec: ModelSpec, monkeypatch: pytest.MonkeyPatch, lacking: str
+) -> None:
+    pretend(monkeypatch, lacking)
+    assert isinstance(choose_backend("auto", CUDA, spec), TorchBackend)
+
+
+def test_triton_on_a_cpu_is_refused(spec: ModelSpec) -> None:
+    with pytest.raises(StartupError, match="on CUDA devices, not on cpu; give --attention-backend torch"):
+        choose_backend("triton", CPU, spec)
+
+
+@pytest.mark.parametrize(
+    ("lacking", "message"), [("triton", "triton, which cannot be imported"), ("compiler", "C compiler")]
+)
+def test_triton_is_refused_where_it_cannot_run(
+    spec: ModelSpec, monkeypatch: pytest.MonkeyPatch, lacking: str, message: str
+) -> None:
+    pretend(monkeypatch, lacking)
+    with pytest.raises(StartupError, match=message):
+        choose_backend("triton", CUDA, spec)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"latent_dim": 1024, "item_dim": 1088}, "kv_lora_rank of at most 512, not 1024"),
+        ({"latent_dim": 48, "item_dim": 176}, "qk_rope_head_dim of at most 64, not 128"),
+        ({"index_dim": 256}, "index_head_dim of at most 128, not 256"),
+    ],
+)
+def test_shapes_that_no_program_holds_are_refused(
+    spec: ModelSpec, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], message: str
+) -> None:
+    pretend(monkeypatch)
+    with pytest.raises(StartupError, match=message):
+        choose_backend("triton", CUDA, dataclasses.replace(spec, **changes))
