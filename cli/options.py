@@ -18,6 +18,12 @@ class Dtype(StrEnum):
     BFLOAT16 = "bfloat16"
 
 
+class AttentionBackend(StrEnum):
+    AUTO = "auto"
+    TRITON = "triton"
+    TORCH = "torch"
+
+
 class TransferProtocol(StrEnum):
     AUTO = "auto"
     RDMA = "rdma"
@@ -57,6 +63,13 @@ Gateways = Annotated[
 ]
 Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")]
 DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="Weights and KV; auto is the checkpoint's own.")]
+AttentionBackendOption = Annotated[
+    AttentionBackend,
+    typer.Option(
+        "--attention-backend",
+        help="What computes attention and its selections; auto: triton for bfloat16 on CUDA, else torch.",
+    ),
+]
 ContextLength = Annotated[
     int | None, typer.Option(min=2, help="Longest prompt plus output; default: the checkpoint's maximum.")
 ]
@@ -102,6 +115,9 @@ AllowLocalPrefill = Annotated[
 ]
 DebugVerifySwapIn = Annotated[
     bool, typer.Option(help="Compare every swapped-in item with its host copy (slow).", hidden=False)
+]
+DisableCudaGraph = Annotated[
+    bool, typer.Option(help="Launch every kernel of a decode step one by one instead of replaying recorded steps.")
 ]
 RequestTimeout = Annotated[float, typer.Option(min=0.1, help="Seconds after which a request is given up with 504.")]
 ApiKey = Annotated[str | None, typer.Option(envvar="HISPARSE_PD_API_KEY", help="Key that clients must present.")]

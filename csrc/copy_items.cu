@@ -8,7 +8,7 @@ struct CopyItemsParams {
     u8* to;
     i64 from_layer_bytes;    // from one layer to the next
     i64 to_layer_bytes;
-    const i64* from_slots;   // [rows, width], both -1 for none
+    const i64* from_slots;   // [rows, width], nothing is copied where either is -1
     const i64* to_slots;
     const i32* counts;       // [rows], how many of a row's slots count; null: all
     u64* bytes;              // added to by what is copied; null: not counted

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 import structlog
 import torch
 
+from decode_node.decoding import Decoding, EagerDecoding
 from decode_node.destination import buffers_of, destination_of
+from decode_node.graphs import GraphDecoding
 from decode_node.local_prefill import LocalPrefill
 from decode_node.node import DecodeNode, Event
 from decode_node.outputs import OutputStream
@@ -19,6 +21,7 @@ from hisparse.coordinator import HiSparseCoordinator
 from hisparse.extents import HostSlots
 from hisparse.sizing import Sizes, describe, plan_sizes
 from hisparse.tiers import build_tiers
+from model.backends.choice import choose_backend
 from model.dtypes import resolve_dtype
 from model.loader import load_model, read_spec
 from model.sparse_model import SparseModel
@@ -49,6 +52,7 @@ class DecodeConfig(NodeConfig):
     prefill_retries: int = 2
     allow_local_prefill: bool = False
     debug_verify_swap_in: bool = False
+    disable_cuda_graph: bool = False
 
 
 def run_decode_node(config: DecodeConfig) -> None:
@@ -60,10 +64,12 @@ def run_decode_node(config: DecodeConfig) -> None:
     dtype = resolve_dtype(config.model_path, config.dtype)
     spec = read_spec(config.model_path, dtype, config.context_length)
     hisparse = parse_config(config.hisparse_config, spec.index_topk)
+    backend = choose_backend(config.attention_backend, device, spec)
     with ExitStack() as at_end:
         shell: NodeShell[Event] = NodeShell("decode", config)
         at_end.callback(shell.close)
-        model = load_model(config.model_path, dtype, device, config.context_length)
+        log.info("attention backend", backend=backend.name)
+        model = load_model(config.model_path, dtype, device, config.context_length, backend)
         transports = Transports(config.data_host, config.transfer_protocol, config.ib_device)
         coordinator = build_tiers(
             _plan(config, hisparse, spec, device),
@@ -83,7 +89,7 @@ def run_decode_node(config: DecodeConfig) -> None:
         reservations: ReservationTable[HostSlots] = ReservationTable(coordinator.host.release)
         remote = RemotePrefill(shell.control, destination, reservations, verifier.submit, shell.metrics)
         scheduler = Scheduler(
-            model,
+            _decoding(config, model, coordinator, device),
             coordinator,
             remote,
             _local_prefill(config, model, coordinator) if config.allow_local_prefill else None,
@@ -138,6 +144,15 @@ def _plan(config: DecodeConfig, hisparse: HiSparseConfig, spec: ModelSpec, devic
     for line in describe(sizes):
         log.info("sized", what=line)
     return sizes
+
+
+def _decoding(
+    config: DecodeConfig, model: SparseModel, coordinator: HiSparseCoordinator, device: torch.device
+) -> Decoding:
+    """Recorded steps where the device can replay them."""
+    if device.type != "cuda" or config.disable_cuda_graph:
+        return EagerDecoding(model, coordinator)
+    return GraphDecoding(model, coordinator, config.max_running_requests, model.spec.context_length)
 
 
 def _local_prefill(config: DecodeConfig, model: SparseModel, coordinator: HiSparseCoordinator) -> LocalPrefill:

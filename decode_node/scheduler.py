@@ -10,13 +10,13 @@ import structlog
 import torch
 
 from decode_node.attempt import Landed, Lost, Outcome
+from decode_node.decoding import Decoding
 from decode_node.local_prefill import LocalPrefill
 from decode_node.outputs import OutputStream
 from decode_node.remote_prefill import RemotePrefill
 from decode_node.request import Request, State
 from hisparse.coordinator import HOST_GRANULE, HiSparseCoordinator, Tier
 from model.sampling import sample
-from model.sparse_model import SparseModel
 from prefill_node.convert import token_message
 from service.metrics import Metrics
 from transfer.messages import FinishReason, Generate, Peer, Rejected, Token
@@ -43,7 +43,7 @@ class Scheduler:
 
     def __init__(
         self,
-        model: SparseModel,
+        decoding: Decoding,
         coordinator: HiSparseCoordinator,
         remote: RemotePrefill,
         local: LocalPrefill | None,
@@ -51,7 +51,7 @@ class Scheduler:
         metrics: Metrics,
         limits: Limits,
     ) -> None:
-        self._model = model
+        self._decoding = decoding
         self._coordinator = coordinator
         self._remote = remote
         self._local = local
@@ -206,10 +206,9 @@ class Scheduler:
             return
         self._metrics.decode_batch_size.observe(len(batch))
         try:
-            step = self._coordinator.begin_step([request.request_id for request in batch])
-            newest = self._coordinator.device.upload([request.generated[-1] for request in batch])
-            logits = self._model.decode(newest, step.seq_lens - 1, step)
-            step.finish()
+            logits = self._decoding.step(
+                [request.request_id for request in batch], [request.generated[-1] for request in batch]
+            )
         except Exception as error:
             # Whatever broke the step would break it again: those who were in it end, others go on.
             log.exception("decode step failed", batch=len(batch))

@@ -13,8 +13,8 @@ from hisparse.host_pool import HostKVPool
 from hisparse.lifecycle import LifecycleError, RequestState, move
 from hisparse.residency import Residency
 from hisparse.staging import StagingArea
-from hisparse.step import DecodeStep, GroupPlan, StepError
-from hisparse.swap_in import StagedKV, StepBatch, SwapInBackend, SwapInCounters
+from hisparse.step import DecodeStep, GroupPlan, StepError, SwappedIn, locate_newest
+from hisparse.swap_in import StagedKV, SwapInBackend, SwapInCounters
 from hisparse.verify import verify_swap_in
 
 HOST_GRANULE = 64
@@ -34,6 +34,14 @@ class AppendResult:
 
     ready: tuple[str, ...]
     short_of: dict[str, Tier]
+
+
+@dataclass(frozen=True)
+class Place:
+    """The row of a running request and the position of the token that it computes next."""
+
+    row: int
+    newest: int
 
 
 @dataclass(eq=False)
@@ -158,6 +166,14 @@ class HiSparseCoordinator:
 
         A step that was begun before and not finished is abandoned: its tokens do not count and may be computed again.
         """
+        places = self.place(request_ids)
+        rows = self.device.upload([place.row for place in places])
+        newest = self.device.upload([place.newest for place in places])
+        lengths = tuple(place.newest + 1 for place in places)
+        return self._begin(rows, newest, max(lengths), tuple(request_ids), lengths)
+
+    def place(self, request_ids: Sequence[str]) -> list[Place]:
+        """Where the requests of a step are, all of which must be ready. A step in progress is abandoned."""
         if not request_ids or len(set(request_ids)) != len(request_ids):
             raise ValueError(f"a step needs distinct requests, found {list(request_ids)}")
         self._abandon_step()
@@ -165,22 +181,27 @@ class HiSparseCoordinator:
         for request_id, request in zip(request_ids, requests, strict=True):
             if not self._has_room(request):
                 raise StepError(f"request {request_id} has no room for token {request.num_tokens}: append_tokens first")
-        device = self.device
-        lengths = tuple(request.num_tokens + 1 for request in requests)
-        rows = device.upload([request.row for request in requests])
-        newest = device.upload([request.num_tokens for request in requests])
-        pages = -(-max(lengths) // device.index_page_size)
-        newest_page = device.page_table[rows, newest // device.index_page_size]
-        batch = StepBatch(
-            rows=rows,
-            newest=newest,
-            newest_slots=device.hot_slots[rows, newest.clamp(max=device.device_buffer_size)],
-            newest_index_rows=newest_page * device.index_page_size + newest % device.index_page_size,
-            newest_host_slots=device.host_slot_of[rows, newest],
-        )
-        page_table = device.page_table[rows, :pages]
-        self._step = DecodeStep(self, device, tuple(request_ids), batch, page_table, newest + 1, lengths)
-        return self._step
+        return [Place(request.row, request.num_tokens) for request in requests]
+
+    def begin_recorded_step(self, rows: torch.Tensor, newest: torch.Tensor, max_tokens: int) -> DecodeStep:
+        """Begin a step that is recorded, to be carried out again and again, and not computed for any request now.
+
+        rows, newest: int64 [batch] on the device, below 0 for padding; the requests are those that they name whenever
+        the record is replayed, between `place` and `finish_replay`. max_tokens: of the longest of them, the newest
+        included.
+        """
+        self._abandon_step()
+        return self._begin(rows, newest, max_tokens, (), None)
+
+    def store_items(self, step: DecodeStep, layer: int, items: torch.Tensor) -> None:
+        """Store the new tokens' KV items of one layer, [batch, item_dim], where swap-in will say that they are."""
+        self.check_current(step)
+        self._backend.store_items(layer, step.batch, items)
+
+    def store_index_keys(self, step: DecodeStep, index_layer: int, keys: torch.Tensor) -> None:
+        """Store the new tokens' index keys of one index layer, [batch, index_dim]."""
+        self.check_current(step)
+        self._backend.store_index_keys(index_layer, step.batch, keys)
 
     def swap_in_selected_pages(self, step: DecodeStep, layer: int, positions: torch.Tensor) -> torch.Tensor:
         """Make the positions that a layer selected resident, and return their device slots.
@@ -199,17 +220,25 @@ class HiSparseCoordinator:
         self._backend.fetch(group.plan, layer)
         group.to_fetch.remove(layer)
         if self._verify:
-            verify_swap_in(self.host, self.device, step.batch, layer, positions, group.plan.slots)
+            step.to_verify.append(SwappedIn(layer, positions, group.plan.slots))
+            if not step.is_recorded:
+                self._verify_swap_in(step)
+                step.to_verify.clear()
         return group.plan.slots
 
     def finish_step(self, step: DecodeStep) -> None:
-        """Copy the step's new tokens to the host, all layers at once; from here on they count and are evictable."""
+        """Copy the step's new tokens to the host, all layers at once, and count them."""
         self.check_current(step)
         step.complete_fetches(self._backend.fetch)
+        step.plans.clear()  # a recorded step lives on, and plans are large
         self._backend.backup(step.batch)
-        for request_id in step.request_ids:
-            self._running[request_id].num_tokens += 1
         self._step = None
+        self._count(step.request_ids)
+
+    def finish_replay(self, step: DecodeStep, request_ids: Sequence[str]) -> None:
+        """Count the tokens of a recorded step that was finished when it was recorded, and now replayed for requests."""
+        self._verify_swap_in(step)
+        self._count(request_ids)
 
     def check_current(self, step: DecodeStep) -> None:
         """Raise StepError unless the step is the one in progress."""
@@ -260,7 +289,12 @@ class HiSparseCoordinator:
         return self.host.used == 0
 
     def check_integrity(self) -> None:
-        """Raise SlotAccountingError unless rows, slots and pages in use are exactly those of running requests."""
+        """Raise SlotAccountingError unless rows, slots and pages in use are exactly those of running requests.
+
+        What the backend met and could not report without waiting for the device is raised here, too.
+        """
+        self._backend.drain()
+        self._backend.counters()
         self.host.check_integrity()
         self.device.check_integrity()
         if self.device.used_rows != len(self._running):
@@ -275,6 +309,29 @@ class HiSparseCoordinator:
         self.host.close()
 
     # Inside
+
+    def _count(self, request_ids: Sequence[str]) -> None:
+        """One more token of each request is computed and backed up: from here on it counts and is evictable."""
+        for request_id in request_ids:
+            self._request(request_id).num_tokens += 1
+
+    def _verify_swap_in(self, step: DecodeStep) -> None:
+        for swapped in step.to_verify:
+            verify_swap_in(self.host, self.device, step.batch, swapped.layer, swapped.positions, swapped.slots)
+
+    def _begin(
+        self,
+        rows: torch.Tensor,
+        newest: torch.Tensor,
+        max_tokens: int,
+        request_ids: tuple[str, ...],
+        lengths: tuple[int, ...] | None,
+    ) -> DecodeStep:
+        device = self.device
+        pages = device.page_table[rows.clamp(min=0), : -(-max_tokens // device.index_page_size)]
+        batch = locate_newest(device, rows, newest)
+        self._step = DecodeStep(self, device, request_ids, batch, pages, newest + 1, lengths)
+        return self._step
 
     def _request(self, request_id: str) -> _Request:
         request = self._running.get(request_id)

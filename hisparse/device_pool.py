@@ -153,7 +153,7 @@ class DeviceKVPool:
         return pages * self.index_page_size + positions % self.index_page_size
 
     def upload(self, values: Sequence[int] | npt.NDArray[np.int64]) -> torch.Tensor:
-        """int64 [len(values)] on the device, in the order of its work and without waiting for it."""
+        """The values as int64 on the device, in the order of its work and without waiting for it."""
         tensor = torch.as_tensor(values, dtype=torch.int64)
         if self.device.type == "cuda":  # a copy from memory that is not pinned waits until the device has come to it
             tensor = tensor.pin_memory()

@@ -15,6 +15,9 @@ from hisparse.residency import Residency
 class StepBatch:
     """The requests of one step and where their newest token goes. All int64 [batch], on the device.
 
+    An entry that is below 0 in all of them is padding: nothing is stored, selected or copied for it. Only batches of a
+    recorded step have any, and not every backend can record one.
+
     rows: rows of the device pool, distinct. newest: the newest position. newest_slots: its slot in the device pool.
     newest_index_rows: its place in `index_keys.flatten(1, 2)`. newest_host_slots: its slot in the host pool.
     """
@@ -69,6 +72,14 @@ class SwapInBackend(Protocol):
     host tier without regard to that order, as remote writers do, comes after a `drain`.
     """
 
+    def store_items(self, layer: int, batch: StepBatch, items: torch.Tensor) -> None:
+        """Write the newest items of one layer, [batch, item_dim], to their device slots."""
+        ...
+
+    def store_index_keys(self, index_layer: int, batch: StepBatch, keys: torch.Tensor) -> None:
+        """Write the newest index keys of one index layer, [batch, index_dim], to their index pages."""
+        ...
+
     def resolve(self, index_layer: int, batch: StepBatch, positions: torch.Tensor) -> SwapInPlan:
         """Decide hits and victims by the policy in `hisparse.residency`. positions: int64 [batch, k]."""
         ...
@@ -101,7 +112,10 @@ class SwapInBackend(Protocol):
         ...
 
     def counters(self) -> SwapInCounters:
-        """What was counted so far; what is not carried out yet may be missing. Any thread may ask."""
+        """What was counted so far; what is not carried out yet may be missing. Any thread may ask.
+
+        Raises what a backend finds out only by asking its device.
+        """
         ...
 
 
@@ -117,6 +131,12 @@ class CpuSwapIn:
         self._hits = 0
         self._misses = 0
         self._bytes = 0
+
+    def store_items(self, layer: int, batch: StepBatch, items: torch.Tensor) -> None:
+        self._device.kv[layer].index_copy_(0, batch.newest_slots, items)
+
+    def store_index_keys(self, index_layer: int, batch: StepBatch, keys: torch.Tensor) -> None:
+        self._device.index_keys[index_layer].flatten(0, 1).index_copy_(0, batch.newest_index_rows, keys)
 
     def resolve(self, index_layer: int, batch: StepBatch, positions: torch.Tensor) -> SwapInPlan:
         plan = self._residency.resolve(index_layer, batch.rows, positions, batch.newest)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import structlog
 
+from model.backends.choice import choose_backend
 from model.dtypes import resolve_dtype
 from model.loader import load_model, read_spec
 from model.spec import ModelSpec
@@ -49,10 +50,12 @@ def run_prefill_node(config: PrefillConfig) -> None:
     device = config.torch_device()
     dtype = resolve_dtype(config.model_path, config.dtype)
     spec = read_spec(config.model_path, dtype, config.context_length)
+    backend = choose_backend(config.attention_backend, device, spec)
     shell: NodeShell[Computed | Sent] = NodeShell("prefill", config)
     sender = None
     try:
-        model = load_model(config.model_path, dtype, device, config.context_length)
+        log.info("attention backend", backend=backend.name)
+        model = load_model(config.model_path, dtype, device, config.context_length, backend)
         pool = PagedKVPool(kv_layout(spec), _num_pages(config, spec), config.page_size, device)
         transports = Transports(config.data_host, config.transfer_protocol, config.ib_device)
         transports.register(pool.get_contiguous_buf_infos())

@@ -25,6 +25,7 @@ class NodeConfig:
     advertise_host: str | None = None
     device: str = "cpu"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    attention_backend: Literal["auto", "triton", "torch"] = "auto"
     context_length: int | None = None
     mem_fraction_static: float | None = None
     chunked_prefill_size: int = 2048

@@ -89,9 +89,16 @@ class CudaSwapIn:
         self._items = ItemCopier(self._layout.item_bytes, self._on, self._aligned)
         key_bytes = self._layout.index_key_bytes
         self._index_keys = ItemCopier(key_bytes, self._on, _aligned(key_bytes, host.index_keys, device.index_keys))
+        self._entries = torch.arange(device.max_requests, device=self._on)
         self._kernels: dict[tuple[torch.dtype, torch.dtype], DeviceKernel] = {}
         self._clusters: dict[int, int] = self._kernel(torch.int64, torch.int64).cluster_sizes()
         self._params = [self._static_params(index_layer) for index_layer in range(self._layout.num_index_layers)]
+
+    def store_items(self, layer: int, batch: StepBatch, items: torch.Tensor) -> None:
+        self._store(self._items, items, self._device.kv[layer], batch.newest_slots)
+
+    def store_index_keys(self, index_layer: int, batch: StepBatch, keys: torch.Tensor) -> None:
+        self._store(self._index_keys, keys, self._device.index_keys[index_layer], batch.newest_index_rows)
 
     def resolve(self, index_layer: int, batch: StepBatch, positions: torch.Tensor) -> CudaSwapInPlan:
         """Decide hits and victims, and fetch the first layer of the group. positions: int32 or int64 [batch, k]."""
@@ -210,6 +217,11 @@ class CudaSwapIn:
                 f"{violations} selected positions lay beyond the newest, or were missing and had no host or hot slot"
             )
         return SwapInCounters(hits, misses, num_bytes)
+
+    def _store(self, copier: ItemCopier, items: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor) -> None:
+        """By a kernel of ours rather than torch's: it skips padding."""
+        items = items.contiguous()
+        copier.copy(Items(items.data_ptr()), Items(pool.data_ptr()), self._entries[: len(items)], slots)
 
     def _check(self, rows: torch.Tensor, newest: torch.Tensor, positions: torch.Tensor) -> tuple[int, int]:
         """The batch and k of a launch. Raises ValueError for what the kernel cannot read."""

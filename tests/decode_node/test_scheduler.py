@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from decode_node.attempt import Landed
+from decode_node.decoding import EagerDecoding
 from decode_node.outputs import OutputStream
 from decode_node.remote_prefill import RemotePrefill
 from decode_node.request import Request, State
@@ -104,7 +105,7 @@ class Harness:
         )
         self.remote.nodes.learn(GATEWAY.address, (PREFILL,))
         self.scheduler = Scheduler(
-            self.model,  # type: ignore[arg-type]
+            EagerDecoding(self.model, self.coordinator),  # type: ignore[arg-type]
             self.coordinator,
             self.remote,
             None,

@@ -53,6 +53,18 @@ def references(checkpoints: dict[str, Path]) -> dict[str, Reference]:
 
 
 @pytest.fixture
+def device() -> str:
+    """What the nodes of a test compute on, where it leaves that open: tests/gpu runs such tests with another one."""
+    return "cpu"
+
+
+@pytest.fixture
+def disable_cuda_graph() -> bool:
+    """Whether decode nodes launch kernels one by one, where a test leaves that open."""
+    return False
+
+
+@pytest.fixture
 def start_cluster(checkpoints: dict[str, Path], tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
     """A function that makes a cluster of a family, with its gateway; everything is stopped after the test."""
     clusters: list[Cluster] = []

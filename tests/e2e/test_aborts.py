@@ -21,14 +21,19 @@ def pools(node: Node) -> dict[str, float]:
 
 
 def test_two_hundred_requests_a_third_of_them_aborted(
-    start_cluster: Callable[..., Cluster], references: dict[str, Reference]
+    start_cluster: Callable[..., Cluster], references: dict[str, Reference], device: str, disable_cuda_graph: bool
 ) -> None:
     """Corruption under concurrent transfers (vllm 44238, sglang 23020) and late writes (sglang PRs 24580, 31357)."""
     cluster = start_cluster()
-    prefill = cluster.prefill(chunked_prefill_size=128, max_total_tokens=4096)
+    prefill = cluster.prefill(device=device, chunked_prefill_size=128, max_total_tokens=4096)
     config = json.dumps({"device_buffer_size": 128, "host_pool_gib": 0.015})
     decode = cluster.decode(
-        hisparse_config=config, max_running_requests=16, max_device_slots=10 * 129, debug_verify_swap_in=True
+        device=device,
+        hisparse_config=config,
+        max_running_requests=16,
+        max_device_slots=10 * 129,
+        debug_verify_swap_in=True,
+        disable_cuda_graph=disable_cuda_graph,
     )
     cluster.wait_ready()
     before, pages_before = pools(decode), prefill.metric("prefill_pages", state="free")

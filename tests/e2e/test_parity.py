@@ -43,6 +43,7 @@ def assert_exact(
 def test_greedy_tokens_equal_transformers(
     start_cluster: Callable[..., Cluster],
     references: dict[str, Reference],
+    device: str,
     family: str,
     page_size: int,
     chunk: int,
@@ -51,9 +52,15 @@ def test_greedy_tokens_equal_transformers(
 ) -> None:
     cluster = start_cluster(family)
     prefill = cluster.prefill(
-        page_size=page_size, chunked_prefill_size=chunk, transfer_protocol=protocol, transfer_checksum="full"
+        device=device,
+        page_size=page_size,
+        chunked_prefill_size=chunk,
+        transfer_protocol=protocol,
+        transfer_checksum="full",
     )
-    decode = cluster.decode(hisparse_config=HOT_BUFFER, debug_verify_swap_in=True, transfer_protocol="auto")
+    decode = cluster.decode(
+        device=device, hisparse_config=HOT_BUFFER, debug_verify_swap_in=True, transfer_protocol="auto"
+    )
     cluster.wait_ready()
 
     assert_exact(cluster, references[family], ALONE, concurrency=1)

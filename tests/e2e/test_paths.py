@@ -13,10 +13,12 @@ from tests.e2e.test_parity import ALONE, HOT_BUFFER, TOGETHER, assert_exact, pro
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_node_that_prefills_for_itself_says_the_same(
-    start_cluster: Callable[..., Cluster], references: dict[str, Reference], family: str
+    start_cluster: Callable[..., Cluster], references: dict[str, Reference], device: str, family: str
 ) -> None:
     cluster = start_cluster(family)
-    decode = cluster.decode(hisparse_config=HOT_BUFFER, allow_local_prefill=True, chunked_prefill_size=200)
+    decode = cluster.decode(
+        device=device, hisparse_config=HOT_BUFFER, allow_local_prefill=True, chunked_prefill_size=200
+    )
     cluster.wait_ready()
 
     assert_exact(cluster, references[family], TOGETHER, concurrency=16)
@@ -47,13 +49,13 @@ def test_clients_that_leave_during_local_prefill_or_staging_leave_nothing_behind
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_requests_that_were_retracted_say_the_same(
-    start_cluster: Callable[..., Cluster], references: dict[str, Reference], family: str
+    start_cluster: Callable[..., Cluster], references: dict[str, Reference], device: str, family: str
 ) -> None:
     """Device slots for two full hot buffers, and a dozen short requests that grow beyond what was kept for them."""
     cluster = start_cluster(family)
     cluster.prefill()
     config = json.dumps({"device_buffer_size": 256, "host_pool_gib": 0.02})
-    decode = cluster.decode(hisparse_config=config, max_device_slots=2 * 257)
+    decode = cluster.decode(device=device, hisparse_config=config, max_device_slots=2 * 257)
     cluster.wait_ready()
 
     batch = prompts((10, 20, 30, 40, 50, 60, 12, 22, 32, 42, 52, 500), seed=4)

@@ -82,7 +82,7 @@ def test_serve_passes_a_start_up_error_on() -> None:
         timeout=60,
     )
     assert done.returncode == 2
-    assert "error: model directory /nonexistent does not exist" in done.stderr
+    assert "error: --model-path /nonexistent: no such directory" in done.stderr
 
 
 def test_the_demo_prints_its_summary_and_leaves_nothing_behind() -> None:

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from hisparse import KVLayout, build_cpu_tiers, describe, parse_config, plan_sizes
+from hisparse import KVLayout, build_cpu_tiers, build_tiers, describe, parse_config, plan_sizes
 from hisparse.sizing import GIB, Sizes
 from service.errors import StartupError
 
@@ -116,6 +116,11 @@ def test_the_pools_are_as_big_as_planned() -> None:
     tables += [residency.position_at, residency.hot_of, residency.referenced, residency.hand]
     assert sum(table.nbytes for table in tables) == sizes.table_bytes
     coordinator.close()
+
+
+def test_a_device_without_a_swap_in_backend_is_refused() -> None:
+    with pytest.raises(StartupError, match="no swap-in backend for meta, only for cpu and cuda"):
+        build_tiers(plan(None, context=600), torch.device("meta"))
 
 
 def test_host_buffers_are_page_aligned_one_per_layer() -> None:

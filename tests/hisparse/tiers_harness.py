@@ -118,7 +118,7 @@ def select(rng: random.Random, newest: int) -> list[int]:
 class Pages:
     """A prompt in device pages of this node, which must be given back exactly once."""
 
-    def __init__(self, seed: int, num_tokens: int, on: str = "cpu") -> None:
+    def __init__(self, seed: int, num_tokens: int) -> None:
         self.released = 0
         rows = torch.randperm(num_tokens)
         kv = torch.zeros(LAYOUT.num_layers, num_tokens, LAYOUT.item_dim)
@@ -127,7 +127,7 @@ class Pages:
             kv[layer][rows] = torch.tensor([item(seed, layer, p) for p in range(num_tokens)])
         for layer in range(LAYOUT.num_index_layers):
             keys[layer][rows] = torch.tensor([index_key(seed, layer, p) for p in range(num_tokens)])
-        self.staged = StagedKV(list(kv.to(on)), list(keys.to(on)), rows.to(on), self.release)
+        self.staged = StagedKV(list(kv), list(keys), rows, self.release)
 
     def release(self) -> None:
         self.released += 1
@@ -140,9 +140,10 @@ def tiers(
     num_index_pages: int = 64,
     max_requests: int = 8,
     on: str = "cpu",
+    swap_in_block_size: int | None = None,
 ) -> Iterator[Tiers]:
     sizes = Sizes(
-        config=HiSparseConfig(device_buffer_size=HOT, top_k=TOP_K),
+        config=HiSparseConfig(device_buffer_size=HOT, top_k=TOP_K, swap_in_block_size=swap_in_block_size),
         layout=LAYOUT,
         max_requests=max_requests,
         max_context=CONTEXT,

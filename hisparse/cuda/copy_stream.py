@@ -1,0 +1,49 @@
+"""Copies on a CUDA stream of their own, beside the one that decodes."""
+
+from collections.abc import Callable
+
+import torch
+
+
+class CudaCopyEvent:
+    """A CopyEvent recorded behind a copy, with the error that kept the copy, or the rest of it, from being queued."""
+
+    def __init__(self, error: Exception | None) -> None:
+        self._error = error
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event.record()
+
+    def done(self) -> bool:
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> None:
+        self._event.synchronize()
+        if self._error is not None:
+            raise self._error
+
+
+class CudaCopyStream:
+    """A CopyStream of one CUDA stream.
+
+    A copy waits, on the device, for what its caller's stream was given before: it reads pages, and lists of rows, that
+    kernels there may still have to write. The caller's stream does not wait for the copy; who reuses what the copy
+    touches asks its event first.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def submit(self, copy: Callable[[], None]) -> CudaCopyEvent:
+        """Queue a copy: `copy` is called at once and must not wait for the device."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        error = None
+        with torch.cuda.stream(self._stream):
+            try:
+                copy()
+            except Exception as raised:  # whatever it is, it belongs to whoever waits for the event
+                error = raised
+            return CudaCopyEvent(error)
+
+    def close(self) -> None:
+        self._stream.synchronize()

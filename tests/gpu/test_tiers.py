@@ -1,0 +1,194 @@
+"""The KV tiers with their device in HBM: the coordinator's own tests, and what streams must wait for."""
+
+import mmap
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from hisparse import HostSlots
+from hisparse.cuda import CudaCopyStream
+from hisparse.cuda.specialization import default_block_size
+from hisparse.cuda.swap_in import SwapInViolationError
+from hisparse.host_pool import HostKVPool
+from hisparse.swap_in import StagedKV
+from hisparse.verify import SwapInMismatchError
+from tests.hisparse.test_coordinator import walk_and_leave_nothing
+from tests.hisparse.tiers_harness import LAYOUT, TOP_K, Tiers, tiers
+
+CUDA = torch.device("cuda", 0)
+_LONG = 400_000_000
+"""Clock cycles: a fifth of a second and more on any GPU."""
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_after_any_walk_every_pool_is_exactly_as_full_as_at_start(seed: int) -> None:
+    walk_and_leave_nothing(seed, turns=150, on="cuda:0")
+
+
+def decode_one(t: Tiers, request_id: str, seed: int) -> None:
+    """Compute a token as a model does, without waiting for the device."""
+    assert not t.coordinator.append_tokens([request_id]).short_of
+    step = t.coordinator.begin_step([request_id])
+    newest = step.lengths[0] - 1
+    for layer in range(LAYOUT.num_layers):
+        step.append(layer, t.device.upload([seed, layer, newest]).float()[None])
+    for layer in range(LAYOUT.num_index_layers):
+        step.append_index_keys(layer, t.device.upload([seed * 100 + layer, newest]).float()[None])
+    step.finish()
+
+
+def stage(t: Tiers, request_id: str, seed: int, rows: torch.Tensor) -> HostSlots:
+    """Begin to stage a prompt of nine tokens whose KV is one number everywhere, without waiting for the device."""
+    slots = t.host.allocate(9)
+    assert slots is not None
+    kv = torch.zeros(LAYOUT.num_layers, 9, LAYOUT.item_dim, device=CUDA).add_(seed)
+    keys = torch.zeros(LAYOUT.num_index_layers, 9, LAYOUT.index_dim, device=CUDA).add_(seed)
+    t.coordinator.admit_request_into_staging(request_id, slots, StagedKV(list(kv), list(keys), rows, lambda: None), 9)
+    return slots
+
+
+def check_staged(t: Tiers, slots: HostSlots, seed: int) -> None:
+    at = torch.from_numpy(slots.slots())
+    assert bool((t.host.kv[:, at] == seed).all())
+    assert bool((t.host.index_keys[:, at] == seed).all())
+
+
+@contextmanager
+def busy_tiers() -> Iterator[Tiers]:
+    """Tiers with a running request "r" of 21 tokens of sequence 3, and a device that is busy from here on.
+
+    Everything was done once before: the first use of a kernel, or of pinned memory of its size, may wait.
+    """
+    with tiers(on="cuda:0") as t:
+        t.coordinator._verify = False
+        assert t.admit("r", seed=3, num_tokens=20)
+        decode_one(t, "r", seed=3)
+        slots = stage(t, "warm", 1, torch.arange(9, device=CUDA).clone())
+        torch.cuda.synchronize()
+        assert t.coordinator.poll_staging() == ["warm"]
+        t.host.release(slots)
+        t.coordinator.counters()
+        torch.cuda._sleep(_LONG)
+        yield t
+        torch.cuda.synchronize()
+
+
+def is_busy() -> bool:
+    return not torch.cuda.current_stream().query()
+
+
+def test_slots_change_hands_only_after_their_backup_has_landed() -> None:
+    """Corruption under concurrent transfers: a backup that is still queued would land on the next owner's bytes."""
+    with busy_tiers() as t:
+        decode_one(t, "r", seed=3)
+        assert is_busy()
+        slots = t.coordinator.retract_request("r")
+        t.check_host_copy(slots, 3, 22)
+        t.host.release(slots)
+        assert t.coordinator.is_idle()
+
+
+def test_an_illegal_address_from_a_stream_that_did_not_wait_for_another() -> None:
+    """sglang PR 20343: cudaErrorIllegalAddress. A copy that started early would read rows that are not there yet."""
+    rows = torch.full((9,), 2**40, device=CUDA)
+    valid = torch.randperm(9, device=CUDA)
+    with busy_tiers() as t:
+        rows.copy_(valid)
+        slots = stage(t, "s", 5, rows)
+        assert is_busy(), "staging waits on the device, not here"
+        assert t.coordinator.poll_staging() == []
+        torch.cuda.synchronize()
+        assert t.coordinator.poll_staging() == ["s"]
+        check_staged(t, slots, 5)
+        assert t.coordinator.admit_request_direct("s", slots, 9)
+        t.coordinator.request_finished("s")
+
+
+def test_a_second_prompt_is_staged_without_waiting_for_the_first() -> None:
+    with busy_tiers() as t:
+        all_slots = [stage(t, f"s{seed}", seed, torch.arange(9, device=CUDA)) for seed in (1, 2)]
+        assert is_busy()
+        torch.cuda.synchronize()
+        assert t.coordinator.poll_staging() == ["s1", "s2"]
+        for seed, slots in zip((1, 2), all_slots, strict=True):
+            check_staged(t, slots, seed)
+
+
+def test_a_copy_that_fails_is_over_and_says_why() -> None:
+    stream = CudaCopyStream(CUDA)
+
+    def broken() -> None:
+        raise ValueError("no such page")
+
+    event = stream.submit(broken)
+    with pytest.raises(ValueError, match="no such page"):
+        event.wait()
+    assert event.done()
+    stream.close()
+
+
+def test_counters_are_read_without_waiting_for_a_step() -> None:
+    with busy_tiers() as t:
+        before = t.coordinator.counters()
+        assert is_busy()
+        assert t.coordinator.counters() == before
+
+
+def test_a_step_queues_its_work_and_waits_for_nothing() -> None:
+    with busy_tiers() as t:
+        assert t.admit("s", seed=2, num_tokens=5)
+        for request_id, seed in (("r", 3), ("s", 2)):
+            decode_one(t, request_id, seed)
+        assert is_busy()
+        for request_id, seed, num_tokens in (("r", 3, 22), ("s", 2, 6)):
+            slots = t.coordinator.retract_request(request_id)
+            t.check_host_copy(slots, seed, num_tokens)
+
+
+def test_the_configured_block_size_reaches_the_kernel() -> None:
+    with tiers(on="cuda:0", swap_in_block_size=64) as t:
+        assert t.coordinator._backend.block_size == 64
+        assert t.admit("r", seed=1, num_tokens=20)
+        t.step(["r"], random.Random(0))
+    with tiers(on="cuda:0") as t:
+        assert t.coordinator._backend.block_size == default_block_size(TOP_K)
+
+
+def test_what_kernels_met_and_must_not_is_raised_when_the_pools_are_checked() -> None:
+    with tiers(on="cuda:0") as t:
+        t.coordinator._verify = False
+        assert t.admit("r", seed=1, num_tokens=9)
+        t.coordinator.append_tokens(["r"])
+        t.coordinator.begin_step(["r"]).swap_in(0, torch.tensor([[10, 9, 4]], device=CUDA))
+        with pytest.raises(SwapInViolationError, match="1 selected positions"):
+            t.coordinator.check_integrity()
+
+
+@pytest.mark.parametrize("tier", ["host", "device"])
+def test_verify_catches_a_resident_item_that_differs_from_its_host_copy(tier: str) -> None:
+    with tiers(on="cuda:0") as t:
+        assert t.admit("r", seed=1, num_tokens=9)
+        t.coordinator.append_tokens(["r"])
+        t.coordinator.begin_step(["r"]).swap_in(0, torch.tensor([[4, 9, -1]], device=CUDA))
+        getattr(t, tier).kv[0] += 1
+        with pytest.raises(SwapInMismatchError, match="layer 0, row 0: position 4"):
+            t.coordinator.begin_step(["r"]).swap_in(0, torch.tensor([[9, -1, 4]], device=CUDA))
+
+
+def test_a_pinned_pool_is_shared_with_processes_that_map_it() -> None:
+    """What lands through another mapping of the memory is what the device reads."""
+    pool = HostKVPool(LAYOUT, num_slots=300, pin=True, shareable=True)
+    region = pool.shared()
+    assert region is not None
+    with open(f"/proc/self/fd/{region.fd}", "r+b") as memory:
+        mapping = mmap.mmap(memory.fileno(), region.length)
+    offset = pool.kv[1, 7].data_ptr() - region.base
+    torch.frombuffer(mapping, dtype=torch.float32, count=3, offset=offset).copy_(torch.tensor([1.0, 2.0, 3.0]))
+    assert pool.kv.is_pinned()
+    assert pool.index_keys.is_pinned()
+    assert pool.kv[1].to(CUDA, non_blocking=True)[7].tolist() == [1, 2, 3]
+    pool.close()
+    assert not pool.kv.is_pinned()

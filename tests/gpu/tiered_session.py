@@ -1,0 +1,91 @@
+"""Requests computed in this process on a CUDA device, prompts in pages and decoding through the KV tiers."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from decode_node.decoding import Decoding, EagerDecoding
+from decode_node.graphs import GraphDecoding
+from hisparse import HiSparseConfig, StagedKV, build_tiers, plan_sizes
+from model.passes import PrefillChunk
+from model.sparse_model import SparseModel
+from prefill_node.convert import kv_layout
+from prefill_node.pool import PagedKVPool, PagedSequence
+
+CUDA = torch.device("cuda", 0)
+_PAGE_SIZE = 16
+_CHUNK = 200
+_PLENTY = 2**34
+
+
+class TieredSession:
+    """Prompts that are prefilled and staged at once, then decoded together, in recorded steps or kernel by kernel."""
+
+    def __init__(
+        self, model: SparseModel, prompts: Sequence[torch.Tensor], context_length: int, record: bool, verify: bool
+    ) -> None:
+        self._model = model
+        self._prompts = [prompt.to(CUDA) for prompt in prompts]
+        self.request_ids = [f"r{number}" for number in range(len(prompts))]
+        top_k = model.spec.index_topk
+        sizes = plan_sizes(
+            HiSparseConfig(device_buffer_size=2 * top_k, top_k=top_k, host_to_device_ratio=None, host_pool_gib=0.1),
+            kv_layout(model.spec),
+            max_running_requests=len(prompts),
+            context_length=context_length,
+            index_page_size=_PAGE_SIZE,
+            available_host_bytes=_PLENTY,
+            available_device_bytes=_PLENTY,
+        )
+        self.coordinator = build_tiers(sizes, CUDA, verify)
+        self._decoding: Decoding = EagerDecoding(model, self.coordinator)
+        if record:
+            self._decoding = GraphDecoding(model, self.coordinator, len(prompts), context_length)
+
+    def prefill(self) -> torch.Tensor:
+        """Compute all prompts and bring them into the tiers. Returns the logits after each, [requests, vocab]."""
+        return torch.cat([self._prefill(*pair) for pair in zip(self.request_ids, self._prompts, strict=True)])
+
+    def decode(self, numbers: Sequence[int], token_ids: Sequence[int]) -> torch.Tensor:
+        """Compute one token of each of these requests."""
+        request_ids = [self.request_ids[number] for number in numbers]
+        assert not self.coordinator.append_tokens(request_ids).short_of
+        return self._decoding.step(request_ids, token_ids)
+
+    def _prefill(self, request_id: str, prompt: torch.Tensor) -> torch.Tensor:
+        length = len(prompt)
+        pool = PagedKVPool(kv_layout(self._model.spec), -(-length // _PAGE_SIZE), _PAGE_SIZE, CUDA)
+        pages = pool.allocate(length)
+        slots = self.coordinator.host.allocate(length)
+        assert pages is not None
+        assert slots is not None
+        cache = PagedSequence(pool, pages)
+        for start in range(0, length, _CHUNK):
+            chunk = PrefillChunk(prompt[start : start + _CHUNK], start, length, cache)
+            logits = self._model.prefill([chunk])
+        staged = StagedKV(list(pool.kv), list(pool.index_keys), cache.rows(0, length), lambda: None)
+        self.coordinator.admit_request_into_staging(request_id, slots, staged, length)
+        torch.cuda.synchronize()
+        assert self.coordinator.poll_staging() == [request_id]
+        assert self.coordinator.admit_request_direct(request_id, slots, length)
+        return logits
+
+
+@contextmanager
+def session(
+    model: SparseModel,
+    prompts: Sequence[torch.Tensor],
+    context_length: int,
+    record: bool = False,
+    verify: bool = False,
+) -> Iterator[TieredSession]:
+    """A session whose requests leave nothing behind."""
+    opened = TieredSession(model, prompts, context_length, record, verify)
+    try:
+        yield opened
+        for request_id in opened.request_ids:
+            opened.coordinator.request_finished(request_id)
+        assert opened.coordinator.is_idle()
+    finally:
+        opened.coordinator.close()
