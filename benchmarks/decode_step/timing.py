@@ -1,0 +1,114 @@
+"""Time of a decode step, and the parts of it."""
+
+import random
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.autograd import DeviceType  # type: ignore[attr-defined]
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.decode_step.workload import Requests
+from decode_node.decoding import Decoding
+
+PARTS: dict[str, tuple[str, ...]] = {
+    "index": ("_score_pages",),
+    "top-k": ("topk", "devicescan"),
+    "swap-in": ("swap_in",),
+    "attention": ("_attend_split", "_combine"),
+}
+"""What a kernel's name contains, in lower case, by the part of a step that it belongs to.
+
+Index is the scoring of all positions; the indexer's projections cannot be told from the others. torch's top-k scans by
+a kernel of CUB, which nothing else in a step does.
+"""
+REST = "rest"
+_PROFILED_STEPS = 5
+
+
+@dataclass(frozen=True)
+class StepTiming:
+    """Of one decode step. num_bytes: swapped in. misses: per request and layer. kernels: ms of each, by its name."""
+
+    median_ms: float
+    p90_ms: float
+    hit_rate: float
+    misses: float
+    num_bytes: float
+    kernels: dict[str, float]
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Milliseconds of the kernels of each of PARTS, and what is left of the step: other kernels, and none."""
+        parts = dict.fromkeys(PARTS, 0.0)
+        for name, ms in self.kernels.items():
+            if (part := part_of(name)) != REST:
+                parts[part] += ms
+        return {**parts, REST: self.median_ms - sum(parts.values())}
+
+
+def part_of(kernel: str) -> str:
+    """The part of a step that a kernel of this name belongs to."""
+    lowered = kernel.lower()
+    return next((part for part, marks in PARTS.items() if any(mark in lowered for mark in marks)), REST)
+
+
+def time_steps(
+    requests: Requests,
+    decoding: Decoding,
+    vocab: int,
+    before: Callable[[int], None],
+    warm_up: int,
+    steps: int,
+    profiled: bool,
+) -> StepTiming:
+    """Time steps of all requests, from the call until the device is done, one after another.
+
+    `before(n)` prepares step n, outside the time taken, as is making room for the token. If `profiled`, further steps
+    run under the profiler. It hardly slows kernels, but graphs that are recorded once it has run in a process stay
+    slower for good (0.6 ms a step): times count from processes and passes that have not come to it.
+    """
+    rng = random.Random(0)
+
+    def step_ms(number: int) -> float:
+        before(number)
+        requests.make_room()
+        token_ids = rng.choices(range(vocab), k=len(requests.ids))
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        decoding.step(requests.ids, token_ids)
+        torch.cuda.synchronize()
+        return (time.perf_counter() - start) * 1e3
+
+    for number in range(warm_up):
+        step_ms(number)
+    first = requests.coordinator.counters()
+    times = [step_ms(warm_up + number) for number in range(steps)]
+    last = requests.coordinator.counters()
+    kernels = {}
+    if profiled:
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            for number in range(_PROFILED_STEPS):
+                step_ms(warm_up + steps + number)
+        kernels = _kernel_ms(profiler)
+    hits, misses = last.hits - first.hits, last.misses - first.misses
+    return StepTiming(
+        median_ms=statistics.median(times),
+        p90_ms=statistics.quantiles(times, n=10)[-1],
+        hit_rate=hits / (hits + misses),
+        misses=misses / (steps * len(requests.ids) * requests.sizes.layout.num_index_layers),
+        num_bytes=(last.bytes - first.bytes) / steps,
+        kernels=kernels,
+    )
+
+
+def _kernel_ms(profiled: profile) -> dict[str, float]:
+    """Milliseconds of each kernel in one step."""
+    total: Counter[str] = Counter()
+    for event in profiled.events() or ():  # type: ignore[no-untyped-call]
+        if event.device_type == DeviceType.CUDA:
+            total[event.name] += event.time_range.elapsed_us()
+    return {name: us / 1e3 / _PROFILED_STEPS for name, us in total.most_common()}
