@@ -1,0 +1,42 @@
+"""Which part of a decode step a kernel belongs to, and that the parts add up."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.decode_step.timing import PARTS, REST, StepTiming, part_of
+
+ROOT = Path(__file__).resolve().parents[2]
+OURS = {
+    "index": ("_score_pages", "model/backends/triton_index.py"),
+    "swap-in": ("swap_in", "csrc/swap_in.cu"),
+    "attention": ("_attend_split", "model/backends/triton_attend.py"),
+}
+
+
+@pytest.mark.parametrize("part", OURS)
+def test_a_kernel_of_this_project_is_known_by_its_name(part: str) -> None:
+    """Renaming one would move its time to the rest."""
+    name, source = OURS[part]
+    assert f" {name}(" in (ROOT / source).read_text()
+    assert part_of(name) == part
+
+
+@pytest.mark.parametrize(
+    ("kernel", "part"),
+    [
+        ("void at::native::mbtopk::computeBlockDigitCounts<float, unsigned int, unsigned int, 1>", "top-k"),
+        ("void at_cuda_detail::cub::detail::scan_by_key::DeviceScanByKeyKernel<", "top-k"),
+        ("nvjet_sm90_tst_64x8_64x16_4x1_v_bz_TNT", REST),
+        ("copy_items", REST),
+    ],
+)
+def test_other_kernels(kernel: str, part: str) -> None:
+    assert part_of(kernel) == part
+
+
+def test_the_parts_are_the_whole_step() -> None:
+    kernels = {"_score_pages": 1.0, "swap_in": 2.0, "_attend_split": 0.5, "_combine": 0.25, "gemm": 3.0}
+    timing = StepTiming(median_ms=10.0, p90_ms=11.0, hit_rate=1.0, misses=0.0, num_bytes=0.0, kernels=kernels)
+    assert timing.parts == {"index": 1.0, "top-k": 0.0, "swap-in": 2.0, "attention": 0.75, REST: 6.25}
+    assert set(timing.parts) == {*PARTS, REST}
