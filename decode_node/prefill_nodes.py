@@ -9,6 +9,8 @@ from transfer.messages import Peer
 SILENCE_S = 2.5
 """After so many seconds without a sign of life a node that has work is taken for unwell, though not for dead."""
 _SUSPECT_S = 10 * SILENCE_S
+_FORGOTTEN_AFTER_S = 30.0
+"""What a gateway said counts so long while others go on saying something. They do every second."""
 
 
 class PrefillNodes:
@@ -16,16 +18,27 @@ class PrefillNodes:
 
     def __init__(self, control: ControlPlane) -> None:
         self._control = control
-        self._by_gateway: dict[str, tuple[Peer, ...]] = {}
+        self._by_gateway: dict[str, tuple[float, tuple[Peer, ...]]] = {}
+        """When each gateway said it last, and what; the last to speak comes last."""
         self._suspects: dict[str, float] = {}
 
     @property
     def known(self) -> set[Peer]:
-        return {node for nodes in self._by_gateway.values() for node in nodes}
+        return {node for _, nodes in self._by_gateway.values() for node in nodes}
 
     def learn(self, gateway: str, nodes: tuple[Peer, ...]) -> None:
-        """The prefill nodes that the gateway at that address knows, in order of preference."""
-        self._by_gateway[gateway] = nodes
+        """The prefill nodes that the gateway at that address knows, in order of preference.
+
+        What a gateway that has died once said is older than what others say, and then forgotten; if all are silent,
+        their last words stand.
+        """
+        now = time.monotonic()
+        others = {
+            other: said
+            for other, said in self._by_gateway.items()
+            if other != gateway and now - said[0] < _FORGOTTEN_AFTER_S
+        }
+        self._by_gateway = {**others, gateway: (now, nodes)}
 
     def suspect(self, node: Peer, now: float) -> None:
         """The node was silent although it has work. It is passed over until it is heard again, or for a while."""
@@ -38,7 +51,7 @@ class PrefillNodes:
         The request's own ranking comes first, as far as gateways still know the nodes; then what else they know; a
         node that no gateway names any more comes last.
         """
-        current = {node.address: node for nodes in self._by_gateway.values() for node in nodes}
+        current = {node.address: node for _, nodes in self._by_gateway.values() for node in nodes}
         ranked = [current[node.address] for node in ranking if node.address in current]
         ranked += [*current.values(), *(node for node in ranking if node.address not in current)]
         usable = [node for node in ranked if not self._is_suspect(node)]

@@ -271,6 +271,26 @@ def test_a_ranking_from_before_a_restart_is_brought_up_to_date(h: Harness) -> No
     assert h.remote.choose(h.request) == reborn
 
 
+def test_a_gateway_that_died_does_not_keep_the_old_boot_of_a_node_alive(h: Harness) -> None:
+    """What it said last is older than what another gateway says, whichever spoke first."""
+    reborn = FIRST.model_copy(update={"boot_id": "reborn"})
+    h.remote.nodes.learn(GATEWAY.address, (FIRST,))
+    h.remote.nodes.learn("gateway:2", (FIRST,))
+    h.remote.nodes.learn(GATEWAY.address, (reborn,))
+    assert h.remote.choose(h.request) == reborn
+
+
+def test_what_a_silent_gateway_said_is_forgotten_when_others_speak(h: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    h.remote.nodes.learn("gateway:2", (SECOND,))
+    h.remote.nodes.learn(GATEWAY.address, (FIRST,))
+    assert h.remote.nodes.known == {FIRST, SECOND}
+    later = time.monotonic() + 60
+    monkeypatch.setattr("decode_node.prefill_nodes.time.monotonic", lambda: later)
+    assert h.remote.nodes.known == {FIRST, SECOND}, "while nobody speaks"
+    h.remote.nodes.learn(GATEWAY.address, (FIRST,))
+    assert h.remote.nodes.known == {FIRST}
+
+
 # --- checksums ---
 
 
