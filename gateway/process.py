@@ -192,6 +192,7 @@ class Gateway:
         self.metrics.requests.labels(state="waiting").set(self._client.waiting)
         self.metrics.requests.labels(state="running").set(self._client.running)
         self.metrics.control_malformed.set(self.control.malformed)
+        self.metrics.control_dropped.set(self.control.undeliverable)
 
 
 def _context_length(config: GatewayConfig, tokenizer: CheckpointTokenizer) -> int:

@@ -55,6 +55,9 @@ class Metrics:
         self.inter_token = histogram("inter_token_seconds", "Time between tokens of one request.", _LATENCY)
         self.decode_batch_size = histogram("decode_batch_size", "Requests in a decode step.", _SIZES)
         self.control_malformed = gauge("control_malformed", "Control frames dropped as malformed since the start.")
+        self.control_dropped = gauge(
+            "control_dropped", "Control messages dropped since the start, as too many waited here or for a peer."
+        )
         self.nodes = gauge("nodes", "Registered nodes by role, as the gateway sees them.", "role")
 
     def render(self) -> bytes:

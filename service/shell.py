@@ -23,6 +23,9 @@ log = structlog.get_logger(__name__)
 
 Event = TypeVar("Event")
 
+MAX_WAITING = 10_000
+"""Messages and events that wait for a node's loop. Beyond it messages are dropped: what must arrive is repeated."""
+
 
 class NodeShell(Generic[Event]):
     """Ports are bound on construction, so that a taken one is reported before a model is loaded.
@@ -35,6 +38,7 @@ class NodeShell(Generic[Event]):
         self.metrics = Metrics()
         self.stopping = threading.Event()
         self.inbox: queue.SimpleQueue[tuple[Peer, Message] | Event | None] = queue.SimpleQueue()
+        self._dropped = 0
         self._listener = bind_http(config.host, config.port)
         try:
             self.control = ControlPlane(
@@ -110,7 +114,10 @@ class NodeShell(Generic[Event]):
         """On the control thread: membership is served here, the rest by the node's loop."""
         if isinstance(message, Registered | Refused | HeartbeatAck) and self._membership is not None:
             self._membership.receive(sender, message)
-        self.inbox.put((sender, message))
+        if self.inbox.qsize() < MAX_WAITING:
+            self.inbox.put((sender, message))
+        else:
+            self._dropped += 1
 
     def _missing(self) -> str | None:
         """What keeps this node from serving, or None."""
@@ -120,6 +127,7 @@ class NodeShell(Generic[Event]):
 
     def _refresh(self, refresh: Callable[[], None]) -> None:
         self.metrics.control_malformed.set(self.control.malformed)
+        self.metrics.control_dropped.set(self._dropped + self.control.undeliverable)
         refresh()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:

@@ -1,0 +1,42 @@
+"""What a node has around its loop."""
+
+from pathlib import Path
+
+import pytest
+
+from service import shell
+from service.config import NodeConfig
+from service.shell import NodeShell
+from tests.e2e.cluster import wait_until
+from transfer.control import ControlPlane
+from transfer.messages import Cancel
+
+
+def test_messages_to_a_loop_that_stands_still_are_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is bounded; whatever is dropped is an answer to, or one of, messages that are repeated."""
+    monkeypatch.setattr(shell, "MAX_WAITING", 10)
+    node: NodeShell[str] = NodeShell("decode", NodeConfig(model_path=Path("none")))
+    peer = ControlPlane("gateway", "127.0.0.1", 0, "127.0.0.1", deliver=lambda sender, message: None)
+    try:
+        node.control.start()
+        peer.start()
+        for number in range(25):
+            peer.send(node.control.me, Cancel(request_id=str(number)))
+        wait_until(lambda: dropped(node) == 15, what="the rest to be dropped")
+        node.inbox.put("an event of the node's own is never dropped")
+        messages = [item[1] for item in node.receive(0.0) if not isinstance(item, str)]
+        assert messages == [Cancel(request_id=str(number)) for number in range(10)]
+
+        peer.send(node.control.me, Cancel(request_id="again"))
+        assert node.receive(5.0) == [(peer.me, Cancel(request_id="again"))]
+        assert dropped(node) == 15
+    finally:
+        peer.stop()
+        node.close()
+
+
+def dropped(node: NodeShell[str]) -> float:
+    node._refresh(lambda: None)
+    value = node.metrics.registry.get_sample_value("hisparse_pd_control_dropped")
+    assert value is not None
+    return value
