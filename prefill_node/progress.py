@@ -31,7 +31,7 @@ class ForwardProgress:
         event = None
         if self._device.type == "cuda":
             event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-            event.record(torch.cuda.current_stream(self._device))
+            event.record()
         with self._changed:
             assert layer == len(self._events)
             self._events.append(event)
