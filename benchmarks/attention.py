@@ -6,7 +6,6 @@ of a graph reads rows or pages of its own, more in all than the device caches, a
 
 import json
 import statistics
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.machine import this_machine
+from benchmarks.program import run
 from model.backends.protocol import AttentionBackend
 from model.backends.torch_backend import TorchBackend
 from model.indexer import IndexInputs
@@ -210,8 +210,4 @@ def print_results(results: list[CaseResult], context_length: int, console: Conso
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(main)
-    except StartupError as error:
-        typer.echo(f"error: {error}", err=True)
-        sys.exit(2)
+    run(main)

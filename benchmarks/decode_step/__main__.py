@@ -11,7 +11,6 @@ one's, is measured beside it.
 """
 
 import gc
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,6 +23,7 @@ from benchmarks.decode_step.report import HISPARSE, OWN, RESIDENT, CaseResult, p
 from benchmarks.decode_step.timing import StepTiming, time_steps
 from benchmarks.decode_step.workload import GivenSelection, Requests, Shape, build_network, model_spec
 from benchmarks.plotting import check_installed
+from benchmarks.program import run
 from benchmarks.swap_in.workload import Rotation
 from benchmarks.swap_in.workload import Shape as RotationShape
 from decode_node.graphs import GraphDecoding
@@ -127,8 +127,4 @@ class DecodeStepBench:
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(main)
-    except StartupError as error:
-        typer.echo(f"error: {error}", err=True)
-        sys.exit(2)
+    run(main)

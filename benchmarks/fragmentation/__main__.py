@@ -1,7 +1,6 @@
 """`python -m benchmarks.fragmentation`: the extents of a prompt's host slots after hours of churn."""
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -18,7 +17,7 @@ from benchmarks.fragmentation.churn import Load
 from benchmarks.fragmentation.simulation import Outcome, Reservations, simulate
 from benchmarks.machine import this_machine
 from benchmarks.plotting import check_installed, new_figure
-from service.errors import StartupError
+from benchmarks.program import run
 
 OCCUPANCIES = (0.70, 0.85, 0.95)
 _BUCKET_S = 600.0
@@ -121,8 +120,4 @@ def write_png(path: Path, outcomes: Sequence[Outcome]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(main)
-    except StartupError as error:
-        typer.echo(f"error: {error}", err=True)
-        sys.exit(2)
+    run(main)

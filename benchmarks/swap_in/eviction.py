@@ -1,4 +1,4 @@
-"""How good the replacement policy is: its hit rate beside exact LRU's and the optimum's, on the CPU.
+"""`python -m benchmarks.swap_in.eviction`: hit rates of the replacement policy, exact LRU and the optimum, on the CPU.
 
 The optimum is Belady's ("A study of replacement algorithms for a virtual-storage computer", IBM Systems Journal, 1966):
 evict what is needed again latest. Traces are synthetic, or recorded from a model (`load_trace`).
@@ -7,13 +7,16 @@ evict what is needed again latest. Traces are synthetic, or recorded from a mode
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import typer
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.program import run
 from hisparse.residency import Residency
 
 Trace = npt.NDArray[np.int64]
@@ -247,3 +250,21 @@ SYNTHETIC: dict[str, Callable[[EvictionBench], Trace]] = {
     "mixed": mixed,
     "scan": scan,
 }
+
+
+def main(
+    top_k: Annotated[int, typer.Option(min=1)] = EvictionBench.top_k,
+    context_length: Annotated[
+        int, typer.Option(min=1, help="Tokens at the first step.")
+    ] = EvictionBench.context_length,
+    steps: Annotated[int, typer.Option(min=1)] = EvictionBench.steps,
+    traces: Annotated[list[Path] | None, typer.Option("--trace", help="A recorded trace, .npz.")] = None,
+) -> None:
+    """Play synthetic and recorded traces against every policy."""
+    run_eviction_bench(
+        EvictionBench(top_k=top_k, context_length=context_length, steps=steps, traces=tuple(traces or ()))
+    )
+
+
+if __name__ == "__main__":
+    run(main)

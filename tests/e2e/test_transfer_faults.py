@@ -106,12 +106,20 @@ def ask(surroundings: Surroundings) -> Iterator[Callable[[list[int], int], "Futu
         yield lambda prompt, tokens: pool.submit(complete, surroundings.cluster.url, [Job(prompt, tokens)])
 
 
-def stop_in_the_middle_of_a_transfer(surroundings: Surroundings) -> Node:
-    """Stop the prefill node that has begun to write. Other writes are under way, and land when it goes on."""
+def stop_in_the_middle_of_a_transfer(
+    surroundings: Surroundings, ask: Callable[[list[int], int], "Future[list[list[int]]]"]
+) -> tuple["Future[list[list[int]]]", Node]:
+    """Ask for a completion of PROMPT, and stop the prefill node that has begun to write: (the answer, that node).
+
+    Other writes are under way, and land when it goes on.
+    """
+    surroundings.switches.chaos.touch()
+    answer = ask(PROMPT, 16)
     first = wait_until(surroundings.writes, what="a first write")[0]
     node = surroundings.cluster.nodes[first["node"]]
     node.signal(signal.SIGSTOP)
-    return node
+    surroundings.switches.chaos.unlink()
+    return answer, node
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -125,10 +133,7 @@ def test_late_writes_of_a_node_that_was_stopped_and_goes_on_hit_only_quarantined
     surroundings.faults = replace(surroundings.faults, slow=1.0, slow_s=(0.4, 0.5))
     # Room for two prompts: if the first attempt's slots were free, the next request would have them.
     surroundings.start(transport, prefill_nodes=2, host_slots=2048)
-    surroundings.switches.chaos.touch()
-    answer = ask(PROMPT, 16)
-    stopped = stop_in_the_middle_of_a_transfer(surroundings)
-    surroundings.switches.chaos.unlink()
+    answer, stopped = stop_in_the_middle_of_a_transfer(surroundings, ask)
     assert answer.result() == [expected(PROMPT, 16)], "by the other node"
     assert surroundings.quarantined() == len(PROMPT), "silence is no proof of death"
 
@@ -154,10 +159,7 @@ def test_writes_to_a_decode_node_that_was_restarted_meanwhile_do_not_reach_the_n
     """sglang 16903: after its peer's restart a node went on with what it knew of the old one."""
     surroundings.faults = replace(surroundings.faults, slow=1.0, slow_s=(0.4, 0.5))
     surroundings.start(transport)
-    surroundings.switches.chaos.touch()
-    answer = ask(PROMPT, 16)
-    prefill = stop_in_the_middle_of_a_transfer(surroundings)
-    surroundings.switches.chaos.unlink()
+    answer, prefill = stop_in_the_middle_of_a_transfer(surroundings, ask)
     old_pool = surroundings.writes()[0]["pool"]
     surroundings.decode.kill()
     surroundings.cluster.restart(surroundings.decode)
