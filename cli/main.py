@@ -154,6 +154,7 @@ def serve(
     transfer_checksum: opt.Checksum = opt.TransferChecksum.SAMPLE,
     transfer_timeout: opt.TransferTimeout = 60.0,
     ib_device: opt.IbDevice = "",
+    disable_cuda_graph: opt.DisableCudaGraph = False,
     request_timeout: opt.RequestTimeout = 600.0,
     api_key: opt.ApiKey = None,
     log_level: opt.LogLevelOption = opt.LogLevel.INFO,
@@ -204,6 +205,7 @@ def serve(
             "--max-queued-requests": max_queued_requests,
             "--prefill-retries": prefill_retries,
             "--allow-local-prefill": allow_local_prefill,
+            "--disable-cuda-graph": disable_cuda_graph,
         },
     )
     raise typer.Exit(serve_until_stopped(plan))

@@ -31,5 +31,5 @@ class EagerDecoding:
         step = self._coordinator.begin_step(request_ids)
         newest = self._coordinator.device.upload(token_ids)
         logits = self._model.decode(newest, step.seq_lens - 1, step)
-        step.finish()
+        self._coordinator.finish_step(step)
         return logits

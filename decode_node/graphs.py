@@ -108,7 +108,7 @@ class GraphDecoding:
         token_ids, rows, newest = self._inputs[:, :batch].unbind(0)
         step = self._coordinator.begin_recorded_step(rows, newest, context)
         self._logits[:batch] = self._model.decode(token_ids, newest.clamp(min=0), step)
-        step.finish()
+        self._coordinator.finish_step(step)
         return step
 
 

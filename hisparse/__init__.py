@@ -7,7 +7,7 @@ from hisparse.layout import KVLayout
 from hisparse.sizing import Sizes, describe, plan_sizes
 from hisparse.step import DecodeStep
 from hisparse.swap_in import StagedKV, SwapInCounters
-from hisparse.tiers import build_cpu_tiers, build_tiers
+from hisparse.tiers import build_tiers
 
 __all__ = [
     "AppendResult",
@@ -21,7 +21,6 @@ __all__ = [
     "StagedKV",
     "SwapInCounters",
     "Tier",
-    "build_cpu_tiers",
     "build_tiers",
     "describe",
     "parse_config",

@@ -13,9 +13,8 @@ from hisparse.host_pool import HostKVPool
 from hisparse.lifecycle import LifecycleError, RequestState, move
 from hisparse.residency import Residency
 from hisparse.staging import StagingArea
-from hisparse.step import DecodeStep, GroupPlan, StepError, SwappedIn, locate_newest
+from hisparse.step import DecodeStep, StepError, Tiers
 from hisparse.swap_in import StagedKV, SwapInBackend, SwapInCounters
-from hisparse.verify import verify_swap_in
 
 HOST_GRANULE = 64
 """Host slots are taken this many at a time as a request grows, so that its slots stay contiguous."""
@@ -84,15 +83,11 @@ class HiSparseCoordinator:
         self.device = device
         self._residency = residency
         self._backend = backend
-        self._verify = verify
+        self._tiers = Tiers(host, device, backend, verify)
         self._copy_stream = copy_stream
         self._staging = StagingArea(host, backend, copy_stream)
         self._running: dict[str, _Request] = {}
         self._step: DecodeStep | None = None
-        groups: dict[int, list[int]] = {}
-        for layer, index_layer in enumerate(host.layout.index_layer_of):
-            groups.setdefault(index_layer, []).append(layer)
-        self._layers_of_group = groups
 
     # Admission
 
@@ -167,10 +162,16 @@ class HiSparseCoordinator:
         A step that was begun before and not finished is abandoned: its tokens do not count and may be computed again.
         """
         places = self.place(request_ids)
-        rows = self.device.upload([place.row for place in places])
-        newest = self.device.upload([place.newest for place in places])
         lengths = tuple(place.newest + 1 for place in places)
-        return self._begin(rows, newest, max(lengths), tuple(request_ids), lengths)
+        self._step = DecodeStep(
+            self._tiers,
+            self.device.upload([place.row for place in places]),
+            self.device.upload([place.newest for place in places]),
+            max(lengths),
+            tuple(request_ids),
+            lengths,
+        )
+        return self._step
 
     def place(self, request_ids: Sequence[str]) -> list[Place]:
         """Where the requests of a step are, all of which must be ready. A step in progress is abandoned."""
@@ -191,59 +192,26 @@ class HiSparseCoordinator:
         included.
         """
         self._abandon_step()
-        return self._begin(rows, newest, max_tokens, (), None)
-
-    def store_items(self, step: DecodeStep, layer: int, items: torch.Tensor) -> None:
-        """Store the new tokens' KV items of one layer, [batch, item_dim], where swap-in will say that they are."""
-        self.check_current(step)
-        self._backend.store_items(layer, step.batch, items)
-
-    def store_index_keys(self, step: DecodeStep, index_layer: int, keys: torch.Tensor) -> None:
-        """Store the new tokens' index keys of one index layer, [batch, index_dim]."""
-        self.check_current(step)
-        self._backend.store_index_keys(index_layer, step.batch, keys)
+        self._step = DecodeStep(self._tiers, rows, newest, max_tokens)
+        return self._step
 
     def swap_in_selected_pages(self, step: DecodeStep, layer: int, positions: torch.Tensor) -> torch.Tensor:
-        """Make the positions that a layer selected resident, and return their device slots.
-
-        positions: int64 [batch, k], -1 where there is none. Returns int64 of the same shape, -1 for -1. The first layer
-        of an index layer's group decides hits and victims; the others must select the same and only copy.
-        """
-        self.check_current(step)
-        index_layer = self.host.layout.index_layer_of[layer]
-        layers = self._layers_of_group[index_layer]
-        if layer == layers[0] and index_layer not in step.plans:
-            step.plans[index_layer] = GroupPlan(self._backend.resolve(index_layer, step.batch, positions), list(layers))
-        group = step.plans.get(index_layer)
-        if group is None or layer not in group.to_fetch:
-            raise StepError(f"layer {layer} swapped in twice in a step, or before layer {layers[0]} of its group")
-        self._backend.fetch(group.plan, layer)
-        group.to_fetch.remove(layer)
-        if self._verify:
-            step.to_verify.append(SwappedIn(layer, positions, group.plan.slots))
-            if not step.is_recorded:
-                self._verify_swap_in(step)
-                step.to_verify.clear()
-        return group.plan.slots
+        """Make the positions that a layer selected resident, and return their device slots: see DecodeStep.swap_in."""
+        return step.swap_in(layer, positions)
 
     def finish_step(self, step: DecodeStep) -> None:
-        """Copy the step's new tokens to the host, all layers at once, and count them."""
-        self.check_current(step)
-        step.complete_fetches(self._backend.fetch)
-        step.plans.clear()  # a recorded step lives on, and plans are large
-        self._backend.backup(step.batch)
+        """Copy the step's new tokens to the host and count them: from here on they are evictable.
+
+        Raises StepError if the step was finished or abandoned before.
+        """
+        step.finish()
         self._step = None
         self._count(step.request_ids)
 
     def finish_replay(self, step: DecodeStep, request_ids: Sequence[str]) -> None:
         """Count the tokens of a recorded step that was finished when it was recorded, and now replayed for requests."""
-        self._verify_swap_in(step)
+        step.verify()
         self._count(request_ids)
-
-    def check_current(self, step: DecodeStep) -> None:
-        """Raise StepError unless the step is the one in progress."""
-        if step is not self._step:
-            raise StepError("this decode step was finished or abandoned")
 
     # Leaving
 
@@ -311,27 +279,9 @@ class HiSparseCoordinator:
     # Inside
 
     def _count(self, request_ids: Sequence[str]) -> None:
-        """One more token of each request is computed and backed up: from here on it counts and is evictable."""
+        """One more token of each request is computed and backed up."""
         for request_id in request_ids:
             self._request(request_id).num_tokens += 1
-
-    def _verify_swap_in(self, step: DecodeStep) -> None:
-        for swapped in step.to_verify:
-            verify_swap_in(self.host, self.device, step.batch, swapped.layer, swapped.positions, swapped.slots)
-
-    def _begin(
-        self,
-        rows: torch.Tensor,
-        newest: torch.Tensor,
-        max_tokens: int,
-        request_ids: tuple[str, ...],
-        lengths: tuple[int, ...] | None,
-    ) -> DecodeStep:
-        device = self.device
-        pages = device.page_table[rows.clamp(min=0), : -(-max_tokens // device.index_page_size)]
-        batch = locate_newest(device, rows, newest)
-        self._step = DecodeStep(self, device, request_ids, batch, pages, newest + 1, lengths)
-        return self._step
 
     def _request(self, request_id: str) -> _Request:
         request = self._running.get(request_id)
@@ -371,9 +321,9 @@ class HiSparseCoordinator:
         return None
 
     def _abandon_step(self) -> None:
-        """Leave an unfinished step, if there is one, with what it made resident really there."""
+        """Leave an unfinished step, if there is one."""
         if self._step is not None:
-            self._step.complete_fetches(self._backend.fetch)
+            self._step.abandon()
             self._step = None
 
     def _leave(self, request_id: str) -> _Request:

@@ -4,10 +4,13 @@ import ctypes
 import mmap
 import os
 import secrets
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
+
+from hisparse.populate import populate
 
 
 @dataclass(frozen=True)
@@ -24,13 +27,14 @@ class SharedRegion:
 
 
 class HostMemory:
-    """A piece of memory cut into tensors. Its pages are taken from the machine when they are first touched.
+    """A piece of memory cut into tensors.
 
     Shareable memory is a memfd rather than a file in /dev/shm: it has no name that could stay behind or collide, and it
     goes with the last process that maps it, however that one ends.
     """
 
-    def __init__(self, num_bytes: int, shareable: bool) -> None:
+    def __init__(self, num_bytes: int, shareable: bool, cpus: Collection[int] | None = None) -> None:
+        """cpus: processors near which the memory should lie. Raises StartupError if the machine does not have it."""
         self._length = max(mmap.PAGESIZE, page_aligned(num_bytes))
         self._name = f"hisparse-pd-{secrets.token_hex(16)}"
         self._fd = -1
@@ -41,6 +45,7 @@ class HostMemory:
         # Scattered items in 4 KiB pages spend as long on address translation as on copying.
         with suppress(OSError):
             self._memory.madvise(mmap.MADV_HUGEPAGE)
+        populate(self._address, self._length, cpus)
 
     def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A tensor that lies `offset` bytes into the memory, and keeps it alive."""
@@ -55,8 +60,11 @@ class HostMemory:
         """How to map it from another process, or None if it was not made for that."""
         if self._fd < 0:
             return None
-        base = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        return SharedRegion(self._fd, self._name, base, self._length)
+        return SharedRegion(self._fd, self._name, self._address, self._length)
+
+    @property
+    def _address(self) -> int:
+        return ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
 
     def close(self) -> None:
         """Let nobody map it any more. The memory itself goes with its last tensor and the last mapping."""

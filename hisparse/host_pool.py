@@ -1,5 +1,6 @@
 """The host tier: every token of every request, in all layers, in DRAM."""
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -18,14 +19,22 @@ class HostKVPool:
     kv: [num_layers, num_slots, item_dim]. index_keys: [num_index_layers, num_slots, index_dim]. Both are layer-first,
     so that a layer is one contiguous buffer, and start at a memory page. With `pin` the memory is registered with
     CUDA where it lies: torch's own pinned allocator would round it up to a power of two. With `shareable` other
-    processes of the host can map it (`shared`).
+    processes of the host can map it (`shared`). cpus: processors near which it should lie. Raises StartupError if the
+    machine does not have the memory.
     """
 
-    def __init__(self, layout: KVLayout, num_slots: int, pin: bool, shareable: bool = False) -> None:
+    def __init__(
+        self,
+        layout: KVLayout,
+        num_slots: int,
+        pin: bool,
+        shareable: bool = False,
+        cpus: Collection[int] | None = None,
+    ) -> None:
         self.layout = layout
         keys_at = page_aligned(layout.num_layers * num_slots * layout.item_bytes)
         num_bytes = keys_at + layout.num_index_layers * num_slots * layout.index_key_bytes
-        self._memory = HostMemory(num_bytes, shareable)
+        self._memory = HostMemory(num_bytes, shareable, cpus)
         self.kv = self._memory.tensor(0, (layout.num_layers, num_slots, layout.item_dim), layout.dtype)
         self.index_keys = self._memory.tensor(
             keys_at, (layout.num_index_layers, num_slots, layout.index_dim), layout.dtype

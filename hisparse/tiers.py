@@ -13,6 +13,7 @@ from hisparse.residency import Residency
 from hisparse.sizing import Sizes
 from hisparse.swap_in import CpuSwapIn, SwapInBackend
 from service.errors import StartupError
+from service.memory import cpus_near
 
 _Backend = Callable[[HostKVPool, DeviceKVPool, Residency, HiSparseConfig], tuple[SwapInBackend, CopyStream]]
 
@@ -29,7 +30,8 @@ def build_tiers(
     layout, config = sizes.layout, sizes.config
     hot_size = config.device_buffer_size
     # A device with memory of its own reads and writes the host pool by itself, which takes pinned memory.
-    host = HostKVPool(layout, sizes.num_host_slots, pin=device.type != "cpu", shareable=shareable)
+    pin = device.type != "cpu"
+    host = HostKVPool(layout, sizes.num_host_slots, pin, shareable, cpus=cpus_near(device))
     pool = DeviceKVPool(
         layout,
         num_slots=sizes.num_device_slots,
@@ -43,11 +45,6 @@ def build_tiers(
     residency = Residency(layout.num_index_layers, sizes.max_requests, sizes.max_context, hot_size, device)
     backend, copy_stream = make_backend(host, pool, residency, config)
     return HiSparseCoordinator(host, pool, residency, backend, copy_stream, verify)
-
-
-def build_cpu_tiers(sizes: Sizes, verify: bool = False, shareable: bool = False) -> HiSparseCoordinator:
-    """The coordinator of a node without an accelerator."""
-    return build_tiers(sizes, torch.device("cpu"), verify, shareable)
 
 
 def _backend_of(device: torch.device) -> _Backend:

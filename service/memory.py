@@ -1,9 +1,15 @@
-"""How much memory a node may plan with."""
+"""How much memory a node may plan with, and where it lies."""
+
+from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
 
 _DEFAULT_FRACTION = {"cpu": 0.1, "cuda": 0.8}
+_CGROUP = Path("/proc/self/cgroup")
+_CGROUPS = Path("/sys/fs/cgroup")
+_PCI_DEVICES = Path("/sys/bus/pci/devices")
 
 
 def pool_bytes(device: torch.device, fraction: float | None) -> int:
@@ -11,18 +17,64 @@ def pool_bytes(device: torch.device, fraction: float | None) -> int:
 
     On a CPU the "device" pools share the machine's memory with the host pool, hence the smaller default.
     """
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-    else:
-        free = psutil.virtual_memory().available
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_host_bytes()
     return int(free * (fraction or _DEFAULT_FRACTION[device.type]))
 
 
 def available_host_bytes() -> int:
-    """Bytes of main memory that can be had without swapping."""
+    """Bytes of main memory that can be had without swapping, and without passing the limit of a container."""
     available: int = psutil.virtual_memory().available
-    return available
+    return max(0, min([available, *_left_in_cgroups()]))
+
+
+def cpus_near(device: torch.device) -> set[int] | None:
+    """The processors on whose memory node a CUDA device is, of those that this process may use.
+
+    None where that is no preference: on a CPU, or where the machine does not say.
+    """
+    if device.type != "cuda":
+        return None
+    gpu: Any = torch.cuda.get_device_properties(device)  # torch's own types lack its PCI address
+    address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+    try:
+        near = parse_cpu_list((_PCI_DEVICES / address / "local_cpulist").read_text())
+    except (OSError, ValueError):
+        return None
+    return near & set(psutil.Process().cpu_affinity()) or None
+
+
+def parse_cpu_list(text: str) -> set[int]:
+    """The numbers in a list such as "0-3,8,10-11". Raises ValueError for anything else."""
+    cpus: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        cpus |= set(range(int(first), int(last or first) + 1))
+    return cpus
 
 
 def gib(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.2f} GiB"
+
+
+def _left_in_cgroups() -> list[int]:
+    """What the memory limits of this process's control group (version 2) and of those above it leave."""
+    try:
+        own = next(line for line in _CGROUP.read_text().splitlines() if line.startswith("0::"))
+    except (OSError, StopIteration):
+        return []
+    group = _CGROUPS / own.removeprefix("0::").strip("/")
+    groups = [path for path in (group, *group.parents) if path.is_relative_to(_CGROUPS)]
+    return [left for left in map(_left_in, groups) if left is not None]
+
+
+def _left_in(group: Path) -> int | None:
+    """Bytes up to the group's limit, cached files not counted; None if it has no limit."""
+    try:
+        limit = (group / "memory.max").read_text().strip()
+        if limit == "max":
+            return None
+        used = int((group / "memory.current").read_text())
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except OSError:
+        return None
+    return int(limit) - used + int(stat.get("inactive_file", 0))

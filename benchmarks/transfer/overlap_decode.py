@@ -5,6 +5,8 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+import torch
+
 from benchmarks.transfer.methods import MethodFailed
 from benchmarks.transfer.overlap_model import spec
 from decode_node.attempt import Landed, Lost, Outcome
@@ -15,7 +17,7 @@ from decode_node.verifier import Verified, Verifier
 from hisparse.config import HiSparseConfig
 from hisparse.coordinator import HiSparseCoordinator
 from hisparse.sizing import plan_sizes
-from hisparse.tiers import build_cpu_tiers
+from hisparse.tiers import build_tiers
 from prefill_node.convert import identity, kv_layout
 from service.metrics import Metrics
 from transfer.control import ControlPlane
@@ -152,8 +154,4 @@ def _tiers(tokens: int, shareable: bool) -> HiSparseCoordinator:
         available_host_bytes=_PLENTY,
         available_device_bytes=_PLENTY,
     )
-    coordinator = build_cpu_tiers(sizes, shareable=shareable)
-    # As in a node that has run for a while: the machine has given every page of the pool.
-    coordinator.host.kv.fill_(0)
-    coordinator.host.index_keys.fill_(0)
-    return coordinator
+    return build_tiers(sizes, torch.device("cpu"), shareable=shareable)

@@ -1,5 +1,7 @@
 """How good the replacement policy is, on traces that favour different things."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from rich.console import Console
@@ -8,10 +10,14 @@ from benchmarks.swap_in.eviction import (
     SYNTHETIC,
     EvictionBench,
     EvictionResult,
+    load_trace,
+    play_clock,
     play_lru,
     play_optimum,
     run_eviction_bench,
 )
+from benchmarks.swap_in.record import main as record_traces
+from model.tiny import write_tiny_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -33,3 +39,22 @@ def test_lru_and_the_optimum_on_a_trace_that_can_be_played_by_hand() -> None:
     trace = np.array([[0], [1], [2], [0], [1]])
     assert play_lru(trace, first=10, hot_size=2) == 0
     assert play_optimum(trace, first=10, hot_size=2) == pytest.approx(1 / 5)
+
+
+@pytest.mark.parametrize(("family", "layers"), [("deepseek_v32", 4), ("glm_moe_dsa", 3)])
+def test_on_what_a_model_selected_the_policy_is_never_a_point_worse_than_exact_lru(
+    family: str, layers: int, tmp_path: Path
+) -> None:
+    write_tiny_checkpoint(tmp_path / "tiny", family, seed=3)
+    record_traces(tmp_path / "tiny", None, prompt_tokens=500, steps=60, device="cpu", out=tmp_path / "traces")
+
+    files = sorted((tmp_path / "traces").iterdir())
+    assert len(files) == layers
+    for file in files:
+        trace, first = load_trace(file)
+        assert (trace.shape, first) == ((60, 64), 500)
+        newest = first + np.arange(60)[:, None]
+        assert ((trace >= 0) & (trace <= newest)).all()
+        assert all(len(set(row)) == 64 for row in trace.tolist())
+        for hot_size in (80, 128, 256):
+            assert play_clock(trace, first, hot_size) >= play_lru(trace, first, hot_size) - 0.01

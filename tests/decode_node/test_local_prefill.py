@@ -10,7 +10,7 @@ from decode_node.request import Request, State
 from hisparse.config import HiSparseConfig
 from hisparse.coordinator import HiSparseCoordinator
 from hisparse.sizing import Sizes
-from hisparse.tiers import build_cpu_tiers
+from hisparse.tiers import build_tiers
 from prefill_node.chunked import ChunkedPrefill
 from prefill_node.pool import PagedKVPool
 from tests.decode_node.fakes import GATEWAY
@@ -35,7 +35,7 @@ class Harness:
             num_index_pages=32,
             table_bytes=0,
         )
-        self.coordinator: HiSparseCoordinator = build_cpu_tiers(sizes)
+        self.coordinator: HiSparseCoordinator = build_tiers(sizes, torch.device("cpu"))
         self.copying = threading.Event()
         backend = self.coordinator._backend
         stage = backend.stage

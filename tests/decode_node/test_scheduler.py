@@ -19,7 +19,7 @@ from hisparse.extents import HostSlots
 from hisparse.layout import KVLayout
 from hisparse.sizing import Sizes
 from hisparse.step import DecodeStep
-from hisparse.tiers import build_cpu_tiers
+from hisparse.tiers import build_tiers
 from service.metrics import Metrics
 from tests.decode_node.fakes import GATEWAY, destination
 from tests.prefill_node.fakes import FakeControl
@@ -92,7 +92,7 @@ class Harness:
             num_index_pages=400,
             table_bytes=0,
         )
-        self.coordinator: HiSparseCoordinator = build_cpu_tiers(sizes, verify=False)
+        self.coordinator: HiSparseCoordinator = build_tiers(sizes, torch.device("cpu"))
         ptrs, lengths, item_lengths = self.coordinator.host.get_contiguous_buf_infos()
         self.buffers = BufferInfo(ptrs=tuple(ptrs), lengths=tuple(lengths), item_lengths=tuple(item_lengths))
         self.table: ReservationTable[HostSlots] = ReservationTable(self.coordinator.host.release)

@@ -37,7 +37,7 @@ def decode_one(t: Tiers, request_id: str, seed: int) -> None:
         step.append(layer, t.device.upload([seed, layer, newest]).float()[None])
     for layer in range(LAYOUT.num_index_layers):
         step.append_index_keys(layer, t.device.upload([seed * 100 + layer, newest]).float()[None])
-    step.finish()
+    t.coordinator.finish_step(step)
 
 
 def stage(t: Tiers, request_id: str, seed: int, rows: torch.Tensor) -> HostSlots:

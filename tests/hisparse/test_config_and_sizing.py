@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from hisparse import KVLayout, build_cpu_tiers, build_tiers, describe, parse_config, plan_sizes
+from hisparse import KVLayout, build_tiers, describe, parse_config, plan_sizes
 from hisparse.sizing import GIB, Sizes
 from service.errors import StartupError
 
@@ -106,7 +106,7 @@ def test_pools_that_cannot_serve_one_request_are_refused(text: str, kwargs: dict
 
 def test_the_pools_are_as_big_as_planned() -> None:
     sizes = plan(None, context=600)
-    coordinator = build_cpu_tiers(sizes)
+    coordinator = build_tiers(sizes, torch.device("cpu"))
     host, device = coordinator.host, coordinator.device
     assert host.kv.nbytes + host.index_keys.nbytes == sizes.host_bytes
     assert device.kv.nbytes == sizes.hot_bytes
@@ -124,7 +124,7 @@ def test_a_device_without_a_swap_in_backend_is_refused() -> None:
 
 
 def test_host_buffers_are_page_aligned_one_per_layer() -> None:
-    coordinator = build_cpu_tiers(plan(None, context=600))
+    coordinator = build_tiers(plan(None, context=600), torch.device("cpu"))
     host = coordinator.host
     pointers, lengths, item_lengths = host.get_contiguous_buf_infos()
     assert pointers[0] % 4096 == 0

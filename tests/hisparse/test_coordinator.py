@@ -156,9 +156,9 @@ def test_a_step_is_of_no_use_after_its_end() -> None:
         abandoned = t.coordinator.begin_step(["r"])
         current = t.coordinator.begin_step(["r"])
         with pytest.raises(StepError, match="finished or abandoned"):
-            abandoned.finish()
+            t.coordinator.finish_step(abandoned)
         with pytest.raises(StepError, match="before layer 1 of its group"):
-            current.swap_in(2, torch.tensor([[0]]))
+            t.coordinator.swap_in_selected_pages(current, 2, torch.tensor([[0]]))
         t.coordinator.request_finished("r")
         with pytest.raises(StepError, match="finished or abandoned"):
             current.append(0, torch.zeros(1, LAYOUT.item_dim))

@@ -1,14 +1,19 @@
 """Host memory: zeroed, aligned, and the same bytes for a process that maps it."""
 
+import ctypes
+import errno
 import mmap
 import os
 
+import psutil
 import pytest
 import torch
 
+from hisparse import populate as populate_module
 from hisparse.host_memory import HostMemory
 from hisparse.host_pool import HostKVPool
 from hisparse.layout import KVLayout
+from service.errors import StartupError
 
 LAYOUT = KVLayout(num_layers=3, index_layer_of=(0, 0, 1), item_dim=5, index_dim=3, dtype=torch.float32)
 
@@ -51,6 +56,61 @@ def test_a_pool_that_was_closed_or_not_made_for_it_is_not_shared() -> None:
     assert pool.shared() is None
     assert not os.path.exists(f"/proc/self/fd/{region.fd}")
     assert not pool.kv.any(), "the memory stays as long as its tensors"
+
+
+@pytest.mark.parametrize("shareable", [True, False])
+def test_all_pages_are_there_before_anything_is_stored(shareable: bool) -> None:
+    before = resident_bytes()
+    memory = HostMemory(64 << 20, shareable, cpus=os.sched_getaffinity(0))
+    assert resident_bytes() - before > 60 << 20
+    assert not memory.tensor(0, (64 << 20,), torch.uint8).any()
+
+
+def test_threads_that_take_memory_stay_on_the_processors_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = min(os.sched_getaffinity(0))
+    seen = []
+    piece = populate_module._populate
+
+    def noting(address: int, length: int) -> int:
+        seen.append(os.sched_getaffinity(0))
+        return piece(address, length)
+
+    monkeypatch.setattr(populate_module, "_populate", noting)
+    monkeypatch.setattr(populate_module, "_PIECE", 1 << 20)
+    mine = os.sched_getaffinity(0)
+    HostMemory(5 << 20, shareable=True, cpus={cpu})
+    assert seen == [{cpu}] * 5
+    assert os.sched_getaffinity(0) == mine
+
+
+def refuse_to_populate(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    """Have madvise fail with this errno."""
+
+    class Libc:
+        def madvise(self, *_: object) -> int:
+            ctypes.set_errno(code)
+            return -1
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: Libc())
+
+
+def test_memory_that_the_machine_does_not_have_stops_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_to_populate(monkeypatch, errno.ENOMEM)
+    with pytest.raises(StartupError, match="lower host_to_device_ratio"):
+        HostMemory(1 << 20, shareable=False)
+
+
+def test_a_kernel_that_cannot_populate_gets_its_pages_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_to_populate(monkeypatch, errno.EINVAL)
+    before = resident_bytes()
+    memory = HostMemory(64 << 20, shareable=True)
+    assert resident_bytes() - before > 60 << 20
+    assert not memory.tensor(0, (64 << 20,), torch.uint8).any()
+
+
+def resident_bytes() -> int:
+    resident: int = psutil.Process().memory_info().rss
+    return resident
 
 
 def test_no_slots_are_no_error() -> None:

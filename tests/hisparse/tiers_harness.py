@@ -80,14 +80,14 @@ class Tiers:
                 positions = torch.tensor([select(rng, n) for n in newest], device=on)
             if layer == break_at_layer:
                 return False
-            slots = step.swap_in(layer, positions)
+            slots = self.coordinator.swap_in_selected_pages(step, layer, positions)
             for b, (seed, row) in enumerate(zip(seeds, positions.tolist(), strict=True)):
                 for slot, position in zip(slots[b].tolist(), row, strict=True):
                     if position < 0:
                         assert slot == -1
                     else:
                         assert step.kv(layer)[slot].tolist() == item(seed, layer, position)
-        step.finish()
+        self.coordinator.finish_step(step)
         return True
 
     def check_index_pages(self, step: DecodeStep, index_layer: int, seeds: list[int], newest: list[int]) -> None:

@@ -1,0 +1,89 @@
+"""Taking a pool's pages from the machine before they are needed: in parallel, near the device, and visibly.
+
+The first touch of hundreds of GiB takes a single thread minutes, and a page lies on the memory node of the processor
+that touches it first. Memory that the machine does not have after all is missed here, and not by a request.
+"""
+
+import ctypes
+import errno
+import os
+import sys
+import time
+from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor, as_completed
+
+import structlog
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from service.errors import StartupError
+from service.memory import gib
+
+log = structlog.get_logger(__name__)
+
+_MADV_POPULATE_WRITE = 23
+"""Since Linux 5.14. Neither ctypes nor mmap has a name for it."""
+_PIECE = 256 << 20
+"""Large enough that a thread's work is the kernel's, small enough that a stop is noticed."""
+_MAX_THREADS = 16
+"""Clearing pages is bound by memory, which so many processors keep busy."""
+_WORTH_SHOWING = 1 << 30
+
+
+def populate(address: int, num_bytes: int, cpus: Collection[int] | None = None) -> None:
+    """Have the machine give every page of [address, address + num_bytes), new memory that starts at a page.
+
+    cpus: the processors whose memory is wanted, where the machine has that much there; None: any. Shows a progress bar
+    on a terminal if it takes a while. Raises StartupError if the machine does not have the memory.
+    """
+    started = time.monotonic()
+    pieces = [(address + at, min(_PIECE, num_bytes - at)) for at in range(0, num_bytes, _PIECE)]
+    threads = min(_MAX_THREADS, len(cpus or os.sched_getaffinity(0)), max(1, len(pieces)))
+    large = num_bytes >= _WORTH_SHOWING
+    with (
+        ThreadPoolExecutor(threads, "populate", initializer=_run_on, initargs=(cpus,)) as pool,
+        _progress(shown=large) as progress,
+    ):
+        task = progress.add_task("taking host memory", total=num_bytes)
+        try:
+            for piece in as_completed([pool.submit(_populate, *piece) for piece in pieces]):
+                progress.advance(task, piece.result())
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    if large:
+        log.info(
+            "host memory taken", bytes=gib(num_bytes), threads=threads, seconds=round(time.monotonic() - started, 2)
+        )
+
+
+def _populate(address: int, length: int) -> int:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), _MADV_POPULATE_WRITE) == 0:
+        return length
+    if (code := ctypes.get_errno()) != errno.EINVAL:
+        raise StartupError(
+            f"the machine does not have the memory of the host pool ({os.strerror(code)}): "
+            "lower host_to_device_ratio or host_pool_gib"
+        )
+    ctypes.memset(address, 0, length)  # an older kernel
+    return length
+
+
+def _run_on(cpus: Collection[int] | None) -> None:
+    """Keep the calling thread to these processors."""
+    if cpus:
+        os.sched_setaffinity(0, cpus)
+
+
+def _progress(shown: bool) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        console=Console(file=sys.stderr),
+        disable=not (shown and sys.stderr.isatty()),
+        transient=True,
+    )
