@@ -65,8 +65,8 @@ class RecordingBackend:
 def record(checkpoint: Path, prompt_ids: list[int], steps: int, device: torch.device) -> dict[int, torch.Tensor]:
     """Decode greedily after a prompt. Returns the selected positions, int64 [steps, k], by index layer.
 
-    The newest position of the first step is the one behind the prompt. A step that selects fewer than k positions has -1
-    for the rest. Raises StartupError for a checkpoint that cannot be run, or if prompt and steps exceed its context.
+    The newest position of the first step is the one behind the prompt. A step that selects fewer than k positions has
+    -1 for the rest. Raises StartupError for a checkpoint that cannot be run, or if prompt and steps exceed its context.
     """
     dtype = resolve_dtype(checkpoint, "auto")
     spec = read_spec(checkpoint, dtype, None)

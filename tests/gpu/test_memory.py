@@ -1,4 +1,4 @@
-"""What a CUDA device's memory is used for: prompts need no more than their length, the host pool lies near the device."""
+"""What memory a CUDA device takes: a prompt no more than its length asks for, and a host pool that lies near it."""
 
 import os
 from pathlib import Path
