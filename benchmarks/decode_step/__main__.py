@@ -11,7 +11,6 @@ one's, is measured beside it.
 """
 
 import gc
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,7 +19,7 @@ import typer
 from rich.console import Console
 
 from benchmarks.decode_step.report import HISPARSE, OWN, RESIDENT, CaseResult, print_results, write_json, write_png
-from benchmarks.decode_step.timing import StepTiming, time_steps
+from benchmarks.decode_step.timing import StepTiming, time_steps, use_streams
 from benchmarks.decode_step.workload import GivenSelection, Requests, Shape, build_network, model_spec
 from benchmarks.plotting import check_installed
 from benchmarks.program import run
@@ -50,12 +49,12 @@ def main(
     device = torch.device("cuda", torch.cuda.current_device())
     shape, console = Shape(), Console(width=160)
     bench = DecodeStepBench(shape, build_network(shape, device), device, steps, console)
-    # All times come before the first profile, which slows what is recorded later.
-    for profiled in (False, True):
-        for batch in batches:
-            for tier, hot_size in ((HISPARSE, 2 * shape.top_k), (RESIDENT, shape.context_length)):
-                bench.run(tier, batch, hot_size, misses, own, profiled)
-                write_json(json_path, bench.results, shape)
+    streams = use_streams(device)
+    for batch in batches:
+        for tier, hot_size in ((HISPARSE, 2 * shape.top_k), (RESIDENT, shape.context_length)):
+            bench.run(tier, batch, hot_size, misses, own)
+            write_json(json_path, bench.results, shape)
+    del streams
     print_results(bench.results, shape, console)
     write_png(png_path, bench.results)
 
@@ -64,7 +63,7 @@ class DecodeStepBench:
     """Measures case by case; `results` are there as soon as they are known."""
 
     def __init__(self, shape: Shape, network: Any, device: torch.device, steps: int, console: Console) -> None:
-        self._results: dict[tuple[int, str, str], CaseResult] = {}
+        self.results: list[CaseResult] = []
         self._shape = shape
         self._network = network
         self._device = device
@@ -72,18 +71,13 @@ class DecodeStepBench:
         self._console = console
         self._backend: AttentionBackend = choose_backend("auto", device, model_spec(shape))
 
-    @property
-    def results(self) -> list[CaseResult]:
-        """One per case, without kernels before it was profiled."""
-        return list(self._results.values())
-
-    def run(self, tier: str, batch: int, hot_size: int, misses: list[int], own: bool, profiled: bool) -> None:
-        """Time all selections with a batch of requests that have `hot_size` hot slots each, or profile them."""
+    def run(self, tier: str, batch: int, hot_size: int, misses: list[int], own: bool) -> None:
+        """Time all selections with a batch of requests that have `hot_size` hot slots each."""
         requests = Requests(self._shape, batch, hot_size, self._device)
         given = GivenSelection(self._backend, batch, self._shape.top_k, self._device)
         decoding = self._record(requests, given)
         for count in misses:
-            timing = self._time_given(requests, decoding, given, count, profiled)
+            timing = self._time_given(requests, decoding, given, count)
             expected = count if tier == HISPARSE else 0
             if timing.misses != expected:
                 raise RuntimeError(f"{timing.misses} misses where {expected} are meant to be: the time means nothing")
@@ -91,7 +85,7 @@ class DecodeStepBench:
         if own:
             decoding = self._record(requests, self._backend)
             vocab = self._shape.vocab
-            timing = time_steps(requests, decoding, vocab, lambda _: None, _OWN_WARM_UP, self._steps, profiled)
+            timing = time_steps(requests, decoding, vocab, lambda _: None, _OWN_WARM_UP, self._steps)
             self._add(tier, requests, OWN, timing)
         requests.close()
         del requests, decoding
@@ -99,7 +93,7 @@ class DecodeStepBench:
         torch.cuda.empty_cache()
 
     def _time_given(
-        self, requests: Requests, decoding: GraphDecoding, given: GivenSelection, misses: int, profiled: bool
+        self, requests: Requests, decoding: GraphDecoding, given: GivenSelection, misses: int
     ) -> StepTiming:
         """Steps that select what misses `misses` positions in a hot buffer of twice the top-k."""
         shape = self._shape
@@ -112,18 +106,16 @@ class DecodeStepBench:
         def select(number: int) -> None:
             given.positions.copy_(rotation.positions[number % rotation.length])
 
-        return time_steps(requests, decoding, shape.vocab, select, rotation.length, self._steps, profiled)
+        return time_steps(requests, decoding, shape.vocab, select, rotation.length, self._steps)
 
     def _record(self, requests: Requests, backend: AttentionBackend) -> GraphDecoding:
         model = SparseModel(self._network, model_spec(self._shape), backend)
         return GraphDecoding(model, requests.coordinator, len(requests.ids), self._shape.context_length)
 
     def _add(self, tier: str, requests: Requests, selection: str, timing: StepTiming) -> None:
-        case = (len(requests.ids), selection, tier)
-        if case in self._results:
-            timing = replace(self._results[case].timing, kernels=timing.kernels)
-        self._results[case] = CaseResult(*case, requests.sizes.hot_bytes, timing)
-        self._console.print(f"batch {case[0]}, {selection}, {tier}: {timing.median_ms:.2f} ms")
+        batch = len(requests.ids)
+        self.results.append(CaseResult(batch, selection, tier, requests.sizes.hot_bytes, timing))
+        self._console.print(f"batch {batch}, {selection}, {tier}: {timing.median_ms:.2f} ms")
 
 
 if __name__ == "__main__":

@@ -84,7 +84,7 @@ def test_thousands_of_random_steps(top_k: int, hot_size: int, block_size: int, c
     [(40, 64, 64, 1, 48), (40, 64, 64, 2, 31), (70, 100, 128, 8, 1152)],
 )
 def test_a_few_steps_of_every_kind(top_k: int, hot_size: int, block_size: int, cluster: int, item_bytes: int) -> None:
-    """Short enough for compute-sanitizer (benchmarks/swap_in/device.sh)."""
+    """Short enough for compute-sanitizer (benchmarks/gpu.sh)."""
     rng = random.Random(0)
     newest = [hot_size - 2, 2 * hot_size, 3 * hot_size]
     with twins(

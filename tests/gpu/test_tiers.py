@@ -62,8 +62,7 @@ def busy_tiers() -> Iterator[Tiers]:
 
     Everything was done once before: the first use of a kernel, or of pinned memory of its size, may wait.
     """
-    with tiers(on="cuda:0") as t:
-        t.coordinator._verify = False
+    with tiers(on="cuda:0", verify=False) as t:
         assert t.admit("r", seed=3, num_tokens=20)
         decode_one(t, "r", seed=3)
         slots = stage(t, "warm", 1, torch.arange(9, device=CUDA).clone())
@@ -158,8 +157,7 @@ def test_the_configured_block_size_reaches_the_kernel() -> None:
 
 
 def test_what_kernels_met_and_must_not_is_raised_when_the_pools_are_checked() -> None:
-    with tiers(on="cuda:0") as t:
-        t.coordinator._verify = False
+    with tiers(on="cuda:0", verify=False) as t:
         assert t.admit("r", seed=1, num_tokens=9)
         t.coordinator.append_tokens(["r"])
         t.coordinator.begin_step(["r"]).swap_in(0, torch.tensor([[10, 9, 4]], device=CUDA))

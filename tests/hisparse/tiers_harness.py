@@ -141,6 +141,7 @@ def tiers(
     max_requests: int = 8,
     on: str = "cpu",
     swap_in_block_size: int | None = None,
+    verify: bool = True,
 ) -> Iterator[Tiers]:
     sizes = Sizes(
         config=HiSparseConfig(device_buffer_size=HOT, top_k=TOP_K, swap_in_block_size=swap_in_block_size),
@@ -154,6 +155,6 @@ def tiers(
         num_index_pages=num_index_pages,
         table_bytes=0,
     )
-    coordinator = build_tiers(sizes, torch.device(on), verify=True)
+    coordinator = build_tiers(sizes, torch.device(on), verify)
     yield Tiers(coordinator, coordinator.host, coordinator.device, coordinator._copy_stream)
     coordinator.close()
