@@ -1,9 +1,11 @@
 """The service with its nodes on a CUDA device: the end-to-end tests that leave the device open, and mixed pairs."""
 
 import json
+import subprocess
 from collections.abc import Callable
 
 import pytest
+import torch
 
 from tests.e2e.cluster import Cluster
 from tests.e2e.conftest import FAMILIES, Reference, checkpoints, references, start_cluster
@@ -80,3 +82,47 @@ def test_prompts_computed_on_the_gpu_are_decoded_exactly_on_the_cpu(
 
     assert prefill.metric("transfer_bytes_total") > 0
     assert f"transport={'tcp' if protocol == 'tcp' else 'shm'} gathers=always" in prefill.log
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("protocol", ["auto", "tcp"])
+def test_a_process_per_gpu_of_one_host_says_the_same(
+    start_cluster: Callable[..., Cluster], references: dict[str, Reference], protocol: str, disable_cuda_graph: bool
+) -> None:
+    """Every thread and kernel of a process must mean its own device, and no other's."""
+    family = FAMILIES[0]
+    cluster = start_cluster(family)
+    nodes = [cluster.prefill(device="cuda:1", transfer_protocol=protocol)]
+    nodes += [
+        cluster.decode(
+            f"decode-{number}",
+            device=f"cuda:{number}",
+            hisparse_config=HOT_BUFFER,
+            transfer_protocol=protocol,
+            disable_cuda_graph=disable_cuda_graph,
+        )
+        for number in (0, 1)
+    ]
+    cluster.wait_ready()
+
+    assert_exact(cluster, references[family], TOGETHER, concurrency=16)
+
+    for decode in nodes[1:]:
+        assert decode.metric("generated_tokens_total") > 0
+        assert decode.metric("swap_in_misses_total") > 0
+        assert decode.metric("host_slots", state="used") == 0
+    assert devices_used_by(nodes[1].process.pid) == {0}
+    assert devices_used_by(nodes[2].process.pid) == {1}
+
+
+def devices_used_by(pid: int) -> set[int]:
+    """The GPUs on which a process has memory, by the driver's account."""
+    lines = subprocess.run(
+        ["nvidia-smi", "--query-compute-apps=pid,gpu_uuid", "--format=csv,noheader"],
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout.splitlines()
+    uuids = [str(torch.cuda.get_device_properties(number).uuid) for number in range(torch.cuda.device_count())]
+    used = [line.split(", ")[1].removeprefix("GPU-") for line in lines if int(line.split(", ")[0]) == pid]
+    return {uuids.index(uuid) for uuid in used}
