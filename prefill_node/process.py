@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import structlog
+import torch
 
 from model.backends.choice import choose_backend
 from model.dtypes import resolve_dtype
@@ -47,7 +48,7 @@ def run_prefill_node(config: PrefillConfig) -> None:
     configure_logging(config.log_level, config.log_format, "prefill")
     config.check()
     choose_transports(config.transfer_protocol, config.ib_device)
-    device = config.torch_device()
+    device = config.use_device()
     dtype = resolve_dtype(config.model_path, config.dtype)
     spec = read_spec(config.model_path, dtype, config.context_length)
     backend = choose_backend(config.attention_backend, device, spec)
@@ -56,7 +57,7 @@ def run_prefill_node(config: PrefillConfig) -> None:
     try:
         log.info("attention backend", backend=backend.name)
         model = load_model(config.model_path, dtype, device, config.context_length, backend)
-        pool = PagedKVPool(kv_layout(spec), _num_pages(config, spec), config.page_size, device)
+        pool = PagedKVPool(kv_layout(spec), _num_pages(config, spec, device), config.page_size, device)
         transports = Transports(config.data_host, config.transfer_protocol, config.ib_device)
         transports.register(pool.get_contiguous_buf_infos())
         prefill: ChunkedPrefill[Key] = ChunkedPrefill(model, pool, config.chunked_prefill_size)
@@ -112,10 +113,10 @@ def _reading(pool: PagedKVPool, config: PrefillConfig) -> Reading:
     )
 
 
-def _num_pages(config: PrefillConfig, spec: ModelSpec) -> int:
+def _num_pages(config: PrefillConfig, spec: ModelSpec, device: torch.device) -> int:
     """Pages of the KV pool, and the line that says why so many. Raises StartupError if not one prompt fits."""
     token_bytes = kv_layout(spec).token_bytes
-    affordable = pool_bytes(config.torch_device(), config.mem_fraction_static) // token_bytes
+    affordable = pool_bytes(device, config.mem_fraction_static) // token_bytes
     wanted = config.max_total_tokens or min(affordable, _PROMPTS_BY_DEFAULT * spec.context_length)
     if wanted > affordable:
         raise StartupError(

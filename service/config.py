@@ -1,5 +1,6 @@
 """The options that prefill and decode nodes share, read once at the edge."""
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,28 +41,23 @@ class NodeConfig:
         """The address that other processes reach this one at."""
         return self.advertise_host or self.host
 
-    def torch_device(self) -> torch.device:
-        """Raises StartupError if there is no such device."""
-        try:
-            # With an index: threads other than the main one have no device of their own to mean by "cuda".
-            device = torch.device("cuda:0" if self.device == "cuda" else self.device)
-        except RuntimeError as error:
-            raise StartupError(f"--device {self.device}: expected cpu, cuda or cuda:N") from error
-        if device.type not in ("cpu", "cuda"):
-            raise StartupError(f"--device {self.device}: expected cpu, cuda or cuda:N")
-        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-            raise StartupError(f"--device {self.device}: this machine has {torch.cuda.device_count()} CUDA devices")
-        return device
-
     def use_device(self) -> torch.device:
-        """The device, from now on also the one that this thread's pinned memory and kernel launches are meant for.
+        """The device to run on, which from here on is the only one that this process sees: its GPU is `cuda:0` to it.
 
-        Raises StartupError if there is no such device.
+        Libraries touch the first device that they see, from threads of their own, and would take memory on another
+        process's GPU. Raises StartupError if there is no such device.
         """
-        device = self.torch_device()
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        return device
+        kind, _, number = self.device.partition(":")
+        if kind == "cpu" and not number:
+            return torch.device("cpu")
+        if kind != "cuda" or not (number or "0").isdecimal():
+            raise StartupError(f"--device {self.device}: expected cpu, cuda or cuda:N")
+        found = torch.cuda.device_count()
+        if int(number or 0) >= found:
+            raise StartupError(f"--device {self.device}: this machine has {found} CUDA devices")
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(found)))
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[int(number or 0)]
+        return torch.device("cuda", 0)
 
     def check(self) -> None:
         """Raises StartupError for values that no machine could serve."""
