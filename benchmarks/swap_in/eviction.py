@@ -56,7 +56,8 @@ def run_eviction_bench(config: EvictionBench, console: Console | None = None) ->
     traces = {name: make(config) for name, make in SYNTHETIC.items()}
     lengths = dict.fromkeys(traces, config.context_length)
     for path in config.traces:
-        traces[path.stem], lengths[path.stem] = load_trace(path)
+        name = f"{path.parent.name}/{path.stem}"
+        traces[name], lengths[name] = load_trace(path)
     results = []
     for name, trace in traces.items():
         for ratio in config.hot_ratios:
