@@ -5,7 +5,7 @@ destination slots and coalesces what is contiguous on both sides. Pure NumPy; kn
 """
 
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -103,7 +103,9 @@ def expand_extents(extents: tuple[tuple[int, int], ...]) -> Int64s:
     """Slot of every position, from (start, length) extents in the order of positions."""
     if not extents:
         return np.empty(0, dtype=np.int64)
-    starts, lengths = np.asarray(extents, dtype=np.int64).T
+    # Flat, since NumPy takes three times as long to look into nested tuples.
+    flat = np.fromiter(chain.from_iterable(extents), dtype=np.int64, count=2 * len(extents))
+    starts, lengths = flat.reshape(-1, 2).T
     first_of = np.cumsum(lengths) - lengths
     slots: Int64s = np.arange(int(lengths.sum()), dtype=np.int64) + np.repeat(starts - first_of, lengths)
     return slots
