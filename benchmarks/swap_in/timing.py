@@ -7,8 +7,8 @@ import torch
 
 from benchmarks.swap_in.launchers import Launcher
 
-_SLEEP_CYCLES = 120_000
-"""Some 60 us in which the device waits before each single launch, so that the host has queued it in time."""
+_SLEEP_CYCLES = 600_000
+"""Some 300 us in which the device waits before each single launch, so that even a slow host has queued it in time."""
 
 
 def graph_us(launcher: Launcher, min_ms: float = 10.0) -> float:
