@@ -67,7 +67,7 @@ def test_when_one_process_ends_serve_says_which_and_ends_the_others(
     process, _ = serve("--prefill-nodes", "2")
     children = children_of(process)
     assert len(children) == 4
-    victim = next(child for child in children if "prefill" in child.cmdline())
+    victim = next(child for child in children if "prefill" in " ".join(child.cmdline()))
     victim.kill()
     assert process.wait(timeout=30) == 1
     wait_until(lambda: all_gone(children), what="the processes to be gone")
