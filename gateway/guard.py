@@ -32,7 +32,8 @@ class Guard:
         self._keys = keys
         self._limits = limits
         self._refused = refused
-        self._serving = 0
+        self.serving = 0
+        """Requests let in and not answered to the end."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
@@ -43,11 +44,11 @@ class Guard:
         except ApiError as error:
             await error_response(error)(scope, receive, send)
             return
-        self._serving += 1
+        self.serving += 1
         try:
             await self._app(scope, self._bounded(receive), send)
         finally:
-            self._serving -= 1
+            self.serving -= 1
 
     def _admit(self, request: Request) -> None:
         """Raises ApiError if the request goes no further. Nothing is said about limits to those without a key."""
@@ -56,12 +57,12 @@ class Guard:
         declared = request.headers.get("content-length")
         if declared is not None and int(declared) > self._limits.max_body_bytes:
             raise self._too_large()
-        if self._serving >= self._limits.max_concurrent_requests:
+        if self.serving >= self._limits.max_concurrent_requests:
             raise self._refusal(
                 "too_many_requests",
                 ApiError(
                     429,
-                    f"this gateway serves {self._serving} requests already; try again later",
+                    f"this gateway serves {self.serving} requests already; try again later",
                     code="too_many_requests",
                     retry_after=_BUSY_RETRY_S,
                 ),

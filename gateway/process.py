@@ -118,8 +118,9 @@ class Gateway:
         model = config.served_model_name or config.model_path
         app = OpenAiServer(self._completer, self.registry, model, context_length).app()
         app.include_router(status_router(self.metrics, self._missing, self._refresh))
+        self._guard = Guard(app, keys, _request_limits(config, context_length), self.metrics.http_refused)
         self._http = HttpServer(
-            Guard(app, keys, _request_limits(config, context_length), self.metrics.http_refused),
+            self._guard,
             self._listener,
             ConnectionLimits(_max_connections(config.max_concurrent_requests), config.header_timeout),
             self.metrics.http_refused,

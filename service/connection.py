@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -34,15 +35,22 @@ class GuardedConnection(H11Protocol):
     """uvicorn's HTTP/1.1 protocol on h11, which bounds a head to 16 KiB, with the deadlines that uvicorn lacks.
 
     A connection between two requests is uvicorn's own business: it closes it after its keep-alive time. Whatever is
-    refused here is counted in `refused` by reason.
+    refused here is counted in `refused` by reason. `ended` is called when the connection is closed.
     """
 
     def __init__(
-        self, config: Config, state: ServerState, app_state: dict[str, Any], limits: ConnectionLimits, refused: Counter
+        self,
+        config: Config,
+        state: ServerState,
+        app_state: dict[str, Any],
+        limits: ConnectionLimits,
+        refused: Counter,
+        ended: Callable[[], None],
     ) -> None:
         super().__init__(config, state, app_state, asyncio.get_running_loop())
         self._limits = limits
         self._refused = refused
+        self._ended = ended
         self._awaited: Literal["header", "body"] | None = None
         """The part of a request that has begun and is not complete."""
         self._awaited_since = 0.0
@@ -59,6 +67,7 @@ class GuardedConnection(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._await(None)
         self._reader_returned()
+        self._ended()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:

@@ -19,6 +19,9 @@ log = structlog.get_logger(__name__)
 _NO_DESCRIPTORS_PAUSE_S = 1.0
 _TLS_SHUTDOWN_S = 5.0
 
+Serve = Callable[[Callable[[], None]], asyncio.Protocol]
+"""Makes the protocol of one connection, which calls what it is given when the connection is closed."""
+
 
 class HttpServer(uvicorn.Server):
     """uvicorn, which leaves signals to the process, and whose connections come through a `Door`.
@@ -63,7 +66,7 @@ class HttpServer(uvicorn.Server):
         """What uvicorn does on a listening socket of its own."""
         self.servers = []
         self._door = Door(self._listener, self._limits, self._refused, self._tls)
-        self._door.open(self._connection, lambda: len(self.server_state.connections))
+        self._door.open(self._connection)
         self.started = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -71,8 +74,10 @@ class HttpServer(uvicorn.Server):
             await self._door.close()
         await super().shutdown(sockets)
 
-    def _connection(self) -> GuardedConnection:
-        return GuardedConnection(self.config, self.server_state, self.lifespan.state, self._limits, self._refused)
+    def _connection(self, ended: Callable[[], None]) -> GuardedConnection:
+        return GuardedConnection(
+            self.config, self.server_state, self.lifespan.state, self._limits, self._refused, ended
+        )
 
 
 class Door:
@@ -93,13 +98,15 @@ class Door:
         self._limits = limits
         self._refused = refused
         self._tls = tls
+        self._open = 0
+        """Connections accepted and not closed, handshakes included."""
         self._entering: set[asyncio.Task[None]] = set()
         self._accepting: asyncio.Task[None] | None = None
 
-    def open(self, protocol: Callable[[], asyncio.Protocol], inside: Callable[[], int]) -> None:
-        """Accept from now on. `inside`: how many connections are past the door."""
+    def open(self, serve: Serve) -> None:
+        """Accept from now on, and hand each connection to a protocol of `serve`."""
         self._listener.setblocking(False)
-        self._accepting = asyncio.create_task(self._accept(protocol, inside))
+        self._accepting = asyncio.create_task(self._accept(serve))
 
     async def close(self) -> None:
         """Accept no more, and end the handshakes that are going on."""
@@ -109,7 +116,7 @@ class Door:
         await asyncio.gather(*ending, return_exceptions=True)
         self._listener.close()
 
-    async def _accept(self, protocol: Callable[[], asyncio.Protocol], inside: Callable[[], int]) -> None:
+    async def _accept(self, serve: Serve) -> None:
         loop = asyncio.get_running_loop()
         while True:
             try:
@@ -120,18 +127,23 @@ class Door:
                 log.error("cannot accept a connection", error=error.strerror)
                 await asyncio.sleep(_NO_DESCRIPTORS_PAUSE_S)
                 continue
-            if inside() + len(self._entering) < self._limits.max_connections:
-                task = loop.create_task(self._enter(connection, protocol))
+            if self._open < self._limits.max_connections:
+                self._open += 1
+                task = loop.create_task(self._enter(connection, serve))
                 self._entering.add(task)
                 task.add_done_callback(self._entering.discard)
             else:
-                connection.close()
                 self._refused.labels(reason="too_many_connections").inc()
+                connection.close()
             # A flood of connections waits its turn like everyone else.
             await asyncio.sleep(0)
 
-    async def _enter(self, connection: socket.socket, protocol: Callable[[], asyncio.Protocol]) -> None:
+    async def _enter(self, connection: socket.socket, serve: Serve) -> None:
         loop = asyncio.get_running_loop()
+
+        def protocol() -> asyncio.Protocol:
+            return serve(self._leave)
+
         connection.setblocking(False)
         if self._tls is None:
             await loop.connect_accepted_socket(protocol, connection)
@@ -147,3 +159,7 @@ class Door:
         except OSError:
             # No TLS, none in common with ours, no trust in our certificate, or nothing at all for too long.
             self._refused.labels(reason="tls_handshake").inc()
+            self._leave()
+
+    def _leave(self) -> None:
+        self._open -= 1
