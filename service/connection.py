@@ -20,6 +20,12 @@ _LINGER_S = 1.0
 """How long a client that still sends has for reading its answer: closing earlier could reset it away."""
 
 
+_MAX_HEAD_BYTES = 16 << 10
+_SMALL_CHUNKS = 4096
+_SMALL_CHUNK_BYTES = 64
+"""A body in more chunks than that must have larger ones on average: each costs 20 us, be it of a single byte."""
+
+
 @dataclass(frozen=True)
 class ConnectionLimits:
     """What one client may take of a server's time. Times are in seconds."""
@@ -31,8 +37,28 @@ class ConnectionLimits:
     """How long an answer may wait for a client that does not read it."""
 
 
+class _Parser(h11.Connection):
+    """h11, which does not mind a body of a million tiny chunks."""
+
+    def __init__(self) -> None:
+        super().__init__(h11.SERVER, _MAX_HEAD_BYTES)
+        self._chunks = 0
+        self._chunk_bytes = 0
+
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self._chunks = self._chunk_bytes = 0
+        elif isinstance(event, h11.Data):
+            self._chunks += 1
+            self._chunk_bytes += len(event.data)
+            if self._chunks > _SMALL_CHUNKS and self._chunk_bytes < self._chunks * _SMALL_CHUNK_BYTES:
+                raise h11.RemoteProtocolError("the body's chunks are too small")
+        return event
+
+
 class GuardedConnection(H11Protocol):
-    """uvicorn's HTTP/1.1 protocol on h11, which bounds a head to 16 KiB, with the deadlines that uvicorn lacks.
+    """uvicorn's HTTP/1.1 protocol on h11, with the deadlines that uvicorn lacks.
 
     A connection between two requests is uvicorn's own business: it closes it after its keep-alive time. Whatever is
     refused here is counted in `refused` by reason. `ended` is called when the connection is closed.
@@ -48,6 +74,7 @@ class GuardedConnection(H11Protocol):
         ended: Callable[[], None],
     ) -> None:
         super().__init__(config, state, app_state, asyncio.get_running_loop())
+        self.conn = _Parser()
         self._limits = limits
         self._refused = refused
         self._ended = ended
@@ -67,6 +94,7 @@ class GuardedConnection(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._await(None)
         self._reader_returned()
+        self._unset_keepalive_if_required()
         self._ended()
         super().connection_lost(exc)
 
@@ -79,7 +107,7 @@ class GuardedConnection(H11Protocol):
             if self._unwanted > _UNWANTED_BYTES:
                 self._await(None)
                 self.flow.pause_reading()
-                self.loop.call_later(_LINGER_S, self._close)
+                self._request_timer = self.loop.call_later(_LINGER_S, self._close)
                 return
         super().data_received(data)
 
@@ -112,8 +140,10 @@ class GuardedConnection(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         self._count("malformed")
-        super().send_400_response(msg)
-        self._await_reader()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        # Else the request was answered before its body turned out to be malformed.
+        self._close()
 
     def _await(self, part: Literal["header", "body"] | None) -> None:
         """Start the deadline of this part of a request; None: nothing is due."""

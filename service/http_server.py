@@ -145,20 +145,20 @@ class Door:
             return serve(self._leave)
 
         connection.setblocking(False)
-        if self._tls is None:
-            await loop.connect_accepted_socket(protocol, connection)
-            return
         try:
-            await loop.connect_accepted_socket(
-                protocol,
-                connection,
-                ssl=self._tls(),
-                ssl_handshake_timeout=self._limits.header_timeout,
-                ssl_shutdown_timeout=_TLS_SHUTDOWN_S,
-            )
+            if self._tls is None:
+                await loop.connect_accepted_socket(protocol, connection)
+            else:
+                await loop.connect_accepted_socket(
+                    protocol,
+                    connection,
+                    ssl=self._tls(),
+                    ssl_handshake_timeout=self._limits.header_timeout,
+                    ssl_shutdown_timeout=_TLS_SHUTDOWN_S,
+                )
         except OSError:
             # No TLS, none in common with ours, no trust in our certificate, or nothing at all for too long.
-            self._refused.labels(reason="tls_handshake").inc()
+            self._refused.labels(reason="tls_handshake" if self._tls else "reset").inc()
             self._leave()
 
     def _leave(self) -> None:

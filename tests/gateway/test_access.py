@@ -53,9 +53,8 @@ def look_often(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_key_is_accepted_and_nothing_else(start_gateway: Start) -> None:
     gateway = start_gateway(api_keys=("sk-one", "sk-two"))
     assert [status_with(gateway, key) for key in ("sk-one", "sk-two")] == [200, 200]
-    for wrong in (None, "sk-three", "sk-on", "sk-one ", "sk-one,sk-two", "sk-one sk-two", "SK-ONE", "sk-onesk-two"):
-        expected = 200 if wrong == "sk-one " else 401  # HTTP itself drops white space around a value
-        assert status_with(gateway, wrong) == expected, wrong
+    for wrong in (None, "sk-three", "sk-on", "sk-one,sk-two", "sk-one sk-two", "SK-ONE", "sk-onesk-two"):
+        assert status_with(gateway, wrong) == 401, wrong
     assert refused(gateway, "api_key") == 7
 
 

@@ -154,6 +154,28 @@ def test_what_is_not_http_is_counted_and_refused(serve: Callable[..., Served]) -
     assert served.refused("malformed") == 2
 
 
+@pytest.mark.parametrize("path", ["/hello", "/nothing"])
+def test_a_body_in_a_great_many_tiny_chunks_is_not_parsed_to_its_end(serve: Callable[..., Served], path: str) -> None:
+    served = serve()
+    with RawClient(served.port) as client:
+        client.post(path, "Transfer-Encoding: chunked", body="1\r\nx\r\n" * 10_000)
+        assert client.rest().startswith("HTTP/1.1 ")
+    assert served.refused("malformed") == 1
+
+
+def test_what_goes_wrong_after_the_answer_ends_the_connection_quietly(
+    serve: Callable[..., Served], capfd: pytest.CaptureFixture[str]
+) -> None:
+    served = serve()
+    with RawClient(served.port) as client:
+        client.post("/hello", "Transfer-Encoding: chunked")
+        assert client.answer().startswith("HTTP/1.1 200")
+        client.send("no chunk\r\n")
+        assert client.rest() == ""
+    assert served.refused("malformed") == 1
+    assert "Traceback" not in capfd.readouterr().err
+
+
 def test_a_websocket_upgrade_is_an_ordinary_request(serve: Callable[..., Served]) -> None:
     with RawClient(serve().port) as client:
         client.send("GET /health HTTP/1.1\r\nHost: test\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n")
@@ -204,6 +226,20 @@ def test_a_client_that_does_not_read_the_end_of_its_last_answer_is_given_up(serv
         client.send("GET /huge HTTP/1.1\r\nHost: test\r\nConnection: close\r\n\r\n")
         wait_until(lambda: served.refused("reader_timeout") == 1, what="the reader to be given up")
         wait_until(lambda: served.connections == 0, what="the connection to be gone")
+
+
+def test_a_connection_that_is_gone_leaves_no_timer_behind(serve: Callable[..., Served]) -> None:
+    served = serve()
+    with RawClient(served.port), RawClient(served.port) as asked, RawClient(served.port) as dribbling:
+        asked.get("/health")
+        asked.answer()
+        dribbling.send("GET /hea")
+        wait_until(lambda: served.connections == 3, what="the connections")
+        connections = served._connections
+    wait_until(lambda: served.connections == 0, what="the connections to be gone")
+    for connection in connections:
+        timers = (connection._request_timer, connection._reader_timer, connection.timeout_keep_alive_task)
+        assert timers == (None, None, None)
 
 
 def test_a_slow_reader_that_goes_on_reading_gets_everything(serve: Callable[..., Served]) -> None:
