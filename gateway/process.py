@@ -46,7 +46,7 @@ _CONNECTIONS_PER_REQUEST = 4
 _OTHER_FILES = 256
 """File descriptors that are not for clients: the nodes' sockets, logs, code that is still to be imported."""
 _BODY_BYTES_PER_TOKEN = 64
-"""Ten times what a token takes as an id in JSON, and more than long words take as text."""
+"""A token takes about 8 as an id in JSON, and less as text."""
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,6 @@ _UNWANTED_BYTES = 64 << 10
 """What is read of a body whose request was answered before it came: a client that sent no more may ask again."""
 _LINGER_S = 1.0
 """How long a client that still sends has for reading its answer: closing earlier could reset it away."""
-
-
 _MAX_HEAD_BYTES = 16 << 10
 _SMALL_CHUNKS = 4096
 _SMALL_CHUNK_BYTES = 64

@@ -157,9 +157,10 @@ class Door:
                     ssl_shutdown_timeout=_TLS_SHUTDOWN_S,
                 )
         except OSError:
-            # No TLS, none in common with ours, no trust in our certificate, or nothing at all for too long.
-            self._refused.labels(reason="tls_handshake" if self._tls else "reset").inc()
             self._leave()
+            if self._tls is not None:
+                # No TLS, none in common with ours, no trust in our certificate, or nothing at all for too long.
+                self._refused.labels(reason="tls_handshake").inc()
 
     def _leave(self) -> None:
         self._open -= 1
