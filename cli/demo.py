@@ -71,7 +71,6 @@ def run(console: Console, directory: Path) -> int:
     plan = ServePlan(
         host="127.0.0.1",
         port=free_port(),
-        api_key=None,
         num_prefill=1,
         num_decode=1,
         gateway_flags={"--model-path": model, "--served-model-name": MODEL},

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
+from setproctitle import setproctitle
 
 from cli import bench, quarantine
 from cli import options as opt
@@ -103,11 +104,18 @@ def gateway(
     advertise_host: opt.AdvertiseHost = None,
     context_length: opt.ContextLength = None,
     request_timeout: opt.RequestTimeout = 600.0,
-    api_key: opt.ApiKey = None,
+    api_key: opt.ApiKeyOption = None,
+    api_key_file: opt.ApiKeyFile = None,
+    ssl_certfile: opt.SslCertfile = None,
+    ssl_keyfile: opt.SslKeyfile = None,
+    max_body_mib: opt.MaxBodyMib = None,
+    max_concurrent_requests: opt.MaxConcurrentRequests = 1024,
+    header_timeout: opt.HeaderTimeout = 10.0,
     log_level: opt.LogLevelOption = opt.LogLevel.INFO,
     log_format: opt.LogFormatOption = opt.LogFormat.TEXT,
 ) -> None:
     """Run a gateway: the OpenAI HTTP API and the registry of nodes."""
+    from gateway.keys import given_keys
     from gateway.process import GatewayConfig, run_gateway
 
     run_gateway(
@@ -121,7 +129,13 @@ def gateway(
             advertise_host=advertise_host or host,
             context_length=context_length,
             request_timeout=request_timeout,
-            api_key=api_key,
+            api_keys=given_keys(api_key),
+            api_key_file=api_key_file,
+            ssl_certfile=ssl_certfile,
+            ssl_keyfile=ssl_keyfile,
+            max_body_mib=max_body_mib,
+            max_concurrent_requests=max_concurrent_requests,
+            header_timeout=header_timeout,
             log_level=log_level.value,
             log_format=log_format.value,
         )
@@ -156,12 +170,19 @@ def serve(
     ib_device: opt.IbDevice = "",
     disable_cuda_graph: opt.DisableCudaGraph = False,
     request_timeout: opt.RequestTimeout = 600.0,
-    api_key: opt.ApiKey = None,
+    api_key: opt.ApiKeyOption = None,
+    api_key_file: opt.ApiKeyFile = None,
+    ssl_certfile: opt.SslCertfile = None,
+    ssl_keyfile: opt.SslKeyfile = None,
+    max_body_mib: opt.MaxBodyMib = None,
+    max_concurrent_requests: opt.MaxConcurrentRequests = 1024,
+    header_timeout: opt.HeaderTimeout = 10.0,
     log_level: opt.LogLevelOption = opt.LogLevel.INFO,
     log_format: opt.LogFormatOption = opt.LogFormat.TEXT,
 ) -> None:
     """Run a gateway with prefill and decode processes on this machine."""
     from cli.serve import ServePlan, free_port, serve_until_stopped
+    from gateway.keys import given_keys
 
     both = {
         "--model-path": model_path,
@@ -180,7 +201,8 @@ def serve(
     plan = ServePlan(
         host=host,
         port=port or free_port(),
-        api_key=api_key,
+        api_keys=given_keys(api_key),
+        ssl_certfile=ssl_certfile,
         num_prefill=prefill_nodes,
         num_decode=decode_nodes,
         gateway_flags={
@@ -188,6 +210,12 @@ def serve(
             "--served-model-name": served_model_name,
             "--context-length": context_length,
             "--request-timeout": request_timeout,
+            "--api-key-file": api_key_file,
+            "--ssl-certfile": ssl_certfile,
+            "--ssl-keyfile": ssl_keyfile,
+            "--max-body-mib": max_body_mib,
+            "--max-concurrent-requests": max_concurrent_requests,
+            "--header-timeout": header_timeout,
             "--log-level": log_level.value,
             "--log-format": log_format.value,
         },
@@ -249,6 +277,12 @@ def configured(kind: type[Config], flags: Mapping[str, Any]) -> Config:
         return value.value if isinstance(value, Enum) else value
 
     return kind(**{name: plain(name, value) for name, value in flags.items()})
+
+
+@app.callback()
+def hide_command_line(context: typer.Context) -> None:
+    """Whoever lists processes sees the name of the command and none of its arguments: there may be a key among them."""
+    setproctitle(f"hisparse-pd {context.invoked_subcommand}")
 
 
 def main(args: list[str] | None = None) -> None:

@@ -120,7 +120,38 @@ DisableCudaGraph = Annotated[
     bool, typer.Option(help="Launch every kernel of a decode step one by one instead of replaying recorded steps.")
 ]
 RequestTimeout = Annotated[float, typer.Option(min=0.1, help="Seconds after which a request is given up with 504.")]
-ApiKey = Annotated[str | None, typer.Option(envvar="HISPARSE_PD_API_KEY", help="Key that clients must present.")]
+ApiKeyOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--api-key",
+        help="Key that clients must present; may be repeated. Better in the environment, HISPARSE_PD_API_KEY, or a "
+        "file: a command line is public until the process has started.",
+    ),
+]
+ApiKeyFile = Annotated[
+    Path | None,
+    typer.Option(help="File of keys that clients must present, one a line; read again when it changes."),
+]
+SslCertfile = Annotated[Path | None, typer.Option(help="Certificate chain (PEM): serve HTTPS.")]
+SslKeyfile = Annotated[Path | None, typer.Option(help="Private key (PEM) of --ssl-certfile.")]
+MaxBodyMib = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Largest request body in MiB; beyond it 413. Default: 64 bytes per token of the context, at least 4 MiB.",
+    ),
+]
+MaxConcurrentRequests = Annotated[
+    int, typer.Option(min=1, help="Requests that the gateway holds at a time; beyond it clients get 429.")
+]
+HeaderTimeout = Annotated[
+    float,
+    typer.Option(
+        min=0.1,
+        help="Seconds that a client has for a request's head, and for a TLS handshake; "
+        "a body has as long, plus 1 s per 8 KiB.",
+    ),
+]
 LogLevelOption = Annotated[
     LogLevel, typer.Option("--log-level", case_sensitive=False, help="Least severe level to log.")
 ]

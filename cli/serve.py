@@ -6,16 +6,19 @@ import os
 import random
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import IO
 
 import httpx
 
+from gateway.keys import ENVIRONMENT
 from service.errors import StartupError
 
 _PR_SET_PDEATHSIG = 1
@@ -32,12 +35,19 @@ class ServePlan:
 
     host: str
     port: int
-    api_key: str | None
     num_prefill: int
     num_decode: int
     gateway_flags: Flags
     prefill_flags: Flags
     decode_flags: Flags
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    ssl_certfile: Path | None = None
+    """The certificate that the gateway serves HTTPS with, if it does."""
+
+    @property
+    def url(self) -> str:
+        """Where the gateway answers, seen from this machine."""
+        return f"{'https' if self.ssl_certfile else 'http'}://{reachable(self.host)}:{self.port}"
 
     def children(self) -> list["Child"]:
         """Every process, the gateway first, on ports that are free now."""
@@ -45,7 +55,9 @@ class ServePlan:
         gateway = {**self.gateway_flags, "--host": self.host, "--port": self.port, "--control-port": control_port}
         if reachable(self.host) != self.host:
             gateway["--advertise-host"] = reachable(self.host)
-        children = [Child("gateway", ["gateway", *arguments(gateway)], self.port)]
+        # Not on its command line, which anyone can see, and for no other process.
+        keys = {ENVIRONMENT: " ".join(self.api_keys)} if self.api_keys else {}
+        children = [Child("gateway", ["gateway", *arguments(gateway)], self.port, keys)]
         for role, count, flags in (
             ("prefill", self.num_prefill, self.prefill_flags),
             ("decode", self.num_decode, self.decode_flags),
@@ -59,11 +71,13 @@ class ServePlan:
 
 @dataclass(frozen=True)
 class Child:
-    """A process to start: its name, its command line after `hisparse-pd`, and its HTTP port."""
+    """A process to start: its name, its command line after `hisparse-pd`, its HTTP port, and its secrets."""
 
     name: str
     words: list[str]
     http_port: int
+    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Environment variables for this process alone."""
 
 
 def arguments(flags: Flags) -> list[str]:
@@ -82,36 +96,32 @@ def serve_until_stopped(plan: ServePlan) -> int:
     stopping = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopping.set())
-    environment = dict(os.environ)
-    if plan.api_key:
-        environment["HISPARSE_PD_API_KEY"] = plan.api_key
     announced = False
-    with processes(plan.children(), environment) as children:
+    with processes(plan.children()) as children:
         while not stopping.wait(_POLL_S):
             for name, child in children.items():
                 if (code := child.poll()) is not None:
                     print(f"error: {name} ended with code {code}; stopping the others", file=sys.stderr)
                     return code if code > 0 else 1
-            if not announced and is_ready(f"http://{reachable(plan.host)}:{plan.port}"):
+            if not announced and is_ready(plan.url, plan.ssl_certfile):
                 announced = True
-                print(f"ready: OpenAI API at http://{reachable(plan.host)}:{plan.port}/v1", flush=True)
+                print(f"ready: OpenAI API at {plan.url}/v1", flush=True)
     return 0
 
 
 @contextlib.contextmanager
-def processes(
-    plan: list[Child], environment: Mapping[str, str] | None = None, log: IO[bytes] | None = None
-) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
+def processes(plan: list[Child], log: IO[bytes] | None = None) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
     """Start the processes, and end all of them on the way out, also if this process is killed.
 
     `log` takes their output; by default it goes where this process's goes.
     """
+    public = {name: value for name, value in os.environ.items() if name != ENVIRONMENT}
     children: dict[str, subprocess.Popen[bytes]] = {}
     try:
         for child in plan:
             children[child.name] = subprocess.Popen(
                 [sys.executable, "-m", "cli.main", *child.words],
-                env=environment,
+                env={**public, **child.secrets},
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
@@ -151,11 +161,12 @@ def free_port() -> int:
     raise StartupError(f"no free TCP port from {_PORTS.start} to {_PORTS.stop - 1}")
 
 
-def is_ready(base_url: str) -> bool:
-    """Whether the process at that address says that it can serve."""
+def is_ready(base_url: str, certfile: Path | None = None) -> bool:
+    """Whether the process at that address says that it can serve. Over HTTPS it must have this very certificate."""
     try:
-        return httpx.get(f"{base_url}/ready", timeout=2.0).status_code == 200
-    except httpx.TransportError:
+        trust = True if certfile is None else _only(certfile)
+        return httpx.get(f"{base_url}/ready", timeout=2.0, verify=trust).status_code == 200
+    except (httpx.TransportError, OSError):
         return False
 
 
@@ -174,6 +185,14 @@ def wait_ready(base_url: str, children: Mapping[str, "subprocess.Popen[bytes]"],
 def reachable(host: str) -> str:
     """An address at which a process bound to `host` can be reached from this machine."""
     return "127.0.0.1" if host in ("0.0.0.0", "::") else host
+
+
+def _only(certfile: Path) -> ssl.SSLContext:
+    """Trusts this certificate, whoever signed it, for whatever name: the process is asked by its address."""
+    trust = ssl.create_default_context(cafile=str(certfile))
+    trust.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    trust.check_hostname = False
+    return trust
 
 
 def _die_with_parent() -> None:

@@ -35,8 +35,6 @@ class ApiError(Exception):
 
 def _type_of(status: int) -> str:
     match status:
-        case 401:
-            return "authentication_error"
         case 429:
             return "rate_limit_error"
         case 503:

@@ -1,24 +1,28 @@
 """The gateway process: its configuration, its start and its stop."""
 
 import asyncio
-import contextlib
 import signal
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import structlog
-import uvicorn
 
 from gateway.completer import Completer
 from gateway.generation import DecodeClient
+from gateway.guard import Guard, RequestLimits
+from gateway.keys import ApiKeys
 from gateway.registry import NodeRegistry
 from gateway.server import OpenAiServer
 from gateway.tokenizer import CheckpointTokenizer
+from service.connection import ConnectionLimits
+from service.descriptors import raise_file_limit
 from service.errors import StartupError
+from service.http_server import HttpServer
 from service.logs import LogFormat, configure_logging
 from service.metrics import Metrics
 from service.status import bind_http, status_router
+from service.tls import server_tls
 from transfer.control import ControlPlane
 from transfer.messages import (
     Accepted,
@@ -36,6 +40,13 @@ log = structlog.get_logger(__name__)
 
 _CANCEL_AT_STOP_S = 2.0
 _HTTP_STOP_S = 5
+_MIN_BODY_BYTES = 4 << 20
+_CONNECTIONS_PER_REQUEST = 4
+"""Clients keep idle connections for what they ask next."""
+_OTHER_FILES = 256
+"""File descriptors that are not for clients: the nodes' sockets, logs, code that is still to be imported."""
+_BODY_BYTES_PER_TOKEN = 64
+"""A token takes about 8 as an id in JSON, and less as text."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +63,15 @@ class GatewayConfig:
     advertise_host: str = "127.0.0.1"
     context_length: int | None = None
     request_timeout: float = 600.0
-    api_key: str | None = None
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    api_key_file: Path | None = None
+    """Keys that clients must present, with `api_keys`. Neither: no authentication."""
+    ssl_certfile: Path | None = None
+    ssl_keyfile: Path | None = None
+    max_body_mib: int | None = None
+    """None: 64 bytes for each token of the context, at least 4 MiB."""
+    max_concurrent_requests: int = 1024
+    header_timeout: float = 10.0
     log_level: str = "info"
     log_format: LogFormat = "text"
 
@@ -71,20 +90,14 @@ def run_gateway(config: GatewayConfig) -> None:
     asyncio.run(serve())
 
 
-class _HttpServer(uvicorn.Server):
-    """Leaves signals to the gateway, which has requests to cancel first."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
 class Gateway:
     """One gateway: an HTTP port and a control port, both bound when this returns."""
 
     def __init__(self, config: GatewayConfig) -> None:
-        """Raises StartupError if a port is taken or the checkpoint has no usable tokenizer."""
+        """Raises StartupError if a port is taken, or if the tokenizer or a file of keys or of TLS cannot be used."""
         self.metrics = Metrics()
+        keys = ApiKeys(config.api_keys, config.api_key_file) if config.api_keys or config.api_key_file else None
+        tls = server_tls(config.ssl_certfile, config.ssl_keyfile)
         self.registry = NodeRegistry()
         self._listener = bind_http(config.host, config.port)
         try:
@@ -103,19 +116,21 @@ class Gateway:
         self._client = DecodeClient(self.control, self.registry)
         self._completer = Completer(tokenizer, self._client, self.metrics, context_length, config.request_timeout)
         model = config.served_model_name or config.model_path
-        app = OpenAiServer(self._completer, self.registry, model, context_length, config.api_key).app()
+        app = OpenAiServer(self._completer, self.registry, model, context_length).app()
         app.include_router(status_router(self.metrics, self._missing, self._refresh))
-        self._http = _HttpServer(
-            uvicorn.Config(
-                app,
-                log_config=None,
-                access_log=False,
-                lifespan="off",
-                timeout_graceful_shutdown=_HTTP_STOP_S,
-            )
+        self._guard = Guard(app, keys, _request_limits(config, context_length), self.metrics.http_refused)
+        self._http = HttpServer(
+            self._guard,
+            self._listener,
+            ConnectionLimits(_max_connections(config.max_concurrent_requests), config.header_timeout),
+            self.metrics.http_refused,
+            tls=None if tls is None else tls.get,
+            stop_timeout=_HTTP_STOP_S,
         )
         self._sizes = {
             "http": f"{config.host}:{self.port}",
+            "tls": tls is not None,
+            "api_keys": 0 if keys is None else len(keys),
             "control": self.control.me.address,
             "model": model,
             "context_length": context_length,
@@ -204,3 +219,19 @@ def _context_length(config: GatewayConfig, tokenizer: CheckpointTokenizer) -> in
             f"the max_position_embeddings of {config.model_path}"
         )
     return config.context_length
+
+
+def _request_limits(config: GatewayConfig, context_length: int) -> RequestLimits:
+    if config.max_body_mib is None:
+        body_bytes = max(_MIN_BODY_BYTES, _BODY_BYTES_PER_TOKEN * context_length)
+    else:
+        body_bytes = config.max_body_mib << 20
+    return RequestLimits(body_bytes, config.max_concurrent_requests)
+
+
+def _max_connections(requests: int) -> int:
+    """Enough for so many requests at a time, within the limit of open files."""
+    room = max(1, raise_file_limit() - _OTHER_FILES)
+    if room < requests:
+        log.warning("few open files are allowed; connections are refused before requests", connections=room)
+    return min(_CONNECTIONS_PER_REQUEST * requests, room)

@@ -2,8 +2,6 @@
 
 import asyncio
 import json
-import math
-import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from contextlib import aclosing
@@ -13,19 +11,19 @@ import structlog
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from gateway.api import ChatCompletionRequest, CompletionRequest, parse
 from gateway.choice import Delta
 from gateway.completer import Completer
 from gateway.errors import ApiError, unavailable
+from gateway.guard import error_response
 from gateway.registry import NodeRegistry
 from gateway.responses import ChatFormat, CompletionFormat, ResponseFormat
 
 log = structlog.get_logger(__name__)
 
-_MIN_BODY_LIMIT = 4 << 20
-_BODY_BYTES_PER_TOKEN = 64
 _CLIENT_LEFT = 499
 
 
@@ -38,20 +36,18 @@ class OpenAiServer:
         registry: NodeRegistry,
         model: str,
         context_length: int,
-        api_key: str | None,
     ) -> None:
         self._completer = completer
         self._registry = registry
         self._model = model
         self._context_length = context_length
-        self._body_limit = max(_MIN_BODY_LIMIT, _BODY_BYTES_PER_TOKEN * context_length)
-        self._api_key = api_key
         self._created = int(time.time())
 
     def app(self) -> FastAPI:
         app = FastAPI(openapi_url=None)
         app.add_exception_handler(ApiError, _api_error)
         app.add_exception_handler(HTTPException, _http_error)
+        app.add_exception_handler(ClientDisconnect, _client_left)
         app.add_exception_handler(Exception, _internal_error)
         app.add_api_route("/v1/models", self._models, methods=["GET"])
         app.add_api_route("/v1/models/{model:path}", self._one_model, methods=["GET"])
@@ -60,22 +56,18 @@ class OpenAiServer:
         return app
 
     async def _models(self, request: Request) -> Response:
-        self._authenticate(request)
         return JSONResponse({"object": "list", "data": [self._model_card()]})
 
     async def _one_model(self, request: Request, model: str) -> Response:
-        self._authenticate(request)
         self._check_model(model)
         return JSONResponse(self._model_card())
 
     async def _completions(self, request: Request) -> Response:
-        self._authenticate(request)
-        parsed = parse(CompletionRequest, await self._body(request))
+        parsed = parse(CompletionRequest, await request.body())
         return await _unless_client_leaves(request, self._answer(parsed, CompletionFormat))
 
     async def _chat_completions(self, request: Request) -> Response:
-        self._authenticate(request)
-        parsed = parse(ChatCompletionRequest, await self._body(request))
+        parsed = parse(ChatCompletionRequest, await request.body())
         return await _unless_client_leaves(request, self._answer(parsed, ChatFormat))
 
     async def _answer(
@@ -102,21 +94,6 @@ class OpenAiServer:
             return EventStream(_events(answer, first, deltas), deltas)
         async with aclosing(deltas):
             return JSONResponse(answer.whole([delta async for delta in deltas]))
-
-    async def _body(self, request: Request) -> bytes:
-        body = bytearray()
-        async for part in request.stream():
-            body += part
-            if len(body) > self._body_limit:
-                raise ApiError(413, f"the request body is larger than {self._body_limit} bytes")
-        return bytes(body)
-
-    def _authenticate(self, request: Request) -> None:
-        if self._api_key is None:
-            return
-        given = request.headers.get("authorization", "")
-        if not secrets.compare_digest(given.encode(), f"Bearer {self._api_key}".encode()):
-            raise ApiError(401, "expected the header 'Authorization: Bearer KEY' with this server's API key")
 
     def _check_model(self, model: str | None) -> None:
         if model is not None and model != self._model:
@@ -198,8 +175,12 @@ async def _disconnected(request: Request) -> None:
 
 async def _api_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    headers = {} if error.retry_after is None else {"Retry-After": str(max(1, math.ceil(error.retry_after)))}
-    return JSONResponse(error.body(), status_code=error.status, headers=headers)
+    return error_response(error)
+
+
+async def _client_left(_: Request, error: Exception) -> Response:
+    """In the middle of its request's body. Nobody reads this answer."""
+    return Response(status_code=_CLIENT_LEFT)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

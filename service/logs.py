@@ -41,6 +41,8 @@ def configure_logging(level: str, fmt: LogFormat, process: str) -> None:
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     for noisy in ("httpx", "httpcore", "uvicorn", "transformers", "huggingface_hub"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+    # Its warnings are what clients did wrong: counted, and no reason for a line each.
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     structlog.configure(
         processors=[
             structlog.stdlib.filter_by_level,

@@ -58,6 +58,9 @@ class Metrics:
         self.control_dropped = gauge(
             "control_dropped", "Control messages dropped since the start, as too many waited here or for a peer."
         )
+        self.http_refused = counter(
+            "http_refused_total", "HTTP requests and connections refused before they were served, by reason.", "reason"
+        )
         self.nodes = gauge("nodes", "Registered nodes by role, as the gateway sees them.", "role")
 
     def render(self) -> bytes:

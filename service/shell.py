@@ -63,7 +63,7 @@ class NodeShell(Generic[Event]):
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         router = status_router(self.metrics, self._missing, lambda: self._refresh(refresh))
-        self._status = StatusServer(self._listener, router, *routers)
+        self._status = StatusServer(self._listener, router, *routers, refused=self.metrics.http_refused)
         self._status.start()
         self.control.start()
         self.control.periodically(HEARTBEAT_S, membership.tick)

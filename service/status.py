@@ -4,11 +4,12 @@ import socket
 import threading
 from collections.abc import Callable
 
-import uvicorn
 from fastapi import APIRouter, FastAPI, Response
-from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client import CONTENT_TYPE_LATEST, Counter
 
+from service.connection import ConnectionLimits
 from service.errors import StartupError
+from service.http_server import HttpServer
 from service.metrics import Metrics
 
 
@@ -56,14 +57,20 @@ def bind_http(host: str, port: int) -> socket.socket:
 
 
 class StatusServer:
-    """Serves the status routes of a node on a thread of its own."""
+    """Serves the status routes of a node on a thread of its own. What it refuses is counted in `refused`."""
 
-    def __init__(self, listener: socket.socket, *routers: APIRouter) -> None:
+    def __init__(
+        self,
+        listener: socket.socket,
+        *routers: APIRouter,
+        refused: Counter,
+        limits: ConnectionLimits = ConnectionLimits(),  # noqa: B008
+    ) -> None:
         app = FastAPI(openapi_url=None)
         for router in routers:
             app.include_router(router)
         self._listener = listener
-        self._server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off"))
+        self._server = HttpServer(app, listener, limits, refused)
         self._thread = threading.Thread(
             target=self._server.run, kwargs={"sockets": [listener]}, name="status", daemon=True
         )

@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 
 import decode_node.process
+import gateway.process
 import prefill_node.process
 from cli.main import main
 from decode_node.process import DecodeConfig
+from gateway.process import GatewayConfig
 from prefill_node.process import PrefillConfig
 
 
@@ -17,6 +19,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> Any:
     configs: list[Any] = []
     monkeypatch.setattr(prefill_node.process, "run_prefill_node", configs.append)
     monkeypatch.setattr(decode_node.process, "run_decode_node", configs.append)
+    monkeypatch.setattr(gateway.process, "run_gateway", configs.append)
     with pytest.raises(SystemExit) as ended:
         main(list(words))
     assert ended.value.code == 0
@@ -50,6 +53,46 @@ def test_decode(monkeypatch: pytest.MonkeyPatch) -> None:
         max_running_requests=3,
         log_format="json",
     )
+
+
+def test_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = "--model-path /m --host 10.0.0.1 --api-key a --api-key b --api-key-file /k --ssl-certfile /c"
+    words += " --ssl-keyfile /p --max-body-mib 8 --max-concurrent-requests 9 --header-timeout 2.5"
+    monkeypatch.setenv("HISPARSE_PD_API_KEY", "the command line goes first")
+    config = run(monkeypatch, "gateway", *words.split())
+    assert config == GatewayConfig(
+        model_path="/m",
+        host="10.0.0.1",
+        port=8000,
+        control_host="10.0.0.1",
+        control_port=8001,
+        advertise_host="10.0.0.1",
+        api_keys=("a", "b"),
+        api_key_file=Path("/k"),
+        ssl_certfile=Path("/c"),
+        ssl_keyfile=Path("/p"),
+        max_body_mib=8,
+        max_concurrent_requests=9,
+        header_timeout=2.5,
+    )
+
+
+@pytest.mark.parametrize(("text", "keys"), [("a", ("a",)), (" a b\n", ("a", "b")), ("a,b, c", ("a", "b", "c"))])
+def test_api_keys_from_the_environment(monkeypatch: pytest.MonkeyPatch, text: str, keys: tuple[str, ...]) -> None:
+    monkeypatch.setenv("HISPARSE_PD_API_KEY", text)
+    assert run(monkeypatch, "gateway", "--model-path", "/m").api_keys == keys
+
+
+@pytest.mark.parametrize("text", ["", " ", ","])
+def test_a_variable_without_a_key_is_not_taken_for_no_authentication(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    monkeypatch.setenv("HISPARSE_PD_API_KEY", text)
+    for command in ("gateway", "serve"):
+        with pytest.raises(SystemExit) as ended:
+            main([command, "--model-path", "/m"])
+        assert ended.value.code == 2
+        assert "HISPARSE_PD_API_KEY is set and holds no key" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [["decode"], ["prefill", "--model-path", "/m", "--dtype", "int4"], ["no-such"]])

@@ -13,6 +13,7 @@ from cli.main import main
 from cli.serve import free_port
 from decode_node.loop_call import LoopCall
 from decode_node.quarantine import Quarantine, quarantine_router
+from service.metrics import Metrics
 from service.status import StatusServer, bind_http
 from tests.prefill_node.fakes import FakeControl
 from transfer.fencing import ReservationTable
@@ -43,7 +44,7 @@ def node() -> Iterator[Node]:
     thread.start()
     listener = bind_http("127.0.0.1", 0)
     router = quarantine_router(Quarantine(table, control), inbox.put)  # type: ignore[arg-type]
-    server = StatusServer(listener, APIRouter(), router)
+    server = StatusServer(listener, APIRouter(), router, refused=Metrics().http_refused)
     server.start()
     yield Node(f"http://127.0.0.1:{listener.getsockname()[1]}", table, control)
     server.stop()
@@ -119,7 +120,7 @@ def test_another_process_is_not_a_decode_node(capsys: pytest.CaptureFixture[str]
         return "something else"
 
     listener = bind_http("127.0.0.1", 0)
-    server = StatusServer(listener, router)
+    server = StatusServer(listener, router, refused=Metrics().http_refused)
     server.start()
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     assert run("list", "--url", url) == 2

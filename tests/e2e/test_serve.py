@@ -2,14 +2,17 @@
 
 import os
 import signal
+import ssl
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
+import openai
 import psutil
 import pytest
+import trustme
 
 from cli.serve import free_port, is_ready
 from tests.e2e.cluster import Cluster, Job, complete, wait_until
@@ -19,17 +22,25 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture
-def serve(checkpoints: dict[str, Path]) -> Iterator[Callable[..., tuple["subprocess.Popen[bytes]", str]]]:
+def log(tmp_path: Path) -> Path:
+    return tmp_path / "log"
+
+
+@pytest.fixture
+def serve(checkpoints: dict[str, Path], log: Path) -> Iterator[Callable[..., tuple["subprocess.Popen[bytes]", str]]]:
     """A function that runs `hisparse-pd serve` and waits until it is ready."""
     running: list[subprocess.Popen[bytes]] = []
 
-    def start(*words: str) -> tuple["subprocess.Popen[bytes]", str]:
+    def start(*words: str, certfile: Path | None = None) -> tuple["subprocess.Popen[bytes]", str]:
         port = free_port()
         command = [sys.executable, "-m", "cli.main", "serve", "--model-path", str(checkpoints["deepseek_v32"])]
         command += ["--served-model-name", "tiny", "--port", str(port), "--transfer-protocol", "tcp", *words]
-        running.append(subprocess.Popen(command, env=ENVIRONMENT, start_new_session=True))
-        url = f"http://127.0.0.1:{port}"
-        wait_until(lambda: is_ready(url), timeout=90, what="serve to be ready")
+        with log.open("ab") as output:
+            running.append(
+                subprocess.Popen(command, env=ENVIRONMENT, start_new_session=True, stdout=output, stderr=output)
+            )
+        url = f"{'http' if certfile is None else 'https'}://127.0.0.1:{port}"
+        wait_until(lambda: is_ready(url, certfile), timeout=90, what="serve to be ready")
         return running[-1], url
 
     yield start
@@ -61,13 +72,42 @@ def test_however_serve_ends_its_processes_end_too(
     wait_until(lambda: all_gone(children), what="the processes to be gone")
 
 
+def test_serve_over_https_with_a_key_that_nobody_else_sees(
+    serve: Callable[..., tuple["subprocess.Popen[bytes]", str]], tmp_path: Path, log: Path
+) -> None:
+    authority, certfile, keyfile = trustme.CA(), tmp_path / "cert.pem", tmp_path / "key.pem"
+    leaf = authority.issue_cert("127.0.0.1")
+    leaf.cert_chain_pems[0].write_to_path(certfile)
+    leaf.private_key_pem.write_to_path(keyfile)
+    secret = "sk-secret-0123456789abcdef"
+    words = ["--ssl-certfile", str(certfile), "--ssl-keyfile", str(keyfile), "--api-key", secret]
+    process, url = serve(*words, "--log-level", "debug", certfile=certfile)
+    trust = ssl.create_default_context()
+    authority.configure_trust(trust)
+    with (
+        httpx.Client(verify=trust) as http,
+        openai.OpenAI(base_url=f"{url}/v1", api_key=secret, http_client=http, max_retries=0) as client,
+    ):
+        assert client.completions.create(model="tiny", prompt=[1, 2, 3], max_tokens=4).usage is not None
+        with pytest.raises(openai.AuthenticationError):
+            client.with_options(api_key="sk-wrong").models.list()
+        assert secret not in http.get(f"{url}/metrics").text
+    wait_until(lambda: "ready: OpenAI API at https://" in log.read_text(), what="serve to say so")
+    assert secret not in log.read_text()
+
+    family = [psutil.Process(process.pid), *children_of(process)]
+    titles = [Path(f"/proc/{member.pid}/cmdline").read_text().strip("\0 ") for member in family]
+    assert titles == [f"hisparse-pd {name}" for name in ("serve", "gateway", "prefill", "decode")]
+    assert not any(secret.encode() in Path(f"/proc/{member.pid}/environ").read_bytes() for member in family)
+
+
 def test_when_one_process_ends_serve_says_which_and_ends_the_others(
     serve: Callable[..., tuple["subprocess.Popen[bytes]", str]],
 ) -> None:
     process, _ = serve("--prefill-nodes", "2")
     children = children_of(process)
     assert len(children) == 4
-    victim = next(child for child in children if "prefill" in child.cmdline())
+    victim = next(child for child in children if "prefill" in " ".join(child.cmdline()))
     victim.kill()
     assert process.wait(timeout=30) == 1
     wait_until(lambda: all_gone(children), what="the processes to be gone")

@@ -31,8 +31,9 @@ def start_gateway(checkpoint: Path) -> Iterator[Callable[..., RunningGateway]]:
 
 
 @pytest.fixture
-def gateway(start_gateway: Callable[..., RunningGateway]) -> RunningGateway:
-    return start_gateway()
+def gateway(start_gateway: Callable[..., RunningGateway], request: pytest.FixtureRequest) -> RunningGateway:
+    """Its parameter, if it has one, is a dict of options."""
+    return start_gateway(**getattr(request, "param", {}))
 
 
 @pytest.fixture

@@ -230,17 +230,28 @@ class RunningGateway:
 
     def __init__(self, config: GatewayConfig) -> None:
         self.gateway = Gateway(config)
+        self.scheme = "http" if config.ssl_certfile is None else "https"
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.gateway.port}"
+        return f"{self.scheme}://127.0.0.1:{self.gateway.port}"
 
     @property
     def control_address(self) -> str:
         return self.gateway.control.me.address
+
+    @property
+    def connections(self) -> int:
+        """Open HTTP connections."""
+        return len(self.gateway._http.server_state.connections)
+
+    @property
+    def serving(self) -> int:
+        """HTTP requests that are being served."""
+        return self.gateway._guard.serving
 
     def stop(self) -> None:
         if self._thread.is_alive():

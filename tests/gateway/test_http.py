@@ -1,7 +1,7 @@
 """The OpenAI API over real HTTP, with the official client where it can say what is meant."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -284,10 +284,6 @@ def test_unknown_paths_and_methods(http: httpx.Client) -> None:
     assert http.get("/v1/completions").status_code == 405
 
 
-def test_a_body_that_is_too_large(http: httpx.Client) -> None:
-    assert http.post("/v1/completions", content=b" " * ((4 << 20) + 1)).status_code == 413
-
-
 def test_many_at_once(client: openai.OpenAI) -> None:
     prompts = [f"<{i}>" for i in range(32)]
 
@@ -324,12 +320,3 @@ def test_metrics(client: openai.OpenAI, http: httpx.Client) -> None:
     assert [sample(name) - was for name, was in zip(grows, before, strict=True)] == [1, 1, 15]
     assert sample('nodes{role="decode"}') == 1
     assert sample('requests{state="running"}') == 0
-
-
-def test_api_key(start_gateway: Callable[..., RunningGateway]) -> None:
-    guarded = start_gateway(api_key="secret")
-    with openai.OpenAI(base_url=f"{guarded.url}/v1", api_key="wrong", max_retries=0) as client:
-        with pytest.raises(openai.AuthenticationError):
-            client.models.list()
-        assert list(client.with_options(api_key="secret").models.list())
-    assert httpx.get(f"{guarded.url}/health").status_code == 200

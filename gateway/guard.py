@@ -1,0 +1,109 @@
+"""What a request must pass before the API sees it: a key, a bounded body, a place among those being served."""
+
+import math
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from prometheus_client import Counter
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from gateway.errors import ApiError
+from gateway.keys import ApiKeys
+
+OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
+"""For probes and scrapes, which carry no key. Every other path needs one, whether it exists or not."""
+
+_BUSY_RETRY_S = 1.0
+
+
+@dataclass(frozen=True)
+class RequestLimits:
+    max_body_bytes: int
+    max_concurrent_requests: int
+
+
+class Guard:
+    """ASGI middleware. `keys` None: everyone may ask. Refusals are counted in `refused` by reason."""
+
+    def __init__(self, app: ASGIApp, keys: ApiKeys | None, limits: RequestLimits, refused: Counter) -> None:
+        self._app = app
+        self._keys = keys
+        self._limits = limits
+        self._refused = refused
+        self.serving = 0
+        """Requests let in and not answered to the end."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+            await self._app(scope, receive, send)
+            return
+        try:
+            self._admit(Request(scope))
+        except ApiError as error:
+            await error_response(error)(scope, receive, send)
+            return
+        self.serving += 1
+        try:
+            await self._app(scope, self._bounded(receive), send)
+        finally:
+            self.serving -= 1
+
+    def _admit(self, request: Request) -> None:
+        """Raises ApiError if the request goes no further. Nothing is said about limits to those without a key."""
+        if self._keys is not None and not self._keys.accept(request.headers.get("authorization", "").encode("latin-1")):
+            raise self._refusal("api_key", _no_key(request))
+        declared = request.headers.get("content-length")
+        if declared is not None and int(declared) > self._limits.max_body_bytes:
+            raise self._too_large()
+        if self.serving >= self._limits.max_concurrent_requests:
+            raise self._refusal(
+                "too_many_requests",
+                ApiError(
+                    429,
+                    f"this gateway serves {self.serving} requests already; try again later",
+                    code="too_many_requests",
+                    retry_after=_BUSY_RETRY_S,
+                ),
+            )
+
+    def _bounded(self, receive: Receive) -> Callable[[], Awaitable[Message]]:
+        """Raises ApiError once more of the body has come than is allowed: not every body declares its length."""
+        received = 0
+
+        async def bounded() -> Message:
+            nonlocal received
+            message = await receive()
+            received += len(message.get("body", b""))
+            if received > self._limits.max_body_bytes:
+                raise self._too_large()
+            return message
+
+        return bounded
+
+    def _too_large(self) -> ApiError:
+        text = f"the request body is larger than {self._limits.max_body_bytes} bytes"
+        return self._refusal("body_too_large", ApiError(413, text, code="request_too_large"))
+
+    def _refusal(self, reason: str, error: ApiError) -> ApiError:
+        self._refused.labels(reason=reason).inc()
+        return error
+
+
+def error_response(error: ApiError) -> Response:
+    """The answer that tells a client about the error."""
+    headers = {}
+    if error.retry_after is not None:
+        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return JSONResponse(error.body(), status_code=error.status, headers=headers)
+
+
+def _no_key(request: Request) -> ApiError:
+    if "authorization" in request.headers:
+        message = "the API key is not one of this server's"
+    else:
+        message = "no API key: expected the header 'Authorization: Bearer KEY'"
+    return ApiError(401, message, code="invalid_api_key")

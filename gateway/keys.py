@@ -1,0 +1,83 @@
+"""The keys that clients present, and whether a header holds one of them."""
+
+import hashlib
+import os
+import re
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+
+from service.errors import StartupError
+from service.watched import WatchedFiles
+
+ENVIRONMENT = "HISPARSE_PD_API_KEY"
+_WORLD_READABLE = 0o004
+
+
+class ApiKeys:
+    """The accepted keys; only digests of them are kept.
+
+    Raises StartupError if there is a key that no client could send, or a file that holds none or that anyone can read.
+    """
+
+    def __init__(self, keys: Sequence[str], file: Path | None) -> None:
+        self._fixed = [_digest(_checked(key, f"--api-key or {ENVIRONMENT}").encode()) for key in keys]
+        self._file = None if file is None else WatchedFiles((file,), lambda: _read(file))
+
+    def __len__(self) -> int:
+        return len(self._digests())
+
+    def accept(self, authorization: bytes) -> bool:
+        """Whether the value of an Authorization header is `Bearer KEY`.
+
+        Takes the same time for all keys: digests are compared, whose length says nothing, and all of them always.
+        """
+        scheme, _, key = authorization.partition(b" ")
+        given = _digest(key.strip())
+        matches = [secrets.compare_digest(given, known) for known in self._digests()]
+        return scheme.lower() == b"bearer" and any(matches)
+
+    def _digests(self) -> list[bytes]:
+        return self._fixed + (self._file.get() if self._file else [])
+
+
+def given_keys(flags: Sequence[str] | None) -> tuple[str, ...]:
+    """The keys of --api-key or, without it, of the environment, separated there by white space or commas.
+
+    Raises StartupError if the environment has the variable and no key in it: whoever set it means to have one.
+    """
+    if flags:
+        return tuple(flags)
+    if ENVIRONMENT not in os.environ:
+        return ()
+    keys = tuple(key for key in re.split(r"[\s,]+", os.environ[ENVIRONMENT]) if key)
+    if not keys:
+        raise StartupError(f"{ENVIRONMENT} is set and holds no key; unset it to serve without authentication")
+    return keys
+
+
+def _read(file: Path) -> list[bytes]:
+    try:
+        with file.open(encoding="utf-8") as lines:
+            mode = os.fstat(lines.fileno()).st_mode
+            keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    except OSError as error:
+        raise StartupError(f"--api-key-file {file}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise StartupError(f"--api-key-file {file}: expected text, one key per line") from error
+    if mode & _WORLD_READABLE:
+        raise StartupError(f"--api-key-file {file}: anyone on this machine can read it; chmod 600 or 640 it")
+    if not keys:
+        raise StartupError(f"--api-key-file {file}: expected one key per line, found none")
+    return [_digest(_checked(key, f"--api-key-file {file}").encode()) for key in keys]
+
+
+def _checked(key: str, source: str) -> str:
+    """The error names the source, never the key."""
+    if not re.fullmatch(r"[!-~]+", key):
+        raise StartupError(f"{source}: a key must be printable ASCII without spaces, and not empty")
+    return key
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()

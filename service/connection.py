@@ -1,0 +1,213 @@
+"""One HTTP connection with deadlines: for a request's head, for its body, and for a client that does not read."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import h11
+from prometheus_client import Counter
+from uvicorn.config import Config
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
+
+_BODY_FLOOR = 8 << 10
+"""Bytes per second below which a body is too slow, after its first `header_timeout` seconds."""
+_UNWANTED_BYTES = 64 << 10
+"""What is read of a body whose request was answered before it came: a client that sent no more may ask again."""
+_LINGER_S = 1.0
+"""How long a client that still sends has for reading its answer: closing earlier could reset it away."""
+_MAX_HEAD_BYTES = 16 << 10
+_SMALL_CHUNKS = 4096
+_SMALL_CHUNK_BYTES = 64
+"""A body in more chunks than that must have larger ones on average: each costs 20 us, be it of a single byte."""
+
+
+@dataclass(frozen=True)
+class ConnectionLimits:
+    """What one client may take of a server's time. Times are in seconds."""
+
+    max_connections: int = 256
+    header_timeout: float = 10.0
+    """For a complete request head, and for a TLS handshake. A body gets as long, and 1 s more per 8 KiB of it."""
+    reader_timeout: float = 60.0
+    """How long an answer may wait for a client that does not read it."""
+
+
+class _Parser(h11.Connection):
+    """h11, which does not mind a body of a million tiny chunks."""
+
+    def __init__(self) -> None:
+        super().__init__(h11.SERVER, _MAX_HEAD_BYTES)
+        self._chunks = 0
+        self._chunk_bytes = 0
+
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self._chunks = self._chunk_bytes = 0
+        elif isinstance(event, h11.Data):
+            self._chunks += 1
+            self._chunk_bytes += len(event.data)
+            if self._chunks > _SMALL_CHUNKS and self._chunk_bytes < self._chunks * _SMALL_CHUNK_BYTES:
+                raise h11.RemoteProtocolError("the body's chunks are too small")
+        return event
+
+
+class GuardedConnection(H11Protocol):
+    """uvicorn's HTTP/1.1 protocol on h11, with the deadlines that uvicorn lacks.
+
+    A connection between two requests is uvicorn's own business: it closes it after its keep-alive time. Whatever is
+    refused here is counted in `refused` by reason. `ended` is called when the connection is closed.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        state: ServerState,
+        app_state: dict[str, Any],
+        limits: ConnectionLimits,
+        refused: Counter,
+        ended: Callable[[], None],
+    ) -> None:
+        super().__init__(config, state, app_state, asyncio.get_running_loop())
+        self.conn = _Parser()
+        self._limits = limits
+        self._refused = refused
+        self._ended = ended
+        self._awaited: Literal["header", "body"] | None = None
+        """The part of a request that has begun and is not complete."""
+        self._awaited_since = 0.0
+        self._received = 0
+        """Bytes since then."""
+        self._unwanted = 0
+        self._request_timer: asyncio.TimerHandle | None = None
+        self._reader_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._await("header")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._await(None)
+        self._reader_returned()
+        self._unset_keepalive_if_required()
+        self._ended()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._awaited is None and self.conn.their_state is h11.IDLE:
+            self._await("header")
+        self._received += len(data)
+        if self.conn.our_state is h11.DONE and self.conn.their_state is h11.SEND_BODY:
+            self._unwanted += len(data)
+            if self._unwanted > _UNWANTED_BYTES:
+                self._await(None)
+                self.flow.pause_reading()
+                self._request_timer = self.loop.call_later(_LINGER_S, self._close)
+                return
+        super().data_received(data)
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        if self.conn.their_state is h11.SEND_BODY:
+            if self._awaited != "body":
+                self._await("body")
+        elif self.conn.their_state is not h11.IDLE:
+            self._await(None)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._await_reader()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if not self.transport.is_closing():
+            self._reader_returned()
+
+    def on_response_complete(self) -> None:
+        self._unwanted = 0
+        super().on_response_complete()
+        if self.transport.is_closing():
+            self._await_reader()
+
+    def timeout_keep_alive_handler(self) -> None:
+        super().timeout_keep_alive_handler()
+        self._await_reader()
+
+    def send_400_response(self, msg: str) -> None:
+        self._count("malformed")
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        # Else the request was answered before its body turned out to be malformed.
+        self._close()
+
+    def _await(self, part: Literal["header", "body"] | None) -> None:
+        """Start the deadline of this part of a request; None: nothing is due."""
+        if self._request_timer is not None:
+            self._request_timer.cancel()
+            self._request_timer = None
+        self._awaited = part
+        if part is not None:
+            self._awaited_since = self.loop.time()
+            self._received = 0
+            self._request_timer = self.loop.call_later(self._limits.header_timeout, self._check_deadline)
+
+    def _check_deadline(self) -> None:
+        allowed = self._limits.header_timeout
+        if self._awaited == "body":
+            allowed += self._received / _BODY_FLOOR
+        left = self._awaited_since + allowed - self.loop.time()
+        if self.flow.read_paused:
+            # It is not the client that is slow.
+            left = max(left, self._limits.header_timeout)
+        if left > 0:
+            self._request_timer = self.loop.call_later(left, self._check_deadline)
+        else:
+            self._time_out()
+
+    def _time_out(self) -> None:
+        part, silent = self._awaited, self._awaited == "header" and not self._received
+        self._await(None)
+        self._count(f"{part}_timeout")
+        if not silent and self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            self._send_408(f"the request's {part} did not arrive in time")
+        if self.cycle is not None:
+            # Whoever waits for the rest of the body hears that the client is gone.
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        self._close()
+
+    def _send_408(self, message: str) -> None:
+        error = {"message": message, "type": "invalid_request_error", "param": None, "code": "request_timeout"}
+        body = json.dumps({"error": error}).encode()
+        headers = [
+            ("Content-Type", "application/json"),
+            ("Content-Length", str(len(body))),
+            ("Connection", "close"),
+        ]
+        head = h11.Response(status_code=408, headers=headers, reason=b"Request Timeout")
+        for event in (head, h11.Data(data=body), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
+
+    def _await_reader(self) -> None:
+        """Whatever is still to be written must be read in time: a connection closes only after that."""
+        if self._reader_timer is None:
+            self._reader_timer = self.loop.call_later(self._limits.reader_timeout, self._give_up_on_reader)
+
+    def _reader_returned(self) -> None:
+        if self._reader_timer is not None:
+            self._reader_timer.cancel()
+            self._reader_timer = None
+
+    def _give_up_on_reader(self) -> None:
+        self._count("reader_timeout")
+        self.transport.abort()
+
+    def _close(self) -> None:
+        self.transport.close()
+        self._await_reader()
+
+    def _count(self, reason: str) -> None:
+        self._refused.labels(reason=reason).inc()

@@ -1,0 +1,320 @@
+"""Who may ask a gateway, and how much at a time."""
+
+import contextlib
+import json
+import re
+import resource
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from gateway.keys import ApiKeys
+from gateway.process import Gateway, GatewayConfig
+from service import watched
+from service.errors import StartupError
+from tests.gateway.fakes import MODEL, FakeDecodeNode, RunningGateway, wait_until
+from tests.service.raw_http import RawClient
+
+Start = Callable[..., RunningGateway]
+PROMPT = {"model": MODEL, "prompt": "abc", "max_tokens": 4}
+
+
+def status_with(gateway: RunningGateway, key: str | None, path: str = "/v1/models") -> int:
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    return httpx.get(f"{gateway.url}{path}", headers=headers).status_code
+
+
+def refused(gateway: RunningGateway, reason: str) -> float:
+    found = re.search(
+        rf'^hisparse_pd_http_refused_total{{reason="{reason}"}} (\S+)$',
+        httpx.get(f"{gateway.url}/metrics").text,
+        flags=re.MULTILINE,
+    )
+    return 0.0 if found is None else float(found[1])
+
+
+def key_file(directory: Path, text: str, mode: int = 0o600) -> Path:
+    """Replaces the file as a whole, as tools that rotate secrets do."""
+    fresh = directory / "keys.new"
+    fresh.write_text(text)
+    fresh.chmod(mode)
+    return fresh.rename(directory / "keys")
+
+
+@pytest.fixture
+def look_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watched, "_LOOK_EVERY_S", 0.0)
+
+
+def test_every_key_is_accepted_and_nothing_else(start_gateway: Start) -> None:
+    gateway = start_gateway(api_keys=("sk-one", "sk-two"))
+    assert [status_with(gateway, key) for key in ("sk-one", "sk-two")] == [200, 200]
+    for wrong in (None, "sk-three", "sk-on", "sk-one,sk-two", "sk-one sk-two", "SK-ONE", "sk-onesk-two"):
+        assert status_with(gateway, wrong) == 401, wrong
+    assert refused(gateway, "api_key") == 7
+
+
+@pytest.mark.parametrize(
+    "value", [b"sk-one", b"Basic sk-one", b"Bearer", b"Bearer\tsk-one", b"sk-one Bearer", b"Bearer \xff\xfe"]
+)
+def test_other_ways_to_say_it_are_refused(start_gateway: Start, value: bytes) -> None:
+    gateway = start_gateway(api_keys=("sk-one",))
+    answer = httpx.get(f"{gateway.url}/v1/models", headers=[(b"Authorization", value)])
+    assert answer.status_code == 401
+
+
+def test_the_scheme_may_be_in_any_case(start_gateway: Start) -> None:
+    gateway = start_gateway(api_keys=("sk-one",))
+    assert httpx.get(f"{gateway.url}/v1/models", headers={"authorization": "bearer sk-one"}).status_code == 200
+
+
+def test_a_refusal_is_openai_s(start_gateway: Start) -> None:
+    gateway = start_gateway(api_keys=("sk-secret",))
+    with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="sk-wrong", max_retries=0) as client:
+        with pytest.raises(openai.AuthenticationError) as wrong:
+            client.models.list()
+        assert (wrong.value.code, wrong.value.type) == ("invalid_api_key", "invalid_request_error")
+        assert wrong.value.response.headers["WWW-Authenticate"] == "Bearer"
+        assert "sk-" not in wrong.value.response.text
+        assert list(client.with_options(api_key="sk-secret").models.list())
+    nothing = httpx.get(f"{gateway.url}/v1/models")
+    assert "Authorization: Bearer KEY" in nothing.json()["error"]["message"]
+
+
+def test_probes_and_scrapes_need_no_key_and_everything_else_does(start_gateway: Start) -> None:
+    gateway = start_gateway(api_keys=("sk-one",))
+    for path, code in (("/health", 200), ("/ready", 503), ("/metrics", 200)):
+        assert httpx.get(gateway.url + path).status_code == code
+    for path in ("/", "/v1", "/v1/nothing", "/v1/models/x", "/docs", "/health/", "//v1/models"):
+        assert httpx.get(gateway.url + path).status_code == 401, path
+    assert httpx.post(f"{gateway.url}/v1/completions", content=b"no JSON").status_code == 401
+
+
+def test_keys_come_from_a_file_too(start_gateway: Start, tmp_path: Path) -> None:
+    file = key_file(tmp_path, "# clients\n\n  sk-file-1  \nsk-file-2\r\n")
+    gateway = start_gateway(api_keys=("sk-flag",), api_key_file=file)
+    assert [status_with(gateway, key) for key in ("sk-flag", "sk-file-1", "sk-file-2")] == [200, 200, 200]
+    assert status_with(gateway, "# clients") == 401
+
+
+def test_keys_in_a_file_change_without_a_restart(start_gateway: Start, tmp_path: Path, look_often: None) -> None:
+    gateway = start_gateway(api_key_file=key_file(tmp_path, "sk-old\n"))
+    key_file(tmp_path, "sk-old\nsk-new\n")
+    assert [status_with(gateway, key) for key in ("sk-old", "sk-new")] == [200, 200]
+    key_file(tmp_path, "sk-new\n")
+    assert [status_with(gateway, key) for key in ("sk-old", "sk-new")] == [401, 200]
+
+
+@pytest.mark.parametrize("damage", ["empty", "readable", "gone"])
+def test_a_key_file_that_went_bad_leaves_its_keys_in_force(
+    start_gateway: Start, tmp_path: Path, look_often: None, damage: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    gateway = start_gateway(api_key_file=key_file(tmp_path, "sk-old\n"))
+    match damage:
+        case "empty":
+            key_file(tmp_path, "")
+        case "readable":
+            key_file(tmp_path, "sk-new\n", mode=0o644)
+        case "gone":
+            (tmp_path / "keys").unlink()
+    assert [status_with(gateway, key) for key in (None, "sk-old", "sk-new")] == [401, 200, 401]
+    key_file(tmp_path, "sk-next\n")
+    assert [status_with(gateway, key) for key in ("sk-old", "sk-next")] == [401, 200]
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "complaint"),
+    [
+        ("", 0o600, "expected one key per line, found none"),
+        ("\n# only a comment\n", 0o600, "expected one key per line, found none"),
+        ("sk-secret\n", 0o644, "anyone on this machine can read it; chmod 600"),
+        ("sk-secret sk-other\n", 0o600, "printable ASCII without spaces"),
+        ("sk-secr\u00e9t\n", 0o600, "printable ASCII without spaces"),
+    ],
+)
+def test_a_key_file_that_cannot_be_meant_stops_the_start(
+    checkpoint: Path, tmp_path: Path, text: str, mode: int, complaint: str
+) -> None:
+    file = key_file(tmp_path, text, mode)
+    with pytest.raises(StartupError, match=complaint) as error:
+        Gateway(GatewayConfig(model_path=str(checkpoint), port=0, api_key_file=file))
+    assert str(file) in str(error.value)
+    assert "sk-" not in str(error.value)
+
+
+def test_a_key_file_that_is_not_there_stops_the_start(checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match=r"--api-key-file .*: No such file"):
+        Gateway(GatewayConfig(model_path=str(checkpoint), port=0, api_key_file=tmp_path / "none"))
+
+
+@pytest.mark.parametrize("key", ["", " ", "two words", "line\nbreak"])
+def test_a_key_that_no_client_could_send_is_refused(key: str) -> None:
+    with pytest.raises(StartupError, match="HISPARSE_PD_API_KEY: a key must be printable"):
+        ApiKeys([key], None)
+
+
+def test_a_configuration_does_not_show_its_keys() -> None:
+    assert "sk-secret" not in repr(GatewayConfig(model_path="m", api_keys=("sk-secret",)))
+
+
+def test_a_body_that_declares_too_much_is_refused_before_it_is_read(start_gateway: Start) -> None:
+    gateway = start_gateway(max_body_mib=1)
+    with RawClient(gateway.gateway.port) as client:
+        client.post("/v1/completions", f"Content-Length: {(1 << 20) + 1}")
+        head, _, body = client.answer().partition("\r\n\r\n")
+    assert head.startswith("HTTP/1.1 413")
+    error = json.loads(body)["error"]
+    assert (error["type"], error["code"]) == ("invalid_request_error", "request_too_large")
+    assert error["message"] == "the request body is larger than 1048576 bytes"
+    assert refused(gateway, "body_too_large") == 1
+
+
+def test_a_body_of_unknown_length_is_cut_off_where_it_is_too_large(start_gateway: Start) -> None:
+    gateway = start_gateway(max_body_mib=1)
+    sent = 0
+
+    def endless() -> Iterator[bytes]:
+        nonlocal sent
+        while True:
+            sent += 1 << 16
+            yield b" " * (1 << 16)
+
+    answer = httpx.post(f"{gateway.url}/v1/completions", content=endless())
+    assert answer.status_code == 413
+    assert answer.json()["error"]["code"] == "request_too_large"
+    assert sent < 64 << 20
+    assert refused(gateway, "body_too_large") == 1
+
+
+def test_clients_that_send_far_too_much_hear_why(start_gateway: Start) -> None:
+    gateway = start_gateway(max_body_mib=1)
+    client = openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0)
+    with client, pytest.raises(openai.APIStatusError) as error:
+        client.completions.create(model=MODEL, prompt="x" * (64 << 20))
+    assert error.value.status_code == 413
+
+
+def test_a_body_as_large_as_allowed_is_read(start_gateway: Start) -> None:
+    gateway = start_gateway(max_body_mib=1)
+    text = json.dumps({"prompt": ""})
+    answer = httpx.post(f"{gateway.url}/v1/completions", content=text + " " * ((1 << 20) - len(text)))
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt")
+
+
+def test_the_default_limit_of_a_body_is_4_mib_for_a_small_context(gateway: RunningGateway) -> None:
+    assert httpx.post(f"{gateway.url}/v1/completions", content=b" " * (4 << 20)).status_code == 400
+    assert httpx.post(f"{gateway.url}/v1/completions", content=b" " * ((4 << 20) + 1)).status_code == 413
+
+
+def test_a_client_that_leaves_in_the_middle_of_its_body_is_no_error(
+    gateway: RunningGateway, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with RawClient(gateway.gateway.port) as client:
+        client.post("/v1/completions", "Content-Length: 100", body='{"prompt": ')
+        wait_until(lambda: gateway.serving == 1)
+    wait_until(lambda: gateway.serving == 0)
+    assert "Traceback" not in "".join(capfd.readouterr())
+
+
+class Streams:
+    """Streams that a decode node holds open."""
+
+    def __init__(self, gateway: RunningGateway, count: int) -> None:
+        self._stop = threading.Event()
+        self.started = threading.Semaphore(0)
+        self._threads = [threading.Thread(target=self._stream, args=(gateway.url,)) for _ in range(count)]
+        for thread in self._threads:
+            thread.start()
+        for _ in range(count):
+            assert self.started.acquire(timeout=10)
+
+    def end(self) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(timeout=10)
+            assert not thread.is_alive()
+
+    def _stream(self, url: str) -> None:
+        with httpx.stream("POST", f"{url}/v1/completions", json=PROMPT | {"stream": True}) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            self.started.release()
+            assert self._stop.wait(timeout=20)
+
+
+@pytest.mark.parametrize("gateway", [{"max_concurrent_requests": 2}], indirect=True)
+def test_requests_beyond_the_bound_are_refused_at_once_and_places_come_back(
+    gateway: RunningGateway, decode: FakeDecodeNode
+) -> None:
+    decode.hold_after = 2
+    streams = Streams(gateway, 2)
+    answer = httpx.post(f"{gateway.url}/v1/completions", json=PROMPT)
+    assert (answer.status_code, answer.headers["Retry-After"]) == (429, "1")
+    assert (answer.json()["error"]["type"], answer.json()["error"]["code"]) == ("rate_limit_error", "too_many_requests")
+    assert [httpx.get(f"{gateway.url}{path}").status_code for path in ("/health", "/ready", "/metrics")] == [200] * 3
+    assert refused(gateway, "too_many_requests") == 1
+
+    streams.end()
+    wait_until(lambda: len(decode.cancelled) == 2)
+    wait_until(lambda: gateway.serving == 0)
+    decode.reset()
+    assert httpx.post(f"{gateway.url}/v1/completions", json=PROMPT).status_code == 200
+
+
+@pytest.mark.parametrize("gateway", [{"header_timeout": 3.0}], indirect=True)
+def test_two_hundred_clients_that_dribble_slow_nobody_down(decode: FakeDecodeNode, gateway: RunningGateway) -> None:
+    """Heads that never end, and bodies that never come, while the API is in use."""
+    swarm = [RawClient(gateway.gateway.port) for _ in range(200)]
+    for number, client in enumerate(swarm):
+        if number % 2:
+            client.send("POST /v1/completions HTTP/1.1\r\nHost: test\r\n")
+        else:
+            client.post("/v1/completions", "Content-Length: 1000", body="{")
+    wait_until(lambda: gateway.connections == 200)
+    stop = threading.Event()
+
+    def dribble() -> None:
+        while not stop.wait(0.05):
+            for number, client in enumerate(swarm):
+                with contextlib.suppress(OSError):
+                    client.send(f"X-{number}: slow\r\n" if number % 2 else " ")
+
+    dribbling = threading.Thread(target=dribble)
+    dribbling.start()
+    try:
+        with httpx.Client(base_url=gateway.url) as http:
+            for _ in range(50):
+                assert http.post("/v1/completions", json=PROMPT).json()["choices"][0]["text"] == "abca"
+            wait_until(lambda: refused(gateway, "header_timeout") == 100, timeout=20)
+            wait_until(lambda: refused(gateway, "body_timeout") == 100, timeout=20)
+            assert http.post("/v1/completions", json=PROMPT).status_code == 200
+    finally:
+        stop.set()
+        dribbling.join()
+        for client in swarm:
+            client.socket.close()
+    wait_until(lambda: gateway.serving == 0)
+
+
+@pytest.mark.parametrize("gateway", [{"max_concurrent_requests": 1}], indirect=True)
+def test_connections_are_bounded_too(gateway: RunningGateway) -> None:
+    """Four for each request that may be served."""
+    inside = [RawClient(gateway.gateway.port) for _ in range(4)]
+    wait_until(lambda: gateway.connections == 4)
+    with RawClient(gateway.gateway.port) as fifth:
+        assert fifth.rest() == ""
+    inside[0].get("/health")
+    assert inside[0].answer().startswith("HTTP/1.1 200")
+    for client in inside:
+        client.socket.close()
+    wait_until(lambda: gateway.connections == 0)
+    assert refused(gateway, "too_many_connections") == 1
+
+
+def test_the_limit_of_open_files_is_raised(gateway: RunningGateway) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert soft == hard or soft >= 1 << 16

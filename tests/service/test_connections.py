@@ -1,0 +1,329 @@
+"""What a server's connections may take of its time, its memory and its file descriptors."""
+
+import ssl
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
+import trustme
+from fastapi import Response
+
+from service import status
+from service.connection import ConnectionLimits, GuardedConnection
+from service.http_server import HttpServer
+from service.metrics import Metrics
+from service.status import StatusServer, bind_http, status_router
+from tests.e2e.cluster import wait_until
+from tests.service.raw_http import RawClient
+
+HUGE = 8 << 20
+"""More than the kernel buffers of a connection hold."""
+
+
+class Served:
+    """A status server with short deadlines, and a route with a huge answer."""
+
+    def __init__(self, limits: ConnectionLimits) -> None:
+        self.metrics = Metrics()
+        self.hellos = 0
+        router = status_router(self.metrics, lambda: None, lambda: None)
+        router.add_api_route("/huge", lambda: Response(b"x" * HUGE), methods=["GET"])
+        router.add_api_route("/hello", self._hello, methods=["POST"])
+        listener = bind_http("127.0.0.1", 0)
+        self.port: int = listener.getsockname()[1]
+        self.server = StatusServer(listener, router, refused=self.metrics.http_refused, limits=limits)
+        self.server.start()
+
+    async def _hello(self) -> str:
+        """Reads nothing of its body."""
+        self.hellos += 1
+        return "hello"
+
+    def refused(self, reason: str) -> float:
+        return self.metrics.registry.get_sample_value("hisparse_pd_http_refused_total", {"reason": reason}) or 0.0
+
+    def is_healthy(self, tls: ssl.SSLContext | None = None) -> bool:
+        with RawClient(self.port, tls) as client:
+            client.get("/health")
+            return client.answer().startswith("HTTP/1.1 200")
+
+    def writable(self) -> bool:
+        return all(connection.flow._is_writable_event.is_set() for connection in self._connections)
+
+    @property
+    def connections(self) -> int:
+        return len(self._connections)
+
+    @property
+    def _connections(self) -> set[GuardedConnection]:
+        return self.server._server.server_state.connections.copy()  # type: ignore[return-value]
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Served]]:
+    running: list[Served] = []
+
+    def start(**limits: float) -> Served:
+        running.append(Served(ConnectionLimits(**limits)))  # type: ignore[arg-type]
+        return running[-1]
+
+    yield start
+    for served in running:
+        served.server.stop()
+
+
+def test_a_head_that_is_not_complete_in_time_ends_the_connection(serve: Callable[..., Served]) -> None:
+    served = serve(header_timeout=0.3)
+    with RawClient(served.port) as client:
+        client.send("GET /health HTTP/1.1\r\nHost:")
+        answer = client.rest()
+    assert answer.startswith("HTTP/1.1 408 Request Timeout\r\n")
+    assert '"code": "request_timeout"' in answer
+    assert served.refused("header_timeout") == 1
+
+
+def test_bytes_that_trickle_do_not_extend_the_time_for_a_head(serve: Callable[..., Served]) -> None:
+    served = serve(header_timeout=0.5)
+    with RawClient(served.port) as client:
+        client.send("GET /health HTTP/1.1\r\n")
+
+        def one_more_header() -> bool:
+            try:
+                client.send("X-Slow: 1\r\n")
+            except OSError:
+                return True
+            return served.refused("header_timeout") == 1
+
+        wait_until(one_more_header, what="the connection to end")
+    assert served.refused("header_timeout") == 1
+
+
+def test_a_connection_that_says_nothing_is_closed_without_a_word(serve: Callable[..., Served]) -> None:
+    served = serve(header_timeout=0.3)
+    with RawClient(served.port) as client:
+        assert client.rest() == ""
+    assert served.refused("header_timeout") == 1
+
+
+def test_the_time_for_a_head_starts_again_with_each_request(serve: Callable[..., Served]) -> None:
+    served = serve(header_timeout=0.3)
+    with RawClient(served.port) as client:
+        for _ in range(3):
+            client.get("/health")
+            assert client.answer().startswith("HTTP/1.1 200")
+        client.send("GET /hea")
+        assert client.rest().startswith("HTTP/1.1 408")
+    assert served.refused("header_timeout") == 1
+
+
+def test_a_connection_between_requests_has_the_keep_alive_time(serve: Callable[..., Served]) -> None:
+    """uvicorn's, 5 s: longer than a head may take here. It is no refusal."""
+    served = serve(header_timeout=0.2)
+    with RawClient(served.port) as client:
+        client.get("/health")
+        assert client.answer().startswith("HTTP/1.1 200")
+        assert client.rest() == ""
+    assert served.refused("header_timeout") == 0
+
+
+def test_requests_sent_ahead_are_answered_in_turn(serve: Callable[..., Served]) -> None:
+    served = serve(header_timeout=0.3)
+    with RawClient(served.port) as client:
+        client.send("GET /health HTTP/1.1\r\nHost: test\r\n\r\n" * 3 + "GET /rea")
+        text = client.rest()
+    assert text.count("HTTP/1.1 200") == 3
+    # The start of a fourth is uvicorn's idle connection until more of it comes.
+    assert served.refused("header_timeout") == 0
+
+
+@pytest.mark.parametrize("framing", ["Content-Length: 1000", "Transfer-Encoding: chunked"])
+def test_a_body_that_stops_half_way_ends_the_connection(serve: Callable[..., Served], framing: str) -> None:
+    served = serve(header_timeout=0.3)
+    with RawClient(served.port) as client:
+        client.post("/hello", framing, body="5\r\nhello\r\n")
+        client.rest()
+    assert served.refused("body_timeout") == 1
+
+
+def test_what_is_not_http_is_counted_and_refused(serve: Callable[..., Served]) -> None:
+    served = serve()
+    for garbage in (b"\x16\x03\x01\x02\x00" * 10 + b"\r\n\r\n", b"GET / HTTP/1.1\r\nX: " + b"x" * 100_000):
+        with RawClient(served.port) as client:
+            client.send(garbage)
+            assert client.rest().startswith("HTTP/1.1 400")
+    assert served.refused("malformed") == 2
+
+
+@pytest.mark.parametrize("path", ["/hello", "/nothing"])
+def test_a_body_in_a_great_many_tiny_chunks_is_not_parsed_to_its_end(serve: Callable[..., Served], path: str) -> None:
+    served = serve()
+    with RawClient(served.port) as client:
+        client.post(path, "Transfer-Encoding: chunked", body="1\r\nx\r\n" * 10_000)
+        assert client.rest().startswith("HTTP/1.1 ")
+    assert served.refused("malformed") == 1
+
+
+def test_what_goes_wrong_after_the_answer_ends_the_connection_quietly(
+    serve: Callable[..., Served], capfd: pytest.CaptureFixture[str]
+) -> None:
+    served = serve()
+    with RawClient(served.port) as client:
+        client.post("/hello", "Transfer-Encoding: chunked")
+        assert client.answer().startswith("HTTP/1.1 200")
+        client.send("no chunk\r\n")
+        assert client.rest() == ""
+    assert served.refused("malformed") == 1
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_websocket_upgrade_is_an_ordinary_request(serve: Callable[..., Served]) -> None:
+    with RawClient(serve().port) as client:
+        client.send("GET /health HTTP/1.1\r\nHost: test\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n")
+        assert client.answer().startswith("HTTP/1.1 200")
+
+
+def test_a_body_that_nobody_asked_for_is_not_read_to_its_end(serve: Callable[..., Served]) -> None:
+    served = serve()
+    more_than_is_read = b"x" * (64 << 20)
+    with RawClient(served.port) as client:
+        client.post("/hello", f"Content-Length: {1 << 40}")
+        with pytest.raises((ConnectionResetError, BrokenPipeError)):
+            client.send(more_than_is_read)
+    assert served.hellos == 1
+
+
+def test_an_answer_that_came_before_the_body_reaches_a_client_that_still_sends(serve: Callable[..., Served]) -> None:
+    served = serve()
+    with RawClient(served.port) as client:
+        client.post("/hello", "Transfer-Encoding: chunked")
+        for _ in range(4):
+            client.send("10000\r\n" + "x" * 65536 + "\r\n")
+        assert client.rest().startswith("HTTP/1.1 200")
+
+
+def test_a_small_body_that_nobody_asked_for_leaves_the_connection_usable(serve: Callable[..., Served]) -> None:
+    served = serve()
+    with RawClient(served.port) as client:
+        for _ in range(3):
+            client.post("/hello", "Content-Length: 50000")
+            assert client.answer().startswith("HTTP/1.1 200")
+            client.send("x" * 50000)
+    assert served.hellos == 3
+
+
+def test_a_client_that_does_not_read_its_answer_is_given_up(serve: Callable[..., Served]) -> None:
+    served = serve(reader_timeout=0.5)
+    with RawClient(served.port, receive_buffer=4096) as client:
+        client.get("/huge")
+        wait_until(lambda: served.refused("reader_timeout") == 1, what="the reader to be given up")
+        wait_until(lambda: served.connections == 0, what="the connection to be gone")
+    assert served.is_healthy()
+
+
+def test_a_client_that_does_not_read_the_end_of_its_last_answer_is_given_up(serve: Callable[..., Served]) -> None:
+    served = serve(reader_timeout=0.5)
+    with RawClient(served.port, receive_buffer=4096) as client:
+        client.send("GET /huge HTTP/1.1\r\nHost: test\r\nConnection: close\r\n\r\n")
+        wait_until(lambda: served.refused("reader_timeout") == 1, what="the reader to be given up")
+        wait_until(lambda: served.connections == 0, what="the connection to be gone")
+
+
+def test_a_connection_that_is_gone_leaves_no_timer_behind(serve: Callable[..., Served]) -> None:
+    served = serve()
+    with RawClient(served.port), RawClient(served.port) as asked, RawClient(served.port) as dribbling:
+        asked.get("/health")
+        asked.answer()
+        dribbling.send("GET /hea")
+        wait_until(lambda: served.connections == 3, what="the connections")
+        connections = served._connections
+    wait_until(lambda: served.connections == 0, what="the connections to be gone")
+    for connection in connections:
+        timers = (connection._request_timer, connection._reader_timer, connection.timeout_keep_alive_task)
+        assert timers == (None, None, None)
+
+
+def test_a_slow_reader_that_goes_on_reading_gets_everything(serve: Callable[..., Served]) -> None:
+    served = serve(reader_timeout=20.0)
+    with RawClient(served.port) as client:
+        client.get("/huge")
+        wait_until(lambda: not served.writable(), what="the server to wait for its reader")
+        assert len(client.answer()) > HUGE
+    assert served.refused("reader_timeout") == 0
+
+
+def test_connections_beyond_the_bound_are_closed_at_once_and_places_come_back(serve: Callable[..., Served]) -> None:
+    served = serve(max_connections=3)
+    inside = [RawClient(served.port) for _ in range(3)]
+    wait_until(lambda: served.connections == 3, what="three connections")
+    for _ in range(5):
+        with RawClient(served.port) as client:
+            assert client.rest() == ""
+    assert served.refused("too_many_connections") == 5
+    inside[0].get("/health")
+    assert inside[0].answer().startswith("HTTP/1.1 200")
+    for client in inside:
+        client.socket.close()
+    wait_until(lambda: served.connections == 0, what="the places to be free")
+    assert served.is_healthy()
+
+
+def test_a_server_stops_while_clients_dribble(serve: Callable[..., Served]) -> None:
+    served = serve()
+    clients = [RawClient(served.port) for _ in range(5)]
+    for client in clients:
+        client.send("GET /health HTTP/1.1\r\nX-Slow:")
+    wait_until(lambda: served.connections == 5, what="the connections")
+    served.server.stop()
+    assert not served.server._thread.is_alive()
+    for client in clients:
+        client.rest()
+        client.socket.close()
+
+
+@pytest.fixture
+def serve_tls(serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Served]:
+    """The same over TLS, which only gateways have."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    trustme.CA().issue_cert("localhost").configure_cert(context)
+    monkeypatch.setattr(status, "HttpServer", partial(HttpServer, tls=lambda: context))
+    return serve
+
+
+def trusting() -> ssl.SSLContext:
+    context = ssl.create_default_context()
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return context
+
+
+def test_handshakes_count_as_connections_and_have_a_deadline(serve_tls: Callable[..., Served]) -> None:
+    served = serve_tls(max_connections=3, header_timeout=0.5)
+    silent = [RawClient(served.port) for _ in range(3)]
+    with RawClient(served.port) as fourth:
+        assert fourth.rest() == ""
+    assert served.refused("too_many_connections") == 1
+    for client in silent:
+        assert client.rest() == ""
+        client.socket.close()
+    wait_until(lambda: served.refused("tls_handshake") == 3, what="the handshakes to be given up")
+    assert served.is_healthy(trusting())
+
+
+def test_plain_http_to_a_tls_port_is_refused(serve_tls: Callable[..., Served]) -> None:
+    served = serve_tls()
+    with RawClient(served.port) as client:
+        client.get("/health")
+        client.rest()
+    wait_until(lambda: served.refused("tls_handshake") == 1, what="the refusal to be counted")
+    assert served.is_healthy(trusting())
+
+
+def test_a_connection_over_tls_has_the_same_deadlines(serve_tls: Callable[..., Served]) -> None:
+    served = serve_tls(header_timeout=0.5, reader_timeout=0.5)
+    with RawClient(served.port, tls=trusting()) as client:
+        client.send("GET /hea")
+        assert client.rest().startswith("HTTP/1.1 408")
+    with RawClient(served.port, tls=trusting(), receive_buffer=4096) as client:
+        client.get("/huge")
+        wait_until(lambda: served.refused("reader_timeout") == 1, what="the reader to be given up")
+    wait_until(lambda: served.connections == 0, what="the connections to be gone")
