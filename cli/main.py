@@ -4,8 +4,9 @@ Commands import what they run only when they run it, so that the gateway never l
 """
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -17,6 +18,8 @@ from cli import options as opt
 from service.errors import StartupError
 
 Config = TypeVar("Config")
+
+_SECRET_FLAGS = ("--api-key",)
 
 app = typer.Typer(
     help="Prefill/decode disaggregation with direct-to-DRAM KV transfer and HiSparse decoding.",
@@ -279,14 +282,19 @@ def configured(kind: type[Config], flags: Mapping[str, Any]) -> Config:
     return kind(**{name: plain(name, value) for name, value in flags.items()})
 
 
-@app.callback()
-def hide_command_line(context: typer.Context) -> None:
-    """Whoever lists processes sees the name of the command and none of its arguments: there may be a key among them."""
-    setproctitle(f"hisparse-pd {context.invoked_subcommand}")
+def title(words: Sequence[str]) -> str:
+    """The command line without its secrets, for those who list processes."""
+    shown = ["hisparse-pd"]
+    for before, word in pairwise(["", *words]):
+        flag, equals, _ = word.partition("=")
+        hidden = "***" if before in _SECRET_FLAGS else f"{flag}=***" if equals and flag in _SECRET_FLAGS else word
+        shown.append(hidden)
+    return " ".join(shown)
 
 
 def main(args: list[str] | None = None) -> None:
     """Run a command. An error that stops start-up is one line on standard error and exit code 2."""
+    setproctitle(title(sys.argv[1:] if args is None else args))
     try:
         app(args=args)
     except StartupError as error:

@@ -8,7 +8,7 @@ import pytest
 import decode_node.process
 import gateway.process
 import prefill_node.process
-from cli.main import main
+from cli.main import main, title
 from decode_node.process import DecodeConfig
 from gateway.process import GatewayConfig
 from prefill_node.process import PrefillConfig
@@ -100,3 +100,16 @@ def test_usage_errors_end_with_2(words: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(words)
     assert ended.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        ("gateway --port 8000 --api-key sk-1 --api-key sk-2", "gateway --port 8000 --api-key *** --api-key ***"),
+        ("serve --api-key=sk-1 --device cpu", "serve --api-key=*** --device cpu"),
+        ("prefill --gateway 10.0.0.1:8001", "prefill --gateway 10.0.0.1:8001"),
+        ("", ""),
+    ],
+)
+def test_a_process_is_listed_with_its_flags_and_without_its_keys(words: str, shown: str) -> None:
+    assert title(words.split()) == f"hisparse-pd {shown}".rstrip()

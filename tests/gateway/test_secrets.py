@@ -88,7 +88,10 @@ def test_a_key_on_the_command_line_is_hidden_once_the_process_runs(
     start: Callable[..., Process], checkpoint: Path
 ) -> None:
     gateway = start("gateway", "--model-path", str(checkpoint), "--control-port", "0", "--api-key", SECRET)
-    assert gateway.titles == ["hisparse-pd gateway"]
+    [title] = gateway.titles
+    assert title.startswith("hisparse-pd gateway --")
+    assert "--api-key ***" in title
+    assert SECRET not in title
     said = everything_that_it_says(gateway)
     assert "401" in said
     assert "200" in said
