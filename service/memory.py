@@ -1,5 +1,8 @@
 """How much memory a node may plan with."""
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import psutil
 import torch
 
@@ -14,14 +17,45 @@ def pool_bytes(device: torch.device, fraction: float | None) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
     else:
-        free = psutil.virtual_memory().available
+        free = available_host_bytes()
     return int(free * (fraction or _DEFAULT_FRACTION[device.type]))
 
 
 def available_host_bytes() -> int:
-    """Bytes of main memory that can be had without swapping."""
+    """Bytes of main memory that can be had without swapping, nor being killed for it in a container."""
     available: int = psutil.virtual_memory().available
-    return available
+    return min([available, *cgroup_available()])
+
+
+def cgroup_available(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> Iterator[int]:
+    """Bytes that are left under each limit that this process's control groups (version 2) have.
+
+    File pages that were not used for long count as free: they are dropped before anything else happens.
+    """
+    try:
+        lines = own.read_text().splitlines()
+    except OSError:
+        return
+    path = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), None)
+    if path is None:
+        return
+    group = root / path
+    for directory in (group, *group.parents):
+        if directory.is_relative_to(root) and (left := _left(directory)) is not None:
+            yield left
+
+
+def _left(directory: Path) -> int | None:
+    """What is left under one group's limit; None if it has none."""
+    try:
+        limit = (directory / "memory.max").read_text().strip()
+        if limit == "max":
+            return None
+        used = int((directory / "memory.current").read_text())
+        stat = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
+    except OSError:
+        return None
+    return max(0, int(limit) - used + int(stat.get("inactive_file", 0)))
 
 
 def gib(num_bytes: int) -> str:

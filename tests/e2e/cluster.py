@@ -40,10 +40,11 @@ class Node:
     module: str
     environment: Mapping[str, str]
     process: "subprocess.Popen[bytes]"
+    host: str = "127.0.0.1"
 
     @property
     def base_url(self) -> str:
-        return f"http://127.0.0.1:{self.http_port}"
+        return f"http://{self.host}:{self.http_port}"
 
     @property
     def log(self) -> str:
@@ -99,8 +100,8 @@ class Cluster:
                 node.signal(signal.SIGCONT)
         terminate([node.process for node in self.nodes.values()])
 
-    def gateway(self, **flags: object) -> Node:
-        return self._start("gateway", "gateway", flags)
+    def gateway(self, name: str = "gateway", **flags: object) -> Node:
+        return self._start(name, "gateway", flags)
 
     def prefill(self, name: str = "prefill", **flags: object) -> Node:
         return self._start(name, "prefill", self._node_flags(flags))
@@ -135,14 +136,14 @@ class Cluster:
         return {**defaults, **flags}
 
     def _start(self, name: str, command: str, flags: dict[str, object]) -> Node:
-        http_port, control_port = free_port(), free_port()
+        flags = {"host": "127.0.0.1", "port": free_port(), "control_port": free_port(), **flags}
         given = {f"--{key.replace('_', '-')}": value for key, value in flags.items()}
         words = [command, *arguments({"--model-path": self.model_path, **given})]
-        words += ["--port", str(http_port), "--control-port", str(control_port)]
         log_path = self.directory / f"{name}.log"
         module, environment = self.module, self.environment(name)
         process = self._spawn(words, log_path, module, environment)
-        node = Node(name, words, http_port, control_port, log_path, module, environment, process)
+        ports = int(str(flags["port"])), int(str(flags["control_port"]))
+        node = Node(name, words, *ports, log_path, module, environment, process, str(flags["host"]))
         self.nodes[name] = node
         return node
 

@@ -1,0 +1,55 @@
+"""In a container, the machine's memory is not the process's."""
+
+from pathlib import Path
+
+import pytest
+
+from service import memory
+from service.memory import available_host_bytes, cgroup_available
+
+MIB = 2**20
+
+
+def group(directory: Path, limit: int | str, used: int = 0, inactive_file: int = 0) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "memory.max").write_text(f"{limit}\n")
+    (directory / "memory.current").write_text(f"{used}\n")
+    (directory / "memory.stat").write_text(f"anon {used - inactive_file}\ninactive_file {inactive_file}\n")
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    path = tmp_path / "self"
+    path.write_text("1:name=systemd:/\n0::/pods/decode\n")
+    return path
+
+
+def test_a_containers_limit_counts_less_what_is_used_and_cannot_be_dropped(tmp_path: Path, own: Path) -> None:
+    group(tmp_path / "pods/decode", limit=1024 * MIB, used=300 * MIB, inactive_file=100 * MIB)
+    assert list(cgroup_available(tmp_path, own)) == [824 * MIB]
+
+
+def test_limits_of_groups_further_up_count_too(tmp_path: Path, own: Path) -> None:
+    group(tmp_path / "pods/decode", limit="max", used=300 * MIB)
+    group(tmp_path / "pods", limit=512 * MIB, used=400 * MIB)
+    assert list(cgroup_available(tmp_path, own)) == [112 * MIB]
+
+
+def test_a_container_sees_its_own_group_as_the_root(tmp_path: Path) -> None:
+    own = tmp_path / "self"
+    own.write_text("0::/\n")
+    group(tmp_path, limit=256 * MIB, used=512 * MIB)
+    assert list(cgroup_available(tmp_path, own)) == [0]
+
+
+@pytest.mark.parametrize("text", ["", "4:memory:/version-1\n", "0::/gone\n"])
+def test_where_nothing_is_limited_nothing_is_said(tmp_path: Path, text: str) -> None:
+    own = tmp_path / "self"
+    own.write_text(text)
+    assert list(cgroup_available(tmp_path, own)) == []
+    assert list(cgroup_available(tmp_path, tmp_path / "none")) == []
+
+
+def test_the_least_limit_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "cgroup_available", lambda: iter([7 * MIB, 5 * MIB]))
+    assert available_host_bytes() == 5 * MIB
