@@ -4,6 +4,7 @@ import ssl
 import sys
 import urllib.request
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 PORTS = {"serve": 8000, "gateway": 8000, "prefill": 8010, "decode": 8020}
@@ -24,9 +25,13 @@ def health_url(words: Sequence[str]) -> str | None:
 
 def _option(words: Sequence[str], name: str) -> str | None:
     """The last value that an option was given, as `--name value` or `--name=value`."""
-    values = [word.removeprefix(f"{name}=") for word in words if word.startswith(f"{name}=")]
-    values += [value for word, value in zip(words, words[1:], strict=False) if word == name]
-    return values[-1] if values else None
+    found = None
+    for word, following in pairwise([*words, ""]):
+        if word == name:
+            found = following
+        elif word.startswith(f"{name}="):
+            found = word.removeprefix(f"{name}=")
+    return found
 
 
 def main() -> None:

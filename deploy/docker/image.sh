@@ -22,6 +22,7 @@ system() {
     esac
     export DEBIAN_FRONTEND=noninteractive
     apt-get update -qq
+    # shellcheck disable=SC2086  # a list of words
     apt-get install -y -qq --no-install-recommends $packages
     rm -rf /var/lib/apt/lists/*
 }
@@ -33,6 +34,7 @@ python_packages() {
         cpu) index=${TORCH_CPU_INDEX:+--extra-index-url=$TORCH_CPU_INDEX} ;;
         *) index= ;;
     esac
+    # shellcheck disable=SC2086  # a word or nothing
     "$VENV/bin/pip" install --no-cache-dir --no-deps $index --requirement "$HERE/requirements-$1.txt"
 }
 

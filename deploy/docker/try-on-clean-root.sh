@@ -15,7 +15,7 @@ if [ "${IN_NAMESPACE:-}" != 1 ]; then
         debootstrap --variant=minbase --include=ca-certificates,python3,python3-venv bookworm "$ROOT" >"$ROOT.log"
     fi
     # Mounts and processes of what follows end with it.
-    IN_NAMESPACE=1 exec unshare --mount --pid --fork --kill-child "$0" "$ROOT"
+    IN_NAMESPACE=1 exec unshare --mount --mount-proc --pid --fork --kill-child "$0" "$ROOT"
 fi
 
 mount --bind "$ROOT" "$ROOT"
@@ -62,6 +62,7 @@ AS_USER=(chroot "$ROOT" env -i PATH=/opt/hisparse-pd/bin:/usr/bin:/bin PYTHONDON
 
 say "a gateway as process 1: its health check, and its end by SIGTERM"
 "${AS_USER[@]}" hisparse-pd tiny-model /cache/model
+# shellcheck disable=SC2016  # for the inner shell to expand
 unshare --pid --fork sh -c 'mount -t proc proc "$0/proc" && exec "$@"' "$ROOT" \
     "${AS_USER[@]}" hisparse-pd gateway --model-path /cache/model &
 namespace=$!
