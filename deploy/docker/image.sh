@@ -39,12 +39,13 @@ python_packages() {
 }
 
 app() {
-    # With the pinned setuptools, hence without isolation. --no-deps: what the lock lacks is an error, found by the check.
+    # With the pinned setuptools, hence without isolation. What the lock lacks is an error, which the check finds.
     "$VENV/bin/pip" install --no-cache-dir --no-deps --no-build-isolation "$1"
     "$VENV/bin/pip" check
     # Mooncake loads its libraries here: one that the system lacks should fail the build, not the start. libcuda.so.1
     # comes with the driver, so the CUDA build cannot be loaded before it runs on a GPU machine.
-    "$VENV/bin/pip" show -q mooncake-transfer-engine-cuda13 2>/dev/null || "$VENV/bin/python" -c 'import mooncake.engine'
+    "$VENV/bin/pip" show -q mooncake-transfer-engine-cuda13 2>/dev/null ||
+        "$VENV/bin/python" -c 'import mooncake.engine'
 }
 
 user() {

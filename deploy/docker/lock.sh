@@ -1,6 +1,7 @@
 #!/bin/sh
-# Writes requirements-cpu.txt and requirements-cuda13.txt: every package of an image with its version. Takes `uv`, and an
-# index or folder (UV_FIND_LINKS) with the CPU build of torch. Without hashes: the CPU index of PyTorch is not PyPI.
+# Writes requirements-cpu.txt and requirements-cuda13.txt: every package of an image with its version. Takes `uv`, and
+# an index or folder (UV_FIND_LINKS) with the CPU build of torch. Without hashes: the CPU index of PyTorch is not
+# PyPI.
 set -eu
 cd "$(dirname "$0")"
 TORCH=2.13.0

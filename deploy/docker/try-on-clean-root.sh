@@ -1,6 +1,6 @@
 #!/bin/bash
-# Runs the steps of the cpu image on a clean Debian in a folder, and then what it is for, as its user, on a read-only root:
-# what can be said of the image where there is no Docker. Takes root, debootstrap and some 3 GB.
+# Runs the steps of the cpu image on a clean Debian in a folder, and then the demo and a gateway as its user, on a
+# read-only root: what can be tried of the image where there is no Docker. Takes root, debootstrap and some 2 GB.
 #   try-on-clean-root.sh FOLDER
 # Settings of pip in the environment hold inside too; folders in PIP_FIND_LINKS are mounted.
 set -euo pipefail
