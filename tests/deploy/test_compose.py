@@ -57,11 +57,11 @@ def test_what_is_prepared_is_what_is_used() -> None:
     (script,) = SERVICES["init"]["command"]
     made = {}
     for line in script.splitlines():
-        words = shlex.split(line.partition("||")[2])
-        assert words[0] == "hisparse-pd"
-        made[words[1]] = words[2]
-        if words[1] not in PENDING_COMMANDS:
-            read(words[1:])
+        words = shlex.split(line.partition("|| ")[2])
+        if words[0] == "hisparse-pd":
+            made[words[1]] = words[2]
+            if words[1] not in PENDING_COMMANDS:
+                read(words[1:])
     for role in ROLES:
         assert str(command_line(role).values["model_path"]) == made["tiny-model"]
         assert command_line(role).raw["--key-dir"] == made["keygen"]

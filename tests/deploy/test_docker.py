@@ -103,23 +103,18 @@ def test_both_images_have_the_same_torch_and_mooncake_as_the_set_up() -> None:
 # --- the health check ---
 
 
-@pytest.mark.parametrize(
-    ("line", "url"),
-    [
-        *(
-            (f"python /opt/hisparse-pd/bin/hisparse-pd {name}", f"http://127.0.0.1:{port}/health")
-            for name, port in PORTS.items()
-        ),
-        ("hisparse-pd decode --port 1 --host 10.0.0.3 --port=2", "http://10.0.0.3:2/health"),
-        ("docker-init -- hisparse-pd prefill --host 0.0.0.0", "http://127.0.0.1:8010/health"),
-        ("hisparse-pd gateway --ssl-certfile /c", "https://127.0.0.1:8000/health"),
-        ("hisparse-pd tiny-model /model", None),
-    ],
-)
-def test_health_is_asked_for_where_the_command_line_says(line: str, url: str | None) -> None:
-    assert health_url(line.split()) == url
-
-
 @pytest.mark.parametrize("command", PORTS)
-def test_the_ports_are_those_of_the_commands(command: str) -> None:
-    assert PORTS[command] == default(command, "port")
+def test_health_is_asked_for_at_the_port_of_the_command(command: str) -> None:
+    url = f"http://127.0.0.1:{default(command, 'port')}/health"
+    assert health_url(f"python\0/opt/hisparse-pd/bin/hisparse-pd\0{command}\0--host\0") == url
+    assert health_url(f"/sbin/docker-init\0--\0hisparse-pd\0{command}\0") == url
+    assert health_url(f"hisparse-pd {command}\0\0") == url, "a process may have set its title"
+
+
+def test_a_command_that_serves_nothing_is_always_well() -> None:
+    assert health_url("hisparse-pd\0tiny-model\0/model\0") is None
+
+
+def test_health_is_asked_for_where_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEALTH_URL", "https://10.0.0.1:443/health")
+    assert health_url("hisparse-pd\0gateway\0") == "https://10.0.0.1:443/health"

@@ -1,6 +1,7 @@
 """What the manifests promise: valid objects, safe containers, enough memory, time to drain, doors only where needed."""
 
 import json
+import os
 import subprocess
 from pathlib import Path
 
@@ -313,15 +314,26 @@ def test_prometheus_may_scrape_every_pod(overlay: str) -> None:
 @pytest.mark.parametrize("overlay", ["gpu-tcp", "gpu-rdma"])
 def test_each_process_gets_its_own_secret_keys_and_no_other(overlay: str, role: str) -> None:
     each = container(overlay, role)
-    keys = command_line(each).raw["--key-dir"]
-    mounted = {
-        mount["mountPath"].removeprefix(f"{keys}/") for mount in each["volumeMounts"] if keys in mount["mountPath"]
-    }
-    extra = {"gateway": {"api.keys"}, "prefill": set(), "decode": {"operator.token"}}[role]
-    assert mounted == {"cluster.key_secret", f"{role}.key_secret", "allowed"} | extra
+    keys = Path(command_line(each).raw["--key-dir"])
+    mounted = {Path(mount["mountPath"]).relative_to(keys) for mount in _mounts(overlay, role, keys)}
+    expected = {"cluster.key_secret", f"{role}.key_secret", "allowed"} | (
+        {"operator.token"} if role == "decode" else set()
+    )
+    assert set(map(str, mounted)) == expected
     for volume in pod(overlay, role)["volumes"]:
         if "secret" in volume:
             assert volume["secret"]["defaultMode"] == 0o440, "the program refuses secrets that everyone can read"
+
+
+@pytest.mark.parametrize("overlay", ["gpu-tcp", "gpu-rdma"])
+def test_what_is_revoked_while_a_process_runs_is_mounted_as_a_folder(overlay: str) -> None:
+    """A file that is mounted by itself (subPath) does not follow its Secret."""
+    clients = Path(command_line(container(overlay, "gateway")).raw["--api-key-file"])
+    (mount,) = _mounts(overlay, "gateway", clients.parent)
+    assert "subPath" not in mount
+    for role in ROLES:
+        (mount,) = _mounts(overlay, role, Path("/keys/allowed"))
+        assert "subPath" not in mount
 
 
 def test_the_secrets_are_made_as_they_are_mounted(tmp_path: Path) -> None:
@@ -340,8 +352,29 @@ def test_the_secrets_are_made_as_they_are_mounted(tmp_path: Path) -> None:
         for mount in container("gpu-tcp", role)["volumeMounts"]:
             if mount["name"] in names and "subPath" in mount:
                 assert mount["subPath"] in made[names[mount["name"]]]["data"]
+    clients = Path(command_line(container("gpu-tcp", "gateway")).raw["--api-key-file"])
+    assert clients.name in made["hisparse-pd-api-keys"]["data"]
     assert used == made.keys()
     assert made["hisparse-pd-allowed"]["data"].keys() == {f"{role}.key" for role in ROLES}
+
+
+def test_tls_can_be_added(tmp_path: Path) -> None:
+    """The files are where the flags say, and the probes speak it too."""
+    base = os.path.relpath(KUBERNETES, tmp_path)
+    overlay = {"resources": [f"{base}/overlays/gpu-tcp"], "components": [f"{base}/components/tls"]}
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(overlay))
+    command = ["kubectl", "kustomize", str(tmp_path)]
+    text = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+    (gateway,) = [item for item in yaml.safe_load_all(text) if item["kind"] == "Deployment"]
+    kubernetes_validate.validate(gateway, VERSIONS[0], strict=True)
+    (each,) = gateway["spec"]["template"]["spec"]["containers"]
+    flags = command_line(each).raw
+    (mount,) = [mount for mount in each["volumeMounts"] if mount["name"] == "tls"]
+    assert {flags["--ssl-certfile"], flags["--ssl-keyfile"]} == {
+        f"{mount['mountPath']}/tls.{kind}" for kind in ("crt", "key")
+    }
+    for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert each[kind]["httpGet"] == {"path": "/health", "port": "http", "scheme": "HTTPS"}
 
 
 def test_the_demo_says_that_it_has_no_keys() -> None:
@@ -378,6 +411,12 @@ def test_prefill_and_decode_scale_separately_by_their_own_queues(overlay: str) -
 
 def _ports(of: Object) -> dict[str, int]:
     return {port["name"]: port["containerPort"] for port in of["ports"]}
+
+
+def _mounts(overlay: str, role: str, folder: Path) -> list[Object]:
+    """What is mounted at that folder or in it."""
+    mounts = container(overlay, role)["volumeMounts"]
+    return [mount for mount in mounts if Path(mount["mountPath"]).is_relative_to(folder)]
 
 
 def _transfer_ports(overlay: str, role: str) -> tuple[int, int]:
