@@ -66,9 +66,7 @@ class Membership:
         """Register or heartbeat, whichever each gateway needs."""
         self._take_in(self._addresses.current)
         for address, gateway in self._gateways.items():
-            message: Message = self._heartbeat(address) if gateway.registered else self._register(address)
-            # Who takes an address that is listed no more need not be a gateway of ours.
-            self._control.send(gateway.reached_at(address), message, any_boot=gateway.listed)
+            self._tell(address, gateway, self._heartbeat(address) if gateway.registered else self._register(address))
 
     def receive(self, sender: Peer, message: Registered | Refused | HeartbeatAck) -> None:
         """Take a gateway's answer."""
@@ -89,7 +87,7 @@ class Membership:
             log.error("refused by the gateway", gateway=sender.address, reason=message.reason)
         elif not message.known:
             gateway.registered = False
-            self._control.send(gateway.reached_at(message.via), self._register(message.via), any_boot=gateway.listed)
+            self._tell(message.via, gateway, self._register(message.via))
 
     def gateway_lost(self, peer: Peer, now: float, silence_s: float) -> bool:
         """Whether that gateway process is gone: another boot has answered in its place, or none has for so long."""
@@ -97,6 +95,10 @@ class Membership:
             if gateway.peer.boot_id == peer.boot_id:
                 return now - gateway.last_heard > silence_s
         return True
+
+    def _tell(self, address: str, gateway: _Gateway, message: Message) -> None:
+        # Who takes an address that is listed no more need not be a gateway of ours.
+        self._control.send(gateway.reached_at(address), message, any_boot=gateway.listed)
 
     def _take_in(self, listed: frozenset[str]) -> None:
         """Add the gateways that are new, and forget those that are neither listed nor heard."""
@@ -114,7 +116,7 @@ class Membership:
     def leave(self) -> None:
         """Tell every gateway that this node takes no more."""
         for address, gateway in self._gateways.items():
-            self._control.send(gateway.reached_at(address), Leaving(), any_boot=gateway.listed)
+            self._tell(address, gateway, Leaving())
 
 
 def _new(address: str) -> _Gateway:
