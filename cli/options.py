@@ -59,7 +59,11 @@ AdvertiseHost = Annotated[
 ]
 Gateways = Annotated[
     list[str] | None,
-    typer.Option("--gateway", help="HOST:PORT of a gateway's control port to register with; may be repeated."),
+    typer.Option(
+        "--gateway",
+        help="HOST:PORT of a gateway's control port to register with, or of all gateways whose addresses the name has; "
+        "may be repeated.",
+    ),
 ]
 Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")]
 DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="Weights and KV; auto is the checkpoint's own.")]

@@ -105,7 +105,7 @@ def run_decode_node(config: DecodeConfig) -> None:
         )
         membership = Membership(
             shell.control,
-            config.gateways,
+            shell.gateways,
             register=lambda via: Register(
                 via=via,
                 role="decode",

@@ -22,10 +22,12 @@ if ! "$PYTHON" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (
     say "Python 3.11 or 3.12 is needed, $("$PYTHON" --version 2>&1) found; set PYTHON=/path/to/python3.12"
     exit 2
 fi
-# Mooncake is linked against libibverbs, also where it only uses TCP.
-if ! ldconfig -p 2>/dev/null | grep -q libibverbs.so.1 && ! /sbin/ldconfig -p | grep -q libibverbs.so.1; then
-    apt_install libibverbs1
-fi
+# Mooncake is linked against these, also where it only uses TCP.
+for library in libibverbs.so.1:libibverbs1 libnuma.so.1:libnuma1 libcurl.so.4:libcurl4; do
+    if ! PATH=$PATH:/sbin ldconfig -p | grep -q "${library%:*}"; then
+        apt_install "${library#*:}"
+    fi
+done
 if ! "$PYTHON" -c 'import ensurepip' 2>/dev/null; then
     apt_install python3-venv
 fi

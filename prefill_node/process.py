@@ -80,7 +80,7 @@ def run_prefill_node(config: PrefillConfig) -> None:
         node = PrefillNode(shell, prefill, compute, sender, offer, config.transfer_timeout)
         membership = Membership(
             shell.control,
-            config.gateways,
+            shell.gateways,
             register=lambda via: Register(
                 via=via,
                 role="prefill",

@@ -1,5 +1,6 @@
 """How much memory a node may plan with, and where it lies."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -7,8 +8,6 @@ import psutil
 import torch
 
 _DEFAULT_FRACTION = {"cpu": 0.1, "cuda": 0.8}
-_CGROUP = Path("/proc/self/cgroup")
-_CGROUPS = Path("/sys/fs/cgroup")
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
 
 
@@ -24,7 +23,25 @@ def pool_bytes(device: torch.device, fraction: float | None) -> int:
 def available_host_bytes() -> int:
     """Bytes of main memory that can be had without swapping, and without passing the limit of a container."""
     available: int = psutil.virtual_memory().available
-    return max(0, min([available, *_left_in_cgroups()]))
+    return min([available, *cgroup_available()])
+
+
+def cgroup_available(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> Iterator[int]:
+    """Bytes that are left under each limit that this process's control groups (version 2) have.
+
+    File pages that were not used for long count as free: they are dropped before anything else happens.
+    """
+    try:
+        lines = own.read_text().splitlines()
+    except OSError:
+        return
+    path = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), None)
+    if path is None:
+        return
+    group = root / path
+    for directory in (group, *group.parents):
+        if directory.is_relative_to(root) and (left := _left(directory)) is not None:
+            yield left
 
 
 def cpus_near(device: torch.device) -> set[int] | None:
@@ -56,25 +73,14 @@ def gib(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.2f} GiB"
 
 
-def _left_in_cgroups() -> list[int]:
-    """What the memory limits of this process's control group (version 2) and of those above it leave."""
+def _left(directory: Path) -> int | None:
+    """What is left under one group's limit; None if it has none."""
     try:
-        own = next(line for line in _CGROUP.read_text().splitlines() if line.startswith("0::"))
-    except (OSError, StopIteration):
-        return []
-    group = _CGROUPS / own.removeprefix("0::").strip("/")
-    groups = [path for path in (group, *group.parents) if path.is_relative_to(_CGROUPS)]
-    return [left for left in map(_left_in, groups) if left is not None]
-
-
-def _left_in(group: Path) -> int | None:
-    """Bytes up to the group's limit, cached files not counted; None if it has no limit."""
-    try:
-        limit = (group / "memory.max").read_text().strip()
+        limit = (directory / "memory.max").read_text().strip()
         if limit == "max":
             return None
-        used = int((group / "memory.current").read_text())
-        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        used = int((directory / "memory.current").read_text())
+        stat = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
     except OSError:
         return None
-    return int(limit) - used + int(stat.get("inactive_file", 0))
+    return max(0, int(limit) - used + int(stat.get("inactive_file", 0)))

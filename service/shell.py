@@ -15,6 +15,7 @@ from service.errors import StartupError
 from service.metrics import Metrics
 from service.status import StatusServer, bind_http, status_router
 from transfer.control import ControlPlane
+from transfer.discovery import GatewayAddresses
 from transfer.membership import HEARTBEAT_S, Membership
 from transfer.messages import HeartbeatAck, Message, Peer, Refused, Registered, Role
 from transfer.routes import Transports
@@ -51,6 +52,7 @@ class NodeShell(Generic[Event]):
         except BaseException:
             self._listener.close()
             raise
+        self.gateways = GatewayAddresses(config.gateways)
         self._status: StatusServer | None = None
         self._membership: Membership | None = None
 
@@ -65,6 +67,7 @@ class NodeShell(Generic[Event]):
         router = status_router(self.metrics, self._missing, lambda: self._refresh(refresh))
         self._status = StatusServer(self._listener, router, *routers, refused=self.metrics.http_refused)
         self._status.start()
+        self.gateways.start()
         self.control.start()
         self.control.periodically(HEARTBEAT_S, membership.tick)
 
@@ -108,6 +111,7 @@ class NodeShell(Generic[Event]):
             self._status.stop()
         else:
             self._listener.close()
+        self.gateways.stop()
         self.control.stop()
 
     def _deliver(self, sender: Peer, message: Message) -> None:

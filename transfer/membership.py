@@ -1,24 +1,31 @@
-"""A node's standing with its gateways: it registers, heartbeats, and registers again where it is not known."""
+"""A node's standing with its gateways: it registers, heartbeats, and registers again where it is not known.
+
+Gateways come and go (`transfer.discovery`). One whose address is listed no more is kept while that process answers: it
+may be finishing what it has, and a node that forgot it would end its requests.
+"""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import structlog
 
 from transfer.control import ControlPlane
+from transfer.discovery import GatewayAddresses
 from transfer.messages import Heartbeat, HeartbeatAck, Leaving, Message, Peer, Refused, Register, Registered
 
 log = structlog.get_logger(__name__)
 
 HEARTBEAT_S = 1.0
+FORGOTTEN_AFTER_S = 30.0
+"""A gateway that is listed no more is forgotten after so long a silence."""
 
 
 @dataclass
 class _Gateway:
     peer: Peer
+    listed: bool = True
     registered: bool = False
-    ever_registered: bool = False
     last_heard: float = field(default_factory=time.monotonic)
 
     def reached_at(self, address: str) -> Peer:
@@ -26,16 +33,17 @@ class _Gateway:
 
 
 class Membership:
-    """Keeps one node registered with every gateway that it was told of.
+    """Keeps one node registered with every gateway that there is.
 
     Runs on the control thread, so that a busy node is not taken for a dead one; `register` and `heartbeat` are called
-    there. Other threads only ask (`registered`, `refusal`, `gateway_lost`).
+    there. Other threads only ask (`is_member`, `refusal`, `gateway_lost`) or say `leave`, so the table of gateways is
+    replaced, never changed.
     """
 
     def __init__(
         self,
         control: ControlPlane,
-        gateways: Sequence[str],
+        addresses: GatewayAddresses,
         register: Callable[[str], Register],
         heartbeat: Callable[[str], Heartbeat],
     ) -> None:
@@ -44,21 +52,21 @@ class Membership:
         self._register = register
         self._heartbeat = heartbeat
         self.refusal: str | None = None
-        """Why a gateway that never took this node refuses it: it should not have been started like this."""
-        self._gateways = {
-            address: _Gateway(Peer(role="gateway", address=address, boot_id="unknown")) for address in gateways
-        }
+        """Why a gateway refuses this node, which none has taken yet: it should not have been started like this."""
+        self._ever_registered = False
+        self._addresses = addresses
+        self._gateways: dict[str, _Gateway] = {}
 
     @property
     def is_member(self) -> bool:
         """Whether a gateway has it registered; a node that was told of none needs none."""
-        return not self._gateways or any(gateway.registered for gateway in self._gateways.values())
+        return not self._addresses.expected or any(gateway.registered for gateway in self._gateways.values())
 
     def tick(self) -> None:
         """Register or heartbeat, whichever each gateway needs."""
+        self._take_in(self._addresses.current)
         for address, gateway in self._gateways.items():
-            message: Message = self._heartbeat(address) if gateway.registered else self._register(address)
-            self._control.send(gateway.reached_at(address), message, any_boot=True)
+            self._tell(address, gateway, self._heartbeat(address) if gateway.registered else self._register(address))
 
     def receive(self, sender: Peer, message: Registered | Refused | HeartbeatAck) -> None:
         """Take a gateway's answer."""
@@ -71,15 +79,15 @@ class Membership:
         if isinstance(message, Registered):
             if not gateway.registered:
                 log.info("registered", gateway=sender.address)
-            gateway.registered = gateway.ever_registered = True
+            gateway.registered = self._ever_registered = True
         elif isinstance(message, Refused):
             gateway.registered = False
-            if not gateway.ever_registered:
+            if not self._ever_registered:
                 self.refusal = f"gateway {sender.address}: {message.reason}"
             log.error("refused by the gateway", gateway=sender.address, reason=message.reason)
         elif not message.known:
             gateway.registered = False
-            self._control.send(gateway.reached_at(message.via), self._register(message.via), any_boot=True)
+            self._tell(message.via, gateway, self._register(message.via))
 
     def gateway_lost(self, peer: Peer, now: float, silence_s: float) -> bool:
         """Whether that gateway process is gone: another boot has answered in its place, or none has for so long."""
@@ -88,7 +96,28 @@ class Membership:
                 return now - gateway.last_heard > silence_s
         return True
 
+    def _tell(self, address: str, gateway: _Gateway, message: Message) -> None:
+        # Who takes an address that is listed no more need not be a gateway of ours.
+        self._control.send(gateway.reached_at(address), message, any_boot=gateway.listed)
+
+    def _take_in(self, listed: frozenset[str]) -> None:
+        """Add the gateways that are new, and forget those that are neither listed nor heard."""
+        now = time.monotonic()
+        gateways = {address: self._gateways.get(address) or _new(address) for address in sorted(listed)}
+        for address, gateway in self._gateways.items():
+            if address in listed or now - gateway.last_heard <= FORGOTTEN_AFTER_S:
+                gateways[address] = gateway
+            else:
+                log.info("gateway forgotten", gateway=address)
+        for address, gateway in gateways.items():
+            gateway.listed = address in listed
+        self._gateways = gateways
+
     def leave(self) -> None:
         """Tell every gateway that this node takes no more."""
         for address, gateway in self._gateways.items():
-            self._control.send(gateway.reached_at(address), Leaving(), any_boot=True)
+            self._tell(address, gateway, Leaving())
+
+
+def _new(address: str) -> _Gateway:
+    return _Gateway(Peer(role="gateway", address=address, boot_id="unknown"))

@@ -12,6 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from gateway.process import Gateway, GatewayConfig
 from transfer.control import ControlPlane
+from transfer.discovery import GatewayAddresses
 from transfer.membership import Membership
 from transfer.messages import (
     Accepted,
@@ -109,7 +110,7 @@ class FakeNode:
         self.refusals: list[str] = []
         self.prefill_nodes: tuple[Peer, ...] = ()
         self.control = ControlPlane(role, "127.0.0.1", port, "127.0.0.1", self.deliver)
-        self.membership = Membership(self.control, [gateway_address], self._offer, self._beat)
+        self.membership = Membership(self.control, GatewayAddresses([gateway_address]), self._offer, self._beat)
 
     @property
     def me(self) -> Peer:

@@ -1,51 +1,58 @@
-"""What a process may plan with: the machine's memory, a container's, and the processors near its device."""
+"""What a process may plan with: in a container not all of the machine's memory; and the processors near its device."""
 
 from pathlib import Path
 
-import psutil
 import pytest
 
 from service import memory
-from service.memory import available_host_bytes, parse_cpu_list
+from service.memory import available_host_bytes, cgroup_available, parse_cpu_list
+
+MIB = 2**20
+
+
+def group(directory: Path, limit: int | str, used: int = 0, inactive_file: int = 0) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "memory.max").write_text(f"{limit}\n")
+    (directory / "memory.current").write_text(f"{used}\n")
+    (directory / "memory.stat").write_text(f"anon {used - inactive_file}\ninactive_file {inactive_file}\n")
 
 
 @pytest.fixture
-def cgroups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A control group /pods/one, in files of ours."""
-    own = tmp_path / "own"
-    own.write_text("12:memory:/elsewhere\n0::/pods/one\n")
-    root = tmp_path / "cgroup"
-    (root / "pods" / "one").mkdir(parents=True)
-    monkeypatch.setattr(memory, "_CGROUP", own)
-    monkeypatch.setattr(memory, "_CGROUPS", root)
-    return root
+def own(tmp_path: Path) -> Path:
+    path = tmp_path / "self"
+    path.write_text("1:name=systemd:/\n0::/pods/decode\n")
+    return path
 
 
-def limit(group: Path, most: str, used: int, cached: int) -> None:
-    (group / "memory.max").write_text(f"{most}\n")
-    (group / "memory.current").write_text(f"{used}\n")
-    (group / "memory.stat").write_text(f"anon 5\ninactive_file {cached}\n")
+def test_a_containers_limit_counts_less_what_is_used_and_cannot_be_dropped(tmp_path: Path, own: Path) -> None:
+    group(tmp_path / "pods/decode", limit=1024 * MIB, used=300 * MIB, inactive_file=100 * MIB)
+    assert list(cgroup_available(tmp_path, own)) == [824 * MIB]
 
 
-def test_a_containers_limit_counts_as_the_end_of_memory(cgroups: Path) -> None:
-    limit(cgroups / "pods" / "one", "10000", used=7000, cached=500)
-    assert available_host_bytes() == 3500
+def test_limits_of_groups_further_up_count_too(tmp_path: Path, own: Path) -> None:
+    group(tmp_path / "pods/decode", limit="max", used=300 * MIB)
+    group(tmp_path / "pods", limit=512 * MIB, used=400 * MIB)
+    assert list(cgroup_available(tmp_path, own)) == [112 * MIB]
 
 
-def test_the_tightest_group_above_counts(cgroups: Path) -> None:
-    limit(cgroups / "pods" / "one", "10000", used=1000, cached=0)
-    limit(cgroups / "pods", "12000", used=11000, cached=300)
-    assert available_host_bytes() == 1300
+def test_a_container_sees_its_own_group_as_the_root(tmp_path: Path) -> None:
+    own = tmp_path / "self"
+    own.write_text("0::/\n")
+    group(tmp_path, limit=256 * MIB, used=512 * MIB)
+    assert list(cgroup_available(tmp_path, own)) == [0]
 
 
-def test_without_a_limit_it_is_what_the_machine_has(cgroups: Path) -> None:
-    limit(cgroups / "pods" / "one", "max", used=1000, cached=0)
-    assert available_host_bytes() == pytest.approx(psutil.virtual_memory().available, rel=0.2)
+@pytest.mark.parametrize("text", ["", "4:memory:/version-1\n", "0::/gone\n"])
+def test_where_nothing_is_limited_nothing_is_said(tmp_path: Path, text: str) -> None:
+    own = tmp_path / "self"
+    own.write_text(text)
+    assert list(cgroup_available(tmp_path, own)) == []
+    assert list(cgroup_available(tmp_path, tmp_path / "none")) == []
 
 
-def test_a_group_that_is_over_its_limit_leaves_nothing(cgroups: Path) -> None:
-    limit(cgroups / "pods" / "one", "10000", used=12000, cached=0)
-    assert available_host_bytes() == 0
+def test_the_least_limit_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "cgroup_available", lambda: iter([7 * MIB, 5 * MIB]))
+    assert available_host_bytes() == 5 * MIB
 
 
 @pytest.mark.parametrize(("text", "cpus"), [("0-3,8,10-11\n", {0, 1, 2, 3, 8, 10, 11}), ("5", {5}), ("\n", set())])

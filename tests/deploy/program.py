@@ -1,0 +1,85 @@
+"""What the program itself says of its commands and endpoints, for files that use them to be held against."""
+
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from cli.main import app
+
+REPOSITORY = Path(__file__).parent.parent.parent
+DEPLOY = REPOSITORY / "deploy"
+
+PENDING = {
+    "--api-key-file",
+    "--drain-timeout",
+    "--insecure",
+    "--key-dir",
+    "--ssl-certfile",
+    "--ssl-keyfile",
+    "--transfer-host",
+    "--transfer-ports",
+}
+"""Flags that come with changes under way beside this one. Left out of what is checked; to be emptied with them."""
+PENDING_COMMANDS = {"keygen"}
+"""The same of commands."""
+PENDING_METRICS = {"hisparse_pd_prompt_tokens_waiting"}
+"""The same of metrics."""
+
+GROUP: Any = typer.main.get_command(app)
+ROLES = ("gateway", "prefill", "decode")
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """A command line of the program, as the program reads it. `raw` has its flags as they were written."""
+
+    command: str
+    values: dict[str, Any]
+    raw: dict[str, str]
+
+
+def read(words: Sequence[str]) -> CommandLine:
+    """Parse the words after `hisparse-pd` by the program's own parser. Raises what that raises, SystemExit too."""
+    command, *rest = words
+    raw = dict(_flags(rest))
+    known = [word for name, *word in _grouped(rest) for word in (name, *word) if name not in PENDING]
+    context = GROUP.commands[command].make_context(command, known)
+    return CommandLine(command, dict(context.params), raw)
+
+
+def read_shell(line: str) -> CommandLine:
+    """The same of a line for a shell that begins with `hisparse-pd`."""
+    name, *words = shlex.split(line.replace("\\\n", " "))
+    assert name.rpartition("/")[2] == "hisparse-pd", line
+    return read(words)
+
+
+def default(command: str, name: str) -> Any:
+    """The default of a command's parameter."""
+    return next(parameter.default for parameter in GROUP.commands[command].params if parameter.name == name)
+
+
+def _flags(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+    for name, *value in _grouped(words):
+        if name.startswith("--"):
+            yield name, value[0] if value else ""
+
+
+def _grouped(words: Sequence[str]) -> Iterator[list[str]]:
+    """Every flag with its value, every other word alone."""
+    at = 0
+    while at < len(words):
+        name, equals, value = words[at].partition("=")
+        if not name.startswith("--"):
+            yield [words[at]]
+        elif equals:
+            yield [name, value]
+        elif at + 1 < len(words) and not words[at + 1].startswith("--"):
+            yield [name, words[at := at + 1]]
+        else:
+            yield [name]
+        at += 1

@@ -1,0 +1,75 @@
+"""The Kubernetes overlays, as `kubectl kustomize` puts them together."""
+
+import functools
+import shutil
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.deploy.program import DEPLOY, ROLES, CommandLine, read
+
+KUBERNETES = DEPLOY / "kubernetes"
+OVERLAYS = tuple(sorted(path.name for path in (KUBERNETES / "overlays").iterdir()))
+
+needs_kubectl = pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl")
+
+Object = dict[str, Any]
+
+
+@functools.cache
+def objects(overlay: str) -> tuple[Object, ...]:
+    command = ["kubectl", "kustomize", str(KUBERNETES / "overlays" / overlay)]
+    text = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+    return tuple(yaml.safe_load_all(text))
+
+
+def of_kind(overlay: str, *kinds: str) -> list[Object]:
+    return [item for item in objects(overlay) if item["kind"] in kinds]
+
+
+def named(overlay: str, kind: str, name: str) -> Object:
+    return next(item for item in of_kind(overlay, kind) if item["metadata"]["name"] == name)
+
+
+def workload(overlay: str, role: str) -> Object:
+    return named(overlay, "Deployment" if role == "gateway" else "StatefulSet", f"hisparse-pd-{role}")
+
+
+def pod(overlay: str, role: str) -> Object:
+    spec: Object = workload(overlay, role)["spec"]["template"]["spec"]
+    return spec
+
+
+def container(overlay: str, role: str) -> Object:
+    only: Object
+    (only,) = pod(overlay, role)["containers"]
+    return only
+
+
+def containers(overlay: str) -> Iterator[tuple[str, Object]]:
+    """Every container with the role of its pod, those that run before it included."""
+    for role in ROLES:
+        spec = pod(overlay, role)
+        for each in [*spec.get("initContainers", []), *spec["containers"]]:
+            yield role, each
+
+
+def command_line(of: Object) -> CommandLine:
+    """What a container runs. Variables of the pod are filled in."""
+    filled = {"POD_IP": "10.1.2.3", "POD_NAME": "pod-0"}
+    words = list(of["args"])
+    for name, value in filled.items():
+        if any(f"$({name})" in word for word in words):
+            assert name in {variable["name"] for variable in of["env"]}, name
+        words = [word.replace(f"$({name})", value) for word in words]
+    assert not any("$(" in word for word in words), words
+    return read(words)
+
+
+def gib(quantity: str) -> float:
+    """A quantity of memory in GiB."""
+    units = {"Gi": 1.0, "Mi": 1 / 1024}
+    return float(quantity[:-2]) * units[quantity[-2:]]

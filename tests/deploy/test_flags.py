@@ -1,0 +1,107 @@
+"""Command lines, ports, endpoints and metrics in the files are the program's own: they cannot drift apart."""
+
+import re
+
+import pytest
+import yaml
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+
+from cli.main import configured
+from decode_node.process import DecodeConfig
+from decode_node.request import State
+from hisparse.config import parse_config
+from prefill_node.process import PrefillConfig
+from service.config import NodeConfig
+from service.metrics import Metrics
+from service.status import status_router
+from tests.deploy.program import DEPLOY, GROUP, PENDING, PENDING_COMMANDS, PENDING_METRICS, ROLES, default, read_shell
+from tests.deploy.rendered import OVERLAYS, command_line, container, containers, named, needs_kubectl, of_kind
+
+CONFIGS: dict[str, type[NodeConfig]] = {"prefill": PrefillConfig, "decode": DecodeConfig}
+every_overlay = pytest.mark.parametrize("overlay", OVERLAYS)
+
+
+def test_nothing_is_pending_that_has_come() -> None:
+    known = {flag for command in GROUP.commands.values() for parameter in command.params for flag in parameter.opts}
+    assert not PENDING & known, "take it out of PENDING"
+    assert not PENDING_COMMANDS & GROUP.commands.keys(), "take it out of PENDING_COMMANDS"
+    assert not PENDING_METRICS & _metrics(), "take it out of PENDING_METRICS"
+
+
+@needs_kubectl
+@every_overlay
+def test_the_program_accepts_every_command_line(overlay: str) -> None:
+    for role, each in containers(overlay):
+        line = command_line(each)
+        assert line.command in (role, "tiny-model")
+        if line.command in CONFIGS:
+            # A transport that this machine lacks is not what is asked here.
+            configured(CONFIGS[line.command], {**line.values, "transfer_protocol": "tcp", "ib_device": ""}).check()
+        if line.command == "decode":
+            parse_config(line.values["hisparse_config"], model_top_k=64)
+
+
+@needs_kubectl
+@pytest.mark.parametrize("role", ROLES)
+@every_overlay
+def test_ports_are_those_that_the_program_listens_on(overlay: str, role: str) -> None:
+    each = container(overlay, role)
+    values = command_line(each).values
+    assert {port["name"]: port["containerPort"] for port in each["ports"]} == {
+        "http": values["port"],
+        "control": values["control_port"],
+    }
+    assert (values["port"], values["control_port"]) == (default(role, "port"), default(role, "control_port"))
+    for service in of_kind(overlay, "Service"):
+        if service["spec"]["selector"]["app.kubernetes.io/component"] == role:
+            for port in service["spec"]["ports"]:
+                assert port["port"] == values["port" if port["name"] == "http" else "control_port"]
+                assert port["targetPort"] == port["name"]
+
+
+@needs_kubectl
+@every_overlay
+def test_probes_ask_for_what_every_process_answers(overlay: str) -> None:
+    app = FastAPI()
+    app.include_router(status_router(Metrics(), lambda: "nobody is registered", lambda: None))
+    with TestClient(app) as client:
+        for role in ROLES:
+            each = container(overlay, role)
+            for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
+                assert client.get(each[kind]["httpGet"]["path"]).status_code == 200
+
+
+@needs_kubectl
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_autoscalers_go_by_metrics_that_the_adapter_makes_of_the_programs(role: str) -> None:
+    scaler = named("gpu-tcp", "HorizontalPodAutoscaler", f"hisparse-pd-{role}")["spec"]
+    (metric,) = scaler["metrics"]
+    rules = yaml.safe_load((DEPLOY / "kubernetes/components/autoscaling/prometheus-adapter.yaml").read_text())
+    (rule,) = [r for r in rules["rules"]["custom"] if r["name"]["as"] == metric["pods"]["metric"]["name"]]
+    (series,) = set(re.findall(r"\bhisparse_pd_\w+", rule["seriesQuery"]))
+    assert set(re.findall(r"\bhisparse_pd_\w+", rule["metricsQuery"])) == {series}
+    assert series in _metrics() | PENDING_METRICS
+
+
+def test_the_states_that_decode_nodes_scale_by_exist() -> None:
+    rules = (DEPLOY / "kubernetes/components/autoscaling/prometheus-adapter.yaml").read_text()
+    (states,) = re.findall(r'state=~"([\w|]+)"', rules)
+    assert set(states.split("|")) <= {state.value for state in State}
+
+
+def test_the_readme_shows_command_lines_that_the_program_accepts() -> None:
+    text = (DEPLOY / "README.md").read_text()
+    shown = [line for block in re.findall(r"```bash\n(.*?)```", text, flags=re.DOTALL) for line in _commands(block)]
+    assert shown
+    for line in shown:
+        if line.split()[1] not in PENDING_COMMANDS:
+            read_shell(line)
+
+
+def _commands(block: str) -> list[str]:
+    return [line for line in block.replace("\\\n", " ").splitlines() if line.startswith("hisparse-pd ")]
+
+
+def _metrics() -> set[str]:
+    return {metric.name for metric in Metrics().registry.collect()}

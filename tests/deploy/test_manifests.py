@@ -1,0 +1,438 @@
+"""What the manifests promise: valid objects, safe containers, enough memory, time to drain, doors only where needed."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from tests.deploy.program import DEPLOY, ROLES
+from tests.deploy.rendered import (
+    KUBERNETES,
+    OVERLAYS,
+    Object,
+    command_line,
+    container,
+    containers,
+    gib,
+    named,
+    needs_kubectl,
+    objects,
+    of_kind,
+    pod,
+    workload,
+)
+
+pytestmark = needs_kubectl
+every_overlay = pytest.mark.parametrize("overlay", OVERLAYS)
+every_role = pytest.mark.parametrize("role", ROLES)
+every_node = pytest.mark.parametrize("role", ["prefill", "decode"])
+
+VERSIONS = ("1.31.0", "1.34.0")
+"""Kubernetes releases that the manifests are valid for."""
+KINDS = {
+    "Namespace",
+    "Deployment",
+    "StatefulSet",
+    "Service",
+    "PodDisruptionBudget",
+    "NetworkPolicy",
+    "HorizontalPodAutoscaler",
+    "PersistentVolumeClaim",
+}
+
+
+def test_the_overlays_are_those_that_the_docs_name() -> None:
+    assert OVERLAYS == ("cpu-demo", "gpu-rdma", "gpu-tcp")
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@every_overlay
+def test_every_object_is_valid(overlay: str, version: str) -> None:
+    for item in objects(overlay):
+        assert item["kind"] in KINDS
+        kubernetes_validate.validate(item, version, strict=True)
+
+
+@every_overlay
+def test_everything_is_in_the_one_namespace(overlay: str) -> None:
+    (namespace,) = of_kind(overlay, "Namespace")
+    assert all(item is namespace or item["metadata"]["namespace"] == "hisparse-pd" for item in objects(overlay))
+
+
+@every_role
+@every_overlay
+def test_what_is_selected_is_there(overlay: str, role: str) -> None:
+    labels = {"app.kubernetes.io/name": "hisparse-pd", "app.kubernetes.io/component": role}
+    spec = workload(overlay, role)["spec"]
+    assert spec["selector"]["matchLabels"] == spec["template"]["metadata"]["labels"] == labels
+    budget = named(overlay, "PodDisruptionBudget", f"hisparse-pd-{role}")["spec"]
+    assert budget["selector"]["matchLabels"] == labels
+    assert budget["maxUnavailable"] == 1
+    service = named(overlay, "Service", f"hisparse-pd-{role}")["spec"]
+    assert service["selector"] == labels
+    assert service["clusterIP"] == "None"
+    assert service["publishNotReadyAddresses"], "pods talk to each other before they are ready"
+    anti = pod(overlay, role)["affinity"]["podAntiAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+    assert anti[0]["podAffinityTerm"]["labelSelector"]["matchLabels"] == labels
+
+
+@every_node
+@every_overlay
+def test_nodes_are_known_by_names_that_they_keep(overlay: str, role: str) -> None:
+    """A pod that comes back under its name ends the quarantine that the one before it left behind."""
+    assert workload(overlay, role)["kind"] == "StatefulSet"
+    assert workload(overlay, role)["spec"]["serviceName"] == f"hisparse-pd-{role}"
+    assert f"--advertise-host=$(POD_NAME).hisparse-pd-{role}" in container(overlay, role)["args"]
+
+
+@every_node
+@every_overlay
+def test_nodes_register_with_every_gateway(overlay: str, role: str) -> None:
+    (gateway,) = command_line(container(overlay, role)).values["gateways"]
+    name, _, port = gateway.partition(":")
+    service = named(overlay, "Service", name)["spec"]
+    assert service["clusterIP"] == "None", "its name has the addresses of all replicas"
+    assert service["selector"]["app.kubernetes.io/component"] == "gateway"
+    assert int(port) == _ports(container(overlay, "gateway"))["control"]
+
+
+# --- containers ---
+
+
+@every_overlay
+def test_containers_have_no_privilege_that_they_need_not(overlay: str) -> None:
+    for role in ROLES:
+        spec = pod(overlay, role)
+        assert spec["automountServiceAccountToken"] is False
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & spec.keys()
+        assert spec["securityContext"]["runAsNonRoot"]
+        assert spec["securityContext"]["seccompProfile"]["type"] == "RuntimeDefault"
+        assert not [volume for volume in spec["volumes"] if "hostPath" in volume]
+    for role, each in containers(overlay):
+        context = each["securityContext"]
+        assert context["readOnlyRootFilesystem"]
+        assert context["allowPrivilegeEscalation"] is False
+        assert context["capabilities"]["drop"] == ["ALL"]
+        pins_memory = overlay == "gpu-rdma" and role != "gateway"
+        assert context["capabilities"].get("add", []) == (["IPC_LOCK"] if pins_memory else [])
+
+
+@every_overlay
+def test_the_user_is_that_of_the_image(overlay: str) -> None:
+    dockerfile = (DEPLOY / "docker/Dockerfile").read_text()
+    for role in ROLES:
+        context = pod(overlay, role)["securityContext"]
+        assert f"USER {context['runAsUser']}:{context['runAsGroup']}" in dockerfile
+        assert context["fsGroup"] == context["runAsGroup"]
+
+
+@every_overlay
+def test_the_namespace_admits_the_pods(overlay: str) -> None:
+    """IPC_LOCK is not in the profiles "restricted" and "baseline" of Kubernetes' pod security standards."""
+    (namespace,) = of_kind(overlay, "Namespace")
+    profile = namespace["metadata"]["labels"]["pod-security.kubernetes.io/enforce"]
+    assert profile == ("privileged" if overlay == "gpu-rdma" else "restricted")
+
+
+@every_overlay
+def test_every_mount_has_a_volume_and_caches_can_be_written(overlay: str) -> None:
+    for role, each in containers(overlay):
+        volumes = {volume["name"]: volume for volume in pod(overlay, role)["volumes"]}
+        mounts = {mount["mountPath"]: mount for mount in each["volumeMounts"]}
+        assert {mount["name"] for mount in mounts.values()} <= volumes.keys()
+        for path in ("/tmp", "/cache"):
+            assert "emptyDir" in volumes[mounts[path]["name"]]
+            assert "sizeLimit" in volumes[mounts[path]["name"]]["emptyDir"]
+            assert not mounts[path].get("readOnly")
+
+
+@every_overlay
+def test_images_have_one_version_and_it_is_the_packages(overlay: str) -> None:
+    version = next(
+        line.split('"')[1] for line in Path("pyproject.toml").read_text().splitlines() if line.startswith("version")
+    )
+    target = "cpu" if overlay == "cpu-demo" else "cuda13"
+    for _, each in containers(overlay):
+        assert each["image"].endswith(f"hisparse-pd:{version}-{target}")
+
+
+@every_role
+@every_overlay
+def test_the_checkpoint_is_mounted_where_it_is_looked_for(overlay: str, role: str) -> None:
+    each = container(overlay, role)
+    (mount,) = [mount for mount in each["volumeMounts"] if mount["name"] == "model"]
+    assert str(command_line(each).values["model_path"]) == mount["mountPath"]
+    assert mount["readOnly"]
+    (volume,) = [volume for volume in pod(overlay, role)["volumes"] if volume["name"] == "model"]
+    if overlay == "cpu-demo":
+        (maker,) = pod(overlay, role)["initContainers"]
+        assert command_line(maker).command == "tiny-model"
+        assert str(command_line(maker).values["directory"]) == mount["mountPath"]
+    else:
+        claim = volume["persistentVolumeClaim"]
+        assert claim["readOnly"]
+        assert named(overlay, "PersistentVolumeClaim", claim["claimName"])["spec"]["accessModes"] == ["ReadOnlyMany"]
+
+
+# --- resources ---
+
+
+@every_role
+@every_overlay
+def test_memory_is_asked_for_in_full(overlay: str, role: str) -> None:
+    """What is pinned cannot be taken back: a node that promised more than it has would kill somebody."""
+    resources = container(overlay, role)["resources"]
+    assert resources["requests"]["memory"] == resources["limits"]["memory"]
+
+
+@every_node
+@every_overlay
+def test_memory_follows_from_the_host_pool(overlay: str, role: str) -> None:
+    annotations = workload(overlay, role)["spec"]["template"]["metadata"]["annotations"]
+    overhead = float(annotations["hisparse-pd/memory-overhead-gib"])
+    pool = json.loads(command_line(container(overlay, role)).raw.get("--hisparse-config", "{}")).get("host_pool_gib", 0)
+    assert (pool > 0) == (role == "decode"), "a pool in proportion to device memory has no size that could be asked for"
+    assert gib(container(overlay, role)["resources"]["requests"]["memory"]) == pool + overhead
+
+
+@every_overlay
+def test_only_such_memory_is_asked_for_as_the_program_uses(overlay: str) -> None:
+    """Huge pages come by madvise, not out of hugetlbfs; pools are anonymous memory, not files in /dev/shm."""
+    for role, each in containers(overlay):
+        asked = each["resources"]["requests"].keys() | each["resources"]["limits"].keys()
+        assert not [name for name in asked if name.startswith("hugepages-")]
+        assert not [mount for mount in each["volumeMounts"] if mount["mountPath"].startswith("/dev")]
+        if role != "gateway" and each["name"] == role:
+            # A pod has its own process ids: no pod can map the memory of another.
+            assert command_line(each).values["transfer_protocol"].value in ("tcp", "rdma")
+
+
+@every_node
+@pytest.mark.parametrize("overlay", ["gpu-tcp", "gpu-rdma"])
+def test_gpu_nodes_can_be_placed_beside_their_gpu(overlay: str, role: str) -> None:
+    """QoS Guaranteed and whole CPUs are what the kubelet's CPU, memory and topology managers ask for."""
+    each = container(overlay, role)
+    requests, limits = each["resources"]["requests"], each["resources"]["limits"]
+    assert requests == limits
+    assert requests["cpu"].isdigit()
+    assert requests["nvidia.com/gpu"] == "1"
+    assert command_line(each).values["device"] == "cuda"
+    spec = pod(overlay, role)
+    assert spec["nodeSelector"]["nvidia.com/gpu.present"] == "true"
+    assert {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"} in spec["tolerations"]
+    rdma = overlay == "gpu-rdma"
+    assert (requests.get("rdma/rdma_shared_device_a") == "1") == rdma
+    assert ("feature.node.kubernetes.io/rdma.available" in spec["nodeSelector"]) == rdma
+    assert command_line(each).values["transfer_protocol"].value == ("rdma" if rdma else "tcp")
+
+
+# --- life and death ---
+
+
+@every_role
+@every_overlay
+def test_probes_ask_the_process_alone(overlay: str, role: str) -> None:
+    """sglang 12779: Kubernetes killed decode nodes because a prefill node was dead. /ready depends on other pods."""
+    each = container(overlay, role)
+    for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert each[kind]["httpGet"]["path"] == "/health"
+        assert each[kind]["httpGet"]["port"] == "http"
+
+
+@every_role
+@every_overlay
+def test_a_pod_has_time_to_drain(overlay: str, role: str) -> None:
+    each = container(overlay, role)
+    flags = command_line(each).raw
+    drain = float(flags["--drain-timeout"])
+    before = float(each.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", [0, 0])[1])
+    assert pod(overlay, role)["terminationGracePeriodSeconds"] >= before + drain + 20
+    if role == "gateway":
+        assert drain >= float(flags["--request-timeout"])
+        assert before > 0, "connections still come until every node knows that the pod is leaving"
+
+
+# --- network ---
+
+
+@every_overlay
+def test_nobody_may_connect_who_need_not(overlay: str) -> None:
+    deny = named(overlay, "NetworkPolicy", "default-deny")["spec"]
+    assert deny == {"podSelector": {}, "policyTypes": ["Ingress"]}
+    anyone = [(policy, rule) for policy, rule in _rules(overlay) if "from" not in rule]
+    assert [(policy["metadata"]["name"], rule["ports"]) for policy, rule in anyone] == [
+        ("hisparse-pd-gateway", [{"port": "http"}])
+    ]
+
+
+@pytest.mark.parametrize(
+    ("role", "port", "whom"),
+    [
+        ("gateway", "control", {"prefill", "decode"}),
+        ("prefill", "control", {"gateway", "prefill", "decode"}),
+        ("decode", "control", {"gateway", "prefill", "decode"}),
+        ("prefill", "transfer", {"prefill", "decode"}),
+        ("decode", "transfer", {"prefill", "decode"}),
+        ("prefill", "http", set()),
+        ("decode", "http", set()),
+    ],
+)
+@every_overlay
+def test_pods_may_connect_where_they_must(overlay: str, role: str, port: str, whom: set[str]) -> None:
+    number = _transfer_ports(overlay, role)[0] if port == "transfer" else port
+    allowed = set()
+    for policy, rule in _rules(overlay):
+        if _selects(policy["spec"]["podSelector"], role) and any(each["port"] == number for each in rule["ports"]):
+            for source in rule.get("from", []):
+                allowed |= {r for r in ROLES if "podSelector" in source and _selects(source["podSelector"], r)}
+    assert allowed == whom
+
+
+@every_node
+@every_overlay
+def test_mooncakes_ports_are_the_ones_that_are_open(overlay: str, role: str) -> None:
+    open_ports = [each for _, rule in _rules(overlay) for each in rule["ports"] if "endPort" in each]
+    assert [(each["port"], each["endPort"]) for each in open_ports] == [_transfer_ports(overlay, role)]
+
+
+@every_overlay
+def test_prometheus_may_scrape_every_pod(overlay: str) -> None:
+    policy = named(overlay, "NetworkPolicy", "hisparse-pd-metrics")["spec"]
+    assert all(_selects(policy["podSelector"], role) for role in ROLES)
+    (rule,) = policy["ingress"]
+    assert rule["ports"] == [{"port": "http"}]
+
+
+# --- keys ---
+
+
+@every_role
+@pytest.mark.parametrize("overlay", ["gpu-tcp", "gpu-rdma"])
+def test_each_process_gets_its_own_secret_keys_and_no_other(overlay: str, role: str) -> None:
+    each = container(overlay, role)
+    keys = Path(command_line(each).raw["--key-dir"])
+    mounted = {Path(mount["mountPath"]).relative_to(keys) for mount in _mounts(overlay, role, keys)}
+    expected = {"cluster.key_secret", f"{role}.key_secret", "allowed"} | (
+        {"operator.token"} if role == "decode" else set()
+    )
+    assert set(map(str, mounted)) == expected
+    for volume in pod(overlay, role)["volumes"]:
+        if "secret" in volume:
+            assert volume["secret"]["defaultMode"] == 0o440, "the program refuses secrets that everyone can read"
+
+
+@pytest.mark.parametrize("overlay", ["gpu-tcp", "gpu-rdma"])
+def test_what_is_revoked_while_a_process_runs_is_mounted_as_a_folder(overlay: str) -> None:
+    """A file that is mounted by itself (subPath) does not follow its Secret."""
+    clients = Path(command_line(container(overlay, "gateway")).raw["--api-key-file"])
+    (mount,) = _mounts(overlay, "gateway", clients.parent)
+    assert "subPath" not in mount
+    for role in ROLES:
+        (mount,) = _mounts(overlay, role, Path("/keys/allowed"))
+        assert "subPath" not in mount
+
+
+def test_the_secrets_are_made_as_they_are_mounted(tmp_path: Path) -> None:
+    files = ["cluster.key_secret", "operator.token", *(f"{role}.key_secret" for role in ROLES)]
+    (tmp_path / "allowed").mkdir()
+    for name in [*files, "api.keys", *(f"allowed/{role}.key" for role in ROLES)]:
+        (tmp_path / name).write_text(name)
+    script = [str(KUBERNETES / "make-secrets.sh"), str(tmp_path), str(tmp_path / "api.keys")]
+    text = subprocess.run(script, check=True, capture_output=True, text=True, timeout=60).stdout
+    made = {secret["metadata"]["name"]: secret for secret in yaml.safe_load_all(text)}
+    assert {secret["metadata"]["namespace"] for secret in made.values()} == {"hisparse-pd"}
+    used = set()
+    for role in ROLES:
+        names = {v["name"]: v["secret"]["secretName"] for v in pod("gpu-tcp", role)["volumes"] if "secret" in v}
+        used |= set(names.values())
+        for mount in container("gpu-tcp", role)["volumeMounts"]:
+            if mount["name"] in names and "subPath" in mount:
+                assert mount["subPath"] in made[names[mount["name"]]]["data"]
+    clients = Path(command_line(container("gpu-tcp", "gateway")).raw["--api-key-file"])
+    assert clients.name in made["hisparse-pd-api-keys"]["data"]
+    assert used == made.keys()
+    assert made["hisparse-pd-allowed"]["data"].keys() == {f"{role}.key" for role in ROLES}
+
+
+def test_tls_can_be_added(tmp_path: Path) -> None:
+    """The files are where the flags say, and the probes speak it too."""
+    base = os.path.relpath(KUBERNETES, tmp_path)
+    overlay = {"resources": [f"{base}/overlays/gpu-tcp"], "components": [f"{base}/components/tls"]}
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(overlay))
+    command = ["kubectl", "kustomize", str(tmp_path)]
+    text = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+    (gateway,) = [item for item in yaml.safe_load_all(text) if item["kind"] == "Deployment"]
+    kubernetes_validate.validate(gateway, VERSIONS[0], strict=True)
+    (each,) = gateway["spec"]["template"]["spec"]["containers"]
+    flags = command_line(each).raw
+    (mount,) = [mount for mount in each["volumeMounts"] if mount["name"] == "tls"]
+    assert {flags["--ssl-certfile"], flags["--ssl-keyfile"]} == {
+        f"{mount['mountPath']}/tls.{kind}" for kind in ("crt", "key")
+    }
+    for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert each[kind]["httpGet"] == {"path": "/health", "port": "http", "scheme": "HTTPS"}
+
+
+def test_the_demo_says_that_it_has_no_keys() -> None:
+    for role in ROLES:
+        flags = command_line(container("cpu-demo", role)).raw
+        assert "--insecure" in flags
+        assert "--key-dir" not in flags
+
+
+# --- autoscaling ---
+
+
+@pytest.mark.parametrize("overlay", ["gpu-tcp", "gpu-rdma"])
+def test_prefill_and_decode_scale_separately_by_their_own_queues(overlay: str) -> None:
+    scalers = {
+        scaler["spec"]["scaleTargetRef"]["name"]: scaler["spec"]
+        for scaler in of_kind(overlay, "HorizontalPodAutoscaler")
+    }
+    assert scalers.keys() == {"hisparse-pd-prefill", "hisparse-pd-decode"}
+    metrics = set()
+    for name, scaler in scalers.items():
+        assert "replicas" not in named(overlay, "StatefulSet", name)["spec"], "applying would undo the scaler's work"
+        (metric,) = scaler["metrics"]
+        metrics.add(metric["pods"]["metric"]["name"])
+        down = scaler["behavior"]["scaleDown"]
+        assert down["policies"] == [{"type": "Pods", "value": 1, "periodSeconds": down["policies"][0]["periodSeconds"]}]
+        drain = pod(overlay, name.rpartition("-")[2])["terminationGracePeriodSeconds"]
+        assert down["policies"][0]["periodSeconds"] >= drain, "the next one leaves when the last has left"
+    assert len(metrics) == 2
+
+
+# --- reading them ---
+
+
+def _ports(of: Object) -> dict[str, int]:
+    return {port["name"]: port["containerPort"] for port in of["ports"]}
+
+
+def _mounts(overlay: str, role: str, folder: Path) -> list[Object]:
+    """What is mounted at that folder or in it."""
+    mounts = container(overlay, role)["volumeMounts"]
+    return [mount for mount in mounts if Path(mount["mountPath"]).is_relative_to(folder)]
+
+
+def _transfer_ports(overlay: str, role: str) -> tuple[int, int]:
+    least, _, most = command_line(container(overlay, role)).raw["--transfer-ports"].partition("-")
+    return int(least), int(most)
+
+
+def _rules(overlay: str) -> list[tuple[Object, Object]]:
+    """Every rule with its policy."""
+    return [
+        (policy, rule) for policy in of_kind(overlay, "NetworkPolicy") for rule in policy["spec"].get("ingress", [])
+    ]
+
+
+def _selects(selector: Object, role: str) -> bool:
+    labels = {"app.kubernetes.io/name": "hisparse-pd", "app.kubernetes.io/component": role}
+    if not selector.get("matchLabels", {}).items() <= labels.items():
+        return False
+    return all(labels[each["key"]] in each["values"] for each in selector.get("matchExpressions", []))

@@ -1,0 +1,129 @@
+"""The units: accepted by systemd, with command lines that the program accepts, on ports that do not collide."""
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from configparser import RawConfigParser
+from pathlib import Path
+
+import pytest
+
+from tests.deploy.program import DEPLOY, ROLES, CommandLine, default, read_shell
+
+SYSTEMD = DEPLOY / "systemd"
+UNITS = {
+    "gateway": "hisparse-pd-gateway.service",
+    "prefill": "hisparse-pd-prefill@.service",
+    "decode": "hisparse-pd-decode@.service",
+}
+every_role = pytest.mark.parametrize("role", ROLES)
+needs_systemd = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
+
+
+class Unit(RawConfigParser):
+    """The [Service] section of a unit; of a setting that is repeated, the last."""
+
+    def __init__(self, role: str) -> None:
+        super().__init__(strict=False, delimiters=("=",), inline_comment_prefixes=None)
+        self.optionxform = str  # type: ignore[assignment, method-assign]
+        self.text = (SYSTEMD / UNITS[role]).read_text()
+        self.read_string(self.text.replace("\\\n", " "))
+
+    def __getitem__(self, name: str) -> str:  # type: ignore[override]
+        return self.get("Service", name)
+
+
+def command_line(role: str, instance: int = 0) -> CommandLine:
+    """What the unit runs, by the example of its environment file."""
+    words = dict(line.partition("=")[::2] for line in _settings(SYSTEMD / f"{role}.env"))
+    line = Unit(role)["ExecStart"].replace("%i", str(instance))
+    line = re.sub(r"\$\{(\w+)\}", lambda match: words[match[1]], line)
+    return read_shell(line.replace("$OPTIONS", words["OPTIONS"]))
+
+
+@needs_systemd
+@every_role
+def test_systemd_accepts_the_unit(role: str, tmp_path: Path) -> None:
+    """With the file for the network, and with another program: systemd looks whether there is one."""
+    unit = tmp_path / UNITS[role]
+    unit.write_text(Unit(role).text.replace("/opt/hisparse-pd/bin/hisparse-pd", sys.executable))
+    (tmp_path / f"{unit.name}.d").mkdir()
+    shutil.copy(SYSTEMD / "10-network.conf", tmp_path / f"{unit.name}.d")
+    named = str(unit).replace("@.", "@0.")
+    command = ["systemd-analyze", "verify", "--man=no", "--recursive-errors=no", named]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@needs_systemd
+@every_role
+def test_the_unit_is_sandboxed(role: str) -> None:
+    """By systemd's own count of what is left open: 0 is nothing, 10 everything. A GPU and a JIT take their part."""
+    command = ["systemd-analyze", "security", "--offline=true", "--threshold=45", str(SYSTEMD / UNITS[role])]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@every_role
+def test_the_program_accepts_the_command_line(role: str) -> None:
+    line = command_line(role)
+    assert line.command == role
+    assert Unit(role)["User"] != "root"
+    if role != "gateway":
+        assert line.values["device"] == "cuda:0"
+        assert line.values["gateways"] == [f"{_env('gateway')['HOST']}:{default('gateway', 'control_port')}"]
+    if role == "decode":
+        assert json.loads(line.values["hisparse_config"])["host_pool_gib"] > 0
+
+
+@every_role
+def test_every_variable_of_the_unit_is_in_its_example(role: str) -> None:
+    used = set(re.findall(r"\$\{?(\w+)", Unit(role)["ExecStart"]))
+    assert used == _env(role).keys()
+    assert f"EnvironmentFile=/etc/hisparse-pd/{role}.env\n" in Unit(role).text
+
+
+@every_role
+def test_a_unit_has_time_to_drain(role: str) -> None:
+    assert float(Unit(role)["TimeoutStopSec"]) >= float(command_line(role).raw["--drain-timeout"]) + 20
+
+
+@every_role
+def test_a_process_that_died_comes_back_unless_it_was_configured_wrongly(role: str) -> None:
+    unit = Unit(role)
+    assert unit["Restart"] == "on-failure"
+    assert unit["RestartPreventExitStatus"] == "2"
+    assert unit.get("Unit", "StartLimitIntervalSec") == "0", "systemd would give up on it"
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_nodes_may_pin_memory_and_reach_their_device(role: str) -> None:
+    unit = Unit(role)
+    assert unit["LimitMEMLOCK"] == "infinity"
+    # Each of these takes /dev/nvidia* away, the last by what it lets in.
+    assert not re.search(r"^(PrivateDevices|DevicePolicy|DeviceAllow|ProtectClock)=", unit.text, re.MULTILINE)
+
+
+def test_eight_nodes_of_each_kind_fit_on_a_machine() -> None:
+    taken: list[int] = [default("gateway", "port"), default("gateway", "control_port")]
+    for role in ("prefill", "decode"):
+        for instance in range(8):
+            line = command_line(role, instance)
+            least, _, most = line.raw["--transfer-ports"].partition("-")
+            taken += [line.values["port"], line.values["control_port"], *range(int(least), int(most) + 1)]
+    assert len(taken) == len(set(taken))
+    assert max(taken) < 32768, "systems hand out the ports above for outgoing connections"
+
+
+def _settings(path: Path) -> list[str]:
+    """KEY=VALUE with the value quoted for a shell, as it is for systemd."""
+    lines = [line for line in path.read_text().splitlines() if line and not line.startswith("#")]
+    assert all(len(shlex.split(line.partition("=")[2])) <= 1 for line in lines)
+    return lines
+
+
+def _env(role: str) -> dict[str, str]:
+    return dict(line.partition("=")[::2] for line in _settings(SYSTEMD / f"{role}.env"))

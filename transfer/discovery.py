@@ -1,0 +1,101 @@
+"""Which gateways there are: every address that the names which a node was given stand for, now.
+
+A name may have several addresses (a headless Service in Kubernetes has one for each replica), and they change while
+the node runs. Looking a name up may take seconds, so that it has a thread of its own: others only read the last answer.
+"""
+
+import ipaddress
+import socket
+import threading
+from collections.abc import Callable, Iterable, Sequence
+
+import structlog
+
+log = structlog.get_logger(__name__)
+
+LOOK_UP_S = 5.0
+"""How often names are looked up again."""
+
+Resolver = Callable[[str], Iterable[str]]
+"""The IPv4 addresses of a host name. Raises OSError if there are none or nobody can say."""
+
+
+def resolve(host: str) -> list[str]:
+    """Ask the system: /etc/hosts, DNS, whatever it is set up for. Blocks."""
+    found = socket.getaddrinfo(host, None, family=socket.AF_INET, type=socket.SOCK_STREAM)
+    return [str(address[0]) for _, _, _, _, address in found]
+
+
+class GatewayAddresses:
+    """The addresses of all gateways, kept up to date by a thread from `start` to `stop`.
+
+    Where a lookup fails the last answer stands: that the name service is away says nothing about gateways.
+    """
+
+    def __init__(self, names: Sequence[str], resolver: Resolver = resolve, every: float = LOOK_UP_S) -> None:
+        """names: HOST:PORT each. every: seconds between lookups."""
+        self._resolver = resolver
+        self._every = every
+        self._answers = {name: frozenset([name]) if _is_address(name) else frozenset() for name in names}
+        self._current: frozenset[str] = frozenset().union(*self._answers.values())
+        self._failing: set[str] = set()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="discovery", daemon=True)
+
+    @property
+    def expected(self) -> bool:
+        """Whether the node was told of any gateway."""
+        return bool(self._answers)
+
+    @property
+    def current(self) -> frozenset[str]:
+        """HOST:PORT of every gateway with a numeric host; empty until a name has been looked up."""
+        return self._current
+
+    def start(self) -> None:
+        if any(not _is_address(name) for name in self._answers):
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Look nothing up any more. Does not wait for a lookup that is under way. Idempotent."""
+        self._stopping.set()
+
+    def look_up(self) -> None:
+        """Look all names up once."""
+        for name in self._answers:
+            if not _is_address(name):
+                self._look_up(name)
+        self._current = frozenset().union(*self._answers.values())
+
+    def _run(self) -> None:
+        while True:
+            self.look_up()
+            if self._stopping.wait(self._every):
+                return
+
+    def _look_up(self, name: str) -> None:
+        host, _, port = name.rpartition(":")
+        try:
+            answer = frozenset(f"{address}:{port}" for address in self._resolver(host))
+        except OSError as error:
+            if name not in self._failing:
+                self._failing.add(name)
+                log.warning("cannot look up a gateway", name=name, error=str(error), known=_listed(self._answers[name]))
+            return
+        self._failing.discard(name)
+        if answer != self._answers[name]:
+            log.info("gateways", name=name, addresses=_listed(answer))
+            self._answers[name] = answer
+
+
+def _is_address(name: str) -> bool:
+    """Whether the host of HOST:PORT is a number, which needs no lookup."""
+    try:
+        ipaddress.ip_address(name.rpartition(":")[0])
+    except ValueError:
+        return False
+    return True
+
+
+def _listed(addresses: Iterable[str]) -> str:
+    return ",".join(sorted(addresses)) or "none"
