@@ -28,6 +28,15 @@ def wait_until(condition: Callable[[], Any], timeout: float = 30.0, what: str = 
     return value
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a process runs: `host` is its address; `prefix` is put before its command, and `words` behind it."""
+
+    host: str = "127.0.0.1"
+    prefix: tuple[str, ...] = ()
+    words: tuple[str, ...] = ()
+
+
 @dataclass
 class Node:
     """One process of a cluster."""
@@ -40,10 +49,15 @@ class Node:
     module: str
     environment: Mapping[str, str]
     process: "subprocess.Popen[bytes]"
+    place: Place = Place()
 
     @property
     def base_url(self) -> str:
-        return f"http://127.0.0.1:{self.http_port}"
+        return f"http://{self.place.host}:{self.http_port}"
+
+    @property
+    def control_address(self) -> str:
+        return f"{self.place.host}:{self.control_port}"
 
     @property
     def log(self) -> str:
@@ -81,13 +95,14 @@ class Node:
 class Cluster:
     """A gateway and the nodes that were added to it. Context manager: nothing runs on after it.
 
-    Processes run `module`, with what `environment` says for one of that name in their environment.
+    Processes run `module`, where `places` says for one of that name, with what `environment` says in their environment.
     """
 
     model_path: Path
     directory: Path
     module: str = "cli.main"
     environment: Callable[[str], Mapping[str, str]] = lambda name: {}
+    places: Callable[[str], Place] = lambda name: Place()
     nodes: dict[str, Node] = field(default_factory=dict)
 
     def __enter__(self) -> "Cluster":
@@ -109,9 +124,10 @@ class Cluster:
         return self._start(name, "decode", self._node_flags(flags))
 
     def restart(self, node: Node) -> Node:
-        """Start a process that ended again, on the same ports."""
+        """Start a process that ended again, on the same ports, at the address that its place has now."""
         assert node.process.poll() is not None
-        node.process = self._spawn(node.words, node.log_path, node.module, node.environment)
+        node.place = self.places(node.name)
+        node.process = self._spawn(node.words, node.log_path, node.module, node.environment, node.place)
         return node
 
     def wait_ready(self) -> "Cluster":
@@ -131,7 +147,7 @@ class Cluster:
         gateway = self.nodes.get("gateway")
         defaults: dict[str, object] = {"transfer_protocol": "tcp", "dtype": "float32"}
         if gateway is not None:
-            defaults["gateway"] = f"127.0.0.1:{gateway.control_port}"
+            defaults["gateway"] = gateway.control_address
         return {**defaults, **flags}
 
     def _start(self, name: str, command: str, flags: dict[str, object]) -> Node:
@@ -140,19 +156,19 @@ class Cluster:
         words = [command, *arguments({"--model-path": self.model_path, **given})]
         words += ["--port", str(http_port), "--control-port", str(control_port)]
         log_path = self.directory / f"{name}.log"
-        module, environment = self.module, self.environment(name)
-        process = self._spawn(words, log_path, module, environment)
-        node = Node(name, words, http_port, control_port, log_path, module, environment, process)
+        module, environment, place = self.module, self.environment(name), self.places(name)
+        process = self._spawn(words, log_path, module, environment, place)
+        node = Node(name, words, http_port, control_port, log_path, module, environment, process, place)
         self.nodes[name] = node
         return node
 
     @staticmethod
     def _spawn(
-        words: list[str], log_path: Path, module: str, environment: Mapping[str, str]
+        words: list[str], log_path: Path, module: str, environment: Mapping[str, str], place: Place
     ) -> "subprocess.Popen[bytes]":
         with log_path.open("ab") as log:
             return subprocess.Popen(
-                [sys.executable, "-m", module, *words],
+                [*place.prefix, sys.executable, "-m", module, words[0], "--host", place.host, *words[1:], *place.words],
                 stdout=log,
                 stderr=log,
                 env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
