@@ -127,19 +127,22 @@ class Network:
             host.move_to(network, f"10.77.{self._networks.index(network)}.{number}")
         return host
 
-    def part(self, one: Host, other: Host) -> None:
-        """From now on, what these two send each other is lost in silence: nothing answers and nothing is reset."""
-        for here, network, address in _between(one, other):
+    def part(self, one: Host, other: Host, *networks: str) -> None:
+        """From now on, what these two send each other is lost in silence: nothing answers and nothing is reset.
+
+        On some of the networks, by default on all that they share.
+        """
+        for here, network, address in _between(one, other, networks):
             here.run("ip", "neigh", "replace", address, "lladdr", _NOBODY, "nud", "permanent", "dev", network)
 
-    def join(self, one: Host, other: Host) -> None:
+    def join(self, one: Host, other: Host, *networks: str) -> None:
         """Undo `part`."""
-        for here, network, address in _between(one, other):
+        for here, network, address in _between(one, other, networks):
             here.run("ip", "neigh", "del", address, "dev", network)
 
     @contextmanager
     def impaired(self, delay_ms: float, loss: float) -> Iterator[str]:
-        """Meanwhile, what any host sends is delayed and a part of it lost. What does it: netem, or tests/e2e/wire.py."""
+        """Meanwhile, what any host sends is delayed and some of it lost. What does it: netem, or tests/e2e/wire.py."""
         ends = [(host, network) for host in self.hosts.values() for network in host.addresses]
         if self._has_netem():
             for host, network in ends:
@@ -197,10 +200,10 @@ class Network:
         _run("ip", "-n", self._switch, *words)
 
 
-def _between(one: Host, other: Host) -> Iterator[tuple[Host, str, str]]:
-    """Both directions on each network that the two share: from where, over which, to which address."""
+def _between(one: Host, other: Host, networks: Sequence[str]) -> Iterator[tuple[Host, str, str]]:
+    """Both directions on each of these networks, or on all that the two share: from where, over which, to whom."""
     for here, there in ((one, other), (other, one)):
-        for network in here.addresses.keys() & there.addresses.keys():
+        for network in networks or here.addresses.keys() & there.addresses.keys():
             yield here, network, there.addresses[network]
 
 
