@@ -67,9 +67,10 @@ def run_decode_node(config: DecodeConfig) -> None:
     with ExitStack() as at_end:
         shell: NodeShell[Event] = NodeShell("decode", config)
         at_end.callback(shell.close)
+        ports = config.claim_transfer_ports()
         log.info("attention backend", backend=backend.name)
         model = load_model(config.model_path, dtype, device, config.context_length, backend)
-        transports = Transports(config.data_host, config.transfer_protocol, config.ib_device, config.transfer_ports)
+        transports = Transports(config.data_host, config.transfer_protocol, config.ib_device, ports)
         coordinator = build_tiers(
             _plan(config, hisparse, spec, device),
             device,

@@ -26,6 +26,10 @@ fi
 if ! ldconfig -p 2>/dev/null | grep -q libibverbs.so.1 && ! /sbin/ldconfig -p | grep -q libibverbs.so.1; then
     apt_install libibverbs1
 fi
+# Only tests that build networks of their own need these, and root; without them they are skipped.
+if [ "$(id -u)" -eq 0 ] && ! { command -v ip && command -v tc && command -v nft; } >/dev/null; then
+    apt_install iproute2 nftables || say "without ip, tc and nft, tests that need them are skipped"
+fi
 if ! "$PYTHON" -c 'import ensurepip' 2>/dev/null; then
     apt_install python3-venv
 fi

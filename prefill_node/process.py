@@ -53,10 +53,11 @@ def run_prefill_node(config: PrefillConfig) -> None:
     shell: NodeShell[Computed | Sent] = NodeShell("prefill", config)
     sender = None
     try:
+        ports = config.claim_transfer_ports()
         log.info("attention backend", backend=backend.name)
         model = load_model(config.model_path, dtype, device, config.context_length, backend)
         pool = PagedKVPool(kv_layout(spec), _num_pages(config, spec), config.page_size, device)
-        transports = Transports(config.data_host, config.transfer_protocol, config.ib_device, config.transfer_ports)
+        transports = Transports(config.data_host, config.transfer_protocol, config.ib_device, ports)
         transports.register(pool.get_contiguous_buf_infos())
         prefill: ChunkedPrefill[Key] = ChunkedPrefill(model, pool, config.chunked_prefill_size)
         sender = Sender(

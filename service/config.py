@@ -10,8 +10,8 @@ import torch
 from service.errors import StartupError
 from service.logs import LogFormat
 from transfer.messages import ADDRESS_PATTERN
-from transfer.ports import PortRange
-from transfer.routes import TransferProtocol, choose_transports
+from transfer.ports import ClaimedPorts, PortRange
+from transfer.routes import TransferProtocol, choose_transports, engines_among
 
 _WILDCARDS = ("0.0.0.0", "::")
 
@@ -73,6 +73,15 @@ class NodeConfig:
             torch.cuda.set_device(device)
         return device
 
+    def claim_transfer_ports(self) -> ClaimedPorts | None:
+        """The ports of this node's transfer engines; None if it has no engine. Raises StartupError if none are free."""
+        engines = self._num_engines()
+        return ClaimedPorts(PortRange.parse(self.transfer_ports, engines), engines) if engines else None
+
+    def _num_engines(self) -> int:
+        """Raises StartupError for a transport that this machine lacks."""
+        return len(engines_among(choose_transports(self.transfer_protocol, self.ib_device)))
+
     def check(self) -> None:
         """Raises StartupError for values that no machine could serve, or for a transport that this one lacks."""
         for name in ("page_size", "chunked_prefill_size"):
@@ -90,8 +99,7 @@ class NodeConfig:
                 )
             if not re.match(ADDRESS_PATTERN, f"{self.transfer_host}:0"):
                 raise StartupError(f"--transfer-host {self.transfer_host}: expected a host name or an IPv4 address")
-        transports = choose_transports(self.transfer_protocol, self.ib_device)
-        PortRange.parse(self.transfer_ports, engines=len(set(transports) - {"shm"}))
+        PortRange.parse(self.transfer_ports, self._num_engines())
         for gateway in self.gateways:
             if not re.match(ADDRESS_PATTERN, gateway):
                 raise StartupError(f"--gateway {gateway}: expected HOST:PORT, the gateway's control port")

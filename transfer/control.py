@@ -32,8 +32,8 @@ MAX_QUEUED = 1000
 PING_S = 0.5
 _IDLE_CLOSE_S = 60.0
 _UNACKNOWLEDGED_MS = 3000
-"""A connection on which nothing arrives for so long is made anew: TCP waits longer before each further attempt, and after
-a partition it would take up to as long again as that has lasted."""
+"""A connection on which nothing arrives for so long is made anew: TCP waits longer before each further attempt, and
+after a partition it would take up to as long again as that has lasted."""
 _CONNECT_MS = 2000
 _KEEPALIVE_S = 60
 _REMEMBERED_BOOTS = 4096

@@ -10,8 +10,7 @@ import os
 import random
 import re
 import socket
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import psutil
@@ -60,52 +59,29 @@ class PortRange:
 
 
 class ClaimedPorts:
-    """Neighbouring ports for a process's engines. Mooncake must not have been loaded before.
+    """Neighbouring ports for the engines of this process, held until those start. Mooncake must not be loaded before.
 
-    Others that claim ports leave them alone from now on until this process ends. Raises StartupError if the range has
-    none that are free.
+    Until this process ends, no other that claims ports chooses them. Raises StartupError if the range has none left.
     """
 
     def __init__(self, within: PortRange, engines: int) -> None:
-        self._count = engines * PORTS_PER_ENGINE
-        self._claim, self._first = self._choose(within)
-        os.environ["MC_MIN_RPC_PORT"] = str(self._first)
-        os.environ["MC_MAX_RPC_PORT"] = str(self._first + self._count - 1)
+        self._claim, self._held = _claim(within, engines * PORTS_PER_ENGINE)
+        self._ports = range(min(self._held), max(self._held) + 1)
+        os.environ["MC_MIN_RPC_PORT"] = str(self._ports[0])
+        os.environ["MC_MAX_RPC_PORT"] = str(self._ports[-1])
 
-    @contextmanager
-    def only_for(self, engine: int) -> Iterator[None]:
-        """Hold the ports of all other engines meanwhile, so that the one that starts takes its own two."""
-        mine = range(self._first + engine * PORTS_PER_ENGINE, self._first + (engine + 1) * PORTS_PER_ENGINE)
-        with ExitStack() as held:
-            for port in range(self._first, self._first + self._count):
-                probe = _bound(port) if port not in mine else None
-                if probe is not None:
-                    held.enter_context(probe)
-            yield
+    def release(self, engine: int) -> None:
+        """Leave an engine its two, when it starts: with those of the others held, it finds no more."""
+        for port in self._ports[engine * PORTS_PER_ENGINE : (engine + 1) * PORTS_PER_ENGINE]:
+            self._held.pop(port).close()
 
     def check(self, taken: Iterable[int]) -> None:
         """Raises StartupError if Mooncake took other ports, which nobody confines."""
-        if others := set(taken) - set(range(self._first, self._first + self._count)):
+        if others := set(taken) - set(self._ports):
             raise StartupError(
                 f"Mooncake listens on {', '.join(map(str, sorted(others)))}, outside --transfer-ports: this version "
                 "does not heed MC_MIN_RPC_PORT and MC_MAX_RPC_PORT"
             )
-
-    def _choose(self, within: PortRange) -> tuple[socket.socket, int]:
-        """A claim, and the first of the ports that it stands for."""
-        starts = list(range(within.first, within.last - self._count + 2, self._count))
-        # At random: what was just used, by a process that has ended, is not free for a minute.
-        for first in random.sample(starts, len(starts)):
-            claim = _claimed(first)
-            if claim is None:
-                continue
-            if all(_is_free(port) for port in range(first, first + self._count)):
-                return claim, first
-            claim.close()
-        raise StartupError(
-            f"--transfer-ports {within}: no {self._count} neighbouring ports are free; a process that ends leaves its "
-            "own taken for a minute. Give a larger range"
-        )
 
 
 def listening_ports() -> set[int]:
@@ -129,8 +105,27 @@ def _is_loopback(address: str) -> bool:
     return address.startswith("127.") or address == "::1"
 
 
-def _claimed(first: int) -> socket.socket | None:
-    """A name that only one process of this network namespace can have, as with ports; None if another has it."""
+def _claim(within: PortRange, count: int) -> tuple[socket.socket, dict[int, socket.socket]]:
+    """What claims that many neighbouring ports, and the sockets that hold them."""
+    starts = list(range(within.first, within.last - count + 2, count))
+    # At random: those of a process that has just ended are not free for a minute.
+    for first in random.sample(starts, len(starts)):
+        claim = _named(first)
+        if claim is None:
+            continue
+        held = {port: probe for port in range(first, first + count) if (probe := _bound(port)) is not None}
+        if len(held) == count:
+            return claim, held
+        for socket_ in (claim, *held.values()):
+            socket_.close()
+    raise StartupError(
+        f"--transfer-ports {within}: no {count} neighbouring ports are free; a process that ends leaves its own taken "
+        "for a minute. Give a larger range"
+    )
+
+
+def _named(first: int) -> socket.socket | None:
+    """A name that only one process can have, in the same network namespace as the ports; None if another has it."""
     claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         claim.bind(f"\0hisparse-pd/transfer-ports/{first}")
@@ -138,14 +133,6 @@ def _claimed(first: int) -> socket.socket | None:
         claim.close()
         return None
     return claim
-
-
-def _is_free(port: int) -> bool:
-    probe = _bound(port)
-    if probe is None:
-        return False
-    probe.close()
-    return True
 
 
 def _bound(port: int) -> socket.socket | None:

@@ -1,6 +1,6 @@
 """Which transport carries KV from here to a decode node: one engine per transport, one choice per decode node."""
 
-from contextlib import nullcontext
+from collections.abc import Sequence
 from typing import Literal
 
 import structlog
@@ -8,7 +8,7 @@ import structlog
 from service.errors import StartupError
 from transfer.engine import KVTransferEngine, rdma_devices
 from transfer.messages import BufferInfo, Destination, Session, Transport
-from transfer.ports import ClaimedPorts, PortRange
+from transfer.ports import ClaimedPorts
 from transfer.shm import NotShared, SharedMemoryChannel
 from transfer.writer import Channel
 
@@ -38,24 +38,29 @@ def choose_transports(wanted: TransferProtocol, ib_device: str) -> tuple[Transpo
     return (wanted,)
 
 
+def engines_among(transports: Sequence[Transport]) -> list[Literal["rdma", "tcp"]]:
+    """Those that take an engine."""
+    return [transport for transport in transports if transport != "shm"]
+
+
 class Transports:
     """The transports of one process. A decode node offers them, a prefill node connects with them."""
 
-    def __init__(self, host: str, wanted: TransferProtocol, ib_device: str = "", ports: str | None = None) -> None:
-        """Start the engines. `host`: the address that others write to. `ports`: MIN-MAX, or Mooncake's own choice.
+    def __init__(
+        self, host: str, wanted: TransferProtocol, ib_device: str = "", ports: ClaimedPorts | None = None
+    ) -> None:
+        """Start the engines. `host`: the address that others write to. `ports`: theirs, or None for any.
 
         Raises StartupError if one does not start.
         """
         self.offered = choose_transports(wanted, ib_device)
-        kinds = [transport for transport in self.offered if transport != "shm"]
-        claimed = ClaimedPorts(PortRange.parse(ports, len(kinds)), len(kinds)) if ports and kinds else None
         self._engines: dict[Transport, KVTransferEngine] = {}
-        for number, transport in enumerate(kinds):
-            with claimed.only_for(number) if claimed else nullcontext():
-                devices = ib_device if transport == "rdma" else ""
-                self._engines[transport] = KVTransferEngine(host, transport, devices)
-        if claimed is not None:
-            claimed.check(self.ports)
+        for number, transport in enumerate(engines_among(self.offered)):
+            if ports is not None:
+                ports.release(number)
+            self._engines[transport] = KVTransferEngine(host, transport, ib_device if transport == "rdma" else "")
+        if ports is not None:
+            ports.check(self.ports)
 
     @property
     def ports(self) -> tuple[int, ...]:

@@ -21,8 +21,10 @@ from transfer.engine import KVTransferEngine
 from transfer.messages import BufferInfo
 from transfer.ports import ClaimedPorts, PortRange
 
-with ClaimedPorts(PortRange.parse(sys.argv[1], engines=1), engines=1).only_for(0):
-    engine = KVTransferEngine("127.0.0.1", "tcp")
+ports = ClaimedPorts(PortRange.parse(sys.argv[1], engines=1), engines=1)
+ports.release(0)
+engine = KVTransferEngine("127.0.0.1", "tcp")
+ports.check(engine.ports)
 buffer = np.zeros(4096, dtype=np.uint8)
 engine.register(BufferInfo(ptrs=(buffer.ctypes.data,), lengths=(4096,), item_lengths=(1,)))
 print(json.dumps([engine.session.name, engine.ports, buffer.ctypes.data]), flush=True)
@@ -98,11 +100,12 @@ def test_a_session_that_comes_back_after_a_restart_is_reached_whatever_was_known
 
 
 def test_engines_of_one_process_each_take_their_own_pair() -> None:
-    """While one starts, the others' ports are held: Mooncake has one range for all of them."""
+    """Mooncake has one range for all of them: while one starts, the others' are held."""
     claimed = ClaimedPorts(PortRange(21200, 21203), engines=2)
-    for engine, free in ((0, {21200, 21201}), (1, {21202, 21203})):
-        with claimed.only_for(engine):
-            assert {port for port in range(21200, 21204) if can_bind(port)} == free
+    assert not any(can_bind(port) for port in range(21200, 21204))
+    claimed.release(0)
+    assert [port for port in range(21200, 21204) if can_bind(port)] == [21200, 21201]
+    claimed.release(1)
     assert all(can_bind(port) for port in range(21200, 21204))
     claimed.check([21200, 21203])
     with pytest.raises(StartupError, match="Mooncake listens on 15123, outside --transfer-ports"):
