@@ -148,16 +148,17 @@ class Network:
             for host, network in ends:
                 how = ("netem", "delay", f"{delay_ms}ms", "loss", f"{100 * loss}%")
                 host.run("tc", "qdisc", "add", "dev", network, "root", *how)
-            yield "netem"
-            for host, network in ends:
-                host.run("tc", "qdisc", "del", "dev", network, "root")
+            try:
+                yield "netem"
+            finally:
+                for host, network in ends:
+                    host.run("tc", "qdisc", "del", "dev", network, "root")
         else:
             self._insert_wire(ends, delay_ms, loss)
-            yield "wire"
-            self._stop_wire()
-            for host, network in ends:
-                self._in_switch("link", "del", f"{host.ports[network]}-w")
-                self._in_switch("link", "set", host.ports[network], "master", network)
+            try:
+                yield "wire"
+            finally:
+                self._remove_wire(ends)
 
     def _insert_wire(self, ends: Sequence[tuple[Host, str]], delay_ms: float, loss: float) -> None:
         """Between each port and its bridge, there is now a process that carries the frames."""
@@ -177,6 +178,12 @@ class Network:
         )
         assert self._wire.stdout is not None
         assert self._wire.stdout.readline() == "ready\n"
+
+    def _remove_wire(self, ends: Sequence[tuple[Host, str]]) -> None:
+        self._stop_wire()
+        for host, network in ends:
+            self._in_switch("link", "del", f"{host.ports[network]}-w")
+            self._in_switch("link", "set", host.ports[network], "master", network)
 
     def _stop_wire(self) -> None:
         if self._wire is not None:

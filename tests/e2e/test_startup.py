@@ -172,7 +172,10 @@ def test_nonsense_flags_are_refused(start_here: StartHere, checkpoints: dict[str
         (("decode", "--model-path", model, "--gateway", "10.0.0.1", *FREE), "expected HOST:PORT"),
         (("decode", "--model-path", model, "--advertise-host", "a b", *FREE), "--advertise-host a b: expected"),
         (("decode", "--model-path", model, "--transfer-host", "0.0.0.0", *FREE), "--transfer-host 0.0.0.0 is not"),
-        (("prefill", "--model-path", model, "--transfer-ports", "40000-40010", *FREE), "Mooncake takes none from 32768"),
+        (
+            ("prefill", "--model-path", model, "--transfer-ports", "40000-40010", *FREE),
+            "Mooncake takes none from 32768",
+        ),
         (("tiny-model", "/tmp/x", "--index-n-heads", 4), "at least 16"),
     ):
         code, error = start_here(*words)
