@@ -93,6 +93,12 @@ Protocol = Annotated[
         help="auto: shared memory where the decode node's pool can be mapped, RDMA where both have it, else TCP.",
     ),
 ]
+TransferHost = Annotated[
+    str | None, typer.Option(help="Address that KV is written to, on the data network; default: --advertise-host.")
+]
+TransferPorts = Annotated[
+    str, typer.Option(help="MIN-MAX: ports for Mooncake, two per engine, on every interface; see docs/operations.md.")
+]
 Checksum = Annotated[
     TransferChecksum,
     typer.Option("--transfer-checksum", help="What the decode node checks of what was sent, before it is used."),

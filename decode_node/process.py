@@ -36,7 +36,7 @@ from service.shell import NodeShell
 from transfer.fencing import ReservationTable
 from transfer.membership import Membership
 from transfer.messages import Heartbeat, Register
-from transfer.routes import Transports, choose_transports
+from transfer.routes import Transports
 
 log = structlog.get_logger(__name__)
 
@@ -59,7 +59,6 @@ def run_decode_node(config: DecodeConfig) -> None:
     """Serve until SIGTERM or SIGINT. Raises StartupError if it cannot start; cheap checks come first."""
     configure_logging(config.log_level, config.log_format, "decode")
     config.check()
-    choose_transports(config.transfer_protocol, config.ib_device)
     device = config.use_device()
     dtype = resolve_dtype(config.model_path, config.dtype)
     spec = read_spec(config.model_path, dtype, config.context_length)
@@ -68,9 +67,10 @@ def run_decode_node(config: DecodeConfig) -> None:
     with ExitStack() as at_end:
         shell: NodeShell[Event] = NodeShell("decode", config)
         at_end.callback(shell.close)
+        ports = config.claim_transfer_ports()
         log.info("attention backend", backend=backend.name)
         model = load_model(config.model_path, dtype, device, config.context_length, backend)
-        transports = Transports(config.data_host, config.transfer_protocol, config.ib_device)
+        transports = Transports(config.data_host, config.transfer_protocol, config.ib_device, ports)
         coordinator = build_tiers(
             _plan(config, hisparse, spec, device),
             device,

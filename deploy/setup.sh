@@ -28,6 +28,10 @@ for library in libibverbs.so.1:libibverbs1 libnuma.so.1:libnuma1 libcurl.so.4:li
         apt_install "${library#*:}"
     fi
 done
+# Only tests that build networks of their own need these, and root; without them they are skipped.
+if [ "$(id -u)" -eq 0 ] && ! { command -v ip && command -v tc && command -v nft; } >/dev/null; then
+    apt_install iproute2 nftables || say "without ip, tc and nft, tests that need them are skipped"
+fi
 if ! "$PYTHON" -c 'import ensurepip' 2>/dev/null; then
     apt_install python3-venv
 fi

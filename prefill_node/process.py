@@ -27,7 +27,7 @@ from service.shell import NodeShell
 from transfer.checksum import ChecksumMode
 from transfer.membership import Membership
 from transfer.messages import Heartbeat, Register
-from transfer.routes import Transports, choose_transports
+from transfer.routes import Transports
 
 log = structlog.get_logger(__name__)
 
@@ -47,7 +47,6 @@ def run_prefill_node(config: PrefillConfig) -> None:
     """Serve until SIGTERM or SIGINT. Raises StartupError if it cannot start; cheap checks come first."""
     configure_logging(config.log_level, config.log_format, "prefill")
     config.check()
-    choose_transports(config.transfer_protocol, config.ib_device)
     device = config.use_device()
     dtype = resolve_dtype(config.model_path, config.dtype)
     spec = read_spec(config.model_path, dtype, config.context_length)
@@ -55,10 +54,11 @@ def run_prefill_node(config: PrefillConfig) -> None:
     shell: NodeShell[Computed | Sent] = NodeShell("prefill", config)
     sender = None
     try:
+        ports = config.claim_transfer_ports()
         log.info("attention backend", backend=backend.name)
         model = load_model(config.model_path, dtype, device, config.context_length, backend)
         pool = PagedKVPool(kv_layout(spec), _num_pages(config, spec, device), config.page_size, device)
-        transports = Transports(config.data_host, config.transfer_protocol, config.ib_device)
+        transports = Transports(config.data_host, config.transfer_protocol, config.ib_device, ports)
         transports.register(pool.get_contiguous_buf_infos())
         prefill: ChunkedPrefill[Key] = ChunkedPrefill(model, pool, config.chunked_prefill_size)
         sender = Sender(

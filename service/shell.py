@@ -18,6 +18,7 @@ from transfer.control import ControlPlane
 from transfer.discovery import GatewayAddresses
 from transfer.membership import HEARTBEAT_S, Membership
 from transfer.messages import HeartbeatAck, Message, Peer, Refused, Registered, Role
+from transfer.ports import reachable_addresses
 from transfer.routes import Transports
 
 log = structlog.get_logger(__name__)
@@ -46,7 +47,7 @@ class NodeShell(Generic[Event]):
                 role,
                 config.host,
                 config.control_port,
-                config.data_host,
+                config.advertised_host,
                 deliver=self._deliver,
             )
         except BaseException:
@@ -80,9 +81,17 @@ class NodeShell(Generic[Event]):
             control=self.control.me.address,
             transports="|".join(transports.offered),
             session=",".join(session.name for session in transports.sessions),
+            transfer_ports=",".join(map(str, transports.ports)),
             model=model_type,
             fingerprint=fingerprint,
         )
+        if transports.ports and (addresses := reachable_addresses()):
+            log.warning(
+                "whoever reaches the transfer ports can write to this node's KV, without authentication; confine them "
+                "to the nodes' data network (docs/operations.md, Network)",
+                ports=",".join(map(str, transports.ports)),
+                addresses=",".join(addresses),
+            )
 
     def receive(self, timeout: float) -> list[tuple[Peer, Message] | Event]:
         """Everything that has arrived; waits up to `timeout` seconds for the first.

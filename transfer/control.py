@@ -31,6 +31,11 @@ MAX_QUEUED = 1000
 """Frames that wait for one peer; those beyond are dropped and counted. What must arrive is repeated anyway."""
 PING_S = 0.5
 _IDLE_CLOSE_S = 60.0
+_UNACKNOWLEDGED_MS = 3000
+"""A connection on which nothing arrives for so long is made anew: TCP waits longer before each further attempt, and
+after a partition it would take up to as long again as that has lasted."""
+_CONNECT_MS = 2000
+_KEEPALIVE_S = 60
 _REMEMBERED_BOOTS = 4096
 
 
@@ -80,6 +85,9 @@ class ControlPlane:
         self._mailbox = self._context.socket(zmq.PULL)
         self._mailbox.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         self._mailbox.setsockopt(zmq.LINGER, 0)
+        # Of a peer that a partition took away, the old connection would stay beside the new one.
+        self._mailbox.setsockopt(zmq.TCP_KEEPALIVE, 1)
+        self._mailbox.setsockopt(zmq.TCP_KEEPALIVE_IDLE, _KEEPALIVE_S)
         try:
             if port == 0:
                 port = self._mailbox.bind_to_random_port(f"tcp://{host}")
@@ -252,6 +260,8 @@ class ControlPlane:
         socket.setsockopt(zmq.LINGER, 200)
         socket.setsockopt(zmq.RECONNECT_IVL, 50)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_MS)
+        socket.setsockopt(zmq.TCP_MAXRT, _UNACKNOWLEDGED_MS)
         try:
             socket.connect(f"tcp://{address}")
         except zmq.ZMQError:

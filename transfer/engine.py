@@ -15,6 +15,7 @@ import structlog
 from service.errors import StartupError
 from transfer.messages import BufferInfo, Session, Transport
 from transfer.planner import Descriptors
+from transfer.ports import listening_ports
 
 log = structlog.get_logger(__name__)
 
@@ -37,7 +38,8 @@ def rdma_devices(wanted: str = "") -> list[str]:
 class KVTransferEngine:
     """Registers local buffers and writes into those of other processes.
 
-    `session` names this engine to others. Channels may be used at the same time by different threads.
+    `session` names this engine to others, and `ports` are those that it listens on, at every address of the machine.
+    Channels may be used at the same time by different threads.
     Raises StartupError if Mooncake is missing or does not start.
     """
 
@@ -54,9 +56,11 @@ class KVTransferEngine:
                 f"cannot load Mooncake ({error}); install hisparse-pd[cpu], [cuda12] or [cuda13] and libibverbs1"
             ) from error
         self._engine = TransferEngine()
+        before = listening_ports()
         if self._engine.initialize(host, "P2PHANDSHAKE", transport, ib_device) != 0:
             raise StartupError(f"Mooncake did not start on {host} with {transport}; is the address this host's?")
         self.session = Session(transport=transport, name=f"{host}:{self._engine.get_rpc_port()}")
+        self.ports = tuple(sorted(listening_ports() - before))
 
     def register(self, buffers: BufferInfo) -> None:
         """Let these buffers be written to and from. Raises StartupError if the engine refuses one."""

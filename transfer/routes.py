@@ -1,5 +1,6 @@
 """Which transport carries KV from here to a decode node: one engine per transport, one choice per decode node."""
 
+from collections.abc import Sequence
 from typing import Literal
 
 import structlog
@@ -7,6 +8,7 @@ import structlog
 from service.errors import StartupError
 from transfer.engine import KVTransferEngine, rdma_devices
 from transfer.messages import BufferInfo, Destination, Session, Transport
+from transfer.ports import ClaimedPorts
 from transfer.shm import NotShared, SharedMemoryChannel
 from transfer.writer import Channel
 
@@ -36,17 +38,34 @@ def choose_transports(wanted: TransferProtocol, ib_device: str) -> tuple[Transpo
     return (wanted,)
 
 
+def engines_among(transports: Sequence[Transport]) -> list[Literal["rdma", "tcp"]]:
+    """Those that take an engine."""
+    return [transport for transport in transports if transport != "shm"]
+
+
 class Transports:
     """The transports of one process. A decode node offers them, a prefill node connects with them."""
 
-    def __init__(self, host: str, wanted: TransferProtocol, ib_device: str = "") -> None:
-        """Start the engines. Raises StartupError if one does not start."""
+    def __init__(
+        self, host: str, wanted: TransferProtocol, ib_device: str = "", ports: ClaimedPorts | None = None
+    ) -> None:
+        """Start the engines. `host`: the address that others write to. `ports`: theirs, or None for any.
+
+        Raises StartupError if one does not start.
+        """
         self.offered = choose_transports(wanted, ib_device)
-        self._engines = {
-            transport: KVTransferEngine(host, transport, ib_device if transport == "rdma" else "")
-            for transport in self.offered
-            if transport != "shm"
-        }
+        self._engines: dict[Transport, KVTransferEngine] = {}
+        for number, transport in enumerate(engines_among(self.offered)):
+            if ports is not None:
+                ports.release(number)
+            self._engines[transport] = KVTransferEngine(host, transport, ib_device if transport == "rdma" else "")
+        if ports is not None:
+            ports.check(self.ports)
+
+    @property
+    def ports(self) -> tuple[int, ...]:
+        """What the engines listen on. Whoever reaches these ports can write to what is registered."""
+        return tuple(port for engine in self._engines.values() for port in engine.ports)
 
     @property
     def sessions(self) -> tuple[Session, ...]:

@@ -43,7 +43,8 @@ def test_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_decode(monkeypatch: pytest.MonkeyPatch) -> None:
     words = "--model-path /m --hisparse-config {} --allow-local-prefill --max-running-requests 3 --log-format json"
-    config = run(monkeypatch, "decode", *words.split())
+    network = "--transfer-host 10.1.0.3 --transfer-ports 15000-15015"
+    config = run(monkeypatch, "decode", *words.split(), *network.split())
     assert config == DecodeConfig(
         model_path=Path("/m"),
         port=8020,
@@ -51,6 +52,8 @@ def test_decode(monkeypatch: pytest.MonkeyPatch) -> None:
         hisparse_config="{}",
         allow_local_prefill=True,
         max_running_requests=3,
+        transfer_host="10.1.0.3",
+        transfer_ports="15000-15015",
         log_format="json",
     )
 

@@ -130,13 +130,13 @@ class Cluster:
         node.process = self._spawn(node.words, node.log_path, node.module, node.environment, node.place)
         return node
 
-    def wait_ready(self) -> "Cluster":
+    def wait_ready(self, timeout: float = START_TIMEOUT_S) -> "Cluster":
         def all_up() -> bool:
             for node in self.nodes.values():
                 node.check_alive()
             return all(node.is_up() for node in self.nodes.values())
 
-        wait_until(all_up, START_TIMEOUT_S, "all processes to be ready")
+        wait_until(all_up, timeout, "all processes to be ready")
         return self
 
     @property

@@ -132,6 +132,15 @@ def test_a_port_in_use(checkpoints: dict[str, Path], command: str, flag: str) ->
     assert flag in error
 
 
+@pytest.mark.parametrize("command", ["prefill", "decode"])
+def test_transfer_ports_in_use(checkpoints: dict[str, Path], command: str) -> None:
+    with socket.create_server(("", 14999)):
+        words = ("--model-path", checkpoints["deepseek_v32"], "--transfer-ports", "14998-14999", *FREE)
+        code, error = start(command, *words)
+    assert code == 2
+    assert "--transfer-ports 14998-14999: no 2 neighbouring ports are free" in error
+
+
 def test_a_prefill_node_of_another_dtype_is_refused_with_both_values(start_cluster: Callable[..., Cluster]) -> None:
     cluster = start_cluster()
     decode = cluster.decode()
@@ -162,6 +171,11 @@ def test_nonsense_flags_are_refused(start_here: StartHere, checkpoints: dict[str
         (("decode", "--model-path", model, "--context-length", 10**6, *FREE), "max_position_embeddings"),
         (("decode", "--model-path", model, "--gateway", "10.0.0.1", *FREE), "expected HOST:PORT"),
         (("decode", "--model-path", model, "--advertise-host", "a b", *FREE), "--advertise-host a b: expected"),
+        (("decode", "--model-path", model, "--transfer-host", "0.0.0.0", *FREE), "--transfer-host 0.0.0.0 is not"),
+        (
+            ("prefill", "--model-path", model, "--transfer-ports", "40000-40010", *FREE),
+            "Mooncake takes none from 32768",
+        ),
         (("tiny-model", "/tmp/x", "--index-n-heads", 4), "at least 16"),
     ):
         code, error = start_here(*words)

@@ -1,54 +1,51 @@
-"""Which device a process runs on, and that it sees no other."""
+"""What a node is told about addresses and ports."""
 
-import os
 from pathlib import Path
 
 import pytest
-import torch
 
 from service.config import NodeConfig
 from service.errors import StartupError
 
 
-def use(device: str) -> torch.device:
-    return NodeConfig(model_path=Path("m"), device=device).use_device()
+def config(**flags: str) -> NodeConfig:
+    return NodeConfig(model_path=Path("none"), **flags)  # type: ignore[arg-type]
 
 
-@pytest.fixture
-def four_gpus(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """A machine on which torch finds as many devices as CUDA_VISIBLE_DEVICES leaves of four."""
-
-    def visible() -> int:
-        return len((os.environ.get("CUDA_VISIBLE_DEVICES") or "0,1,2,3").split(","))
-
-    # Set and removed, so that it is as it was after the test, whatever the test's subject writes to it.
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    monkeypatch.setattr(torch.cuda, "device_count", visible)
-    return monkeypatch
-
-
-@pytest.mark.usefixtures("four_gpus")
-@pytest.mark.parametrize(("flag", "seen"), [("cuda", "0"), ("cuda:0", "0"), ("cuda:3", "3")])
-def test_a_process_sees_its_own_gpu_only(flag: str, seen: str) -> None:
-    assert use(flag) == torch.device("cuda", 0)
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == seen
+@pytest.mark.parametrize(
+    ("flags", "advertised", "data"),
+    [
+        ({}, "127.0.0.1", "127.0.0.1"),
+        ({"host": "10.0.0.2"}, "10.0.0.2", "10.0.0.2"),
+        ({"host": "0.0.0.0", "advertise_host": "10.0.0.2"}, "10.0.0.2", "10.0.0.2"),
+        ({"host": "10.0.0.2", "transfer_host": "10.1.0.2"}, "10.0.0.2", "10.1.0.2"),
+        ({"host": "0.0.0.0", "advertise_host": "10.0.0.2", "transfer_host": "node-2.data"}, "10.0.0.2", "node-2.data"),
+    ],
+)
+def test_kv_travels_to_the_transfer_host_or_else_to_where_everything_goes(
+    flags: dict[str, str], advertised: str, data: str
+) -> None:
+    node = config(**flags)
+    node.check()
+    assert (node.advertised_host, node.data_host) == (advertised, data)
 
 
-def test_numbers_count_what_the_process_was_given(four_gpus: pytest.MonkeyPatch) -> None:
-    four_gpus.setenv("CUDA_VISIBLE_DEVICES", "2,GPU-5f1a")
-    assert use("cuda:1") == torch.device("cuda", 0)
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "GPU-5f1a"
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        ({"transfer_host": "0.0.0.0"}, "--transfer-host 0.0.0.0 is not an address that others can reach"),
+        ({"transfer_host": "::"}, "--transfer-host :: is not an address that others can reach"),
+        ({"transfer_host": "fe80::1"}, "--transfer-host fe80::1: expected a host name or an IPv4 address"),
+        ({"transfer_host": ""}, "--transfer-host : expected a host name or an IPv4 address"),
+        ({"host": "0.0.0.0", "transfer_host": "10.1.0.2"}, "give --advertise-host too"),
+        ({"transfer_ports": "15000"}, "--transfer-ports 15000: expected MIN-MAX"),
+        ({"transfer_ports": "15000-15000", "transfer_protocol": "tcp"}, "1 ports, but 2 are needed"),
+    ],
+)
+def test_what_is_no_address_and_no_range_is_refused(flags: dict[str, str], why: str) -> None:
+    with pytest.raises(StartupError, match=why):
+        config(**flags).check()
 
 
-@pytest.mark.usefixtures("four_gpus")
-@pytest.mark.parametrize("flag", ["cuda:4", "cuda:-1", "cuda:one", "cpu:0", "mps", ""])
-def test_a_device_that_is_not_there_stops_the_start(flag: str) -> None:
-    with pytest.raises(StartupError, match=f"--device {flag}: "):
-        use(flag)
-
-
-def test_on_a_cpu_nothing_is_hidden(four_gpus: pytest.MonkeyPatch) -> None:
-    four_gpus.setenv("CUDA_VISIBLE_DEVICES", "2")
-    assert use("cpu") == torch.device("cpu")
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "2"
+def test_a_node_without_an_engine_takes_no_ports() -> None:
+    assert config(transfer_protocol="shm").claim_transfer_ports() is None
