@@ -14,6 +14,7 @@ import typer
 from cli import bench, quarantine
 from cli import options as opt
 from service.errors import StartupError
+from service.lifecycle import DRAIN_TIMEOUT_S
 
 Config = TypeVar("Config")
 
@@ -48,6 +49,7 @@ def prefill(
     transfer_checksum: opt.Checksum = opt.TransferChecksum.SAMPLE,
     transfer_timeout: opt.TransferTimeout = 60.0,
     ib_device: opt.IbDevice = "",
+    drain_timeout: opt.DrainTimeout = DRAIN_TIMEOUT_S,
     log_level: opt.LogLevelOption = opt.LogLevel.INFO,
     log_format: opt.LogFormatOption = opt.LogFormat.TEXT,
 ) -> None:
@@ -83,6 +85,7 @@ def decode(
     ib_device: opt.IbDevice = "",
     debug_verify_swap_in: opt.DebugVerifySwapIn = False,
     disable_cuda_graph: opt.DisableCudaGraph = False,
+    drain_timeout: opt.DrainTimeout = DRAIN_TIMEOUT_S,
     log_level: opt.LogLevelOption = opt.LogLevel.INFO,
     log_format: opt.LogFormatOption = opt.LogFormat.TEXT,
 ) -> None:
@@ -104,6 +107,7 @@ def gateway(
     context_length: opt.ContextLength = None,
     request_timeout: opt.RequestTimeout = 600.0,
     api_key: opt.ApiKey = None,
+    drain_timeout: opt.DrainTimeout = DRAIN_TIMEOUT_S,
     log_level: opt.LogLevelOption = opt.LogLevel.INFO,
     log_format: opt.LogFormatOption = opt.LogFormat.TEXT,
 ) -> None:
@@ -121,6 +125,7 @@ def gateway(
             advertise_host=advertise_host or host,
             context_length=context_length,
             request_timeout=request_timeout,
+            drain_timeout=drain_timeout,
             api_key=api_key,
             log_level=log_level.value,
             log_format=log_format.value,
@@ -156,6 +161,7 @@ def serve(
     ib_device: opt.IbDevice = "",
     request_timeout: opt.RequestTimeout = 600.0,
     api_key: opt.ApiKey = None,
+    drain_timeout: opt.DrainTimeout = DRAIN_TIMEOUT_S,
     log_level: opt.LogLevelOption = opt.LogLevel.INFO,
     log_format: opt.LogFormatOption = opt.LogFormat.TEXT,
 ) -> None:
@@ -173,6 +179,7 @@ def serve(
         "--mem-fraction-static": mem_fraction_static,
         "--transfer-protocol": transfer_protocol.value,
         "--ib-device": ib_device or None,
+        "--drain-timeout": drain_timeout,
         "--log-level": log_level.value,
         "--log-format": log_format.value,
     }
@@ -180,6 +187,7 @@ def serve(
         host=host,
         port=port or free_port(),
         api_key=api_key,
+        drain_timeout=drain_timeout,
         num_prefill=prefill_nodes,
         num_decode=decode_nodes,
         gateway_flags={
@@ -187,6 +195,7 @@ def serve(
             "--served-model-name": served_model_name,
             "--context-length": context_length,
             "--request-timeout": request_timeout,
+            "--drain-timeout": drain_timeout,
             "--log-level": log_level.value,
             "--log-format": log_format.value,
         },

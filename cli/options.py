@@ -120,6 +120,10 @@ DisableCudaGraph = Annotated[
     bool, typer.Option(help="Launch every kernel of a decode step one by one instead of replaying recorded steps.")
 ]
 RequestTimeout = Annotated[float, typer.Option(min=0.1, help="Seconds after which a request is given up with 504.")]
+DrainTimeout = Annotated[
+    float,
+    typer.Option(min=0, help="Seconds after SIGTERM in which what has begun may finish; 0, SIGINT: end at once."),
+]
 ApiKey = Annotated[str | None, typer.Option(envvar="HISPARSE_PD_API_KEY", help="Key that clients must present.")]
 LogLevelOption = Annotated[
     LogLevel, typer.Option("--log-level", case_sensitive=False, help="Least severe level to log.")

@@ -11,11 +11,13 @@ import structlog
 import uvicorn
 
 from gateway.completer import Completer
+from gateway.errors import ApiError, draining, unavailable
 from gateway.generation import DecodeClient
 from gateway.registry import NodeRegistry
 from gateway.server import OpenAiServer
 from gateway.tokenizer import CheckpointTokenizer
 from service.errors import StartupError
+from service.lifecycle import DRAIN_TIMEOUT_S, STOP_SIGNALS, Lifecycle, Phase
 from service.logs import LogFormat, configure_logging
 from service.metrics import Metrics
 from service.status import bind_http, status_router
@@ -34,6 +36,7 @@ from transfer.messages import (
 
 log = structlog.get_logger(__name__)
 
+_DRAIN_POLL_S = 0.05
 _CANCEL_AT_STOP_S = 2.0
 _HTTP_STOP_S = 5
 
@@ -52,6 +55,7 @@ class GatewayConfig:
     advertise_host: str = "127.0.0.1"
     context_length: int | None = None
     request_timeout: float = 600.0
+    drain_timeout: float = DRAIN_TIMEOUT_S
     api_key: str | None = None
     log_level: str = "info"
     log_format: LogFormat = "text"
@@ -64,8 +68,8 @@ def run_gateway(config: GatewayConfig) -> None:
 
     async def serve() -> None:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, gateway.stop)
+        for number in STOP_SIGNALS:
+            loop.add_signal_handler(number, gateway.signalled, number)
         await gateway.serve()
 
     asyncio.run(serve())
@@ -86,6 +90,7 @@ class Gateway:
         """Raises StartupError if a port is taken or the checkpoint has no usable tokenizer."""
         self.metrics = Metrics()
         self.registry = NodeRegistry()
+        self.lifecycle = Lifecycle(config.drain_timeout)
         self._listener = bind_http(config.host, config.port)
         try:
             tokenizer = CheckpointTokenizer(config.model_path)
@@ -103,7 +108,7 @@ class Gateway:
         self._client = DecodeClient(self.control, self.registry)
         self._completer = Completer(tokenizer, self._client, self.metrics, context_length, config.request_timeout)
         model = config.served_model_name or config.model_path
-        app = OpenAiServer(self._completer, self.registry, model, context_length, config.api_key).app()
+        app = OpenAiServer(self._completer, self._refusal, model, context_length, config.api_key).app()
         app.include_router(status_router(self.metrics, self._missing, self._refresh))
         self._http = _HttpServer(
             uvicorn.Config(
@@ -130,15 +135,15 @@ class Gateway:
         return number
 
     async def serve(self) -> None:
-        """Serve until `stop`, then end what is in flight here and at the decode nodes."""
+        """Serve until told to stop, finish what is in flight, and end what is left here and at the decode nodes."""
         self._loop = asyncio.get_running_loop()
         self.control.start()
         log.info("gateway starts", **self._sizes)
         sweeping = asyncio.create_task(self._client.sweep())
         serving = asyncio.create_task(self._http.serve(sockets=[self._listener]))
-        stopping = asyncio.create_task(self._stopping.wait())
+        stopping = asyncio.create_task(self._drained())
         await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
-        log.info("gateway stops", requests=self._client.waiting + self._client.running)
+        log.info("gateway stops", requests=self._client.in_flight)
         self._http.should_exit = True
         await self._client.close(_CANCEL_AT_STOP_S)
         await serving
@@ -148,9 +153,22 @@ class Gateway:
         self._completer.close()
         self._listener.close()
 
-    def stop(self) -> None:
-        """Make `serve` return. Call it on the loop that serves."""
+    def signalled(self, number: int) -> None:
+        """Take a stop signal. Call it on the loop that serves."""
+        self.lifecycle.signalled(number)
+        log.info("stopping", signal=signal.Signals(number).name, phase=self.lifecycle.phase.value)
         self._stopping.set()
+
+    def stop(self) -> None:
+        """Make `serve` end what is in flight and return. Call it on the loop that serves."""
+        self.lifecycle.end()
+        self._stopping.set()
+
+    async def _drained(self) -> None:
+        """Wait until it is told to stop and holds no request, or may wait no longer."""
+        await self._stopping.wait()
+        while self.lifecycle.phase is Phase.DRAINING and self._client.in_flight:
+            await asyncio.sleep(_DRAIN_POLL_S)
 
     def _hand_over(self, sender: Peer, message: Message) -> None:
         """From the control thread to the event loop, which owns all state."""
@@ -182,7 +200,14 @@ class Gateway:
         self.control.send(sender, answer)
 
     def _missing(self) -> str | None:
-        return self.registry.missing(time.monotonic())
+        """What keeps this gateway from serving, or None."""
+        return self.registry.missing(time.monotonic()) if self.lifecycle.serving else "draining"
+
+    def _refusal(self) -> ApiError | None:
+        if not self.lifecycle.serving:
+            return draining()
+        missing = self._missing()
+        return None if missing is None else unavailable(missing)
 
     def _refresh(self) -> None:
         """Bring the gauges up to date before a scrape."""

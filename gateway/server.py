@@ -5,7 +5,7 @@ import json
 import math
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any
 
@@ -18,8 +18,7 @@ from starlette.types import Receive, Scope, Send
 from gateway.api import ChatCompletionRequest, CompletionRequest, parse
 from gateway.choice import Delta
 from gateway.completer import Completer
-from gateway.errors import ApiError, unavailable
-from gateway.registry import NodeRegistry
+from gateway.errors import DRAINING, ApiError
 from gateway.responses import ChatFormat, CompletionFormat, ResponseFormat
 
 log = structlog.get_logger(__name__)
@@ -30,18 +29,18 @@ _CLIENT_LEFT = 499
 
 
 class OpenAiServer:
-    """Answers the /v1 routes."""
+    """Answers the /v1 routes. `refusal` says why no request is taken now, or None."""
 
     def __init__(
         self,
         completer: Completer,
-        registry: NodeRegistry,
+        refusal: Callable[[], ApiError | None],
         model: str,
         context_length: int,
         api_key: str | None,
     ) -> None:
         self._completer = completer
-        self._registry = registry
+        self._refusal = refusal
         self._model = model
         self._context_length = context_length
         self._body_limit = max(_MIN_BODY_LIMIT, _BODY_BYTES_PER_TOKEN * context_length)
@@ -84,9 +83,8 @@ class OpenAiServer:
         """The whole answer, or a stream once its first tokens are there: until then an error has an HTTP status."""
         self._check_model(request.model)
         job = await self._completer.job(request)
-        missing = self._registry.missing(time.monotonic())
-        if missing is not None:
-            raise unavailable(missing)
+        if refusal := self._refusal():
+            raise refusal
         answer = format_kind(
             job.request_id,
             self._model,
@@ -199,6 +197,9 @@ async def _disconnected(request: Request) -> None:
 async def _api_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     headers = {} if error.retry_after is None else {"Retry-After": str(max(1, math.ceil(error.retry_after)))}
+    if error.code == DRAINING:
+        # The client's next attempt takes a new connection, which leads to whoever serves then.
+        headers["Connection"] = "close"
     return JSONResponse(error.body(), status_code=error.status, headers=headers)
 
 

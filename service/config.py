@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 
 from service.errors import StartupError
+from service.lifecycle import DRAIN_TIMEOUT_S
 from service.logs import LogFormat
 from transfer.messages import ADDRESS_PATTERN
 from transfer.routes import TransferProtocol
@@ -32,6 +33,7 @@ class NodeConfig:
     page_size: int = 64
     transfer_protocol: TransferProtocol = "auto"
     ib_device: str = ""
+    drain_timeout: float = DRAIN_TIMEOUT_S
     log_level: str = "info"
     log_format: LogFormat = "text"
 

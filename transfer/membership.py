@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import structlog
 
 from transfer.control import ControlPlane
-from transfer.messages import Heartbeat, HeartbeatAck, Leaving, Message, Peer, Refused, Register, Registered
+from transfer.messages import Heartbeat, HeartbeatAck, Leaving, Peer, Refused, Register, Registered
 
 log = structlog.get_logger(__name__)
 
@@ -45,6 +45,7 @@ class Membership:
         self._heartbeat = heartbeat
         self.refusal: str | None = None
         """Why a gateway that never took this node refuses it: it should not have been started like this."""
+        self._leaving = False
         self._gateways = {
             address: _Gateway(Peer(role="gateway", address=address, boot_id="unknown")) for address in gateways
         }
@@ -55,10 +56,15 @@ class Membership:
         return not self._gateways or any(gateway.registered for gateway in self._gateways.values())
 
     def tick(self) -> None:
-        """Register or heartbeat, whichever each gateway needs."""
+        """Register or heartbeat, whichever each gateway needs. A node that leaves joins no gateway any more."""
         for address, gateway in self._gateways.items():
-            message: Message = self._heartbeat(address) if gateway.registered else self._register(address)
-            self._control.send(gateway.reached_at(address), message, any_boot=True)
+            to = gateway.reached_at(address)
+            if gateway.registered:
+                self._control.send(to, self._heartbeat(address), any_boot=True)
+            if self._leaving:
+                self._control.send(to, Leaving(), any_boot=True)
+            elif not gateway.registered:
+                self._control.send(to, self._register(address), any_boot=True)
 
     def receive(self, sender: Peer, message: Registered | Refused | HeartbeatAck) -> None:
         """Take a gateway's answer."""
@@ -79,7 +85,8 @@ class Membership:
             log.error("refused by the gateway", gateway=sender.address, reason=message.reason)
         elif not message.known:
             gateway.registered = False
-            self._control.send(gateway.reached_at(message.via), self._register(message.via), any_boot=True)
+            if not self._leaving:
+                self._control.send(gateway.reached_at(message.via), self._register(message.via), any_boot=True)
 
     def gateway_lost(self, peer: Peer, now: float, silence_s: float) -> bool:
         """Whether that gateway process is gone: another boot has answered in its place, or none has for so long."""
@@ -89,6 +96,7 @@ class Membership:
         return True
 
     def leave(self) -> None:
-        """Tell every gateway that this node takes no more."""
+        """Tell every gateway that this node takes no more, again with every heartbeat."""
+        self._leaving = True
         for address, gateway in self._gateways.items():
             self._control.send(gateway.reached_at(address), Leaving(), any_boot=True)
