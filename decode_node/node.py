@@ -97,6 +97,8 @@ class DecodeNode:
         metrics.host_slots.labels("free").set(host.free)
         metrics.host_slots.labels("quarantined").set(quarantined)
         metrics.host_slots.labels("used").set(host.used - quarantined)
+        metrics.quarantine_seconds.set(self._remote.quarantine_seconds(time.monotonic()))
+        metrics.kv_tokens_outstanding.set(self._scheduler.outstanding_tokens)
         metrics.device_slots.labels("free").set(device.free_slots)
         metrics.device_slots.labels("used").set(device.used_slots)
         states = [request.state for request in list(self._scheduler.requests.values())]

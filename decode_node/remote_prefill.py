@@ -68,6 +68,10 @@ class RemotePrefill:
     def quarantined_slots(self) -> int:
         return self._reservations.quarantined_slots
 
+    def quarantine_seconds(self, now: float) -> float:
+        """For how long the oldest quarantined slots have been so; 0 if there are none."""
+        return max((now - (r.quarantined_at or now) for r in self._reservations.quarantined), default=0.0)
+
     @property
     def is_idle(self) -> bool:
         return not self._attempts and not len(self._reservations)

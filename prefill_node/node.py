@@ -105,6 +105,7 @@ class PrefillNode:
         pool = self._prefill.pool
         self._metrics.prefill_pages.labels("free").set(pool.free_pages)
         self._metrics.prefill_pages.labels("used").set(pool.num_pages - pool.free_pages)
+        self._metrics.prompt_tokens_waiting.set(self.queued_tokens)
         states = [entry.state for entry in list(self._entries.values())]
         for state in State:
             self._metrics.requests.labels(state.value).set(states.count(state))

@@ -3,7 +3,7 @@
 import psutil
 import torch
 
-_DEFAULT_FRACTION = {"cpu": 0.1, "cuda": 0.8}
+DEFAULT_FRACTION = {"cpu": 0.1, "cuda": 0.8}
 
 
 def pool_bytes(device: torch.device, fraction: float | None) -> int:
@@ -15,7 +15,7 @@ def pool_bytes(device: torch.device, fraction: float | None) -> int:
         free, _ = torch.cuda.mem_get_info(device)
     else:
         free = psutil.virtual_memory().available
-    return int(free * (fraction or _DEFAULT_FRACTION[device.type]))
+    return int(free * (fraction or DEFAULT_FRACTION[device.type]))
 
 
 def available_host_bytes() -> int:

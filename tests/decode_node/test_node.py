@@ -22,6 +22,7 @@ from transfer.checksum import digest, slot_ranges
 from transfer.messages import (
     Abort,
     Admitted,
+    Cancel,
     Checksum,
     Generate,
     Leaving,
@@ -197,3 +198,19 @@ def test_a_node_that_ends_waits_for_nobody(running: Running) -> None:
     assert not running.thread.is_alive()
     [output] = [o for _, message in running.control.sent if isinstance(message, Outputs) for o in message.outputs]
     assert (output.finish_reason, output.error) == ("abort", "the decode node is stopping")
+
+
+def test_what_a_node_owes_and_what_it_cannot_use_are_exported(running: Running) -> None:
+    def value(name: str) -> float | None:
+        running.node.refresh_metrics()
+        return running.metrics.registry.get_sample_value(f"hisparse_pd_{name}")
+
+    assert (value("kv_tokens_outstanding"), value("quarantine_seconds")) == (0, 0)
+    running.ask()
+    running.requested(epoch=1)
+    assert value("kv_tokens_outstanding") == 14, "ten of the prompt, and all but the last of five to come"
+    running.shell.inbox.put((GATEWAY, Cancel(request_id="r")))
+    wait_until(lambda: value("quarantine_seconds"), timeout=10)
+    assert value("kv_tokens_outstanding") == 0
+    running.shell.inbox.put((FIRST, Quiesced(request_id="r", epoch=1)))
+    wait_until(lambda: value("quarantine_seconds") == 0, timeout=10)

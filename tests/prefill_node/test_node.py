@@ -447,3 +447,20 @@ def test_a_step_that_cannot_be_computed_costs_its_requests_and_no_others() -> No
     h.compute()
     h.compute()
     assert h.node.num_entries == 1
+
+
+def test_prompt_tokens_wait_until_they_are_computed() -> None:
+    h = Harness()
+    h.receive(request())
+    h.receive(request(request_id="behind", prompt_ids=(1, 2, 3), extents=((0, 3),)))
+
+    def waiting() -> float | None:
+        h.node.refresh_metrics()
+        return h.shell.metrics.registry.get_sample_value("hisparse_pd_prompt_tokens_waiting")
+
+    assert waiting() == 13
+    h.compute()
+    assert waiting() == 7, "a chunk of 6 is computed"
+    h.compute()
+    h.compute()
+    assert waiting() == 0
