@@ -14,7 +14,7 @@ import typer
 from cli import bench, quarantine
 from cli import options as opt
 from service.errors import StartupError
-from service.lifecycle import DRAIN_TIMEOUT_S
+from service.lifecycle import DRAIN_TIMEOUT_S, end_on_sigterm_until_served
 
 Config = TypeVar("Config")
 
@@ -260,6 +260,7 @@ def configured(kind: type[Config], flags: Mapping[str, Any]) -> Config:
 
 def main(args: list[str] | None = None) -> None:
     """Run a command. An error that stops start-up is one line on standard error and exit code 2."""
+    end_on_sigterm_until_served()
     try:
         app(args=args)
     except StartupError as error:

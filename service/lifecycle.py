@@ -1,6 +1,7 @@
 """How a process comes to its end: it serves, it drains, it ends."""
 
 import math
+import os
 import signal
 import time
 from enum import Enum
@@ -60,3 +61,13 @@ class Lifecycle:
             self.drain()
         else:
             self.end()
+
+
+def end_on_sigterm_until_served() -> None:
+    """Let SIGTERM end a process that starts, also as process 1 of a container.
+
+    To that one the kernel delivers no signal without a handler: a pod that loads its model would outlive SIGTERM for
+    its whole grace period. Others keep the kernel's own way, which waits for no line of Python.
+    """
+    if os.getpid() == 1:
+        signal.signal(signal.SIGTERM, lambda number, frame: os._exit(128 + number))

@@ -1,6 +1,11 @@
 """What signals and time make of a process."""
 
+import os
+import shutil
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -55,3 +60,24 @@ def test_a_timeout_of_zero_ends_at_once(clock: Clock) -> None:
     process = Lifecycle(drain_timeout=0.0)
     process.signalled(signal.SIGTERM)
     assert process.phase is Phase.ENDING
+
+
+@pytest.mark.skipif(shutil.which("unshare") is None or os.geteuid() != 0, reason="takes a PID namespace")
+@pytest.mark.parametrize(("handled", "code"), [(True, 128 + signal.SIGTERM), (False, 7)])
+def test_sigterm_ends_process_1_while_it_starts(handled: bool, code: int) -> None:
+    """As in a container: without a handler the kernel drops the signal, and the program runs to its end."""
+    program = f"""
+import os, signal
+from service.lifecycle import end_on_sigterm_until_served
+assert os.getpid() == 1
+if {handled}:
+    end_on_sigterm_until_served()
+os.kill(1, signal.SIGTERM)
+raise SystemExit(7)
+"""
+    done = subprocess.run(
+        ["unshare", "--pid", "--fork", "--kill-child", sys.executable, "-c", program],
+        cwd=Path(__file__).parents[2],
+        timeout=60,
+    )
+    assert done.returncode == code
