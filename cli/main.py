@@ -16,6 +16,7 @@ from setproctitle import setproctitle
 from cli import bench, quarantine
 from cli import options as opt
 from service.errors import StartupError
+from service.lifecycle import DRAIN_TIMEOUT_S, end_on_sigterm_until_served
 
 Config = TypeVar("Config")
 
@@ -54,6 +55,7 @@ def prefill(
     transfer_host: opt.TransferHost = None,
     transfer_ports: opt.TransferPorts = "15000-16999",
     ib_device: opt.IbDevice = "",
+    drain_timeout: opt.DrainTimeout = DRAIN_TIMEOUT_S,
     log_level: opt.LogLevelOption = opt.LogLevel.INFO,
     log_format: opt.LogFormatOption = opt.LogFormat.TEXT,
 ) -> None:
@@ -91,6 +93,7 @@ def decode(
     ib_device: opt.IbDevice = "",
     debug_verify_swap_in: opt.DebugVerifySwapIn = False,
     disable_cuda_graph: opt.DisableCudaGraph = False,
+    drain_timeout: opt.DrainTimeout = DRAIN_TIMEOUT_S,
     log_level: opt.LogLevelOption = opt.LogLevel.INFO,
     log_format: opt.LogFormatOption = opt.LogFormat.TEXT,
 ) -> None:
@@ -118,6 +121,7 @@ def gateway(
     max_body_mib: opt.MaxBodyMib = None,
     max_concurrent_requests: opt.MaxConcurrentRequests = 1024,
     header_timeout: opt.HeaderTimeout = 10.0,
+    drain_timeout: opt.DrainTimeout = DRAIN_TIMEOUT_S,
     log_level: opt.LogLevelOption = opt.LogLevel.INFO,
     log_format: opt.LogFormatOption = opt.LogFormat.TEXT,
 ) -> None:
@@ -143,6 +147,7 @@ def gateway(
             max_body_mib=max_body_mib,
             max_concurrent_requests=max_concurrent_requests,
             header_timeout=header_timeout,
+            drain_timeout=drain_timeout,
             log_level=log_level.value,
             log_format=log_format.value,
         )
@@ -184,6 +189,7 @@ def serve(
     max_body_mib: opt.MaxBodyMib = None,
     max_concurrent_requests: opt.MaxConcurrentRequests = 1024,
     header_timeout: opt.HeaderTimeout = 10.0,
+    drain_timeout: opt.DrainTimeout = DRAIN_TIMEOUT_S,
     log_level: opt.LogLevelOption = opt.LogLevel.INFO,
     log_format: opt.LogFormatOption = opt.LogFormat.TEXT,
 ) -> None:
@@ -202,6 +208,7 @@ def serve(
         "--mem-fraction-static": mem_fraction_static,
         "--transfer-protocol": transfer_protocol.value,
         "--ib-device": ib_device or None,
+        "--drain-timeout": drain_timeout,
         "--log-level": log_level.value,
         "--log-format": log_format.value,
     }
@@ -210,6 +217,7 @@ def serve(
         port=port or free_port(),
         api_keys=given_keys(api_key),
         ssl_certfile=ssl_certfile,
+        drain_timeout=drain_timeout,
         num_prefill=prefill_nodes,
         num_decode=decode_nodes,
         gateway_flags={
@@ -223,6 +231,7 @@ def serve(
             "--max-body-mib": max_body_mib,
             "--max-concurrent-requests": max_concurrent_requests,
             "--header-timeout": header_timeout,
+            "--drain-timeout": drain_timeout,
             "--log-level": log_level.value,
             "--log-format": log_format.value,
         },
@@ -299,6 +308,7 @@ def title(words: Sequence[str]) -> str:
 def main(args: list[str] | None = None) -> None:
     """Run a command. An error that stops start-up is one line on standard error and exit code 2."""
     setproctitle(title(sys.argv[1:] if args is None else args))
+    end_on_sigterm_until_served()
     try:
         app(args=args)
     except StartupError as error:

@@ -162,6 +162,10 @@ HeaderTimeout = Annotated[
         "a body has as long, plus 1 s per 8 KiB.",
     ),
 ]
+DrainTimeout = Annotated[
+    float,
+    typer.Option(min=0, help="Seconds after SIGTERM in which what has begun may finish; 0, SIGINT: end at once."),
+]
 LogLevelOption = Annotated[
     LogLevel, typer.Option("--log-level", case_sensitive=False, help="Least severe level to log.")
 ]

@@ -14,12 +14,14 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import IO
 
 import httpx
 
 from gateway.keys import ENVIRONMENT
 from service.errors import StartupError
+from service.lifecycle import DRAIN_TIMEOUT_S, STOP_SIGNALS, Lifecycle, Phase
 
 _PR_SET_PDEATHSIG = 1
 _TERMINATE_S = 15.0
@@ -40,6 +42,7 @@ class ServePlan:
     gateway_flags: Flags
     prefill_flags: Flags
     decode_flags: Flags
+    drain_timeout: float = DRAIN_TIMEOUT_S
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     ssl_certfile: Path | None = None
     """The certificate that the gateway serves HTTPS with, if it does."""
@@ -92,13 +95,23 @@ def arguments(flags: Flags) -> list[str]:
 
 
 def serve_until_stopped(plan: ServePlan) -> int:
-    """Run the plan until SIGTERM or SIGINT (0) or until a process ends by itself (its exit code, at least 1)."""
-    stopping = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stopping.set())
+    """Run the plan until SIGTERM or SIGINT (0) or until a process ends by itself (its exit code, at least 1).
+
+    On SIGTERM the gateway finishes what its clients wait for, while the nodes serve on; these have nothing left then.
+    On SIGINT everything ends at once.
+    """
+    lifecycle = Lifecycle(plan.drain_timeout)
+    woken = threading.Event()
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        lifecycle.signalled(number)
+        woken.set()
+
+    for number in STOP_SIGNALS:
+        signal.signal(number, on_signal)
     announced = False
     with processes(plan.children()) as children:
-        while not stopping.wait(_POLL_S):
+        while not woken.wait(_POLL_S):
             for name, child in children.items():
                 if (code := child.poll()) is not None:
                     print(f"error: {name} ended with code {code}; stopping the others", file=sys.stderr)
@@ -106,6 +119,11 @@ def serve_until_stopped(plan: ServePlan) -> int:
             if not announced and is_ready(plan.url, plan.ssl_certfile):
                 announced = True
                 print(f"ready: OpenAI API at {plan.url}/v1", flush=True)
+        gateway = children["gateway"]
+        if lifecycle.phase is Phase.DRAINING:
+            gateway.terminate()
+        while lifecycle.phase is Phase.DRAINING and gateway.poll() is None:
+            time.sleep(_POLL_S)
     return 0
 
 
@@ -133,10 +151,14 @@ def processes(plan: list[Child], log: IO[bytes] | None = None) -> Iterator[dict[
 
 
 def terminate(children: list["subprocess.Popen[bytes]"]) -> None:
-    """SIGTERM, and SIGKILL for what is left after a while."""
+    """End these at once, without draining; SIGKILL for what is left after a while.
+
+    SIGTERM ends a process that does not handle signals yet, and SIGINT one that does and would drain.
+    """
     for child in children:
-        if child.poll() is None:
-            child.terminate()
+        for number in STOP_SIGNALS:
+            if child.poll() is None:
+                child.send_signal(number)
     deadline = time.monotonic() + _TERMINATE_S
     for child in children:
         try:

@@ -11,6 +11,7 @@ from decode_node.scheduler import Scheduler
 from decode_node.verifier import Verified
 from hisparse.coordinator import HiSparseCoordinator
 from hisparse.swap_in import SwapInCounters
+from service.lifecycle import Phase
 from service.shell import NodeShell
 from transfer.membership import Membership
 from transfer.messages import (
@@ -35,6 +36,8 @@ log = structlog.get_logger(__name__)
 _IDLE_WAIT_S = 0.1
 _BUSY_PREFILL_WAIT_S = 0.02
 _GATEWAY_SILENCE_S = 30.0
+_FAREWELL_S = 0.5
+"""How long a node that has nothing left still says so: gateways may have sent requests before they heard of it."""
 
 Event = Verified | LoopCall
 """What other threads of this process put into the loop's inbox."""
@@ -63,18 +66,30 @@ class DecodeNode:
         self._was_busy = False
 
     def run(self) -> None:
-        """Serve until told to stop; then end what is left."""
-        while not self._shell.stopping.is_set():
-            for item in self._shell.receive(self._patience()):
-                self._take(item)
-            now = time.monotonic()
-            self._scheduler.apply(self._remote.tick(now))
-            self._housekeep(now)
-            self._scheduler.turn()
-            self._check_idle()
+        """Serve until told to stop; finish what streams and hand over the rest; end what is left."""
+        lifecycle = self._shell.lifecycle
+        while lifecycle.phase is Phase.SERVING:
+            self._turn()
         self._shell.leave()
-        # An abort, not an error: where no token was streamed yet, the gateway tries another node.
-        self._scheduler.end_all("abort", "the decode node is stopping")
+        farewell_until = time.monotonic() + _FAREWELL_S
+        self._scheduler.hand_over("the decode node is stopping")
+        while lifecycle.phase is Phase.DRAINING and (self._holds_something or time.monotonic() < farewell_until):
+            self._turn()
+        self._scheduler.end_all("the decode node is stopping")
+
+    def _turn(self) -> None:
+        for item in self._shell.receive(self._patience()):
+            self._take(item)
+        now = time.monotonic()
+        self._scheduler.apply(self._remote.tick(now))
+        self._housekeep(now)
+        self._scheduler.turn()
+        self._check_idle()
+
+    @property
+    def _holds_something(self) -> bool:
+        """Requests, or slots that a live prefill node may be writing to: its writes would fail if they went."""
+        return bool(self._scheduler.requests) or self._remote.written_to
 
     def refresh_metrics(self) -> None:
         host, device, metrics = self._coordinator.host, self._coordinator.device, self._metrics
@@ -82,6 +97,8 @@ class DecodeNode:
         metrics.host_slots.labels("free").set(host.free)
         metrics.host_slots.labels("quarantined").set(quarantined)
         metrics.host_slots.labels("used").set(host.used - quarantined)
+        metrics.quarantine_seconds.set(self._remote.quarantine_seconds(time.monotonic()))
+        metrics.kv_tokens_outstanding.set(self._scheduler.outstanding_tokens)
         metrics.device_slots.labels("free").set(device.free_slots)
         metrics.device_slots.labels("used").set(device.used_slots)
         states = [request.state for request in list(self._scheduler.requests.values())]
@@ -122,6 +139,7 @@ class DecodeNode:
                 self._scheduler.apply(self._remote.take(sender, message))
             case HeartbeatAck():
                 self._remote.nodes.learn(sender.address, message.prefill_nodes)
+                self._remote.nodes.retire(*message.leaving)
             case Registered() | Refused():
                 pass
             case _:

@@ -5,6 +5,7 @@ from collections.abc import Collection, Sequence
 
 from transfer.control import ControlPlane
 from transfer.messages import Peer
+from transfer.tombstones import Tombstones
 
 SILENCE_S = 2.5
 """After so many seconds without a sign of life a node that has work is taken for unwell, though not for dead."""
@@ -21,6 +22,8 @@ class PrefillNodes:
         self._by_gateway: dict[str, tuple[float, tuple[Peer, ...]]] = {}
         """When each gateway said it last, and what; the last to speak comes last."""
         self._suspects: dict[str, float] = {}
+        self._retired: Tombstones[str] = Tombstones()
+        """Boots that said that they take no more requests."""
 
     @property
     def known(self) -> set[Peer]:
@@ -45,6 +48,11 @@ class PrefillNodes:
         self._suspects = {boot_id: since for boot_id, since in self._suspects.items() if now - since < _SUSPECT_S}
         self._suspects[node.boot_id] = now
 
+    def retire(self, *boot_ids: str) -> None:
+        """These processes leave: none of them is asked again, whoever still names it."""
+        for boot_id in boot_ids:
+            self._retired.add(boot_id)
+
     def choose(self, ranking: Sequence[Peer], tried: Collection[str]) -> Peer | None:
         """The next node to try for a request with this ranking, which has tried these boots; None if there is none.
 
@@ -54,7 +62,7 @@ class PrefillNodes:
         current = {node.address: node for _, nodes in self._by_gateway.values() for node in nodes}
         ranked = [current[node.address] for node in ranking if node.address in current]
         ranked += [*current.values(), *(node for node in ranking if node.address not in current)]
-        usable = [node for node in ranked if not self._is_suspect(node)]
+        usable = [node for node in ranked if node.boot_id not in self._retired and not self._is_suspect(node)]
         untried = [node for node in usable if node.boot_id not in tried]
         return next(iter(untried or usable), None)
 

@@ -68,9 +68,18 @@ class RemotePrefill:
     def quarantined_slots(self) -> int:
         return self._reservations.quarantined_slots
 
+    def quarantine_seconds(self, now: float) -> float:
+        """For how long the oldest quarantined slots have been so; 0 if there are none."""
+        return max((now - (r.quarantined_at or now) for r in self._reservations.quarantined), default=0.0)
+
     @property
     def is_idle(self) -> bool:
         return not self._attempts and not len(self._reservations)
+
+    @property
+    def written_to(self) -> bool:
+        """Whether a prefill node that was heard lately may be writing to this node's memory."""
+        return any(self._control.silence(reservation.writer) < SILENCE_S for reservation in self._reservations)
 
     def choose(self, request: Request) -> Peer | None:
         """The node to try next for a request, or None if there is none."""
@@ -126,7 +135,10 @@ class RemotePrefill:
                 outcomes += self._on_done(sender, message)
             case PrefillFailed():
                 key = message.request_id, message.epoch
-                outcomes += self._fail(key, message.reason)
+                if message.leaving:
+                    outcomes += self._handed_back(sender, key, message.reason)
+                else:
+                    outcomes += self._fail(key, message.reason)
                 self._on_failed(sender, key, message.in_flight)
             case Quiesced():
                 key = message.request_id, message.epoch
@@ -259,6 +271,19 @@ class RemotePrefill:
         self.abandon(request)
         request.move(State.WAITING)
         log.warning("prefill attempt failed", request_id=key[0], epoch=key[1], reason=reason)
+        return [Lost(request, reason)]
+
+    def _handed_back(self, sender: Peer, key: Key, reason: str) -> list[Outcome]:
+        """A node that leaves gives a request back. Nobody is at fault: it is no failure, nor one of its attempts."""
+        self.nodes.retire(sender.boot_id)
+        attempt = self._attempts.get(key)
+        if attempt is None or attempt.done is not None:
+            return []
+        request = attempt.request
+        self.abandon(request)
+        request.prefill_attempts -= 1
+        request.move(State.WAITING)
+        log.info("prefill handed back", request_id=key[0], epoch=key[1], node=sender.address, reason=reason)
         return [Lost(request, reason)]
 
     def _notice_restart(self, sender: Peer) -> list[Outcome]:

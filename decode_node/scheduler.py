@@ -60,6 +60,7 @@ class Scheduler:
         self._limits = limits
         self.requests: dict[str, Request] = {}
         self._ended: Tombstones[str] = Tombstones()
+        self._draining = False
 
     # --- what comes in ---
 
@@ -70,6 +71,8 @@ class Scheduler:
         request = Request(generate, gateway)
         if refusal := self._refusal(request):
             return Rejected(request_id=generate.request_id, code="too_long", reason=refusal)
+        if self._draining:
+            return Rejected(request_id=generate.request_id, code="draining", reason="the decode node is draining")
         if not self._queue_has_room():
             return Rejected(
                 request_id=generate.request_id,
@@ -234,9 +237,18 @@ class Scheduler:
         self._outputs.end(request, reason, error)
         self._close(request, reason, error)
 
-    def end_all(self, reason: FinishReason, error: str | None = None) -> None:
+    def hand_over(self, reason: str) -> None:
+        """Take nothing new from now on, and give up what has streamed nothing: gateways try another node at once."""
+        self._draining = True
         for request in list(self.requests.values()):
-            self.end(request, reason, error)
+            if not request.generated:
+                self.end(request, "abort", reason)
+        self._outputs.flush()
+
+    def end_all(self, reason: str) -> None:
+        """Give up everything. An abort, not an error: where no token was streamed, gateways try another node."""
+        for request in list(self.requests.values()):
+            self.end(request, "abort", reason)
         self._outputs.flush()
 
     def _close(self, request: Request, reason: FinishReason, error: str | None = None) -> None:

@@ -58,4 +58,16 @@ $PIP install -q -e ".[$EXTRA,dev]"
     say "Mooncake does not load; see the message above"
     exit 1
 }
+# promtool tests the alert rules. Its package would start a server, so only the program is taken out of it.
+fetch_promtool() {
+    as_root apt-get update -qq && apt-get download -qq prometheus && dpkg-deb -x prometheus_*.deb . &&
+        install -m 755 usr/bin/promtool "$1"
+}
+if ! command -v promtool >/dev/null && [ ! -x "$VENV/bin/promtool" ]; then
+    say "fetching promtool"
+    BIN=$(cd "$VENV/bin" && pwd)
+    UNPACKED=$(mktemp -d)
+    (cd "$UNPACKED" && fetch_promtool "$BIN" 2>/dev/null) || say "no promtool to be had: its tests will be skipped"
+    rm -r "$UNPACKED"
+fi
 say "ready: $VENV"

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+DRAINING = "draining"
+
 
 class ApiError(Exception):
     """An OpenAI error object with its HTTP status. `retry_after` is in seconds."""
@@ -47,6 +49,11 @@ def _type_of(status: int) -> str:
 
 def context_length_exceeded(message: str, param: str | None = None) -> ApiError:
     return ApiError(400, message, param=param, code="context_length_exceeded")
+
+
+def draining() -> ApiError:
+    """This gateway is about to stop: another one, or its successor, takes the request."""
+    return ApiError(503, "the gateway is shutting down", code=DRAINING, retry_after=1.0)
 
 
 def unavailable(message: str) -> ApiError:

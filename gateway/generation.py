@@ -137,6 +137,10 @@ class DecodeClient:
     def running(self) -> int:
         return len(self._attempts) - self.waiting
 
+    @property
+    def in_flight(self) -> int:
+        return len(self._attempts)
+
     async def stream(self, job: Job) -> AsyncGenerator[Step, None]:
         """The steps of a request. Raises ApiError. Closing the iterator early cancels the request at its node."""
         refusals: dict[str, Rejected | None] = {}

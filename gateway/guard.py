@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.errors import ApiError
+from gateway.errors import DRAINING, ApiError
 from gateway.keys import ApiKeys
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
@@ -98,6 +98,9 @@ def error_response(error: ApiError) -> Response:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
+    if error.code == DRAINING:
+        # The client's next attempt takes a new connection, which leads to whoever serves then.
+        headers["Connection"] = "close"
     return JSONResponse(error.body(), status_code=error.status, headers=headers)
 
 

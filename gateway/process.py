@@ -9,6 +9,7 @@ from pathlib import Path
 import structlog
 
 from gateway.completer import Completer
+from gateway.errors import ApiError, draining, unavailable
 from gateway.generation import DecodeClient
 from gateway.guard import Guard, RequestLimits
 from gateway.keys import ApiKeys
@@ -19,6 +20,7 @@ from service.connection import ConnectionLimits
 from service.descriptors import raise_file_limit
 from service.errors import StartupError
 from service.http_server import HttpServer
+from service.lifecycle import DRAIN_TIMEOUT_S, STOP_SIGNALS, Lifecycle, Phase
 from service.logs import LogFormat, configure_logging
 from service.metrics import Metrics
 from service.status import bind_http, status_router
@@ -38,6 +40,7 @@ from transfer.messages import (
 
 log = structlog.get_logger(__name__)
 
+_DRAIN_POLL_S = 0.05
 _CANCEL_AT_STOP_S = 2.0
 _HTTP_STOP_S = 5
 _MIN_BODY_BYTES = 4 << 20
@@ -72,6 +75,7 @@ class GatewayConfig:
     """None: 64 bytes for each token of the context, at least 4 MiB."""
     max_concurrent_requests: int = 1024
     header_timeout: float = 10.0
+    drain_timeout: float = DRAIN_TIMEOUT_S
     log_level: str = "info"
     log_format: LogFormat = "text"
 
@@ -83,8 +87,8 @@ def run_gateway(config: GatewayConfig) -> None:
 
     async def serve() -> None:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, gateway.stop)
+        for number in STOP_SIGNALS:
+            loop.add_signal_handler(number, gateway.signalled, number)
         await gateway.serve()
 
     asyncio.run(serve())
@@ -99,6 +103,7 @@ class Gateway:
         keys = ApiKeys(config.api_keys, config.api_key_file) if config.api_keys or config.api_key_file else None
         tls = server_tls(config.ssl_certfile, config.ssl_keyfile)
         self.registry = NodeRegistry()
+        self.lifecycle = Lifecycle(config.drain_timeout)
         self._listener = bind_http(config.host, config.port)
         try:
             tokenizer = CheckpointTokenizer(config.model_path)
@@ -116,7 +121,7 @@ class Gateway:
         self._client = DecodeClient(self.control, self.registry)
         self._completer = Completer(tokenizer, self._client, self.metrics, context_length, config.request_timeout)
         model = config.served_model_name or config.model_path
-        app = OpenAiServer(self._completer, self.registry, model, context_length).app()
+        app = OpenAiServer(self._completer, self._refusal, model, context_length).app()
         app.include_router(status_router(self.metrics, self._missing, self._refresh))
         self._guard = Guard(app, keys, _request_limits(config, context_length), self.metrics.http_refused)
         self._http = HttpServer(
@@ -145,15 +150,15 @@ class Gateway:
         return number
 
     async def serve(self) -> None:
-        """Serve until `stop`, then end what is in flight here and at the decode nodes."""
+        """Serve until told to stop, finish what is in flight, and end what is left here and at the decode nodes."""
         self._loop = asyncio.get_running_loop()
         self.control.start()
         log.info("gateway starts", **self._sizes)
         sweeping = asyncio.create_task(self._client.sweep())
         serving = asyncio.create_task(self._http.serve(sockets=[self._listener]))
-        stopping = asyncio.create_task(self._stopping.wait())
+        stopping = asyncio.create_task(self._drained())
         await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
-        log.info("gateway stops", requests=self._client.waiting + self._client.running)
+        log.info("gateway stops", requests=self._client.in_flight)
         self._http.should_exit = True
         await self._client.close(_CANCEL_AT_STOP_S)
         await serving
@@ -163,9 +168,22 @@ class Gateway:
         self._completer.close()
         self._listener.close()
 
-    def stop(self) -> None:
-        """Make `serve` return. Call it on the loop that serves."""
+    def signalled(self, number: int) -> None:
+        """Take a stop signal. Call it on the loop that serves."""
+        self.lifecycle.signalled(number)
+        log.info("stopping", signal=signal.Signals(number).name, phase=self.lifecycle.phase.value)
         self._stopping.set()
+
+    def stop(self) -> None:
+        """Make `serve` end what is in flight and return. Call it on the loop that serves."""
+        self.lifecycle.end()
+        self._stopping.set()
+
+    async def _drained(self) -> None:
+        """Wait until it is told to stop and holds no request, or may wait no longer."""
+        await self._stopping.wait()
+        while self.lifecycle.phase is Phase.DRAINING and self._client.in_flight:
+            await asyncio.sleep(_DRAIN_POLL_S)
 
     def _hand_over(self, sender: Peer, message: Message) -> None:
         """From the control thread to the event loop, which owns all state."""
@@ -197,7 +215,14 @@ class Gateway:
         self.control.send(sender, answer)
 
     def _missing(self) -> str | None:
-        return self.registry.missing(time.monotonic())
+        """What keeps this gateway from serving, or None."""
+        return self.registry.missing(time.monotonic()) if self.lifecycle.serving else "draining"
+
+    def _refusal(self) -> ApiError | None:
+        if not self.lifecycle.serving:
+            return draining()
+        missing = self._missing()
+        return None if missing is None else unavailable(missing)
 
     def _refresh(self) -> None:
         """Bring the gauges up to date before a scrape."""

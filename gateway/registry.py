@@ -66,13 +66,15 @@ class NodeRegistry:
         node = self._nodes.get(peer.address)
         if node is None or node.peer.boot_id != peer.boot_id:
             return HeartbeatAck(via=beat.via, known=False)
-        if not node.live(now) and self._conflict(peer, node.offer, now):
+        if not node.live(now) and not node.leaving and self._conflict(peer, node.offer, now):
             del self._nodes[peer.address]
             return HeartbeatAck(via=beat.via, known=False)
         node.last_heartbeat = now
         node.ready = beat.ready
         node.reported_tokens, node.assigned_tokens = beat.queued_tokens, 0
-        return HeartbeatAck(via=beat.via, known=True, prefill_nodes=tuple(self.rank_prefill(now)))
+        return HeartbeatAck(
+            via=beat.via, known=True, prefill_nodes=tuple(self.rank_prefill(now)), leaving=self._leaving_prefill()
+        )
 
     def leave(self, peer: Peer) -> None:
         """Use that process no more. Its heartbeats are still welcome: it may be finishing what it has."""
@@ -125,6 +127,9 @@ class NodeRegistry:
 
     def _live(self, now: float, role: Role) -> list[Node]:
         return [node for node in self._nodes.values() if node.offer.role == role and node.live(now)]
+
+    def _leaving_prefill(self) -> tuple[str, ...]:
+        return tuple(n.peer.boot_id for n in self._nodes.values() if n.offer.role == "prefill" and n.leaving)
 
     def _usable_decode(self, now: float) -> list[Node]:
         prefill = bool(self.rank_prefill(now))

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any
 
@@ -17,9 +17,8 @@ from starlette.types import Receive, Scope, Send
 from gateway.api import ChatCompletionRequest, CompletionRequest, parse
 from gateway.choice import Delta
 from gateway.completer import Completer
-from gateway.errors import ApiError, unavailable
+from gateway.errors import ApiError
 from gateway.guard import error_response
-from gateway.registry import NodeRegistry
 from gateway.responses import ChatFormat, CompletionFormat, ResponseFormat
 
 log = structlog.get_logger(__name__)
@@ -28,17 +27,17 @@ _CLIENT_LEFT = 499
 
 
 class OpenAiServer:
-    """Answers the /v1 routes."""
+    """Answers the /v1 routes. `refusal` says why no request is taken now, or None."""
 
     def __init__(
         self,
         completer: Completer,
-        registry: NodeRegistry,
+        refusal: Callable[[], ApiError | None],
         model: str,
         context_length: int,
     ) -> None:
         self._completer = completer
-        self._registry = registry
+        self._refusal = refusal
         self._model = model
         self._context_length = context_length
         self._created = int(time.time())
@@ -76,9 +75,8 @@ class OpenAiServer:
         """The whole answer, or a stream once its first tokens are there: until then an error has an HTTP status."""
         self._check_model(request.model)
         job = await self._completer.job(request)
-        missing = self._registry.missing(time.monotonic())
-        if missing is not None:
-            raise unavailable(missing)
+        if refusal := self._refusal():
+            raise refusal
         answer = format_kind(
             job.request_id,
             self._model,

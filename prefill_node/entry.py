@@ -48,6 +48,11 @@ class Entry:
     def key(self) -> Key:
         return self.decode.boot_id, self.request.request_id, self.request.epoch
 
+    @property
+    def begun(self) -> bool:
+        """Whether anything of it was computed or is being computed."""
+        return self.job.computed > 0 or self.in_flight > 0 or self.state is not State.COMPUTING
+
     def done(self) -> PrefillDone:
         """What to tell the decode node when every write has landed."""
         assert self.token is not None

@@ -15,6 +15,7 @@ from prefill_node.entry import Entry, Key, Offer, State
 from prefill_node.outgoing import Chunk, Sent
 from prefill_node.progress import ForwardProgress
 from prefill_node.sender import Sender
+from service.lifecycle import Phase
 from service.shell import NodeShell
 from transfer.messages import (
     Abort,
@@ -39,7 +40,11 @@ log = structlog.get_logger(__name__)
 
 _ORPHAN_AFTER_S = 10.0
 _IDLE_WAIT_S = 0.2
-_DRAIN_S = 10.0
+_FAREWELL_S = 2.5
+"""How long a node that has nothing left still refuses requests: decode nodes hear with their next heartbeat that it
+leaves. One that asked a process which is gone could not know that nothing writes to the slots that it named."""
+_END_S = 10.0
+"""How long a node that gives everything up waits for its writes: a receiver may have stopped."""
 
 
 class PrefillNode:
@@ -76,19 +81,31 @@ class PrefillNode:
         return len(self._entries)
 
     def run(self) -> None:
-        """Serve until told to stop; then tell whom it concerns, when nothing of it is in flight any more."""
-        while not self._shell.stopping.is_set():
-            for item in self._shell.receive(_IDLE_WAIT_S):
-                self._take(item)
-            self._housekeep(time.monotonic())
-            self._start_step()
+        """Serve until told to stop; finish what has begun and hand back the rest; give up what is left."""
+        lifecycle = self._shell.lifecycle
+        while lifecycle.phase is Phase.SERVING:
+            self._turn()
         self._shell.leave()
-        self._hand_back()
+        farewell_until = time.monotonic() + _FAREWELL_S
+        self._hand_back([entry for entry in self._entries.values() if not entry.begun], "the prefill node is draining")
+        while lifecycle.phase is Phase.DRAINING and (self._entries or time.monotonic() < farewell_until):
+            self._turn()
+        self._hand_back(list(self._entries.values()), "the prefill node is stopping")
+        end_by = time.monotonic() + _END_S
+        while self._entries and time.monotonic() < end_by:
+            self._turn()
+
+    def _turn(self) -> None:
+        for item in self._shell.receive(_IDLE_WAIT_S):
+            self._take(item)
+        self._housekeep(time.monotonic())
+        self._start_step()
 
     def refresh_metrics(self) -> None:
         pool = self._prefill.pool
         self._metrics.prefill_pages.labels("free").set(pool.free_pages)
         self._metrics.prefill_pages.labels("used").set(pool.num_pages - pool.free_pages)
+        self._metrics.prompt_tokens_waiting.set(self.queued_tokens)
         states = [entry.state for entry in list(self._entries.values())]
         for state in State:
             self._metrics.requests.labels(state.value).set(states.count(state))
@@ -124,14 +141,9 @@ class PrefillNode:
         self._control.send(decode, PrefillAccepted(request_id=request.request_id, epoch=request.epoch))
         if key in self._entries:
             return
-        refusal = self._offer.refusal(request)
-        if refusal is None and not self._sender.has_room_for(decode):
-            refusal = "this node sends to as many decode nodes as it can"
-        if refusal is not None:
+        if refusal := self._refusal(decode, request):
             log.warning("refused", request_id=request.request_id, epoch=request.epoch, reason=refusal)
-            self._control.send(
-                decode, PrefillFailed(request_id=request.request_id, epoch=request.epoch, reason=refusal)
-            )
+            self._control.send(decode, self._failed(key, refusal, in_flight=False))
             self._ended.add(key)
             return
         entry = Entry(
@@ -148,6 +160,16 @@ class PrefillNode:
         self._entries[key] = entry
         self._prefill.add(entry.job)
         log.info("queued", request_id=request.request_id, epoch=request.epoch, tokens=len(request.prompt_ids))
+
+    def _refusal(self, decode: Peer, request: PrefillRequest) -> str | None:
+        """Why a request is not taken, or None."""
+        if not self._shell.lifecycle.serving:
+            return "the prefill node is draining"
+        if refusal := self._offer.refusal(request):
+            return refusal
+        if not self._sender.has_room_for(decode):
+            return "this node sends to as many decode nodes as it can"
+        return None
 
     def _on_admitted(self, key: Key) -> None:
         self._control.answered(("done", key))
@@ -268,7 +290,7 @@ class PrefillNode:
             self._prefill.forget(entry.job)
             if failure is not None and entry.in_flight:
                 # The decode node need not wait for the end of it to look elsewhere.
-                failed = self._failed(entry, failure, in_flight=True)
+                failed = self._failed(entry.key, failure, in_flight=True)
                 self._control.repeat(("failed", entry.key), entry.decode, failed)
         self._advance(entry)
 
@@ -277,14 +299,14 @@ class PrefillNode:
         if entry.failure is None:
             self._control.send(entry.decode, Quiesced(request_id=request_id, epoch=epoch))
         else:
-            self._control.send(entry.decode, self._failed(entry, entry.failure, in_flight=False))
+            self._control.send(entry.decode, self._failed(entry.key, entry.failure, in_flight=False))
         self._end(entry)
         log.info("stopped", request_id=request_id, epoch=epoch, reason=entry.failure or "aborted")
 
-    @staticmethod
-    def _failed(entry: Entry, reason: str, in_flight: bool) -> PrefillFailed:
-        request_id, epoch = entry.request.request_id, entry.request.epoch
-        return PrefillFailed(request_id=request_id, epoch=epoch, reason=reason, in_flight=in_flight)
+    def _failed(self, key: Key, reason: str, in_flight: bool) -> PrefillFailed:
+        _, request_id, epoch = key
+        leaving = not self._shell.lifecycle.serving
+        return PrefillFailed(request_id=request_id, epoch=epoch, reason=reason, in_flight=in_flight, leaving=leaving)
 
     def _end(self, entry: Entry) -> None:
         """The one place where an entry's pages go back."""
@@ -294,22 +316,10 @@ class PrefillNode:
         del self._entries[entry.key]
         self._ended.add(entry.key)
 
-    def _hand_back(self) -> None:
-        """End every entry, so that decode nodes go elsewhere at once; bounded, as a receiver may have stopped.
-
-        Requests that still come are not answered: they would never be computed, and a refusal would cost each of them a
-        retry while this node is the only one. Their decode nodes take them elsewhere when this process has ended.
-        """
-        for entry in list(self._entries.values()):
-            self._stop_entry(entry, failure="the prefill node is stopping")
-        deadline = time.monotonic() + _DRAIN_S
-        while self._entries and time.monotonic() < deadline:
-            for item in self._shell.receive(_IDLE_WAIT_S):
-                match item:
-                    case (_, PrefillRequest()):
-                        pass
-                    case _:
-                        self._take(item)
+    def _hand_back(self, entries: list[Entry], reason: str) -> None:
+        """Give these up, so that their decode nodes go elsewhere at once."""
+        for entry in entries:
+            self._stop_entry(entry, failure=reason)
 
     def _housekeep(self, now: float) -> None:
         """Give up what no decode node asks for any more or what takes too long, and threads that no request needs."""

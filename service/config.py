@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 
 from service.errors import StartupError
+from service.lifecycle import DRAIN_TIMEOUT_S
 from service.logs import LogFormat
 from transfer.messages import ADDRESS_PATTERN
 from transfer.ports import ClaimedPorts, PortRange
@@ -38,6 +39,7 @@ class NodeConfig:
     transfer_host: str | None = None
     transfer_ports: str = "15000-16999"
     ib_device: str = ""
+    drain_timeout: float = DRAIN_TIMEOUT_S
     log_level: str = "info"
     log_format: LogFormat = "text"
 

@@ -7,7 +7,7 @@ from typing import Any
 import psutil
 import torch
 
-_DEFAULT_FRACTION = {"cpu": 0.1, "cuda": 0.8}
+DEFAULT_FRACTION = {"cpu": 0.1, "cuda": 0.8}
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
 
 
@@ -17,7 +17,7 @@ def pool_bytes(device: torch.device, fraction: float | None) -> int:
     On a CPU the "device" pools share the machine's memory with the host pool, hence the smaller default.
     """
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_host_bytes()
-    return int(free * (fraction or _DEFAULT_FRACTION[device.type]))
+    return int(free * (fraction or DEFAULT_FRACTION[device.type]))
 
 
 def available_host_bytes() -> int:

@@ -14,6 +14,10 @@ disable_created_metrics()  # type: ignore[no-untyped-call]
 _LATENCY = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
+TRANSFER_FAILURES = ("prefill", "write", "timeout", "checksum", "verification")
+"""Why transfers fail: the prefill node failed or fell silent, a write failed, it took too long, what arrived is not
+what was sent, or it could not be verified."""
+
 
 class Metrics:
     """The metrics of one process in a registry of its own."""
@@ -34,6 +38,15 @@ class Metrics:
         self.host_slots = gauge("host_slots", "Slots of the host KV pool by state.", "state")
         self.device_slots = gauge("device_slots", "Hot-buffer slots by state.", "state")
         self.prefill_pages = gauge("prefill_pages", "Pages of the prefill KV pool by state.", "state")
+        self.prompt_tokens_waiting = gauge(
+            "prompt_tokens_waiting", "Prompt tokens of a prefill node's requests that are not computed yet."
+        )
+        self.kv_tokens_outstanding = gauge(
+            "kv_tokens_outstanding", "KV tokens that a decode node's requests hold or may come to hold."
+        )
+        self.quarantine_seconds = gauge(
+            "quarantine_seconds", "For how long the oldest quarantined slots have been in quarantine; 0 if none are."
+        )
         self.requests = gauge("requests", "Requests that this process holds, by state.", "state")
         self.requests_finished = counter("requests_finished_total", "Requests that ended, by reason.", "reason")
         self.retractions = counter(
@@ -62,6 +75,12 @@ class Metrics:
             "http_refused_total", "HTTP requests and connections refused before they were served, by reason.", "reason"
         )
         self.nodes = gauge("nodes", "Registered nodes by role, as the gateway sees them.", "role")
+        # From 0: an increase from nothing at all to 1 is none to Prometheus, and one of these is worth an alert.
+        for reason in TRANSFER_FAILURES:
+            self.transfer_failures.labels(reason)
+        for pool in ("device", "host"):
+            self.retractions.labels(pool)
+        self.requests_finished.labels("queue_full")
 
     def render(self) -> bytes:
         """The Prometheus text exposition."""

@@ -2,7 +2,6 @@
 
 import queue
 import signal
-import threading
 from collections.abc import Callable
 from types import FrameType
 from typing import Generic, TypeVar
@@ -12,6 +11,7 @@ from fastapi import APIRouter
 
 from service.config import NodeConfig
 from service.errors import StartupError
+from service.lifecycle import STOP_SIGNALS, Lifecycle
 from service.metrics import Metrics
 from service.status import StatusServer, bind_http, status_router
 from transfer.control import ControlPlane
@@ -32,13 +32,13 @@ MAX_WAITING = 10_000
 class NodeShell(Generic[Event]):
     """Ports are bound on construction, so that a taken one is reported before a model is loaded.
 
-    `inbox` carries control messages with their sender, and the node's own events, to the node's loop. SIGTERM and
-    SIGINT set `stopping`. Raises StartupError if a port is taken.
+    `inbox` carries control messages with their sender, and the node's own events, to the node's loop. Stop signals
+    drive `lifecycle` and wake the loop. Raises StartupError if a port is taken.
     """
 
     def __init__(self, role: Role, config: NodeConfig) -> None:
         self.metrics = Metrics()
-        self.stopping = threading.Event()
+        self.lifecycle = Lifecycle(config.drain_timeout)
         self.inbox: queue.SimpleQueue[tuple[Peer, Message] | Event | None] = queue.SimpleQueue()
         self._dropped = 0
         self._listener = bind_http(config.host, config.port)
@@ -63,7 +63,7 @@ class NodeShell(Generic[Event]):
         routers: further routes of the status page.
         """
         self._membership = membership
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in STOP_SIGNALS:
             signal.signal(number, self._on_signal)
         router = status_router(self.metrics, self._missing, lambda: self._refresh(refresh))
         self._status = StatusServer(self._listener, router, *routers, refused=self.metrics.http_refused)
@@ -111,7 +111,7 @@ class NodeShell(Generic[Event]):
             return items
 
     def leave(self) -> None:
-        """Tell the gateways that this node takes no more."""
+        """Tell the gateways that this node takes no more. They go on hearing it: it finishes what it has."""
         if self._membership is not None:
             self._membership.leave()
 
@@ -134,6 +134,8 @@ class NodeShell(Generic[Event]):
 
     def _missing(self) -> str | None:
         """What keeps this node from serving, or None."""
+        if not self.lifecycle.serving:
+            return "draining"
         if self._membership is not None and not self._membership.is_member:
             return "not registered with a gateway"
         return None
@@ -144,6 +146,6 @@ class NodeShell(Generic[Event]):
         refresh()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        log.info("stopping", signal=signal.Signals(number).name)
-        self.stopping.set()
+        self.lifecycle.signalled(number)
+        log.info("stopping", signal=signal.Signals(number).name, phase=self.lifecycle.phase.value)
         self.inbox.put(None)

@@ -54,6 +54,7 @@ class Membership:
         self.refusal: str | None = None
         """Why a gateway refuses this node, which none has taken yet: it should not have been started like this."""
         self._ever_registered = False
+        self._leaving = False
         self._addresses = addresses
         self._gateways: dict[str, _Gateway] = {}
 
@@ -63,10 +64,15 @@ class Membership:
         return not self._addresses.expected or any(gateway.registered for gateway in self._gateways.values())
 
     def tick(self) -> None:
-        """Register or heartbeat, whichever each gateway needs."""
+        """Register or heartbeat, whichever each gateway needs. A node that leaves joins no gateway any more."""
         self._take_in(self._addresses.current)
         for address, gateway in self._gateways.items():
-            self._tell(address, gateway, self._heartbeat(address) if gateway.registered else self._register(address))
+            if gateway.registered:
+                self._tell(address, gateway, self._heartbeat(address))
+            if self._leaving:
+                self._tell(address, gateway, Leaving())
+            elif not gateway.registered:
+                self._tell(address, gateway, self._register(address))
 
     def receive(self, sender: Peer, message: Registered | Refused | HeartbeatAck) -> None:
         """Take a gateway's answer."""
@@ -87,7 +93,8 @@ class Membership:
             log.error("refused by the gateway", gateway=sender.address, reason=message.reason)
         elif not message.known:
             gateway.registered = False
-            self._tell(message.via, gateway, self._register(message.via))
+            if not self._leaving:
+                self._tell(message.via, gateway, self._register(message.via))
 
     def gateway_lost(self, peer: Peer, now: float, silence_s: float) -> bool:
         """Whether that gateway process is gone: another boot has answered in its place, or none has for so long."""
@@ -114,7 +121,8 @@ class Membership:
         self._gateways = gateways
 
     def leave(self) -> None:
-        """Tell every gateway that this node takes no more."""
+        """Tell every gateway that this node takes no more, again with every heartbeat."""
+        self._leaving = True
         for address, gateway in self._gateways.items():
             self._tell(address, gateway, Leaving())
 

@@ -139,11 +139,15 @@ class Heartbeat(Message):
 
 
 class HeartbeatAck(Message):
-    """Gateway to node. A node that is not known registers again. Decode nodes learn the prefill nodes from it."""
+    """Gateway to node. A node that is not known registers again. Decode nodes learn the prefill nodes from it.
+
+    leaving: boot ids of prefill nodes that said so. None of them will take another request.
+    """
 
     via: Address
     known: bool
     prefill_nodes: tuple[Peer, ...] = ()
+    leaving: tuple[Identifier, ...] = ()
 
 
 class Leaving(Message):
@@ -314,13 +318,15 @@ class PrefillFailed(Message):
     """Prefill node to decode node: the request will not be completed here.
 
     Without `in_flight` it says as much as Quiesced. With it, posted writes have not all ended yet: it is repeated until
-    Abort, which Quiesced answers in time.
+    Abort, which Quiesced answers in time. `leaving`: the node hands the request back because it is about to stop, and
+    will take no other.
     """
 
     request_id: Identifier
     epoch: UInt
     reason: str
     in_flight: bool = False
+    leaving: bool = False
 
 
 class Admitted(Message):

@@ -83,7 +83,7 @@ def prefill_side(
         loop.start()
         at_end.callback(loop.join)
         at_end.callback(shell.inbox.put, None)
-        at_end.callback(shell.stopping.set)
+        at_end.callback(shell.lifecycle.end)
         yield PrefillSide(shell.control.me, model)
 
 

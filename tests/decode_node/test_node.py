@@ -11,6 +11,7 @@ import torch
 from decode_node.loop_call import on_loop
 from decode_node.node import DecodeNode, Event
 from decode_node.verifier import Verifier
+from service.lifecycle import Lifecycle
 from service.metrics import Metrics
 from service.shell import NodeShell
 from tests.decode_node.fakes import GATEWAY
@@ -21,14 +22,17 @@ from transfer.checksum import digest, slot_ranges
 from transfer.messages import (
     Abort,
     Admitted,
+    Cancel,
     Checksum,
     Generate,
     Leaving,
+    Message,
     Outputs,
     Peer,
     PrefillDone,
     PrefillRequest,
     Quiesced,
+    Rejected,
     Sampling,
     Token,
 )
@@ -51,7 +55,7 @@ class Shell(NodeShell[Event]):
     def __init__(self, control: FakeControl, metrics: Metrics) -> None:
         self.control = control  # type: ignore[assignment]
         self.metrics = metrics
-        self.stopping = threading.Event()
+        self.lifecycle = Lifecycle(drain_timeout=30.0)
         self.inbox = queue.SimpleQueue()
         self._membership = None
 
@@ -76,7 +80,7 @@ class Running:
         self.thread.start()
 
     def stop(self) -> None:
-        self.shell.stopping.set()
+        self.shell.lifecycle.end()
         self.thread.join(10)
         self.verifier.close()
 
@@ -150,3 +154,63 @@ def test_torn_bytes_are_never_served_and_the_retry_on_another_node_is(running: R
 def test_calls_from_other_threads_are_carried_out_by_the_loop(running: Running) -> None:
     assert on_loop(running.shell.inbox.put, threading.current_thread, timeout=10) is running.thread
     assert not any(isinstance(message, Leaving) for _, message in running.control.sent)
+
+
+def test_a_node_that_drains_finishes_what_streams_and_hands_over_the_rest(running: Running) -> None:
+    def asks(request_id: str) -> Generate:
+        return GENERATE.model_copy(update={"request_id": request_id})
+
+    def answers(kind: type[Message]) -> list[Message]:
+        return [message for to, message in list(running.control.sent) if to == GATEWAY and isinstance(message, kind)]
+
+    def finishes() -> dict[str, tuple[str, str | None]]:
+        """How each request ended."""
+        outputs = [output for message in answers(Outputs) for output in message.outputs]  # type: ignore[attr-defined]
+        return {o.request_id: (o.finish_reason, o.error) for o in outputs if o.finish_reason}
+
+    running.shell.inbox.put((GATEWAY, GENERATE.model_copy(update={"max_new_tokens": 300})))
+    node, request = running.requested(epoch=1)
+    running.write(node, request)
+    running.shell.inbox.put((GATEWAY, asks("not begun")))
+    wait_until(lambda: ("prefill", ("not begun", 1)) in running.control.repeated, timeout=10)
+
+    running.shell.lifecycle.drain()
+    running.shell.inbox.put(None)
+    wait_until(lambda: "not begun" in finishes(), timeout=10)
+    assert finishes()["not begun"] == ("abort", "the decode node is stopping")
+    running.shell.inbox.put((GATEWAY, asks("late")))
+    wait_until(lambda: answers(Rejected), timeout=10)
+    assert answers(Rejected) == [Rejected(request_id="late", code="draining", reason="the decode node is draining")]
+    wait_until(lambda: "r" in finishes(), timeout=10)
+    assert running.tokens() == list(range(100, 400))
+    assert running.thread.is_alive(), "a prefill node may still be writing to its memory"
+    running.shell.inbox.put((FIRST, Quiesced(request_id="not begun", epoch=1)))
+    running.thread.join(10)
+    assert not running.thread.is_alive()
+    assert running.harness.coordinator.is_idle()
+
+
+def test_a_node_that_ends_waits_for_nobody(running: Running) -> None:
+    running.shell.inbox.put((GATEWAY, GENERATE.model_copy(update={"max_new_tokens": 300})))
+    running.requested(epoch=1)
+    running.shell.lifecycle.end()
+    running.thread.join(10)
+    assert not running.thread.is_alive()
+    [output] = [o for _, message in running.control.sent if isinstance(message, Outputs) for o in message.outputs]
+    assert (output.finish_reason, output.error) == ("abort", "the decode node is stopping")
+
+
+def test_what_a_node_owes_and_what_it_cannot_use_are_exported(running: Running) -> None:
+    def value(name: str) -> float | None:
+        running.node.refresh_metrics()
+        return running.metrics.registry.get_sample_value(f"hisparse_pd_{name}")
+
+    assert (value("kv_tokens_outstanding"), value("quarantine_seconds")) == (0, 0)
+    running.ask()
+    running.requested(epoch=1)
+    assert value("kv_tokens_outstanding") == 14, "ten of the prompt, and all but the last of five to come"
+    running.shell.inbox.put((GATEWAY, Cancel(request_id="r")))
+    wait_until(lambda: value("quarantine_seconds"), timeout=10)
+    assert value("kv_tokens_outstanding") == 0
+    running.shell.inbox.put((FIRST, Quiesced(request_id="r", epoch=1)))
+    wait_until(lambda: value("quarantine_seconds") == 0, timeout=10)

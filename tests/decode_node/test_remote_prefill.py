@@ -156,6 +156,47 @@ def test_a_failed_attempt_goes_to_a_node_that_was_not_tried(h: Harness) -> None:
     assert h.remote.choose(h.request) == SECOND
 
 
+def test_a_node_that_leaves_hands_a_request_back_without_a_fault(h: Harness) -> None:
+    """Were it counted, a rolling update would use up the attempts of what it meets."""
+    for node in (FIRST, SECOND):
+        h.dispatch(node)
+        [lost] = h.remote.take(
+            node, PrefillFailed(request_id="r", epoch=h.request.epoch, reason="draining", leaving=True)
+        )
+        assert lost == Lost(h.request, "draining")
+    assert h.freed == [SLOTS, SLOTS]
+    assert h.request.prefill_attempts == 0
+    assert h.failures("prefill") == 0
+    assert h.remote.choose(h.request) is None, "neither takes another request"
+
+
+def test_a_node_that_a_gateway_calls_leaving_is_not_asked_though_a_request_names_it(h: Harness) -> None:
+    h.remote.nodes.retire(FIRST.boot_id)
+    assert h.remote.choose(h.request) == SECOND
+    again = FIRST.model_copy(update={"boot_id": "first again"})
+    h.remote.nodes.learn(GATEWAY.address, (again, SECOND))
+    assert h.remote.choose(h.request) == again, "the process that took its address is another one"
+
+
+def test_what_has_landed_is_not_lost_to_a_node_that_leaves_before_its_checksums_are_verified(h: Harness) -> None:
+    h.dispatch()
+    h.done(checksums=CHECKSUMS)
+    assert h.remote.take(FIRST, PrefillFailed(request_id="r", epoch=1, reason="stopping", leaving=True)) == []
+    assert h.verified() == [Landed(h.request, Token(token_id=5))]
+
+
+def test_a_pool_is_written_to_while_a_live_node_has_not_said_that_it_is_quiet(h: Harness) -> None:
+    h.dispatch()
+    assert h.remote.written_to
+    h.remote.abandon(h.request)
+    assert h.remote.written_to
+    h.control.silent_for = SILENCE_S + 1
+    assert not h.remote.written_to, "a dead node would keep this process from leaving"
+    h.control.silent_for = 0.0
+    h.remote.take(FIRST, Quiesced(request_id="r", epoch=1))
+    assert not h.remote.written_to
+
+
 def test_when_all_were_tried_the_best_is_tried_again(h: Harness) -> None:
     for node in (FIRST, SECOND):
         h.dispatch(node)

@@ -42,7 +42,7 @@ def test_a_killed_prefill_node_costs_its_requests_a_retry_and_nothing_else(
     assert complete(cluster.url, [Job(PROMPT, 16)]) == [expected]
 
 
-def test_a_prefill_node_that_is_told_to_stop_hands_its_requests_back(
+def test_a_prefill_node_that_is_told_to_stop_at_once_hands_its_requests_back(
     start_cluster: Callable[..., Cluster], references: dict[str, Reference]
 ) -> None:
     cluster = start_cluster()
@@ -56,7 +56,7 @@ def test_a_prefill_node_that_is_told_to_stop_hands_its_requests_back(
         busy = wait_until(
             lambda: next((node for node in (first, second) if node.metric("prompt_tokens_total") > 0), None)
         )
-        busy.signal(signal.SIGTERM)
+        busy.signal(signal.SIGINT)
         assert answer.result() == [references["deepseek_v32"].generate(prompt, 8)]
     assert busy.process.wait(timeout=30) == 0
     assert decode.metric("prefill_retries_total") == 1

@@ -6,6 +6,7 @@ import ssl
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -161,3 +162,18 @@ def test_three_hosts_with_their_own_addresses(
     assert "session=127.0.0.3:" in decode.log
     assert f"control=127.0.0.2:{prefill.control_port}" in prefill.log
     assert httpx.get(f"http://127.0.0.2:{prefill.http_port}/health", timeout=5).status_code == 200
+
+
+def test_serve_that_is_asked_to_end_finishes_what_its_clients_wait_for(
+    serve: Callable[..., tuple["subprocess.Popen[bytes]", str]], references: dict[str, Reference]
+) -> None:
+    process, url = serve()
+    children = children_of(process)
+    prompt = [1, 2, 3, 4] * 40
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(complete, url, [Job(prompt, 200)])
+        wait_until(lambda: 'requests{state="running"} 1.0' in httpx.get(f"{url}/metrics").text, what="a stream")
+        process.terminate()
+        assert answer.result() == [references["deepseek_v32"].generate(prompt, 200)]
+    assert process.wait(timeout=30) == 0
+    wait_until(lambda: all_gone(children), what="the processes to be gone")

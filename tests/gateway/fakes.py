@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -254,11 +255,18 @@ class RunningGateway:
         """HTTP requests that are being served."""
         return self.gateway._guard.serving
 
+    def drain(self) -> None:
+        self._loop.call_soon_threadsafe(self.gateway.signalled, signal.SIGTERM)
+
     def stop(self) -> None:
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self.gateway.stop)
-            self._thread.join(timeout=20)
-            assert not self._thread.is_alive()
+            self.join()
+
+    def join(self) -> None:
+        """Wait until it has ended."""
+        self._thread.join(timeout=20)
+        assert not self._thread.is_alive()
 
     def _run(self) -> None:
         self._loop.run_until_complete(self.gateway.serve())

@@ -11,6 +11,7 @@ import pytest
 import zmq
 
 from tests.gateway.fakes import IDENTITY, MODEL, FakeDecodeNode, FakeNode, RunningGateway, wait_until
+from transfer.messages import Output, Token
 
 StartDecode = Callable[..., FakeDecodeNode]
 
@@ -170,6 +171,58 @@ def test_stopping_gateway_cancels_what_is_in_flight(
         gateway.stop()
         assert "shutting down" in next(lines)
     assert len(decode.cancelled) == 1
+
+
+def test_a_draining_gateway_lets_streams_finish_and_sends_new_requests_elsewhere(
+    gateway: RunningGateway, decode: FakeDecodeNode, http: httpx.Client
+) -> None:
+    decode.hold_after = 1
+    with http.stream("POST", "/v1/completions", json=body(max_tokens=3, stream=True)) as response:
+        lines = (line.removeprefix("data: ") for line in response.iter_lines() if line)
+        next(lines)
+        gateway.drain()
+        with httpx.Client(base_url=gateway.url, timeout=20) as other:
+            wait_until(lambda: other.get("/ready").status_code == 503)
+            assert other.get("/ready").json()["reason"] == "draining"
+            assert other.get("/health").status_code == 200
+            answer = other.post("/v1/completions", json=body())
+        assert (answer.status_code, answer.headers["Retry-After"]) == (503, "1")
+        assert answer.headers["Connection"] == "close"
+        assert answer.json()["error"]["code"] == "draining"
+        [asked] = decode.generated
+        rest = Output(
+            request_id=asked.request_id,
+            start=1,
+            tokens=(Token(token_id=98), Token(token_id=99)),
+            finish_reason="length",
+        )
+        decode.send(gateway.gateway.control.me, rest)
+        assert json.loads(next(lines))["choices"][0]["text"] == "bc"
+        assert list(lines) == ["[DONE]"]
+    gateway.join()
+    assert decode.cancelled == []
+
+
+def test_an_idle_gateway_drains_at_once(gateway: RunningGateway, decode: FakeDecodeNode) -> None:
+    gateway.drain()
+    gateway.join()
+
+
+def test_what_streams_at_the_drain_timeout_is_ended(start_gateway: Callable[..., RunningGateway]) -> None:
+    hasty = start_gateway(drain_timeout=0.3)
+    prefill = FakeNode(hasty.control_address, "prefill").start()
+    decode = FakeDecodeNode(hasty.control_address)
+    decode.hold_after = 1
+    decode.start()
+    with httpx.stream("POST", f"{hasty.url}/v1/completions", json=body(stream=True), timeout=20) as response:
+        lines = (line.removeprefix("data: ") for line in response.iter_lines() if line)
+        next(lines)
+        hasty.drain()
+        assert "shutting down" in next(lines)
+    hasty.join()
+    assert len(decode.cancelled) == 1
+    decode.die()
+    prefill.die()
 
 
 def test_restarted_gateway_finds_the_nodes_again(

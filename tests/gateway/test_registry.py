@@ -127,3 +127,14 @@ def test_readiness_says_what_is_missing(registry: NodeRegistry) -> None:
     # Without prefill nodes only a node that prefills itself is of use.
     assert registry.pick_decode(10, (), 0.0) == peer(4)
     assert "no live decode node" in (registry.missing(10.0) or "")
+
+
+def test_decode_nodes_hear_which_prefill_nodes_leave(registry: NodeRegistry) -> None:
+    registry.leave(peer(1, "prefill"))
+    assert registry.rank_prefill(0.5) == []
+    ack = registry.heartbeat(peer(2), beat(), 0.5)
+    assert (ack.prefill_nodes, ack.leaving) == ((), ("1a",))
+    assert registry.heartbeat(peer(1, "prefill"), beat(), 0.6).known, "it may be finishing what it has"
+    registry.register(peer(1, "prefill", boot="b"), offer("prefill"), 1.0)
+    ack = registry.heartbeat(peer(2), beat(), 1.0)
+    assert (ack.prefill_nodes, ack.leaving) == ((peer(1, "prefill", boot="b"),), ())

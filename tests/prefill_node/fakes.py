@@ -37,6 +37,7 @@ class FakeControl:
     repeated: dict[Hashable, tuple[Peer, Message]] = field(default_factory=dict)
     watched: set[Peer] = field(default_factory=set)
     heard: dict[str, float] = field(default_factory=dict)
+    silent_for: float = 0.0
 
     def send(self, to: Peer, message: Message, *, any_boot: bool = False) -> None:
         self.sent.append((to, message))
@@ -54,7 +55,7 @@ class FakeControl:
         return self.heard.get(boot_id)
 
     def silence(self, peer: Peer) -> float:
-        return 0.0
+        return self.silent_for
 
     def periodically(self, every: float, action: Callable[[], None]) -> None:
         raise AssertionError("nothing here is periodic")

@@ -2,12 +2,14 @@
 
 import queue
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from prefill_node import node
 from prefill_node.chunked import ChunkedPrefill, PrefillStep
 from prefill_node.compute import Computed
 from prefill_node.entry import Key, Offer
@@ -15,6 +17,7 @@ from prefill_node.node import PrefillNode
 from prefill_node.outgoing import Chunk, Sent
 from prefill_node.pool import PagedKVPool
 from prefill_node.progress import ForwardProgress
+from service.lifecycle import Lifecycle
 from service.metrics import Metrics
 from tests.prefill_node.fakes import LAYOUT, FakeControl, FakeModel
 from transfer.messages import (
@@ -85,7 +88,15 @@ class Harness:
             PagedKVPool(LAYOUT, num_pages=8, page_size=4, device=torch.device("cpu")),
             chunk_size=6,
         )
-        self.shell = SimpleNamespace(control=self.control, metrics=Metrics(), inbox=queue.SimpleQueue())
+        self.lifecycle = Lifecycle(drain_timeout=30.0)
+        self.left = False
+        self.shell = SimpleNamespace(
+            control=self.control,
+            metrics=Metrics(),
+            inbox=queue.SimpleQueue(),
+            lifecycle=self.lifecycle,
+            leave=lambda: setattr(self, "left", True),
+        )
         self.node = PrefillNode(
             self.shell,  # type: ignore[arg-type]
             self.prefill,
@@ -115,6 +126,18 @@ class Harness:
 
     def sent(self, error: str | None = None) -> None:
         self.node._take(Sent(self.sender.chunks.pop(0), num_bytes=10, num_descriptors=1, error=error))
+
+    def script(self, *turns: Callable[[], object]) -> list[Callable[[], object]]:
+        """What happens in the turns of `node.run`, one after another; the list is empty when all of it has."""
+        left = list(turns)
+
+        def receive(_: float) -> list[object]:
+            if left:
+                left.pop(0)()
+            return []
+
+        self.shell.receive = receive
+        return left
 
     @property
     def free_pages(self) -> int:
@@ -210,16 +233,77 @@ def test_a_request_that_moved_to_another_decode_node_is_another_one() -> None:
     assert h.control.sent[-1] == (DECODE, NotHeld())
 
 
-def test_a_node_that_stops_takes_nothing_new_and_ends_as_soon_as_the_rest_has_drained() -> None:
+def test_a_node_that_drains_hands_back_what_it_has_not_begun_and_finishes_the_rest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(node, "_FAREWELL_S", 0.0)
+    h = Harness()
+    h.receive(request())
+    h.receive(request(request_id="waits"))
+    h.compute()
+    done: list[type[Message]] = []
+    turns = h.script(
+        lambda: h.receive(request(request_id="late")),
+        h.finish,
+        h.sent,
+        h.sent,
+        lambda: done.extend(type(message) for _, message in h.control.repeated.values()),
+        lambda: h.receive(Admitted(request_id="r", epoch=1)),
+    )
+    h.lifecycle.drain()
+    h.node.run()
+    assert h.left
+    assert not turns, "it ended before it had nothing left"
+    assert done == [PrefillDone]
+    handed_back = h.control.take(PrefillFailed)
+    assert [(failed.request_id, failed.leaving, failed.in_flight) for failed in handed_back] == [
+        ("waits", True, False),
+        ("late", True, False),
+    ]
+    assert h.node.num_entries == 0
+    assert h.free_pages == 8
+
+
+def test_a_node_that_ends_hands_everything_back_as_soon_as_its_writes_have_drained() -> None:
     h = Harness()
     h.receive(request())
     h.compute()
-    late = [(DECODE, request(request_id="late")), Sent(h.sender.chunks[0], error="aborted")]
-    h.shell.receive = lambda timeout: late
-    h.node._hand_back()
+    turns = h.script(lambda: h.receive(request(request_id="late")), lambda: h.sent(error="aborted"))
+    h.lifecycle.end()
+    h.node.run()
+    assert not turns
     assert h.node.num_entries == 0
-    assert [failed.request_id for failed in h.control.take(PrefillFailed)] == ["r"]
+    assert [(failed.request_id, failed.leaving) for failed in h.control.take(PrefillFailed)] == [
+        ("late", True),
+        ("r", True),
+    ]
     assert h.free_pages == 8
+
+
+def test_a_node_with_nothing_to_do_refuses_for_a_while_before_it_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decode node that asked a process which is gone would keep its slots in quarantine."""
+    monkeypatch.setattr(node, "_FAREWELL_S", 0.2)
+    h = Harness()
+    turns = h.script(lambda: None, lambda: h.receive(request()))
+    h.lifecycle.drain()
+    h.node.run()
+    assert not turns
+    [failed] = h.control.take(PrefillFailed)
+    assert isinstance(failed, PrefillFailed)
+    assert failed.leaving
+
+
+def test_what_has_not_ended_by_the_drain_timeout_is_handed_back() -> None:
+    h = Harness()
+    h.receive(request())
+    h.compute()
+    turns = h.script(h.sent, h.lifecycle.end, h.finish, lambda: h.sent(error="aborted"))
+    h.lifecycle.drain()
+    h.node.run()
+    assert not turns
+    [failed] = h.control.take(PrefillFailed)
+    assert isinstance(failed, PrefillFailed)
+    assert (failed.reason, failed.leaving) == ("the prefill node is stopping", True)
 
 
 def test_a_failed_write_ends_the_request_after_the_rest_has_drained() -> None:
@@ -363,3 +447,20 @@ def test_a_step_that_cannot_be_computed_costs_its_requests_and_no_others() -> No
     h.compute()
     h.compute()
     assert h.node.num_entries == 1
+
+
+def test_prompt_tokens_wait_until_they_are_computed() -> None:
+    h = Harness()
+    h.receive(request())
+    h.receive(request(request_id="behind", prompt_ids=(1, 2, 3), extents=((0, 3),)))
+
+    def waiting() -> float | None:
+        h.node.refresh_metrics()
+        return h.shell.metrics.registry.get_sample_value("hisparse_pd_prompt_tokens_waiting")
+
+    assert waiting() == 13
+    h.compute()
+    assert waiting() == 7, "a chunk of 6 is computed"
+    h.compute()
+    h.compute()
+    assert waiting() == 0

@@ -1,0 +1,207 @@
+"""What the dashboard shows: every panel with its queries."""
+
+from dataclasses import dataclass
+
+EVERY = 'job="hisparse-pd"'
+RATE = "[$__rate_interval]"
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A time series. `queries` map what a line is called to what it shows, in `unit` (Grafana's name for it)."""
+
+    title: str
+    unit: str
+    queries: dict[str, str]
+    says: str = ""
+    stacked: bool = False
+
+
+def selected(component: str, *more: str) -> str:
+    """A selector for the processes of a kind that the dashboard's variable lets through."""
+    return "{" + ", ".join((EVERY, f'component="{component}"', 'instance=~"$instance"', *more)) + "}"
+
+
+GATEWAY, PREFILL, DECODE = selected("gateway"), selected("prefill"), selected("decode")
+
+
+def quantiles(metric: str, selector: str) -> dict[str, str]:
+    return {
+        f"p{percent}": f"histogram_quantile({percent / 100:g}, sum by (le) (rate({metric}_bucket{selector}{RATE})))"
+        for percent in (50, 95, 99)
+    }
+
+
+def rate(metric: str, selector: str, by: str = "instance") -> str:
+    return f"sum by ({by}) (rate({metric}{selector}{RATE}))"
+
+
+ROWS: dict[str, tuple[Panel, ...]] = {
+    "Clients": (
+        Panel(
+            "Time to first token",
+            "s",
+            quantiles("hisparse_pd_ttft_seconds", GATEWAY) | {"objective": "hisparse_pd:ttft_seconds:objective"},
+            "From a request's arrival at a gateway.",
+        ),
+        Panel(
+            "Inter-token latency",
+            "s",
+            quantiles("hisparse_pd_inter_token_seconds", GATEWAY)
+            | {"objective": "hisparse_pd:inter_token_seconds:objective"},
+        ),
+        Panel(
+            "Requests that ended",
+            "reqps",
+            {"{{reason}}": rate("hisparse_pd_requests_finished_total", GATEWAY, "reason")},
+            "queue_full is a 429, timeout a 504; cancelled: the client left.",
+            stacked=True,
+        ),
+        Panel(
+            "Requests at gateways",
+            "short",
+            {"{{state}}": f"sum by (state) (hisparse_pd_requests{GATEWAY})"},
+            "waiting: no token has come yet.",
+            stacked=True,
+        ),
+    ),
+    "Nodes": (
+        Panel(
+            "Registered nodes",
+            "short",
+            {"{{role}} at {{instance}}": f"hisparse_pd_nodes{GATEWAY}"},
+            "As each gateway counts them; a node that drains is not one of them.",
+        ),
+        Panel("Prompt tokens computed", "short", {"{{instance}}": rate("hisparse_pd_prompt_tokens_total", PREFILL)}),
+        Panel("Tokens generated", "short", {"{{instance}}": rate("hisparse_pd_generated_tokens_total", DECODE)}),
+        Panel(
+            "Decode batch",
+            "short",
+            {
+                "{{instance}}": f"{rate('hisparse_pd_decode_batch_size_sum', DECODE)} / "
+                f"{rate('hisparse_pd_decode_batch_size_count', DECODE)}"
+            },
+            "Requests per step, on average.",
+        ),
+    ),
+    "Queues": (
+        Panel(
+            "Prompt tokens waiting",
+            "short",
+            {"{{instance}}": f"hisparse_pd_prompt_tokens_waiting{PREFILL}"},
+            "What prefill nodes are scaled by.",
+        ),
+        Panel(
+            "Requests waiting for memory",
+            "short",
+            {
+                "{{instance}}": "sum by (instance) (hisparse_pd_requests"
+                + selected("decode", 'state=~"waiting|landed"')
+                + ")"
+            },
+            "For host slots, or for a hot buffer. What decode nodes are scaled by.",
+        ),
+        Panel(
+            "Requests at prefill nodes",
+            "short",
+            {"{{instance}} {{state}}": f"hisparse_pd_requests{PREFILL}"},
+        ),
+        Panel(
+            "Requests at decode nodes",
+            "short",
+            {"{{state}}": f"sum by (state) (hisparse_pd_requests{DECODE})"},
+            stacked=True,
+        ),
+    ),
+    "Memory": (
+        Panel(
+            "Host slots",
+            "short",
+            {"{{instance}} {{state}}": f"hisparse_pd_host_slots{DECODE}"},
+            "A slot is a token in all layers.",
+        ),
+        Panel("Device slots", "short", {"{{instance}} {{state}}": f"hisparse_pd_device_slots{DECODE}"}),
+        Panel(
+            "KV tokens owed / host slots",
+            "percentunit",
+            {
+                "{{instance}}": f"hisparse_pd_kv_tokens_outstanding{DECODE} / "
+                f"sum by (instance, job, component) (hisparse_pd_host_slots{DECODE})"
+            },
+            "What the requests may come to need, queued ones included. Above 1, some have to wait.",
+        ),
+        Panel("Prefill pages", "short", {"{{instance}} {{state}}": f"hisparse_pd_prefill_pages{PREFILL}"}),
+        Panel(
+            "Oldest quarantine",
+            "s",
+            {"{{instance}}": f"hisparse_pd_quarantine_seconds{DECODE}"},
+            "Minutes: a prefill process is gone and its address was not taken again.",
+        ),
+        Panel(
+            "Retractions",
+            "short",
+            {"{{instance}} {{pool}}": rate("hisparse_pd_retractions_total", DECODE, "instance, pool")},
+            "Requests per second that gave their slots up, by the pool that ran out.",
+        ),
+    ),
+    "Swap-in": (
+        Panel(
+            "Hit rate",
+            "percentunit",
+            {
+                "{{instance}}": f"{rate('hisparse_pd_swap_in_hits_total', DECODE)} / "
+                f"({rate('hisparse_pd_swap_in_hits_total', DECODE)} + "
+                f"{rate('hisparse_pd_swap_in_misses_total', DECODE)})"
+            },
+            "Of the selected items, those that were in the hot buffer.",
+        ),
+        Panel("Fetched from the host", "Bps", {"{{instance}}": rate("hisparse_pd_swap_in_bytes_total", DECODE)}),
+    ),
+    "Transfer": (
+        Panel("Written to decode nodes", "Bps", {"{{instance}}": rate("hisparse_pd_transfer_bytes_total", PREFILL)}),
+        Panel(
+            "Time to write a chunk",
+            "s",
+            quantiles("hisparse_pd_transfer_seconds", PREFILL),
+            "Of one prefill chunk.",
+        ),
+        Panel(
+            "Bytes per descriptor",
+            "bytes",
+            {
+                "{{instance}}": f"{rate('hisparse_pd_transfer_bytes_total', PREFILL)} / "
+                f"{rate('hisparse_pd_transfer_descriptors_total', PREFILL)}"
+            },
+            "Small ones are slow over TCP: the destination is fragmented.",
+        ),
+        Panel(
+            "Transfer failures",
+            "short",
+            {
+                "{{instance}} {{reason}}": "sum by (instance, reason) (increase(hisparse_pd_transfer_failures_total"
+                + selected("prefill|decode").replace('component="', 'component=~"')
+                + f"{RATE}))"
+            },
+        ),
+        Panel(
+            "Prefills started again",
+            "short",
+            {
+                "{{instance}}": f"sum by (instance) (increase(hisparse_pd_prefill_retries_total{DECODE}{RATE}))",
+            },
+            "After a failure, or when a node that leaves handed them back.",
+        ),
+        Panel(
+            "Control messages lost",
+            "short",
+            {
+                f"{{{{instance}}}} {kind}": f"increase(hisparse_pd_control_{kind}"
+                + "{"
+                + f'{EVERY}, instance=~"$instance"'
+                + "}"
+                + f"{RATE})"
+                for kind in ("malformed", "dropped")
+            },
+        ),
+    ),
+}

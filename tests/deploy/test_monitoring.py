@@ -1,0 +1,201 @@
+"""Alert rules and dashboard: they fire when they should, and name only what processes export."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from decode_node.request import State as DecodeState
+from deploy.monitoring.generate import HERE, dashboard, files
+from prefill_node.entry import State as PrefillState
+from service.metrics import TRANSFER_FAILURES, Metrics
+
+TARGET_LABELS = {"job", "instance", "component"}
+"""What the scrape configuration adds to every series."""
+KUBERNETES = HERE.parent / "kubernetes" / "base"
+VALUES = {
+    "component": {"gateway", "prefill", "decode"},
+    "state": {state.value for kind in (DecodeState, PrefillState) for state in kind},
+    "pool": {"device", "host"},
+    "reason": {*TRANSFER_FAILURES, "queue_full"},
+}
+RULES = [rule for group in yaml.safe_load((HERE / "alerts.yaml").read_text())["groups"] for rule in group["rules"]]
+RECORDED = {rule["record"] for rule in RULES if "record" in rule}
+PANELS = [panel for panel in dashboard()["panels"] if panel["type"] != "row"]
+QUERIES = [target["expr"] for panel in PANELS for target in panel["targets"]]
+EXPRESSIONS = [rule["expr"] for rule in RULES] + QUERIES
+
+
+def promtool() -> str:
+    beside = Path(sys.executable).parent / "promtool"
+    found = str(beside) if beside.exists() else shutil.which("promtool")
+    if found is None:
+        pytest.skip("promtool is not installed; deploy/setup.sh fetches it where it can")
+    return found
+
+
+def exported() -> dict[str, set[str]]:
+    """Every sample name that a process exports, with its own labels."""
+    names: dict[str, set[str]] = {}
+    for collector in vars(Metrics()).values():
+        labels = set(getattr(collector, "_labelnames", ()))
+        match getattr(collector, "_type", None):
+            case "counter":
+                names[f"{collector._name}_total"] = labels
+            case "gauge":
+                names[collector._name] = labels
+            case "histogram":
+                names |= {f"{collector._name}_{part}": labels for part in ("sum", "count")}
+                names[f"{collector._name}_bucket"] = labels | {"le"}
+    return names
+
+
+def selectors(expression: str) -> Iterator[tuple[str, dict[str, str]]]:
+    """The series that an expression names, with the values that it matches labels against."""
+    for name, matchers in re.findall(r"\b(hisparse_pd_\w+)(?:\{([^}]*)\})?", expression):
+        yield name, dict(re.findall(r'(\w+)\s*(?:=~|!~|!=|=)\s*"([^"]*)"', matchers))
+
+
+def test_the_generated_files_are_up_to_date() -> None:
+    """`python -m deploy.monitoring.generate` rewrites them."""
+    for name, text in files().items():
+        assert (HERE / name).read_text() == text, name
+
+
+@pytest.mark.parametrize("expression", EXPRESSIONS)
+def test_every_series_that_is_asked_for_exists_with_these_labels(expression: str) -> None:
+    known = exported()
+    series = list(selectors(expression))
+    for name, labels in series:
+        assert name in known, f"no process exports {name}"
+        assert labels.keys() <= known[name] | TARGET_LABELS, f"{name} has the labels {known[name]}"
+        for label, value in labels.items():
+            if label in VALUES:
+                assert set(value.split("|")) <= VALUES[label], f"{label} is never {value}"
+    grouped = {label for by in re.findall(r"\bby \(([^)]*)\)", expression) for label in re.split(r",\s*", by)}
+    assert grouped <= TARGET_LABELS.union(*(known[name] for name, _ in series))
+    assert set(re.findall(r"hisparse_pd:[\w:]+", expression)) <= RECORDED
+
+
+def test_a_name_that_does_not_exist_would_be_noticed() -> None:
+    """The test above reads PromQL by regular expressions, which might match nothing at all."""
+    found = dict(selectors('sum by (le) (rate(hisparse_pd_nonsense_bucket{le="1", job=~"a|b"}[5m])) / hisparse_pd_x'))
+    assert found == {"hisparse_pd_nonsense_bucket": {"le": "1", "job": "a|b"}, "hisparse_pd_x": {}}
+    assert sum(bool(list(selectors(expression))) for expression in EXPRESSIONS) >= len(EXPRESSIONS) - 5
+
+
+def test_each_alert_fires_on_what_it_is_for_and_is_quiet_on_what_is_harmless() -> None:
+    done = subprocess.run(
+        [promtool(), "test", "rules", "alerts_test.yaml"], cwd=HERE, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_alert_fires_somewhere_in_that_test() -> None:
+    """One that never does there may never do so at all."""
+    fired = {
+        case["alertname"]
+        for test in yaml.safe_load((HERE / "alerts_test.yaml").read_text())["tests"]
+        for case in test["alert_rule_test"]
+        if case["exp_alerts"]
+    }
+    assert fired == {rule["alert"] for rule in RULES if "alert" in rule}
+
+
+def test_the_queries_of_the_dashboard_are_valid(tmp_path: Path) -> None:
+    """As Prometheus reads them, with Grafana's variables filled in."""
+    rules = [
+        {"record": f"panel:query_{number}", "expr": query.replace("$__rate_interval", "1m").replace("$instance", ".*")}
+        for number, query in enumerate(QUERIES)
+    ]
+    (tmp_path / "queries.yaml").write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": rules}]}))
+    done = subprocess.run(
+        [promtool(), "check", "rules", "queries.yaml"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_dashboard_has_the_pictures_that_one_needs() -> None:
+    shown = {name for query in QUERIES for name, _ in selectors(query)}
+    assert shown >= {
+        f"hisparse_pd_{name}"
+        for name in (
+            "ttft_seconds_bucket",
+            "inter_token_seconds_bucket",
+            "host_slots",
+            "device_slots",
+            "swap_in_hits_total",
+            "transfer_bytes_total",
+            "transfer_failures_total",
+            "prefill_retries_total",
+            "prompt_tokens_waiting",
+            "requests",
+        )
+    }
+
+
+def test_the_dashboard_can_be_imported() -> None:
+    imported: dict[str, Any] = json.loads((HERE / "dashboard.json").read_text())
+    identifiers = [panel["id"] for panel in imported["panels"]]
+    assert len(set(identifiers)) == len(identifiers)
+    assert len({panel["title"] for panel in PANELS}) == len(PANELS)
+    variables = {variable["name"]: variable for variable in imported["templating"]["list"]}
+    assert variables["datasource"]["type"] == "datasource"
+    taken: set[tuple[int, int]] = set()
+    for panel in imported["panels"]:
+        place = panel["gridPos"]
+        cells = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert not cells & taken, f"{panel['title']} lies over another panel"
+        assert place["x"] + place["w"] <= 24
+        taken |= cells
+        if panel["type"] == "row":
+            continue
+        assert panel["datasource"]["uid"] == "${datasource}"
+        assert panel["targets"]
+        references = [target["refId"] for target in panel["targets"]]
+        assert len(set(references)) == len(references)
+        for target in panel["targets"]:
+            assert target["expr"]
+            legend = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]))
+            labels = {label for name, _ in selectors(target["expr"]) for label in exported()[name]}
+            assert legend <= labels | TARGET_LABELS
+        used = set(re.findall(r"\$(?!__)(\w+)", json.dumps(panel["targets"])))
+        assert used <= variables.keys()
+
+
+def test_what_kustomize_is_told_to_take_is_there() -> None:
+    kustomization = yaml.safe_load((HERE / "kustomization.yaml").read_text())
+    names = [*kustomization["resources"]]
+    names += [file.partition("=")[2] for config in kustomization["configMapGenerator"] for file in config["files"]]
+    assert all((HERE / name).is_file() for name in names)
+
+
+@pytest.mark.skipif(not KUBERNETES.is_dir(), reason="deploy/kubernetes is not here")
+def test_the_service_monitor_finds_every_process_once() -> None:
+    spec = yaml.safe_load((HERE / "servicemonitor.yaml").read_text())["spec"]
+    wanted = spec["selector"]["matchLabels"].items()
+    [endpoint] = spec["endpoints"]
+    services = [
+        document
+        for path in sorted(KUBERNETES.glob("*.yaml"))
+        for document in yaml.safe_load_all(path.read_text())
+        if document and document["kind"] == "Service"
+    ]
+    scraped = [
+        service["metadata"]["labels"]["app.kubernetes.io/component"]
+        for service in services
+        if wanted <= service["metadata"]["labels"].items()
+        and any(port["name"] == endpoint["port"] for port in service["spec"]["ports"])
+    ]
+    assert sorted(scraped) == ["decode", "gateway", "prefill"]
