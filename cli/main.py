@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from cli import bench, quarantine
+from cli import bench, keygen, quarantine
 from cli import options as opt
 from service.errors import StartupError
 
@@ -25,6 +25,7 @@ app = typer.Typer(
 )
 
 app.add_typer(quarantine.app)
+app.command()(keygen.keygen)
 app.add_typer(bench.app, name="bench")
 
 
@@ -36,6 +37,8 @@ def prefill(
     port: opt.Port = 8010,
     control_port: opt.ControlPort = 8011,
     advertise_host: opt.AdvertiseHost = None,
+    key_dir: opt.KeyDir = None,
+    insecure: opt.Insecure = False,
     device: opt.Device = "cpu",
     dtype: opt.DtypeOption = opt.Dtype.AUTO,
     attention_backend: opt.AttentionBackendOption = opt.AttentionBackend.AUTO,
@@ -66,6 +69,8 @@ def decode(
     port: opt.Port = 8020,
     control_port: opt.ControlPort = 8021,
     advertise_host: opt.AdvertiseHost = None,
+    key_dir: opt.KeyDir = None,
+    insecure: opt.Insecure = False,
     device: opt.Device = "cpu",
     dtype: opt.DtypeOption = opt.Dtype.AUTO,
     attention_backend: opt.AttentionBackendOption = opt.AttentionBackend.AUTO,
@@ -99,8 +104,11 @@ def gateway(
     served_model_name: opt.ServedModelName = None,
     host: opt.Host = "127.0.0.1",
     port: opt.Port = 8000,
+    control_host: opt.ControlHost = None,
     control_port: opt.ControlPort = 8001,
     advertise_host: opt.AdvertiseHost = None,
+    key_dir: opt.KeyDir = None,
+    insecure: opt.Insecure = False,
     context_length: opt.ContextLength = None,
     request_timeout: opt.RequestTimeout = 600.0,
     api_key: opt.ApiKey = None,
@@ -116,9 +124,11 @@ def gateway(
             served_model_name=served_model_name,
             host=host,
             port=port,
-            control_host=host,
+            control_host=control_host or host,
             control_port=control_port,
-            advertise_host=advertise_host or host,
+            advertise_host=advertise_host or control_host or host,
+            key_dir=key_dir,
+            insecure=insecure,
             context_length=context_length,
             request_timeout=request_timeout,
             api_key=api_key,
@@ -134,6 +144,8 @@ def serve(
     served_model_name: opt.ServedModelName = None,
     host: opt.Host = "127.0.0.1",
     port: opt.Port = 8000,
+    key_dir: opt.KeyDir = None,
+    insecure: opt.Insecure = False,
     prefill_nodes: Annotated[int, typer.Option(min=0, help="Prefill processes.")] = 1,
     decode_nodes: Annotated[int, typer.Option(min=1, help="Decode processes.")] = 1,
     device: opt.Device = "cpu",
@@ -164,6 +176,7 @@ def serve(
 
     both = {
         "--model-path": model_path,
+        "--key-dir": key_dir,
         "--device": device,
         "--dtype": dtype.value,
         "--attention-backend": attention_backend.value,
@@ -187,6 +200,8 @@ def serve(
             "--served-model-name": served_model_name,
             "--context-length": context_length,
             "--request-timeout": request_timeout,
+            "--key-dir": key_dir,
+            "--insecure": insecure,
             "--log-level": log_level.value,
             "--log-format": log_format.value,
         },

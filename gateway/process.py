@@ -5,7 +5,8 @@ import contextlib
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import structlog
 import uvicorn
@@ -16,10 +17,12 @@ from gateway.registry import NodeRegistry
 from gateway.server import OpenAiServer
 from gateway.tokenizer import CheckpointTokenizer
 from service.errors import StartupError
+from service.exposure import check_clients, check_processes
 from service.logs import LogFormat, configure_logging
 from service.metrics import Metrics
 from service.status import bind_http, status_router
 from transfer.control import ControlPlane
+from transfer.keys import load_keys
 from transfer.messages import (
     Accepted,
     Heartbeat,
@@ -52,7 +55,9 @@ class GatewayConfig:
     advertise_host: str = "127.0.0.1"
     context_length: int | None = None
     request_timeout: float = 600.0
-    api_key: str | None = None
+    api_key: str | None = field(default=None, repr=False)
+    key_dir: Path | None = None
+    insecure: bool = False
     log_level: str = "info"
     log_format: LogFormat = "text"
 
@@ -83,15 +88,22 @@ class Gateway:
     """One gateway: an HTTP port and a control port, both bound when this returns."""
 
     def __init__(self, config: GatewayConfig) -> None:
-        """Raises StartupError if a port is taken or the checkpoint has no usable tokenizer."""
+        """Raises StartupError if a port is taken, a key is missing or the checkpoint has no usable tokenizer."""
         self.metrics = Metrics()
         self.registry = NodeRegistry()
+        check_clients(config.host, config.api_key is not None, config.insecure)
+        check_processes("--control-host", config.control_host, config.key_dir, config.insecure)
         self._listener = bind_http(config.host, config.port)
         try:
             tokenizer = CheckpointTokenizer(config.model_path)
             context_length = _context_length(config, tokenizer)
             self.control = ControlPlane(
-                "gateway", config.control_host, config.control_port, config.advertise_host, self._hand_over
+                "gateway",
+                config.control_host,
+                config.control_port,
+                config.advertise_host,
+                self._hand_over,
+                keys=None if config.key_dir is None else load_keys(config.key_dir, "gateway"),
             )
         except StartupError:
             self._listener.close()
@@ -191,8 +203,7 @@ class Gateway:
         self.metrics.nodes.labels(role="decode").set(self.registry.count("decode", now))
         self.metrics.requests.labels(state="waiting").set(self._client.waiting)
         self.metrics.requests.labels(state="running").set(self._client.running)
-        self.metrics.control_malformed.set(self.control.malformed)
-        self.metrics.control_dropped.set(self.control.undeliverable)
+        self.metrics.note_control(self.control.malformed, self.control.undeliverable, self.control.refused)
 
 
 def _context_length(config: GatewayConfig, tokenizer: CheckpointTokenizer) -> int:

@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 
 from service.errors import StartupError
+from service.exposure import check_processes
 from service.logs import LogFormat
 from transfer.messages import ADDRESS_PATTERN
 from transfer.routes import TransferProtocol
@@ -23,6 +24,8 @@ class NodeConfig:
     port: int = 0
     control_port: int = 0
     advertise_host: str | None = None
+    key_dir: Path | None = None
+    insecure: bool = False
     device: str = "cpu"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     attention_backend: Literal["auto", "triton", "torch"] = "auto"
@@ -72,6 +75,7 @@ class NodeConfig:
             raise StartupError(f"--mem-fraction-static {self.mem_fraction_static}: expected a number between 0 and 1")
         if self.host in ("0.0.0.0", "::") and not self.advertise_host:
             raise StartupError(f"--host {self.host} is not an address that others can reach; give --advertise-host too")
+        check_processes("--host", self.host, self.key_dir, self.insecure)
         for gateway in self.gateways:
             if not re.match(ADDRESS_PATTERN, gateway):
                 raise StartupError(f"--gateway {gateway}: expected HOST:PORT, the gateway's control port")

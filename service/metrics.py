@@ -1,5 +1,7 @@
 """Every metric of every process, in one place. A process exports all of them; what it never sets stays 0."""
 
+from collections.abc import Mapping
+
 from prometheus_client import (
     CollectorRegistry,
     Counter,
@@ -58,7 +60,17 @@ class Metrics:
         self.control_dropped = gauge(
             "control_dropped", "Control messages dropped since the start, as too many waited here or for a peer."
         )
+        self.control_refused = gauge(
+            "control_refused", "Connections and messages refused on the control port since the start.", "reason"
+        )
         self.nodes = gauge("nodes", "Registered nodes by role, as the gateway sees them.", "role")
+
+    def note_control(self, malformed: int, dropped: int, refused: Mapping[str, int]) -> None:
+        """Set what the control plane counts itself, before a scrape."""
+        self.control_malformed.set(malformed)
+        self.control_dropped.set(dropped)
+        for reason, number in refused.items():
+            self.control_refused.labels(reason).set(number)
 
     def render(self) -> bytes:
         """The Prometheus text exposition."""

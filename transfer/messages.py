@@ -3,6 +3,7 @@
 Unknown fields are ignored and missing optional ones default, so that neighbouring releases understand each other.
 """
 
+from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -365,3 +366,28 @@ class Ping(Message):
 
 class Pong(Message):
     """It is, and the sender says which boot it is."""
+
+
+SENT_BY: Mapping[Role, frozenset[type[Message]]] = {
+    "gateway": frozenset({Ping, Pong, Registered, Refused, HeartbeatAck, Generate, Cancel}),
+    "prefill": frozenset(
+        {Ping, Pong, Register, Heartbeat, Leaving, PrefillAccepted, PrefillDone, PrefillFailed, Quiesced, NotHeld}
+    ),
+    "decode": frozenset(
+        {
+            Ping,
+            Pong,
+            Register,
+            Heartbeat,
+            Leaving,
+            Accepted,
+            Rejected,
+            Outputs,
+            PrefillRequest,
+            Admitted,
+            Abort,
+            Holding,
+        }
+    ),
+}
+"""What each role may send. Anything else from it is malformed."""

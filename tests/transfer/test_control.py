@@ -20,7 +20,7 @@ Start = Callable[..., tuple[ControlPlane, Inbox]]
 def start() -> Iterator[Start]:
     planes: list[ControlPlane] = []
 
-    def make(role: Role = "decode", port: int = 0) -> tuple[ControlPlane, Inbox]:
+    def make(role: Role = "gateway", port: int = 0) -> tuple[ControlPlane, Inbox]:
         inbox: Inbox = queue.SimpleQueue()
         plane = ControlPlane(role, "127.0.0.1", port, "127.0.0.1", lambda peer, message: inbox.put((peer, message)))
         planes.append(plane)
@@ -113,7 +113,7 @@ def test_a_handler_that_fails_costs_only_its_message() -> None:
             raise RuntimeError("a bug")
         inbox.put((peer, message))
 
-    plane = ControlPlane("decode", "127.0.0.1", 0, "127.0.0.1", deliver)
+    plane = ControlPlane("gateway", "127.0.0.1", 0, "127.0.0.1", deliver)
     plane.start()
     plane.send(plane.me, Cancel(request_id="bad"))
     plane.send(plane.me, Cancel(request_id="good"))
