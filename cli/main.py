@@ -14,6 +14,7 @@ import typer
 from cli import bench, keygen, quarantine
 from cli import options as opt
 from service.errors import StartupError
+from service.limits import raise_open_files
 
 Config = TypeVar("Config")
 
@@ -266,6 +267,7 @@ def configured(kind: type[Config], flags: Mapping[str, Any]) -> Config:
 
 def main(args: list[str] | None = None) -> None:
     """Run a command. An error that stops start-up is one line on standard error and exit code 2."""
+    raise_open_files()
     try:
         app(args=args)
     except StartupError as error:

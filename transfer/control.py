@@ -26,6 +26,7 @@ import zmq
 from service.errors import StartupError
 from transfer.access import Access
 from transfer.codec import MalformedMessage, decode, encode
+from transfer.connections import MAX_QUEUED, Connections
 from transfer.keys import Keys
 from transfer.messages import ADDRESS_PATTERN, Message, Peer, Ping, Pong, Role
 
@@ -34,14 +35,9 @@ log = structlog.get_logger(__name__)
 MAX_FRAME_BYTES = 64 << 20
 """A larger frame ends its connection. The largest that is needed: a prompt of a million tokens whose slots all lie
 apart takes 5 bytes per token and 7 per slot; its checksums, in chunks of 2048 tokens and 160 buffers, take 4 MiB."""
-MAX_QUEUED = 1000
-"""Frames that wait for one peer; those beyond are dropped and counted. What must arrive is repeated anyway."""
 PING_S = 0.5
 _KEYS_S = 1.0
-_IDLE_CLOSE_S = 60.0
-_STUCK_S = 2.0
-"""A connection that took nothing for so long is made anew with the next message: ZeroMQ gives one up for good when the
-other side breaks its protocol, as a process does that expects keys and is shown none."""
+_SILENT_S = 60.0
 _REMEMBERED_BOOTS = 4096
 
 
@@ -59,12 +55,6 @@ class _Periodic:
     action: Callable[[], None]
     every: float
     due: float = 0.0
-
-
-@dataclass
-class _Outgoing:
-    socket: "zmq.Socket[bytes]"
-    last_used: float
 
 
 class Undeliverable(Exception):
@@ -121,7 +111,7 @@ class ControlPlane:
         self._wake_sender.connect("inproc://wake")
         self._wake_lock = threading.Lock()
         """Guards _wake_sender: ZeroMQ sockets are not thread safe."""
-        self._outgoing: dict[str, _Outgoing] = {}
+        self._connections = Connections(self._context, self._access)
         self._repeated: dict[Hashable, _Repeated] = {}
         self._periodic: list[_Periodic] = [
             _Periodic(self._ping_watched, PING_S),
@@ -238,7 +228,7 @@ class ControlPlane:
     def _note_heard(self, boot_id: str) -> None:
         now = time.monotonic()
         if len(self._heard) >= _REMEMBERED_BOOTS and boot_id not in self._heard:
-            self._heard = {boot: at for boot, at in self._heard.items() if now - at < _IDLE_CLOSE_S}
+            self._heard = {boot: at for boot, at in self._heard.items() if now - at < _SILENT_S}
         self._heard[boot_id] = now
 
     def _guarded(self, action: Callable[[], None]) -> None:
@@ -274,46 +264,11 @@ class ControlPlane:
             frame = encode(message, self.me, "" if any_boot else to.boot_id)
             if len(frame) > MAX_FRAME_BYTES:
                 raise Undeliverable(f"{len(frame)} bytes; a frame has at most {MAX_FRAME_BYTES}")
-            self._post(to.address, frame)
+            self._connections.post(to.address, frame)
         except (zmq.ZMQError, Undeliverable) as error:
             # A full queue, or an address that cannot be connected to: a peer names its own, so it may be anything.
             self.undeliverable += 1
             log.warning("undeliverable", to=to.address, kind=type(message).__name__, error=str(error))
-
-    def _post(self, address: str, frame: bytes) -> None:
-        now = time.monotonic()
-        outgoing = self._outgoing.get(address)
-        if outgoing is None:
-            self._close_idle(now)
-            outgoing = self._outgoing[address] = _Outgoing(self._connect(address), now)
-        try:
-            outgoing.socket.send(frame, zmq.NOBLOCK)
-            outgoing.last_used = now
-        except zmq.Again:
-            if now - outgoing.last_used > _STUCK_S:
-                outgoing.socket.close()
-                del self._outgoing[address]
-            raise
-
-    def _connect(self, address: str) -> "zmq.Socket[bytes]":
-        socket = self._context.socket(zmq.PUSH)
-        socket.setsockopt(zmq.SNDHWM, MAX_QUEUED)
-        socket.setsockopt(zmq.LINGER, 200)
-        socket.setsockopt(zmq.RECONNECT_IVL, 50)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        self._access.introduce(socket)
-        try:
-            socket.connect(f"tcp://{address}")
-        except zmq.ZMQError:
-            socket.close()
-            raise
-        return socket
-
-    def _close_idle(self, now: float) -> None:
-        for address, outgoing in list(self._outgoing.items()):
-            if now - outgoing.last_used > _IDLE_CLOSE_S:
-                outgoing.socket.close()
-                del self._outgoing[address]
 
     def _close(self) -> None:
         with self._wake_lock:
@@ -321,6 +276,5 @@ class ControlPlane:
         self._wake_receiver.close()
         self._access.close(self._mailbox)
         self._mailbox.close()
-        for outgoing in self._outgoing.values():
-            outgoing.socket.close()
+        self._connections.close()
         self._context.term()

@@ -205,7 +205,7 @@ def _read_secret(path: Path) -> str:
 def _fields(path: Path) -> dict[str, str]:
     try:
         return dict(_FIELD.findall(path.read_text()))
-    except (OSError, UnicodeDecodeError):
+    except (PermissionError, UnicodeDecodeError):
         raise StartupError(f"{path} cannot be read") from None
 
 

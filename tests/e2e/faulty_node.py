@@ -23,7 +23,7 @@ import zmq
 
 from cli.main import main
 from tests.e2e import chaos_audit
-from transfer import control
+from transfer import connections
 from transfer.control import ControlPlane
 from transfer.messages import Destination, Transport
 from transfer.planner import Descriptors
@@ -205,7 +205,7 @@ def run(words: list[str]) -> None:
     """Run a command of `hisparse-pd` with the faults that the environment asks for."""
     faults = Faults.of_this_process()
     if faults.idle_close_s is not None:
-        control._IDLE_CLOSE_S = faults.idle_close_s
+        connections.IDLE_CLOSE_S = faults.idle_close_s
     UnreliableControl(faults).install()
     audit = chaos_audit.Journal(chaos_audit.audit_path(faults.directory))
     if words[0] == "prefill":

@@ -1,10 +1,12 @@
 """A cluster with keys: who has none gets nothing from it, and nobody else notices."""
 
+import itertools
+import shutil
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -15,80 +17,120 @@ import zmq
 
 from tests.e2e.cluster import Cluster, Job, Node, complete, wait_until
 from tests.e2e.conftest import Reference
+from transfer import access
 from transfer.keys import generate, generate_node, load_keys, load_token
 
+STRANGERS = itertools.count(1)
 PROMPT = [7, 3, 9, 200, 41] * 60
-Start = Callable[..., Cluster]
 
 
-@pytest.fixture
-def keys(tmp_path: Path) -> Path:
-    generate(tmp_path / "keys")
-    return tmp_path / "keys"
-
-
-@pytest.fixture
-def cluster(start_cluster: Start, keys: Path) -> Cluster:
-    """A gateway, a prefill and a decode node that know each other by their keys."""
-    cluster = start_cluster(key_dir=keys, log_level="debug")
-    cluster.prefill(key_dir=keys, log_level="debug")
-    cluster.decode(key_dir=keys, log_level="debug")
-    return cluster.wait_ready()
-
-
-def key_directory(keys: Path, name: str, own: Path) -> Path:
-    """A key directory with another pair in it, for a node of that name."""
-    directory = keys.parent / name
-    directory.mkdir(mode=0o700)
-    (directory / "cluster.key_secret").symlink_to(keys / "cluster.key_secret")
-    (directory / "operator.token").symlink_to(keys / "operator.token")
-    (directory / own.name).symlink_to(own)
-    (directory / "allowed").symlink_to(keys / "allowed")
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("keys") / "keys"
+    generate(directory)
     return directory
+
+
+@pytest.fixture(scope="module")
+def cluster(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, keys: Path) -> Iterator[Cluster]:
+    """A gateway, a prefill and a decode node that know each other by their keys, for all tests of this file."""
+    with Cluster(checkpoints["deepseek_v32"], tmp_path_factory.mktemp("cluster")) as cluster:
+        cluster.gateway(served_model_name="tiny", key_dir=keys, log_level="debug")
+        cluster.prefill(key_dir=keys, log_level="debug")
+        cluster.decode(key_dir=keys, log_level="debug")
+        yield cluster.wait_ready()
+
+
+@pytest.fixture
+def strangers(cluster: Cluster) -> Iterator[Callable[..., list[Node]]]:
+    """A function that starts a prefill and a decode node more, with flags of their own; the test ends them."""
+    members = set(cluster.nodes)
+
+    def start(**flags: object) -> list[Node]:
+        number = next(STRANGERS)
+        return [cluster.prefill(f"prefill-{number}", **flags), cluster.decode(f"decode-{number}", **flags)]
+
+    yield start
+    for name in cluster.nodes.keys() - members:
+        cluster.nodes.pop(name).kill()
+
+
+def key_directory(keys: Path, directory: Path, name: str) -> Path:
+    """A key directory of the same cluster, with pairs of its own for the nodes of that name."""
+    directory.mkdir(mode=0o700)
+    for role in ("prefill", "decode"):
+        secret = generate_node(keys, f"{role}:{name}-{role}")
+        (directory / secret.name).symlink_to(secret)
+    for each in ("cluster.key_secret", "operator.token", "allowed"):
+        (directory / each).symlink_to(keys / each)
+    return directory
+
+
+def revoke(keys: Path, name: str) -> None:
+    for role in ("prefill", "decode"):
+        (keys / "allowed" / f"{name}-{role}.key").unlink()
 
 
 def assert_serves(cluster: Cluster, reference: Reference) -> None:
     assert complete(cluster.url, [Job(PROMPT, 8)]) == [reference.generate(PROMPT, 8)]
 
 
+def members(cluster: Cluster) -> tuple[float, float]:
+    """Prefill and decode nodes that the gateway knows."""
+    gateway = cluster.nodes["gateway"]
+    return gateway.metric("nodes", role="prefill"), gateway.metric("nodes", role="decode")
+
+
+def refused(node: Node, *reasons: str) -> float:
+    return sum(node.metric("control_refused", reason=reason) for reason in reasons)
+
+
 def test_a_cluster_with_keys_serves(cluster: Cluster, references: dict[str, Reference]) -> None:
     assert_serves(cluster, references["deepseek_v32"])
-    for node in cluster.nodes.values():
-        for reason in ("key", "revoked", "role", "boot"):
-            assert node.metric("control_refused", reason=reason) == 0
+    assert [refused(node, *access.REASONS) for node in cluster.nodes.values()] == [0, 0, 0]
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-@pytest.mark.parametrize("stranger", ["no key", "another cluster's keys", "a key that is not allowed", "revoked"])
-def test_a_node_without_an_allowed_key_never_registers(
-    cluster: Cluster, keys: Path, tmp_path: Path, references: dict[str, Reference], role: str, stranger: str
+@pytest.mark.parametrize("stranger", ["without keys", "with another cluster's keys", "with keys that are not allowed"])
+def test_nodes_without_an_allowed_key_never_register(
+    cluster: Cluster,
+    keys: Path,
+    tmp_path: Path,
+    references: dict[str, Reference],
+    strangers: Callable[..., list[Node]],
+    stranger: str,
 ) -> None:
     flags: dict[str, object] = {}
-    if stranger == "another cluster's keys":
+    if "another cluster" in stranger:
         generate(tmp_path / "other")
         flags["key_dir"] = tmp_path / "other"
-    elif stranger != "no key":
-        own = generate_node(keys, f"{role}:stranger")
-        flags["key_dir"] = key_directory(keys, "stranger", own)
-        if stranger == "a key that is not allowed":
-            # It believes to be allowed; the others have not heard of it.
-            allowed = tmp_path / "stranger" / "allowed"
-            allowed.unlink()
-            allowed.mkdir()
-            for path in (keys / "allowed").iterdir():
-                (allowed / path.name).write_bytes(path.read_bytes())
-            (keys / "allowed" / "stranger.key").unlink()
-    node = getattr(cluster, role)("stranger", **flags)
+    elif "not allowed" in stranger:
+        flags["key_dir"] = directory = key_directory(keys, tmp_path / "own", "new")
+        # They believe to be allowed; the others have not heard of them.
+        (directory / "allowed").unlink()
+        shutil.copytree(keys / "allowed", directory / "allowed")
+        revoke(keys, "new")
     gateway = cluster.nodes["gateway"]
-    reason = "key" if "not allowed" in stranger else "handshake"
-    if stranger == "revoked":
-        wait_until(lambda: gateway.metric("nodes", role=role) == 2, timeout=60, what="it to register")
-        (keys / "allowed" / "stranger.key").unlink()
-        wait_until(lambda: gateway.metric("nodes", role=role) == 1, what="it to be forgotten")
-        reason = "revoked"
-    wait_until(lambda: gateway.metric("control_refused", reason=reason) > 0, timeout=60, what="it to be refused")
-    assert gateway.metric("nodes", role=role) == 1
-    assert node.get("/ready").status_code == 503 or stranger == "revoked"
+    nodes = strangers(**flags)
+    wait_until(lambda: all('event="node is up"' in node.log for node in nodes), timeout=120, what="them to be up")
+    before = refused(gateway, "handshake", "key")
+    wait_until(lambda: refused(gateway, "handshake", "key") > before + 4, timeout=60, what="refusals")
+    assert members(cluster) == (1, 1)
+    assert [node.get("/ready").status_code for node in nodes] == [503, 503]
+    assert_serves(cluster, references["deepseek_v32"])
+
+
+def test_revoked_nodes_are_dropped_and_the_others_serve_on(
+    cluster: Cluster,
+    keys: Path,
+    tmp_path: Path,
+    references: dict[str, Reference],
+    strangers: Callable[..., list[Node]],
+) -> None:
+    strangers(key_dir=key_directory(keys, tmp_path / "own", "revoked"))
+    wait_until(lambda: members(cluster) == (2, 2), timeout=120, what="them to register")
+    revoke(keys, "revoked")
+    wait_until(lambda: members(cluster) == (1, 1), what="them to be forgotten")
+    wait_until(lambda: refused(cluster.nodes["gateway"], "revoked") > 0, what="their messages to be refused")
     assert_serves(cluster, references["deepseek_v32"])
 
 
@@ -102,8 +144,8 @@ def test_a_key_of_another_role_registers_nothing(cluster: Cluster, keys: Path) -
     push.curve_serverkey = loaded.cluster.public.encode()
     push.connect(f"tcp://127.0.0.1:{gateway.control_port}")
     push.send(registration("decode"))
-    wait_until(lambda: gateway.metric("control_refused", reason="role") == 1)
-    assert gateway.metric("nodes", role="decode") == 1
+    wait_until(lambda: refused(gateway, "role") == 1)
+    assert members(cluster) == (1, 1)
     context.destroy(linger=0)
 
 
@@ -131,6 +173,7 @@ def test_a_storm_on_the_control_ports_costs_no_request(
     loaded = load_keys(keys, "prefill")
     context = zmq.Context()
     raws: list[socket.socket] = []
+    before = {node.name: refused(node, "handshake") for node in cluster.nodes.values()}
 
     def storm(node: Node) -> None:
         trusted, stranger = context.socket(zmq.PUSH), context.socket(zmq.PUSH)
@@ -159,7 +202,7 @@ def test_a_storm_on_the_control_ports_costs_no_request(
             each.result()
     for node in cluster.nodes.values():
         wait_until(lambda node=node: node.metric("control_malformed") == 10_000, what=f"{node.name} to count garbage")
-        wait_until(lambda node=node: node.metric("control_refused", reason="handshake") >= 200, what="strangers")
+        wait_until(lambda node=node: refused(node, "handshake") >= before[node.name] + 200, what="strangers")
     assert complete(cluster.url, jobs, concurrency=4) == expected
     for raw in raws:
         raw.close()
@@ -186,8 +229,8 @@ def test_the_quarantine_takes_the_operators_token(cluster: Cluster, keys: Path) 
     assert (listed.returncode, listed.stdout) == (0, "nothing is in quarantine\n")
 
 
-def test_no_secret_is_shown_anywhere(cluster: Cluster, keys: Path, references: dict[str, Reference]) -> None:
-    """In logs at debug level, on /metrics, in `ps`, in errors, also when things go wrong."""
+def test_no_secret_was_shown_anywhere(cluster: Cluster, keys: Path, references: dict[str, Reference]) -> None:
+    """In the logs, at debug level, of all that the tests above did; on /metrics, in `ps`, in errors."""
     secrets = [load_token(keys)] + [load_keys(keys, role).own.secret for role in ("gateway", "prefill", "decode")]
     secrets.append(load_keys(keys, "gateway").cluster.secret)
     assert_serves(cluster, references["deepseek_v32"])
@@ -204,7 +247,9 @@ def test_no_secret_is_shown_anywhere(cluster: Cluster, keys: Path, references: d
         node.process.wait(timeout=30)
     (keys / "prefill.key_secret").write_text((keys / "prefill.key_secret").read_text().replace('"', "'", 1))
     cluster.restart(cluster.nodes["prefill"]).process.wait(timeout=60)
-    shown += [node.log for node in cluster.nodes.values()]
+    logs = [path.read_text() for path in cluster.directory.glob("*.log")]
+    assert len(logs) > len(cluster.nodes), "those of strangers, too"
+    shown += logs
     assert "error: " in cluster.nodes["prefill"].log
     for text in shown:
         for secret in secrets:

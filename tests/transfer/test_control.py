@@ -7,7 +7,7 @@ import pytest
 import zmq
 
 from service.errors import StartupError
-from transfer import control
+from transfer import connections
 from transfer.codec import encode
 from transfer.control import ControlPlane
 from transfer.messages import Cancel, Message, Peer, Pong, Role
@@ -168,19 +168,19 @@ def test_periodic_actions_run_until_the_end_and_survive_their_errors(start: Star
 
 def test_a_connection_that_sat_idle_and_was_closed_works_at_once(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """sglang 9266: requests failed after hours of idleness."""
-    monkeypatch.setattr(control, "_IDLE_CLOSE_S", 0.0)
+    monkeypatch.setattr(connections, "IDLE_CLOSE_S", 0.0)
     (a, _), (b, b_inbox), (c, c_inbox) = start(), start(), start()
     a.send(b.me, Pong())
     assert b_inbox.get(timeout=5) == (a.me, Pong())
     a.send(c.me, Pong())
     assert c_inbox.get(timeout=5) == (a.me, Pong())
-    assert list(a._outgoing) == [c.me.address], "the idle connection was closed"
+    assert a._connections.addresses == [c.me.address], "the idle connection was closed"
     a.send(b.me, Pong())
     assert b_inbox.get(timeout=5) == (a.me, Pong())
 
 
 def test_what_waits_for_a_dead_peer_is_bounded(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control, "MAX_QUEUED", 10)
+    monkeypatch.setattr(connections, "MAX_QUEUED", 10)
     plane, inbox = start()
     dead = Peer(role="prefill", address="127.0.0.1:9", boot_id="dead")
     for _ in range(50):

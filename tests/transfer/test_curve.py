@@ -13,7 +13,7 @@ import pytest
 import zmq
 
 from tests.e2e.cluster import wait_until
-from transfer import access, control
+from transfer import access, connections, control
 from transfer.codec import encode
 from transfer.control import MAX_FRAME_BYTES, ControlPlane
 from transfer.keys import KeyPair, Keys, generate, generate_node, load_keys
@@ -178,7 +178,7 @@ def test_a_process_that_was_without_keys_is_reached_once_it_has_them(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """ZeroMQ gives up a connection whose other end expects other security; we do not."""
-    monkeypatch.setattr(control, "_STUCK_S", 0.2)
+    monkeypatch.setattr(connections, "STUCK_S", 0.2)
     gateway, plain = start("gateway"), start("decode", encrypted=False)
     gateway.plane.repeat("key", plain.me, Cancel(request_id="r"), any_boot=True, every=0.05)
     plain.wait_refused("handshake")
