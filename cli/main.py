@@ -13,8 +13,9 @@ from typing import Annotated, Any, TypeVar
 import typer
 from setproctitle import setproctitle
 
-from cli import bench, quarantine
+from cli import bench, keygen, quarantine
 from cli import options as opt
+from service.descriptors import raise_file_limit
 from service.errors import StartupError
 from service.lifecycle import DRAIN_TIMEOUT_S, end_on_sigterm_until_served
 
@@ -30,6 +31,7 @@ app = typer.Typer(
 )
 
 app.add_typer(quarantine.app)
+app.command()(keygen.keygen)
 app.add_typer(bench.app, name="bench")
 
 
@@ -41,6 +43,8 @@ def prefill(
     port: opt.Port = 8010,
     control_port: opt.ControlPort = 8011,
     advertise_host: opt.AdvertiseHost = None,
+    key_dir: opt.KeyDir = None,
+    insecure: opt.Insecure = False,
     device: opt.Device = "cpu",
     dtype: opt.DtypeOption = opt.Dtype.AUTO,
     attention_backend: opt.AttentionBackendOption = opt.AttentionBackend.AUTO,
@@ -74,6 +78,8 @@ def decode(
     port: opt.Port = 8020,
     control_port: opt.ControlPort = 8021,
     advertise_host: opt.AdvertiseHost = None,
+    key_dir: opt.KeyDir = None,
+    insecure: opt.Insecure = False,
     device: opt.Device = "cpu",
     dtype: opt.DtypeOption = opt.Dtype.AUTO,
     attention_backend: opt.AttentionBackendOption = opt.AttentionBackend.AUTO,
@@ -110,8 +116,11 @@ def gateway(
     served_model_name: opt.ServedModelName = None,
     host: opt.Host = "127.0.0.1",
     port: opt.Port = 8000,
+    control_host: opt.ControlHost = None,
     control_port: opt.ControlPort = 8001,
     advertise_host: opt.AdvertiseHost = None,
+    key_dir: opt.KeyDir = None,
+    insecure: opt.Insecure = False,
     context_length: opt.ContextLength = None,
     request_timeout: opt.RequestTimeout = 600.0,
     api_key: opt.ApiKeyOption = None,
@@ -135,9 +144,11 @@ def gateway(
             served_model_name=served_model_name,
             host=host,
             port=port,
-            control_host=host,
+            control_host=control_host or host,
             control_port=control_port,
-            advertise_host=advertise_host or host,
+            advertise_host=advertise_host or control_host or host,
+            key_dir=key_dir,
+            insecure=insecure,
             context_length=context_length,
             request_timeout=request_timeout,
             api_keys=given_keys(api_key),
@@ -160,6 +171,8 @@ def serve(
     served_model_name: opt.ServedModelName = None,
     host: opt.Host = "127.0.0.1",
     port: opt.Port = 8000,
+    key_dir: opt.KeyDir = None,
+    insecure: opt.Insecure = False,
     prefill_nodes: Annotated[int, typer.Option(min=0, help="Prefill processes.")] = 1,
     decode_nodes: Annotated[int, typer.Option(min=1, help="Decode processes.")] = 1,
     device: opt.Device = "cpu",
@@ -199,6 +212,7 @@ def serve(
 
     both = {
         "--model-path": model_path,
+        "--key-dir": key_dir,
         "--device": device,
         "--dtype": dtype.value,
         "--attention-backend": attention_backend.value,
@@ -232,6 +246,8 @@ def serve(
             "--max-concurrent-requests": max_concurrent_requests,
             "--header-timeout": header_timeout,
             "--drain-timeout": drain_timeout,
+            "--key-dir": key_dir,
+            "--insecure": insecure,
             "--log-level": log_level.value,
             "--log-format": log_format.value,
         },
@@ -309,6 +325,7 @@ def main(args: list[str] | None = None) -> None:
     """Run a command. An error that stops start-up is one line on standard error and exit code 2."""
     setproctitle(title(sys.argv[1:] if args is None else args))
     end_on_sigterm_until_served()
+    raise_file_limit()
     try:
         app(args=args)
     except StartupError as error:

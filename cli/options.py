@@ -57,6 +57,14 @@ ControlPort = Annotated[int, typer.Option(min=0, max=65535, help="ZeroMQ port; 0
 AdvertiseHost = Annotated[
     str | None, typer.Option(help="Address that other processes reach this one at; default: --host.")
 ]
+ControlHost = Annotated[str | None, typer.Option(help="Address to bind ZeroMQ to; default: --host.")]
+KeyDir = Annotated[
+    Path | None,
+    typer.Option(envvar="HISPARSE_PD_KEY_DIR", help="Keys by which processes know each other; `hisparse-pd keygen`."),
+]
+Insecure = Annotated[
+    bool, typer.Option("--insecure", help="Let other machines reach this process without keys: trust your network.")
+]
 Gateways = Annotated[
     list[str] | None,
     typer.Option(

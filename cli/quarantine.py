@@ -1,11 +1,13 @@
 """`hisparse-pd quarantine`: what a decode node keeps from prefill nodes that do not answer, and how to free it."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 from pydantic import BaseModel, ValidationError
 
 from service.errors import StartupError
+from transfer.keys import load_token
 
 if TYPE_CHECKING:
     import httpx
@@ -21,6 +23,10 @@ _TIMEOUT_S = 15.0
 app = typer.Typer(name="quarantine", no_args_is_help=True)
 
 Url = Annotated[str, typer.Option(help="A decode node's HTTP address.")]
+TokenDir = Annotated[
+    Path | None,
+    typer.Option("--key-dir", envvar="HISPARSE_PD_KEY_DIR", help="Key directory, for its operator.token."),
+]
 
 
 @app.callback()
@@ -29,13 +35,13 @@ def about() -> None:
 
 
 @app.command("list")
-def list_reservations(url: Url = "http://127.0.0.1:8020") -> None:
+def list_reservations(url: Url = "http://127.0.0.1:8020", key_dir: TokenDir = None) -> None:
     """Show a decode node's quarantined reservations."""
     from rich.console import Console
 
     from decode_node.quarantine import QuarantineList
 
-    found = _ask(QuarantineList, "GET", url, "/quarantine")
+    found = _ask(QuarantineList, "GET", url, "/quarantine", key_dir)
     console = Console()
     console.print(_table(found) if found.reservations else "nothing is in quarantine")
 
@@ -45,6 +51,7 @@ def evict(
     boot_id: Annotated[str, typer.Argument(help="Boot id of the prefill process, as `quarantine list` shows it.")],
     url: Url = "http://127.0.0.1:8020",
     force: Annotated[bool, typer.Option("--force", help="Also if the process was heard just now.")] = False,
+    key_dir: TokenDir = None,
 ) -> None:
     """Free what is quarantined for a prefill process that is gone for good.
 
@@ -53,16 +60,19 @@ def evict(
     from decode_node.quarantine import Eviction
 
     params = {"boot_id": boot_id, "force": "true" if force else "false"}
-    done = _ask(Eviction, "POST", url, "/quarantine/evict", params)
+    done = _ask(Eviction, "POST", url, "/quarantine/evict", key_dir, params)
     typer.echo(f"{done.slots} slots of {done.reservations} reservations will be free in {done.free_in_s:.1f} s")
 
 
-def _ask(answer: type[Answer], method: str, url: str, path: str, params: dict[str, str] | None = None) -> Answer:
+def _ask(
+    answer: type[Answer], method: str, url: str, path: str, key_dir: Path | None, params: dict[str, str] | None = None
+) -> Answer:
     """A decode node's answer. Raises StartupError with its words if it refuses, or if there is no such node."""
     import httpx
 
+    headers = {} if key_dir is None else {"Authorization": f"Bearer {load_token(key_dir)}"}
     try:
-        response = httpx.request(method, url.rstrip("/") + path, params=params, timeout=_TIMEOUT_S)
+        response = httpx.request(method, url.rstrip("/") + path, params=params, headers=headers, timeout=_TIMEOUT_S)
     except (httpx.TransportError, httpx.InvalidURL) as error:
         raise StartupError(f"cannot reach {url}: {error}; expected --url http://HOST:PORT of a decode node") from error
     if not response.is_success:

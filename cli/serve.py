@@ -26,6 +26,7 @@ from service.lifecycle import DRAIN_TIMEOUT_S, STOP_SIGNALS, Lifecycle, Phase
 _PR_SET_PDEATHSIG = 1
 _TERMINATE_S = 15.0
 _POLL_S = 0.1
+_LOOPBACK = "127.0.0.1"
 _PORTS = range(20000, 32000)
 
 Flags = Mapping[str, object]
@@ -55,9 +56,9 @@ class ServePlan:
     def children(self) -> list["Child"]:
         """Every process, the gateway first, on ports that are free now."""
         control_port = free_port()
-        gateway = {**self.gateway_flags, "--host": self.host, "--port": self.port, "--control-port": control_port}
-        if reachable(self.host) != self.host:
-            gateway["--advertise-host"] = reachable(self.host)
+        gateway = {**self.gateway_flags, "--host": self.host, "--port": self.port}
+        # Only clients may come from elsewhere.
+        gateway |= {"--control-host": _LOOPBACK, "--control-port": control_port}
         # Not on its command line, which anyone can see, and for no other process.
         keys = {ENVIRONMENT: " ".join(self.api_keys)} if self.api_keys else {}
         children = [Child("gateway", ["gateway", *arguments(gateway)], self.port, keys)]
@@ -67,7 +68,7 @@ class ServePlan:
         ):
             for number in range(count):
                 port = free_port()
-                own = {"--gateway": f"{reachable(self.host)}:{control_port}", "--port": port, "--control-port": 0}
+                own = {"--gateway": f"{_LOOPBACK}:{control_port}", "--port": port, "--control-port": 0}
                 children.append(Child(f"{role}-{number}", [role, *arguments({**flags, **own})], port))
         return children
 

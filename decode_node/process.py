@@ -34,6 +34,7 @@ from service.logs import configure_logging
 from service.memory import available_host_bytes, gib, pool_bytes
 from service.shell import NodeShell
 from transfer.fencing import ReservationTable
+from transfer.keys import load_token
 from transfer.membership import Membership
 from transfer.messages import Heartbeat, Register
 from transfer.routes import Transports
@@ -59,6 +60,7 @@ def run_decode_node(config: DecodeConfig) -> None:
     """Serve until SIGTERM or SIGINT. Raises StartupError if it cannot start; cheap checks come first."""
     configure_logging(config.log_level, config.log_format, "decode")
     config.check()
+    token = None if config.key_dir is None else load_token(config.key_dir)
     device = config.use_device()
     dtype = resolve_dtype(config.model_path, config.dtype)
     spec = read_spec(config.model_path, dtype, config.context_length)
@@ -123,7 +125,7 @@ def run_decode_node(config: DecodeConfig) -> None:
             ),
         )
         node = DecodeNode(shell, scheduler, remote, coordinator, membership)
-        quarantine = quarantine_router(Quarantine(reservations, shell.control), shell.inbox.put)
+        quarantine = quarantine_router(Quarantine(reservations, shell.control), shell.inbox.put, token=token)
         shell.start(membership, node.refresh_metrics, quarantine)
         shell.announce(transports, spec.model_type, spec.fingerprint)
         node.run()

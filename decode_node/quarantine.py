@@ -4,12 +4,14 @@ The slots of a node that is gone for good, and whose address nobody takes, stay 
 Someone who knows better can evict them.
 """
 
+import secrets
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import structlog
-from fastapi import APIRouter, HTTPException
+from fastapi import APIRouter, Depends, HTTPException
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from pydantic import BaseModel
 
 from decode_node.loop_call import LoopBusy, LoopCall, on_loop
@@ -118,13 +120,17 @@ class Quarantine:
 
 
 def quarantine_router(
-    quarantine: Quarantine, post: Callable[[LoopCall], None], timeout: float = _LOOP_TIMEOUT_S
+    quarantine: Quarantine,
+    post: Callable[[LoopCall], None],
+    timeout: float = _LOOP_TIMEOUT_S,
+    token: str | None = None,
 ) -> APIRouter:
     """GET /quarantine and POST /quarantine/evict?boot_id=...&force=....
 
     Both are carried out by the node's loop, which `post` reaches; 503 if it does not get to it in time.
+    With a token, 401 for whoever does not show it.
     """
-    router = APIRouter(prefix="/quarantine")
+    router = APIRouter(prefix="/quarantine", dependencies=[] if token is None else [Depends(_bearer_of(token))])
 
     @router.get("")
     def listing() -> QuarantineList:
@@ -146,3 +152,18 @@ def quarantine_router(
             raise HTTPException(503, f"{error}; nothing was evicted") from error
 
     return router
+
+
+def _bearer_of(token: str) -> Callable[..., None]:
+    """A dependency that lets only those pass who show the token."""
+
+    def check(shown: Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))]) -> None:
+        if shown is None or not secrets.compare_digest(shown.credentials.encode(), token.encode()):
+            raise HTTPException(
+                401,
+                "expected the header 'Authorization: Bearer TOKEN' with the operator.token of this node's --key-dir; "
+                "`hisparse-pd quarantine --key-dir DIR` sends it",
+                {"WWW-Authenticate": "Bearer"},
+            )
+
+    return check

@@ -106,6 +106,8 @@ class Scheduler:
         """Take the results of remote prefills."""
         for outcome in outcomes:
             match outcome:
+                case Landed(request, token) if token.token_id >= self._limits.vocab_size:
+                    self.end(request, "error", f"the prefill node sampled {token.token_id}, which is no token")
                 case Landed(request, token):
                     self._emit(request, token)
                 case Lost(request, reason):

@@ -19,6 +19,7 @@ from gateway.tokenizer import CheckpointTokenizer
 from service.connection import ConnectionLimits
 from service.descriptors import raise_file_limit
 from service.errors import StartupError
+from service.exposure import check_clients, check_processes
 from service.http_server import HttpServer
 from service.lifecycle import DRAIN_TIMEOUT_S, STOP_SIGNALS, Lifecycle, Phase
 from service.logs import LogFormat, configure_logging
@@ -26,6 +27,7 @@ from service.metrics import Metrics
 from service.status import bind_http, status_router
 from service.tls import server_tls
 from transfer.control import ControlPlane
+from transfer.keys import load_keys
 from transfer.messages import (
     Accepted,
     Heartbeat,
@@ -66,6 +68,8 @@ class GatewayConfig:
     advertise_host: str = "127.0.0.1"
     context_length: int | None = None
     request_timeout: float = 600.0
+    key_dir: Path | None = None
+    insecure: bool = False
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     api_key_file: Path | None = None
     """Keys that clients must present, with `api_keys`. Neither: no authentication."""
@@ -98,18 +102,25 @@ class Gateway:
     """One gateway: an HTTP port and a control port, both bound when this returns."""
 
     def __init__(self, config: GatewayConfig) -> None:
-        """Raises StartupError if a port is taken, or if the tokenizer or a file of keys or of TLS cannot be used."""
+        """Raises StartupError if a port is taken, or if the tokenizer, a key or a file of TLS cannot be used."""
         self.metrics = Metrics()
         keys = ApiKeys(config.api_keys, config.api_key_file) if config.api_keys or config.api_key_file else None
         tls = server_tls(config.ssl_certfile, config.ssl_keyfile)
         self.registry = NodeRegistry()
         self.lifecycle = Lifecycle(config.drain_timeout)
+        check_clients(config.host, keys is not None, config.insecure)
+        check_processes("--control-host", config.control_host, config.key_dir, config.insecure)
         self._listener = bind_http(config.host, config.port)
         try:
             tokenizer = CheckpointTokenizer(config.model_path)
             context_length = _context_length(config, tokenizer)
             self.control = ControlPlane(
-                "gateway", config.control_host, config.control_port, config.advertise_host, self._hand_over
+                "gateway",
+                config.control_host,
+                config.control_port,
+                config.advertise_host,
+                self._hand_over,
+                keys=None if config.key_dir is None else load_keys(config.key_dir, "gateway"),
             )
         except StartupError:
             self._listener.close()
@@ -231,8 +242,7 @@ class Gateway:
         self.metrics.nodes.labels(role="decode").set(self.registry.count("decode", now))
         self.metrics.requests.labels(state="waiting").set(self._client.waiting)
         self.metrics.requests.labels(state="running").set(self._client.running)
-        self.metrics.control_malformed.set(self.control.malformed)
-        self.metrics.control_dropped.set(self.control.undeliverable)
+        self.metrics.note_control(self.control.malformed, self.control.undeliverable, self.control.refused)
 
 
 def _context_length(config: GatewayConfig, tokenizer: CheckpointTokenizer) -> int:

@@ -11,6 +11,7 @@ import structlog
 from prefill_node.chunked import ChunkedPrefill, ComputedChunk, PrefillJob
 from prefill_node.compute import Computed, ComputeThread
 from prefill_node.convert import prompt_tensor, sampling_params, token_message
+from prefill_node.destinations import Destinations
 from prefill_node.entry import Entry, Key, Offer, State
 from prefill_node.outgoing import Chunk, Sent
 from prefill_node.progress import ForwardProgress
@@ -69,6 +70,7 @@ class PrefillNode:
         self._offer = offer
         self._transfer_timeout = transfer_timeout
         self._entries: dict[Key, Entry] = {}
+        self._destinations = Destinations()
         self._ended: Tombstones[Key] = Tombstones()
         self._housekeeping_at = 0.0
 
@@ -155,7 +157,7 @@ class PrefillNode:
                 sampling_params(request.sampling),
                 request.step,
             ),
-            expand_extents(request.extents),
+            expand_extents(request.extents, len(request.prompt_ids)),
         )
         self._entries[key] = entry
         self._prefill.add(entry.job)
@@ -166,6 +168,8 @@ class PrefillNode:
         if not self._shell.lifecycle.serving:
             return "the prefill node is draining"
         if refusal := self._offer.refusal(request):
+            return refusal
+        if refusal := self._destinations.contradiction(decode, request.destination):
             return refusal
         if not self._sender.has_room_for(decode):
             return "this node sends to as many decode nodes as it can"

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 
 from service.errors import StartupError
+from service.exposure import check_processes
 from service.lifecycle import DRAIN_TIMEOUT_S
 from service.logs import LogFormat
 from transfer.messages import ADDRESS_PATTERN
@@ -28,6 +29,8 @@ class NodeConfig:
     port: int = 0
     control_port: int = 0
     advertise_host: str | None = None
+    key_dir: Path | None = None
+    insecure: bool = False
     device: str = "cpu"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     attention_backend: Literal["auto", "triton", "torch"] = "auto"
@@ -89,6 +92,7 @@ class NodeConfig:
             raise StartupError(f"--mem-fraction-static {self.mem_fraction_static}: expected a number between 0 and 1")
         if self.host in _WILDCARDS and not self.advertise_host:
             raise StartupError(f"--host {self.host} is not an address that others can reach; give --advertise-host too")
+        check_processes("--host", self.host, self.key_dir, self.insecure)
         if self.transfer_host is not None:
             if self.transfer_host in _WILDCARDS:
                 raise StartupError(

@@ -1,5 +1,7 @@
 """Every metric of every process, in one place. A process exports all of them; what it never sets stays 0."""
 
+from collections.abc import Mapping
+
 from prometheus_client import (
     CollectorRegistry,
     Counter,
@@ -74,6 +76,9 @@ class Metrics:
         self.http_refused = counter(
             "http_refused_total", "HTTP requests and connections refused before they were served, by reason.", "reason"
         )
+        self.control_refused = gauge(
+            "control_refused", "Connections and messages refused on the control port since the start.", "reason"
+        )
         self.nodes = gauge("nodes", "Registered nodes by role, as the gateway sees them.", "role")
         # From 0: an increase from nothing at all to 1 is none to Prometheus, and one of these is worth an alert.
         for reason in TRANSFER_FAILURES:
@@ -81,6 +86,13 @@ class Metrics:
         for pool in ("device", "host"):
             self.retractions.labels(pool)
         self.requests_finished.labels("queue_full")
+
+    def note_control(self, malformed: int, dropped: int, refused: Mapping[str, int]) -> None:
+        """Set what the control plane counts itself, before a scrape."""
+        self.control_malformed.set(malformed)
+        self.control_dropped.set(dropped)
+        for reason, number in refused.items():
+            self.control_refused.labels(reason).set(number)
 
     def render(self) -> bytes:
         """The Prometheus text exposition."""

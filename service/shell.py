@@ -16,6 +16,7 @@ from service.metrics import Metrics
 from service.status import StatusServer, bind_http, status_router
 from transfer.control import ControlPlane
 from transfer.discovery import GatewayAddresses
+from transfer.keys import load_keys
 from transfer.membership import HEARTBEAT_S, Membership
 from transfer.messages import HeartbeatAck, Message, Peer, Refused, Registered, Role
 from transfer.ports import reachable_addresses
@@ -33,7 +34,7 @@ class NodeShell(Generic[Event]):
     """Ports are bound on construction, so that a taken one is reported before a model is loaded.
 
     `inbox` carries control messages with their sender, and the node's own events, to the node's loop. Stop signals
-    drive `lifecycle` and wake the loop. Raises StartupError if a port is taken.
+    drive `lifecycle` and wake the loop. Raises StartupError if a port is taken or a key is missing.
     """
 
     def __init__(self, role: Role, config: NodeConfig) -> None:
@@ -49,6 +50,7 @@ class NodeShell(Generic[Event]):
                 config.control_port,
                 config.advertised_host,
                 deliver=self._deliver,
+                keys=None if config.key_dir is None else load_keys(config.key_dir, role),
             )
         except BaseException:
             self._listener.close()
@@ -141,8 +143,8 @@ class NodeShell(Generic[Event]):
         return None
 
     def _refresh(self, refresh: Callable[[], None]) -> None:
-        self.metrics.control_malformed.set(self.control.malformed)
-        self.metrics.control_dropped.set(self._dropped + self.control.undeliverable)
+        control = self.control
+        self.metrics.note_control(control.malformed, self._dropped + control.undeliverable, control.refused)
         refresh()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:

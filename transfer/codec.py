@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import msgpack
 from pydantic import Field, ValidationError
 
-from transfer.messages import Message, Part, Peer
+from transfer.messages import SENT_BY, Message, Part, Peer
 
 PROTOCOL_VERSION = 1
 
@@ -51,6 +51,8 @@ def decode(data: bytes) -> tuple[Peer, str, Message]:
         kind = Message.kinds.get(frame.kind)
         if kind is None:
             raise MalformedMessage(f"unknown message kind {frame.kind[:64]!r}")
+        if kind not in SENT_BY[frame.sender.role]:
+            raise MalformedMessage(f"a {frame.sender.role} process does not send {frame.kind}")
         return frame.sender, frame.to, kind.model_validate(frame.body)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]

@@ -5,6 +5,9 @@ Delivery is at most once; what must arrive is sent with `repeat`, which sends it
 every handler is idempotent. A frame names the boot that it is meant for: one queued for a process that has died is
 not acted on by the process that took its address.
 
+With keys, connections are encrypted, and only processes of the cluster are spoken and listened to; see
+`transfer/access.py`.
+
 Liveness lives here too, on the control thread: a process that computes for seconds still answers pings and still sends
 its heartbeats.
 """
@@ -14,27 +17,27 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 
 import structlog
 import zmq
 
 from service.errors import StartupError
+from transfer.access import Access
 from transfer.codec import MalformedMessage, decode, encode
+from transfer.connections import MAX_QUEUED, Connections
+from transfer.keys import Keys
 from transfer.messages import ADDRESS_PATTERN, Message, Peer, Ping, Pong, Role
 
 log = structlog.get_logger(__name__)
 
-MAX_FRAME_BYTES = 256 << 20
-MAX_QUEUED = 1000
-"""Frames that wait for one peer; those beyond are dropped and counted. What must arrive is repeated anyway."""
+MAX_FRAME_BYTES = 64 << 20
+"""A larger frame ends its connection. The largest that is needed: a prompt of a million tokens whose slots all lie
+apart takes 5 bytes per token and 7 per slot; its checksums, in chunks of 2048 tokens and 160 buffers, take 4 MiB."""
 PING_S = 0.5
-_IDLE_CLOSE_S = 60.0
-_UNACKNOWLEDGED_MS = 3000
-"""A connection on which nothing arrives for so long is made anew: TCP waits longer before each further attempt, and
-after a partition it would take up to as long again as that has lasted."""
-_CONNECT_MS = 2000
+_KEYS_S = 1.0
+_SILENT_S = 60.0
 _KEEPALIVE_S = 60
 _REMEMBERED_BOOTS = 4096
 
@@ -55,10 +58,8 @@ class _Periodic:
     due: float = 0.0
 
 
-@dataclass
-class _Outgoing:
-    socket: "zmq.Socket[bytes]"
-    last_used: float
+class Undeliverable(Exception):
+    """A message that no peer would take."""
 
 
 class ControlPlane:
@@ -67,6 +68,7 @@ class ControlPlane:
     A thread of its own owns the sockets. `send`, `repeat` and `answered` may be called from any thread; they hand over
     through a queue. `deliver` is called on the control thread for each valid message and must not block.
 
+    Without `keys`, nothing is encrypted, and anyone who reaches the port may speak to this process.
     Raises StartupError if the port is taken.
     """
 
@@ -77,14 +79,21 @@ class ControlPlane:
         port: int,
         advertise_host: str,
         deliver: Callable[[Peer, Message], None],
+        keys: Keys | None = None,
     ) -> None:
         if not re.match(ADDRESS_PATTERN, f"{advertise_host}:0"):
             raise StartupError(f"--advertise-host {advertise_host}: expected a host name or an IPv4 address")
         self._deliver = deliver
         self._context = zmq.Context(io_threads=1)
+        # Of the sockets between threads, which must never make one wait.
+        self._context.setsockopt(zmq.SNDHWM, 0)
+        self._context.setsockopt(zmq.RCVHWM, 0)
+        self._access = Access(self._context, keys)
         self._mailbox = self._context.socket(zmq.PULL)
+        self._mailbox.setsockopt(zmq.RCVHWM, MAX_QUEUED)
         self._mailbox.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         self._mailbox.setsockopt(zmq.LINGER, 0)
+        self._access.protect(self._mailbox)
         # Of a peer that a partition took away, the old connection would stay beside the new one.
         self._mailbox.setsockopt(zmq.TCP_KEEPALIVE, 1)
         self._mailbox.setsockopt(zmq.TCP_KEEPALIVE_IDLE, _KEEPALIVE_S)
@@ -100,17 +109,18 @@ class ControlPlane:
             ) from error
         self.me = Peer(role=role, address=f"{advertise_host}:{port}", boot_id=secrets.token_hex(8))
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._context.setsockopt(zmq.SNDHWM, 0)
-        self._context.setsockopt(zmq.RCVHWM, 0)
         self._wake_receiver = self._context.socket(zmq.PAIR)
         self._wake_receiver.bind("inproc://wake")
         self._wake_sender = self._context.socket(zmq.PAIR)
         self._wake_sender.connect("inproc://wake")
         self._wake_lock = threading.Lock()
         """Guards _wake_sender: ZeroMQ sockets are not thread safe."""
-        self._outgoing: dict[str, _Outgoing] = {}
+        self._connections = Connections(self._context, self._access)
         self._repeated: dict[Hashable, _Repeated] = {}
-        self._periodic: list[_Periodic] = [_Periodic(self._ping_watched, PING_S)]
+        self._periodic: list[_Periodic] = [
+            _Periodic(self._ping_watched, PING_S),
+            _Periodic(self._access.refresh, _KEYS_S),
+        ]
         self._watched: dict[str, Peer] = {}
         self._heard: dict[str, float] = {}
         self._complained: set[str] = set()
@@ -118,6 +128,11 @@ class ControlPlane:
         self.malformed = 0
         self.undeliverable = 0
         self._thread = threading.Thread(target=self._run, name="control", daemon=True)
+
+    @property
+    def refused(self) -> Mapping[str, int]:
+        """Connections and messages that were turned away, by reason. See `Access.refused`."""
+        return self._access.refused
 
     def start(self) -> None:
         self._thread.start()
@@ -174,13 +189,17 @@ class ControlPlane:
         poller = zmq.Poller()
         poller.register(self._mailbox, zmq.POLLIN)
         poller.register(self._wake_receiver, zmq.POLLIN)
+        for socket in self._access.sockets:
+            poller.register(socket, zmq.POLLIN)
         while not self._stopping:
             ready = dict(poller.poll(self._poll_timeout_ms()))
             if self._wake_receiver in ready:
                 self._wake_receiver.recv()
                 self._commands.get()()
             if self._mailbox in ready:
-                self._receive(self._mailbox.recv())
+                self._receive(self._mailbox.recv(copy=False))
+            if any(socket in ready for socket in self._access.sockets):
+                self._access.serve()
             self._send_due()
         self._close()
 
@@ -188,14 +207,18 @@ class ControlPlane:
         soonest = min([repeated.due for repeated in self._repeated.values()] + [p.due for p in self._periodic])
         return max(0, min(1000, int((soonest - time.monotonic()) * 1000) + 1))
 
-    def _receive(self, data: bytes) -> None:
+    def _receive(self, frame: zmq.Frame) -> None:
+        if not self._access.admits(frame):
+            return
         try:
-            sender, to, message = decode(data)
+            sender, to, message = decode(frame.bytes)
         except MalformedMessage as error:
             self.malformed += 1
             if (complaint := str(error)) not in self._complained and len(self._complained) < 100:
                 self._complained.add(complaint)
-                log.warning("dropped a malformed control message", error=complaint, bytes=len(data))
+                log.warning("dropped a malformed control message", error=complaint, bytes=len(frame.bytes))
+            return
+        if not self._access.vouches(frame, sender):
             return
         if to and to != self.me.boot_id:
             log.info("dropped a message for an earlier boot", kind=type(message).__name__, sender=sender.address)
@@ -209,7 +232,7 @@ class ControlPlane:
     def _note_heard(self, boot_id: str) -> None:
         now = time.monotonic()
         if len(self._heard) >= _REMEMBERED_BOOTS and boot_id not in self._heard:
-            self._heard = {boot: at for boot, at in self._heard.items() if now - at < _IDLE_CLOSE_S}
+            self._heard = {boot: at for boot, at in self._heard.items() if now - at < _SILENT_S}
         self._heard[boot_id] = now
 
     def _guarded(self, action: Callable[[], None]) -> None:
@@ -241,45 +264,21 @@ class ControlPlane:
                 self._send(repeated.peer, repeated.message, repeated.any_boot)
 
     def _send(self, to: Peer, message: Message, any_boot: bool) -> None:
-        now = time.monotonic()
         try:
-            outgoing = self._outgoing.get(to.address)
-            if outgoing is None:
-                self._close_idle(now)
-                outgoing = self._outgoing[to.address] = _Outgoing(self._connect(to.address), now)
-            outgoing.last_used = now
-            outgoing.socket.send(encode(message, self.me, "" if any_boot else to.boot_id), zmq.NOBLOCK)
-        except zmq.ZMQError as error:
+            frame = encode(message, self.me, "" if any_boot else to.boot_id)
+            if len(frame) > MAX_FRAME_BYTES:
+                raise Undeliverable(f"{len(frame)} bytes; a frame has at most {MAX_FRAME_BYTES}")
+            self._connections.post(to.address, frame)
+        except (zmq.ZMQError, Undeliverable) as error:
             # A full queue, or an address that cannot be connected to: a peer names its own, so it may be anything.
             self.undeliverable += 1
             log.warning("undeliverable", to=to.address, kind=type(message).__name__, error=str(error))
-
-    def _connect(self, address: str) -> "zmq.Socket[bytes]":
-        socket = self._context.socket(zmq.PUSH)
-        socket.setsockopt(zmq.SNDHWM, MAX_QUEUED)
-        socket.setsockopt(zmq.LINGER, 200)
-        socket.setsockopt(zmq.RECONNECT_IVL, 50)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_MS)
-        socket.setsockopt(zmq.TCP_MAXRT, _UNACKNOWLEDGED_MS)
-        try:
-            socket.connect(f"tcp://{address}")
-        except zmq.ZMQError:
-            socket.close()
-            raise
-        return socket
-
-    def _close_idle(self, now: float) -> None:
-        for address, outgoing in list(self._outgoing.items()):
-            if now - outgoing.last_used > _IDLE_CLOSE_S:
-                outgoing.socket.close()
-                del self._outgoing[address]
 
     def _close(self) -> None:
         with self._wake_lock:
             self._wake_sender.close()
         self._wake_receiver.close()
+        self._access.close(self._mailbox)
         self._mailbox.close()
-        for outgoing in self._outgoing.values():
-            outgoing.socket.close()
+        self._connections.close()
         self._context.term()

@@ -3,6 +3,7 @@
 Unknown fields are ignored and missing optional ones default, so that neighbouring releases understand each other.
 """
 
+from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -13,7 +14,10 @@ UInt = Annotated[int, Field(ge=0, lt=2**63)]
 ADDRESS_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*:\d{1,5}$"
 Address = Annotated[str, Field(pattern=ADDRESS_PATTERN, max_length=262)]
 Identifier = Annotated[str, Field(min_length=1, max_length=128)]
-TokenIds = Annotated[tuple[Annotated[int, Field(ge=0, lt=2**31)], ...], Field(max_length=2**24)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+TokenIds = Annotated[tuple[TokenId, ...], Field(max_length=2**24)]
+ADDRESS_LIMIT = 2**63
+"""Addresses are computed with in signed integers of 64 bits: no memory that is named may end past it."""
 
 
 class Part(BaseModel):
@@ -62,6 +66,8 @@ class BufferInfo(Part):
             raise ValueError("ptrs, lengths and item_lengths differ in length")
         if any(item == 0 or length % item for item, length in zip(self.item_lengths, self.lengths, strict=True)):
             raise ValueError("every length must be a multiple of its item length")
+        if any(ptr + length >= ADDRESS_LIMIT for ptr, length in zip(self.ptrs, self.lengths, strict=True)):
+            raise ValueError("a buffer ends outside the address space")
         return self
 
     @property
@@ -82,9 +88,9 @@ class Sampling(Part):
 class Token(Part):
     """A sampled token. `logprob` is None where none was asked for."""
 
-    token_id: UInt
+    token_id: TokenId
     logprob: float | None = None
-    top_logprobs: tuple[tuple[UInt, float], ...] = ()
+    top_logprobs: tuple[tuple[TokenId, float], ...] = ()
 
 
 class Message(Part):
@@ -224,11 +230,17 @@ class SharedMemory(Part):
     The name is random, so that only that memory has it. `base`: the owner's address of its first byte.
     """
 
-    pid: UInt
-    fd: UInt
+    pid: Annotated[int, Field(ge=1, lt=2**31)]
+    fd: Annotated[int, Field(ge=0, lt=2**31)]
     name: Identifier
     base: UInt
-    length: UInt
+    length: Annotated[int, Field(ge=1, lt=2**63)]
+
+    @model_validator(mode="after")
+    def _is_addressable(self) -> Self:
+        if self.base + self.length >= ADDRESS_LIMIT:
+            raise ValueError("the shared memory ends outside the address space")
+        return self
 
 
 class Destination(Part):
@@ -293,6 +305,8 @@ class PrefillRequest(Message):
         covered = sum(length for _, length in self.extents)
         if covered < len(self.prompt_ids):
             raise ValueError(f"{covered} slots for {len(self.prompt_ids)} tokens")
+        if covered > slots:
+            raise ValueError(f"{covered} slots of {slots} registered ones: extents overlap")
         return self
 
 
@@ -371,3 +385,28 @@ class Ping(Message):
 
 class Pong(Message):
     """It is, and the sender says which boot it is."""
+
+
+SENT_BY: Mapping[Role, frozenset[type[Message]]] = {
+    "gateway": frozenset({Ping, Pong, Registered, Refused, HeartbeatAck, Generate, Cancel}),
+    "prefill": frozenset(
+        {Ping, Pong, Register, Heartbeat, Leaving, PrefillAccepted, PrefillDone, PrefillFailed, Quiesced, NotHeld}
+    ),
+    "decode": frozenset(
+        {
+            Ping,
+            Pong,
+            Register,
+            Heartbeat,
+            Leaving,
+            Accepted,
+            Rejected,
+            Outputs,
+            PrefillRequest,
+            Admitted,
+            Abort,
+            Holding,
+        }
+    ),
+}
+"""What each role may send. Anything else from it is malformed."""

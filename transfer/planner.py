@@ -99,14 +99,17 @@ class Runs:
         )
 
 
-def expand_extents(extents: tuple[tuple[int, int], ...]) -> Int64s:
-    """Slot of every position, from (start, length) extents in the order of positions."""
+def expand_extents(extents: tuple[tuple[int, int], ...], num_positions: int | None = None) -> Int64s:
+    """Slot of every position, or of the first so many, from (start, length) extents in the order of positions."""
     if not extents:
         return np.empty(0, dtype=np.int64)
     # Flat, since NumPy takes three times as long to look into nested tuples.
     flat = np.fromiter(chain.from_iterable(extents), dtype=np.int64, count=2 * len(extents))
     starts, lengths = flat.reshape(-1, 2).T
     first_of = np.cumsum(lengths) - lengths
+    if num_positions is not None:
+        # Before they are expanded: a message may name more than there is memory for.
+        lengths = np.clip(num_positions - first_of, 0, lengths)
     slots: Int64s = np.arange(int(lengths.sum()), dtype=np.int64) + np.repeat(starts - first_of, lengths)
     return slots
 

@@ -9,6 +9,7 @@ import decode_node.process
 import gateway.process
 import prefill_node.process
 from cli.main import main, title
+from cli.serve import ServePlan
 from decode_node.process import DecodeConfig
 from gateway.process import GatewayConfig
 from prefill_node.process import PrefillConfig
@@ -116,3 +117,31 @@ def test_usage_errors_end_with_2(words: list[str]) -> None:
 )
 def test_a_process_is_listed_with_its_flags_and_without_its_keys(words: str, shown: str) -> None:
     assert title(words.split()) == f"hisparse-pd {shown}".rstrip()
+
+
+def test_keys_are_given_by_flag_or_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["prefill", "--model-path", "/m", "--host", "10.0.0.2"]
+    assert run(monkeypatch, *words, "--key-dir", "/k").key_dir == Path("/k")
+    assert run(monkeypatch, *words, "--insecure").insecure is True
+    monkeypatch.setenv("HISPARSE_PD_KEY_DIR", "/e")
+    assert run(monkeypatch, *words).key_dir == Path("/e")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "10.0.0.1", "0.0.0.0"])
+def test_serve_opens_nothing_but_the_api_to_other_machines(host: str) -> None:
+    plan = ServePlan(
+        host=host,
+        port=1,
+        api_keys=("k",),
+        num_prefill=1,
+        num_decode=1,
+        gateway_flags={},
+        prefill_flags={},
+        decode_flags={},
+    )
+    gateway, *nodes = plan.children()
+    assert gateway.words[1:3] == ["--host", host]
+    assert gateway.words[gateway.words.index("--control-host") + 1] == "127.0.0.1"
+    for node in nodes:
+        assert "--host" not in node.words, "loopback is the default"
+        assert node.words[node.words.index("--gateway") + 1].startswith("127.0.0.1:")

@@ -149,6 +149,27 @@ def test_http_says_404_for_an_unknown_boot_and_409_for_a_live_one(client: TestCl
     assert h.expire() == ["c"]
 
 
+def test_a_node_with_keys_asks_for_the_operators_token(h: Harness) -> None:
+    app = FastAPI()
+    app.include_router(quarantine_router(h.quarantine, lambda call: call.run(), token="the token"))
+    with TestClient(app) as client:
+        for shown in (
+            {},
+            {"Authorization": "Bearer another"},
+            {"Authorization": "the token"},
+            {"Authorization": "Bearer"},
+        ):
+            for response in (
+                client.get("/quarantine", headers=shown),
+                client.post("/quarantine/evict", params={"boot_id": "gone"}, headers=shown),
+            ):
+                assert response.status_code == 401
+                assert response.headers["WWW-Authenticate"] == "Bearer"
+        assert h.expire() == []
+        evicted = client.post("/quarantine/evict?boot_id=gone", headers={"Authorization": "Bearer the token"})
+        assert evicted.status_code == 200
+
+
 def test_a_loop_that_does_not_answer_is_503_and_evicts_nothing_later(h: Harness) -> None:
     calls: list[LoopCall] = []
     with client_of(h, calls.append, timeout=0.01) as client:

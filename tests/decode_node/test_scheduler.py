@@ -231,6 +231,16 @@ def test_beyond_the_bounded_queue_requests_are_rejected_and_it_reopens() -> None
     assert set(h.answers) == {"a", "b", "c", "f"}
 
 
+def test_a_token_that_there_is_not_ends_its_request_alone() -> None:
+    """A prefill node says what it likes; its token must not reach the model."""
+    h = Harness()
+    h.ask("a", prompt=(VOCAB - 1,))
+    h.ask("b")
+    h.run()
+    assert h.answers == {"a": [], "b": [4, 5, 6, 7, 8, 9]}
+    assert h.ended == {"a": "error", "b": "length"}
+
+
 def test_what_could_never_run_is_refused_with_numbers() -> None:
     h = Harness(host_slots=100)
     assert "exceed the context of 400" in h.ask("a", prompt=(1,) * 390, tokens=20).reason  # type: ignore[attr-defined]

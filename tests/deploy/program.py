@@ -13,22 +13,6 @@ from cli.main import app
 REPOSITORY = Path(__file__).parent.parent.parent
 DEPLOY = REPOSITORY / "deploy"
 
-PENDING = {
-    "--api-key-file",
-    "--drain-timeout",
-    "--insecure",
-    "--key-dir",
-    "--ssl-certfile",
-    "--ssl-keyfile",
-    "--transfer-host",
-    "--transfer-ports",
-}
-"""Flags that come with changes under way beside this one. Left out of what is checked; to be emptied with them."""
-PENDING_COMMANDS = {"keygen"}
-"""The same of commands."""
-PENDING_METRICS = {"hisparse_pd_prompt_tokens_waiting"}
-"""The same of metrics."""
-
 GROUP: Any = typer.main.get_command(app)
 ROLES = ("gateway", "prefill", "decode")
 
@@ -46,8 +30,7 @@ def read(words: Sequence[str]) -> CommandLine:
     """Parse the words after `hisparse-pd` by the program's own parser. Raises what that raises, SystemExit too."""
     command, *rest = words
     raw = dict(_flags(rest))
-    known = [word for name, *word in _grouped(rest) for word in (name, *word) if name not in PENDING]
-    context = GROUP.commands[command].make_context(command, known)
+    context = GROUP.commands[command].make_context(command, rest)
     return CommandLine(command, dict(context.params), raw)
 
 

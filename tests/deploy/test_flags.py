@@ -15,18 +15,11 @@ from prefill_node.process import PrefillConfig
 from service.config import NodeConfig
 from service.metrics import Metrics
 from service.status import status_router
-from tests.deploy.program import DEPLOY, GROUP, PENDING, PENDING_COMMANDS, PENDING_METRICS, ROLES, default, read_shell
+from tests.deploy.program import DEPLOY, ROLES, default, read_shell
 from tests.deploy.rendered import OVERLAYS, command_line, container, containers, named, needs_kubectl, of_kind
 
 CONFIGS: dict[str, type[NodeConfig]] = {"prefill": PrefillConfig, "decode": DecodeConfig}
 every_overlay = pytest.mark.parametrize("overlay", OVERLAYS)
-
-
-def test_nothing_is_pending_that_has_come() -> None:
-    known = {flag for command in GROUP.commands.values() for parameter in command.params for flag in parameter.opts}
-    assert not PENDING & known, "take it out of PENDING"
-    assert not PENDING_COMMANDS & GROUP.commands.keys(), "take it out of PENDING_COMMANDS"
-    assert not PENDING_METRICS & _metrics(), "take it out of PENDING_METRICS"
 
 
 @needs_kubectl
@@ -81,7 +74,7 @@ def test_autoscalers_go_by_metrics_that_the_adapter_makes_of_the_programs(role: 
     (rule,) = [r for r in rules["rules"]["custom"] if r["name"]["as"] == metric["pods"]["metric"]["name"]]
     (series,) = set(re.findall(r"\bhisparse_pd_\w+", rule["seriesQuery"]))
     assert set(re.findall(r"\bhisparse_pd_\w+", rule["metricsQuery"])) == {series}
-    assert series in _metrics() | PENDING_METRICS
+    assert series in _metrics()
 
 
 def test_the_states_that_decode_nodes_scale_by_exist() -> None:
@@ -95,8 +88,7 @@ def test_the_readme_shows_command_lines_that_the_program_accepts() -> None:
     shown = [line for block in re.findall(r"```bash\n(.*?)```", text, flags=re.DOTALL) for line in _commands(block)]
     assert shown
     for line in shown:
-        if line.split()[1] not in PENDING_COMMANDS:
-            read_shell(line)
+        read_shell(line)
 
 
 def _commands(block: str) -> list[str]:

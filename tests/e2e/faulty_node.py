@@ -19,10 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import zmq
 
 from cli.main import main
 from tests.e2e import chaos_audit
-from transfer import control
+from transfer import connections
 from transfer.control import ControlPlane
 from transfer.messages import Destination, Transport
 from transfer.planner import Descriptors
@@ -89,15 +90,15 @@ class UnreliableControl:
         self._faults = faults
         self._chaos, self._deaf = switches.chaos, switches.deaf(faults.name)
         self._rng = random.Random(f"{faults.seed} {faults.name} control")
-        self._late: list[tuple[float, int, bytes]] = []
+        self._late: list[tuple[float, int, zmq.Frame]] = []
         self._number = itertools.count()
 
     def install(self) -> None:
         receive, start = ControlPlane._receive, ControlPlane.start
 
-        def unreliable_receive(plane: ControlPlane, data: bytes) -> None:
-            if self._arrives(data):
-                receive(plane, data)
+        def unreliable_receive(plane: ControlPlane, frame: zmq.Frame) -> None:
+            if self._arrives(frame):
+                receive(plane, frame)
 
         def release(plane: ControlPlane) -> None:
             while self._late and self._late[0][0] <= time.monotonic():
@@ -110,7 +111,7 @@ class UnreliableControl:
         ControlPlane._receive = unreliable_receive  # type: ignore[method-assign]
         ControlPlane.start = start_releasing  # type: ignore[method-assign]
 
-    def _arrives(self, data: bytes) -> bool:
+    def _arrives(self, frame: zmq.Frame) -> bool:
         """Whether a frame arrives now; otherwise it is late, or lost."""
         if self._deaf.exists():
             return False
@@ -119,7 +120,7 @@ class UnreliableControl:
         chance = self._rng.random() - self._faults.drop
         if 0 <= chance < self._faults.delay:
             due = time.monotonic() + self._rng.uniform(0, self._faults.delay_s)
-            heapq.heappush(self._late, (due, next(self._number), data))
+            heapq.heappush(self._late, (due, next(self._number), frame))
         return chance >= self._faults.delay
 
 
@@ -204,7 +205,7 @@ def run(words: list[str]) -> None:
     """Run a command of `hisparse-pd` with the faults that the environment asks for."""
     faults = Faults.of_this_process()
     if faults.idle_close_s is not None:
-        control._IDLE_CLOSE_S = faults.idle_close_s
+        connections.IDLE_CLOSE_S = faults.idle_close_s
     UnreliableControl(faults).install()
     audit = chaos_audit.Journal(chaos_audit.audit_path(faults.directory))
     if words[0] == "prefill":

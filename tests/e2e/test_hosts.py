@@ -21,6 +21,7 @@ from tests.e2e.cluster import Cluster, Job, Node, Place, complete, wait_until
 from tests.e2e.conftest import TOKEN_BYTES, Reference
 from tests.e2e.hosts import Host, Network, why_not
 from tests.e2e.test_parity import prompts
+from transfer.keys import generate, load_token
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=why_not() or "")
 
@@ -36,19 +37,28 @@ class Site:
     def __init__(self, network: Network, model_path: Path, directory: Path, reference: Reference) -> None:
         self.network = network
         self.reference = reference
+        self.keys = directory / "keys"
+        generate(self.keys)
         self.cluster = Cluster(model_path, directory, places=self._place)
         for name in ("gateway", "client"):
             network.host(name, "control")
         for name in (*PREFILL, *DECODE):
             network.host(name)
 
+    @property
+    def operator(self) -> dict[str, str]:
+        """What an operator shows to decode nodes."""
+        return {"Authorization": f"Bearer {load_token(self.keys)}"}
+
     def start(self) -> None:
         longest: dict[str, object] = {
             "context_length": 1200,
             "transfer_protocol": "tcp",
             "transfer_ports": f"{PORTS[0]}-{PORTS[-1]}",
+            "key_dir": self.keys,
         }
-        self.cluster.gateway(served_model_name="tiny")
+        # Its clients need no API key: the control plane is closed all the same.
+        self.cluster.gateway(served_model_name="tiny", key_dir=self.keys, insecure=True)
         for name in PREFILL:
             self.cluster.prefill(name, chunked_prefill_size=256, page_size=16, transfer_checksum="full", **longest)
         config = {"device_buffer_size": 128, "host_pool_gib": 4000 * TOKEN_BYTES / 2**30}
@@ -211,8 +221,9 @@ def test_a_prefill_node_that_restarts_at_another_address_is_used_at_once_and_its
     # Nobody answers at the old address any more, so that only an operator can say that the old process has ended.
     wait_until(lambda: site.slots("used") == 0, what="the last request to end")
     for decode in site.decode:
-        for boot_id in {lost["boot_id"] for lost in decode.get("/quarantine").json()["reservations"]}:
-            httpx.post(f"{decode.base_url}/quarantine/evict", params={"boot_id": boot_id}).raise_for_status()
+        with httpx.Client(base_url=decode.base_url, headers=site.operator) as operator:
+            for boot_id in {lost["boot_id"] for lost in operator.get("/quarantine").json()["reservations"]}:
+                operator.post("/quarantine/evict", params={"boot_id": boot_id}).raise_for_status()
     site.wait_all_free()
 
 

@@ -181,3 +181,31 @@ def test_nonsense_flags_are_refused(start_here: StartHere, checkpoints: dict[str
         code, error = start_here(*words)
         assert code == 2
         assert complaint in error
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["prefill", "--host", "10.0.0.2"],
+        ["decode", "--host", "10.0.0.3"],
+        ["gateway", "--host", "10.0.0.1", "--api-key", "k"],
+        ["gateway", "--control-host", "10.0.0.1"],
+        ["gateway", "--host", "10.0.0.1", "--control-host", "127.0.0.1"],
+    ],
+)
+def test_elsewhere_than_loopback_takes_keys(
+    start_here: StartHere, checkpoints: dict[str, Path], words: list[str]
+) -> None:
+    code, error = start_here(*words, "--model-path", checkpoints["deepseek_v32"], *FREE)
+    assert code == 2
+    assert "other machines reach it" in error
+    assert "--insecure" in error
+
+
+def test_a_key_directory_without_keys(start_here: StartHere, checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    for command in ("gateway", "prefill", "decode"):
+        code, error = start_here(
+            command, "--model-path", checkpoints["deepseek_v32"], "--key-dir", tmp_path / "none", *FREE
+        )
+        assert code == 2
+        assert "`hisparse-pd keygen` makes it" in error

@@ -387,6 +387,20 @@ def test_what_is_not_held_is_said() -> None:
     assert h.control.take(NotHeld) == [NotHeld(keys=(("other", 3),))]
 
 
+def test_nothing_is_written_to_pools_that_a_decode_process_did_not_offer_before() -> None:
+    h = Harness()
+    h.receive(request())
+    elsewhere = Destination(
+        identity=IDENTITY, buffers=BUFFERS, sessions=(Session(transport="tcp", name="another-host:1"),)
+    )
+    h.receive(request(request_id="other", destination=elsewhere))
+    (failed,) = h.control.take(PrefillFailed)
+    assert "offered another destination before: sessions changed" in failed.reason  # type: ignore[attr-defined]
+    assert h.node.num_entries == 1
+    h.compute()
+    assert {chunk.request_id for chunk in h.sender.chunks} == {"r"}
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [

@@ -7,7 +7,7 @@ import pytest
 import zmq
 
 from service.errors import StartupError
-from transfer import control
+from transfer import connections
 from transfer.codec import encode
 from transfer.control import ControlPlane
 from transfer.messages import Cancel, Message, Peer, Pong, Role
@@ -20,7 +20,7 @@ Start = Callable[..., tuple[ControlPlane, Inbox]]
 def start() -> Iterator[Start]:
     planes: list[ControlPlane] = []
 
-    def make(role: Role = "decode", port: int = 0) -> tuple[ControlPlane, Inbox]:
+    def make(role: Role = "gateway", port: int = 0) -> tuple[ControlPlane, Inbox]:
         inbox: Inbox = queue.SimpleQueue()
         plane = ControlPlane(role, "127.0.0.1", port, "127.0.0.1", lambda peer, message: inbox.put((peer, message)))
         planes.append(plane)
@@ -113,7 +113,7 @@ def test_a_handler_that_fails_costs_only_its_message() -> None:
             raise RuntimeError("a bug")
         inbox.put((peer, message))
 
-    plane = ControlPlane("decode", "127.0.0.1", 0, "127.0.0.1", deliver)
+    plane = ControlPlane("gateway", "127.0.0.1", 0, "127.0.0.1", deliver)
     plane.start()
     plane.send(plane.me, Cancel(request_id="bad"))
     plane.send(plane.me, Cancel(request_id="good"))
@@ -168,19 +168,19 @@ def test_periodic_actions_run_until_the_end_and_survive_their_errors(start: Star
 
 def test_a_connection_that_sat_idle_and_was_closed_works_at_once(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """sglang 9266: requests failed after hours of idleness."""
-    monkeypatch.setattr(control, "_IDLE_CLOSE_S", 0.0)
+    monkeypatch.setattr(connections, "IDLE_CLOSE_S", 0.0)
     (a, _), (b, b_inbox), (c, c_inbox) = start(), start(), start()
     a.send(b.me, Pong())
     assert b_inbox.get(timeout=5) == (a.me, Pong())
     a.send(c.me, Pong())
     assert c_inbox.get(timeout=5) == (a.me, Pong())
-    assert list(a._outgoing) == [c.me.address], "the idle connection was closed"
+    assert a._connections.addresses == [c.me.address], "the idle connection was closed"
     a.send(b.me, Pong())
     assert b_inbox.get(timeout=5) == (a.me, Pong())
 
 
 def test_what_waits_for_a_dead_peer_is_bounded(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control, "MAX_QUEUED", 10)
+    monkeypatch.setattr(connections, "MAX_QUEUED", 10)
     plane, inbox = start()
     dead = Peer(role="prefill", address="127.0.0.1:9", boot_id="dead")
     for _ in range(50):

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from transfer.codec import MalformedMessage, decode, encode
 from transfer.messages import (
+    SENT_BY,
     BufferInfo,
     Cancel,
     Destination,
@@ -23,6 +24,7 @@ from transfer.messages import (
 )
 
 ME = Peer(role="decode", address="127.0.0.1:8021", boot_id="boot")
+GATEWAY = Peer(role="gateway", address="127.0.0.1:8001", boot_id="boot")
 IDENTITY = ModelIdentity(
     fingerprint="f", dtype="float32", num_layers=1, num_index_layers=1, item_bytes=192, index_key_bytes=64
 )
@@ -44,6 +46,10 @@ def prefill_request(**changes: Any) -> PrefillRequest:
     return PrefillRequest(**{**fields, **changes})
 
 
+def sender_of(message: Message) -> Peer:
+    return ME if type(message) in SENT_BY["decode"] else GATEWAY
+
+
 def sample_messages() -> list[Message]:
     return [
         prefill_request(),
@@ -60,7 +66,8 @@ def sample_messages() -> list[Message]:
 
 @pytest.mark.parametrize("message", sample_messages(), ids=lambda m: type(m).__name__)
 def test_a_message_survives_the_wire(message: Message) -> None:
-    assert decode(encode(message, ME, "to")) == (ME, "to", message)
+    sender = sender_of(message)
+    assert decode(encode(message, sender, "to")) == (sender, "to", message)
 
 
 @given(st.integers(0, 63), st.integers(0, 16384), st.text(max_size=64), st.floats(0, 100))
@@ -71,13 +78,13 @@ def test_generated_messages_survive_the_wire(top_k: int, seed: int, request_id: 
         max_new_tokens=1,
         sampling=Sampling(top_k=top_k, seed=seed, temperature=temperature),
     )
-    assert decode(encode(message, ME))[2] == message
+    assert decode(encode(message, GATEWAY))[2] == message
 
 
 @given(st.sampled_from(sample_messages()), st.data())
 def test_mutated_bytes_never_crash(message: Message, data: st.DataObject) -> None:
     """A changed, cut or stretched frame is either still valid or MalformedMessage, nothing else."""
-    frame = bytearray(encode(message, ME))
+    frame = bytearray(encode(message, sender_of(message)))
     for _ in range(data.draw(st.integers(1, 4))):
         place = data.draw(st.integers(0, len(frame) - 1))
         match data.draw(st.sampled_from(["flip", "cut", "insert"])):
@@ -122,9 +129,21 @@ def test_unknown_fields_are_ignored_and_missing_optional_ones_default() -> None:
     ],
 )
 def test_what_is_wrong_is_named(change: dict[str, Any], complaint: str) -> None:
-    frame = {**msgpack.unpackb(encode(Cancel(request_id="r"), ME)), **change}
+    frame = {**msgpack.unpackb(encode(Cancel(request_id="r"), GATEWAY)), **change}
     with pytest.raises(MalformedMessage, match=complaint):
         decode(msgpack.packb(frame))
+
+
+@pytest.mark.parametrize("message", sample_messages(), ids=lambda m: type(m).__name__)
+def test_what_a_role_does_not_send_is_malformed(message: Message) -> None:
+    """A prefill node's key, say, makes nobody write."""
+    prefill = Peer(role="prefill", address="127.0.0.1:8011", boot_id="boot")
+    with pytest.raises(MalformedMessage, match=f"a prefill process does not send {type(message).__name__}"):
+        decode(encode(message, prefill))
+
+
+def test_every_kind_is_sent_by_some_role() -> None:
+    assert set(Message.kinds.values()) == frozenset.union(*SENT_BY.values())
 
 
 def test_an_extent_outside_the_registered_buffers_is_malformed() -> None:
