@@ -57,5 +57,6 @@ def test_every_alert_has_a_row_and_every_row_an_alert() -> None:
 
 def test_links_within_the_page_lead_somewhere() -> None:
     headings = re.findall(r"^#+ (.+)$", TEXT, flags=re.MULTILINE)
-    anchors = {heading.lower().replace(" ", "-") for heading in headings} | set(re.findall(r'<a id="(\w+)">', TEXT))
+    anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    anchors |= set(re.findall(r'<a id="(\w+)">', TEXT))
     assert set(re.findall(r"\]\(#([\w-]+)\)", TEXT)) <= anchors

@@ -9,7 +9,7 @@ from service.errors import StartupError
 
 
 def config(**flags: str) -> NodeConfig:
-    return NodeConfig(model_path=Path("none"), **flags)  # type: ignore[arg-type]
+    return NodeConfig(model_path=Path("none"), insecure=True, **flags)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
