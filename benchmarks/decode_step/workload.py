@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks.wrapped_backend import WrappedBackend
 from hisparse import HiSparseConfig, HiSparseCoordinator, build_tiers, plan_sizes
 from model.backends.protocol import AttentionBackend
 from model.cache import IndexPages
@@ -91,35 +92,20 @@ def build_network(shape: Shape, device: torch.device) -> Any:
     return network.requires_grad_(False).eval()
 
 
-class GivenSelection:
-    """A backend that selects as another does, for what it costs, and then answers what it was given.
+class GivenSelection(WrappedBackend):
+    """Selects as another backend does, for what it costs, and then answers what it was given.
 
     Hidden states of random weights drift as no text does, and so would what they select: the miss rate would say
     nothing. `positions`, int64 [batch, topk] on the device, are what every layer is told to have selected; replays of
     a recorded step read what was last written to it.
     """
 
-    name = "given"
-
-    def __init__(self, backend: AttentionBackend, batch: int, topk: int, device: torch.device) -> None:
-        self._backend = backend
+    def __init__(self, inner: AttentionBackend, batch: int, topk: int, device: torch.device) -> None:
+        super().__init__(inner)
         self.positions = torch.zeros((batch, topk), dtype=torch.int64, device=device)
 
-    def attend_rows(
-        self, queries: torch.Tensor, kv: torch.Tensor, rows: torch.Tensor, scaling: float, latent_dim: int
-    ) -> torch.Tensor:
-        """See AttentionBackend."""
-        return self._backend.attend_rows(queries, kv, rows, scaling, latent_dim)
-
-    def select_for_prompt(
-        self, index: IndexInputs, keys: torch.Tensor, start: int, prompt_len: int, topk: int
-    ) -> torch.Tensor:
-        """See AttentionBackend."""
-        return self._backend.select_for_prompt(index, keys, start, prompt_len, topk)
-
     def select_for_decode(self, index: IndexInputs, pages: IndexPages, topk: int) -> torch.Tensor:
-        """See AttentionBackend."""
-        batch, k = self._backend.select_for_decode(index, pages, topk).shape
+        batch, k = super().select_for_decode(index, pages, topk).shape
         return self.positions[:batch, :k].contiguous()
 
 

@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from benchmarks.program import run
+from benchmarks.wrapped_backend import WrappedBackend
 from decode_node.decoding import EagerDecoding
 from hisparse import HiSparseConfig, HiSparseCoordinator, build_tiers, plan_sizes
 from hisparse.swap_in import StagedKV
@@ -35,29 +36,15 @@ _PLENTY = 1 << 40
 _REQUEST = "recorded"
 
 
-class RecordingBackend:
-    """Selects and attends as another backend does, and keeps what was selected for each decoded token."""
+class RecordingBackend(WrappedBackend):
+    """Keeps what was selected for each decoded token."""
 
-    def __init__(self, backend: AttentionBackend) -> None:
-        self.name = f"recording {backend.name}"
+    def __init__(self, inner: AttentionBackend) -> None:
+        super().__init__(inner)
         self.selected: list[torch.Tensor] = []
-        self._backend = backend
-
-    def attend_rows(
-        self, queries: torch.Tensor, kv: torch.Tensor, rows: torch.Tensor, scaling: float, latent_dim: int
-    ) -> torch.Tensor:
-        """See AttentionBackend."""
-        return self._backend.attend_rows(queries, kv, rows, scaling, latent_dim)
-
-    def select_for_prompt(
-        self, index: IndexInputs, keys: torch.Tensor, start: int, prompt_len: int, topk: int
-    ) -> torch.Tensor:
-        """See AttentionBackend."""
-        return self._backend.select_for_prompt(index, keys, start, prompt_len, topk)
 
     def select_for_decode(self, index: IndexInputs, pages: IndexPages, topk: int) -> torch.Tensor:
-        """See AttentionBackend."""
-        positions = self._backend.select_for_decode(index, pages, topk)
+        positions = super().select_for_decode(index, pages, topk)
         self.selected.append(positions.cpu())
         return positions
 

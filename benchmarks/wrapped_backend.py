@@ -1,0 +1,28 @@
+"""An attention backend that passes everything on, for benchmarks that change one thing about it."""
+
+import torch
+
+from model.backends.protocol import AttentionBackend
+from model.cache import IndexPages
+from model.indexer import IndexInputs
+
+
+class WrappedBackend:
+    """Attends and selects as `inner` does; see AttentionBackend."""
+
+    def __init__(self, inner: AttentionBackend) -> None:
+        self.name = inner.name
+        self.inner = inner
+
+    def attend_rows(
+        self, queries: torch.Tensor, kv: torch.Tensor, rows: torch.Tensor, scaling: float, latent_dim: int
+    ) -> torch.Tensor:
+        return self.inner.attend_rows(queries, kv, rows, scaling, latent_dim)
+
+    def select_for_prompt(
+        self, index: IndexInputs, keys: torch.Tensor, start: int, prompt_len: int, topk: int
+    ) -> torch.Tensor:
+        return self.inner.select_for_prompt(index, keys, start, prompt_len, topk)
+
+    def select_for_decode(self, index: IndexInputs, pages: IndexPages, topk: int) -> torch.Tensor:
+        return self.inner.select_for_decode(index, pages, topk)
