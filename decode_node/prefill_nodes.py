@@ -57,14 +57,17 @@ class PrefillNodes:
         """The next node to try for a request with this ranking, which has tried these boots; None if there is none.
 
         The request's own ranking comes first, as far as gateways still know the nodes; then what else they know; a
-        node that no gateway names any more comes last.
+        node that no gateway names any more comes last, and one whose key was revoked never.
         """
         current = {node.address: node for _, nodes in self._by_gateway.values() for node in nodes}
         ranked = [current[node.address] for node in ranking if node.address in current]
         ranked += [*current.values(), *(node for node in ranking if node.address not in current)]
-        usable = [node for node in ranked if node.boot_id not in self._retired and not self._is_suspect(node)]
+        usable = [node for node in ranked if self._is_usable(node)]
         untried = [node for node in usable if node.boot_id not in tried]
         return next(iter(untried or usable), None)
+
+    def _is_usable(self, node: Peer) -> bool:
+        return not (node.boot_id in self._retired or self._control.is_revoked(node) or self._is_suspect(node))
 
     def _is_suspect(self, node: Peer) -> bool:
         """Whether the node was silent and has not been heard since."""

@@ -216,10 +216,12 @@ class Gateway:
                 log.warning("unexpected control message", kind=type(message).__name__, sender=sender.address)
 
     def _register(self, sender: Peer, offer: Register) -> None:
+        known = self.registry.knows(sender)
         answer = self.registry.register(sender, offer, time.monotonic())
         if not isinstance(answer, Refused):
             self._refused.pop(sender.address, None)
-            log.info("node registered", role=sender.role, node=sender.address, boot_id=sender.boot_id)
+            if not known:
+                log.info("node registered", role=sender.role, node=sender.address, boot_id=sender.boot_id)
         elif self._refused.get(sender.address) != answer.reason:
             self._refused[sender.address] = answer.reason
             log.error("node refused", role=sender.role, node=sender.address, reason=answer.reason)

@@ -60,6 +60,11 @@ class NodeRegistry:
             known.offer, known.last_heartbeat, known.leaving = offer, now, False
         return Registered(via=offer.via)
 
+    def knows(self, peer: Peer) -> bool:
+        """Whether this very process is registered."""
+        node = self._nodes.get(peer.address)
+        return node is not None and node.peer.boot_id == peer.boot_id
+
     def heartbeat(self, peer: Peer, beat: Heartbeat, now: float) -> HeartbeatAck:
         """Note a node's load. One that is not known, or fits the others no more, is told to register again."""
         self._forget_silent(now)

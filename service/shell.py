@@ -87,6 +87,8 @@ class NodeShell(Generic[Event]):
             model=model_type,
             fingerprint=fingerprint,
         )
+        if not self.gateways.expected:
+            log.warning("no --gateway was given: this node registers nowhere and gets no requests")
         if transports.ports and (addresses := reachable_addresses()):
             log.warning(
                 "whoever reaches the transfer ports can write to this node's KV, without authentication; confine them "

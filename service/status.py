@@ -1,5 +1,6 @@
 """The HTTP face that every process shows to those who operate it: /health, /ready, /metrics."""
 
+import errno
 import socket
 import threading
 from collections.abc import Callable
@@ -50,8 +51,9 @@ def bind_http(host: str, port: int) -> socket.socket:
         listener.listen(1024)
     except OSError as error:
         listener.close()
+        flag = "--host" if error.errno == errno.EADDRNOTAVAIL else "--port"
         raise StartupError(
-            f"cannot bind the HTTP port {host}:{port}: {error.strerror}; choose another --port"
+            f"cannot bind the HTTP port {host}:{port}: {error.strerror}; choose another {flag}"
         ) from error
     return listener
 

@@ -66,7 +66,7 @@ class Handshakes:
 class Access:
     """Admits to one mailbox, and introduces this process to others. The control thread owns it.
 
-    Only `refused` may be called from any thread.
+    Only `refused` and `is_revoked` may be called from any thread.
     """
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", keys: Keys | None) -> None:
@@ -152,6 +152,11 @@ class Access:
             self._refuse("boot", _address_of(frame), key=key, claimed=sender.address)
             return False
         return True
+
+    def is_revoked(self, boot_id: str) -> bool:
+        """Whether that process spoke with a key that is not allowed any more."""
+        key = self._key_of_boot.get(boot_id)
+        return self._keys is not None and key is not None and self._keys.allowed.role_of(key) is None
 
     def close(self, mailbox: "zmq.Socket[bytes]") -> None:
         """Close its sockets; the mailbox must not be closed yet."""

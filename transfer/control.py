@@ -171,6 +171,10 @@ class ControlPlane:
         """When a frame of that boot last arrived (time.monotonic), or None."""
         return self._heard.get(boot_id)
 
+    def is_revoked(self, peer: Peer) -> bool:
+        """Whether the key that this process spoke with is not allowed any more."""
+        return self._access.is_revoked(peer.boot_id)
+
     def silence(self, peer: Peer) -> float:
         """For how many seconds that process has not been heard; infinite if it never was."""
         heard = self._heard.get(peer.boot_id)

@@ -4,6 +4,7 @@ Gateways come and go (`transfer.discovery`). One whose address is listed no more
 may be finishing what it has, and a node that forgot it would end its requests.
 """
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,6 +18,8 @@ from transfer.messages import Heartbeat, HeartbeatAck, Leaving, Message, Peer, R
 log = structlog.get_logger(__name__)
 
 HEARTBEAT_S = 1.0
+MISSED_AFTER_S = 5.0
+_MISSED_AGAIN_S = 60.0
 FORGOTTEN_AFTER_S = 30.0
 """A gateway that is listed no more is forgotten after so long a silence."""
 
@@ -27,6 +30,8 @@ class _Gateway:
     listed: bool = True
     registered: bool = False
     last_heard: float = field(default_factory=time.monotonic)
+    missed_at: float = -math.inf
+    """When it was last complained that it does not answer."""
 
     def reached_at(self, address: str) -> Peer:
         return self.peer.model_copy(update={"address": address})
@@ -73,6 +78,7 @@ class Membership:
                 self._tell(address, gateway, Leaving())
             elif not gateway.registered:
                 self._tell(address, gateway, self._register(address))
+                self._miss(address, gateway)
 
     def receive(self, sender: Peer, message: Registered | Refused | HeartbeatAck) -> None:
         """Take a gateway's answer."""
@@ -102,6 +108,17 @@ class Membership:
             if gateway.peer.boot_id == peer.boot_id:
                 return now - gateway.last_heard > silence_s
         return True
+
+    def _miss(self, address: str, gateway: _Gateway) -> None:
+        """Say now and then that it does not answer: a node that nobody knows has no other sign of it."""
+        now = time.monotonic()
+        if now - gateway.last_heard > MISSED_AFTER_S and now - gateway.missed_at > _MISSED_AGAIN_S:
+            gateway.missed_at = now
+            log.warning(
+                "no answer from a gateway: it is not there, or it refuses this node's key, which its log says",
+                gateway=address,
+                seconds=round(now - gateway.last_heard),
+            )
 
     def _tell(self, address: str, gateway: _Gateway, message: Message) -> None:
         # Who takes an address that is listed no more need not be a gateway of ours.

@@ -178,6 +178,14 @@ def test_a_node_that_a_gateway_calls_leaving_is_not_asked_though_a_request_names
     assert h.remote.choose(h.request) == again, "the process that took its address is another one"
 
 
+def test_a_node_whose_key_was_revoked_is_not_asked_even_if_it_is_the_only_one(h: Harness) -> None:
+    """A request may name it, from before; it must not see another prompt."""
+    h.control.revoked = {FIRST.boot_id}
+    assert h.remote.choose(h.request) == SECOND
+    h.control.revoked = {FIRST.boot_id, SECOND.boot_id}
+    assert h.remote.choose(h.request) is None
+
+
 def test_what_has_landed_is_not_lost_to_a_node_that_leaves_before_its_checksums_are_verified(h: Harness) -> None:
     h.dispatch()
     h.done(checksums=CHECKSUMS)

@@ -38,6 +38,7 @@ class FakeControl:
     watched: set[Peer] = field(default_factory=set)
     heard: dict[str, float] = field(default_factory=dict)
     silent_for: float = 0.0
+    revoked: set[str] = field(default_factory=set)
 
     def send(self, to: Peer, message: Message, *, any_boot: bool = False) -> None:
         self.sent.append((to, message))
@@ -56,6 +57,9 @@ class FakeControl:
 
     def silence(self, peer: Peer) -> float:
         return self.silent_for
+
+    def is_revoked(self, peer: Peer) -> bool:
+        return peer.boot_id in self.revoked
 
     def periodically(self, every: float, action: Callable[[], None]) -> None:
         raise AssertionError("nothing here is periodic")

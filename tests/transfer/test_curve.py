@@ -199,9 +199,12 @@ def test_a_revoked_key_is_not_listened_to_on_the_connection_that_it_has(start: S
     decode = start("decode")
     for sender in (first, second):
         assert_serves(sender, decode)
+    assert not decode.plane.is_revoked(second.me)
     (directory / "allowed" / "second.key").unlink()
     second.plane.repeat("key", decode.me, Cancel(request_id="revoked"), every=0.05)
     decode.wait_refused("revoked")
+    assert decode.plane.is_revoked(second.me)
+    assert not decode.plane.is_revoked(first.me)
     with suppress(queue.Empty):
         while True:
             decode.inbox.get_nowait()

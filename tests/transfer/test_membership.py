@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 
 import pytest
+from structlog.testing import CapturingLogger
 
 from tests.e2e.cluster import wait_until
 from transfer import membership
@@ -197,3 +198,15 @@ def test_a_node_that_no_gateway_takes_should_not_have_been_started(
 ) -> None:
     me = node(Listed(gateway(refuses="another model")))
     assert "another model" in wait_until(lambda: me.membership.refusal)
+
+
+def test_a_node_that_nobody_answers_says_so(
+    node: Callable[[GatewayAddresses], Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wrong address, or a key that the gateway does not know: the node itself sees nothing but silence."""
+    monkeypatch.setattr(membership, "MISSED_AFTER_S", 0.2)
+    log = CapturingLogger()
+    monkeypatch.setattr(membership, "log", log)
+    node(GatewayAddresses(["127.0.0.1:9"]))
+    wait_until(lambda: log.calls)
+    assert [(call.method_name, call.kwargs["gateway"]) for call in log.calls] == [("warning", "127.0.0.1:9")]
