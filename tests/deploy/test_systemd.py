@@ -127,3 +127,14 @@ def _settings(path: Path) -> list[str]:
 
 def _env(role: str) -> dict[str, str]:
     return dict(line.partition("=")[::2] for line in _settings(SYSTEMD / f"{role}.env"))
+
+
+def test_the_firewall_recipe_as_it_is_confines_the_ports_of_every_unit_and_of_every_default() -> None:
+    """Whoever loads it without setting the range must not leave a port open."""
+    recipe = (DEPLOY / "nftables/hisparse-pd.nft").read_text()
+    first, last = map(int, re.findall(r"^define transfer_ports = (\d+)-(\d+)$", recipe, flags=re.MULTILINE)[0])
+    for role in ("prefill", "decode"):
+        ranges = [command_line(role, instance).values["transfer_ports"] for instance in range(8)]
+        for given in (*ranges, default(role, "transfer_ports")):
+            low, high = map(int, given.split("-"))
+            assert first <= low <= high <= last
