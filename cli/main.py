@@ -298,6 +298,7 @@ def tiny_model(
         )
     except ValueError as error:
         raise StartupError(f"tiny-model: {error}") from error
+    typer.echo(f"{directory}: a {family.value} checkpoint of random weights")
 
 
 def configured(kind: type[Config], flags: Mapping[str, Any]) -> Config:
