@@ -181,7 +181,6 @@ def test_what_kustomize_is_told_to_take_is_there() -> None:
     assert all((HERE / name).is_file() for name in names)
 
 
-@pytest.mark.skipif(not KUBERNETES.is_dir(), reason="deploy/kubernetes is not here")
 def test_the_service_monitor_finds_every_process_once() -> None:
     spec = yaml.safe_load((HERE / "servicemonitor.yaml").read_text())["spec"]
     wanted = spec["selector"]["matchLabels"].items()
