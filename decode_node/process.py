@@ -31,7 +31,7 @@ from prefill_node.convert import identity, kv_layout
 from prefill_node.pool import PagedKVPool
 from service.config import NodeConfig
 from service.logs import configure_logging
-from service.memory import available_host_bytes, gib, pool_bytes
+from service.memory import available_host_bytes, device_split, gib, pool_bytes
 from service.shell import NodeShell
 from transfer.fencing import ReservationTable
 from transfer.keys import load_token
@@ -133,6 +133,8 @@ def run_decode_node(config: DecodeConfig) -> None:
 
 def _plan(config: DecodeConfig, hisparse: HiSparseConfig, spec: ModelSpec, device: torch.device) -> Sizes:
     """Size the tiers and say what was sized to what."""
+    if split := device_split(device, config.mem_fraction_static):
+        log.info("sized", what=split)
     sizes = plan_sizes(
         hisparse,
         kv_layout(spec),

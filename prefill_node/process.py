@@ -22,7 +22,7 @@ from prefill_node.source import DeviceSource, HostSource
 from service.config import NodeConfig
 from service.errors import StartupError
 from service.logs import configure_logging
-from service.memory import gib, pool_bytes
+from service.memory import device_split, gib, pool_bytes
 from service.shell import NodeShell
 from transfer.checksum import ChecksumMode
 from transfer.membership import Membership
@@ -115,6 +115,8 @@ def _reading(pool: PagedKVPool, config: PrefillConfig) -> Reading:
 
 def _num_pages(config: PrefillConfig, spec: ModelSpec, device: torch.device) -> int:
     """Pages of the KV pool, and the line that says why so many. Raises StartupError if not one prompt fits."""
+    if split := device_split(device, config.mem_fraction_static):
+        log.info("sized", what=split)
     token_bytes = kv_layout(spec).token_bytes
     affordable = pool_bytes(device, config.mem_fraction_static) // token_bytes
     wanted = config.max_total_tokens or min(affordable, _PROMPTS_BY_DEFAULT * spec.context_length)

@@ -20,6 +20,18 @@ def pool_bytes(device: torch.device, fraction: float | None) -> int:
     return int(free * (fraction or DEFAULT_FRACTION[device.type]))
 
 
+def device_split(device: torch.device, fraction: float | None) -> str | None:
+    """What a CUDA device's memory goes to once the weights are loaded; None on a CPU, which shares it with everybody."""
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    pools = pool_bytes(device, fraction)
+    return (
+        f"device memory: {gib(total)}, of which {gib(total - free)} taken by weights and whatever else was there, "
+        f"{gib(pools)} at most for pools (--mem-fraction-static), {gib(free - pools)} for activations and recorded steps"
+    )
+
+
 def available_host_bytes() -> int:
     """Bytes of main memory that can be had without swapping, and without passing the limit of a container."""
     available: int = psutil.virtual_memory().available

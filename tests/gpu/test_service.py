@@ -44,7 +44,7 @@ def test_nodes_that_verify_nothing_say_the_same(
 ) -> None:
     """A check waits for the device, and could hide that something else does not."""
     cluster = start_cluster(family)
-    cluster.prefill(device="cuda")
+    prefill = cluster.prefill(device="cuda")
     decode = cluster.decode(
         device="cuda", hisparse_config=HOT_BUFFER, transfer_protocol="auto", disable_cuda_graph=disable_cuda_graph
     )
@@ -54,6 +54,8 @@ def test_nodes_that_verify_nothing_say_the_same(
     assert_exact(cluster, references[family], TOGETHER, concurrency=16)
 
     assert ("recorded a decode step" in decode.log) is not disable_cuda_graph
+    for node in (prefill, decode):
+        assert "device memory: " in node.log, "the split is said at start"
     assert decode.metric("swap_in_misses_total") > 0
     assert decode.metric("host_slots", state="used") == 0
 

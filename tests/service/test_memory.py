@@ -1,11 +1,13 @@
 """What a process may plan with: in a container not all of the machine's memory; and the processors near its device."""
 
+import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from service import memory
-from service.memory import available_host_bytes, cgroup_available, parse_cpu_list
+from service.memory import available_host_bytes, cgroup_available, device_split, parse_cpu_list
 
 MIB = 2**20
 
@@ -58,3 +60,11 @@ def test_the_least_limit_decides(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("text", "cpus"), [("0-3,8,10-11\n", {0, 1, 2, 3, 8, 10, 11}), ("5", {5}), ("\n", set())])
 def test_processors_are_read_as_the_kernel_lists_them(text: str, cpus: set[int]) -> None:
     assert parse_cpu_list(text) == cpus
+
+
+def test_the_split_of_device_memory_adds_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (60 << 30, 80 << 30))
+    split = device_split(torch.device("cuda", 0), 0.75)
+    assert split is not None
+    assert [float(part) for part in re.findall(r"([\d.]+) GiB", split)] == [80, 20, 45, 15]
+    assert device_split(torch.device("cpu"), 0.75) is None
