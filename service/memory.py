@@ -21,14 +21,14 @@ def pool_bytes(device: torch.device, fraction: float | None) -> int:
 
 
 def device_split(device: torch.device, fraction: float | None) -> str | None:
-    """What a CUDA device's memory goes to once the weights are loaded; None on a CPU, which shares it with everybody."""
+    """What a CUDA device's memory goes to once the weights are loaded; None on a CPU, which shares it."""
     if device.type != "cuda":
         return None
     free, total = torch.cuda.mem_get_info(device)
     pools = pool_bytes(device, fraction)
     return (
         f"device memory: {gib(total)}, of which {gib(total - free)} taken by weights and whatever else was there, "
-        f"{gib(pools)} at most for pools (--mem-fraction-static), {gib(free - pools)} for activations and recorded steps"
+        f"{gib(pools)} at most for pools (--mem-fraction-static), {gib(free - pools)} for activations, recorded steps"
     )
 
 
