@@ -24,7 +24,18 @@ __device__ __forceinline__ int warp_id() { return threadIdx.x / WARP; }
 // Bits of the lanes below this one.
 __device__ __forceinline__ u32 lanes_below() { return (1u << lane_id()) - 1; }
 
-// The blocks that work together on one request. Before Hopper there are no clusters, and a cluster is one block.
+__device__ __forceinline__ u32 shared_address(const void* in_shared) {
+    return static_cast<u32>(__cvta_generic_to_shared(in_shared));
+}
+
+// One thread's part of `copy_async`, and what waits for all of this thread's.
+template <int BYTES>
+__device__ __forceinline__ void copy_async_bytes(void* to, const void* from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_address(to)), "l"(from), "n"(BYTES) : "memory");
+}
+__device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// The blocks that work together on one request; their number is a power of two. Before Hopper there are no clusters, and a cluster is one block.
 struct Cluster {
     int rank;
     int size;
@@ -53,28 +64,94 @@ struct Cluster {
 #endif
     }
 
-    // A barrier of all threads of all blocks, for what they wrote to their own and each other's shared memory.
-    __device__ __forceinline__ void sync() const {
+    __device__ __forceinline__ int log2_size() const { return __popc(size - 1); }
+
+    // Whether this block is the one that does number `i` of what the blocks share out.
+    __device__ __forceinline__ bool is_mine(int i) const { return (i & (size - 1)) == rank; }
+};
+
+// An array in shared memory that the blocks of a cluster fill together, each in the shared memory of all, in words of 8
+// bytes. Every block counts what arrives (with a transaction barrier, `mbarrier`): a barrier of the cluster would do,
+// but waits for all that its threads have written anywhere.
+class Mailbox {
+    u64* words_;
+    u64* arrived_;
+    bool alone_;
+
+  public:
+    __device__ __forceinline__ Mailbox(u64* words, u64* arrived, const Cluster& cluster)
+        : words_(words), arrived_(arrived), alone_(cluster.size == 1) {}
+
+    // To be called before the block says that it has begun.
+    __device__ __forceinline__ void open() const {
 #if __CUDA_ARCH__ >= 900
-        if (size > 1) {
-            __cluster_barrier_arrive();
-            __cluster_barrier_wait();
-            return;
+        if (!alone_ && threadIdx.x == 0) {
+            asm volatile(
+                "mbarrier.init.shared::cta.b64 [%0], 1;\n"
+                "fence.mbarrier_init.release.cluster;" ::"r"(shared_address(arrived_))
+                : "memory");
         }
 #endif
-        __syncthreads();
     }
 
-    // Write to the same place in the shared memory of every block. All must have begun.
-    __device__ __forceinline__ void broadcast(i32* place, i32 value) const {
+    // Expect so many words. To be called when the block has met at a barrier since; some may have arrived by then.
+    __device__ __forceinline__ void expect(int words) const {
 #if __CUDA_ARCH__ >= 900
-        if (size > 1) {
-            for (int peer = 0; peer < size; ++peer) {
-                *static_cast<i32*>(__cluster_map_shared_rank(place, peer)) = value;
-            }
+        if (!alone_ && threadIdx.x == 0) {
+            asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(arrived_)),
+                         "r"(8 * words)
+                         : "memory");
+        }
+#endif
+    }
+
+    // Write a word in the mailbox of a block, which must have begun.
+    __device__ __forceinline__ void send(int peer, int at, u64 value) const {
+#if __CUDA_ARCH__ >= 900
+        if (!alone_) {
+            asm volatile(
+                "{\n"
+                ".reg .b32 to, arrived;\n"
+                "mapa.shared::cluster.u32 to, %0, %3;\n"
+                "mapa.shared::cluster.u32 arrived, %2, %3;\n"
+                "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b64 [to], %1, [arrived];\n"
+                "}" ::"r"(shared_address(words_ + at)),
+                "l"(value), "r"(shared_address(arrived_)), "r"(peer)
+                : "memory");
             return;
         }
 #endif
-        *place = value;
+        words_[at] = value;
+    }
+
+    // Wait until all words have arrived. A barrier of the block's threads, for all of its shared memory.
+    __device__ __forceinline__ void wait() const {
+        __syncthreads();
+#if __CUDA_ARCH__ >= 900
+        for (u32 done = alone_; !done;) {
+            asm volatile(
+                "{\n"
+                ".reg .pred done;\n"
+                "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%1], 0;\n"
+                "selp.u32 %0, 1, 0, done;\n"
+                "}"
+                : "=r"(done)
+                : "r"(shared_address(arrived_))
+                : "memory");
+        }
+#endif
     }
 };
+
+// Copy N values to shared memory, all threads together, without waiting for them. BYTES: 4, 8 or 16 at a time, which
+// divide the size and both addresses.
+template <int N, int BYTES, typename T>
+__device__ __forceinline__ void copy_async(T* to, const T* from) {
+    constexpr int PER_COPY = BYTES / sizeof(T);
+    constexpr int COPIES = N / PER_COPY;
+#pragma unroll
+    for (int first = 0; first < COPIES; first += THREADS) {
+        const int copy = first + threadIdx.x;
+        if (copy < COPIES) copy_async_bytes<BYTES>(to + copy * PER_COPY, from + copy * PER_COPY);
+    }
+}

@@ -66,9 +66,7 @@ __device__ inline void copy_unaligned(u8* to, const u8* from) {
     for (int i = tail + lane; i < ITEM_BYTES; i += WARP) to[i] = from[i];
 }
 
-// Copies up to 32 items, one named by each lane. `start` issues the first loads and returns, so that the warp can do
-// something else while they are on their way; `finish` stores them and copies the others. With `from_base` null nothing
-// is copied.
+// Copies up to 32 items, one named by each lane. With `from_base` null nothing is copied.
 class WarpCopy {
     static constexpr int VECTORS = ITEM_BYTES / 16;
     static constexpr int LOADS_PER_ITEM = ceil_div(VECTORS, WARP) < 1 ? 1 : ceil_div(VECTORS, WARP);
@@ -117,28 +115,23 @@ class WarpCopy {
     __device__ __forceinline__ WarpCopy(u8* to_base, const u8* from_base) : to_base_(to_base), from_base_(from_base) {}
 
     // The first `count` lanes, up to 32, name the items by their slots in the two memories; -1 for none.
-    __device__ __forceinline__ void start(i64 to, i64 from, int count) {
+    __device__ __forceinline__ void copy(i64 to, i64 from, int count) {
+        if (!from_base_ || count <= 0) return;
         const bool exists = to >= 0 && from >= 0;
         to_ = exists ? to : -1;
         from_ = exists ? from : -1;
-        count_ = from_base_ ? count : 0;
-        if (ALIGNED && count_ > 0) load(0);
-    }
-
-    __device__ __forceinline__ void finish() {
-        if (count_ <= 0) return;
+        count_ = count;
         if (ALIGNED) {
             const int steps = ceil_div(count_, ITEMS) * SEGMENTS;
-            store(0);
-            for (int step = 1; step < steps; ++step) {
+            for (int step = 0; step < steps; ++step) {
                 load(step);
                 store(step);
             }
         } else {
             for (int i = 0; i < count_; ++i) {
-                const i64 to = __shfl_sync(ALL_LANES, to_, i);
-                const i64 from = __shfl_sync(ALL_LANES, from_, i);
-                if (from >= 0) copy_unaligned(to_base_ + to * ITEM_BYTES, from_base_ + from * ITEM_BYTES);
+                const i64 at = __shfl_sync(ALL_LANES, to_, i);
+                const i64 item = __shfl_sync(ALL_LANES, from_, i);
+                if (item >= 0) copy_unaligned(to_base_ + at * ITEM_BYTES, from_base_ + item * ITEM_BYTES);
             }
         }
     }

@@ -25,9 +25,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) copy_items(const __grid_co
         const i64 at = first + stride * lane_id();
         const i64 left = (count - first + stride - 1) / stride;
         const bool mine = at < count;
-        copy.start(mine ? p.to_slots[row * p.width + at] : -1, mine ? p.from_slots[row * p.width + at] : -1,
-                   left < WARP ? static_cast<int>(left) : WARP);
-        copy.finish();
+        copy.copy(mine ? p.to_slots[row * p.width + at] : -1, mine ? p.from_slots[row * p.width + at] : -1,
+                  left < WARP ? static_cast<int>(left) : WARP);
     }
     if (p.bytes && blockIdx.x == 0 && threadIdx.x == 0 && count) {
         atomicAdd(p.bytes, static_cast<u64>(count) * ITEM_BYTES);

@@ -3,7 +3,6 @@
 
 #include "clock.cuh"
 #include "common.cuh"
-#include "miss_table.cuh"
 
 struct SwapInParams {
     const POSITION_T* positions;  // [batch, k], -1 for none
@@ -13,7 +12,7 @@ struct SwapInParams {
     i16* hot_of;                  // [rows, max_context]
     u8* referenced;               // [rows, HOT_SIZE]
     i32* hand;                    // [rows]
-    const i64* hot_slots;         // [rows, HOT_SIZE + 1]
+    const i64* hot_granules;      // [rows, GRANULES], first slots
     const i64* host_slot_of;      // [rows, max_context]
     const u8* host_items;         // of one layer, [host slots, ITEM_BYTES]; null: only resolve
     u8* device_items;             // of the same layer, [device slots, ITEM_BYTES]
@@ -32,60 +31,91 @@ __device__ __forceinline__ void add(u64* counters, Counter which, u64 amount) {
     if (amount) atomicAdd(&counters[which], amount);
 }
 
-// What is known of a selected position: its hot index (HOT_SIZE for the newest), or one of these. A miss that was entered
-// into the table at slot s is ENTERED - 2 s, one less if it is the first of its position.
 constexpr i32 NONE = -1;
-constexpr i32 MISSING = -2;
-constexpr i32 ENTERED = -4;
+constexpr int FEW_BUCKET_BITS = BUCKET_BITS - 2;
+constexpr int GRANULES = ceil_div(HOT_SIZE + 1, HOT_GRANULE);
 
-__device__ __forceinline__ bool is_entered(i32 code) { return code <= ENTERED; }
-__device__ __forceinline__ bool is_first(i32 code) { return code < ENTERED && (code & 1); }
-__device__ __forceinline__ int slot_in_table(i32 code) { return (ENTERED - code) >> 1; }
+// The hot index after one, round the clock.
+__device__ __forceinline__ i32 after(i32 hot) { return hot + 1 == HOT_SIZE ? 0 : hot + 1; }
 
-// The selected positions are worked on in chunks of a warp's width, and a warp's chunks a few at a time, so that the loads
-// of all of them are issued before the first is waited for.
-constexpr int CHUNKS = ceil_div(TOP_K, WARP);
-constexpr int CHUNKS_PER_WARP = ceil_div(CHUNKS, WARPS);
-constexpr int AT_ONCE = CHUNKS_PER_WARP < 8 ? CHUNKS_PER_WARP : 8;
-
-// A warp's words of the clock are consecutive, and so are a lane's. -1 if there are fewer.
-__device__ __forceinline__ int word_of_lane(int j) {
-    const int in_warp = lane_id() * WORDS_PER_LANE + j;
-    const int word = warp_id() * WORDS_PER_WARP + in_warp;
-    return in_warp < WORDS_PER_WARP && word < HOT_WORDS ? word : -1;
+__device__ __forceinline__ i64 slot_at(const i64* granules, u32 hot) {
+    const i64 first = granules[hot / HOT_GRANULE];
+    return first < 0 ? -1 : first + hot % HOT_GRANULE;
 }
 
-// Dynamic shared memory. The offsets are those of hisparse/cuda/specialization.py.
+// Each thread has PLACES places of the top-k order, and each warp a run of them, in chunks of its width.
+constexpr int PLACES = ceil_div(TOP_K, THREADS);
+
+__device__ __forceinline__ int chunk(int j) { return warp_id() * PLACES + j; }
+__device__ __forceinline__ int place(int j) { return chunk(j) * WARP + lane_id(); }
+
+// A selected position, NONE for none, and the hot index where it was last.
+struct Selected {
+    u64 packed;
+
+    __device__ __forceinline__ explicit Selected(u64 both) : packed(both) {}
+    __device__ __forceinline__ Selected(i32 position, i32 last_hot)
+        : packed(static_cast<u64>(last_hot) << 32 | static_cast<u32>(position)) {}
+    __device__ __forceinline__ i32 position() const { return static_cast<i32>(packed); }
+    __device__ __forceinline__ i32 last_hot() const { return static_cast<i32>(packed >> 32); }
+};
+
+// Dynamic shared memory. The offsets are those of hisparse/cuda/specialization.py; what is only written when something
+// else has been read lies over it.
 struct Shared {
-    i32* position;    // [TOP_K], the selected positions
-    i32* code;        // [TOP_K], what is known of each
-    i32* table;       // [MissTable::SIZE]
-    u32* protect;     // [HOT_WORDS], bits of this step's hits
-    u32* referenced;  // [HOT_WORDS], reference bits before the step
-    u32* renewed;     // [HOT_WORDS], and after it
-    u64* totals;      // [WARPS], what each warp counted
-    u32* at_hand;     // [1], Kinds below the hand among the words of its warp
-    i32* new_hand;    // [1]
-    u16* victims;     // [TOP_K], hot index that each miss takes
-    u16* miss_place;  // [TOP_K], first place of each miss
+    u64* selected;       // [TOP_K], Selected
+    u64* arrived;        // [1], of `selected`
+    i64* host_slot;      // [TOP_K], of each distinct miss; over `selected`
+    i32* position_at;    // [HOT_SIZE]
+    i32* miss_position;  // [TOP_K], the misses in top-k order; over `position_at`, like the next two
+    u16* victims;        // [TOP_K], hot index that each distinct miss takes
+    u16* rank;           // [TOP_K], of each miss among the distinct ones, if there are repeats
+    i64* granules;       // [GRANULES]
+    i32* buckets;        // [1 << BUCKET_BITS]
+    u8* protect;         // [HOT_SIZE], 1 for this step's hits
+    i32* few_buckets;    // [1 << FEW_BUCKET_BITS]; over `protect`
+    u32* totals;         // [WARPS], what each warp counted
+    u32* kinds;          // [WARPS], and the Kinds of its hot indices
+    u32* at_hand;        // [1], Kinds below the hand among the hot indices of its warp
+    u32* repeats;        // [1], whether some position is missed at more than one place
 
     __device__ __forceinline__ explicit Shared(u8* memory)
-        : position(reinterpret_cast<i32*>(memory + SHARED_POSITION)),
-          code(reinterpret_cast<i32*>(memory + SHARED_CODE)),
-          table(reinterpret_cast<i32*>(memory + SHARED_TABLE)),
-          protect(reinterpret_cast<u32*>(memory + SHARED_PROTECT)),
-          referenced(reinterpret_cast<u32*>(memory + SHARED_REFERENCED)),
-          renewed(reinterpret_cast<u32*>(memory + SHARED_RENEWED)),
-          totals(reinterpret_cast<u64*>(memory + SHARED_TOTALS)),
+        : selected(reinterpret_cast<u64*>(memory + SHARED_SELECTED)),
+          arrived(reinterpret_cast<u64*>(memory + SHARED_ARRIVED)),
+          host_slot(reinterpret_cast<i64*>(memory + SHARED_SELECTED)),
+          position_at(reinterpret_cast<i32*>(memory + SHARED_POSITION_AT)),
+          miss_position(position_at),
+          victims(reinterpret_cast<u16*>(miss_position + TOP_K)),
+          rank(victims + TOP_K),
+          granules(reinterpret_cast<i64*>(memory + SHARED_GRANULES)),
+          buckets(reinterpret_cast<i32*>(memory + SHARED_BUCKETS)),
+          protect(memory + SHARED_PROTECT),
+          few_buckets(reinterpret_cast<i32*>(memory + SHARED_PROTECT)),
+          totals(reinterpret_cast<u32*>(memory + SHARED_TOTALS)),
+          kinds(reinterpret_cast<u32*>(memory + SHARED_KINDS)),
           at_hand(reinterpret_cast<u32*>(memory + SHARED_AT_HAND)),
-          new_hand(reinterpret_cast<i32*>(memory + SHARED_NEW_HAND)),
-          victims(reinterpret_cast<u16*>(memory + SHARED_VICTIMS)),
-          miss_place(reinterpret_cast<u16*>(memory + SHARED_MISS_PLACE)) {}
+          repeats(reinterpret_cast<u32*>(memory + SHARED_REPEATS)) {}
+};
 
-    // Word number `j` of those that this lane works on, empty if it is none.
-    __device__ __forceinline__ HotWord hot_word(int j) const {
-        const int word = word_of_lane(j);
-        return word < 0 ? HotWord() : HotWord(word, protect[word], referenced[word]);
+// Sums over the block's warps of what each of them wrote, once the block has met at a barrier. Up to 32 bits, in which
+// several sums may share out their bits.
+struct Totals {
+    u32 up_to;  // this lane's: the sum of the warps up to the one of the lane's number
+
+    __device__ __forceinline__ explicit Totals(const u32* of_warps) {
+        const int lane = lane_id();
+        up_to = lane < WARPS ? of_warps[lane] : 0;
+#pragma unroll
+        for (int distance = 1; distance < WARPS; distance *= 2) {
+            const u32 other = __shfl_up_sync(ALL_LANES, up_to, distance);
+            if (lane >= distance) up_to += other;
+        }
+    }
+
+    __device__ __forceinline__ u32 all() const { return __shfl_sync(ALL_LANES, up_to, WARPS - 1); }
+    __device__ __forceinline__ u32 before_warp(int warp) const {
+        const u32 sum = __shfl_sync(ALL_LANES, up_to, (warp + WARPS - 1) % WARPS);
+        return warp == 0 ? 0 : sum;
     }
 };
 
@@ -97,7 +127,7 @@ struct Request {
     i16* hot_of;
     u8* referenced;
     i32* hand;
-    const i64* hot_slots;
+    const i64* granules;
     const i64* host_slot_of;
     i64* slots;
     i64* miss_host_slots;
@@ -110,15 +140,16 @@ struct Request {
           hot_of(p.hot_of + row * p.max_context),
           referenced(p.referenced + row * HOT_SIZE),
           hand(p.hand + row),
-          hot_slots(p.hot_slots + row * (HOT_SIZE + 1)),
+          granules(p.hot_granules + row * GRANULES),
           host_slot_of(p.host_slot_of + row * p.max_context),
           slots(p.slots + entry * p.k),
           miss_host_slots(p.miss_host_slots + entry * p.k),
           miss_device_slots(p.miss_device_slots + entry * p.k) {}
 
     // What lies beyond the newest position cannot be looked up: it counts as none, and as a violation.
-    __device__ __forceinline__ i32 checked(i64 position) const {
-        return position >= 0 && position <= newest ? static_cast<i32>(position) : -1;
+    __device__ __forceinline__ i32 checked(i64 position, u32& violations) const {
+        const bool exists = static_cast<u64>(position) <= static_cast<u64>(newest);
+        violations += !exists && position != NONE;
+        return exists ? static_cast<i32>(position) : NONE;
     }
-    __device__ __forceinline__ bool is_violation(i64 position) const { return position < -1 || position > newest; }
 };

@@ -10,16 +10,24 @@ import torch
 from hisparse.extents import Extent, SlotAccountingError, SlotAllocator, expand
 from hisparse.layout import KVLayout
 
-HOT_GRANULE = 64
+_GROWTH = 64
 """Hot slots are taken this many at a time, so that a short request does not go to the allocator for every token."""
+
+
+def hot_granule(device_buffer_size: int) -> int:
+    """Consecutive slots that a row owns at a time, a power of two: what rounding up may cost is 1/256 of a buffer.
+
+    So a row's hot slots are known by at most 512 numbers, which a kernel can hold at hand.
+    """
+    return 1 << max(0, (device_buffer_size // 256).bit_length() - 1)
 
 
 @dataclass
 class _Row:
     """What a running request owns."""
 
-    hot: list[Extent] = field(default_factory=list)
-    num_hot: int = 0
+    granules: list[Extent] = field(default_factory=list)
+    num_granules: int = 0
     pages: list[Extent] = field(default_factory=list)
     num_pages: int = 0
 
@@ -30,8 +38,9 @@ class DeviceKVPool:
     kv: [num_layers, num_slots, item_dim]. index_keys: [num_index_layers, num_index_pages, index_page_size, index_dim].
 
     A running request has a row. Per row, int64 on the device:
-    hot_slots [max_requests, device_buffer_size + 1]: hot index -> slot of `kv`, -1 if not owned yet. The last hot
-    index is the extra slot for the newest token of a request that outgrew the buffer.
+    hot_granules [max_requests, ceil((device_buffer_size + 1) / hot_granule)]: hot index // hot_granule -> the first of
+    as many slots of `kv`, -1 if not owned yet. Hot index device_buffer_size is the extra one for the newest token of a
+    request that outgrew the buffer.
     page_table [max_requests, max_pages]: page of the sequence -> page of `index_keys`, 0 if not owned yet.
     host_slot_of [max_requests, max_context]: position -> slot of the host pool, -1 if there is none yet.
     """
@@ -52,6 +61,7 @@ class DeviceKVPool:
         self.max_requests = max_requests
         self.max_context = max_context
         self.device_buffer_size = device_buffer_size
+        self.hot_granule = hot_granule(device_buffer_size)
         self.device = torch.device(device)
 
         def zeros(*shape: int) -> torch.Tensor:
@@ -62,21 +72,21 @@ class DeviceKVPool:
 
         self.kv = zeros(layout.num_layers, num_slots, layout.item_dim)
         self.index_keys = zeros(layout.num_index_layers, num_index_pages, index_page_size, layout.index_dim)
-        self.hot_slots = table(device_buffer_size + 1, -1)
+        self.hot_granules = table(self._granules_for(device_buffer_size + 1), -1)
         self.page_table = table(self._pages_for(max_context), 0)
         self.host_slot_of = table(max_context, -1)
-        self._slots = SlotAllocator(num_slots)
+        self._granules = SlotAllocator(num_slots // self.hot_granule)
         self._pages = SlotAllocator(num_index_pages)
         self._free_rows = list(reversed(range(max_requests)))
         self._rows: dict[int, _Row] = {}
 
     @property
     def free_slots(self) -> int:
-        return self._slots.free
+        return self._granules.free * self.hot_granule
 
     @property
     def used_slots(self) -> int:
-        return self._slots.used
+        return self._granules.used * self.hot_granule
 
     @property
     def free_index_pages(self) -> int:
@@ -110,33 +120,45 @@ class DeviceKVPool:
         """
         self._check_context(num_tokens)
         owned = self._rows[row]
-        pages, hot = self._pages_for(num_tokens), self.slots_for(num_tokens)
-        if self._pages.free < pages - owned.num_pages or self._slots.free < hot - owned.num_hot:
+        pages, granules = self._pages_for(num_tokens), self._granules_for(num_tokens)
+        if self._pages.free < pages - owned.num_pages or self._granules.free < granules - owned.num_granules:
             return False
         self._grow_pages(row, pages)
-        self._grow_hot(row, hot)
+        self._grow_hot(row, granules)
         return True
 
     def slots_for(self, num_tokens: int) -> int:
         """Hot slots that a request of so many tokens needs."""
-        return min(num_tokens, self.device_buffer_size + 1)
+        return self._granules_for(num_tokens) * self.hot_granule
 
     def growth_reserve(self) -> int:
-        """Hot slots that the running requests will soon want: a granule each, or what is left up to a full buffer."""
-        full = self.device_buffer_size + 1
-        return sum(min(HOT_GRANULE, full - row.num_hot) for row in self._rows.values())
+        """Hot slots that the running requests will soon want: those of a growth, or what is left to a full buffer."""
+        full = self.hot_granules.shape[1]
+        growing = (min(self._growth, full - row.num_granules) for row in self._rows.values())
+        return sum(growing) * self.hot_granule
+
+    def hot_slots(self, rows: torch.Tensor, hot: torch.Tensor) -> torch.Tensor:
+        """Slots of `kv` at hot indices, -1 if not owned. rows, hot: int64 that broadcast, on the device."""
+        first = self.hot_granules[rows, hot // self.hot_granule]
+        return torch.where(first >= 0, first + hot % self.hot_granule, -1)
+
+    def first_hot_slots(self, row: int, num_tokens: int) -> torch.Tensor:
+        """Slots of `kv` at a row's first hot indices: int64 [num_tokens]."""
+        granules = self.hot_granules[row, : self._granules_for(num_tokens), None]
+        return (granules + torch.arange(self.hot_granule, device=self.device)).flatten()[:num_tokens]
 
     def has_room(self, row: int, num_tokens: int) -> bool:
         """Whether the row owns what `grow` would give it."""
         owned = self._rows[row]
-        return owned.num_pages >= self._pages_for(num_tokens) and owned.num_hot >= self.slots_for(num_tokens)
+        pages, granules = self._pages_for(num_tokens), self._granules_for(num_tokens)
+        return owned.num_pages >= pages and owned.num_granules >= granules
 
     def free_row(self, row: int) -> None:
         """Give back the row with its hot slots and index pages."""
         owned = self._rows.pop(row)
-        self._slots.release(owned.hot)
+        self._granules.release(owned.granules)
         self._pages.release(owned.pages)
-        self.hot_slots[row] = -1
+        self.hot_granules[row] = -1
         self.page_table[row] = 0
         self.host_slot_of[row] = -1
         self._free_rows.append(row)
@@ -161,16 +183,24 @@ class DeviceKVPool:
 
     def check_integrity(self) -> None:
         """Raise SlotAccountingError unless what rows own is exactly what is used, each slot and page once."""
-        self._slots.check_integrity()
+        self._granules.check_integrity()
         self._pages.check_integrity()
         rows = self._rows.values()
-        _check_owned("hot slots", self._slots, [extent for row in rows for extent in row.hot])
+        _check_owned("granules", self._granules, [extent for row in rows for extent in row.granules])
         _check_owned("index pages", self._pages, [extent for row in rows for extent in row.pages])
         if sorted([*self._free_rows, *self._rows]) != list(range(self.max_requests)):
             raise SlotAccountingError(f"rows used {sorted(self._rows)}, free {sorted(self._free_rows)}")
 
     def _pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.index_page_size)
+
+    def _granules_for(self, num_tokens: int) -> int:
+        return -(-min(num_tokens, self.device_buffer_size + 1) // self.hot_granule)
+
+    @property
+    def _growth(self) -> int:
+        """In granules."""
+        return max(1, _GROWTH // self.hot_granule)
 
     def _check_context(self, num_tokens: int) -> None:
         if not 0 < num_tokens <= self.max_context:
@@ -185,17 +215,18 @@ class DeviceKVPool:
         owned.pages += extents
         owned.num_pages = num_pages
 
-    def _grow_hot(self, row: int, num_hot: int) -> None:
+    def _grow_hot(self, row: int, num_granules: int) -> None:
+        """Own at least `num_granules`, which are there, and up to a growth of them if there are more."""
         owned = self._rows[row]
-        if num_hot <= owned.num_hot:
+        if num_granules <= owned.num_granules:
             return
-        granules = -(-num_hot // HOT_GRANULE)
-        wanted = min(granules * HOT_GRANULE, self.device_buffer_size + 1) - owned.num_hot
-        extents = _take(self._slots, min(wanted, self._slots.free))
-        slots = self.upload(expand(extents))
-        self.hot_slots[row, owned.num_hot : owned.num_hot + len(slots)] = slots
-        owned.hot += extents
-        owned.num_hot += len(slots)
+        grown = min(-(-num_granules // self._growth) * self._growth, self.hot_granules.shape[1])
+        extents = _take(self._granules, min(grown - owned.num_granules, self._granules.free))
+        granules = expand(extents)
+        stop = owned.num_granules + len(granules)
+        self.hot_granules[row, owned.num_granules : stop] = self.upload(granules * self.hot_granule)
+        owned.granules += extents
+        owned.num_granules = stop
 
 
 def _take(allocator: SlotAllocator, count: int) -> tuple[Extent, ...]:

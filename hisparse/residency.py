@@ -26,6 +26,11 @@ simply no longer resident. Other selected positions are looked up:
 As hits and distinct misses together are at most H, victims always suffice. In parallel form the rank of a victim is a
 prefix sum over the hot indices in clock order: among the unprotected with bit 0, or, behind all of those, among the
 unprotected with bit 1; the victims are the unprotected with rank < m.
+
+Where a position is takes two tables that point at each other: position p is at hot index h if `hot_of[p]` is h and
+`position_at[h]` is p (a sparse set: Briggs and Torczon, "An efficient representation for sparse sets", 1993). So the
+big table, which has an entry for every position of the context, is never cleared: not for an eviction, which would be
+another scattered write per miss, and not for a new request.
 """
 
 from dataclasses import dataclass
@@ -62,7 +67,7 @@ class Residency:
     """The state of the replacement policy that the module describes.
 
     position_at: int32 [index_layers, rows, H], the position at a hot index, -1 if empty.
-    hot_of: int16 [index_layers, rows, max_context], the hot index of a position, -1 if it is not resident.
+    hot_of: int16 [index_layers, rows, max_context], where a position was last; anything if it was never resident.
     referenced: bool [index_layers, rows, H]. hand: int32 [index_layers, rows].
     """
 
@@ -75,14 +80,13 @@ class Residency:
         self.device_buffer_size = device_buffer_size
         self.max_context = max_context
         self.position_at = torch.full((*rows, device_buffer_size), -1, dtype=torch.int32, device=device)
-        self.hot_of = torch.full((*rows, max_context), -1, dtype=torch.int16, device=device)
+        self.hot_of = torch.zeros((*rows, max_context), dtype=torch.int16, device=device)
         self.referenced = torch.zeros((*rows, device_buffer_size), dtype=torch.bool, device=device)
         self.hand = torch.zeros(rows, dtype=torch.int32, device=device)
 
     def reset_empty(self, row: int) -> None:
         """Nothing is resident: a long request that was just admitted. Whatever the row's last owner left is gone."""
         self.position_at[:, row] = -1
-        self.hot_of[:, row] = -1
         self.referenced[:, row] = False
         self.hand[:, row] = 0
 
@@ -95,11 +99,17 @@ class Residency:
         self.hot_of[:, row, :resident] = identity.to(self.hot_of.dtype)
 
     def check_integrity(self, row: int) -> None:
-        """Raise SlotAccountingError unless the two tables of a row are each other's inverse."""
+        """Raise SlotAccountingError unless every filled hot index is where its position is said to be."""
         for position_at, hot_of in zip(self.position_at[:, row].long(), self.hot_of[:, row], strict=True):
             filled = (position_at >= 0).nonzero().squeeze(1)
-            if int((hot_of >= 0).sum()) != len(filled) or not torch.equal(hot_of[position_at[filled]].long(), filled):
+            if not torch.equal(hot_of[position_at[filled]].long(), filled):
                 raise SlotAccountingError(f"row {row}: hot indices and positions disagree")
+
+    def lookup(self, index_layer: int, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Hot index of each position of a long row, -1 where it is not resident. rows: int64 [batch]. positions: int64
+        [batch, k], at least 0. Returns int64 [batch, k]."""
+        hot = self.hot_of[index_layer, rows[:, None], positions].long()
+        return torch.where(self.position_at[index_layer, rows[:, None], hot] == positions, hot, -1)
 
     def resolve(self, index_layer: int, rows: torch.Tensor, positions: torch.Tensor, newest: torch.Tensor) -> MissPlan:
         """Decide hits, misses and victims of one step in one index layer, and record the new residency.
@@ -134,7 +144,7 @@ class Residency:
         is_newest = positions == newest[:, None]
         looked_up = (positions >= 0) & ~is_newest
         address = rows[:, None] * self.max_context + positions.clamp(min=0)
-        found = torch.where(looked_up, table[address].long(), -1)
+        found = torch.where(looked_up, self.lookup(index_layer, rows, positions.clamp(min=0)), -1)
 
         protected = torch.zeros((len(rows), self.device_buffer_size), dtype=torch.bool, device=rows.device)
         hit_batch, hit_place = (found >= 0).nonzero(as_tuple=True)
@@ -144,9 +154,6 @@ class Residency:
         batch, place = _first_occurrences(table, address, looked_up & (found < 0))
         miss_positions = positions[batch, place]
         victims = self._take_victims(index_layer, rows, protected, torch.bincount(batch, minlength=len(rows)))
-        evicted = self.position_at[index_layer, rows[batch], victims].long()
-        was_full = evicted >= 0
-        table[rows[batch[was_full]] * self.max_context + evicted[was_full]] = -1
         table[address[batch, place]] = victims.to(table.dtype)
         self.position_at[index_layer, rows[batch], victims] = miss_positions.to(self.position_at.dtype)
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from hisparse.config import HiSparseConfig
+from hisparse.device_pool import hot_granule
 from hisparse.layout import KVLayout
 from service.errors import StartupError
 
@@ -71,14 +72,16 @@ def plan_sizes(
             f"max-running-requests ({max_running_requests}), context-length ({context_length}) and page-size "
             f"({index_page_size}) must be at least 1"
         )
-    if max_device_slots is not None and max_device_slots < min(config.device_buffer_size + 1, context_length):
-        raise StartupError(
-            f"max-device-slots {max_device_slots} is fewer than one hot buffer of {config.device_buffer_size} + 1 slots"
-        )
-    per_request = min(config.device_buffer_size + 1, context_length)
+    granule = hot_granule(config.device_buffer_size)
+    per_request = _slots_per_request(config, context_length)
     asked = max_running_requests * per_request
     if max_device_slots is not None:
-        asked = min(asked, max_device_slots)
+        if max_device_slots < per_request:
+            raise StartupError(
+                f"max-device-slots {max_device_slots} is fewer than one hot buffer of {config.device_buffer_size} + 1 "
+                f"slots (in granules of {granule}: {per_request})"
+            )
+        asked = min(asked, max_device_slots // granule * granule)
     pages_per_row = _ceil_div(context_length, index_page_size)
     table_bytes = max_running_requests * _row_table_bytes(config, layout, context_length, pages_per_row)
 
@@ -98,7 +101,8 @@ def plan_sizes(
             table_bytes=table_bytes,
         )
 
-    sizes = sized(_largest(asked, lambda slots: sized(slots).device_bytes <= available_device_bytes))
+    granules = _largest(asked // granule, lambda count: sized(count * granule).device_bytes <= available_device_bytes)
+    sizes = sized(granules * granule)
     if sizes.num_device_slots < per_request:
         raise StartupError(
             f"one request needs {sized(per_request).device_bytes / GIB:.2f} GiB of device memory for hot buffer, "
@@ -125,7 +129,7 @@ def describe(sizes: Sizes) -> list[str]:
         host_reason = f"host_pool_gib {config.host_pool_gib:g}"
     else:
         host_reason = f"host_to_device_ratio {config.host_to_device_ratio:g}"
-    full = sizes.max_requests * min(config.device_buffer_size + 1, sizes.max_context)
+    full = sizes.max_requests * _slots_per_request(config, sizes.max_context)
     if sizes.num_device_slots == full:
         hot_reason = f"a full buffer for each of {sizes.max_requests} running requests"
     elif sizes.num_device_slots == sizes.asked_device_slots:
@@ -141,6 +145,12 @@ def describe(sizes: Sizes) -> list[str]:
         "(every token of a running request has its index keys on the device)",
         f"tables: {sizes.table_bytes / GIB:.2f} GiB ({sizes.max_requests} rows of {sizes.max_context} positions)",
     ]
+
+
+def _slots_per_request(config: HiSparseConfig, context_length: int) -> int:
+    """Of a full hot buffer, or of all that a request may have if that is less."""
+    granule = hot_granule(config.device_buffer_size)
+    return _ceil_div(min(config.device_buffer_size + 1, context_length), granule) * granule
 
 
 def _host_slots(config: HiSparseConfig, layout: KVLayout, device_slots: int) -> int:
@@ -160,7 +170,8 @@ def _index_page_bytes(layout: KVLayout, page_size: int) -> int:
 
 def _row_table_bytes(config: HiSparseConfig, layout: KVLayout, context_length: int, pages_per_row: int) -> int:
     """Bytes of a row's tables: those of DeviceKVPool (int64), and Residency's in every index layer."""
-    tables = 8 * (config.device_buffer_size + 1 + pages_per_row + context_length)
+    granules = _ceil_div(config.device_buffer_size + 1, hot_granule(config.device_buffer_size))
+    tables = 8 * (granules + pages_per_row + context_length)
     residency = 2 * context_length + (4 + 1) * config.device_buffer_size + 4
     return tables + layout.num_index_layers * residency
 

@@ -39,7 +39,7 @@ def locate_newest(device: DeviceKVPool, rows: torch.Tensor, newest: torch.Tensor
     return StepBatch(
         rows=rows,
         newest=newest,
-        newest_slots=torch.where(exists, device.hot_slots[row, position.clamp(max=device.device_buffer_size)], -1),
+        newest_slots=torch.where(exists, device.hot_slots(row, position.clamp(max=device.device_buffer_size)), -1),
         newest_index_rows=torch.where(exists, index_row, -1),
         newest_host_slots=torch.where(exists, device.host_slot_of[row, position], -1),
     )

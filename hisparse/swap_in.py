@@ -143,11 +143,11 @@ class CpuSwapIn:
         self._hits += plan.hits
         self._misses += plan.misses
         miss_rows = batch.rows[plan.miss_batch]
-        slots = self._device.hot_slots[batch.rows[:, None], plan.hot.clamp(min=0)]
+        slots = self._device.hot_slots(batch.rows[:, None], plan.hot.clamp(min=0))
         return SwapInPlan(
             slots=torch.where(plan.hot >= 0, slots, -1),
             miss_host_slots=self._device.host_slot_of[miss_rows, plan.miss_positions],
-            miss_device_slots=self._device.hot_slots[miss_rows, plan.miss_hot],
+            miss_device_slots=self._device.hot_slots(miss_rows, plan.miss_hot),
         )
 
     def fetch(self, plan: SwapInPlan, layer: int) -> None:
@@ -163,7 +163,7 @@ class CpuSwapIn:
 
     def preload(self, row: int, num_tokens: int) -> None:
         items = self._host.kv.index_select(1, self._device.host_slot_of[row, :num_tokens])
-        self._device.kv.index_copy_(1, self._device.hot_slots[row, :num_tokens], items)
+        self._device.kv.index_copy_(1, self._device.first_hot_slots(row, num_tokens), items)
 
     def load_index_keys(self, row: int, num_tokens: int) -> None:
         keys = self._host.index_keys.index_select(1, self._device.host_slot_of[row, :num_tokens])

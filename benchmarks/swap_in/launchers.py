@@ -46,8 +46,7 @@ class Ours:
 
     def missing(self, turn: int) -> int:
         selected = self.rotation.positions[turn % self.rotation.length]
-        hot_of = self._tiers.residency.hot_of[0][: self.rotation.batch]
-        return int((hot_of.gather(1, selected) < 0).sum())
+        return int((self._tiers.residency.lookup(0, self.rotation.rows, selected) < 0).sum())
 
 
 class Peer:
@@ -56,13 +55,14 @@ class Peer:
     def __init__(self, tiers: Tiers, rotation: Rotation) -> None:
         shape, batch, on = tiers.shape, rotation.batch, rotation.rows.device
         self.rotation = rotation
+        hot = torch.arange(shape.hot_size + 1, device=on)
         self._tokens = torch.full((batch, shape.hot_size + 1), -1, dtype=torch.int32, device=on)
         self._positions = rotation.positions.to(torch.int32)
         self._swap_in = _peer_function()
         self._arguments: dict[str, Any] = {
             "device_buffer_tokens": self._tokens,
             "host_cache_locs": tiers.device.host_slot_of[:batch],
-            "device_buffer_locs": tiers.device.hot_slots[:batch].to(torch.int32),
+            "device_buffer_locs": tiers.device.hot_slots(rotation.rows[:, None], hot).to(torch.int32),
             "host_cache": tiers.host.kv[0],
             "device_buffer": tiers.device.kv[0],
             "top_k_device_locs": torch.empty((batch, shape.top_k), dtype=torch.int32, device=on),

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hisparse.device_pool import DeviceKVPool
+from hisparse.device_pool import DeviceKVPool, hot_granule
 from hisparse.host_pool import HostKVPool
 from hisparse.layout import KVLayout
 from hisparse.residency import Residency
@@ -32,7 +32,7 @@ class Tiers:
         self.host = HostKVPool(layout, max_batch * shape.context, pin=True)
         self.device = DeviceKVPool(
             layout,
-            num_slots=max_batch * (shape.hot_size + 1),
+            num_slots=max_batch * (shape.hot_size + hot_granule(shape.hot_size)),
             num_index_pages=max_batch * -(-shape.context // _INDEX_PAGE),
             index_page_size=_INDEX_PAGE,
             max_requests=max_batch,

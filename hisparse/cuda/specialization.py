@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from hisparse.device_pool import hot_granule
 from hisparse.residency import MAX_DEVICE_BUFFER_SIZE
 from service.errors import StartupError
 
@@ -72,28 +73,29 @@ class SwapInSpecialization:
             )
 
     @property
-    def table_bits(self) -> int:
-        """Of the hash table of misses: twice as many slots as positions, and at least one more."""
-        return max(self.top_k * 2 - 1, 1).bit_length()
+    def bucket_bits(self) -> int:
+        """Of the bigger hash table in which repeated misses meet: at least twice as many buckets as positions."""
+        return max(3, (2 * self.top_k - 1).bit_length())
 
     def shared_offsets(self) -> dict[str, int]:
         """Where each array of the kernel's dynamic shared memory begins, and, as SHARED_BYTES, where the last ends.
 
-        The one place that lays it out: the kernel is compiled with these offsets (`Shared` in csrc/request.cuh).
+        The one place that lays it out: the kernel is compiled with these offsets. What lies over SELECTED, POSITION_AT
+        and PROTECT, when they have been read, is in `Shared` of csrc/request.cuh.
         """
-        words = -(-self.hot_size // WARP)
+        warps = self.block_size // WARP
+        buckets = 2**self.bucket_bits
         arrays = {
-            "POSITION": 4 * self.top_k,
-            "CODE": 4 * self.top_k,
-            "TABLE": 4 * 2**self.table_bits,
-            "PROTECT": 4 * words,
-            "REFERENCED": 4 * words,
-            "RENEWED": 4 * words,
-            "TOTALS": 8 * (self.block_size // WARP),
+            "SELECTED": 8 * self.top_k,
+            "ARRIVED": 8,
+            "POSITION_AT": max(4 * self.hot_size, 8 * self.top_k),
+            "GRANULES": 8 * -(-(self.hot_size + 1) // hot_granule(self.hot_size)),
+            "BUCKETS": 4 * buckets,
+            "PROTECT": max(self.hot_size, buckets),
+            "TOTALS": 4 * warps,
+            "KINDS": 4 * warps,
             "AT_HAND": 4,
-            "NEW_HAND": 4,
-            "VICTIMS": 2 * self.top_k,
-            "MISS_PLACE": 2 * self.top_k,
+            "REPEATS": 4,
         }
         offsets, end = {}, 0
         for name, num_bytes in arrays.items():
@@ -120,9 +122,10 @@ class SwapInSpecialization:
             "ALIGNED": str(int(self.aligned)),
             "TOP_K": str(self.top_k),
             "HOT_SIZE": str(self.hot_size),
+            "HOT_GRANULE": str(hot_granule(self.hot_size)),
             "INDEX_T": _C_TYPES[self.index_type],
             "POSITION_T": _C_TYPES[self.position_type],
-            "TABLE_BITS": str(self.table_bits),
+            "BUCKET_BITS": str(self.bucket_bits),
             **{name: str(offset) for name, offset in self.shared_offsets().items()},
         }
 

@@ -15,7 +15,7 @@ from hisparse.swap_in import StagedKV, StepBatch, SwapInCounters, SwapInPlan
 from service.errors import StartupError
 
 _INDEX_TYPES: dict[torch.dtype, IndexType] = {torch.int32: "int32", torch.int64: "int64"}
-_POOLS = ("position_at", "hot_of", "referenced", "hand", "hot_slots", "host_slot_of", "host_items", "device_items")
+_POOLS = ("position_at", "hot_of", "referenced", "hand", "hot_granules", "host_slot_of", "host_items", "device_items")
 
 
 class _Params(ctypes.Structure):
@@ -177,7 +177,7 @@ class CudaSwapIn:
             Items.of(self._host.kv),
             Items.of(self._device.kv),
             self._device.host_slot_of[row, :num_tokens],
-            self._device.hot_slots[row, :num_tokens],
+            self._device.first_hot_slots(row, num_tokens),
             num_layers=self._layout.num_layers,
         )
 
@@ -268,7 +268,7 @@ class CudaSwapIn:
             hot_of=residency.hot_of[index_layer].data_ptr(),
             referenced=residency.referenced[index_layer].data_ptr(),
             hand=residency.hand[index_layer].data_ptr(),
-            hot_slots=device.hot_slots.data_ptr(),
+            hot_granules=device.hot_granules.data_ptr(),
             host_slot_of=device.host_slot_of.data_ptr(),
             host_items=self._host.kv[layer].data_ptr(),
             device_items=device.kv[layer].data_ptr(),

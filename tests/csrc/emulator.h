@@ -40,6 +40,7 @@ struct Block {
     std::vector<unsigned char> memory;
     Barrier barrier;
     std::vector<Warp> warps;
+    bool any = false;  // of a __syncthreads_or
 };
 
 struct Cluster_ {
@@ -98,6 +99,16 @@ inline void wait(Barrier& barrier, long generation, const char* what) {
 inline void meet(Barrier& barrier, const char* what) { wait(barrier, arrive(barrier, what), what); }
 
 inline void __syncthreads() { meet(current->shared->barrier, "__syncthreads"); }
+inline int __syncthreads_or(int predicate) {
+    Block& block = *current->shared;
+    meet(block.barrier, "__syncthreads_or");
+    block.any |= predicate != 0;
+    meet(block.barrier, "__syncthreads_or");
+    const int any = block.any;
+    meet(block.barrier, "__syncthreads_or");
+    block.any = false;
+    return any;
+}
 inline void __cluster_barrier_arrive() { current->cluster_generation = arrive(current->cluster->barrier, "cluster"); }
 inline void __cluster_barrier_arrive_relaxed() { __cluster_barrier_arrive(); }
 inline void __cluster_barrier_wait() { wait(current->cluster->barrier, current->cluster_generation, "cluster"); }
@@ -106,6 +117,13 @@ inline int __clusterSizeInBlocks() { return current->cluster->blocks.size(); }
 inline void* __cluster_map_shared_rank(void* address, int rank) {
     const long offset = static_cast<unsigned char*>(address) - current->shared->memory.data();
     return current->cluster->blocks[rank].memory.data() + offset;
+}
+
+inline unsigned long __cvta_generic_to_shared(const void*) { return 0; }
+inline void send_async(unsigned long long* to, unsigned long long* arrived, int peer, unsigned long long value) {
+    *static_cast<unsigned long long*>(__cluster_map_shared_rank(to, peer)) = value;
+    *static_cast<unsigned long long*>(__cluster_map_shared_rank(arrived, peer)) -= sizeof(value);
+    progress = true;
 }
 
 template <typename T, typename Read>
@@ -160,6 +178,11 @@ template <typename T> inline T max(T a, T b) { return a > b ? a : b; }
 template <typename T> inline T atomicCAS(T* at, T expected, T value) {
     const T old = *at;
     if (old == expected) *at = value;
+    return old;
+}
+template <typename T> inline T atomicExch(T* at, T value) {
+    const T old = *at;
+    *at = value;
     return old;
 }
 template <typename T> inline T atomicMin(T* at, T value) {

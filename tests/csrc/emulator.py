@@ -13,7 +13,15 @@ from hisparse.cuda.specialization import Specialization
 
 COMPILER = shutil.which("g++")
 _HERE = Path(__file__).parent
-_LOAD_IN_PTX = re.compile(r"asm volatile\(.*?\);", re.DOTALL)
+_IN_PTX = {  # by how the statement begins
+    r'asm volatile\("ld\.global\..*?\);': "v = *reinterpret_cast<const uint4*>(from);",
+    r'asm volatile\("cp\.async\.ca\..*?\);': "std::memcpy(to, from, BYTES);",
+    r'asm volatile\("cp\.async\.wait_all.*?\);': "",
+    r'asm volatile\(\s*"mbarrier\.init.*?\);': "*arrived_ = 0;",
+    r'asm volatile\("mbarrier\.arrive.*?\);': "*arrived_ += 8 * words;",
+    r'asm volatile\(\s*"\{\\n"\s*"\.reg \.b32 to.*?\);': "send_async(words_ + at, arrived_, peer, value);",
+    r'asm volatile\(\s*"\{\\n"\s*"\.reg \.pred done.*?\);': "if (!(done = *arrived_ == 0)) yield();",
+}
 _SHARED_MEMORY = "extern __shared__ __align__(16) u8 memory[];"
 
 
@@ -37,7 +45,8 @@ def _build(specialization: Specialization) -> Path:
     assert COMPILER is not None
     params = {"swap_in": "SwapInParams", "copy_items": "CopyItemsParams"}[specialization.entry]
     source = _flatten(CSRC / specialization.source, set())
-    source = _LOAD_IN_PTX.sub("v = *reinterpret_cast<const uint4*>(from);", source)
+    for statement, in_cpp in _IN_PTX.items():
+        source = re.sub(statement, in_cpp, source, flags=re.DOTALL)
     source = source.replace(_SHARED_MEMORY, "u8* const memory = current->shared->memory.data();")
     source += f"""
 extern "C" int run_kernel(const void* params, int x, int y, int z, int cluster, int threads, int shared_bytes) {{

@@ -8,6 +8,7 @@ import torch
 from hisparse.cuda.copy_items import _Params as CopyParams
 from hisparse.cuda.specialization import CopySpecialization, SwapInSpecialization
 from hisparse.cuda.swap_in import _Params as SwapInParams
+from hisparse.device_pool import hot_granule
 from hisparse.residency import Residency
 from tests.csrc.emulator import COMPILER, EmulatedKernel
 
@@ -23,10 +24,12 @@ class Emulated:
         self.kernel, self.cluster, self.rows, self.context = EmulatedKernel(kernel), cluster, rows, context
         self.oracle = Residency(1, rows, context, kernel.hot_size, CPU)
         self.state = Residency(1, rows, context, kernel.hot_size, CPU)
-        self.hot_slots = torch.randperm(rows * (kernel.hot_size + 1)).view(rows, -1)
+        granule = hot_granule(kernel.hot_size)
+        self.granules = granule * torch.randperm(rows * -(-(kernel.hot_size + 1) // granule)).view(rows, -1)
+        self.hot_slots = (self.granules[:, :, None] + torch.arange(granule)).flatten(1)
         self.host_slot_of = torch.randperm(rows * context).view(rows, context)
         self.host = torch.randint(0, 256, (rows * context, kernel.item_bytes), dtype=torch.uint8)
-        self.device = torch.zeros(rows * (kernel.hot_size + 1), kernel.item_bytes, dtype=torch.uint8)
+        self.device = torch.zeros(self.hot_slots.numel(), kernel.item_bytes, dtype=torch.uint8)
         self.counters = torch.zeros(4, dtype=torch.int64)
 
     def step(self, rows: list[int], newest: list[int], positions: list[list[int]], padding: int) -> None:
@@ -40,7 +43,7 @@ class Emulated:
         params = SwapInParams(
             *(tensor.data_ptr() for tensor in (given, given_rows, given_newest)),
             *(tensor.data_ptr() for tensor in (state.position_at, state.hot_of, state.referenced, state.hand)),
-            *(tensor.data_ptr() for tensor in (self.hot_slots, self.host_slot_of, self.host, self.device)),
+            *(tensor.data_ptr() for tensor in (self.granules, self.host_slot_of, self.host, self.device)),
             *(tensor.data_ptr() for tensor in (slots, host_slots, device_slots, counts, self.counters)),
             self.context,
             k,

@@ -138,7 +138,8 @@ def test_arrays_in_shared_memory_do_not_overlap_and_their_sum_is_checked() -> No
     assert offsets == sorted(offsets)
     assert all(offset % 16 == 0 for offset in offsets)
 
-    specialization(top_k=8192, hot_size=32767).check_fits(H100_SHARED_MEMORY)
+    specialization(top_k=2048, hot_size=32767).check_fits(H100_SHARED_MEMORY)
+    specialization(top_k=8192, hot_size=16384).check_fits(H100_SHARED_MEMORY)
     with pytest.raises(StartupError, match=r"needs .* bytes of shared memory per block, this device has 232448"):
         specialization(top_k=16384, hot_size=32767).check_fits(H100_SHARED_MEMORY)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from hisparse.cuda import CudaSwapIn, CudaSwapInPlan
-from hisparse.device_pool import DeviceKVPool
+from hisparse.device_pool import DeviceKVPool, hot_granule
 from hisparse.extents import HostSlots
 from hisparse.host_pool import HostKVPool
 from hisparse.layout import KVLayout
@@ -32,7 +32,7 @@ class Side:
         return StepBatch(
             rows=at,
             newest=last,
-            newest_slots=self.device.hot_slots[at, last.clamp(max=self.device.device_buffer_size)],
+            newest_slots=self.device.hot_slots(at, last.clamp(max=self.device.device_buffer_size)),
             newest_index_rows=page * self.device.index_page_size + last % self.device.index_page_size,
             newest_host_slots=self.device.host_slot_of[at, last],
         )
@@ -75,7 +75,8 @@ class Twins:
         host.kv.random_(generator=fill)
         host.index_keys.random_(generator=fill)
         pages = batch * -(-context // 8)
-        device = DeviceKVPool(self.layout, batch * (hot_size + 1), pages, 8, batch, context, hot_size, on)
+        num_slots = batch * (hot_size + hot_granule(hot_size))
+        device = DeviceKVPool(self.layout, num_slots, pages, 8, batch, context, hot_size, on)
         residency = Residency(self.layout.num_index_layers, batch, context, hot_size, on)
         slots = []
         for newest in self.newest:

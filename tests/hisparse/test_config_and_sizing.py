@@ -69,8 +69,8 @@ def test_defaults_come_from_the_model() -> None:
 
 def test_with_memory_enough_every_running_request_has_a_full_buffer() -> None:
     sizes = plan(None)
-    assert sizes.num_device_slots == 16 * 513
-    assert sizes.num_host_slots == 8 * 16 * 513
+    assert sizes.num_device_slots == 16 * 514, "513 in granules of 2"
+    assert sizes.num_host_slots == 8 * 16 * 514
     assert sizes.num_index_pages == -(-sizes.num_host_slots // 64) + 16
     assert any("a full buffer for each of 16" in line for line in describe(sizes))
 
@@ -79,10 +79,10 @@ def test_with_less_device_memory_there_are_as_many_hot_slots_as_fit() -> None:
     full = plan(None)
     available = full.device_bytes * 0.6 / GIB
     sizes = plan(None, device_gib=available)
-    assert 513 <= sizes.num_device_slots < full.num_device_slots
+    assert 514 <= sizes.num_device_slots < full.num_device_slots
     assert sizes.device_bytes <= available * GIB
     assert sizes.num_host_slots == 8 * sizes.num_device_slots
-    assert any("what fits, of 8208" in line for line in describe(sizes))
+    assert any("what fits, of 8224" in line for line in describe(sizes))
 
 
 def test_the_host_pool_can_be_given_in_gib() -> None:
@@ -95,7 +95,7 @@ def test_the_host_pool_can_be_given_in_gib() -> None:
     [
         ('{"host_pool_gib": 8}', {"host_gib": 4}, "the host pool needs 8.00 GiB, available are 4.00 GiB"),
         (None, {"device_gib": 0.001}, "available are 0.00 GiB: lower device_buffer_size"),
-        ('{"host_to_device_ratio": 0.5}', {}, "holds 4104 tokens, fewer than one request of context-length 8192"),
+        ('{"host_to_device_ratio": 0.5}', {}, "holds 4112 tokens, fewer than one request of context-length 8192"),
         (None, {"context": 0}, "context-length (0)"),
     ],
 )
@@ -112,7 +112,7 @@ def test_the_pools_are_as_big_as_planned() -> None:
     assert device.kv.nbytes == sizes.hot_bytes
     assert device.index_keys.nbytes == sizes.index_bytes
     residency = coordinator._residency
-    tables = [device.hot_slots, device.page_table, device.host_slot_of]
+    tables = [device.hot_granules, device.page_table, device.host_slot_of]
     tables += [residency.position_at, residency.hot_of, residency.referenced, residency.hand]
     assert sum(table.nbytes for table in tables) == sizes.table_bytes
     coordinator.close()

@@ -91,7 +91,8 @@ def check_step(
         hits = resident_before[row] & set(positions[b]) - {-1}
         assert hits <= set(reference.position_at) or newest[b] < reference.size, "a hit was evicted"
         inverse = {p: h for h, p in enumerate(reference.position_at) if p >= 0}
-        assert residency.hot_of[layer, row].tolist() == [inverse.get(p, -1) for p in range(CONTEXT)]
+        found = residency.lookup(layer, torch.tensor([row]), torch.arange(CONTEXT)[None])
+        assert found[0].tolist() == [inverse.get(p, -1) for p in range(CONTEXT)]
     assert misses == expected_misses
     assert plan.misses == len(expected_misses)
     assert plan.hits == sum(p >= 0 for row in positions for p in row) - len(expected_misses)
