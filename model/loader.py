@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from model.backends.protocol import AttentionBackend
 from model.backends.torch_backend import TorchBackend
@@ -65,6 +66,7 @@ def load_model(
     Raises StartupError for what `read_spec` refuses, and where weights are missing or have other shapes.
     """
     spec = read_spec(path, dtype, context_length)
+    disable_progress_bar()  # not a line of a log
     try:
         network, report = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, device_map={"": device}, local_files_only=True, output_loading_info=True
