@@ -207,13 +207,16 @@ def serve(
     log_format: opt.LogFormatOption = opt.LogFormat.TEXT,
 ) -> None:
     """Run a gateway with prefill and decode processes on this machine."""
-    from cli.serve import ServePlan, free_port, serve_until_stopped
+    from cli.serve import ServePlan, devices_for, free_port, serve_until_stopped
     from gateway.keys import given_keys
 
+    if prefill_nodes == 0 and not allow_local_prefill:
+        raise StartupError(
+            "--prefill-nodes 0: nothing would compute prompts; give --allow-local-prefill to let decode nodes do it"
+        )
     both = {
         "--model-path": model_path,
         "--key-dir": key_dir,
-        "--device": device,
         "--dtype": dtype.value,
         "--attention-backend": attention_backend.value,
         "--context-length": context_length,
@@ -234,6 +237,7 @@ def serve(
         drain_timeout=drain_timeout,
         num_prefill=prefill_nodes,
         num_decode=decode_nodes,
+        devices=devices_for(device, prefill_nodes + decode_nodes, mem_fraction_static),
         gateway_flags={
             "--model-path": model_path,
             "--served-model-name": served_model_name,

@@ -73,7 +73,7 @@ Gateways = Annotated[
         "may be repeated.",
     ),
 ]
-Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N; with `serve`, cuda is a GPU for each node.")]
 DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="Weights and KV; auto is the checkpoint's own.")]
 AttentionBackendOption = Annotated[
     AttentionBackend,

@@ -1,5 +1,6 @@
 """`hisparse-pd quarantine`: what a decode node keeps from prefill nodes that do not answer, and how to free it."""
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
@@ -19,6 +20,8 @@ Answer = TypeVar("Answer", bound=BaseModel)
 
 _TIMEOUT_S = 15.0
 """More than a node's loop has, so that it is the node who says that it is too busy."""
+
+_UNBOUNDED = 10_000
 
 app = typer.Typer(name="quarantine", no_args_is_help=True)
 
@@ -42,7 +45,8 @@ def list_reservations(url: Url = "http://127.0.0.1:8020", key_dir: TokenDir = No
     from decode_node.quarantine import QuarantineList
 
     found = _ask(QuarantineList, "GET", url, "/quarantine", key_dir)
-    console = Console()
+    # Through a pipe there is no width to keep to.
+    console = Console() if sys.stdout.isatty() else Console(width=_UNBOUNDED)
     console.print(_table(found) if found.reservations else "nothing is in quarantine")
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import itertools
 import os
 import random
 import signal
@@ -43,6 +44,8 @@ class ServePlan:
     gateway_flags: Flags
     prefill_flags: Flags
     decode_flags: Flags
+    devices: tuple[str, ...] = ("cpu",)
+    """What nodes run on, taken in turn."""
     drain_timeout: float = DRAIN_TIMEOUT_S
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     ssl_certfile: Path | None = None
@@ -62,6 +65,7 @@ class ServePlan:
         # Not on its command line, which anyone can see, and for no other process.
         keys = {ENVIRONMENT: " ".join(self.api_keys)} if self.api_keys else {}
         children = [Child("gateway", ["gateway", *arguments(gateway)], self.port, keys)]
+        devices = itertools.cycle(self.devices)
         for role, count, flags in (
             ("prefill", self.num_prefill, self.prefill_flags),
             ("decode", self.num_decode, self.decode_flags),
@@ -69,6 +73,7 @@ class ServePlan:
             for number in range(count):
                 port = free_port()
                 own = {"--gateway": f"{_LOOPBACK}:{control_port}", "--port": port, "--control-port": 0}
+                own["--device"] = next(devices)
                 children.append(Child(f"{role}-{number}", [role, *arguments({**flags, **own})], port))
         return children
 
@@ -82,6 +87,31 @@ class Child:
     http_port: int
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Environment variables for this process alone."""
+
+
+def devices_for(device: str, num_nodes: int, mem_fraction: float | None) -> tuple[str, ...]:
+    """The devices that `serve --device` means: with `cuda` every GPU, one node each; with any other value that one.
+
+    Nodes share GPUs only if someone said how much each takes. Raises StartupError if there are too few.
+    """
+    if device != "cuda":
+        return (device,)
+    found = count_gpus()
+    if found == 0:
+        raise StartupError("--device cuda: this machine has no CUDA device")
+    if num_nodes > found and mem_fraction is None:
+        raise StartupError(
+            f"--device cuda: {num_nodes} nodes, one per GPU, and this machine has {found}; start fewer nodes, or give "
+            "--mem-fraction-static, the part of the free memory that each node may take, to let them share GPUs"
+        )
+    return tuple(f"cuda:{number}" for number in range(found))
+
+
+def count_gpus() -> int:
+    """GPUs that this process sees."""
+    import torch  # which takes seconds, and no other device needs it here
+
+    return torch.cuda.device_count()
 
 
 def arguments(flags: Flags) -> list[str]:
@@ -98,6 +128,7 @@ def arguments(flags: Flags) -> list[str]:
 def serve_until_stopped(plan: ServePlan) -> int:
     """Run the plan until SIGTERM or SIGINT (0) or until a process ends by itself (its exit code, at least 1).
 
+    Which one that was is the last thing said, behind what the others say while they are stopped.
     On SIGTERM the gateway finishes what its clients wait for, while the nodes serve on; these have nothing left then.
     On SIGINT everything ends at once.
     """
@@ -111,13 +142,12 @@ def serve_until_stopped(plan: ServePlan) -> int:
     for number in STOP_SIGNALS:
         signal.signal(number, on_signal)
     announced = False
+    ended: tuple[str, int] | None = None
     with processes(plan.children()) as children:
-        while not woken.wait(_POLL_S):
-            for name, child in children.items():
-                if (code := child.poll()) is not None:
-                    print(f"error: {name} ended with code {code}; stopping the others", file=sys.stderr)
-                    return code if code > 0 else 1
-            if not announced and is_ready(plan.url, plan.ssl_certfile):
+        while not ended and not woken.wait(_POLL_S):
+            polled = ((name, child.poll()) for name, child in children.items())
+            ended = next(((name, code) for name, code in polled if code is not None), None)
+            if not ended and not announced and is_ready(plan.url, plan.ssl_certfile):
                 announced = True
                 print(f"ready: OpenAI API at {plan.url}/v1", flush=True)
         gateway = children["gateway"]
@@ -125,7 +155,11 @@ def serve_until_stopped(plan: ServePlan) -> int:
             gateway.terminate()
         while lifecycle.phase is Phase.DRAINING and gateway.poll() is None:
             time.sleep(_POLL_S)
-    return 0
+    if ended is None:
+        return 0
+    name, code = ended
+    print(f"error: {name} ended with code {code}; the others were stopped", file=sys.stderr)
+    return code if code > 0 else 1
 
 
 @contextlib.contextmanager

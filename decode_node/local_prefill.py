@@ -50,12 +50,19 @@ class LocalPrefill:
         self._prefill.release(job)
         return True
 
-    def step(self) -> None:
-        """Compute one chunk; what it completes starts its copy to the host."""
+    def step(self) -> list[tuple[Request, str]]:
+        """Compute one chunk; what it completes starts its copy to the host.
+
+        Returns the requests that cannot go on, for the caller to end, and why.
+        """
+        failed = []
         for computed in self._prefill.step():
-            if computed.token is not None:
+            if computed.failure is not None:
+                failed.append((self._jobs[computed.job.key][0], computed.failure))
+            elif computed.token is not None:
                 request, job = self._jobs.pop(computed.job.key)
                 self._stage(request, job, token_message(computed.token))
+        return failed
 
     def landed(self) -> list[tuple[Request, Token]]:
         """Requests whose copy is complete, with their first token; their host slots are theirs again."""

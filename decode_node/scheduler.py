@@ -16,7 +16,7 @@ from decode_node.outputs import OutputStream
 from decode_node.remote_prefill import RemotePrefill
 from decode_node.request import Request, State
 from hisparse.coordinator import HOST_GRANULE, HiSparseCoordinator, Tier
-from model.sampling import sample
+from model.sampling import NotSampled, sample
 from prefill_node.convert import token_message
 from service.metrics import Metrics
 from transfer.messages import FinishReason, Generate, Peer, Rejected, Token
@@ -154,11 +154,12 @@ class Scheduler:
         if self._local is None or not self._local.has_work:
             return
         try:
-            self._local.step()
+            failed = self._local.step()
         except Exception as error:
             log.exception("local prefill failed")
-            for request in self.in_state(State.LOCAL_PREFILL):
-                self.end(request, "error", f"prefill failed: {error}")
+            failed = [(request, str(error)) for request in self.in_state(State.LOCAL_PREFILL)]
+        for request, reason in failed:
+            self.end(request, "error", f"prefill failed: {reason}")
         for request, token in self._local.landed():
             log.info("staged", request_id=request.request_id, tokens=request.num_tokens)
             self._emit(request, token)
@@ -214,15 +215,18 @@ class Scheduler:
             logits = self._decoding.step(
                 [request.request_id for request in batch], [request.generated[-1] for request in batch]
             )
+            results = sample(logits, [r.sampling for r in batch], [len(r.generated) for r in batch])
         except Exception as error:
             # Whatever broke the step would break it again: those who were in it end, others go on.
             log.exception("decode step failed", batch=len(batch))
             for request in batch:
                 self.end(request, "error", f"decode step failed: {error}")
             return
-        tokens = sample(logits, [r.sampling for r in batch], [len(r.generated) for r in batch])
-        for request, sampled in zip(batch, tokens, strict=True):
-            self._emit(request, token_message(sampled))
+        for request, result in zip(batch, results, strict=True):
+            if isinstance(result, NotSampled):
+                self.end(request, "error", f"decode step failed: {result.reason}")
+            else:
+                self._emit(request, token_message(result))
 
     def _emit(self, request: Request, token: Token) -> None:
         """Append a token, stream it, and end the request if it was the last."""

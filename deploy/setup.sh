@@ -28,10 +28,12 @@ for library in libibverbs.so.1:libibverbs1 libnuma.so.1:libnuma1 libcurl.so.4:li
         apt_install "${library#*:}"
     fi
 done
-# Only tests that build networks of their own need these, and root; without them they are skipped.
-if [ "$(id -u)" -eq 0 ] && ! { command -v ip && command -v tc && command -v nft; } >/dev/null; then
-    apt_install iproute2 nftables || say "without ip, tc and nft, tests that need them are skipped"
-fi
+# Only tests need these: for networks of their own, which take root, for systemd units, and for kernels run on the CPU.
+for tool in ip:iproute2 tc:iproute2 nft:nftables unshare:util-linux systemd-analyze:systemd g++:g++; do
+    if [ "$(id -u)" -eq 0 ] && ! command -v "${tool%:*}" >/dev/null; then
+        apt_install "${tool#*:}" || say "no ${tool%:*} to be had: tests that need it are skipped"
+    fi
+done
 if ! "$PYTHON" -c 'import ensurepip' 2>/dev/null; then
     apt_install python3-venv
 fi

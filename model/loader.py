@@ -5,10 +5,12 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from model.backends.protocol import AttentionBackend
 from model.backends.torch_backend import TorchBackend
 from model.checkpoint import fingerprint, read_json, weight_files
+from model.dtypes import DTYPES
 from model.sparse_model import SparseModel
 from model.spec import ModelSpec
 from service.errors import StartupError
@@ -56,25 +58,27 @@ def load_model(
 ) -> SparseModel:
     """Load a checkpoint's weights, converted to `dtype`, onto a device. Never reaches the network.
 
+    Tensor by tensor from mapped files: no more of them than a few is in host memory at a time, besides the page cache,
+    unless the host is the device. Experts are fused on the device, which takes room for those of a layer or two more.
+
     `backend` computes attention; by default torch does.
 
     Raises StartupError for what `read_spec` refuses, and where weights are missing or have other shapes.
     """
     spec = read_spec(path, dtype, context_length)
+    disable_progress_bar()  # not a line of a log
     try:
         network, report = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, local_files_only=True, output_loading_info=True
+            path, dtype=dtype, device_map={"": device}, local_files_only=True, output_loading_info=True
         )
     except Exception as error:  # the library raises whatever its readers raise
         raise StartupError(f"the weights in {path} cannot be loaded: {_first_line(error)}") from error
     missing = sorted(report["missing_keys"])
     if missing:
         raise StartupError(f"{path} lacks {len(missing)} weights, which would be random: {', '.join(missing[:3])}")
-    for layer in network.model.layers:
-        found = layer.self_attn.kv_b_proj.weight.dtype
-        if found != dtype:
-            raise StartupError(f"{path} has kv_b_proj weights of {found}: quantised ones are not supported")
-    return SparseModel(network.requires_grad_(False).eval().to(device), spec, backend or TorchBackend())
+    if device.type == "cuda":  # what fusing left in the allocator's cache is for the pools
+        torch.cuda.empty_cache()
+    return SparseModel(network.requires_grad_(False).eval(), spec, backend or TorchBackend())
 
 
 def _parse_config(path: Path, raw: dict[str, Any]) -> Any:
@@ -87,6 +91,13 @@ def _parse_config(path: Path, raw: dict[str, Any]) -> Any:
         )
     if raw.get("q_lora_rank", 0) is None:
         raise StartupError(f"{path}/config.json has q_lora_rank null: the indexer needs low-rank queries")
+    for key in ("quantization_config", "compression_config"):
+        if raw.get(key):
+            method = raw[key].get("quant_method") if isinstance(raw[key], dict) else raw[key]
+            raise StartupError(
+                f"{path} has quantised weights ({key}: {method}), which are not served; "
+                f"give a checkpoint with weights in {' or '.join(DTYPES)}"
+            )
     try:
         return AutoConfig.from_pretrained(path, local_files_only=True)
     except Exception as error:  # the library's validation raises classes of its own and of its dependencies

@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 import torch
 
 from model.passes import PrefillChunk
-from model.sampling import Sampled, SamplingParams, sample
+from model.sampling import NotSampled, Sampled, SamplingParams, sample
 from model.sparse_model import SparseModel
 from prefill_node.pool import PagedKVPool, PagedSequence
 from transfer.planner import Int64s
@@ -35,12 +35,16 @@ class PrefillJob(Generic[Key]):
 
 @dataclass(frozen=True)
 class ComputedChunk(Generic[Key]):
-    """Positions [start, stop) of a job are in its pages; `token` is sampled after the last one."""
+    """Positions [start, stop) of a job are in its pages.
+
+    After the last of the prompt, `token` is what follows it, or `failure` says why there is none.
+    """
 
     job: PrefillJob[Key]
     start: int
     stop: int
     token: Sampled | None
+    failure: str | None = None
 
 
 @dataclass(frozen=True)
@@ -108,14 +112,16 @@ class ChunkedPrefill(Generic[Key]):
         return PrefillStep(chunks) if chunks else None
 
     @torch.inference_mode()
-    def compute(self, step: PrefillStep[Key], on_layer: Callable[[int], None] | None = None) -> list[Sampled | None]:
+    def compute(
+        self, step: PrefillStep[Key], on_layer: Callable[[int], None] | None = None
+    ) -> list[Sampled | NotSampled | None]:
         """Run the step's forward pass. Returns the token after each chunk that ends its prompt, None for others.
 
         `on_layer` is called when the kernels that write a layer's KV are queued.
         """
         logits = self._model.prefill([chunk for _, chunk in step.chunks], on_layer)
         last = [i for i, (job, chunk) in enumerate(step.chunks) if chunk.stop == len(job.prompt_ids)]
-        tokens: list[Sampled | None] = [None] * len(step.chunks)
+        tokens: list[Sampled | NotSampled | None] = [None] * len(step.chunks)
         if last:
             jobs = [step.chunks[i][0] for i in last]
             sampled = sample(logits[last], [job.sampling for job in jobs], [job.step for job in jobs])
@@ -123,14 +129,19 @@ class ChunkedPrefill(Generic[Key]):
                 tokens[i] = token
         return tokens
 
-    def complete(self, step: PrefillStep[Key], tokens: Sequence[Sampled | None]) -> list[ComputedChunk[Key]]:
+    def complete(
+        self, step: PrefillStep[Key], tokens: Sequence[Sampled | NotSampled | None]
+    ) -> list[ComputedChunk[Key]]:
         """Note what a step computed. Jobs that were forgotten meanwhile stay so."""
         results = []
         for (job, chunk), token in zip(step.chunks, tokens, strict=True):
             job.computed = chunk.stop
             if token is not None and job in self._running:
                 self._running.remove(job)
-            results.append(ComputedChunk(job, chunk.start, chunk.stop, token))
+            if isinstance(token, NotSampled):
+                results.append(ComputedChunk(job, chunk.start, chunk.stop, None, token.reason))
+            else:
+                results.append(ComputedChunk(job, chunk.start, chunk.stop, token))
         return results
 
     def _start_waiting(self) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import structlog
 import torch
 
-from model.sampling import Sampled
+from model.sampling import NotSampled, Sampled
 from prefill_node.chunked import ChunkedPrefill, PrefillStep
 from prefill_node.entry import Key
 from prefill_node.progress import ForwardProgress
@@ -21,7 +21,7 @@ class Computed:
     """A step has ended: with the token after each of its chunks (None where the prompt goes on), or with an error."""
 
     step: PrefillStep[Key]
-    tokens: Sequence[Sampled | None] = ()
+    tokens: Sequence[Sampled | NotSampled | None] = ()
     error: str | None = None
 
 

@@ -238,7 +238,11 @@ class PrefillNode:
 
     def _note_chunk(self, entry: Entry, chunk: ComputedChunk[Key]) -> None:
         self._metrics.prompt_tokens.inc(chunk.stop - chunk.start)
-        if chunk.token is not None and entry.state is State.COMPUTING:
+        if entry.state is not State.COMPUTING:
+            return
+        if chunk.failure is not None:
+            self._stop_entry(entry, failure=f"prefill failed: {chunk.failure}")
+        elif chunk.token is not None:
             entry.token = token_message(chunk.token)
             entry.computed_at = time.monotonic()
             entry.state = State.SENDING

@@ -10,8 +10,9 @@ LogFormat = Literal["text", "json"]
 
 
 def configure_logging(level: str, fmt: LogFormat, process: str) -> None:
-    """Send structlog and the standard library's loggers to standard error, each line naming its process.
+    """Send structlog, the standard library's loggers and warnings to standard error, each line naming its process.
 
+    Libraries whose loggers are to be heard must have been imported: they set them up then.
     level: a standard level name in any case. fmt: key=value text for people or one JSON object per line.
     """
 
@@ -39,8 +40,13 @@ def configure_logging(level: str, fmt: LogFormat, process: str) -> None:
         )
     )
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
-    for noisy in ("httpx", "httpcore", "uvicorn", "transformers", "huggingface_hub"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
+    for name in ("httpx", "httpcore", "uvicorn", "transformers", "huggingface_hub"):
+        library = logging.getLogger(name)
+        library.setLevel(logging.WARNING)
+        # Some print by themselves, in a format of their own.
+        library.handlers.clear()
+        library.propagate = True
+    logging.captureWarnings(True)
     # Its warnings are what clients did wrong: counted, and no reason for a line each.
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     structlog.configure(

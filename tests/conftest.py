@@ -2,4 +2,8 @@
 
 import os
 
+from tests.skips import pytest_runtest_makereport
+
+__all__ = ["pytest_runtest_makereport"]
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")

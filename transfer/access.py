@@ -135,7 +135,7 @@ class Access:
         """Whether a frame came by a key that is still allowed: its connection may be older than a revocation."""
         if self._keys is None or self._keys.allowed.role_of(key := _key_of(frame)) is not None:
             return True
-        self._refuse("revoked", _address_of(frame), key=key)
+        self._refuse("revoked", _address_of(frame), key=key, file=self._keys.allowed.file_of(key))
         return False
 
     def vouches(self, frame: "zmq.Frame", sender: Peer) -> bool:
@@ -187,11 +187,11 @@ class Access:
             case _:
                 self._complain("handshake", "", why="it broke off or took too long")
 
-    def _refuse(self, reason: str, address: str, **what: str) -> None:
+    def _refuse(self, reason: str, address: str, **what: str | None) -> None:
         self._refused[reason] += 1
         self._complain(reason, address, address=address, **what)
 
-    def _complain(self, reason: str, about: str, **what: str) -> None:
+    def _complain(self, reason: str, about: str, **what: str | None) -> None:
         """Say it once: someone who knocks again and again fills no log."""
         if (reason, about) not in self._complained and len(self._complained) < _COMPLAINTS:
             self._complained.add((reason, about))

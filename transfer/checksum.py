@@ -94,11 +94,6 @@ def digest(ranges: Iterable[Range]) -> int:
     return hasher.intdigest()
 
 
-def slot_ranges(buffers: BufferInfo, buffer: int, slots: Int64s) -> list[Range]:
-    """The memory of these slots of a buffer in their order, neighbours joined. For many pieces, see SlotRuns."""
-    return SlotRuns(slots).ranges(buffers, buffer, 0, len(slots))
-
-
 def verify(
     checksums: Iterable[Checksum],
     buffers: BufferInfo,

@@ -57,6 +57,7 @@ class AllowList:
         self._directory = directory
         self._seen: dict[Path, tuple[int, int, int]] = {}
         self._roles: dict[str, Role] = {}
+        self._files: dict[str, str] = {}
         try:
             self._read()
         except OSError as error:
@@ -65,6 +66,10 @@ class AllowList:
     def role_of(self, public: str) -> Role | None:
         """The role that a key stands for, or None if it is not allowed."""
         return self._roles.get(public)
+
+    def file_of(self, public: str) -> str | None:
+        """The name of the file that allows a key, or allowed it while this process ran; None if there was none."""
+        return self._files.get(public)
 
     def refresh(self) -> None:
         """Take note of what was changed in the directory. While it cannot be read, what was read last stands."""
@@ -85,7 +90,9 @@ class AllowList:
         for path in sorted(seen):
             try:
                 fields = _fields(path)
-                roles[_key(path, fields, "public-key")] = _role(path, fields)
+                key = _key(path, fields, "public-key")
+                roles[key] = _role(path, fields)
+                self._files[key] = path.name
             except StartupError as error:
                 log.error("a file of the allowed keys is left out", error=str(error))
         self._seen, self._roles = seen, roles

@@ -80,7 +80,7 @@ def time_steps(
     warm_up: int,
     steps: int,
 ) -> StepTiming:
-    """Time steps of all requests, from the call until the device is done, one after another.
+    """Time steps of all requests, from the call until the device has the logits, one after another. Nothing is sampled.
 
     `before(n)` prepares step n, outside the time taken, as is making room for the token. Kernels are timed in further
     steps, which run under the profiler.

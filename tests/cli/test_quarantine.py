@@ -74,6 +74,19 @@ def test_list(quarantined: Node, capsys: pytest.CaptureFixture[str], monkeypatch
         assert expected in output
 
 
+def test_a_list_that_goes_through_a_pipe_has_a_line_per_reservation(
+    node: Node, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever the width of the terminal, for there is none."""
+    request_id = "cmpl-" + "0123456789abcdef" * 8
+    writer = Peer(role="prefill", address="a-long-name.of-a-prefill-node.in-some-cluster.example.com:8011", boot_id="b")
+    node.table.open((request_id, 3), writer, "slots", num_slots=640)
+    node.table.quarantine((request_id, 3), time.monotonic() - 60)
+    assert run("list", "--url", node.url) == 0
+    [line] = [line for line in capsys.readouterr().out.splitlines() if request_id in line]
+    assert writer.address in line
+
+
 def test_list_of_nothing(node: Node, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("list", "--url", node.url) == 0
     assert capsys.readouterr().out == "nothing is in quarantine\n"

@@ -1,12 +1,16 @@
 """What `serve` hands to each of its processes."""
 
 import subprocess
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cli import serve
-from cli.serve import Child, ServePlan, processes
+from cli.main import main
+from cli.serve import Child, ServePlan, devices_for, processes, serve_until_stopped
+from service.errors import StartupError
 
 
 def plan(**changes: object) -> ServePlan:
@@ -43,6 +47,86 @@ def test_a_process_without_keys_does_not_inherit_them(monkeypatch: pytest.Monkey
     monkeypatch.setattr(serve.subprocess, "Popen", Ended)
     with processes([Child("gateway", [], 1, {"HISPARSE_PD_API_KEY": "sk-one"}), Child("decode-0", [], 2)]):
         assert [env.get("HISPARSE_PD_API_KEY") for env in started] == ["sk-one", None]
+
+
+def devices(children: list[Child]) -> list[str]:
+    return [child.words[child.words.index("--device") + 1] for child in children]
+
+
+@pytest.fixture
+def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "count_gpus", lambda: 4)
+
+
+@pytest.mark.usefixtures("four_gpus")
+def test_every_node_has_a_gpu_of_its_own() -> None:
+    gateway, *nodes = replace(plan(), num_prefill=1, num_decode=2, devices=devices_for("cuda", 3, None)).children()
+    assert "--device" not in gateway.words
+    assert devices(nodes) == ["cuda:0", "cuda:1", "cuda:2"]
+
+
+@pytest.mark.usefixtures("four_gpus")
+def test_nodes_share_gpus_only_if_it_is_said_what_each_may_take() -> None:
+    with pytest.raises(StartupError, match=r"5 nodes, one per GPU, and this machine has 4; .* --mem-fraction-static"):
+        devices_for("cuda", 5, None)
+    _, *nodes = replace(plan(), num_decode=4, devices=devices_for("cuda", 5, 0.4)).children()
+    assert devices(nodes) == ["cuda:0", "cuda:1", "cuda:2", "cuda:3", "cuda:0"]
+
+
+@pytest.mark.usefixtures("four_gpus")
+@pytest.mark.parametrize("device", ["cpu", "cuda:1"])
+def test_a_device_that_is_named_is_that_of_all_nodes(device: str) -> None:
+    assert devices_for(device, 9, None) == (device,)
+
+
+def test_without_a_gpu_there_is_nothing_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "count_gpus", lambda: 0)
+    with pytest.raises(StartupError, match="this machine has no CUDA device"):
+        devices_for("cuda", 1, 0.4)
+
+
+GATEWAY = """
+import pathlib, signal, sys
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
+pathlib.Path(sys.argv[1]).touch()
+signal.sigwait({signal.SIGTERM})
+print("the gateway stops", file=sys.stderr)
+"""
+DECODE = """
+import pathlib, sys, time
+while not pathlib.Path(sys.argv[1]).exists():
+    time.sleep(0.01)
+sys.exit(2)
+"""
+
+
+def test_what_ended_is_said_last(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The others say that they stop, which must not hide why."""
+    up = str(tmp_path / "up")
+    children = [Child("gateway", ["-c", GATEWAY, up], 1), Child("decode-0", ["-c", DECODE, up], 2)]
+    start = subprocess.Popen
+
+    def run_python(command: list[str], **options: Any) -> "subprocess.Popen[bytes]":
+        return start([command[0], *command[3:]], **options)
+
+    monkeypatch.setattr(serve.subprocess, "Popen", run_python)
+    monkeypatch.setattr(ServePlan, "children", lambda _: children)
+    monkeypatch.setattr(serve, "is_ready", lambda *_: False)
+    monkeypatch.setattr(serve.signal, "signal", lambda *_: None)
+    assert serve_until_stopped(plan()) == 2
+    assert capfd.readouterr().err.splitlines() == [
+        "the gateway stops",
+        "error: decode-0 ended with code 2; the others were stopped",
+    ]
+
+
+def test_prompts_that_nothing_would_compute_are_refused_at_start(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", "--model-path", "/m", "--prefill-nodes", "0"])
+    assert ended.value.code == 2
+    assert "--prefill-nodes 0: nothing would compute prompts; give --allow-local-prefill" in capsys.readouterr().err
 
 
 def test_the_url_says_whether_it_is_tls() -> None:

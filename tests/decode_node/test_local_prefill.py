@@ -46,8 +46,8 @@ class Harness:
 
         monkeypatch.setattr(backend, "stage", held_stage)
         self.pool = PagedKVPool(LAYOUT, num_pages=8, page_size=4, device=torch.device("cpu"))
-        model = FakeModel()
-        self.local = LocalPrefill(ChunkedPrefill(model, self.pool, chunk_size=6), self.coordinator)  # type: ignore[arg-type]
+        self.model = FakeModel()
+        self.local = LocalPrefill(ChunkedPrefill(self.model, self.pool, chunk_size=6), self.coordinator)  # type: ignore[arg-type]
 
     def start(self) -> Request:
         generate = Generate(
@@ -93,6 +93,17 @@ def test_a_prompt_is_computed_copied_and_lands_with_its_first_token(h: Harness) 
     assert request.host_slots is not None
     items = h.coordinator.host.kv[1][torch.from_numpy(request.host_slots.slots())]
     assert items[:, 0].tolist() == list(range(10))
+    h.coordinator.host.release(request.host_slots)
+    h.assert_as_full_as_at_start()
+
+
+def test_a_prompt_whose_logits_mean_nothing_is_handed_back_and_leaves_nothing(h: Harness) -> None:
+    h.model.broken = True
+    request = h.start()
+    assert h.local.step() == []
+    assert h.local.step() == [(request, "the model's logits are not finite numbers")]
+    assert h.local.cancel(request) is True
+    assert request.host_slots is not None
     h.coordinator.host.release(request.host_slots)
     h.assert_as_full_as_at_start()
 

@@ -52,6 +52,7 @@ class CountingModel:
     def __init__(self) -> None:
         self.batches: list[int] = []
         self.error: Exception | None = None
+        self.overflows_after = -1
 
     def decode(self, token_ids: torch.Tensor, positions: torch.Tensor, step: DecodeStep) -> torch.Tensor:
         if self.error is not None:
@@ -60,7 +61,8 @@ class CountingModel:
         step.append_index_keys(0, torch.stack((positions, positions), 1).float())
         step.append(0, torch.stack((positions, positions), 1).float())
         step.swap_in(0, (positions[:, None] - torch.arange(HOT)).clamp(min=-1))
-        return torch.nn.functional.one_hot(token_ids + 1, VOCAB).float()
+        logits = torch.nn.functional.one_hot(token_ids + 1, VOCAB).float()
+        return logits.masked_fill((token_ids == self.overflows_after)[:, None], float("inf"))
 
 
 @dataclass
@@ -346,6 +348,20 @@ def test_a_mismatch_is_never_served() -> None:
     assert h.answers == {"a": []}
     assert h.ended == {"a": "error"}
     assert h.coordinator.is_idle()
+
+
+def test_logits_that_are_not_finite_end_their_request_alone() -> None:
+    """Also where the client wants log-probabilities, and whatever way it wants its tokens picked."""
+    h = Harness()
+    h.model.overflows_after = 42
+    sampling = [Sampling(temperature=0), Sampling(temperature=1, seed=1), Sampling(temperature=0, top_logprobs=3)]
+    for number, each in enumerate(sampling):
+        h.ask(f"overflows-{number}", prompt=(41,), sampling=each)
+    h.ask("innocent", prompt=(1, 2, 3), tokens=6)
+    h.run()
+    assert (h.answers.pop("innocent"), h.ended.pop("innocent")) == ([4, 5, 6, 7, 8, 9], "length")
+    assert list(h.answers.values()) == [[42]] * 3, "what was sampled before is a token"
+    assert list(h.ended.values()) == ["error"] * 3
 
 
 def test_a_step_that_fails_ends_its_requests_and_leaks_nothing() -> None:

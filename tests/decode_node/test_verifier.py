@@ -8,7 +8,7 @@ import pytest
 
 from decode_node.verifier import Verification, Verified, Verifier
 from hisparse.extents import Extent, HostSlots
-from transfer.checksum import Mismatch, digest, slot_ranges, verify
+from transfer.checksum import Mismatch, SlotRuns, digest, verify
 from transfer.messages import BufferInfo, Checksum
 
 SLOTS = HostSlots((Extent(6, 2), Extent(1, 3)))
@@ -26,7 +26,12 @@ class Memory:
             item_lengths=(24, 8),
         )
         self.checksums = tuple(
-            Checksum(buffer=buffer, start=0, stop=5, digest=digest(slot_ranges(self.buffers, buffer, SLOTS.slots())))
+            Checksum(
+                buffer=buffer,
+                start=0,
+                stop=5,
+                digest=digest(SlotRuns(SLOTS.slots()).ranges(self.buffers, buffer, 0, 5)),
+            )
             for buffer in (0, 1)
         )
 

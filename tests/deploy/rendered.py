@@ -1,12 +1,12 @@
 """The Kubernetes overlays, as `kubectl kustomize` puts them together."""
 
 import functools
-import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
 from tests.deploy.program import DEPLOY, ROLES, CommandLine, read
@@ -14,14 +14,16 @@ from tests.deploy.program import DEPLOY, ROLES, CommandLine, read
 KUBERNETES = DEPLOY / "kubernetes"
 OVERLAYS = tuple(sorted(path.name for path in (KUBERNETES / "overlays").iterdir()))
 
-needs_kubectl = pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl")
+_BESIDE = Path(sys.executable).with_name("kubectl")
+KUBECTL = str(_BESIDE) if _BESIDE.exists() else "kubectl"
+"""From the extra `dev`, or whichever is installed."""
 
 Object = dict[str, Any]
 
 
 @functools.cache
 def objects(overlay: str) -> tuple[Object, ...]:
-    command = ["kubectl", "kustomize", str(KUBERNETES / "overlays" / overlay)]
+    command = [KUBECTL, "kustomize", str(KUBERNETES / "overlays" / overlay)]
     text = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
     return tuple(yaml.safe_load_all(text))
 

@@ -16,13 +16,12 @@ from service.config import NodeConfig
 from service.metrics import Metrics
 from service.status import status_router
 from tests.deploy.program import DEPLOY, ROLES, default, read_shell
-from tests.deploy.rendered import OVERLAYS, command_line, container, containers, named, needs_kubectl, of_kind
+from tests.deploy.rendered import OVERLAYS, command_line, container, containers, named, of_kind
 
 CONFIGS: dict[str, type[NodeConfig]] = {"prefill": PrefillConfig, "decode": DecodeConfig}
 every_overlay = pytest.mark.parametrize("overlay", OVERLAYS)
 
 
-@needs_kubectl
 @every_overlay
 def test_the_program_accepts_every_command_line(overlay: str) -> None:
     for role, each in containers(overlay):
@@ -35,7 +34,6 @@ def test_the_program_accepts_every_command_line(overlay: str) -> None:
             parse_config(line.values["hisparse_config"], model_top_k=64)
 
 
-@needs_kubectl
 @pytest.mark.parametrize("role", ROLES)
 @every_overlay
 def test_ports_are_those_that_the_program_listens_on(overlay: str, role: str) -> None:
@@ -53,7 +51,6 @@ def test_ports_are_those_that_the_program_listens_on(overlay: str, role: str) ->
                 assert port["targetPort"] == port["name"]
 
 
-@needs_kubectl
 @every_overlay
 def test_probes_ask_for_what_every_process_answers(overlay: str) -> None:
     app = FastAPI()
@@ -65,7 +62,6 @@ def test_probes_ask_for_what_every_process_answers(overlay: str) -> None:
                 assert client.get(each[kind]["httpGet"]["path"]).status_code == 200
 
 
-@needs_kubectl
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_autoscalers_go_by_metrics_that_the_adapter_makes_of_the_programs(role: str) -> None:
     scaler = named("gpu-tcp", "HorizontalPodAutoscaler", f"hisparse-pd-{role}")["spec"]

@@ -19,14 +19,12 @@ from tests.deploy.rendered import (
     containers,
     gib,
     named,
-    needs_kubectl,
     objects,
     of_kind,
     pod,
     workload,
 )
 
-pytestmark = needs_kubectl
 every_overlay = pytest.mark.parametrize("overlay", OVERLAYS)
 every_role = pytest.mark.parametrize("role", ROLES)
 every_node = pytest.mark.parametrize("role", ["prefill", "decode"])

@@ -19,6 +19,7 @@ from pathlib import Path
 import psutil
 
 from tests.e2e.wire import finish_packets
+from tests.skips import impossible
 
 _CLONE_NEWNET = 0x40000000
 _PREFIX = "hispd"
@@ -37,7 +38,7 @@ def why_not(*tools: str) -> str | None:
         with Network("probe") as network:
             network.host("probe")
     except subprocess.CalledProcessError as error:
-        return f"{' '.join(error.cmd)}: {error.stderr.strip()}"
+        return impossible(f"{' '.join(error.cmd)}: {error.stderr.strip()}")
     return None
 
 

@@ -1,6 +1,7 @@
 """Names and addresses behind them, as in Kubernetes: replicas share a name, and a pod keeps its own when it moves."""
 
 import json
+import os
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import pytest
 from cli.serve import free_port
 from tests.e2e.cluster import Cluster, Job, Place, complete, wait_until
 from tests.e2e.conftest import Reference
+from tests.skips import impossible
 
 PROMPT = [7, 3, 9, 200, 41] * 40
 _UNSHARE = ("unshare", "--mount", "--propagation", "private")
@@ -40,9 +42,10 @@ class Hosts:
 
 @pytest.fixture
 def hosts(tmp_path: Path) -> Hosts:
-    trial = subprocess.run([*_UNSHARE, "mount", "--bind", "/etc/hosts", "/etc/hosts"], capture_output=True, check=False)
+    trial = subprocess.run([*_UNSHARE, "mount", "--bind", "/etc/hosts", "/etc/hosts"], capture_output=True, text=True)
     if trial.returncode != 0:
-        pytest.skip("needs root, to mount a hosts file")
+        needs = "needs root, to mount a hosts file"
+        pytest.skip(needs if os.geteuid() else impossible(trial.stderr.strip()))
     return Hosts(tmp_path / "hosts")
 
 

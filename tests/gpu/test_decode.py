@@ -14,6 +14,7 @@ from decode_node.graphs import batch_ladder, context_ladder
 from hisparse.verify import SwapInMismatchError
 from model.backends.choice import choose_backend
 from model.loader import load_model, read_spec
+from model.sampling import SamplingParams, draw
 from model.tiny import Family, write_tiny_checkpoint
 from tests.gpu.tiered_session import CUDA, TieredSession, session
 
@@ -116,8 +117,11 @@ def test_a_step_does_not_wait_for_the_device(checkpoint: Path, record: bool) -> 
     with session(model, [random_tokens(1, 300), random_tokens(2, 20)], 512, record) as ours:
         tokens = ours.prefill().argmax(-1).tolist()
         tokens = ours.decode([0, 1], tokens).argmax(-1).tolist()
+        params = [SamplingParams(temperature=0.0), SamplingParams(top_p=0.9, seed=1, logprobs=3, want_logprobs=True)]
+        draw(ours.decode([0, 1], tokens), params, [1, 1])  # what is loaded or allocated at a first use
         with waiting_is_an_error():
-            ours.decode([0, 1], tokens)
+            drawn = draw(ours.decode([0, 1], tokens), params, [2, 2])
+        assert drawn.tolist()[0][0] >= 0, "the greedy request has a token"
 
 
 @either_way

@@ -1,6 +1,8 @@
 import json
 import shutil
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +81,41 @@ def test_sharded_weights_load(damaged: Path) -> None:
     assert load_model(damaged, torch.float32, CPU).spec.num_layers == 5
 
 
+def test_weights_reach_a_device_without_a_copy_in_host_memory(tmp_path: Path) -> None:
+    """Experts included, which are fused on the way. The meta device stands for one with memory of its own."""
+    write_tiny_checkpoint(tmp_path, "deepseek_v32", seed=1, layers=3, hidden_size=1024)
+    num_bytes = (tmp_path / "model.safetensors").stat().st_size
+    load_model(tmp_path, torch.float32, torch.device("meta"))  # what is imported at a first use
+    with most_anonymous_memory() as most:
+        assert load_model(tmp_path, torch.float32, torch.device("meta")).device.type == "meta"
+    assert most() < num_bytes / 4
+
+
+@contextmanager
+def most_anonymous_memory() -> Iterator[Callable[[], int]]:
+    """Watches this process while it lasts: the most bytes without a file behind them, beyond those at the start."""
+
+    def anonymous() -> int:
+        status = Path("/proc/self/status").read_text()
+        return int(status.partition("RssAnon:")[2].split()[0]) << 10
+
+    start = most = anonymous()
+    ended = threading.Event()
+
+    def watch() -> None:
+        nonlocal most
+        while not ended.wait(0.001):
+            most = max(most, anonymous())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield lambda: most - start
+    finally:
+        ended.set()
+        watcher.join()
+
+
 @pytest.mark.parametrize(("eos", "expected"), [(None, ()), (7, (7,)), ([7, 9], (7, 9))], ids=["none", "one", "several"])
 def test_the_generation_config_says_which_tokens_end_a_text(
     damaged: Path, eos: object, expected: tuple[int, ...]
@@ -131,6 +168,37 @@ def test_other_models_are_refused(damaged: Path, model_type: object) -> None:
 def test_a_config_that_cannot_work_is_refused(damaged: Path, changes: dict[str, Any], message: str) -> None:
     edit_config(damaged, **changes)
     assert message in refusal(damaged)
+
+
+@pytest.mark.parametrize(
+    ("key", "config", "named"),
+    [
+        (
+            "quantization_config",
+            {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+            "(quantization_config: fp8)",
+        ),
+        ("quantization_config", {"quant_method": "gptq", "bits": 4, "group_size": 128}, "(quantization_config: gptq)"),
+        (
+            "quantization_config",
+            {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {}},
+            "(quantization_config: compressed-tensors)",
+        ),
+        ("compression_config", {"quant_method": "compressed-tensors"}, "(compression_config: compressed-tensors)"),
+        ("quantization_config", "fp8", "(quantization_config: fp8)"),
+    ],
+)
+def test_quantised_weights_are_refused_by_name(damaged: Path, key: str, config: object, named: str) -> None:
+    edit_config(damaged, **{key: config})
+    with pytest.raises(StartupError) as refused:
+        read_spec(damaged, torch.bfloat16)
+    assert f"has quantised weights {named}, which are not served" in str(refused.value)
+    assert str(refused.value).endswith("give a checkpoint with weights in float32 or bfloat16")
+
+
+def test_a_config_that_names_no_quantisation_is_served(damaged: Path) -> None:
+    edit_config(damaged, quantization_config=None)
+    assert read_spec(damaged, torch.bfloat16).num_layers == 5
 
 
 def test_missing_weights_are_refused(damaged: Path) -> None:

@@ -13,10 +13,11 @@ LAYOUT = KVLayout(num_layers=2, index_layer_of=(0, 0), item_dim=4, index_dim=2, 
 
 
 class FakeModel:
-    """Writes each position's number into its rows and always predicts token 7."""
+    """Writes each position's number into its rows and always predicts token 7, or nothing if it is `broken`."""
 
     def __init__(self) -> None:
         self.calls: list[list[tuple[int, int]]] = []
+        self.broken = False
 
     def prefill(self, chunks: Sequence[PrefillChunk], on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
         self.calls.append([(chunk.start, len(chunk.token_ids)) for chunk in chunks])
@@ -26,7 +27,8 @@ class FakeModel:
                 chunk.cache.kv(layer)[rows] = torch.arange(chunk.start, chunk.stop, dtype=torch.float32)[:, None]
             if on_layer is not None:
                 on_layer(layer)
-        return torch.nn.functional.one_hot(torch.full((len(chunks),), 7), 16).float()
+        logits = torch.nn.functional.one_hot(torch.full((len(chunks),), 7), 16).float()
+        return logits * float("nan") if self.broken else logits
 
 
 @dataclass

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model.sampling import SamplingParams
+from model.sampling import Sampled, SamplingParams
 from prefill_node.chunked import ChunkedPrefill, PrefillJob
 from prefill_node.pool import PagedKVPool
 from tests.prefill_node.fakes import LAYOUT, FakeModel
@@ -34,8 +34,7 @@ def test_a_chunk_is_shared_by_several_requests() -> None:
     ]
     second = prefill.step()
     assert [(c.job.key, c.start, c.stop, c.token is not None) for c in second] == [("b", 2, 5, True)]
-    assert second[0].token is not None
-    assert second[0].token.token_id == 7
+    assert second[0].token == Sampled(7)
     assert model.calls == [[(0, 4), (0, 2)], [(2, 3)]]
 
 

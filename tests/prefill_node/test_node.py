@@ -83,8 +83,9 @@ class Harness:
         self.control = FakeControl()
         self.sender = HeldSender()
         self.computing = HeldCompute()
+        self.model = FakeModel()
         self.prefill: ChunkedPrefill[Key] = ChunkedPrefill(
-            FakeModel(),  # type: ignore[arg-type]
+            self.model,  # type: ignore[arg-type]
             PagedKVPool(LAYOUT, num_pages=8, page_size=4, device=torch.device("cpu")),
             chunk_size=6,
         )
@@ -172,6 +173,23 @@ def test_done_is_said_after_the_last_write_and_repeated_until_admitted() -> None
     assert h.free_pages == 5, "pages are kept until the decode node has admitted the request"
     h.receive(Admitted(request_id="r", epoch=1))
     assert not h.control.repeated
+    assert h.free_pages == 8
+
+
+def test_a_prompt_whose_logits_mean_nothing_fails_once_its_writes_have_ended() -> None:
+    h = Harness()
+    h.model.broken = True
+    h.receive(request())
+    h.compute()
+    h.compute()
+    [(_, early)] = h.control.repeated.values()
+    h.sent()
+    h.sent()
+    [late] = h.control.take(PrefillFailed)
+    assert isinstance(early, PrefillFailed)
+    assert isinstance(late, PrefillFailed)
+    assert early.reason == late.reason == "prefill failed: the model's logits are not finite numbers"
+    assert (early.in_flight, late.in_flight) == (True, False)
     assert h.free_pages == 8
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from service import lifecycle
 from service.lifecycle import Lifecycle, Phase
+from tests.skips import impossible
 
 
 class Clock:
@@ -62,9 +63,19 @@ def test_a_timeout_of_zero_ends_at_once(clock: Clock) -> None:
     assert process.phase is Phase.ENDING
 
 
-@pytest.mark.skipif(shutil.which("unshare") is None or os.geteuid() != 0, reason="takes a PID namespace")
+@pytest.fixture
+def as_process_1() -> tuple[str, ...]:
+    """Put before a command, it makes that process 1 of a PID namespace."""
+    command = ("unshare", "--pid", "--fork", "--kill-child")
+    if shutil.which("unshare") is None or os.geteuid() != 0:
+        pytest.skip("a PID namespace takes unshare and root")
+    if (trial := subprocess.run([*command, "true"], capture_output=True, text=True)).returncode != 0:
+        pytest.skip(impossible(trial.stderr.strip()))
+    return command
+
+
 @pytest.mark.parametrize(("handled", "code"), [(True, 128 + signal.SIGTERM), (False, 7)])
-def test_sigterm_ends_process_1_while_it_starts(handled: bool, code: int) -> None:
+def test_sigterm_ends_process_1_while_it_starts(as_process_1: tuple[str, ...], handled: bool, code: int) -> None:
     """As in a container: without a handler the kernel drops the signal, and the program runs to its end."""
     program = f"""
 import os, signal
@@ -76,7 +87,7 @@ os.kill(1, signal.SIGTERM)
 raise SystemExit(7)
 """
     done = subprocess.run(
-        ["unshare", "--pid", "--fork", "--kill-child", sys.executable, "-c", program],
+        [*as_process_1, sys.executable, "-c", program],
         cwd=Path(__file__).parents[2],
         timeout=60,
     )

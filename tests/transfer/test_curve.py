@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import zmq
+from structlog.testing import CapturingLogger
 
 from tests.e2e.cluster import wait_until
 from transfer import access, connections, control
@@ -190,7 +191,11 @@ def test_a_process_that_was_without_keys_is_reached_once_it_has_them(
 # --- keys that may less ---
 
 
-def test_a_revoked_key_is_not_listened_to_on_the_connection_that_it_has(start: Start, directory: Path) -> None:
+def test_a_revoked_key_is_not_listened_to_on_the_connection_that_it_has(
+    start: Start, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = CapturingLogger()
+    monkeypatch.setattr(access, "log", log)
     generate_node(directory, "gateway:second")
     (directory / "nodes" / "second" / "gateway.key_secret").rename(directory / "nodes" / "gateway.key_secret")
     for name in ("cluster.key_secret", "allowed"):
@@ -203,6 +208,7 @@ def test_a_revoked_key_is_not_listened_to_on_the_connection_that_it_has(start: S
     (directory / "allowed" / "second.key").unlink()
     second.plane.repeat("key", decode.me, Cancel(request_id="revoked"), every=0.05)
     decode.wait_refused("revoked")
+    assert [call.kwargs["file"] for call in log.calls if call.kwargs["reason"] == "revoked"] == ["second.key"]
     assert decode.plane.is_revoked(second.me)
     assert not decode.plane.is_revoked(first.me)
     with suppress(queue.Empty):

@@ -159,6 +159,18 @@ def test_the_allowed_keys_are_those_of_the_moment(keys: Path) -> None:
     assert allowed.role_of(load_keys(keys, "gateway").own.public) == "gateway"
 
 
+def test_a_key_is_known_by_its_file_also_when_that_is_gone(keys: Path) -> None:
+    """Who reads the log of what a revoked key did knows nodes by these names."""
+    generate_node(keys, "prefill:prefill-7")
+    own = (keys / "nodes" / "prefill-7" / "prefill.key_secret").read_text().split('"')[1]
+    allowed = AllowList(keys / "allowed")
+    assert (allowed.role_of(own), allowed.file_of(own)) == ("prefill", "prefill-7.key")
+    (keys / "allowed" / "prefill-7.key").unlink()
+    allowed.refresh()
+    assert (allowed.role_of(own), allowed.file_of(own)) == (None, "prefill-7.key")
+    assert allowed.file_of("never seen") is None
+
+
 def test_while_the_directory_cannot_be_read_what_was_read_last_stands(keys: Path) -> None:
     allowed = AllowList(keys / "allowed")
     public = load_keys(keys, "prefill").own.public
