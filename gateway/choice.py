@@ -3,8 +3,9 @@
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from gateway.detokenizer import Decode, Detokenizer, StopMatcher
+from gateway.detokenizer import Detokenizer, StopMatcher
 from gateway.generation import Step
+from gateway.tokenizer import CheckpointTokenizer
 from transfer.messages import FinishReason, Token
 
 
@@ -20,8 +21,8 @@ class Delta:
 class Choice:
     """Detokenizes an answer and ends it at a stop string. The token that ended it early is not part of its text."""
 
-    def __init__(self, decode: Decode, stops: Sequence[str], stop_token_ids: Collection[int]) -> None:
-        self._detokenizer = Detokenizer(decode)
+    def __init__(self, tokenizer: CheckpointTokenizer, stops: Sequence[str], stop_token_ids: Collection[int]) -> None:
+        self._detokenizer = Detokenizer(tokenizer.decode, tokenizer.skips)
         self._matcher = StopMatcher(stops)
         self._stop_token_ids = frozenset(stop_token_ids)
 

@@ -88,7 +88,7 @@ class Completer:
     async def deltas(self, job: Job, stops: Sequence[str]) -> AsyncGenerator[Delta, None]:
         """The answer, piece by piece. Raises ApiError. Closing it early cancels the request."""
         account = _Account(self._metrics, job.arrived)
-        choice = Choice(self._tokenizer.decode, stops, job.stop_token_ids)
+        choice = Choice(self._tokenizer, stops, job.stop_token_ids)
         log.info(
             "request arrived",
             request_id=job.request_id,

@@ -38,6 +38,8 @@ class CheckpointTokenizer:
         self.context_length = _positive_int(config, "max_position_embeddings", model_path)
         self.stop_token_ids = _eos_ids(_read_json(directory / "generation_config.json") or {}, config)
         self.has_chat_template = bool(getattr(self._tokenizer, "chat_template", None))
+        added = self._tokenizer.added_tokens_decoder
+        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
 
     def encode(self, text: str, *, special_tokens: bool) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special_tokens)
@@ -59,6 +61,10 @@ class CheckpointTokenizer:
             list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
         return text
+
+    def skips(self, token_id: int) -> bool:
+        """Whether `decode` leaves the id out: it is special, or the tokenizer does not know it."""
+        return token_id in self._special_ids or self._tokenizer.convert_ids_to_tokens(token_id) is None
 
     def piece(self, token_id: int) -> str:
         """One token on its own, special or not, as log probabilities name it."""
