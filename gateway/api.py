@@ -6,12 +6,13 @@ that asks for what this service does not do is refused rather than ignored.
 
 import secrets
 from abc import ABC, abstractmethod
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from gateway.errors import ApiError, context_length_exceeded
+from gateway.registry import Capacity
 from transfer.messages import Sampling
 
 _DEFAULT_COMPLETION_TOKENS = 16
@@ -76,6 +77,7 @@ class GenerationRequest(BaseModel, ABC):
     """What both endpoints take. An explicit null means the default everywhere, as in OpenAI's API."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
+    prompt_field: ClassVar[str]
 
     model: str | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -130,21 +132,27 @@ class GenerationRequest(BaseModel, ABC):
             top_logprobs=self.requested_logprobs(),
         )
 
-    def max_new_tokens(self, prompt_tokens: int, context_length: int) -> int:
-        """How many tokens to generate. Raises ApiError if the context does not hold them."""
-        room = context_length - prompt_tokens
+    def max_new_tokens(self, prompt_tokens: int, capacity: Capacity) -> int:
+        """How many tokens to generate. Raises ApiError if that is more than the service can take."""
+        room = capacity.context - prompt_tokens
         if room < 1:
             raise context_length_exceeded(
-                f"The maximum context length is {context_length} tokens, but the prompt has {prompt_tokens} tokens "
+                f"The maximum context length is {capacity.context} tokens, but the prompt has {prompt_tokens} tokens "
                 "and at least one is to be generated. Shorten the prompt.",
-                "messages" if isinstance(self, ChatCompletionRequest) else "prompt",
+                self.prompt_field,
+            )
+        if prompt_tokens > capacity.prompt:
+            raise context_length_exceeded(
+                f"The longest prompt that can be computed now has {capacity.prompt} tokens, but the prompt has "
+                f"{prompt_tokens}. Shorten the prompt.",
+                self.prompt_field,
             )
         asked = self.requested_tokens()
         if asked is None:
             return self.default_tokens(room)
         if asked > room:
             raise context_length_exceeded(
-                f"The maximum context length is {context_length} tokens, but {prompt_tokens + asked} were requested "
+                f"The maximum context length is {capacity.context} tokens, but {prompt_tokens + asked} were requested "
                 f"({prompt_tokens} in the prompt, {asked} to generate). Reduce max_tokens or shorten the prompt.",
                 "max_tokens",
             )
@@ -153,6 +161,8 @@ class GenerationRequest(BaseModel, ABC):
 
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
+
+    prompt_field = "prompt"
 
     prompt: Annotated[object, AfterValidator(_prompt)]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -195,6 +205,8 @@ class ChatMessage(BaseModel):
 
 class ChatCompletionRequest(GenerationRequest):
     """POST /v1/chat/completions."""
+
+    prompt_field = "messages"
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None

@@ -14,6 +14,7 @@ from gateway.api import ChatCompletionRequest, CompletionRequest, check_token_id
 from gateway.choice import Choice, Delta
 from gateway.errors import ApiError
 from gateway.generation import DecodeClient, Job
+from gateway.registry import Capacity, NodeRegistry
 from gateway.tokenizer import CheckpointTokenizer
 from service.metrics import Metrics
 
@@ -56,16 +57,23 @@ class Completer:
         self,
         tokenizer: CheckpointTokenizer,
         client: DecodeClient,
+        registry: NodeRegistry,
         metrics: Metrics,
         context_length: int,
         request_timeout: float,
     ) -> None:
         self._tokenizer = tokenizer
         self._client = client
+        self._registry = registry
         self._metrics = metrics
         self._context_length = context_length
         self._request_timeout = request_timeout
         self._tokenizing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
+
+    @property
+    def capacity(self) -> Capacity:
+        """The largest request that is taken now."""
+        return self._registry.capacity(self._context_length, time.monotonic())
 
     def piece(self, token_id: int) -> str:
         return self._tokenizer.piece(token_id)
@@ -78,7 +86,7 @@ class Completer:
         return Job(
             request_id=f"{kind}-{uuid.uuid4().hex}",
             prompt_ids=tuple(prompt_ids),
-            max_new_tokens=request.max_new_tokens(len(prompt_ids), self._context_length),
+            max_new_tokens=request.max_new_tokens(len(prompt_ids), self.capacity),
             sampling=request.sampling(),
             stop_token_ids=() if request.ignore_eos else self._tokenizer.stop_token_ids,
             arrived=arrived,

@@ -220,8 +220,8 @@ class DecodeClient:
         if self._closed:
             raise unavailable("the gateway is shutting down")
         if node is None:
-            raise self._nobody(job, [r for r in refusals.values() if r is not None], now)
-        prefill_nodes = self._registry.rank_prefill(now)
+            raise self._nobody([r for r in refusals.values() if r is not None], now)
+        prefill_nodes = self._registry.rank_prefill(now, len(job.prompt_ids))
         attempt = self._attempts[job.request_id] = _Attempt(job, node, started=now)
         generate = Generate(
             request_id=job.request_id,
@@ -230,6 +230,7 @@ class DecodeClient:
             sampling=job.sampling,
             stop_token_ids=job.stop_token_ids,
             prefill_nodes=tuple(prefill_nodes),
+            longest_prompts=self._registry.longest_prompts(now),
         )
         self._control.repeat(_generate_key(job.request_id, node), node, generate)
         self._registry.assign(node, job.tokens)
@@ -237,7 +238,7 @@ class DecodeClient:
             self._registry.assign(prefill_nodes[0], len(job.prompt_ids))
         return attempt
 
-    def _nobody(self, job: Job, refusals: list[Rejected], now: float) -> ApiError:
+    def _nobody(self, refusals: list[Rejected], now: float) -> ApiError:
         """Why no decode node is left."""
         full = [refusal for refusal in refusals if refusal.code == "queue_full"]
         if full:
@@ -247,12 +248,6 @@ class DecodeClient:
                 f"all decode nodes are full: {full[0].reason}",
                 code="queue_full",
                 retry_after=max(1, math.ceil(soonest)),
-            )
-        largest = self._registry.largest_request(now)
-        if 0 < largest < job.tokens:
-            return context_length_exceeded(
-                f"{job.tokens} tokens were requested ({len(job.prompt_ids)} in the prompt, {job.max_new_tokens} to "
-                f"generate), and the largest decode node holds {largest} per request. Reduce max_tokens or the prompt."
             )
         return unavailable(self._registry.missing(now) or "no decode node could take the request; try again")
 

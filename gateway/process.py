@@ -130,9 +130,11 @@ class Gateway:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping: asyncio.Event = asyncio.Event()
         self._client = DecodeClient(self.control, self.registry)
-        self._completer = Completer(tokenizer, self._client, self.metrics, context_length, config.request_timeout)
+        self._completer = Completer(
+            tokenizer, self._client, self.registry, self.metrics, context_length, config.request_timeout
+        )
         model = config.served_model_name or config.model_path
-        app = OpenAiServer(self._completer, self._refusal, model, context_length).app()
+        app = OpenAiServer(self._completer, self._refusal, model).app()
         app.include_router(status_router(self.metrics, self._missing, self._refresh))
         self._guard = Guard(app, keys, _request_limits(config, context_length), self.metrics.http_refused)
         self._http = HttpServer(

@@ -34,12 +34,10 @@ class OpenAiServer:
         completer: Completer,
         refusal: Callable[[], ApiError | None],
         model: str,
-        context_length: int,
     ) -> None:
         self._completer = completer
         self._refusal = refusal
         self._model = model
-        self._context_length = context_length
         self._created = int(time.time())
 
     def app(self) -> FastAPI:
@@ -108,7 +106,7 @@ class OpenAiServer:
             "object": "model",
             "created": self._created,
             "owned_by": "hisparse-pd",
-            "max_model_len": self._context_length,
+            "max_model_len": self._completer.capacity.context,
         }
 
 

@@ -73,7 +73,7 @@ def run_prefill_node(config: PrefillConfig) -> None:
         offer = Offer(
             identity=identity(spec),
             transports=transports.offered,
-            max_tokens=min(spec.context_length, pool.num_pages * config.page_size),
+            max_tokens=spec.context_length,
             vocab_size=spec.vocab_size,
         )
         compute = ComputeThread(prefill, device, report=shell.inbox.put)
@@ -114,7 +114,7 @@ def _reading(pool: PagedKVPool, config: PrefillConfig) -> Reading:
 
 
 def _num_pages(config: PrefillConfig, spec: ModelSpec, device: torch.device) -> int:
-    """Pages of the KV pool, and the line that says why so many. Raises StartupError if not one prompt fits."""
+    """Pages of the KV pool, and the line that says why so many. Raises StartupError if a full context does not fit."""
     if split := device_split(device, config.mem_fraction_static):
         log.info("sized", what=split)
     token_bytes = kv_layout(spec).token_bytes
@@ -126,8 +126,11 @@ def _num_pages(config: PrefillConfig, spec: ModelSpec, device: torch.device) -> 
             "may be used; lower it or raise --mem-fraction-static"
         )
     pages = wanted // config.page_size
-    if pages == 0:
-        raise StartupError(f"a KV pool of {wanted} tokens holds no page of {config.page_size}; give --max-total-tokens")
+    if pages * config.page_size < spec.context_length:
+        raise StartupError(
+            f"a KV pool of {pages} pages of {config.page_size} tokens does not hold one context of "
+            f"{spec.context_length}; raise --max-total-tokens or --mem-fraction-static, or lower --context-length"
+        )
     log.info(
         "KV pool",
         pages=pages,

@@ -147,12 +147,14 @@ class Heartbeat(Message):
 class HeartbeatAck(Message):
     """Gateway to node. A node that is not known registers again. Decode nodes learn the prefill nodes from it.
 
-    leaving: boot ids of prefill nodes that said so. None of them will take another request.
+    longest_prompts: as in Generate. leaving: boot ids of prefill nodes that said so. None of them will take another
+    request.
     """
 
     via: Address
     known: bool
     prefill_nodes: tuple[Peer, ...] = ()
+    longest_prompts: dict[Identifier, UInt] = {}
     leaving: tuple[Identifier, ...] = ()
 
 
@@ -164,7 +166,10 @@ class Leaving(Message):
 
 
 class Generate(Message):
-    """Gateway to decode node, which owns the request from here on. Prefill nodes come in order of preference."""
+    """Gateway to decode node, which owns the request from here on.
+
+    Prefill nodes come in order of preference; longest_prompts: the most tokens that each takes, by its boot id.
+    """
 
     request_id: Identifier
     prompt_ids: Annotated[TokenIds, Field(min_length=1)]
@@ -172,6 +177,7 @@ class Generate(Message):
     sampling: Sampling = Sampling()
     stop_token_ids: TokenIds = ()
     prefill_nodes: tuple[Peer, ...] = ()
+    longest_prompts: dict[Identifier, UInt] = {}
 
 
 class Accepted(Message):

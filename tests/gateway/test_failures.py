@@ -10,7 +10,7 @@ import openai
 import pytest
 import zmq
 
-from tests.gateway.fakes import IDENTITY, MODEL, FakeDecodeNode, FakeNode, RunningGateway, wait_until
+from tests.gateway.fakes import CONTEXT, IDENTITY, MODEL, FakeDecodeNode, FakeNode, RunningGateway, wait_until
 from transfer.messages import Output, Token
 
 StartDecode = Callable[..., FakeDecodeNode]
@@ -77,8 +77,36 @@ def test_other_refusals(decode: FakeDecodeNode, http: httpx.Client) -> None:
 def test_requests_beyond_every_decode_node(prefill: FakeNode, start_decode: StartDecode, http: httpx.Client) -> None:
     start_decode(max_request_tokens=50)
     answer = http.post("/v1/completions", json=body())
-    assert answer.status_code == 400
-    assert "holds 50 per request" in answer.json()["error"]["message"]
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert "maximum context length is 50 tokens, but 103 were" in answer.json()["error"]["message"]
+
+
+def test_a_chat_without_max_tokens_gets_what_the_largest_decode_node_has_left(
+    prefill: FakeNode, start_decode: StartDecode, http: httpx.Client
+) -> None:
+    assert http.get("/v1/models/tiny").json()["max_model_len"] == CONTEXT
+    start_decode(max_request_tokens=50)
+    larger = start_decode(max_request_tokens=60)
+    assert http.get("/v1/models/tiny").json()["max_model_len"] == 60
+    answer = http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "hi"}]})
+    assert answer.json()["usage"]["total_tokens"] == 60
+    assert len(larger.generated) == 1
+
+
+def test_a_prompt_that_no_prefill_node_takes_is_refused_at_once(
+    gateway: RunningGateway, start_decode: StartDecode, http: httpx.Client
+) -> None:
+    small = FakeNode(gateway.control_address, "prefill", max_request_tokens=50).start()
+    decode = start_decode()
+    answer = http.post("/v1/completions", json=body(prompt="a" * 51))
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert "has 50 tokens, but the prompt has 51" in answer.json()["error"]["message"]
+    larger = FakeNode(gateway.control_address, "prefill").start()
+    assert http.post("/v1/completions", json=body(prompt="a" * 51)).status_code == 200
+    assert decode.generated[0].prefill_nodes == (larger.me, small.me)
+    assert decode.generated[0].longest_prompts == {larger.me.boot_id: CONTEXT, small.me.boot_id: 50}
+    small.die()
+    larger.die()
 
 
 def test_client_that_leaves_mid_stream_cancels(
