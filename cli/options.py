@@ -92,7 +92,8 @@ MemFractionStatic = Annotated[
 ChunkedPrefillSize = Annotated[int, typer.Option(help="Prompt tokens computed in one forward pass.")]
 PageSize = Annotated[int, typer.Option(help="Tokens per page of the prefill pool, or of a decode node's index keys.")]
 MaxTotalTokens = Annotated[
-    int | None, typer.Option(min=1, help="Size of the prefill KV pool in tokens, at least one context; default: from memory.")
+    int | None,
+    typer.Option(min=1, help="Size of the prefill KV pool in tokens, at least one context; default: from memory."),
 ]
 Protocol = Annotated[
     TransferProtocol,

@@ -88,7 +88,10 @@ class Completer:
             prompt_ids=tuple(prompt_ids),
             max_new_tokens=request.max_new_tokens(len(prompt_ids), self.capacity),
             sampling=request.sampling(),
-            stop_token_ids=() if request.ignore_eos else self._tokenizer.stop_token_ids,
+            stop_token_ids=(
+                *(() if request.ignore_eos else self._tokenizer.stop_token_ids),
+                *(request.stop_token_ids or ()),
+            ),
             arrived=arrived,
             deadline=arrived + self._request_timeout,
         )
@@ -135,7 +138,9 @@ class Completer:
 
     def _prompt_ids(self, request: CompletionRequest | ChatCompletionRequest) -> list[int]:
         if isinstance(request, ChatCompletionRequest):
-            text = self._tokenizer.render_chat([message.rendered() for message in request.messages])
+            text = self._tokenizer.render_chat(
+                [message.rendered() for message in request.messages], request.chat_template_kwargs or {}
+            )
             token_ids = self._tokenizer.encode(text, special_tokens=False)
         elif isinstance(request.prompt, str):
             token_ids = self._tokenizer.encode(request.prompt, special_tokens=True)

@@ -1,7 +1,8 @@
 """The checkpoint as the gateway sees it: its tokenizer, chat template, vocabulary, stop tokens and context."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,8 @@ class CheckpointTokenizer:
         self.context_length = _positive_int(config, "max_position_embeddings", model_path)
         self.stop_token_ids = _eos_ids(_read_json(directory / "generation_config.json") or {}, config)
         self.has_chat_template = bool(getattr(self._tokenizer, "chat_template", None))
+        self._reserved_variables = {"messages", *signature(self._tokenizer.apply_chat_template).parameters}
+        self._reserved_variables |= self._tokenizer.special_tokens_map.keys()
         added = self._tokenizer.added_tokens_decoder
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
 
@@ -45,12 +48,20 @@ class CheckpointTokenizer:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special_tokens)
         return ids
 
-    def render_chat(self, messages: Sequence[dict[str, str]]) -> str:
-        """The prompt that the chat template makes of a conversation. Raises ApiError if the template refuses it."""
+    def render_chat(self, messages: Sequence[dict[str, str]], variables: Mapping[str, object]) -> str:
+        """The prompt that the chat template makes of a conversation. Raises ApiError if the template refuses it.
+
+        variables: what the template may ask for beside the messages.
+        """
         if not self.has_chat_template:
             raise ApiError(400, "this model has no chat template: use /v1/completions", param="messages")
+        if reserved := variables.keys() & self._reserved_variables:
+            name = min(reserved)
+            raise ApiError(400, f"chat_template_kwargs: {name} cannot be set", param="chat_template_kwargs")
         try:
-            text: str = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+            text: str = self._tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=True, **variables
+            )
         except TemplateError as error:
             raise ApiError(400, f"messages: the chat template refused them: {error}", param="messages") from error
         return text

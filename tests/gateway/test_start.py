@@ -50,7 +50,7 @@ def test_model_without_a_chat_template(tmp_path: Path) -> None:
     tokenizer = CheckpointTokenizer(str(directory))
     assert not tokenizer.has_chat_template
     with pytest.raises(ApiError, match="use /v1/completions"):
-        tokenizer.render_chat([{"role": "user", "content": "hi"}])
+        tokenizer.render_chat([{"role": "user", "content": "hi"}], {})
 
 
 def test_stop_tokens_come_from_the_generation_config_first(tmp_path: Path) -> None:
