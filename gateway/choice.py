@@ -11,11 +11,15 @@ from transfer.messages import FinishReason, Token
 
 @dataclass(frozen=True)
 class Delta:
-    """What one step adds to an answer. The text of a token may come with a later delta than its id."""
+    """What one step adds to an answer. The text of a token may come with a later delta than its id.
+
+    `begins`: as of a Step.
+    """
 
     text: str
     tokens: tuple[Token, ...]
     finish_reason: FinishReason | None
+    begins: bool = False
 
 
 class Choice:
@@ -34,10 +38,10 @@ class Choice:
                 continue
             text += self._matcher.push(self._detokenizer.push(token.token_id))
             if self._matcher.matched:
-                return Delta(text, step.tokens[:count], "stop")
+                return Delta(text, step.tokens[:count], "stop", step.begins)
         if step.finish_reason is None:
-            return Delta(text, step.tokens, None)
+            return Delta(text, step.tokens, None, step.begins)
         text += self._matcher.push(self._detokenizer.finish())
         if self._matcher.matched:
-            return Delta(text, step.tokens, "stop")
-        return Delta(text + self._matcher.finish(), step.tokens, step.finish_reason)
+            return Delta(text, step.tokens, "stop", step.begins)
+        return Delta(text + self._matcher.finish(), step.tokens, step.finish_reason, step.begins)

@@ -92,14 +92,24 @@ class Completer:
                 *(() if request.ignore_eos else self._tokenizer.stop_token_ids),
                 *(request.stop_token_ids or ()),
             ),
+            streams=bool(request.stream),
             arrived=arrived,
             deadline=arrived + self._request_timeout,
         )
 
+    async def whole(self, job: Job, stops: Sequence[str]) -> list[Delta]:
+        """The answer at once, all of it from one node. Raises ApiError."""
+        answer: list[Delta] = []
+        async with aclosing(self.deltas(job, stops)) as deltas:
+            async for delta in deltas:
+                if delta.begins:
+                    answer.clear()
+                answer.append(delta)
+        return answer
+
     async def deltas(self, job: Job, stops: Sequence[str]) -> AsyncGenerator[Delta, None]:
         """The answer, piece by piece. Raises ApiError. Closing it early cancels the request."""
         account = _Account(self._metrics, job.arrived)
-        choice = Choice(self._tokenizer, stops, job.stop_token_ids)
         log.info(
             "request arrived",
             request_id=job.request_id,
@@ -109,6 +119,9 @@ class Completer:
         try:
             async with aclosing(self._client.stream(job)) as steps:
                 async for step in steps:
+                    if step.begins:
+                        choice = Choice(self._tokenizer, stops, job.stop_token_ids)
+                        account.tokens = 0
                     delta = choice.push(step)
                     account.add(len(delta.tokens))
                     if delta.finish_reason is not None:

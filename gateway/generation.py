@@ -1,8 +1,10 @@
 """One request's life between the gateway and the decode nodes.
 
-A request is offered to one decode node at a time. While no token of it has arrived, a node that refuses it, dies or
-falls silent is passed over for the next; afterwards its failure is the request's failure, since the tokens may be with
-the client already. Whatever way a request ends here, a node that may still be working on it is told to stop.
+A request is offered to one decode node at a time. While its client has got no token of it, a node that refuses it, dies
+or falls silent is passed over for the next, which begins anew; after that its failure is the request's failure.
+Whatever way a request ends here, a node that may still be working on it is told to stop.
+
+What nodes give as reasons is for the log: clients learn what kind of failure it was, and the request's id.
 """
 
 import asyncio
@@ -44,6 +46,8 @@ class Job:
     max_new_tokens: int
     sampling: Sampling
     stop_token_ids: tuple[int, ...]
+    streams: bool
+    """Whether its client gets tokens as they come, rather than all of them at the end."""
     arrived: float
     deadline: float
 
@@ -54,10 +58,14 @@ class Job:
 
 @dataclass(frozen=True)
 class Step:
-    """New tokens in order, none twice. The last step has a finish reason."""
+    """New tokens in order, none twice. The last step has a finish reason.
+
+    `begins`: the answer begins with this step; what came before it was of a node that failed, and counts no more.
+    """
 
     tokens: tuple[Token, ...]
     finish_reason: FinishReason | None
+    begins: bool
 
 
 class _NodeFailed(Exception):
@@ -107,14 +115,21 @@ class _Attempt:
     def _step(self, output: Output) -> Step:
         match output.finish_reason:
             case "error":
-                raise ApiError(500, f"the request failed at its decode node: {output.error or 'no reason given'}")
+                log.error(
+                    "decode node ended a request with an error",
+                    request_id=output.request_id,
+                    node=self.node.address,
+                    reason=output.error,
+                )
+                raise _failed("the request failed at its decode node", self.job)
             case "abort":
                 raise _NodeFailed(f"aborted by its decode node: {output.error or 'no reason given'}")
         if output.start > self.received:
-            raise ApiError(500, f"tokens {self.received} to {output.start - 1} were lost on the way; try again")
+            raise _failed(f"tokens {self.received} to {output.start - 1} were lost on the way", self.job)
         tokens = output.tokens[self.received - output.start :]
+        begins = self.received == 0
         self.received += len(tokens)
-        return Step(tokens, output.finish_reason)
+        return Step(tokens, output.finish_reason, begins)
 
 
 class DecodeClient:
@@ -160,8 +175,8 @@ class DecodeClient:
                     reason=str(failure),
                     tokens=attempt.received,
                 )
-                if attempt.received:
-                    raise ApiError(500, f"the request was lost at its decode node: {failure}") from failure
+                if attempt.received and job.streams:
+                    raise _failed("the request was lost at its decode node", job) from failure
                 refusals[attempt.node.boot_id] = failure.rejected if isinstance(failure, _Refused) else None
             finally:
                 self._end(attempt)
@@ -176,7 +191,7 @@ class DecodeClient:
                 self._stop_cancelling(message.request_id, sender)
                 if attempt := self._attempt(message.request_id, sender):
                     attempt.over = True
-                    attempt.fail(_refusal(message))
+                    attempt.fail(_refusal(message, attempt))
             case Outputs():
                 for output in message.outputs:
                     self._deliver_output(sender, output)
@@ -245,7 +260,7 @@ class DecodeClient:
             soonest = min(refusal.retry_after for refusal in full)
             return ApiError(
                 429,
-                f"all decode nodes are full: {full[0].reason}",
+                "all decode nodes are full; try again later",
                 code="queue_full",
                 retry_after=max(1, math.ceil(soonest)),
             )
@@ -289,10 +304,20 @@ class DecodeClient:
         return now - max(attempt.started, heard or 0.0) > SILENT_AFTER_S
 
 
-def _refusal(rejected: Rejected) -> Exception:
-    if rejected.code == "too_long":
-        return context_length_exceeded(rejected.reason)
-    return _Refused(rejected)
+def _refusal(rejected: Rejected, attempt: _Attempt) -> Exception:
+    if rejected.code != "too_long":
+        return _Refused(rejected)
+    log.warning(
+        "decode node cannot hold a request",
+        request_id=rejected.request_id,
+        node=attempt.node.address,
+        reason=rejected.reason,
+    )
+    return context_length_exceeded(f"the request is too long for its decode node (request {rejected.request_id})")
+
+
+def _failed(what: str, job: Job) -> ApiError:
+    return ApiError(500, f"{what} (request {job.request_id}); try again")
 
 
 def _generate_key(request_id: str, node: Peer) -> tuple[str, str, str]:

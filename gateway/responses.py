@@ -28,6 +28,7 @@ class ResponseFormat(ABC):
         token_ids: bool,
         include_usage: bool,
     ) -> None:
+        self.request_id = request_id
         self._head: Json = {"id": request_id, "created": int(time.time()), "model": model}
         self._prompt_tokens = prompt_tokens
         self._completion_tokens = 0

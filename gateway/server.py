@@ -4,7 +4,6 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
-from contextlib import aclosing
 from typing import Any
 
 import structlog
@@ -84,12 +83,11 @@ class OpenAiServer:
             token_ids=bool(request.return_token_ids),
             include_usage=request.include_usage,
         )
+        if not request.stream:
+            return JSONResponse(answer.whole(await self._completer.whole(job, request.stops)))
         deltas = self._completer.deltas(job, request.stops)
-        if request.stream:
-            first = await anext(deltas)
-            return EventStream(_events(answer, first, deltas), deltas)
-        async with aclosing(deltas):
-            return JSONResponse(answer.whole([delta async for delta in deltas]))
+        first = await anext(deltas)
+        return EventStream(_events(answer, first, deltas), deltas)
 
     def _check_model(self, model: str | None) -> None:
         if model is not None and model != self._model:
@@ -140,8 +138,8 @@ async def _events(answer: ResponseFormat, first: Delta, rest: AsyncIterator[Delt
     except ApiError as error:
         yield _event(error.body())
     except Exception:
-        log.exception("a stream failed")
-        yield _event(ApiError(500, "internal error").body())
+        log.exception("a stream failed", request_id=answer.request_id)
+        yield _event(ApiError(500, f"internal error (request {answer.request_id})").body())
     yield "data: [DONE]\n\n"
 
 

@@ -6,11 +6,14 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
+import structlog
 from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
 from gateway.errors import ApiError
 from service.errors import StartupError
+
+log = structlog.get_logger(__name__)
 
 
 class CheckpointTokenizer:
@@ -64,6 +67,9 @@ class CheckpointTokenizer:
             )
         except TemplateError as error:
             raise ApiError(400, f"messages: the chat template refused them: {error}", param="messages") from error
+        except Exception as error:  # an expression of the template, which these messages and variables do not suit
+            log.warning("the chat template failed", error=repr(error))
+            raise ApiError(400, "messages: the chat template cannot render them", param="messages") from error
         return text
 
     def decode(self, token_ids: Sequence[int]) -> str:

@@ -11,7 +11,7 @@ import pytest
 import zmq
 
 from tests.gateway.fakes import CONTEXT, IDENTITY, MODEL, FakeDecodeNode, FakeNode, RunningGateway, wait_until
-from transfer.messages import Output, Token
+from transfer.messages import FinishReason, Output, Token
 
 StartDecode = Callable[..., FakeDecodeNode]
 
@@ -159,6 +159,40 @@ def test_decode_node_silent_before_the_first_token(
     assert isinstance(results[0], httpx.Response)
     assert results[0].status_code == 200
     assert len(other.generated) == 1
+
+
+def test_an_answer_that_does_not_stream_begins_anew_at_another_node(
+    decode: FakeDecodeNode, start_decode: StartDecode, http: httpx.Client
+) -> None:
+    decode.hold_after = 2
+    thread, results = in_background(lambda: http.post("/v1/completions", json=body(max_tokens=5, seed=7)))
+    wait_until(lambda: 'requests{state="running"} 1.0' in http.get("/metrics").text)
+    decode.die()
+    other = start_decode(port=decode.port)
+    thread.join()
+    assert isinstance(results[0], httpx.Response)
+    answer = results[0].json()
+    assert answer["choices"][0]["text"] == "abcab"
+    assert answer["usage"]["completion_tokens"] == 5
+    assert other.generated == decode.generated, "the same request, seed and all"
+    assert 'requests_finished_total{reason="length"} 1.0' in http.get("/metrics").text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("finish_reason", ["error", "abort"])
+def test_clients_do_not_learn_what_went_wrong_inside(
+    decode: FakeDecodeNode, http: httpx.Client, stream: bool, finish_reason: FinishReason
+) -> None:
+    reason = "prefill node 10.0.0.7:8011 is silent"
+    decode.chunks = [[97]]
+    decode.extra_outputs = [Output(request_id="-", start=1, finish_reason=finish_reason, error=reason)]
+    answer = http.post("/v1/completions", json=body(stream=stream))
+    assert "10.0.0.7" not in answer.text
+    assert decode.me.address not in answer.text
+    if stream or finish_reason == "error":
+        assert f"at its decode node (request {decode.generated[0].request_id})" in answer.text
+    else:
+        assert answer.status_code == 503
 
 
 def test_decode_node_dies_after_the_first_token(
