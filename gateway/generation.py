@@ -115,7 +115,7 @@ class _Attempt:
     def _step(self, output: Output) -> Step:
         match output.finish_reason:
             case "error":
-                log.error(
+                log.warning(
                     "decode node ended a request with an error",
                     request_id=output.request_id,
                     node=self.node.address,
