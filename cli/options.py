@@ -157,7 +157,15 @@ MaxBodyMib = Annotated[
     int | None,
     typer.Option(
         min=1,
-        help="Largest request body in MiB; beyond it 413. Default: 64 bytes per token of the context, at least 4 MiB.",
+        help="Largest request body in MiB; beyond it 413. Default: 16 bytes per token of the context, at least 1 MiB.",
+    ),
+]
+MaxTotalBodyMib = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        help="MiB of bodies that the gateway holds at a time, a prompt token counting at least 8 bytes; "
+        "beyond it clients get 429.",
     ),
 ]
 MaxConcurrentRequests = Annotated[

@@ -107,6 +107,11 @@ class GenerationRequest(BaseModel, ABC):
         if self.stream_options is not None:
             refuse(self.stream_options.model_extra or {}, OF_STREAMS, "stream_options.")
 
+    @property
+    def token_ids(self) -> list[int]:
+        """The prompt, where it came as token ids."""
+        return []
+
     def requested_tokens(self) -> int | None:
         return self.max_tokens
 
@@ -165,7 +170,6 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def token_ids(self) -> list[int]:
-        """The prompt, where it came as token ids."""
         return self.prompt if isinstance(self.prompt, list) else []
 
     def default_tokens(self, room: int) -> int:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from gateway.errors import ApiError, context_length_exceeded, unavailable
+from gateway.errors import ApiError, context_length_exceeded, timed_out, unavailable
 from gateway.registry import SILENT_AFTER_S, NodeRegistry
 from transfer.control import ControlPlane
 from transfer.messages import (
@@ -207,7 +207,7 @@ class DecodeClient:
             swept = now
             for attempt in self._attempts.values():
                 if now > attempt.job.deadline:
-                    attempt.fail(ApiError(504, "the request took longer than this gateway allows", code="timeout"))
+                    attempt.fail(timed_out())
                 elif self._registry.replaced(attempt.node):
                     attempt.fail(_NodeFailed("the decode node was restarted"))
                 elif not stopped and self._silent(attempt, now):

@@ -13,11 +13,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from gateway.api import ChatCompletionRequest, CompletionRequest, parse
+from gateway.api import ChatCompletionRequest, CompletionRequest
 from gateway.choice import Delta
-from gateway.completer import Completer
+from gateway.completer import Asked, Completer
 from gateway.errors import ApiError
-from gateway.guard import error_response
+from gateway.guard import Hold, error_response
 from gateway.responses import ChatFormat, CompletionFormat, ResponseFormat
 
 log = structlog.get_logger(__name__)
@@ -59,19 +59,21 @@ class OpenAiServer:
         return JSONResponse(self._model_card())
 
     async def _completions(self, request: Request) -> Response:
-        parsed = parse(CompletionRequest, await request.body())
-        return await _unless_client_leaves(request, self._answer(parsed, CompletionFormat))
+        return await self._answer(request, CompletionRequest, CompletionFormat)
 
     async def _chat_completions(self, request: Request) -> Response:
-        parsed = parse(ChatCompletionRequest, await request.body())
-        return await _unless_client_leaves(request, self._answer(parsed, ChatFormat))
+        return await self._answer(request, ChatCompletionRequest, ChatFormat)
 
-    async def _answer(
-        self, request: CompletionRequest | ChatCompletionRequest, format_kind: type[ResponseFormat]
+    async def _answer(self, http: Request, kind: type[Asked], format_kind: type[ResponseFormat]) -> Response:
+        body = await http.body()
+        return await _unless_client_leaves(http, self._generate(body, kind, format_kind, http.scope["hold"]))
+
+    async def _generate(
+        self, body: bytes, kind: type[Asked], format_kind: type[ResponseFormat], hold: Hold
     ) -> Response:
         """The whole answer, or a stream once its first tokens are there: until then an error has an HTTP status."""
-        self._check_model(request.model)
-        job = await self._completer.job(request)
+        request, job = await self._completer.job(body, kind, self._check_model)
+        hold.prompt(len(job.prompt_ids))
         if refusal := self._refusal():
             raise refusal
         answer = format_kind(

@@ -19,8 +19,7 @@ log = structlog.get_logger(__name__)
 class CheckpointTokenizer:
     """Text to token ids and back.
 
-    `encode` and `render_chat` belong to one thread (the library's tokenizers are not reentrant); `decode` is called
-    from the event loop.
+    Any thread may call it: what would change the library's tokenizer, and is not safe, happens in the constructor.
     """
 
     def __init__(self, model_path: str) -> None:

@@ -223,6 +223,52 @@ def test_deadline(start_gateway: Callable[..., RunningGateway], http: httpx.Clie
     prefill.die()
 
 
+class SlowTokenizer:
+    """Takes until told to go on with prompts of more than 64 KiB."""
+
+    def __init__(self, gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch) -> None:
+        tokenizer = gateway.gateway._completer._tokenizer
+        encode = tokenizer.encode
+        self.busy = threading.Semaphore(0)
+        self.go_on = threading.Event()
+
+        def slow(text: str, *, special_tokens: bool) -> list[int]:
+            if len(text) > 64 << 10:
+                self.busy.release()
+                assert self.go_on.wait(timeout=20)
+            return encode(text, special_tokens=special_tokens)
+
+        monkeypatch.setattr(tokenizer, "encode", slow)
+
+
+def test_prompts_that_take_long_to_tokenize_delay_no_small_ones(
+    gateway: RunningGateway, decode: FakeDecodeNode, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = SlowTokenizer(gateway, monkeypatch)
+    huge = [
+        in_background(lambda: httpx.post(f"{gateway.url}/v1/completions", json=body(prompt="a" * 70_000), timeout=20))
+        for _ in range(4)
+    ]
+    assert tokenizer.busy.acquire(timeout=20)
+    assert tokenizer.busy.acquire(timeout=20), "two at a time"
+    assert http.post("/v1/completions", json=body()).status_code == 200
+    tokenizer.go_on.set()
+    for thread, results in huge:
+        thread.join()
+        assert isinstance(results[0], httpx.Response)
+        assert results[0].json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_the_request_timeout_covers_tokenizing(
+    start_gateway: Callable[..., RunningGateway], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hasty = start_gateway(request_timeout=0.3)
+    tokenizer = SlowTokenizer(hasty, monkeypatch)
+    answer = httpx.post(f"{hasty.url}/v1/completions", json=body(prompt="a" * 70_000))
+    tokenizer.go_on.set()
+    assert (answer.status_code, answer.json()["error"]["code"]) == (504, "timeout")
+
+
 def test_stopping_gateway_cancels_what_is_in_flight(
     gateway: RunningGateway, decode: FakeDecodeNode, http: httpx.Client
 ) -> None:
