@@ -13,11 +13,12 @@ from transfer.messages import FinishReason, Token
 class Delta:
     """What one step adds to an answer. The text of a token may come with a later delta than its id.
 
-    `begins`: as of a Step.
+    `offsets`: where in the whole answer's text each token begins, a stop string included. `begins`: as of a Step.
     """
 
     text: str
     tokens: tuple[Token, ...]
+    offsets: tuple[int, ...]
     finish_reason: FinishReason | None
     begins: bool = False
 
@@ -29,19 +30,27 @@ class Choice:
         self._detokenizer = Detokenizer(tokenizer.decode, tokenizer.skips)
         self._matcher = StopMatcher(stops)
         self._stop_token_ids = frozenset(stop_token_ids)
+        self._length = 0
+        """Characters that the detokenizer has given."""
 
     def push(self, step: Step) -> Delta:
         """The step's text and tokens, cut after the token that completed a stop string."""
         text = ""
-        for count, token in enumerate(step.tokens, start=1):
-            if token.token_id in self._stop_token_ids:
-                continue
-            text += self._matcher.push(self._detokenizer.push(token.token_id))
+        offsets: list[int] = []
+        for token in step.tokens:
+            offsets.append(self._length)
+            if token.token_id not in self._stop_token_ids:
+                text += self._match(self._detokenizer.push(token.token_id))
             if self._matcher.matched:
-                return Delta(text, step.tokens[:count], "stop", step.begins)
-        if step.finish_reason is None:
-            return Delta(text, step.tokens, None, step.begins)
-        text += self._matcher.push(self._detokenizer.finish())
+                break
+        finish_reason = step.finish_reason
+        if finish_reason is not None and not self._matcher.matched:
+            text += self._match(self._detokenizer.finish())
+            text += self._matcher.finish()
         if self._matcher.matched:
-            return Delta(text, step.tokens, "stop", step.begins)
-        return Delta(text + self._matcher.finish(), step.tokens, step.finish_reason, step.begins)
+            finish_reason = "stop"
+        return Delta(text, step.tokens[: len(offsets)], tuple(offsets), finish_reason, step.begins)
+
+    def _match(self, text: str) -> str:
+        self._length += len(text)
+        return self._matcher.push(text)

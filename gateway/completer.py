@@ -74,7 +74,7 @@ class Completer:
         context_length: int,
         request_timeout: float,
     ) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._client = client
         self._registry = registry
         self._metrics = metrics
@@ -87,9 +87,6 @@ class Completer:
     def capacity(self) -> Capacity:
         """The largest request that is taken now."""
         return self._registry.capacity(self._context_length, time.monotonic())
-
-    def piece(self, token_id: int) -> str:
-        return self._tokenizer.piece(token_id)
 
     async def job(self, body: bytes, kind: type[Asked], check_model: Callable[[str | None], None]) -> tuple[Asked, Job]:
         """Parse, check and tokenize a request. Raises ApiError if it is none, or one that the model cannot take.
@@ -117,7 +114,7 @@ class Completer:
             max_new_tokens=max_new_tokens,
             sampling=request.sampling(),
             stop_token_ids=(
-                *(() if request.ignore_eos else self._tokenizer.stop_token_ids),
+                *(() if request.ignore_eos else self.tokenizer.stop_token_ids),
                 *(request.stop_token_ids or ()),
             ),
             streams=bool(request.stream),
@@ -148,7 +145,7 @@ class Completer:
             async with aclosing(self._client.stream(job)) as steps:
                 async for step in steps:
                     if step.begins:
-                        choice = Choice(self._tokenizer, stops, job.stop_token_ids)
+                        choice = Choice(self.tokenizer, stops, job.stop_token_ids)
                         account.tokens = 0
                     delta = choice.push(step)
                     account.add(len(delta.tokens))
@@ -188,15 +185,15 @@ class Completer:
 
     def _prompt_ids(self, request: Asked) -> list[int]:
         if isinstance(request, ChatCompletionRequest):
-            text = self._tokenizer.render_chat(
+            text = self.tokenizer.render_chat(
                 [message.rendered() for message in request.messages], request.chat_template_kwargs or {}
             )
-            token_ids = self._tokenizer.encode(text, special_tokens=False)
+            token_ids = self.tokenizer.encode(text, special_tokens=False)
         elif isinstance(request.prompt, str):
-            token_ids = self._tokenizer.encode(request.prompt, special_tokens=True)
+            token_ids = self.tokenizer.encode(request.prompt, special_tokens=True)
         else:
             token_ids = request.token_ids
-            check_token_ids(token_ids, self._tokenizer.vocab_size)
+            check_token_ids(token_ids, self.tokenizer.vocab_size)
         if not token_ids:
             raise ApiError(400, "the prompt has no tokens: expected at least one", param="prompt")
         return token_ids

@@ -80,7 +80,7 @@ class OpenAiServer:
             job.request_id,
             self._model,
             len(job.prompt_ids),
-            self._completer.piece,
+            self._completer.tokenizer,
             logprobs=job.sampling.top_logprobs is not None,
             token_ids=bool(request.return_token_ids),
             include_usage=request.include_usage,

@@ -11,6 +11,7 @@ from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
 from gateway.errors import ApiError
+from gateway.token_bytes import TokenBytes
 from service.errors import StartupError
 
 log = structlog.get_logger(__name__)
@@ -43,6 +44,7 @@ class CheckpointTokenizer:
         self.has_chat_template = bool(getattr(self._tokenizer, "chat_template", None))
         self._reserved_variables = {"messages", *signature(self._tokenizer.apply_chat_template).parameters}
         self._reserved_variables |= self._tokenizer.special_tokens_map.keys()
+        self._token_bytes = TokenBytes(self._tokenizer)
         added = self._tokenizer.added_tokens_decoder
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
 
@@ -86,6 +88,10 @@ class CheckpointTokenizer:
         """One token on its own, special or not, as log probabilities name it."""
         text: str = self._tokenizer.decode([token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
+
+    def piece_bytes(self, token_id: int) -> bytes:
+        """The bytes of one token, which may be part of a character: those of an answer's tokens make up its text."""
+        return self._token_bytes.of(token_id, self.piece(token_id))
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

@@ -227,7 +227,7 @@ class SlowTokenizer:
     """Takes until told to go on with prompts of more than 64 KiB."""
 
     def __init__(self, gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch) -> None:
-        tokenizer = gateway.gateway._completer._tokenizer
+        tokenizer = gateway.gateway._completer.tokenizer
         encode = tokenizer.encode
         self.busy = threading.Semaphore(0)
         self.go_on = threading.Event()

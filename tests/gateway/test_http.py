@@ -191,6 +191,29 @@ def test_chat_logprobs(client: openai.OpenAI) -> None:
     assert [entry.token for entry in logprobs.content[0].top_logprobs] == ["u", "v"]
 
 
+def test_the_bytes_of_tokens_make_up_the_text(client: openai.OpenAI, decode: FakeDecodeNode) -> None:
+    decode.chunks = [[byte] for byte in "a你🙂\n b".encode()] + [[EOS]]
+    answer = client.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": "a"}], logprobs=True, extra_body={"ignore_eos": True}
+    )
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.content is not None
+    *own, eos = [bytes(entry.bytes or []) for entry in logprobs.content]
+    assert b"".join(own).decode() == answer.choices[0].message.content == "a你🙂\n b"
+    assert eos == b"<eos>"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_text_offsets_are_places_in_the_text(client: openai.OpenAI, decode: FakeDecodeNode, stream: bool) -> None:
+    decode.chunks = [list("a你".encode()), list("🙂bEN".encode()), list(b"D")]
+    answer: Any = client.completions.create(model=MODEL, prompt="x", logprobs=0, stop="END", stream=stream)
+    parts = [part.choices[0] for part in answer] if stream else [answer.choices[0]]
+    assert "".join(part.text for part in parts) == "a你🙂b"
+    offsets = [offset for part in parts for offset in part.logprobs.text_offset]
+    assert offsets == [0, 1, 1, 1, 2, 2, 2, 2, 3, *([4, 5, 6] if stream else [4, 4, 4])]
+
+
 def test_stop_token_is_counted_but_not_shown(client: openai.OpenAI, decode: FakeDecodeNode) -> None:
     decode.chunks = [[104], [105, EOS], [106]]
     answer = client.completions.create(model=MODEL, prompt="x")
