@@ -1,6 +1,6 @@
 """`hisparse-pd`: reads flags once into a typed configuration and starts a process.
 
-Commands import what they run only when they run it, so that the gateway never loads torch and --help is quick.
+Commands import what they run only when they run it, so that --help is quick and each process loads what it needs.
 """
 
 import sys

@@ -107,7 +107,6 @@ class Gateway:
         self.metrics = Metrics()
         keys = ApiKeys(config.api_keys, config.api_key_file) if config.api_keys or config.api_key_file else None
         tls = server_tls(config.ssl_certfile, config.ssl_keyfile)
-        self.registry = NodeRegistry()
         self.lifecycle = Lifecycle(config.drain_timeout)
         check_clients(config.host, keys is not None, config.insecure)
         check_processes("--control-host", config.control_host, config.key_dir, config.insecure)
@@ -116,6 +115,7 @@ class Gateway:
             tokenizer = CheckpointTokenizer(config.model_path)
             context_length = _context_length(config, tokenizer)
             limits = _request_limits(config, context_length)
+            self.registry = NodeRegistry(tokenizer.identity)
             self.control = ControlPlane(
                 "gateway",
                 config.control_host,

@@ -8,7 +8,7 @@ messages go out as return values.
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from transfer.messages import Heartbeat, HeartbeatAck, Peer, Refused, Register, Registered, Role
+from transfer.messages import CheckpointIdentity, Heartbeat, HeartbeatAck, Peer, Refused, Register, Registered, Role
 
 SILENT_AFTER_S = 3.0
 FORGOTTEN_AFTER_S = 60.0
@@ -46,7 +46,9 @@ class Capacity:
 class NodeRegistry:
     """Known nodes by address. Not thread safe: the gateway's event loop owns it."""
 
-    def __init__(self) -> None:
+    def __init__(self, checkpoint: CheckpointIdentity | None = None) -> None:
+        """`checkpoint`: this gateway's own, which nodes must have too."""
+        self._checkpoint = checkpoint
         self._nodes: dict[str, Node] = {}
 
     def register(self, peer: Peer, offer: Register, now: float) -> Registered | Refused:
@@ -172,7 +174,7 @@ class NodeRegistry:
         return [node for node in self._live(now, "decode") if node.ready and (prefill or node.offer.local_prefill)]
 
     def _conflict(self, peer: Peer, offer: Register, now: float) -> str:
-        """In what the offer differs from a live node, or an empty string."""
+        """In what the offer differs from a live node or from this gateway, or an empty string."""
         for other in self._nodes.values():
             if other.peer.address == peer.address or not other.live(now):
                 continue
@@ -181,6 +183,9 @@ class NodeRegistry:
                 differences = _no_common_transport(offer, other.offer)
             if differences:
                 return f"{differences} of {other.offer.role} node {other.peer.address}"
+        if self._checkpoint is not None and offer.checkpoint is not None:
+            differences = offer.checkpoint.differences(self._checkpoint)
+            return f"{differences} of this gateway" if differences else ""
         return ""
 
     def _forget_silent(self, now: float) -> None:

@@ -1,6 +1,5 @@
 """The checkpoint as the gateway sees it: its tokenizer, chat template, vocabulary, stop tokens and context."""
 
-import json
 from collections.abc import Mapping, Sequence
 from inspect import signature
 from pathlib import Path
@@ -12,6 +11,8 @@ from transformers import AutoTokenizer
 
 from gateway.errors import ApiError
 from gateway.token_bytes import TokenBytes
+from model.checkpoint import read_json
+from service.checkpoint import identify, positive_int
 from service.errors import StartupError
 
 log = structlog.get_logger(__name__)
@@ -28,9 +29,7 @@ class CheckpointTokenizer:
         directory = Path(model_path)
         if not directory.is_dir():
             raise StartupError(f"--model-path {model_path}: no such directory; give a Hugging Face checkpoint")
-        config = _read_json(directory / "config.json")
-        if config is None:
-            raise StartupError(f"--model-path {model_path}: no config.json; give a Hugging Face checkpoint")
+        config = read_json(directory / "config.json")
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
             # The first call may change the tokenizer's truncation settings; no later one does.
@@ -38,9 +37,11 @@ class CheckpointTokenizer:
         except Exception as error:
             first_line = (str(error).splitlines() or [type(error).__name__])[0]
             raise StartupError(f"--model-path {model_path}: cannot load its tokenizer: {first_line}") from error
-        self.vocab_size = _positive_int(config, "vocab_size", model_path)
-        self.context_length = _positive_int(config, "max_position_embeddings", model_path)
-        self.stop_token_ids = _eos_ids(_read_json(directory / "generation_config.json") or {}, config)
+        self.identity = identify(directory)
+        self.vocab_size = self.identity.vocab_size
+        self.context_length = positive_int(config, "max_position_embeddings", directory)
+        generation = directory / "generation_config.json"
+        self.stop_token_ids = _eos_ids(read_json(generation) if generation.is_file() else {}, config)
         self.has_chat_template = bool(getattr(self._tokenizer, "chat_template", None))
         self._reserved_variables = {"messages", *signature(self._tokenizer.apply_chat_template).parameters}
         self._reserved_variables |= self._tokenizer.special_tokens_map.keys()
@@ -92,25 +93,6 @@ class CheckpointTokenizer:
     def piece_bytes(self, token_id: int) -> bytes:
         """The bytes of one token, which may be part of a character: those of an answer's tokens make up its text."""
         return self._token_bytes.of(token_id, self.piece(token_id))
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise StartupError(f"cannot read {path}: {error}") from error
-    if not isinstance(content, dict):
-        raise StartupError(f"cannot read {path}: expected a JSON object, found {type(content).__name__}")
-    return content
-
-
-def _positive_int(config: dict[str, Any], key: str, model_path: str) -> int:
-    value = config.get(key)
-    if not isinstance(value, int) or value < 1:
-        raise StartupError(f"{model_path}/config.json: {key} must be a positive integer, found {value!r}")
-    return value
 
 
 def _eos_ids(*configs: dict[str, Any]) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ from prefill_node.pool import PagedKVPool
 from prefill_node.ring import SendRings
 from prefill_node.sender import Sender, Surroundings
 from prefill_node.source import DeviceSource, HostSource
+from service.checkpoint import identify
 from service.config import NodeConfig
 from service.errors import StartupError
 from service.logs import configure_logging
@@ -50,6 +51,7 @@ def run_prefill_node(config: PrefillConfig) -> None:
     device = config.use_device()
     dtype = resolve_dtype(config.model_path, config.dtype)
     spec = read_spec(config.model_path, dtype, config.context_length)
+    checkpoint = identify(config.model_path)
     backend = choose_backend(config.attention_backend, device, spec)
     shell: NodeShell[Computed | Sent] = NodeShell("prefill", config)
     sender = None
@@ -88,6 +90,7 @@ def run_prefill_node(config: PrefillConfig) -> None:
                 transports=offer.transports,
                 page_size=config.page_size,
                 max_request_tokens=offer.max_tokens,
+                checkpoint=checkpoint,
             ),
             heartbeat=lambda via: Heartbeat(
                 via=via, ready=True, queued_tokens=node.queued_tokens, running_requests=node.num_entries

@@ -53,6 +53,25 @@ class ModelIdentity(Part):
         )
 
 
+class CheckpointIdentity(Part):
+    """What a gateway, which has no weights, and a node must agree on: the same ids must mean the same text to both.
+
+    Digests of config.json and tokenizer.json; one is empty where the process has no such file, and then says nothing.
+    """
+
+    vocab_size: UInt
+    config: Annotated[str, Field(max_length=128)]
+    tokenizer: Annotated[str, Field(max_length=128)] = ""
+
+    def differences(self, other: "CheckpointIdentity") -> str:
+        """The fields in which the two differ, with both values, or an empty string."""
+        return ", ".join(
+            f"{name} {mine} != {theirs}"
+            for name in CheckpointIdentity.model_fields
+            if (mine := getattr(self, name)) != (theirs := getattr(other, name)) and "" not in (mine, theirs)
+        )
+
+
 class BufferInfo(Part):
     """One registered buffer per layer: base address, length and bytes per item."""
 
@@ -120,6 +139,7 @@ class Register(Message):
     page_size: UInt
     max_request_tokens: UInt
     local_prefill: bool = False
+    checkpoint: CheckpointIdentity | None = None
 
 
 class Registered(Message):

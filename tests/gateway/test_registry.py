@@ -4,7 +4,7 @@ import pytest
 
 from gateway.registry import Capacity, NodeRegistry
 from tests.gateway.fakes import IDENTITY
-from transfer.messages import Heartbeat, Peer, Refused, Register, Registered
+from transfer.messages import CheckpointIdentity, Heartbeat, Peer, Refused, Register, Registered
 
 VIA = "gateway:1"
 
@@ -46,6 +46,22 @@ def test_another_dtype_is_refused_with_both_values(registry: NodeRegistry) -> No
         "prefill node 10.0.0.4:8001 refused: dtype torch.bfloat16 != torch.float32 of prefill node 10.0.0.1:8001"
     )
     assert registry.count("prefill", 0.0) == 1
+
+
+def test_a_node_of_another_checkpoint_than_the_gateways_is_refused_with_both_values() -> None:
+    own = CheckpointIdentity(vocab_size=100, config="c0", tokenizer="70")
+    registry = NodeRegistry(own)
+
+    def answer(**changes: object) -> Registered | Refused:
+        return registry.register(peer(1), offer(checkpoint=own.model_copy(update=changes)), 0.0)
+
+    assert isinstance(answer(), Registered)
+    assert isinstance(answer(tokenizer=""), Registered), "a node needs no tokenizer"
+    assert isinstance(registry.register(peer(2), offer(), 0.0), Registered), "an older release says nothing of it"
+    refused = answer(vocab_size=101, tokenizer="71")
+    assert isinstance(refused, Refused)
+    assert refused.reason.endswith("refused: vocab_size 101 != 100, tokenizer 71 != 70 of this gateway")
+    assert registry.count("decode", 0.0) == 1
 
 
 def test_another_transfer_protocol_is_refused_with_both_values(registry: NodeRegistry) -> None:

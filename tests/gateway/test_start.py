@@ -58,6 +58,8 @@ def test_stop_tokens_come_from_the_generation_config_first(tmp_path: Path) -> No
     assert CheckpointTokenizer(str(directory)).stop_token_ids == (EOS,)
     (directory / "generation_config.json").write_text('{"eos_token_id": [3, 4]}')
     assert CheckpointTokenizer(str(directory)).stop_token_ids == (3, 4)
+    (directory / "generation_config.json").write_text('{"eos_token_id": null}')
+    assert CheckpointTokenizer(str(directory)).stop_token_ids == (EOS,)
 
 
 def test_token_ids_that_the_tokenizer_lacks_are_no_text(checkpoint: Path) -> None:

@@ -60,7 +60,6 @@ def test_the_spec_describes_the_checkpoint(checkpoints: dict[str, Path]) -> None
         index_topk=64,
         vocab_size=261,
         context_length=8192,
-        eos_token_ids=(257,),
         dtype=torch.bfloat16,
         fingerprint=spec.fingerprint,
     )
@@ -77,16 +76,6 @@ def test_loading_gives_the_spec_and_the_dtype(checkpoint: Path) -> None:
 def test_sharded_weights_load(damaged: Path) -> None:
     shard(damaged)
     assert load_model(damaged, torch.float32, CPU).spec.num_layers == 5
-
-
-@pytest.mark.parametrize(("eos", "expected"), [(None, ()), (7, (7,)), ([7, 9], (7, 9))], ids=["none", "one", "several"])
-def test_the_generation_config_says_which_tokens_end_a_text(
-    damaged: Path, eos: object, expected: tuple[int, ...]
-) -> None:
-    (damaged / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
-    assert read_spec(damaged, torch.float32).eos_token_ids == expected
-    (damaged / "generation_config.json").unlink()
-    assert read_spec(damaged, torch.float32).eos_token_ids == (257,)
 
 
 @pytest.mark.parametrize("context_length", [0, -5, 8193])
