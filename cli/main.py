@@ -1,6 +1,6 @@
 """`hisparse-pd`: reads flags once into a typed configuration and starts a process.
 
-Commands import what they run only when they run it, so that the gateway never loads torch and --help is quick.
+Commands import what they run only when they run it, so that --help is quick and each process loads what it needs.
 """
 
 import sys
@@ -128,6 +128,7 @@ def gateway(
     ssl_certfile: opt.SslCertfile = None,
     ssl_keyfile: opt.SslKeyfile = None,
     max_body_mib: opt.MaxBodyMib = None,
+    max_total_body_mib: opt.MaxTotalBodyMib = 128,
     max_concurrent_requests: opt.MaxConcurrentRequests = 1024,
     header_timeout: opt.HeaderTimeout = 10.0,
     drain_timeout: opt.DrainTimeout = DRAIN_TIMEOUT_S,
@@ -156,6 +157,7 @@ def gateway(
             ssl_certfile=ssl_certfile,
             ssl_keyfile=ssl_keyfile,
             max_body_mib=max_body_mib,
+            max_total_body_mib=max_total_body_mib,
             max_concurrent_requests=max_concurrent_requests,
             header_timeout=header_timeout,
             drain_timeout=drain_timeout,
@@ -200,6 +202,7 @@ def serve(
     ssl_certfile: opt.SslCertfile = None,
     ssl_keyfile: opt.SslKeyfile = None,
     max_body_mib: opt.MaxBodyMib = None,
+    max_total_body_mib: opt.MaxTotalBodyMib = 128,
     max_concurrent_requests: opt.MaxConcurrentRequests = 1024,
     header_timeout: opt.HeaderTimeout = 10.0,
     drain_timeout: opt.DrainTimeout = DRAIN_TIMEOUT_S,
@@ -247,6 +250,7 @@ def serve(
             "--ssl-certfile": ssl_certfile,
             "--ssl-keyfile": ssl_keyfile,
             "--max-body-mib": max_body_mib,
+            "--max-total-body-mib": max_total_body_mib,
             "--max-concurrent-requests": max_concurrent_requests,
             "--header-timeout": header_timeout,
             "--drain-timeout": drain_timeout,

@@ -92,7 +92,8 @@ MemFractionStatic = Annotated[
 ChunkedPrefillSize = Annotated[int, typer.Option(help="Prompt tokens computed in one forward pass.")]
 PageSize = Annotated[int, typer.Option(help="Tokens per page of the prefill pool, or of a decode node's index keys.")]
 MaxTotalTokens = Annotated[
-    int | None, typer.Option(min=1, help="Size of the prefill KV pool in tokens; default: from memory.")
+    int | None,
+    typer.Option(min=1, help="Size of the prefill KV pool in tokens, at least one context; default: from memory."),
 ]
 Protocol = Annotated[
     TransferProtocol,
@@ -156,7 +157,15 @@ MaxBodyMib = Annotated[
     int | None,
     typer.Option(
         min=1,
-        help="Largest request body in MiB; beyond it 413. Default: 64 bytes per token of the context, at least 4 MiB.",
+        help="Largest request body in MiB; beyond it 413. Default: 16 bytes per token of the context, at least 1 MiB.",
+    ),
+]
+MaxTotalBodyMib = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        help="MiB of bodies that the gateway holds at a time, a prompt token counting at least 8 bytes; "
+        "beyond it clients get 429.",
     ),
 ]
 MaxConcurrentRequests = Annotated[

@@ -130,7 +130,7 @@ class DecodeNode:
         match message:
             case Generate():
                 if message.prefill_nodes:
-                    self._remote.nodes.learn(sender.address, message.prefill_nodes)
+                    self._remote.nodes.learn(sender.address, message.prefill_nodes, message.longest_prompts)
                 rejected = self._scheduler.add(message, sender)
                 self._control.send(sender, rejected or Accepted(request_id=message.request_id))
             case Cancel():
@@ -138,7 +138,7 @@ class DecodeNode:
             case PrefillAccepted() | PrefillDone() | PrefillFailed() | Quiesced() | NotHeld() | Pong():
                 self._scheduler.apply(self._remote.take(sender, message))
             case HeartbeatAck():
-                self._remote.nodes.learn(sender.address, message.prefill_nodes)
+                self._remote.nodes.learn(sender.address, message.prefill_nodes, message.longest_prompts)
                 self._remote.nodes.retire(*message.leaving)
             case Registered() | Refused():
                 pass

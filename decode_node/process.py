@@ -29,6 +29,7 @@ from model.spec import ModelSpec
 from prefill_node.chunked import ChunkedPrefill
 from prefill_node.convert import identity, kv_layout
 from prefill_node.pool import PagedKVPool
+from service.checkpoint import identify
 from service.config import NodeConfig
 from service.logs import configure_logging
 from service.memory import available_host_bytes, device_split, gib, pool_bytes
@@ -64,6 +65,7 @@ def run_decode_node(config: DecodeConfig) -> None:
     device = config.use_device()
     dtype = resolve_dtype(config.model_path, config.dtype)
     spec = read_spec(config.model_path, dtype, config.context_length)
+    checkpoint = identify(config.model_path)
     hisparse = parse_config(config.hisparse_config, spec.index_topk)
     backend = choose_backend(config.attention_backend, device, spec)
     with ExitStack() as at_end:
@@ -116,6 +118,7 @@ def run_decode_node(config: DecodeConfig) -> None:
                 page_size=config.page_size,
                 max_request_tokens=min(spec.context_length, coordinator.host.num_slots),
                 local_prefill=config.allow_local_prefill,
+                checkpoint=checkpoint,
             ),
             heartbeat=lambda via: Heartbeat(
                 via=via,

@@ -83,7 +83,7 @@ class RemotePrefill:
 
     def choose(self, request: Request) -> Peer | None:
         """The node to try next for a request, or None if there is none."""
-        return self.nodes.choose(request.generate.prefill_nodes, request.tried)
+        return self.nodes.choose(request.generate.prefill_nodes, request.tried, request.num_tokens)
 
     def dispatch(self, request: Request, node: Peer, slots: HostSlots) -> None:
         """Reserve the slots under a new epoch and ask the node to fill them."""

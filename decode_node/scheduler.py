@@ -134,7 +134,8 @@ class Scheduler:
             node = self._remote.choose(request)
             local = self._local if node is None and self._local and self._local.fits(request.num_tokens) else None
             if node is None and local is None:
-                return
+                # Nobody for this one: a shorter prompt may have a node.
+                continue
             slots = None
             if self._coordinator.host.free - request.num_tokens >= self._host_growth_reserve():
                 slots = self._coordinator.host.allocate(request.num_tokens)

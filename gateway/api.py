@@ -1,18 +1,20 @@
 """Request bodies of the OpenAI API: which fields exist, what they may hold, and what is said when they do not.
 
-Types are strict: "5" is no integer and neither is true. Fields that are not named here are ignored, but a named one
-that asks for what this service does not do is refused rather than ignored.
+Types are strict: "5" is no integer and neither is true. A field that is not named here must ask for nothing
+(`gateway.unsupported`).
 """
 
 import secrets
 from abc import ABC, abstractmethod
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from gateway.errors import ApiError, context_length_exceeded
-from transfer.messages import Sampling
+from gateway.registry import Capacity
+from gateway.unsupported import HARMLESS, NEUTRAL, OF_MESSAGES, OF_STREAMS, refuse
+from transfer.messages import Sampling, TokenId
 
 _DEFAULT_COMPLETION_TOKENS = 16
 _MAX_STOPS = 16
@@ -20,18 +22,9 @@ _MAX_STOP_CHARS = 256
 _SEED_MASK = 2**63 - 1
 
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-
-
-def _only(*neutral: object) -> AfterValidator:
-    """Accepts the values that ask for nothing."""
-
-    def check(value: Any) -> Any:
-        if value is not None and value not in neutral:
-            allowed = " or ".join(repr(v) for v in neutral)
-            raise PydanticCustomError("not_supported", "not supported here other than {allowed}", {"allowed": allowed})
-        return value
-
-    return AfterValidator(check)
+TemplateName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,63}$")]
+TemplateValue = bool | int | float | Annotated[str, Field(max_length=_MAX_STOP_CHARS)] | None
+"""Switches for a chat template, and no structures: what it does with those nobody has thought about."""
 
 
 def _prompt(value: object) -> str | list[int]:
@@ -67,7 +60,7 @@ def _stops(value: object) -> list[str]:
 
 
 class StreamOptions(BaseModel):
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(strict=True, extra="allow")
 
     include_usage: bool | None = None
 
@@ -75,7 +68,10 @@ class StreamOptions(BaseModel):
 class GenerationRequest(BaseModel, ABC):
     """What both endpoints take. An explicit null means the default everywhere, as in OpenAI's API."""
 
-    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="allow")
+    prompt_field: ClassVar[str]
+    neutral: ClassVar[dict[str, tuple[Any, ...]]]
+    """What asks for nothing at this endpoint, beside what does so at both."""
 
     model: str | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -86,15 +82,9 @@ class GenerationRequest(BaseModel, ABC):
     stop: Annotated[object, AfterValidator(_stops)] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=_MAX_STOPS)] | None = None
     ignore_eos: bool | None = None
     return_token_ids: bool | None = None
-    n: Annotated[int | None, _only(1)] = None
-    presence_penalty: Annotated[float | None, _only(0)] = None
-    frequency_penalty: Annotated[float | None, _only(0)] = None
-    repetition_penalty: Annotated[float | None, _only(1)] = None
-    min_p: Annotated[float | None, _only(0)] = None
-    logit_bias: Annotated[object, _only({})] = None
-    response_format: Annotated[object, _only({"type": "text"})] = None
 
     @model_validator(mode="after")
     def _usage_needs_stream(self) -> "GenerationRequest":
@@ -109,6 +99,18 @@ class GenerationRequest(BaseModel, ABC):
     @property
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    def refuse_unsupported(self) -> None:
+        """Raises ApiError for a field that asks for what is not done here."""
+        fields = {name: value for name, value in (self.model_extra or {}).items() if name not in HARMLESS}
+        refuse(fields, {**NEUTRAL, **self.neutral})
+        if self.stream_options is not None:
+            refuse(self.stream_options.model_extra or {}, OF_STREAMS, "stream_options.")
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The prompt, where it came as token ids."""
+        return []
 
     def requested_tokens(self) -> int | None:
         return self.max_tokens
@@ -130,21 +132,27 @@ class GenerationRequest(BaseModel, ABC):
             top_logprobs=self.requested_logprobs(),
         )
 
-    def max_new_tokens(self, prompt_tokens: int, context_length: int) -> int:
-        """How many tokens to generate. Raises ApiError if the context does not hold them."""
-        room = context_length - prompt_tokens
+    def max_new_tokens(self, prompt_tokens: int, capacity: Capacity) -> int:
+        """How many tokens to generate. Raises ApiError if that is more than the service can take."""
+        room = capacity.context - prompt_tokens
         if room < 1:
             raise context_length_exceeded(
-                f"The maximum context length is {context_length} tokens, but the prompt has {prompt_tokens} tokens "
+                f"The maximum context length is {capacity.context} tokens, but the prompt has {prompt_tokens} tokens "
                 "and at least one is to be generated. Shorten the prompt.",
-                "messages" if isinstance(self, ChatCompletionRequest) else "prompt",
+                self.prompt_field,
+            )
+        if prompt_tokens > capacity.prompt:
+            raise context_length_exceeded(
+                f"The longest prompt that can be computed now has {capacity.prompt} tokens, but the prompt has "
+                f"{prompt_tokens}. Shorten the prompt.",
+                self.prompt_field,
             )
         asked = self.requested_tokens()
         if asked is None:
             return self.default_tokens(room)
         if asked > room:
             raise context_length_exceeded(
-                f"The maximum context length is {context_length} tokens, but {prompt_tokens + asked} were requested "
+                f"The maximum context length is {capacity.context} tokens, but {prompt_tokens + asked} were requested "
                 f"({prompt_tokens} in the prompt, {asked} to generate). Reduce max_tokens or shorten the prompt.",
                 "max_tokens",
             )
@@ -154,15 +162,14 @@ class GenerationRequest(BaseModel, ABC):
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
 
+    prompt_field = "prompt"
+    neutral: ClassVar = {"add_special_tokens": (True,)}
+
     prompt: Annotated[object, AfterValidator(_prompt)]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    best_of: Annotated[int | None, _only(1)] = None
-    echo: Annotated[bool | None, _only(False)] = None
-    suffix: Annotated[str | None, _only("")] = None
 
     @property
     def token_ids(self) -> list[int]:
-        """The prompt, where it came as token ids."""
         return self.prompt if isinstance(self.prompt, list) else []
 
     def default_tokens(self, room: int) -> int:
@@ -182,32 +189,44 @@ def _content(value: object) -> str:
 
 
 class ChatMessage(BaseModel):
-    model_config = ConfigDict(strict=True)
+    """One message. The template gets all of it: what is not named here must ask for nothing."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[object, AfterValidator(_content)] = ""
-    tool_calls: Annotated[object, _only([])] = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    tool_call_id: str | None = None
 
     def rendered(self) -> dict[str, str]:
         """The message as chat templates expect it."""
-        return {"role": self.role, "content": str(self.content)}
+        others = self.model_dump(include={"name", "reasoning_content", "tool_call_id"}, exclude_none=True)
+        return {"role": self.role, "content": str(self.content), **others}
 
 
 class ChatCompletionRequest(GenerationRequest):
     """POST /v1/chat/completions."""
 
+    prompt_field = "messages"
+    neutral: ClassVar = {"add_special_tokens": (False,)}
+
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: Annotated[object, _only([])] = None
-    functions: Annotated[object, _only([])] = None
+    chat_template_kwargs: Annotated[dict[TemplateName, TemplateValue], Field(max_length=_MAX_STOPS)] | None = None
 
     @model_validator(mode="after")
     def _top_logprobs_need_logprobs(self) -> "ChatCompletionRequest":
         if self.top_logprobs and not self.logprobs:
             raise PydanticCustomError("top_logprobs", "top_logprobs: only allowed when logprobs is true")
         return self
+
+    def refuse_unsupported(self) -> None:
+        super().refuse_unsupported()
+        for index, message in enumerate(self.messages):
+            refuse(message.model_extra or {}, OF_MESSAGES, f"messages.{index}.")
 
     def requested_tokens(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
@@ -225,7 +244,7 @@ _Request = TypeVar("_Request", bound=GenerationRequest)
 def parse(kind: type[_Request], body: bytes) -> _Request:
     """A validated request. Raises ApiError (400) that names the field, what was expected and what was found."""
     try:
-        return kind.model_validate_json(body)
+        request = kind.model_validate_json(body)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         field = ".".join(str(part) for part in first["loc"])
@@ -234,6 +253,8 @@ def parse(kind: type[_Request], body: bytes) -> _Request:
             found = repr(first["input"])
             message += f", found {found if len(found) <= 80 else found[:77] + '...'}"
         raise ApiError(400, message, param=field or None) from error
+    request.refuse_unsupported()
+    return request
 
 
 def check_token_ids(token_ids: list[int], vocab_size: int) -> None:

@@ -1,23 +1,32 @@
-"""From a validated request to a stream of deltas: tokenize, check against the context, generate, account."""
+"""From a request's body to a stream of deltas: parse, tokenize, check against the context, generate, account."""
 
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import structlog
 
-from gateway.api import ChatCompletionRequest, CompletionRequest, check_token_ids
+from gateway.api import ChatCompletionRequest, CompletionRequest, check_token_ids, parse
 from gateway.choice import Choice, Delta
-from gateway.errors import ApiError
+from gateway.errors import ApiError, timed_out
 from gateway.generation import DecodeClient, Job
+from gateway.registry import Capacity, NodeRegistry
 from gateway.tokenizer import CheckpointTokenizer
 from service.metrics import Metrics
 
 log = structlog.get_logger(__name__)
+
+Asked = CompletionRequest | ChatCompletionRequest
+_Result = TypeVar("_Result")
+
+_SMALL_BYTES = 64 << 10
+_THREADS = 2
+"""For small requests, and as many for large ones."""
 
 
 @dataclass
@@ -50,45 +59,82 @@ class _Account:
 
 
 class Completer:
-    """Turns requests into answers. Belongs to the gateway's event loop; tokenizing has a thread of its own."""
+    """Turns requests into answers. Belongs to the gateway's event loop.
+
+    Parsing and tokenizing take time in proportion to the request, so threads do it; large requests have threads of
+    their own, since one of them takes as long as thousands of small ones.
+    """
 
     def __init__(
         self,
         tokenizer: CheckpointTokenizer,
         client: DecodeClient,
+        registry: NodeRegistry,
         metrics: Metrics,
         context_length: int,
         request_timeout: float,
     ) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._client = client
+        self._registry = registry
         self._metrics = metrics
         self._context_length = context_length
         self._request_timeout = request_timeout
-        self._tokenizing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
+        self._small = ThreadPoolExecutor(_THREADS, thread_name_prefix="small")
+        self._large = ThreadPoolExecutor(_THREADS, thread_name_prefix="large")
 
-    def piece(self, token_id: int) -> str:
-        return self._tokenizer.piece(token_id)
+    @property
+    def capacity(self) -> Capacity:
+        """The largest request that is taken now."""
+        return self._registry.capacity(self._context_length, time.monotonic())
 
-    async def job(self, request: CompletionRequest | ChatCompletionRequest) -> Job:
-        """Tokenize and check a request. Raises ApiError if the model cannot take it."""
+    async def job(self, body: bytes, kind: type[Asked], check_model: Callable[[str | None], None]) -> tuple[Asked, Job]:
+        """Parse, check and tokenize a request. Raises ApiError if it is none, or one that the model cannot take.
+
+        `check_model` raises ApiError for a model's name that is not ours.
+        """
         arrived = time.monotonic()
-        prompt_ids = await asyncio.get_running_loop().run_in_executor(self._tokenizing, self._prompt_ids, request)
-        kind = "cmpl" if isinstance(request, CompletionRequest) else "chatcmpl"
-        return Job(
-            request_id=f"{kind}-{uuid.uuid4().hex}",
-            prompt_ids=tuple(prompt_ids),
-            max_new_tokens=request.max_new_tokens(len(prompt_ids), self._context_length),
+        capacity = self.capacity
+        threads = self._small if len(body) <= _SMALL_BYTES else self._large
+
+        def read() -> tuple[Asked, tuple[int, ...], int]:
+            request = parse(kind, body)
+            check_model(request.model)
+            if request.token_ids:
+                # Cheaper than to look at each of them.
+                request.max_new_tokens(len(request.token_ids), capacity)
+            prompt_ids = tuple(self._prompt_ids(request))
+            return request, prompt_ids, request.max_new_tokens(len(prompt_ids), capacity)
+
+        request, prompt_ids, max_new_tokens = await self._in_time(threads, read)
+        name = "cmpl" if isinstance(request, CompletionRequest) else "chatcmpl"
+        return request, Job(
+            request_id=f"{name}-{uuid.uuid4().hex}",
+            prompt_ids=prompt_ids,
+            max_new_tokens=max_new_tokens,
             sampling=request.sampling(),
-            stop_token_ids=() if request.ignore_eos else self._tokenizer.stop_token_ids,
+            stop_token_ids=(
+                *(() if request.ignore_eos else self.tokenizer.stop_token_ids),
+                *(request.stop_token_ids or ()),
+            ),
+            streams=bool(request.stream),
             arrived=arrived,
             deadline=arrived + self._request_timeout,
         )
 
+    async def whole(self, job: Job, stops: Sequence[str]) -> list[Delta]:
+        """The answer at once, all of it from one node. Raises ApiError."""
+        answer: list[Delta] = []
+        async with aclosing(self.deltas(job, stops)) as deltas:
+            async for delta in deltas:
+                if delta.begins:
+                    answer.clear()
+                answer.append(delta)
+        return answer
+
     async def deltas(self, job: Job, stops: Sequence[str]) -> AsyncGenerator[Delta, None]:
         """The answer, piece by piece. Raises ApiError. Closing it early cancels the request."""
         account = _Account(self._metrics, job.arrived)
-        choice = Choice(self._tokenizer.decode, stops, job.stop_token_ids)
         log.info(
             "request arrived",
             request_id=job.request_id,
@@ -98,6 +144,9 @@ class Completer:
         try:
             async with aclosing(self._client.stream(job)) as steps:
                 async for step in steps:
+                    if step.begins:
+                        choice = Choice(self.tokenizer, stops, job.stop_token_ids)
+                        account.tokens = 0
                     delta = choice.push(step)
                     account.add(len(delta.tokens))
                     if delta.finish_reason is not None:
@@ -123,17 +172,28 @@ class Completer:
             )
 
     def close(self) -> None:
-        self._tokenizing.shutdown(cancel_futures=True)
+        for threads in (self._small, self._large):
+            threads.shutdown(cancel_futures=True)
 
-    def _prompt_ids(self, request: CompletionRequest | ChatCompletionRequest) -> list[int]:
+    async def _in_time(self, threads: ThreadPoolExecutor, work: Callable[[], _Result]) -> _Result:
+        """What the threads make of it. Raises ApiError (504) if that takes longer than a request may."""
+        try:
+            async with asyncio.timeout(self._request_timeout):
+                return await asyncio.get_running_loop().run_in_executor(threads, work)
+        except TimeoutError:
+            raise timed_out() from None
+
+    def _prompt_ids(self, request: Asked) -> list[int]:
         if isinstance(request, ChatCompletionRequest):
-            text = self._tokenizer.render_chat([message.rendered() for message in request.messages])
-            token_ids = self._tokenizer.encode(text, special_tokens=False)
+            text = self.tokenizer.render_chat(
+                [message.rendered() for message in request.messages], request.chat_template_kwargs or {}
+            )
+            token_ids = self.tokenizer.encode(text, special_tokens=False)
         elif isinstance(request.prompt, str):
-            token_ids = self._tokenizer.encode(request.prompt, special_tokens=True)
+            token_ids = self.tokenizer.encode(request.prompt, special_tokens=True)
         else:
             token_ids = request.token_ids
-            check_token_ids(token_ids, self._tokenizer.vocab_size)
+            check_token_ids(token_ids, self.tokenizer.vocab_size)
         if not token_ids:
             raise ApiError(400, "the prompt has no tokens: expected at least one", param="prompt")
         return token_ids

@@ -7,6 +7,8 @@ _WINDOW = 16
 """Tokens decoded together before the window moves on; twice as many where the text at its end stays uncertain."""
 _OVERLAP = 6
 """Tokens kept when it moves: enough to give the next token its context (a leading space, a split character)."""
+_CHARACTER = 4
+"""Bytes of the longest character, and so the number of tokens that it may be spread over."""
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -16,11 +18,14 @@ class Detokenizer:
 
     A token may end inside a character, and some tokenizers drop the space before the first token that they decode, so
     single tokens cannot be decoded alone. A sliding window of the last tokens is decoded instead (after the prefix
-    windows of text-generation-inference and vLLM), and text is given out once no further token can change it.
+    windows of text-generation-inference and vLLM), and text is given out once no further token can change it. What a
+    token costs is bounded by the window, whatever the tokens are.
     """
 
-    def __init__(self, decode: Decode) -> None:
+    def __init__(self, decode: Decode, skips: Callable[[int], bool]) -> None:
+        """`skips` says which ids `decode` leaves out: however many come, they take no place in the window."""
         self._decode = decode
+        self._skips = skips
         self._window: list[int] = []
         self._text = ""
         """The window, decoded."""
@@ -29,6 +34,8 @@ class Detokenizer:
 
     def push(self, token_id: int) -> str:
         """The text that has become certain with this token."""
+        if self._skips(token_id):
+            return ""
         self._window.append(token_id)
         self._text = self._decode(self._window)
         # What ends in replacement characters may be the beginning of a longer character.
@@ -48,19 +55,25 @@ class Detokenizer:
         return delta
 
     def _advance(self) -> str:
-        """Drop old tokens where the text splits cleanly; returns text before the split that was still held back."""
-        for cut in range(len(self._window) - _OVERLAP, 0, -1):
-            head, tail = self._decode(self._window[:cut]), self._decode(self._window[cut:])
-            # The two decoded apart may lack a space between them, but must not have gained anything: a character
-            # cut in two would turn into two replacement characters or more.
-            splits = self._text.startswith(head) and self._text.endswith(tail)
-            if splits and tail and len(head) + len(tail) <= len(self._text):
-                delta = self._give(len(self._text) - len(tail))
-                self._given -= len(self._text) - len(tail)
-                self._window = self._window[cut:]
-                self._text = tail
-                return delta
-        return ""
+        """Drop old tokens; returns text that was still held back and is not in doubt any more.
+
+        What is kept holds the last character whole, so what follows decodes after it as after everything. Its own
+        beginning may lack a space or the first half of a character: that is given out already.
+        """
+        cut = len(self._window) - _OVERLAP
+        for _ in range(_CHARACTER):
+            kept = self._decode(self._window[cut:])
+            if kept[-1:] == self._text[-1:]:
+                break
+            # Some tokenizers let a character that was cut in two spoil those that follow it.
+            cut -= 1
+        else:
+            if len(self._window) <= 2 * _WINDOW:
+                return ""
+        unfinished = 1 if self._text.endswith(_INCOMPLETE) else 0
+        delta = self._give(len(self._text) - unfinished)
+        self._window, self._text, self._given = self._window[cut:], kept, max(0, len(kept) - unfinished)
+        return delta
 
 
 class StopMatcher:

@@ -51,6 +51,10 @@ def context_length_exceeded(message: str, param: str | None = None) -> ApiError:
     return ApiError(400, message, param=param, code="context_length_exceeded")
 
 
+def timed_out() -> ApiError:
+    return ApiError(504, "the request took longer than this gateway allows", code="timeout")
+
+
 def draining() -> ApiError:
     """This gateway is about to stop: another one, or its successor, takes the request."""
     return ApiError(503, "the gateway is shutting down", code=DRAINING, retry_after=1.0)

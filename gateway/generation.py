@@ -1,8 +1,10 @@
 """One request's life between the gateway and the decode nodes.
 
-A request is offered to one decode node at a time. While no token of it has arrived, a node that refuses it, dies or
-falls silent is passed over for the next; afterwards its failure is the request's failure, since the tokens may be with
-the client already. Whatever way a request ends here, a node that may still be working on it is told to stop.
+A request is offered to one decode node at a time. While its client has got no token of it, a node that refuses it, dies
+or falls silent is passed over for the next, which begins anew; after that its failure is the request's failure.
+Whatever way a request ends here, a node that may still be working on it is told to stop.
+
+What nodes give as reasons is for the log: clients learn what kind of failure it was, and the request's id.
 """
 
 import asyncio
@@ -13,7 +15,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from gateway.errors import ApiError, context_length_exceeded, unavailable
+from gateway.errors import ApiError, context_length_exceeded, timed_out, unavailable
 from gateway.registry import SILENT_AFTER_S, NodeRegistry
 from transfer.control import ControlPlane
 from transfer.messages import (
@@ -44,6 +46,8 @@ class Job:
     max_new_tokens: int
     sampling: Sampling
     stop_token_ids: tuple[int, ...]
+    streams: bool
+    """Whether its client gets tokens as they come, rather than all of them at the end."""
     arrived: float
     deadline: float
 
@@ -54,10 +58,14 @@ class Job:
 
 @dataclass(frozen=True)
 class Step:
-    """New tokens in order, none twice. The last step has a finish reason."""
+    """New tokens in order, none twice. The last step has a finish reason.
+
+    `begins`: the answer begins with this step; what came before it was of a node that failed, and counts no more.
+    """
 
     tokens: tuple[Token, ...]
     finish_reason: FinishReason | None
+    begins: bool
 
 
 class _NodeFailed(Exception):
@@ -107,14 +115,21 @@ class _Attempt:
     def _step(self, output: Output) -> Step:
         match output.finish_reason:
             case "error":
-                raise ApiError(500, f"the request failed at its decode node: {output.error or 'no reason given'}")
+                log.warning(
+                    "decode node ended a request with an error",
+                    request_id=output.request_id,
+                    node=self.node.address,
+                    reason=output.error,
+                )
+                raise _failed("the request failed at its decode node", self.job)
             case "abort":
                 raise _NodeFailed(f"aborted by its decode node: {output.error or 'no reason given'}")
         if output.start > self.received:
-            raise ApiError(500, f"tokens {self.received} to {output.start - 1} were lost on the way; try again")
+            raise _failed(f"tokens {self.received} to {output.start - 1} were lost on the way", self.job)
         tokens = output.tokens[self.received - output.start :]
+        begins = self.received == 0
         self.received += len(tokens)
-        return Step(tokens, output.finish_reason)
+        return Step(tokens, output.finish_reason, begins)
 
 
 class DecodeClient:
@@ -160,8 +175,8 @@ class DecodeClient:
                     reason=str(failure),
                     tokens=attempt.received,
                 )
-                if attempt.received:
-                    raise ApiError(500, f"the request was lost at its decode node: {failure}") from failure
+                if attempt.received and job.streams:
+                    raise _failed("the request was lost at its decode node", job) from failure
                 refusals[attempt.node.boot_id] = failure.rejected if isinstance(failure, _Refused) else None
             finally:
                 self._end(attempt)
@@ -176,7 +191,7 @@ class DecodeClient:
                 self._stop_cancelling(message.request_id, sender)
                 if attempt := self._attempt(message.request_id, sender):
                     attempt.over = True
-                    attempt.fail(_refusal(message))
+                    attempt.fail(_refusal(message, attempt))
             case Outputs():
                 for output in message.outputs:
                     self._deliver_output(sender, output)
@@ -192,7 +207,7 @@ class DecodeClient:
             swept = now
             for attempt in self._attempts.values():
                 if now > attempt.job.deadline:
-                    attempt.fail(ApiError(504, "the request took longer than this gateway allows", code="timeout"))
+                    attempt.fail(timed_out())
                 elif self._registry.replaced(attempt.node):
                     attempt.fail(_NodeFailed("the decode node was restarted"))
                 elif not stopped and self._silent(attempt, now):
@@ -220,8 +235,8 @@ class DecodeClient:
         if self._closed:
             raise unavailable("the gateway is shutting down")
         if node is None:
-            raise self._nobody(job, [r for r in refusals.values() if r is not None], now)
-        prefill_nodes = self._registry.rank_prefill(now)
+            raise self._nobody([r for r in refusals.values() if r is not None], now)
+        prefill_nodes = self._registry.rank_prefill(now, len(job.prompt_ids))
         attempt = self._attempts[job.request_id] = _Attempt(job, node, started=now)
         generate = Generate(
             request_id=job.request_id,
@@ -230,6 +245,7 @@ class DecodeClient:
             sampling=job.sampling,
             stop_token_ids=job.stop_token_ids,
             prefill_nodes=tuple(prefill_nodes),
+            longest_prompts=self._registry.longest_prompts(now),
         )
         self._control.repeat(_generate_key(job.request_id, node), node, generate)
         self._registry.assign(node, job.tokens)
@@ -237,22 +253,16 @@ class DecodeClient:
             self._registry.assign(prefill_nodes[0], len(job.prompt_ids))
         return attempt
 
-    def _nobody(self, job: Job, refusals: list[Rejected], now: float) -> ApiError:
+    def _nobody(self, refusals: list[Rejected], now: float) -> ApiError:
         """Why no decode node is left."""
         full = [refusal for refusal in refusals if refusal.code == "queue_full"]
         if full:
             soonest = min(refusal.retry_after for refusal in full)
             return ApiError(
                 429,
-                f"all decode nodes are full: {full[0].reason}",
+                "all decode nodes are full; try again later",
                 code="queue_full",
                 retry_after=max(1, math.ceil(soonest)),
-            )
-        largest = self._registry.largest_request(now)
-        if 0 < largest < job.tokens:
-            return context_length_exceeded(
-                f"{job.tokens} tokens were requested ({len(job.prompt_ids)} in the prompt, {job.max_new_tokens} to "
-                f"generate), and the largest decode node holds {largest} per request. Reduce max_tokens or the prompt."
             )
         return unavailable(self._registry.missing(now) or "no decode node could take the request; try again")
 
@@ -294,10 +304,20 @@ class DecodeClient:
         return now - max(attempt.started, heard or 0.0) > SILENT_AFTER_S
 
 
-def _refusal(rejected: Rejected) -> Exception:
-    if rejected.code == "too_long":
-        return context_length_exceeded(rejected.reason)
-    return _Refused(rejected)
+def _refusal(rejected: Rejected, attempt: _Attempt) -> Exception:
+    if rejected.code != "too_long":
+        return _Refused(rejected)
+    log.warning(
+        "decode node cannot hold a request",
+        request_id=rejected.request_id,
+        node=attempt.node.address,
+        reason=rejected.reason,
+    )
+    return context_length_exceeded(f"the request is too long for its decode node (request {rejected.request_id})")
+
+
+def _failed(what: str, job: Job) -> ApiError:
+    return ApiError(500, f"{what} (request {job.request_id}); try again")
 
 
 def _generate_key(request_id: str, node: Peer) -> tuple[str, str, str]:

@@ -20,8 +20,33 @@ _BUSY_RETRY_S = 1.0
 
 @dataclass(frozen=True)
 class RequestLimits:
+    """`max_total_bytes`: of all requests that are served; one counts with its body, or its prompt if that is more."""
+
     max_body_bytes: int
     max_concurrent_requests: int
+    max_total_bytes: int
+
+
+_BYTES_PER_TOKEN = 8
+"""What a prompt token counts: as much as an id in JSON, so that a request counts alike however its prompt came."""
+
+
+class Hold:
+    """What one request takes of the bytes that all requests may have."""
+
+    def __init__(self, guard: "Guard") -> None:
+        self._guard = guard
+        self.held = 0
+
+    def body(self, size: int) -> None:
+        """Raises ApiError (429) if there is no room for a body of that size."""
+        if size > self.held:
+            self._guard.take(size - self.held)
+            self.held = size
+
+    def prompt(self, tokens: int) -> None:
+        """Raises ApiError (429) if there is no room for so many prompt tokens."""
+        self.body(_BYTES_PER_TOKEN * tokens)
 
 
 class Guard:
@@ -34,23 +59,33 @@ class Guard:
         self._refused = refused
         self.serving = 0
         """Requests let in and not answered to the end."""
+        self.held = 0
+        """Their bytes."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
             await self._app(scope, receive, send)
             return
+        hold = Hold(self)
         try:
-            self._admit(Request(scope))
+            self._admit(Request(scope), hold)
         except ApiError as error:
             await error_response(error)(scope, receive, send)
             return
         self.serving += 1
         try:
-            await self._app(scope, self._bounded(receive), send)
+            await self._app({**scope, "hold": hold}, self._bounded(receive, hold), send)
         finally:
             self.serving -= 1
+            self.held -= hold.held
 
-    def _admit(self, request: Request) -> None:
+    def take(self, size: int) -> None:
+        """Raises ApiError (429) if all requests together would hold too many bytes."""
+        if self.held + size > self._limits.max_total_bytes:
+            raise self._refusal("too_many_bytes", _busy("holds as many bytes of requests as it may"))
+        self.held += size
+
+    def _admit(self, request: Request, hold: Hold) -> None:
         """Raises ApiError if the request goes no further. Nothing is said about limits to those without a key."""
         if self._keys is not None and not self._keys.accept(request.headers.get("authorization", "").encode("latin-1")):
             raise self._refusal("api_key", _no_key(request))
@@ -58,17 +93,10 @@ class Guard:
         if declared is not None and int(declared) > self._limits.max_body_bytes:
             raise self._too_large()
         if self.serving >= self._limits.max_concurrent_requests:
-            raise self._refusal(
-                "too_many_requests",
-                ApiError(
-                    429,
-                    f"this gateway serves {self.serving} requests already; try again later",
-                    code="too_many_requests",
-                    retry_after=_BUSY_RETRY_S,
-                ),
-            )
+            raise self._refusal("too_many_requests", _busy(f"serves {self.serving} requests already"))
+        hold.body(int(declared or 0))
 
-    def _bounded(self, receive: Receive) -> Callable[[], Awaitable[Message]]:
+    def _bounded(self, receive: Receive, hold: Hold) -> Callable[[], Awaitable[Message]]:
         """Raises ApiError once more of the body has come than is allowed: not every body declares its length."""
         received = 0
 
@@ -78,6 +106,7 @@ class Guard:
             received += len(message.get("body", b""))
             if received > self._limits.max_body_bytes:
                 raise self._too_large()
+            hold.body(received)
             return message
 
         return bounded
@@ -102,6 +131,11 @@ def error_response(error: ApiError) -> Response:
         # The client's next attempt takes a new connection, which leads to whoever serves then.
         headers["Connection"] = "close"
     return JSONResponse(error.body(), status_code=error.status, headers=headers)
+
+
+def _busy(state: str) -> ApiError:
+    message = f"this gateway {state}; try again later"
+    return ApiError(429, message, code="too_many_requests", retry_after=_BUSY_RETRY_S)
 
 
 def _no_key(request: Request) -> ApiError:

@@ -45,13 +45,13 @@ log = structlog.get_logger(__name__)
 _DRAIN_POLL_S = 0.05
 _CANCEL_AT_STOP_S = 2.0
 _HTTP_STOP_S = 5
-_MIN_BODY_BYTES = 4 << 20
+_MIN_BODY_BYTES = 1 << 20
 _CONNECTIONS_PER_REQUEST = 4
 """Clients keep idle connections for what they ask next."""
 _OTHER_FILES = 256
 """File descriptors that are not for clients: the nodes' sockets, logs, code that is still to be imported."""
-_BODY_BYTES_PER_TOKEN = 64
-"""A token takes about 8 as an id in JSON, and less as text."""
+_BODY_BYTES_PER_TOKEN = 16
+"""A token takes about 8 as an id in JSON, 4 as English text, and up to 12 as text that JSON escapes."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,8 @@ class GatewayConfig:
     ssl_certfile: Path | None = None
     ssl_keyfile: Path | None = None
     max_body_mib: int | None = None
-    """None: 64 bytes for each token of the context, at least 4 MiB."""
+    """None: 16 bytes for each token of the context, at least 1 MiB."""
+    max_total_body_mib: int = 128
     max_concurrent_requests: int = 1024
     header_timeout: float = 10.0
     drain_timeout: float = DRAIN_TIMEOUT_S
@@ -106,7 +107,6 @@ class Gateway:
         self.metrics = Metrics()
         keys = ApiKeys(config.api_keys, config.api_key_file) if config.api_keys or config.api_key_file else None
         tls = server_tls(config.ssl_certfile, config.ssl_keyfile)
-        self.registry = NodeRegistry()
         self.lifecycle = Lifecycle(config.drain_timeout)
         check_clients(config.host, keys is not None, config.insecure)
         check_processes("--control-host", config.control_host, config.key_dir, config.insecure)
@@ -114,6 +114,8 @@ class Gateway:
         try:
             tokenizer = CheckpointTokenizer(config.model_path)
             context_length = _context_length(config, tokenizer)
+            limits = _request_limits(config, context_length)
+            self.registry = NodeRegistry(tokenizer.identity)
             self.control = ControlPlane(
                 "gateway",
                 config.control_host,
@@ -130,11 +132,13 @@ class Gateway:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping: asyncio.Event = asyncio.Event()
         self._client = DecodeClient(self.control, self.registry)
-        self._completer = Completer(tokenizer, self._client, self.metrics, context_length, config.request_timeout)
+        self._completer = Completer(
+            tokenizer, self._client, self.registry, self.metrics, context_length, config.request_timeout
+        )
         model = config.served_model_name or config.model_path
-        app = OpenAiServer(self._completer, self._refusal, model, context_length).app()
+        app = OpenAiServer(self._completer, self._refusal, model).app()
         app.include_router(status_router(self.metrics, self._missing, self._refresh))
-        self._guard = Guard(app, keys, _request_limits(config, context_length), self.metrics.http_refused)
+        self._guard = Guard(app, keys, limits, self.metrics.http_refused)
         self._http = HttpServer(
             self._guard,
             self._listener,
@@ -263,7 +267,13 @@ def _request_limits(config: GatewayConfig, context_length: int) -> RequestLimits
         body_bytes = max(_MIN_BODY_BYTES, _BODY_BYTES_PER_TOKEN * context_length)
     else:
         body_bytes = config.max_body_mib << 20
-    return RequestLimits(body_bytes, config.max_concurrent_requests)
+    total_bytes = config.max_total_body_mib << 20
+    if total_bytes < body_bytes:
+        raise StartupError(
+            f"--max-total-body-mib {config.max_total_body_mib} is less than the largest body, "
+            f"{body_bytes / 2**20:g} MiB (--max-body-mib): raise it, or lower that"
+        )
+    return RequestLimits(body_bytes, config.max_concurrent_requests, total_bytes)
 
 
 def _max_connections(requests: int) -> int:

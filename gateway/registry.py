@@ -8,7 +8,7 @@ messages go out as return values.
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from transfer.messages import Heartbeat, HeartbeatAck, Peer, Refused, Register, Registered, Role
+from transfer.messages import CheckpointIdentity, Heartbeat, HeartbeatAck, Peer, Refused, Register, Registered, Role
 
 SILENT_AFTER_S = 3.0
 FORGOTTEN_AFTER_S = 60.0
@@ -35,10 +35,20 @@ class Node:
         return not self.leaving and now - self.last_heartbeat <= SILENT_AFTER_S
 
 
+@dataclass(frozen=True)
+class Capacity:
+    """The largest request that the service takes now, in tokens. `context`: prompt and output; `prompt`: the prompt."""
+
+    context: int
+    prompt: int
+
+
 class NodeRegistry:
     """Known nodes by address. Not thread safe: the gateway's event loop owns it."""
 
-    def __init__(self) -> None:
+    def __init__(self, checkpoint: CheckpointIdentity | None = None) -> None:
+        """`checkpoint`: this gateway's own, which nodes must have too."""
+        self._checkpoint = checkpoint
         self._nodes: dict[str, Node] = {}
 
     def register(self, peer: Peer, offer: Register, now: float) -> Registered | Refused:
@@ -78,7 +88,11 @@ class NodeRegistry:
         node.ready = beat.ready
         node.reported_tokens, node.assigned_tokens = beat.queued_tokens, 0
         return HeartbeatAck(
-            via=beat.via, known=True, prefill_nodes=tuple(self.rank_prefill(now)), leaving=self._leaving_prefill()
+            via=beat.via,
+            known=True,
+            prefill_nodes=tuple(self.rank_prefill(now)),
+            longest_prompts=self.longest_prompts(now),
+            leaving=self._leaving_prefill(),
         )
 
     def leave(self, peer: Peer) -> None:
@@ -99,10 +113,20 @@ class NodeRegistry:
         ]
         return min(candidates, key=lambda node: node.load).peer if candidates else None
 
-    def rank_prefill(self, now: float) -> list[Peer]:
-        """Live prefill nodes, the one with the fewest queued prompt tokens first."""
-        ready = [node for node in self._live(now, "prefill") if node.ready]
-        return [node.peer for node in sorted(ready, key=lambda node: node.load)]
+    def rank_prefill(self, now: float, prompt_tokens: int = 0) -> list[Peer]:
+        """Live prefill nodes: first those that take so long a prompt, the one with the fewest queued tokens first.
+
+        Decode nodes, which know all, ask the others only if nobody takes it.
+        """
+
+        def order(node: Node) -> tuple[bool, int]:
+            return node.offer.max_request_tokens < prompt_tokens, node.load
+
+        return [node.peer for node in sorted(self._ready_prefill(now), key=order)]
+
+    def longest_prompts(self, now: float) -> dict[str, int]:
+        """The most tokens that each live prefill node takes, by its boot id."""
+        return {node.peer.boot_id: node.offer.max_request_tokens for node in self._ready_prefill(now)}
 
     def assign(self, peer: Peer, tokens: int) -> None:
         """Count work sent to a node until its next heartbeat reports it."""
@@ -115,9 +139,15 @@ class NodeRegistry:
         node = self._nodes.get(peer.address)
         return node is not None and node.peer.boot_id != peer.boot_id
 
-    def largest_request(self, now: float) -> int:
-        """The most tokens that any usable decode node holds for one request; 0 if there is none."""
-        return max((node.offer.max_request_tokens for node in self._usable_decode(now)), default=0)
+    def capacity(self, context_length: int, now: float) -> Capacity:
+        """What a request may have, up to that context. Where no node is usable nothing is known to be less."""
+        holding = self._usable_decode(now)
+        # Decode nodes compute prompts only while there is no prefill node.
+        computing = self._ready_prefill(now) or [node for node in holding if node.offer.local_prefill]
+        return Capacity(
+            context=min(context_length, max((n.offer.max_request_tokens for n in holding), default=context_length)),
+            prompt=min(context_length, max((n.offer.max_request_tokens for n in computing), default=context_length)),
+        )
 
     def missing(self, now: float) -> str | None:
         """What keeps a request from being served now, or None."""
@@ -133,15 +163,18 @@ class NodeRegistry:
     def _live(self, now: float, role: Role) -> list[Node]:
         return [node for node in self._nodes.values() if node.offer.role == role and node.live(now)]
 
+    def _ready_prefill(self, now: float) -> list[Node]:
+        return [node for node in self._live(now, "prefill") if node.ready]
+
     def _leaving_prefill(self) -> tuple[str, ...]:
         return tuple(n.peer.boot_id for n in self._nodes.values() if n.offer.role == "prefill" and n.leaving)
 
     def _usable_decode(self, now: float) -> list[Node]:
-        prefill = bool(self.rank_prefill(now))
+        prefill = bool(self._ready_prefill(now))
         return [node for node in self._live(now, "decode") if node.ready and (prefill or node.offer.local_prefill)]
 
     def _conflict(self, peer: Peer, offer: Register, now: float) -> str:
-        """In what the offer differs from a live node, or an empty string."""
+        """In what the offer differs from a live node or from this gateway, or an empty string."""
         for other in self._nodes.values():
             if other.peer.address == peer.address or not other.live(now):
                 continue
@@ -150,6 +183,9 @@ class NodeRegistry:
                 differences = _no_common_transport(offer, other.offer)
             if differences:
                 return f"{differences} of {other.offer.role} node {other.peer.address}"
+        if self._checkpoint is not None and offer.checkpoint is not None:
+            differences = offer.checkpoint.differences(self._checkpoint)
+            return f"{differences} of this gateway" if differences else ""
         return ""
 
     def _forget_silent(self, now: float) -> None:

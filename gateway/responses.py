@@ -2,10 +2,12 @@
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from gateway.choice import Delta
+from gateway.tokenizer import CheckpointTokenizer
 from transfer.messages import Token
 
 Json = dict[str, Any]
@@ -22,16 +24,17 @@ class ResponseFormat(ABC):
         request_id: str,
         model: str,
         prompt_tokens: int,
-        piece: Callable[[int], str],
+        tokenizer: CheckpointTokenizer,
         *,
         logprobs: bool,
         token_ids: bool,
         include_usage: bool,
     ) -> None:
+        self.request_id = request_id
         self._head: Json = {"id": request_id, "created": int(time.time()), "model": model}
         self._prompt_tokens = prompt_tokens
         self._completion_tokens = 0
-        self._piece = piece
+        self._tokenizer = tokenizer
         self._logprobs = logprobs
         self._token_ids = token_ids
         self._include_usage = include_usage
@@ -39,8 +42,9 @@ class ResponseFormat(ABC):
     def whole(self, deltas: Sequence[Delta]) -> Json:
         """The answer to a request that does not stream."""
         text = "".join(delta.text for delta in deltas)
-        tokens = [token for delta in deltas for token in delta.tokens]
-        choice = self._choice(tokens, deltas[-1].finish_reason) | self._whole_text(text)
+        # A stop string is no part of the text.
+        within = [replace(d, offsets=tuple(min(offset, len(text)) for offset in d.offsets)) for d in deltas]
+        choice = self._choice(within) | self._whole_text(text)
         return self._head | {"object": self.kind, "choices": [choice], "usage": self._usage()}
 
     def opening(self) -> Json | None:
@@ -48,7 +52,7 @@ class ResponseFormat(ABC):
         return None
 
     def chunk(self, delta: Delta) -> Json:
-        choice = self._choice(delta.tokens, delta.finish_reason) | self._chunk_text(delta.text)
+        choice = self._choice([delta]) | self._chunk_text(delta.text)
         return self._chunk([choice])
 
     def usage_chunk(self) -> Json | None:
@@ -61,12 +65,13 @@ class ResponseFormat(ABC):
         chunk = self._head | {"object": self.chunk_kind, "choices": choices}
         return chunk | {"usage": None} if self._include_usage else chunk
 
-    def _choice(self, tokens: Sequence[Token], finish_reason: str | None) -> Json:
+    def _choice(self, deltas: Sequence[Delta]) -> Json:
+        tokens = [token for delta in deltas for token in delta.tokens]
         self._completion_tokens += len(tokens)
         choice: Json = {
             "index": 0,
-            "logprobs": self._render_logprobs(tokens) if self._logprobs else None,
-            "finish_reason": finish_reason,
+            "logprobs": self._render_logprobs(deltas) if self._logprobs else None,
+            "finish_reason": deltas[-1].finish_reason,
         }
         if self._token_ids:
             choice["token_ids"] = [token.token_id for token in tokens]
@@ -86,12 +91,11 @@ class ResponseFormat(ABC):
     def _chunk_text(self, text: str) -> Json: ...
 
     @abstractmethod
-    def _render_logprobs(self, tokens: Iterable[Token]) -> Json: ...
+    def _render_logprobs(self, deltas: Sequence[Delta]) -> Json: ...
 
 
 class CompletionFormat(ResponseFormat):
     kind = chunk_kind = "text_completion"
-    _offset = 0
 
     def _whole_text(self, text: str) -> Json:
         return {"text": text}
@@ -99,23 +103,21 @@ class CompletionFormat(ResponseFormat):
     def _chunk_text(self, text: str) -> Json:
         return {"text": text}
 
-    def _render_logprobs(self, tokens: Iterable[Token]) -> Json:
-        rendered: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        for token in tokens:
-            piece = self._piece(token.token_id)
-            rendered["tokens"].append(piece)
-            rendered["token_logprobs"].append(token.logprob)
-            rendered["top_logprobs"].append(self._alternatives(token))
-            rendered["text_offset"].append(self._offset)
-            self._offset += len(piece)
-        return rendered
+    def _render_logprobs(self, deltas: Sequence[Delta]) -> Json:
+        tokens = [token for delta in deltas for token in delta.tokens]
+        return {
+            "tokens": [self._tokenizer.piece(token.token_id) for token in tokens],
+            "token_logprobs": [token.logprob for token in tokens],
+            "top_logprobs": [self._alternatives(token) for token in tokens],
+            "text_offset": [offset for delta in deltas for offset in delta.offsets],
+        }
 
     def _alternatives(self, token: Token) -> dict[str, float | None]:
         """Log probabilities by text: the most probable tokens and the chosen one."""
         by_id = dict(token.top_logprobs) | {token.token_id: token.logprob}
         by_text: dict[str, float | None] = {}
         for token_id, logprob in by_id.items():
-            piece = self._piece(token_id)
+            piece = self._tokenizer.piece(token_id)
             # Several tokens may look alike, such as parts of characters.
             by_text[f"token_id:{token_id}" if piece in by_text else piece] = logprob
         return by_text
@@ -135,16 +137,20 @@ class ChatFormat(ResponseFormat):
     def _chunk_text(self, text: str) -> Json:
         return {"delta": {"content": text} if text else {}}
 
-    def _render_logprobs(self, tokens: Iterable[Token]) -> Json:
+    def _render_logprobs(self, deltas: Sequence[Delta]) -> Json:
         return {
             "content": [
                 self._entry(token.token_id, token.logprob)
                 | {"top_logprobs": [self._entry(*alternative) for alternative in token.top_logprobs]}
-                for token in tokens
+                for delta in deltas
+                for token in delta.tokens
             ],
             "refusal": None,
         }
 
     def _entry(self, token_id: int, logprob: float | None) -> Json:
-        piece = self._piece(token_id)
-        return {"token": piece, "logprob": logprob, "bytes": list(piece.encode())}
+        return {
+            "token": self._tokenizer.piece(token_id),
+            "logprob": logprob,
+            "bytes": list(self._tokenizer.piece_bytes(token_id)),
+        }

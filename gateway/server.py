@@ -4,7 +4,6 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
-from contextlib import aclosing
 from typing import Any
 
 import structlog
@@ -14,11 +13,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from gateway.api import ChatCompletionRequest, CompletionRequest, parse
+from gateway.api import ChatCompletionRequest, CompletionRequest
 from gateway.choice import Delta
-from gateway.completer import Completer
+from gateway.completer import Asked, Completer
 from gateway.errors import ApiError
-from gateway.guard import error_response
+from gateway.guard import Hold, error_response
 from gateway.responses import ChatFormat, CompletionFormat, ResponseFormat
 
 log = structlog.get_logger(__name__)
@@ -34,12 +33,10 @@ class OpenAiServer:
         completer: Completer,
         refusal: Callable[[], ApiError | None],
         model: str,
-        context_length: int,
     ) -> None:
         self._completer = completer
         self._refusal = refusal
         self._model = model
-        self._context_length = context_length
         self._created = int(time.time())
 
     def app(self) -> FastAPI:
@@ -62,36 +59,37 @@ class OpenAiServer:
         return JSONResponse(self._model_card())
 
     async def _completions(self, request: Request) -> Response:
-        parsed = parse(CompletionRequest, await request.body())
-        return await _unless_client_leaves(request, self._answer(parsed, CompletionFormat))
+        return await self._answer(request, CompletionRequest, CompletionFormat)
 
     async def _chat_completions(self, request: Request) -> Response:
-        parsed = parse(ChatCompletionRequest, await request.body())
-        return await _unless_client_leaves(request, self._answer(parsed, ChatFormat))
+        return await self._answer(request, ChatCompletionRequest, ChatFormat)
 
-    async def _answer(
-        self, request: CompletionRequest | ChatCompletionRequest, format_kind: type[ResponseFormat]
+    async def _answer(self, http: Request, kind: type[Asked], format_kind: type[ResponseFormat]) -> Response:
+        body = await http.body()
+        return await _unless_client_leaves(http, self._generate(body, kind, format_kind, http.scope["hold"]))
+
+    async def _generate(
+        self, body: bytes, kind: type[Asked], format_kind: type[ResponseFormat], hold: Hold
     ) -> Response:
         """The whole answer, or a stream once its first tokens are there: until then an error has an HTTP status."""
-        self._check_model(request.model)
-        job = await self._completer.job(request)
+        request, job = await self._completer.job(body, kind, self._check_model)
+        hold.prompt(len(job.prompt_ids))
         if refusal := self._refusal():
             raise refusal
         answer = format_kind(
             job.request_id,
             self._model,
             len(job.prompt_ids),
-            self._completer.piece,
+            self._completer.tokenizer,
             logprobs=job.sampling.top_logprobs is not None,
             token_ids=bool(request.return_token_ids),
             include_usage=request.include_usage,
         )
+        if not request.stream:
+            return JSONResponse(answer.whole(await self._completer.whole(job, request.stops)))
         deltas = self._completer.deltas(job, request.stops)
-        if request.stream:
-            first = await anext(deltas)
-            return EventStream(_events(answer, first, deltas), deltas)
-        async with aclosing(deltas):
-            return JSONResponse(answer.whole([delta async for delta in deltas]))
+        first = await anext(deltas)
+        return EventStream(_events(answer, first, deltas), deltas)
 
     def _check_model(self, model: str | None) -> None:
         if model is not None and model != self._model:
@@ -108,7 +106,7 @@ class OpenAiServer:
             "object": "model",
             "created": self._created,
             "owned_by": "hisparse-pd",
-            "max_model_len": self._context_length,
+            "max_model_len": self._completer.capacity.context,
         }
 
 
@@ -142,8 +140,8 @@ async def _events(answer: ResponseFormat, first: Delta, rest: AsyncIterator[Delt
     except ApiError as error:
         yield _event(error.body())
     except Exception:
-        log.exception("a stream failed")
-        yield _event(ApiError(500, "internal error").body())
+        log.exception("a stream failed", request_id=answer.request_id)
+        yield _event(ApiError(500, f"internal error (request {answer.request_id})").body())
     yield "data: [DONE]\n\n"
 
 

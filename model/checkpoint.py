@@ -10,6 +10,7 @@ from service.errors import StartupError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+TOKENIZER_FILE = "tokenizer.json"
 
 # Keys that change with who saved or loads the checkpoint, and not with what the model computes.
 VOLATILE_CONFIG_KEYS = frozenset(
@@ -59,14 +60,34 @@ def fingerprint(config: dict[str, Any], files: list[Path]) -> str:
     The weights count by each file's name, size, header and samples of its head, middle and tail, so that hundreds of
     gigabytes take milliseconds. Raises StartupError where a file is damaged.
     """
-    stable = {key: value for key, value in config.items() if key not in VOLATILE_CONFIG_KEYS}
-    digest = hashlib.sha256(json.dumps(stable, sort_keys=True).encode())
+    digest = _stable(config)
     for file in files:
         digest.update(file.name.encode())
         for part in _identifying_parts(file):
             digest.update(struct.pack("<Q", len(part)))
             digest.update(part)
     return digest.hexdigest()[:16]
+
+
+def config_digest(config: dict[str, Any]) -> str:
+    """16 hex digits over what of the configuration says what the model computes."""
+    return _stable(config).hexdigest()[:16]
+
+
+def tokenizer_digest(path: Path) -> str:
+    """16 hex digits over the checkpoint's tokenizer.json, or an empty string where it has none."""
+    try:
+        with (path / TOKENIZER_FILE).open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()[:16]
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        raise StartupError(f"{path / TOKENIZER_FILE} cannot be read: {error}") from error
+
+
+def _stable(config: dict[str, Any]) -> "hashlib._Hash":
+    stable = {key: value for key, value in config.items() if key not in VOLATILE_CONFIG_KEYS}
+    return hashlib.sha256(json.dumps(stable, sort_keys=True).encode())
 
 
 def _identifying_parts(file: Path) -> list[bytes]:

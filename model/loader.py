@@ -43,7 +43,6 @@ def read_spec(path: Path, dtype: torch.dtype, context_length: int | None = None)
         index_topk=config.index_topk,
         vocab_size=config.vocab_size,
         context_length=context_length,
-        eos_token_ids=_eos_token_ids(path, config),
         dtype=dtype,
         fingerprint=fingerprint(raw, weight_files(path)),
     )
@@ -114,16 +113,6 @@ def _index_layer_of(path: Path, config: Any) -> tuple[int, ...]:
             f"the first one 'full', not {kinds}"
         )
     return tuple(kinds[: layer + 1].count("full") - 1 for layer in range(num_layers))
-
-
-def _eos_token_ids(path: Path, config: Any) -> tuple[int, ...]:
-    """The tokens that end a text: generation_config.json's where it names any, as in the library's generate()."""
-    eos = config.eos_token_id
-    if (path / "generation_config.json").is_file():
-        eos = read_json(path / "generation_config.json").get("eos_token_id", eos)
-    if eos is None:
-        return ()
-    return tuple(eos) if isinstance(eos, list) else (eos,)
 
 
 def _first_line(error: Exception) -> str:

@@ -25,7 +25,6 @@ class ModelSpec:
     index_topk: int
     vocab_size: int
     context_length: int
-    eos_token_ids: tuple[int, ...]
     dtype: torch.dtype
     fingerprint: str
 

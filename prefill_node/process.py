@@ -19,6 +19,7 @@ from prefill_node.pool import PagedKVPool
 from prefill_node.ring import SendRings
 from prefill_node.sender import Sender, Surroundings
 from prefill_node.source import DeviceSource, HostSource
+from service.checkpoint import identify
 from service.config import NodeConfig
 from service.errors import StartupError
 from service.logs import configure_logging
@@ -50,6 +51,7 @@ def run_prefill_node(config: PrefillConfig) -> None:
     device = config.use_device()
     dtype = resolve_dtype(config.model_path, config.dtype)
     spec = read_spec(config.model_path, dtype, config.context_length)
+    checkpoint = identify(config.model_path)
     backend = choose_backend(config.attention_backend, device, spec)
     shell: NodeShell[Computed | Sent] = NodeShell("prefill", config)
     sender = None
@@ -73,7 +75,7 @@ def run_prefill_node(config: PrefillConfig) -> None:
         offer = Offer(
             identity=identity(spec),
             transports=transports.offered,
-            max_tokens=min(spec.context_length, pool.num_pages * config.page_size),
+            max_tokens=spec.context_length,
             vocab_size=spec.vocab_size,
         )
         compute = ComputeThread(prefill, device, report=shell.inbox.put)
@@ -88,6 +90,7 @@ def run_prefill_node(config: PrefillConfig) -> None:
                 transports=offer.transports,
                 page_size=config.page_size,
                 max_request_tokens=offer.max_tokens,
+                checkpoint=checkpoint,
             ),
             heartbeat=lambda via: Heartbeat(
                 via=via, ready=True, queued_tokens=node.queued_tokens, running_requests=node.num_entries
@@ -114,7 +117,7 @@ def _reading(pool: PagedKVPool, config: PrefillConfig) -> Reading:
 
 
 def _num_pages(config: PrefillConfig, spec: ModelSpec, device: torch.device) -> int:
-    """Pages of the KV pool, and the line that says why so many. Raises StartupError if not one prompt fits."""
+    """Pages of the KV pool, and the line that says why so many. Raises StartupError if a full context does not fit."""
     if split := device_split(device, config.mem_fraction_static):
         log.info("sized", what=split)
     token_bytes = kv_layout(spec).token_bytes
@@ -126,8 +129,11 @@ def _num_pages(config: PrefillConfig, spec: ModelSpec, device: torch.device) -> 
             "may be used; lower it or raise --mem-fraction-static"
         )
     pages = wanted // config.page_size
-    if pages == 0:
-        raise StartupError(f"a KV pool of {wanted} tokens holds no page of {config.page_size}; give --max-total-tokens")
+    if pages * config.page_size < spec.context_length:
+        raise StartupError(
+            f"a KV pool of {pages} pages of {config.page_size} tokens does not hold one context of "
+            f"{spec.context_length}; raise --max-total-tokens or --mem-fraction-static, or lower --context-length"
+        )
     log.info(
         "KV pool",
         pages=pages,

@@ -53,6 +53,25 @@ class ModelIdentity(Part):
         )
 
 
+class CheckpointIdentity(Part):
+    """What a gateway, which has no weights, and a node must agree on: the same ids must mean the same text to both.
+
+    Digests of config.json and tokenizer.json; one is empty where the process has no such file, and then says nothing.
+    """
+
+    vocab_size: UInt
+    config: Annotated[str, Field(max_length=128)]
+    tokenizer: Annotated[str, Field(max_length=128)] = ""
+
+    def differences(self, other: "CheckpointIdentity") -> str:
+        """The fields in which the two differ, with both values, or an empty string."""
+        return ", ".join(
+            f"{name} {mine} != {theirs}"
+            for name in CheckpointIdentity.model_fields
+            if (mine := getattr(self, name)) != (theirs := getattr(other, name)) and "" not in (mine, theirs)
+        )
+
+
 class BufferInfo(Part):
     """One registered buffer per layer: base address, length and bytes per item."""
 
@@ -120,6 +139,7 @@ class Register(Message):
     page_size: UInt
     max_request_tokens: UInt
     local_prefill: bool = False
+    checkpoint: CheckpointIdentity | None = None
 
 
 class Registered(Message):
@@ -147,12 +167,14 @@ class Heartbeat(Message):
 class HeartbeatAck(Message):
     """Gateway to node. A node that is not known registers again. Decode nodes learn the prefill nodes from it.
 
-    leaving: boot ids of prefill nodes that said so. None of them will take another request.
+    longest_prompts: as in Generate. leaving: boot ids of prefill nodes that said so. None of them will take another
+    request.
     """
 
     via: Address
     known: bool
     prefill_nodes: tuple[Peer, ...] = ()
+    longest_prompts: dict[Identifier, UInt] = {}
     leaving: tuple[Identifier, ...] = ()
 
 
@@ -164,7 +186,10 @@ class Leaving(Message):
 
 
 class Generate(Message):
-    """Gateway to decode node, which owns the request from here on. Prefill nodes come in order of preference."""
+    """Gateway to decode node, which owns the request from here on.
+
+    Prefill nodes come in order of preference; longest_prompts: the most tokens that each takes, by its boot id.
+    """
 
     request_id: Identifier
     prompt_ids: Annotated[TokenIds, Field(min_length=1)]
@@ -172,6 +197,7 @@ class Generate(Message):
     sampling: Sampling = Sampling()
     stop_token_ids: TokenIds = ()
     prefill_nodes: tuple[Peer, ...] = ()
+    longest_prompts: dict[Identifier, UInt] = {}
 
 
 class Accepted(Message):

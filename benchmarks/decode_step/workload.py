@@ -59,7 +59,6 @@ def model_spec(shape: Shape) -> ModelSpec:
         index_topk=shape.top_k,
         vocab_size=shape.vocab,
         context_length=shape.context_length,
-        eos_token_ids=(),
         dtype=torch.bfloat16,
         fingerprint="synthetic",
     )

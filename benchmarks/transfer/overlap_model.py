@@ -24,7 +24,6 @@ def spec(tokens: int) -> ModelSpec:
         index_topk=2048,
         vocab_size=VOCAB,
         context_length=tokens + 64,
-        eos_token_ids=(),
         dtype=torch.bfloat16,
         fingerprint="benchmark",
     )

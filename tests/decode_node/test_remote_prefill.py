@@ -174,7 +174,7 @@ def test_a_node_that_a_gateway_calls_leaving_is_not_asked_though_a_request_names
     h.remote.nodes.retire(FIRST.boot_id)
     assert h.remote.choose(h.request) == SECOND
     again = FIRST.model_copy(update={"boot_id": "first again"})
-    h.remote.nodes.learn(GATEWAY.address, (again, SECOND))
+    h.remote.nodes.learn(GATEWAY.address, (again, SECOND), {})
     assert h.remote.choose(h.request) == again, "the process that took its address is another one"
 
 
@@ -310,34 +310,43 @@ def test_a_node_that_does_not_know_an_accepted_request_has_lost_it(h: Harness) -
 def test_gateways_name_nodes_that_the_request_did_not(h: Harness) -> None:
     request = Request(Generate(request_id="q", prompt_ids=(1,), max_new_tokens=1), GATEWAY)
     assert h.remote.choose(request) is None
-    h.remote.nodes.learn(GATEWAY.address, (SECOND,))
+    h.remote.nodes.learn(GATEWAY.address, (SECOND,), {})
     assert h.remote.choose(request) == SECOND
 
 
 def test_a_ranking_from_before_a_restart_is_brought_up_to_date(h: Harness) -> None:
     reborn = FIRST.model_copy(update={"boot_id": "reborn"})
-    h.remote.nodes.learn(GATEWAY.address, (reborn,))
+    h.remote.nodes.learn(GATEWAY.address, (reborn,), {})
     assert h.remote.choose(h.request) == reborn
 
 
 def test_a_gateway_that_died_does_not_keep_the_old_boot_of_a_node_alive(h: Harness) -> None:
     """What it said last is older than what another gateway says, whichever spoke first."""
     reborn = FIRST.model_copy(update={"boot_id": "reborn"})
-    h.remote.nodes.learn(GATEWAY.address, (FIRST,))
-    h.remote.nodes.learn("gateway:2", (FIRST,))
-    h.remote.nodes.learn(GATEWAY.address, (reborn,))
+    h.remote.nodes.learn(GATEWAY.address, (FIRST,), {})
+    h.remote.nodes.learn("gateway:2", (FIRST,), {})
+    h.remote.nodes.learn(GATEWAY.address, (reborn,), {})
     assert h.remote.choose(h.request) == reborn
 
 
 def test_what_a_silent_gateway_said_is_forgotten_when_others_speak(h: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
-    h.remote.nodes.learn("gateway:2", (SECOND,))
-    h.remote.nodes.learn(GATEWAY.address, (FIRST,))
+    h.remote.nodes.learn("gateway:2", (SECOND,), {})
+    h.remote.nodes.learn(GATEWAY.address, (FIRST,), {})
     assert h.remote.nodes.known == {FIRST, SECOND}
     later = time.monotonic() + 60
     monkeypatch.setattr("decode_node.prefill_nodes.time.monotonic", lambda: later)
     assert h.remote.nodes.known == {FIRST, SECOND}, "while nobody speaks"
-    h.remote.nodes.learn(GATEWAY.address, (FIRST,))
+    h.remote.nodes.learn(GATEWAY.address, (FIRST,), {})
     assert h.remote.nodes.known == {FIRST}
+
+
+def test_nodes_that_take_so_long_a_prompt_are_asked_even_if_others_are_idle(h: Harness) -> None:
+    h.remote.nodes.learn(GATEWAY.address, (FIRST, SECOND), {"first": 2, "second": 3})
+    assert h.remote.choose(h.request) == SECOND
+    h.remote.nodes.suspect(SECOND, time.monotonic())
+    assert h.remote.choose(h.request) is None, "it waits for the node that can"
+    h.remote.nodes.learn(GATEWAY.address, (FIRST, SECOND), {"first": 2, "second": 2})
+    assert h.remote.choose(h.request) == FIRST, "nobody can, which it will say"
 
 
 # --- checksums ---

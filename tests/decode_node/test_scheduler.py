@@ -1,5 +1,6 @@
 """The scheduler's policy, with real KV tiers and a model whose next token is its input plus one."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -105,7 +106,7 @@ class Harness:
             self.verify,
             self.metrics,
         )
-        self.remote.nodes.learn(GATEWAY.address, (PREFILL,))
+        self.remote.nodes.learn(GATEWAY.address, (PREFILL,), {})
         self.scheduler = Scheduler(
             EagerDecoding(self.model, self.coordinator),  # type: ignore[arg-type]
             self.coordinator,
@@ -382,11 +383,11 @@ def test_a_step_that_fails_ends_its_requests_and_leaks_nothing() -> None:
 
 def test_without_a_prefill_node_requests_wait() -> None:
     h = Harness()
-    h.remote.nodes.learn(GATEWAY.address, ())
+    h.remote.nodes.learn(GATEWAY.address, (), {})
     h.ask("a")
     h.turn()
     assert h.state("a") is State.WAITING
-    h.remote.nodes.learn(GATEWAY.address, (PREFILL,))
+    h.remote.nodes.learn(GATEWAY.address, (PREFILL,), {})
     h.run()
     assert h.ended == {"a": "length"}
 
@@ -405,3 +406,14 @@ def test_states_follow_one_another_only_as_drawn() -> None:
     with pytest.raises(RuntimeError, match="waiting and cannot become running"):
         request.move(State.RUNNING)
     assert not isinstance(request, Landed)
+
+
+def test_a_prompt_that_no_node_takes_now_does_not_hold_up_shorter_ones() -> None:
+    h = Harness()
+    longer = Peer(role="prefill", address="127.0.0.1:9", boot_id="longer")
+    h.remote.nodes.learn(GATEWAY.address, (PREFILL, longer), {PREFILL.boot_id: 3, "longer": 100})
+    h.remote.nodes.suspect(longer, time.monotonic())
+    h.ask("long", prompt=(1, 2, 3, 4))
+    h.ask("short", prompt=(1, 2, 3))
+    h.scheduler.turn()
+    assert [request.request_id for request in h.scheduler.in_state(State.PREFILLING)] == ["short"]

@@ -198,6 +198,14 @@ def test_memory_follows_from_the_host_pool(overlay: str, role: str) -> None:
 
 
 @every_overlay
+def test_a_gateway_has_memory_for_the_requests_that_it_may_hold(overlay: str) -> None:
+    """Each byte of them takes up to 10 as token ids; a process with a small tokenizer takes half a GiB."""
+    gateway = container(overlay, "gateway")
+    held = command_line(gateway).values["max_total_body_mib"] / 1024
+    assert gib(gateway["resources"]["limits"]["memory"]) >= 0.5 + 10 * held
+
+
+@every_overlay
 def test_only_such_memory_is_asked_for_as_the_program_uses(overlay: str) -> None:
     """Huge pages come by madvise, not out of hugetlbfs; pools are anonymous memory, not files in /dev/shm."""
     for role, each in containers(overlay):

@@ -28,6 +28,26 @@ def wait_until(condition: Callable[[], Any], timeout: float = 30.0, what: str = 
     return value
 
 
+def metric_value(exposition: str, name: str, labels: Mapping[str, str]) -> float:
+    """The value of a sample; 0 for values of its labels that were not seen yet.
+
+    LookupError if there is no such metric, or if it has no such labels: a wrong name is not a zero.
+    """
+    suffixes = {"counter": ("_total",), "histogram": ("_bucket", "_count", "_sum")}
+    for family in text_string_to_metric_families(exposition):
+        if name not in {family.name + suffix for suffix in suffixes.get(family.type, ("",))}:
+            continue
+        for sample in family.samples:
+            if sample.name != name:
+                continue
+            if missing := labels.keys() - sample.labels.keys():
+                raise LookupError(f"{name} has no label {min(missing)}, but {sorted(sample.labels)}")
+            if labels.items() <= sample.labels.items():
+                return sample.value
+        return 0.0
+    raise LookupError(f"no metric {name} is exported")
+
+
 @dataclass(frozen=True)
 class Place:
     """Where a process runs: `host` is its address; `prefix` is put before its command, and `words` behind it."""
@@ -76,12 +96,8 @@ class Node:
             return False
 
     def metric(self, name: str, **labels: str) -> float:
-        """The value of a metric, without its prefix; 0 if it was never set."""
-        for family in text_string_to_metric_families(self.get("/metrics").text):
-            for sample in family.samples:
-                if sample.name == f"hisparse_pd_{name}" and labels.items() <= sample.labels.items():
-                    return sample.value
-        return 0.0
+        """The value of a metric, by its name without prefix; 0 for labels that were not seen yet."""
+        return metric_value(self.get("/metrics").text, f"hisparse_pd_{name}", labels)
 
     def signal(self, number: int) -> None:
         self.process.send_signal(number)

@@ -25,7 +25,7 @@ def test_two_hundred_requests_a_third_of_them_aborted(
 ) -> None:
     """Corruption under concurrent transfers (vllm 44238, sglang 23020) and late writes (sglang PRs 24580, 31357)."""
     cluster = start_cluster()
-    prefill = cluster.prefill(device=device, chunked_prefill_size=128, max_total_tokens=4096)
+    prefill = cluster.prefill(device=device, chunked_prefill_size=128, context_length=4096, max_total_tokens=4096)
     config = json.dumps({"device_buffer_size": 128, "host_pool_gib": 0.015})
     decode = cluster.decode(
         device=device,

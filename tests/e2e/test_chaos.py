@@ -213,7 +213,16 @@ def suspicious_lines(cluster: Cluster) -> list[str]:
 
     A client that leaves while its request is being read is one to uvicorn.
     """
-    words = ("level=error", "level=critical", "Traceback", "leak", "mismatch", "do not match")
+    words = (
+        "level=error",
+        "level=critical",
+        "Traceback",
+        "leak",
+        "mismatch",
+        "do not match",
+        "step failed",
+        "sending failed",
+    )
     return [
         f"{node.name}: {line[:300]}"
         for node in cluster.nodes.values()

@@ -69,7 +69,10 @@ def test_nodes_that_are_replaced_under_load_cost_no_client_anything(
     start_cluster: Callable[..., Cluster], references: dict[str, Reference]
 ) -> None:
     cluster = start_cluster()
-    prefills = [cluster.prefill(f"prefill-{i}", chunked_prefill_size=64, max_total_tokens=4096) for i in range(2)]
+    prefills = [
+        cluster.prefill(f"prefill-{i}", chunked_prefill_size=64, context_length=4096, max_total_tokens=4096)
+        for i in range(2)
+    ]
     decodes = [cluster.decode(f"decode-{i}", hisparse_config=HOT_BUFFER, max_running_requests=8) for i in range(2)]
     cluster.wait_ready()
 
@@ -187,7 +190,7 @@ def test_a_request_waits_for_the_successor_of_a_prefill_node_that_left(
 ) -> None:
     """A rolling update of a single prefill node: what it had not begun is computed by the process that replaces it."""
     cluster = start_cluster()
-    prefill = cluster.prefill(chunked_prefill_size=64, max_total_tokens=1216)
+    prefill = cluster.prefill(chunked_prefill_size=64, context_length=1216, max_total_tokens=1216)
     decode = cluster.decode(hisparse_config=HOT_BUFFER, prefill_retries=0)
     cluster.wait_ready()
     prompts = [[number, 3, 9, 200, 41] * 240 for number in range(3)]

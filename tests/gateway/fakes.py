@@ -42,7 +42,8 @@ IDENTITY = ModelIdentity(
 )
 CHAT_TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
-    "{{ m.role[0] }}:{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+    "{{ m.role[0] }}{{ m.name or '' }}:{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+    "{% if thinking %}<think>{% endif %}"
 )
 
 

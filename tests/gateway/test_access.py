@@ -11,11 +11,15 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
+from fastapi import FastAPI
 
+from gateway.errors import ApiError
+from gateway.guard import Guard, Hold, RequestLimits
 from gateway.keys import ApiKeys
 from gateway.process import Gateway, GatewayConfig
 from service import watched
 from service.errors import StartupError
+from service.metrics import Metrics
 from tests.gateway.fakes import MODEL, FakeDecodeNode, RunningGateway, wait_until
 from tests.service.raw_http import RawClient
 
@@ -205,9 +209,47 @@ def test_a_body_as_large_as_allowed_is_read(start_gateway: Start) -> None:
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt")
 
 
-def test_the_default_limit_of_a_body_is_4_mib_for_a_small_context(gateway: RunningGateway) -> None:
-    assert httpx.post(f"{gateway.url}/v1/completions", content=b" " * (4 << 20)).status_code == 400
-    assert httpx.post(f"{gateway.url}/v1/completions", content=b" " * ((4 << 20) + 1)).status_code == 413
+def test_the_default_limit_of_a_body_is_1_mib_for_a_small_context(gateway: RunningGateway) -> None:
+    assert httpx.post(f"{gateway.url}/v1/completions", content=b" " * (1 << 20)).status_code == 400
+    assert httpx.post(f"{gateway.url}/v1/completions", content=b" " * ((1 << 20) + 1)).status_code == 413
+
+
+@pytest.mark.parametrize("declared", [True, False])
+@pytest.mark.parametrize("gateway", [{"max_body_mib": 1, "max_total_body_mib": 1}], indirect=True)
+def test_bodies_that_are_too_much_together_are_refused_until_others_have_gone(
+    gateway: RunningGateway, decode: FakeDecodeNode, declared: bool
+) -> None:
+    decode.hold_after = 2
+    body = json.dumps(PROMPT | {"stream": True}).encode() + b" " * (600 << 10)
+    url = f"{gateway.url}/v1/completions"
+    with httpx.stream("POST", url, content=body) as held:
+        lines = held.iter_lines()
+        next(lines)
+        answer = httpx.post(url, content=body if declared else iter([body]))
+        assert (answer.status_code, answer.headers["Retry-After"]) == (429, "1")
+        assert refused(gateway, "too_many_bytes") == 1
+        decode.hold_after = None
+        assert httpx.post(url, json=PROMPT).status_code == 200, "a small one still fits"
+    wait_until(lambda: gateway.serving == 0)
+    assert httpx.post(url, content=body).status_code == 200
+
+
+def test_a_prompt_token_counts_as_an_id_in_json_however_it_came() -> None:
+    limits = RequestLimits(max_body_bytes=100, max_concurrent_requests=1, max_total_bytes=100)
+    guard = Guard(FastAPI(), None, limits, Metrics().http_refused)
+    hold = Hold(guard)
+    hold.body(20)
+    hold.prompt(2)
+    assert guard.held == 20
+    hold.prompt(10)
+    assert guard.held == 80
+    with pytest.raises(ApiError, match="as many bytes of requests as it may"):
+        Hold(guard).body(21)
+
+
+def test_a_total_that_holds_not_even_one_body_is_refused(start_gateway: Start) -> None:
+    with pytest.raises(StartupError, match=r"--max-total-body-mib 1 is less than the largest body, 2 MiB"):
+        start_gateway(max_body_mib=2, max_total_body_mib=1)
 
 
 def test_a_client_that_leaves_in_the_middle_of_its_body_is_no_error(

@@ -1,7 +1,7 @@
 """Incremental text equals the text of all tokens at once, however it is cut."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import example, given, settings
@@ -14,11 +14,15 @@ from tests.gateway.fakes import byte_tokenizer
 BYTES = byte_tokenizer()
 
 
+UNKNOWN = 99_999
+EOS = 257
+
+
 def chunky_tokenizer() -> Tokenizer:
     """Byte level, with merges that cross characters: a token may end in one character and begin in another."""
     tokenizer = byte_tokenizer()
     ids = {token: i for token, i in tokenizer.get_vocab().items() if i < 256}
-    pairs = [("ä", "½"), ("½", "ł"), ("Ġ", "a"), ("Ł", "ĺ"), ("ł", "å")]
+    pairs = [("ä", "½"), ("½", "ł"), ("Ġ", "a"), ("Ł", "ĺ"), ("ł", "å"), ("©", "Ã")]
     pairs = [(a, b) for a, b in pairs if a in ids and b in ids]
     vocab = ids | {a + b: 300 + i for i, (a, b) in enumerate(pairs)}
     chunky = Tokenizer(models.BPE(vocab=vocab, merges=pairs))
@@ -51,8 +55,17 @@ def decode_with(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     return tokenizer.decode(list(ids), skip_special_tokens=True)
 
 
+def skips_of(tokenizer: Tokenizer) -> Callable[[int], bool]:
+    special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+    return lambda token_id: token_id in special or tokenizer.id_to_token(token_id) is None
+
+
+def detokenizer_of(tokenizer: Tokenizer) -> Detokenizer:
+    return Detokenizer(lambda window: decode_with(tokenizer, window), skips_of(tokenizer))
+
+
 def incremental(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    detokenizer = Detokenizer(lambda window: decode_with(tokenizer, window))
+    detokenizer = detokenizer_of(tokenizer)
     return "".join([detokenizer.push(token_id) for token_id in ids]) + detokenizer.finish()
 
 
@@ -83,22 +96,70 @@ def test_tokenizers_that_drop_a_leading_space(parts: list[int | tuple[int, ...]]
 
 
 def test_text_is_given_out_as_soon_as_it_is_certain() -> None:
-    detokenizer = Detokenizer(lambda window: decode_with(BYTES, window))
+    detokenizer = detokenizer_of(BYTES)
     assert [detokenizer.push(b) for b in "h你!".encode()] == ["h", "", "", "你", "!"]
 
 
-def test_the_window_stays_small_on_endless_garbage() -> None:
-    longest = 0
+@settings(deadline=None)
+@given(st.lists(st.one_of(st.sampled_from([EOS, UNKNOWN, *"né你🙂 ".encode()]), st.integers(0, 310)), max_size=120))
+@example([EOS] * 60 + list(b"ab"))
+@example([0xE4] + [EOS, UNKNOWN] * 40 + [0xBD, 0xA0])
+@example([0xC3] + [305] * 60 + [0xA9])
+@example([305] * 60)
+def test_any_mix_of_text_special_and_unknown_tokens(ids: list[int]) -> None:
+    for tokenizer in (BYTES, CHUNKY):
+        assert incremental(tokenizer, ids) == decode_with(tokenizer, ids)
+
+
+@settings(deadline=None)
+@given(st.lists(st.sampled_from([UNKNOWN, *range(256, 263), tuple("é好🙂".encode())]), max_size=120))
+@example([256] + [UNKNOWN] * 60 + [256, 256])
+@example([UNKNOWN] * 60 + [256, 256])
+def test_a_space_survives_tokens_without_text(parts: list[int | tuple[int, ...]]) -> None:
+    ids = [i for part in parts for i in (part if isinstance(part, tuple) else (part,))]
+    assert incremental(SENTENCEPIECE, ids) == decode_with(SENTENCEPIECE, ids)
+
+
+TEXT = list("Die Größe 你好🙂 ".encode())
+LONG_RUNS = {
+    "special": [EOS] * 500,
+    "unknown": [UNKNOWN] * 500,
+    "special after half a character": [0xE4] + [EOS] * 500,
+    "special after text": TEXT + [EOS] * 500,
+    "garbage": [0x80] * 500,
+    "beginnings of characters": [0xE4] * 500,
+    "text": TEXT * 20,
+    "text and special": [i for byte in TEXT * 20 for i in (byte, EOS)],
+}
+
+
+@pytest.mark.parametrize("ids", LONG_RUNS.values(), ids=list(LONG_RUNS))
+def test_a_token_costs_the_same_however_long_the_answer_is(ids: list[int]) -> None:
+    sizes: list[int] = []
 
     def decode(window: Sequence[int]) -> str:
-        nonlocal longest
-        longest = max(longest, len(window))
+        sizes.append(len(window))
         return decode_with(BYTES, window)
 
-    detokenizer = Detokenizer(decode)
-    text = "".join(detokenizer.push(0x80) for _ in range(500))
-    assert len(text) > 450
-    assert longest <= 33
+    detokenizer = Detokenizer(decode, skips_of(BYTES))
+    text = "".join([detokenizer.push(token_id) for token_id in ids]) + detokenizer.finish()
+    assert text == decode_with(BYTES, ids)
+    assert max(sizes, default=0) <= 33
+    assert len(sizes) <= 2 * len(ids)
+
+
+def test_the_cost_is_bounded_even_if_tokens_without_text_are_not_known_to_have_none() -> None:
+    sizes: list[int] = []
+
+    def decode(window: Sequence[int]) -> str:
+        sizes.append(len(window))
+        return decode_with(BYTES, window)
+
+    detokenizer = Detokenizer(decode, lambda token_id: False)
+    text = "".join(detokenizer.push(token_id) for token_id in TEXT + [EOS] * 500 + TEXT)
+    assert text == decode_with(BYTES, TEXT * 2)
+    assert max(sizes) <= 33
+    assert len(sizes) <= 6 * 500
 
 
 def reference_cut(text: str, stops: Sequence[str]) -> str:

@@ -10,8 +10,8 @@ import openai
 import pytest
 import zmq
 
-from tests.gateway.fakes import IDENTITY, MODEL, FakeDecodeNode, FakeNode, RunningGateway, wait_until
-from transfer.messages import Output, Token
+from tests.gateway.fakes import CONTEXT, IDENTITY, MODEL, FakeDecodeNode, FakeNode, RunningGateway, wait_until
+from transfer.messages import FinishReason, Output, Token
 
 StartDecode = Callable[..., FakeDecodeNode]
 
@@ -77,8 +77,36 @@ def test_other_refusals(decode: FakeDecodeNode, http: httpx.Client) -> None:
 def test_requests_beyond_every_decode_node(prefill: FakeNode, start_decode: StartDecode, http: httpx.Client) -> None:
     start_decode(max_request_tokens=50)
     answer = http.post("/v1/completions", json=body())
-    assert answer.status_code == 400
-    assert "holds 50 per request" in answer.json()["error"]["message"]
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert "maximum context length is 50 tokens, but 103 were" in answer.json()["error"]["message"]
+
+
+def test_a_chat_without_max_tokens_gets_what_the_largest_decode_node_has_left(
+    prefill: FakeNode, start_decode: StartDecode, http: httpx.Client
+) -> None:
+    assert http.get("/v1/models/tiny").json()["max_model_len"] == CONTEXT
+    start_decode(max_request_tokens=50)
+    larger = start_decode(max_request_tokens=60)
+    assert http.get("/v1/models/tiny").json()["max_model_len"] == 60
+    answer = http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "hi"}]})
+    assert answer.json()["usage"]["total_tokens"] == 60
+    assert len(larger.generated) == 1
+
+
+def test_a_prompt_that_no_prefill_node_takes_is_refused_at_once(
+    gateway: RunningGateway, start_decode: StartDecode, http: httpx.Client
+) -> None:
+    small = FakeNode(gateway.control_address, "prefill", max_request_tokens=50).start()
+    decode = start_decode()
+    answer = http.post("/v1/completions", json=body(prompt="a" * 51))
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert "has 50 tokens, but the prompt has 51" in answer.json()["error"]["message"]
+    larger = FakeNode(gateway.control_address, "prefill").start()
+    assert http.post("/v1/completions", json=body(prompt="a" * 51)).status_code == 200
+    assert decode.generated[0].prefill_nodes == (larger.me, small.me)
+    assert decode.generated[0].longest_prompts == {larger.me.boot_id: CONTEXT, small.me.boot_id: 50}
+    small.die()
+    larger.die()
 
 
 def test_client_that_leaves_mid_stream_cancels(
@@ -133,6 +161,40 @@ def test_decode_node_silent_before_the_first_token(
     assert len(other.generated) == 1
 
 
+def test_an_answer_that_does_not_stream_begins_anew_at_another_node(
+    decode: FakeDecodeNode, start_decode: StartDecode, http: httpx.Client
+) -> None:
+    decode.hold_after = 2
+    thread, results = in_background(lambda: http.post("/v1/completions", json=body(max_tokens=5, seed=7)))
+    wait_until(lambda: 'requests{state="running"} 1.0' in http.get("/metrics").text)
+    decode.die()
+    other = start_decode(port=decode.port)
+    thread.join()
+    assert isinstance(results[0], httpx.Response)
+    answer = results[0].json()
+    assert answer["choices"][0]["text"] == "abcab"
+    assert answer["usage"]["completion_tokens"] == 5
+    assert other.generated == decode.generated, "the same request, seed and all"
+    assert 'requests_finished_total{reason="length"} 1.0' in http.get("/metrics").text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("finish_reason", ["error", "abort"])
+def test_clients_do_not_learn_what_went_wrong_inside(
+    decode: FakeDecodeNode, http: httpx.Client, stream: bool, finish_reason: FinishReason
+) -> None:
+    reason = "prefill node 10.0.0.7:8011 is silent"
+    decode.chunks = [[97]]
+    decode.extra_outputs = [Output(request_id="-", start=1, finish_reason=finish_reason, error=reason)]
+    answer = http.post("/v1/completions", json=body(stream=stream))
+    assert "10.0.0.7" not in answer.text
+    assert decode.me.address not in answer.text
+    if stream or finish_reason == "error":
+        assert f"at its decode node (request {decode.generated[0].request_id})" in answer.text
+    else:
+        assert answer.status_code == 503
+
+
 def test_decode_node_dies_after_the_first_token(
     decode: FakeDecodeNode, start_decode: StartDecode, http: httpx.Client
 ) -> None:
@@ -159,6 +221,52 @@ def test_deadline(start_gateway: Callable[..., RunningGateway], http: httpx.Clie
     wait_until(lambda: decode.cancelled)
     decode.die()
     prefill.die()
+
+
+class SlowTokenizer:
+    """Takes until told to go on with prompts of more than 64 KiB."""
+
+    def __init__(self, gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch) -> None:
+        tokenizer = gateway.gateway._completer.tokenizer
+        encode = tokenizer.encode
+        self.busy = threading.Semaphore(0)
+        self.go_on = threading.Event()
+
+        def slow(text: str, *, special_tokens: bool) -> list[int]:
+            if len(text) > 64 << 10:
+                self.busy.release()
+                assert self.go_on.wait(timeout=20)
+            return encode(text, special_tokens=special_tokens)
+
+        monkeypatch.setattr(tokenizer, "encode", slow)
+
+
+def test_prompts_that_take_long_to_tokenize_delay_no_small_ones(
+    gateway: RunningGateway, decode: FakeDecodeNode, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = SlowTokenizer(gateway, monkeypatch)
+    huge = [
+        in_background(lambda: httpx.post(f"{gateway.url}/v1/completions", json=body(prompt="a" * 70_000), timeout=20))
+        for _ in range(4)
+    ]
+    assert tokenizer.busy.acquire(timeout=20)
+    assert tokenizer.busy.acquire(timeout=20), "two at a time"
+    assert http.post("/v1/completions", json=body()).status_code == 200
+    tokenizer.go_on.set()
+    for thread, results in huge:
+        thread.join()
+        assert isinstance(results[0], httpx.Response)
+        assert results[0].json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_the_request_timeout_covers_tokenizing(
+    start_gateway: Callable[..., RunningGateway], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hasty = start_gateway(request_timeout=0.3)
+    tokenizer = SlowTokenizer(hasty, monkeypatch)
+    answer = httpx.post(f"{hasty.url}/v1/completions", json=body(prompt="a" * 70_000))
+    tokenizer.go_on.set()
+    assert (answer.status_code, answer.json()["error"]["code"]) == (504, "timeout")
 
 
 def test_stopping_gateway_cancels_what_is_in_flight(

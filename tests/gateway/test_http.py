@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from gateway.process import GatewayConfig
+from gateway.unsupported import HARMLESS, NEUTRAL
 from tests.gateway.fakes import CONTEXT, EOS, MODEL, VOCAB, FakeDecodeNode, FakeNode, RunningGateway, wait_until
 from transfer.messages import Output, Token
 
@@ -64,7 +65,7 @@ def test_completion(client: openai.OpenAI, decode: FakeDecodeNode, prefill: Fake
 
 
 def test_defaults(client: openai.OpenAI, decode: FakeDecodeNode) -> None:
-    client.completions.create(model=MODEL, prompt="a", extra_body={"top_k": -1, "some_new_field": 3})
+    client.completions.create(model=MODEL, prompt="a", extra_body={"top_k": -1, "user": "me"})
     client.completions.create(model=MODEL, prompt="a" * (CONTEXT - 3))
     assert [g.max_new_tokens for g in decode.generated] == [16, 3]
     assert decode.generated[0].sampling.top_k == 0
@@ -90,6 +91,39 @@ def test_chat(client: openai.OpenAI, decode: FakeDecodeNode) -> None:
     assert bytes(decode.generated[0].prompt_ids) == b"s:be\nu:hi\na:"
     assert answer.choices[0].message.content == "s:be\n"
     assert answer.choices[0].message.role == "assistant"
+
+
+def test_the_chat_template_gets_names_and_variables(client: openai.OpenAI, decode: FakeDecodeNode) -> None:
+    client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "name": "Eva", "content": "hi"}],
+        max_tokens=1,
+        extra_body={"chat_template_kwargs": {"thinking": True}},
+    )
+    assert bytes(decode.generated[0].prompt_ids) == b"uEva:hi\na:<think>"
+
+
+def test_an_answer_of_the_client_may_be_sent_back_as_it_came(client: openai.OpenAI, decode: FakeDecodeNode) -> None:
+    question: dict[str, Any] = {"role": "user", "content": "hi"}
+    answer = client.chat.completions.create(model=MODEL, messages=[question], max_tokens=4)  # type: ignore[list-item]
+    said: Any = answer.choices[0].message.model_dump()
+    client.chat.completions.create(model=MODEL, messages=[question, said, question], max_tokens=1)  # type: ignore[list-item]
+    assert bytes(decode.generated[1].prompt_ids) == b"u:hi\na:u:hi\nu:hi\na:"
+
+
+def test_stop_token_ids_end_an_answer_beside_the_models_own(client: openai.OpenAI, decode: FakeDecodeNode) -> None:
+    stopping = {"stop_token_ids": [99]}
+    answer = client.completions.create(model=MODEL, prompt="abc", extra_body=stopping)
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("ab", "stop")
+    client.completions.create(model=MODEL, prompt="abc", extra_body=stopping | {"ignore_eos": True})
+    assert [g.stop_token_ids for g in decode.generated] == [(EOS, 99), (99,)]
+
+
+def test_fields_that_ask_for_nothing_are_accepted(client: openai.OpenAI) -> None:
+    idle: dict[str, Any] = {name: values[0] for name, values in NEUTRAL.items()}
+    idle |= dict.fromkeys(["guided_json", "prompt_logprobs", "anything"]) | dict.fromkeys(HARMLESS, "x")
+    client.completions.create(model=MODEL, prompt="a", extra_body=idle)
+    client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "hi"}], extra_body=idle)
 
 
 def test_chat_fills_the_context_by_default(client: openai.OpenAI, decode: FakeDecodeNode) -> None:
@@ -157,6 +191,29 @@ def test_chat_logprobs(client: openai.OpenAI) -> None:
     assert [entry.token for entry in logprobs.content[0].top_logprobs] == ["u", "v"]
 
 
+def test_the_bytes_of_tokens_make_up_the_text(client: openai.OpenAI, decode: FakeDecodeNode) -> None:
+    decode.chunks = [[byte] for byte in "a你🙂\n b".encode()] + [[EOS]]
+    answer = client.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": "a"}], logprobs=True, extra_body={"ignore_eos": True}
+    )
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.content is not None
+    *own, eos = [bytes(entry.bytes or []) for entry in logprobs.content]
+    assert b"".join(own).decode() == answer.choices[0].message.content == "a你🙂\n b"
+    assert eos == b"<eos>"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_text_offsets_are_places_in_the_text(client: openai.OpenAI, decode: FakeDecodeNode, stream: bool) -> None:
+    decode.chunks = [list("a你".encode()), list("🙂bEN".encode()), list(b"D")]
+    answer: Any = client.completions.create(model=MODEL, prompt="x", logprobs=0, stop="END", stream=stream)
+    parts = [part.choices[0] for part in answer] if stream else [answer.choices[0]]
+    assert "".join(part.text for part in parts) == "a你🙂b"
+    offsets = [offset for part in parts for offset in part.logprobs.text_offset]
+    assert offsets == [0, 1, 1, 1, 2, 2, 2, 2, 3, *([4, 5, 6] if stream else [4, 4, 4])]
+
+
 def test_stop_token_is_counted_but_not_shown(client: openai.OpenAI, decode: FakeDecodeNode) -> None:
     decode.chunks = [[104], [105, EOS], [106]]
     answer = client.completions.create(model=MODEL, prompt="x")
@@ -216,6 +273,20 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": "a", "suffix": "b"}, "suffix", "not supported"),
     ({"prompt": "a", "presence_penalty": 0.5}, "presence_penalty", "not supported"),
     ({"prompt": "a", "logit_bias": {"1": 5}}, "logit_bias", "not supported"),
+    ({"prompt": "a", "n": True}, "n", "not supported here other than 1, found True"),
+    ({"prompt": "a", "min_tokens": 5}, "min_tokens", "not supported here other than 0, found 5"),
+    ({"prompt": "a", "bad_words": ["x"]}, "bad_words", "not supported"),
+    ({"prompt": "a", "allowed_token_ids": [1]}, "allowed_token_ids", "not supported"),
+    ({"prompt": "a", "guided_json": {"type": "object"}}, "guided_json", "not supported here"),
+    ({"prompt": "a", "structured_outputs": {"regex": "a"}}, "structured_outputs", "not supported"),
+    ({"prompt": "a", "prompt_logprobs": 0}, "prompt_logprobs", "not supported"),
+    ({"prompt": "a", "include_stop_str_in_output": True}, "include_stop_str_in_output", "not supported"),
+    ({"prompt": "a", "truncate_prompt_tokens": 1}, "truncate_prompt_tokens", "not supported"),
+    ({"prompt": "a", "skip_special_tokens": False}, "skip_special_tokens", "not supported"),
+    ({"prompt": "a", "add_special_tokens": False}, "add_special_tokens", "not supported"),
+    ({"prompt": "a", "some_new_field": 3}, "some_new_field", "not supported"),
+    ({"prompt": "a", "stop_token_ids": [1.5]}, "stop_token_ids.0", "valid integer"),
+    ({"prompt": "a", "stream": True, "stream_options": {"new": 1}}, "stream_options.new", "not supported"),
     ({"prompt": "a", "stop": ["x"] * 17}, "stop", "at most 16 stop strings, found 17"),
     ({"prompt": "a", "stop": ["x" * 257]}, "stop", "1 to 256 characters"),
     ({"prompt": "a", "stop": [""]}, "stop", "1 to 256 characters"),
@@ -232,6 +303,17 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [{"role": "tool", "content": "hi"}]}, "messages", "no tools"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content", "'text'"),
     ({"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools", "not supported"),
+    ({"messages": MESSAGES, "tool_choice": "required"}, "tool_choice", "not supported"),
+    ({"messages": MESSAGES, "function_call": {"name": "f"}}, "function_call", "not supported"),
+    ({"messages": MESSAGES, "continue_final_message": True}, "continue_final_message", "not supported"),
+    ({"messages": MESSAGES, "reasoning_effort": "high"}, "reasoning_effort", "not supported"),
+    ({"messages": MESSAGES, "chat_template": "{{ 1 }}"}, "chat_template", "not supported"),
+    ({"messages": MESSAGES, "chat_template_kwargs": {"x": [1]}}, "chat_template_kwargs", "valid"),
+    ({"messages": MESSAGES, "chat_template_kwargs": {"__x": 1}}, "chat_template_kwargs", "match pattern"),
+    ({"messages": MESSAGES, "chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", "cannot be set"),
+    ({"messages": MESSAGES, "chat_template_kwargs": {"bos_token": ""}}, "chat_template_kwargs", "cannot be set"),
+    ({"messages": [{**MESSAGES[0], "prefix": True}]}, "messages.0.prefix", "not supported"),
+    ({"messages": [{**MESSAGES[0], "tool_calls": [{"id": "1"}]}]}, "messages.0.tool_calls", "not supported"),
     ({"messages": MESSAGES, "response_format": {"type": "json_object"}}, "response_format", "not supported"),
     ({"messages": MESSAGES, "top_logprobs": 3}, "", "only allowed when logprobs is true"),
     ({"messages": MESSAGES, "logprobs": 3}, "logprobs", "valid boolean"),

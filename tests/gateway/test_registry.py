@@ -2,9 +2,9 @@
 
 import pytest
 
-from gateway.registry import NodeRegistry
+from gateway.registry import Capacity, NodeRegistry
 from tests.gateway.fakes import IDENTITY
-from transfer.messages import Heartbeat, Peer, Refused, Register, Registered
+from transfer.messages import CheckpointIdentity, Heartbeat, Peer, Refused, Register, Registered
 
 VIA = "gateway:1"
 
@@ -46,6 +46,22 @@ def test_another_dtype_is_refused_with_both_values(registry: NodeRegistry) -> No
         "prefill node 10.0.0.4:8001 refused: dtype torch.bfloat16 != torch.float32 of prefill node 10.0.0.1:8001"
     )
     assert registry.count("prefill", 0.0) == 1
+
+
+def test_a_node_of_another_checkpoint_than_the_gateways_is_refused_with_both_values() -> None:
+    own = CheckpointIdentity(vocab_size=100, config="c0", tokenizer="70")
+    registry = NodeRegistry(own)
+
+    def answer(**changes: object) -> Registered | Refused:
+        return registry.register(peer(1), offer(checkpoint=own.model_copy(update=changes)), 0.0)
+
+    assert isinstance(answer(), Registered)
+    assert isinstance(answer(tokenizer=""), Registered), "a node needs no tokenizer"
+    assert isinstance(registry.register(peer(2), offer(), 0.0), Registered), "an older release says nothing of it"
+    refused = answer(vocab_size=101, tokenizer="71")
+    assert isinstance(refused, Refused)
+    assert refused.reason.endswith("refused: vocab_size 101 != 100, tokenizer 71 != 70 of this gateway")
+    assert registry.count("decode", 0.0) == 1
 
 
 def test_another_transfer_protocol_is_refused_with_both_values(registry: NodeRegistry) -> None:
@@ -98,6 +114,24 @@ def test_the_decode_node_with_the_fewest_outstanding_tokens_is_picked(registry: 
     assert registry.pick_decode(10, (), 1.0) == peer(3)
     assert registry.pick_decode(10, {"3a"}, 1.0) == peer(2)
     assert registry.pick_decode(1001, (), 1.0) is None
+
+
+def test_prefill_nodes_that_take_so_long_a_prompt_come_first(registry: NodeRegistry) -> None:
+    registry.register(peer(4, "prefill"), offer("prefill", max_request_tokens=5000), 0.0)
+    registry.heartbeat(peer(4, "prefill"), beat(queued=9000), 0.0)
+    assert registry.rank_prefill(0.0, 1000) == [peer(1, "prefill"), peer(4, "prefill")]
+    assert registry.rank_prefill(0.0, 1001) == [peer(4, "prefill"), peer(1, "prefill")]
+    assert registry.heartbeat(peer(2), beat(), 0.0).longest_prompts == {"1a": 1000, "4a": 5000}
+
+
+def test_a_request_may_be_as_large_as_the_largest_node_takes(registry: NodeRegistry) -> None:
+    assert registry.capacity(8000, 0.0) == Capacity(context=1000, prompt=1000)
+    registry.register(peer(4), offer(max_request_tokens=4000, local_prefill=True), 0.0)
+    assert registry.capacity(8000, 0.0) == Capacity(context=4000, prompt=1000)
+    assert registry.capacity(500, 0.0) == Capacity(context=500, prompt=500)
+    registry.leave(peer(1, "prefill"))
+    assert registry.capacity(8000, 0.0) == Capacity(context=4000, prompt=4000), "that node computes prompts, too"
+    assert registry.capacity(8000, 60.0) == Capacity(context=8000, prompt=8000), "nobody is there to take less"
 
 
 def test_silence_is_no_death(registry: NodeRegistry) -> None:

@@ -50,7 +50,7 @@ def test_model_without_a_chat_template(tmp_path: Path) -> None:
     tokenizer = CheckpointTokenizer(str(directory))
     assert not tokenizer.has_chat_template
     with pytest.raises(ApiError, match="use /v1/completions"):
-        tokenizer.render_chat([{"role": "user", "content": "hi"}])
+        tokenizer.render_chat([{"role": "user", "content": "hi"}], {})
 
 
 def test_stop_tokens_come_from_the_generation_config_first(tmp_path: Path) -> None:
@@ -58,6 +58,8 @@ def test_stop_tokens_come_from_the_generation_config_first(tmp_path: Path) -> No
     assert CheckpointTokenizer(str(directory)).stop_token_ids == (EOS,)
     (directory / "generation_config.json").write_text('{"eos_token_id": [3, 4]}')
     assert CheckpointTokenizer(str(directory)).stop_token_ids == (3, 4)
+    (directory / "generation_config.json").write_text('{"eos_token_id": null}')
+    assert CheckpointTokenizer(str(directory)).stop_token_ids == (EOS,)
 
 
 def test_token_ids_that_the_tokenizer_lacks_are_no_text(checkpoint: Path) -> None:

@@ -62,7 +62,6 @@ def test_the_spec_describes_the_checkpoint(checkpoints: dict[str, Path]) -> None
         index_topk=64,
         vocab_size=261,
         context_length=8192,
-        eos_token_ids=(257,),
         dtype=torch.bfloat16,
         fingerprint=spec.fingerprint,
     )
@@ -114,16 +113,6 @@ def most_anonymous_memory() -> Iterator[Callable[[], int]]:
     finally:
         ended.set()
         watcher.join()
-
-
-@pytest.mark.parametrize(("eos", "expected"), [(None, ()), (7, (7,)), ([7, 9], (7, 9))], ids=["none", "one", "several"])
-def test_the_generation_config_says_which_tokens_end_a_text(
-    damaged: Path, eos: object, expected: tuple[int, ...]
-) -> None:
-    (damaged / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
-    assert read_spec(damaged, torch.float32).eos_token_ids == expected
-    (damaged / "generation_config.json").unlink()
-    assert read_spec(damaged, torch.float32).eos_token_ids == (257,)
 
 
 @pytest.mark.parametrize("context_length", [0, -5, 8193])
