@@ -80,15 +80,10 @@ def _subjects(config: ServingBench) -> Iterator[tuple[list[Service], Workload]]:
 
 def _workload(config: ServingBench, vocab: int) -> Workload:
     if config.prompts:
-        return read_prompts(config.prompts, config.output_tokens or config.sizes.output_tokens)
+        _, output_tokens = config.lengths
+        return read_prompts(config.prompts, output_tokens)
     return _random_prompts(config, vocab)
 
 
 def _random_prompts(config: ServingBench, vocab: int) -> RandomPrompts:
-    return RandomPrompts(
-        input_tokens=config.input_tokens or config.sizes.input_tokens,
-        output_tokens=config.output_tokens or config.sizes.output_tokens,
-        range_ratio=config.range_ratio,
-        vocab_size=vocab,
-        seed=config.seed,
-    )
+    return RandomPrompts(*config.lengths, range_ratio=config.range_ratio, vocab_size=vocab, seed=config.seed)

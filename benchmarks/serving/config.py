@@ -100,9 +100,16 @@ class ServingBench:
         return [Point(load, self._warm_up(load), self._requests(load)) for load in self.loads]
 
     @property
+    def lengths(self) -> tuple[int, int]:
+        """Tokens of a prompt, and of its answer."""
+        return self.input_tokens or self.sizes.input_tokens, self.output_tokens or self.sizes.output_tokens
+
+    @property
     def options(self) -> Mapping[str, object]:
-        """What to write down of a run: everything but the key."""
-        written = {name: value for name, value in vars(self).items() if name != "api_key"}
+        """What to write down of a run beside its load points: everything but the key."""
+        left_out = ("api_key", "concurrency", "request_rate")
+        written = {name: value for name, value in vars(self).items() if name not in left_out}
+        written |= dict(zip(("input_tokens", "output_tokens"), self.lengths, strict=True))
         return {name: str(value) if isinstance(value, Path) else value for name, value in written.items()}
 
     @property

@@ -122,10 +122,10 @@ def _times(report: Report) -> Table:
         report,
         "times, ms: p50 / p90 / p99",
         {
-            "first token": lambda point: _ms(point.summary.ttft),
-            "between tokens": lambda point: _ms(point.summary.itl),
-            "per token": lambda point: _ms(point.summary.tpot),
-            "whole answer": lambda point: _ms(point.summary.latency),
+            "TTFT": lambda point: _ms(point.summary.ttft),
+            "ITL": lambda point: _ms(point.summary.itl),
+            "TPOT": lambda point: _ms(point.summary.tpot),
+            "end to end": lambda point: _ms(point.summary.latency),
         },
     )
 

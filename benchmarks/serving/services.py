@@ -2,6 +2,7 @@
 
 import json
 import os
+import ssl
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -126,8 +127,10 @@ def vocab_size(checkpoint: Path) -> int:
 
 def _served_models(endpoint: Endpoint) -> list[str]:
     url = f"{endpoint.base_url}/v1/models"
+    # The certificates that the client trusts, and no proxy, as there.
+    trust = ssl.create_default_context()
     try:
-        response = httpx.get(url, headers=endpoint.headers(), timeout=_ANSWER_S)
+        response = httpx.get(url, headers=endpoint.headers(), timeout=_ANSWER_S, trust_env=False, verify=trust)
     except (httpx.TransportError, httpx.InvalidURL) as error:
         raise StartupError(f"no service answers at {url}: {error or type(error).__name__}") from error
     if response.status_code in (401, 403):

@@ -129,6 +129,22 @@ def test_an_open_loop_sends_all_at_once_at_an_infinite_rate(stub: Callable[..., 
     assert point["goodput"] == point["requests_per_s"]
 
 
+def test_what_was_asked_for_is_written_down_without_the_key(stub: Callable[..., str], tmp_path: Path) -> None:
+    users: list[str] = []
+
+    async def answer(request: Json, reply: Reply) -> None:
+        users.append(request["user"])
+        await in_full(request, reply)
+
+    words = ["--quick", "--request-rate", "inf", "--num-requests", "1", "--api-key", "sk-secret"]
+    content = bench(tmp_path, "--base-url", stub(answer), *words, "--extra-body", '{"user": "me"}')
+    assert set(users) == {"me"}
+    assert (content["options"]["input_tokens"], content["options"]["output_tokens"]) == (5, 4)
+    text = (tmp_path / "out.json").read_text()
+    assert "sk-secret" not in text
+    assert "Infinity" not in text
+
+
 def test_failures_are_counted_by_kind_and_the_others_are_measured(
     stub: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
