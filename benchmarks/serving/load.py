@@ -2,9 +2,9 @@
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -21,7 +21,9 @@ class Closed:
     def __str__(self) -> str:
         return str(self.concurrency)
 
-    async def drive(self, requests: Sequence[Request], send: Callable[[Request], Awaitable[Result]]) -> list[Result]:
+    async def drive(
+        self, requests: Sequence[Request], send: Callable[[Request], Coroutine[Any, Any, Result]]
+    ) -> list[Result]:
         """Send all; the results in the order of their ends. What `send` raises ends all of them."""
         waiting = iter(requests)
         results: list[Result] = []
@@ -46,7 +48,9 @@ class Open:
     def __str__(self) -> str:
         return f"{self.rate:g}/s" if math.isfinite(self.rate) else "inf"
 
-    async def drive(self, requests: Sequence[Request], send: Callable[[Request], Awaitable[Result]]) -> list[Result]:
+    async def drive(
+        self, requests: Sequence[Request], send: Callable[[Request], Coroutine[Any, Any, Result]]
+    ) -> list[Result]:
         """Send all; the results in the order of the requests. What `send` raises ends all of them."""
         clock = asyncio.get_running_loop()
         start = clock.time()
@@ -55,7 +59,7 @@ class Open:
             for request, after in zip(requests, arrivals(self.rate, len(requests), self.seed), strict=True):
                 if (ahead := start + after - clock.time()) > 0:
                     await asyncio.sleep(ahead)
-                tasks.append(group.create_task(_run(send, request)))
+                tasks.append(group.create_task(send(request)))
         return [task.result() for task in tasks]
 
 
@@ -66,7 +70,3 @@ def arrivals(rate: float, count: int, seed: int) -> list[float]:
     """Seconds from the start to each arrival of a Poisson process, the first at 0; all 0 for an infinite rate."""
     pauses = np.random.default_rng(seed).exponential(1 / rate, max(0, count - 1))
     return [0.0, *np.cumsum(pauses).tolist()][:count]
-
-
-async def _run(send: Callable[[Request], Awaitable[Result]], request: Request) -> Result:
-    return await send(request)

@@ -6,7 +6,7 @@ import ssl
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -51,7 +51,7 @@ class Remote:
             raise StartupError(f"{self.base_url} serves {_listed(served)}: choose one with --model")
         if self.model is not None and self.model not in served:
             raise StartupError(f"{self.base_url} does not serve {self.model!r}, but {_listed(served)}")
-        yield Endpoint(self.label, self.base_url, self.model or served[0], self.api_key, self.extra_body)
+        yield replace(endpoint, model=self.model or served[0])
 
 
 @dataclass(frozen=True)
