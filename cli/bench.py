@@ -59,7 +59,8 @@ def transfer(
     Without a swept flag, a choice of cases is measured. The flags that are given are combined each with each; the
     others stay at 32K tokens, 8 layers, 1152 bytes, pages of 64 tokens, scattered pages to contiguous slots, tcp.
     """
-    from benchmarks.transfer.cases import Fragmentation, Protocol, Sweep, parse_choices, parse_numbers
+    from benchmarks.flags import parse_choices, parse_numbers
+    from benchmarks.transfer.cases import Fragmentation, Protocol, Sweep
     from benchmarks.transfer.command import TransferBench, run_transfer_bench
     from benchmarks.transfer.methods import Group, MethodFailed
 
@@ -125,3 +126,108 @@ def swap_in(
             png=png_path,
         )
     )
+
+
+@app.command()
+def serving(
+    base_url: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="http://HOST:PORT of an OpenAI-compatible service, or LABEL=URL; repeated to compare several. "
+            "Default: a service is started here.",
+            show_default=False,
+        ),
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Its model; default: the only one.")] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Key for --base-url.")] = None,
+    extra_body: Annotated[str | None, typer.Option(help="JSON object: further fields of each request.")] = None,
+    model_path: Annotated[
+        Path | None, typer.Option(help="Checkpoint to serve here; default: a tiny random one.")
+    ] = None,
+    hisparse_config: opt.HiSparse = None,
+    compare_hisparse_config: Annotated[
+        list[str] | None,
+        typer.Option(help="Serve with this configuration too, one after the other; may be repeated."),
+    ] = None,
+    serve_flags: Annotated[
+        list[str] | None, typer.Argument(help="After --: further flags of `hisparse-pd serve`.", show_default=False)
+    ] = None,
+    input_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens per prompt; default 1024.")] = None,
+    output_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens per answer; default 128.")] = None,
+    range_ratio: Annotated[
+        float, typer.Option(help="Both lengths are drawn from (1 - ratio) to (1 + ratio) times as many.")
+    ] = 0.0,
+    vocab_size: Annotated[
+        int | None,
+        typer.Option(min=1, help="Token ids to draw from; default: the checkpoint's, 256 with --base-url."),
+    ] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help='JSONL file of prompts instead: {"prompt": ..., "output_tokens": ...}.')
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of prompts and arrivals.")] = 0,
+    concurrency: Annotated[list[str] | None, swept("Clients that wait for their answers; default 1,4,16.")] = None,
+    request_rate: Annotated[
+        list[str] | None, swept("Requests per second, at random times, instead; inf: all at once.")
+    ] = None,
+    num_requests: Annotated[
+        int | None, typer.Option(min=1, help="Per load; default 64, and at least 4 per client.")
+    ] = None,
+    warmup_requests: Annotated[
+        int | None, typer.Option(min=0, help="Ahead of each load, not counted; default: one per client, or 4.")
+    ] = None,
+    request_timeout: Annotated[float, typer.Option(min=0.001, help="Seconds for a whole answer.")] = 600.0,
+    slo_ttft_ms: Annotated[float | None, typer.Option(help="Good requests have their first token by then.")] = None,
+    slo_itl_ms: Annotated[
+        float | None, typer.Option(help="Good requests have 99% of their tokens within this of the one before.")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Small requests and few, in less than a minute.")] = False,
+    json_path: Annotated[Path, typer.Option("--json", help="Where to write every figure.")] = Path(
+        "bench-serving.json"
+    ),
+    png_path: Annotated[Path, typer.Option("--png", help="Where to draw tokens per second and gaps.")] = Path(
+        "bench-serving.png"
+    ),
+) -> None:
+    """Put load on a service: this one, started here, or any that speaks OpenAI's completions API."""
+    from benchmarks.plotting import check_installed
+
+    # The same extra brings the HTTP client, which the next lines import.
+    check_installed()
+    from benchmarks.flags import parse_numbers, parse_rates
+    from benchmarks.serving.command import NothingAnswered, run_serving_bench
+    from benchmarks.serving.config import ServingBench
+
+    config = ServingBench(
+        base_urls=tuple(base_url or ()),
+        model=model,
+        api_key=api_key,
+        extra_body=extra_body,
+        model_path=model_path,
+        hisparse_config=hisparse_config,
+        compare_hisparse_config=tuple(compare_hisparse_config or ()),
+        serve_flags=tuple(serve_flags or ()),
+        input_tokens=input_tokens,
+        output_tokens=output_tokens,
+        range_ratio=range_ratio,
+        vocab_size=vocab_size,
+        prompts=prompts,
+        seed=seed,
+        concurrency=parse_numbers("--concurrency", concurrency),
+        request_rate=parse_rates("--request-rate", request_rate),
+        num_requests=num_requests,
+        warmup_requests=warmup_requests,
+        request_timeout=request_timeout,
+        slo_ttft_ms=slo_ttft_ms,
+        slo_itl_ms=slo_itl_ms,
+        quick=quick,
+        json=json_path,
+        png=png_path,
+    )
+    try:
+        run_serving_bench(config)
+    except NothingAnswered as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        typer.echo("stopped", err=True)
+        sys.exit(130)

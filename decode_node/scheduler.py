@@ -103,7 +103,7 @@ class Scheduler:
             self._outputs.unknown(request_id, gateway)
 
     def apply(self, outcomes: list[Outcome]) -> None:
-        """Take the results of remote prefills."""
+        """Take the results of remote prefills. First tokens go out now: the next step may take a while."""
         for outcome in outcomes:
             match outcome:
                 case Landed(request, token) if token.token_id >= self._limits.vocab_size:
@@ -112,6 +112,7 @@ class Scheduler:
                     self._emit(request, token)
                 case Lost(request, reason):
                     self._retry(request, reason)
+        self._outputs.flush()
 
     # --- a turn of the loop ---
 
@@ -164,6 +165,7 @@ class Scheduler:
         for request, token in self._local.landed():
             log.info("staged", request_id=request.request_id, tokens=request.num_tokens)
             self._emit(request, token)
+        self._outputs.flush()
 
     def _admit(self) -> None:
         """Give device slots to requests whose KV is in host memory, oldest first; nobody overtakes."""

@@ -145,6 +145,9 @@ class Door:
             return serve(self._leave)
 
         connection.setblocking(False)
+        # asyncio does so only for sockets that were made with TCP's number. Without it a token waits until the client
+        # has acknowledged the one before, which it puts off for up to 40 ms.
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
             if self._tls is None:
                 await loop.connect_accepted_socket(protocol, connection)

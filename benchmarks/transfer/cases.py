@@ -1,14 +1,11 @@
 """What is swept: sizes, layouts, protocols."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from itertools import product
-from typing import TypeVar
 
 from service.errors import StartupError
-
-Choice = TypeVar("Choice", bound=StrEnum)
 
 
 class Protocol(StrEnum):
@@ -108,34 +105,6 @@ class Sweep:
         for case in chosen:
             case.check()
         return list(dict.fromkeys(chosen))
-
-
-def parse_numbers(option: str, words: Sequence[str] | None) -> tuple[int, ...]:
-    """The values of a repeatable option that also takes comma-separated lists; 32K and 1M are multiples of 1024.
-
-    Raises StartupError, naming the option, for a word that is no number.
-    """
-    try:
-        return tuple(_number(word) for word in _words(words))
-    except ValueError as error:
-        raise StartupError(f"{option} {','.join(words or ())}: expected numbers such as 2048 or 32K") from error
-
-
-def parse_choices(option: str, words: Sequence[str] | None, kind: type[Choice]) -> tuple[Choice, ...]:
-    """The same of names. Raises StartupError for a word that is none of `kind`."""
-    try:
-        return tuple(kind(word) for word in _words(words))
-    except ValueError as error:
-        raise StartupError(f"{option} {','.join(words or ())}: expected {' or '.join(kind)}") from error
-
-
-def _words(groups: Sequence[str] | None) -> list[str]:
-    return [word.strip() for group in groups or () for word in group.split(",")]
-
-
-def _number(word: str) -> int:
-    factor = {"K": 1 << 10, "M": 1 << 20}.get(word[-1:].upper(), 1)
-    return int(word if factor == 1 else word[:-1]) * factor
 
 
 _C, _P, _I = Fragmentation

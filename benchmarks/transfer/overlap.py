@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from benchmarks.percentiles import Percentiles
 from benchmarks.transfer import wire
 from benchmarks.transfer.cases import Protocol, short
 from benchmarks.transfer.overlap_model import LAYERS
 from benchmarks.transfer.overlap_prefill import CHUNK_TOKENS, PrefillSide, prefill_side
-from benchmarks.transfer.results import Percentiles
 from transfer.checksum import ChecksumMode
 
 ROUNDS = 5

@@ -2,7 +2,8 @@
 
 import pytest
 
-from benchmarks.transfer.cases import DEFAULT, QUICK, Case, Fragmentation, Protocol, Sweep, parse_choices, parse_numbers
+from benchmarks.flags import parse_choices, parse_numbers, parse_rates
+from benchmarks.transfer.cases import DEFAULT, QUICK, Case, Fragmentation, Protocol, Sweep
 from service.errors import StartupError
 
 
@@ -16,6 +17,16 @@ def test_flags_may_be_repeated_and_take_lists_and_multiples() -> None:
 def test_a_word_that_is_no_number_is_refused_by_name(word: str) -> None:
     with pytest.raises(StartupError, match=f"--tokens {word}: expected numbers"):
         parse_numbers("--tokens", [word])
+
+
+def test_a_rate_may_be_a_fraction_or_infinite() -> None:
+    assert parse_rates("--request-rate", ["0.5,8", "inf"]) == (0.5, 8.0, float("inf"))
+
+
+@pytest.mark.parametrize("word", ["fast", "0", "-1", "nan", ""])
+def test_a_word_that_is_no_rate_is_refused_by_name(word: str) -> None:
+    with pytest.raises(StartupError, match=f"--request-rate {word}: expected numbers above 0"):
+        parse_rates("--request-rate", [word])
 
 
 def test_a_word_that_is_no_choice_is_refused_by_name() -> None:

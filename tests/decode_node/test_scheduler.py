@@ -392,13 +392,15 @@ def test_without_a_prefill_node_requests_wait() -> None:
     assert h.ended == {"a": "length"}
 
 
-def test_an_outcome_for_a_landed_request_streams_its_first_token_at_once() -> None:
+def test_a_landed_request_streams_its_first_token_before_it_decodes() -> None:
     h = Harness()
     h.ask("a")
     h.scheduler.turn()
     h.land()
-    h.scheduler.turn()
-    assert h.scheduler.requests["a"].generated[0] == 4
+    (outputs,) = h.control.take(Outputs)
+    assert isinstance(outputs, Outputs)
+    assert [token.token_id for output in outputs.outputs for token in output.tokens] == [4]
+    assert h.model.batches == []
 
 
 def test_states_follow_one_another_only_as_drawn() -> None:

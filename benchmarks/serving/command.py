@@ -1,0 +1,89 @@
+"""`hisparse-pd bench serving`: which services are asked what, and what becomes of the figures."""
+
+import asyncio
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+from rich.console import Console
+
+from benchmarks.disturbance import Disturbance
+from benchmarks.machine import this_machine
+from benchmarks.serving.config import ServingBench
+from benchmarks.serving.measure import PointResult, measure
+from benchmarks.serving.plot import write_png
+from benchmarks.serving.progress import Bar
+from benchmarks.serving.report import Report, document, print_report, write_json
+from benchmarks.serving.services import Service, local_services, remote, tiny_checkpoint, vocab_size
+from benchmarks.serving.workload import RandomPrompts, Workload, read_prompts
+
+_ANY_VOCAB = 256
+"""Token ids that every model has."""
+_WIDTH = 130
+
+
+class NothingAnswered(Exception):
+    """A load point without a single answer: there is nothing to report of it."""
+
+
+def run_serving_bench(config: ServingBench) -> Report:
+    """Measure, print the tables, write JSON and PNG.
+
+    Raises StartupError for what cannot be measured, NothingAnswered, after the report, for a load point that failed
+    as a whole.
+    """
+    config.check()
+    disturbance = Disturbance()
+    with _subjects(config) as (services, workload):
+        results = _measure(config, services, workload)
+    # Services elsewhere cannot be told from other processes.
+    others = None if config.base_urls else disturbance.cores()
+    report = Report.of(results, config.slo, config.options, this_machine(), others)
+    out = Console()
+    # A table that goes to a file is not squeezed into the width of a terminal that is not there.
+    print_report(report, out if out.is_terminal else Console(width=_WIDTH))
+    write_json(config.json, document(report))
+    write_png(config.png, report)
+    print(f"written: {config.json}, {config.png}", file=sys.stderr)
+    for point in report.points:
+        if not point.summary.answered:
+            raise NothingAnswered(f"{point.label} answered no request at {point.load}")
+    return report
+
+
+def _measure(config: ServingBench, services: Sequence[Service], workload: Workload) -> list[PointResult]:
+    points = config.points
+    results = []
+    with Bar(len(services) * sum(point.warm_up + point.requests for point in points)) as bar:
+        for service in services:
+            bar.service(service.label)
+            with service.running() as endpoint:
+                results += asyncio.run(
+                    measure(endpoint, workload, points, config.request_timeout, progress=bar.request_done)
+                )
+    return results
+
+
+@contextmanager
+def _subjects(config: ServingBench) -> Iterator[tuple[list[Service], Workload]]:
+    """The services to measure, and what to ask all of them."""
+    with ExitStack() as stack:
+        if config.base_urls:
+            vocab = config.vocab_size or _ANY_VOCAB
+            yield [remote(word, config) for word in config.base_urls], _workload(config, vocab)
+            return
+        longest = _random_prompts(config, _ANY_VOCAB).longest
+        checkpoint = config.model_path or stack.enter_context(tiny_checkpoint(longest))
+        vocab = config.vocab_size or vocab_size(checkpoint)
+        yield local_services(checkpoint, config), _workload(config, vocab)
+
+
+def _workload(config: ServingBench, vocab: int) -> Workload:
+    if config.prompts:
+        _, output_tokens = config.lengths
+        return read_prompts(config.prompts, output_tokens)
+    return _random_prompts(config, vocab)
+
+
+def _random_prompts(config: ServingBench, vocab: int) -> RandomPrompts:
+    return RandomPrompts(*config.lengths, range_ratio=config.range_ratio, vocab_size=vocab, seed=config.seed)

@@ -1,0 +1,158 @@
+"""What is measured: a service that runs, or one that is started for it on this machine."""
+
+import json
+import os
+import ssl
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import httpx
+
+from benchmarks.serving.client import Endpoint, error_message
+from benchmarks.serving.config import ServingBench
+from cli.serve import Child, free_port, processes, wait_ready
+from service.errors import StartupError
+
+_READY_S = 600.0
+_ANSWER_S = 30.0
+_MODEL = "bench"
+
+
+class Service(Protocol):
+    """A line of the tables and of the figure."""
+
+    @property
+    def label(self) -> str: ...
+
+    def running(self) -> AbstractContextManager[Endpoint]:
+        """The endpoint, while it is measured. Raises StartupError if it cannot be."""
+        ...
+
+
+@dataclass(frozen=True)
+class Remote:
+    """A service that somebody else runs. model: None for the only one that it serves."""
+
+    label: str
+    base_url: str
+    model: str | None = None
+    api_key: str | None = field(default=None, repr=False)
+    extra_body: Mapping[str, Any] = field(default_factory=dict)
+
+    @contextmanager
+    def running(self) -> Iterator[Endpoint]:
+        endpoint = Endpoint(self.label, self.base_url, self.model or "", self.api_key, self.extra_body)
+        served = _served_models(endpoint)
+        if self.model is None and len(served) != 1:
+            raise StartupError(f"{self.base_url} serves {_listed(served)}: choose one with --model")
+        if self.model is not None and self.model not in served:
+            raise StartupError(f"{self.base_url} does not serve {self.model!r}, but {_listed(served)}")
+        yield replace(endpoint, model=self.model or served[0])
+
+
+@dataclass(frozen=True)
+class Local:
+    """`hisparse-pd serve` with further flags, started for the measurement and ended with it."""
+
+    label: str
+    model_path: Path
+    flags: tuple[str, ...] = ()
+    extra_body: Mapping[str, Any] = field(default_factory=dict)
+
+    @contextmanager
+    def running(self) -> Iterator[Endpoint]:
+        port = free_port()
+        url = f"http://127.0.0.1:{port}"
+        words = ["--model-path", str(self.model_path), "--served-model-name", _MODEL, "--port", str(port)]
+        # Which tokens came in one event, rather than one for each: this service can say so.
+        extra_body = {"return_token_ids": True, **self.extra_body}
+        with (
+            tempfile.TemporaryFile() as log,
+            processes([Child("serve", ["serve", *words, *self.flags], port)], log) as children,
+        ):
+            try:
+                wait_ready(url, children, _READY_S)
+            except StartupError as error:
+                log.seek(0)
+                raise StartupError(f"{error}: {_reason(log.read().decode(errors='replace'))}") from error
+            yield Endpoint(self.label, url, _MODEL, extra_body=extra_body)
+
+
+def remote(word: str, config: ServingBench) -> Service:
+    """A service by its address, or by LABEL=address. Raises StartupError for what is no address."""
+    label, equals, address = word.partition("=")
+    if not equals or "/" in label:
+        label, address = "", word
+    base_url = address.rstrip("/").removesuffix("/v1")
+    host = base_url.removeprefix("http://").removeprefix("https://")
+    if host in ("", base_url):
+        raise StartupError(f"--base-url {word}: expected http://HOST:PORT or https://HOST:PORT, or LABEL=URL")
+    return Remote(label or host, base_url, config.model, config.api_key, config.extra_fields)
+
+
+def local_services(checkpoint: Path, config: ServingBench) -> list[Service]:
+    """A service to start for each HiSparse configuration."""
+    services: list[Service] = []
+    for hisparse in (config.hisparse_config, *config.compare_hisparse_config):
+        flags = ("--hisparse-config", hisparse) if hisparse else ()
+        label = hisparse or "default"
+        services.append(Local(label, checkpoint, (*flags, *config.serve_flags), config.extra_fields))
+    return services
+
+
+@contextmanager
+def tiny_checkpoint(context_length: int) -> Iterator[Path]:
+    """A random model for as long as it is needed, and the environment in which it is served best."""
+    from model.tiny import write_tiny_checkpoint
+
+    # On few cores, threads that wait for each other would only slow a tiny model down.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    with tempfile.TemporaryDirectory(prefix="hisparse-pd-bench-") as directory:
+        path = Path(directory) / "tiny-deepseek_v32"
+        write_tiny_checkpoint(path, "deepseek_v32", seed=1, max_position_embeddings=max(8192, context_length))
+        yield path
+
+
+def vocab_size(checkpoint: Path) -> int:
+    """Token ids of a checkpoint. Raises StartupError if there is none."""
+    try:
+        return int(json.loads((checkpoint / "config.json").read_text())["vocab_size"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise StartupError(f"--model-path {checkpoint}: no config.json with a vocab_size ({error})") from error
+
+
+def _served_models(endpoint: Endpoint) -> list[str]:
+    url = f"{endpoint.base_url}/v1/models"
+    # The certificates that the client trusts, and no proxy, as there.
+    trust = ssl.create_default_context()
+    try:
+        response = httpx.get(url, headers=endpoint.headers(), timeout=_ANSWER_S, trust_env=False, verify=trust)
+    except (httpx.TransportError, httpx.InvalidURL) as error:
+        raise StartupError(f"no service answers at {url}: {error or type(error).__name__}") from error
+    if response.status_code in (401, 403):
+        raise StartupError(
+            f"{endpoint.base_url} refuses the key (HTTP {response.status_code}): "
+            f"{error_message(response.text)}; give it with --api-key or OPENAI_API_KEY"
+        )
+    try:
+        response.raise_for_status()
+        return [str(model["id"]) for model in response.json()["data"]]
+    except (httpx.HTTPStatusError, ValueError, KeyError, TypeError) as error:
+        raise StartupError(
+            f"{url} answers HTTP {response.status_code}, expected a list of models: {error_message(response.text)}"
+        ) from error
+
+
+def _listed(models: list[str]) -> str:
+    return ", ".join(map(repr, models)) or "no model"
+
+
+def _reason(log: str) -> str:
+    """What a service that did not start said last, errors first."""
+    lines = [line for line in log.splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("error:")]
+    return (errors or lines or ["it said nothing"])[0 if errors else -1]

@@ -1,0 +1,112 @@
+"""What is asked of the service."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from service.errors import StartupError
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A text or its token ids, and how many tokens the answer shall have."""
+
+    content: str | list[int]
+    output_tokens: int
+
+    @property
+    def input_tokens(self) -> int | None:
+        """None for a text: only the service knows."""
+        return None if isinstance(self.content, str) else len(self.content)
+
+
+class Workload(Protocol):
+    """Where prompts come from."""
+
+    def draw(self, point: int, count: int) -> Iterator[Prompt]:
+        """So many prompts for the load point of this number: the same ones each time that it is asked for."""
+        ...
+
+
+@dataclass(frozen=True)
+class RandomPrompts:
+    """Token ids drawn evenly from 0 to `vocab_size` - 1, so that no two prompts share a prefix worth caching.
+
+    Lengths, of prompts and of answers, are drawn evenly from (1 - range_ratio) to (1 + range_ratio) times the given
+    ones, as in vLLM. Load points have different prompts: no answer comes from an earlier one's cache.
+    """
+
+    input_tokens: int
+    output_tokens: int
+    range_ratio: float = 0.0
+    vocab_size: int = 256
+    seed: int = 0
+
+    def draw(self, point: int, count: int) -> Iterator[Prompt]:
+        rng = np.random.default_rng((self.seed, point))
+        for _ in range(count):
+            yield Prompt(
+                content=rng.integers(0, self.vocab_size, self._length(rng, self.input_tokens)).tolist(),
+                output_tokens=self._length(rng, self.output_tokens),
+            )
+
+    @property
+    def longest(self) -> int:
+        """The most tokens that a prompt and its answer can have together."""
+        return sum(self._bounds(tokens)[1] for tokens in (self.input_tokens, self.output_tokens))
+
+    def _length(self, rng: np.random.Generator, tokens: int) -> int:
+        least, most = self._bounds(tokens)
+        return int(rng.integers(least, most + 1))
+
+    def _bounds(self, tokens: int) -> tuple[int, int]:
+        return max(1, round(tokens * (1 - self.range_ratio))), max(1, round(tokens * (1 + self.range_ratio)))
+
+
+@dataclass(frozen=True)
+class GivenPrompts:
+    """Prompts in the order of a file, again and again; every load point begins with the first.
+
+    A service that caches prefixes will have seen the later ones.
+    """
+
+    prompts: Sequence[Prompt]
+
+    def draw(self, point: int, count: int) -> Iterator[Prompt]:
+        return islice(cycle(self.prompts), count)
+
+
+def read_prompts(path: Path, output_tokens: int) -> GivenPrompts:
+    """Prompts of a JSONL file: `prompt`, a text or token ids, and optionally `output_tokens`, in each line.
+
+    Raises StartupError, naming the line, for anything else.
+    """
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise StartupError(f"--prompts {path}: {error}") from error
+    prompts = [_prompt(path, number, line, output_tokens) for number, line in enumerate(lines, 1) if line.strip()]
+    if not prompts:
+        raise StartupError(f"--prompts {path}: expected at least one prompt, found none")
+    return GivenPrompts(prompts)
+
+
+def _prompt(path: Path, number: int, line: str, output_tokens: int) -> Prompt:
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        entry = None
+    if isinstance(entry, dict):
+        content, tokens = entry.get("prompt"), entry.get("output_tokens", output_tokens)
+        is_ids = isinstance(content, list) and all(type(token) is int for token in content)
+        if content and (isinstance(content, str) or is_ids) and type(tokens) is int and tokens >= 1:
+            return Prompt(content, tokens)
+    raise StartupError(
+        f'--prompts {path}, line {number}: expected {{"prompt": TEXT or [TOKEN IDS], "output_tokens": N (optional)}}, '
+        f"found {line[:60]}"
+    )

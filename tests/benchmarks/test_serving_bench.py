@@ -1,0 +1,323 @@
+"""`hisparse-pd bench serving` against services that say what they are told to, and end to end on a tiny model."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from benchmarks.serving.stub import Answer, Reply, serve, token_event, usage_event
+from cli.main import main
+from tests.e2e.cluster import wait_until
+
+BENCH = [sys.executable, "-m", "cli.main", "bench", "serving"]
+Json = dict[str, Any]
+
+
+async def in_full(request: Json, reply: Reply) -> None:
+    reply.start()
+    for _ in range(request["max_tokens"]):
+        reply.event(token_event())
+    reply.event(usage_event(len(request["prompt"]), request["max_tokens"]))
+    reply.event("[DONE]")
+    reply.end()
+
+
+@pytest.fixture
+def stub() -> Iterator[Callable[[Answer], str]]:
+    """A function that runs a stub with an answer of its own and returns its address."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+
+    def start(answer: Answer = in_full) -> str:
+        server = asyncio.run_coroutine_threadsafe(serve(answer), loop).result()
+        return f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+    yield start
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    for task in asyncio.all_tasks(loop):
+        task.cancel()
+    loop.run_until_complete(asyncio.sleep(0))
+    loop.close()
+
+
+def bench(directory: Path, *words: str, code: int = 0) -> Json:
+    """Run the benchmark in this process; what it wrote."""
+    files = ["--json", str(directory / "out.json"), "--png", str(directory / "out.png")]
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "serving", "--input-tokens", "5", "--output-tokens", "4", *words, *files])
+    assert ended.value.code == code
+    assert (directory / "out.png").read_bytes().startswith(b"\x89PNG")
+    content: Json = json.loads((directory / "out.json").read_text())
+    return content
+
+
+def test_every_load_is_measured_at_every_service_and_warm_up_is_not_counted(
+    stub: Callable[..., str], tmp_path: Path
+) -> None:
+    asked: list[Json] = []
+
+    async def answer(request: Json, reply: Reply) -> None:
+        asked.append(request)
+        await in_full(request, reply)
+
+    urls = ["--base-url", f"one={stub(answer)}", "--base-url", stub() + "/v1/"]
+    content = bench(tmp_path, *urls, "--concurrency", "1,3", "--num-requests", "6", "--warmup-requests", "2")
+    points = content["points"]
+    assert [(point["service"], point["load"]["value"]) for point in points[:2]] == [("one", "1"), ("one", "3")]
+    assert len(points) == 4
+    for point in points:
+        assert point["answered"] == len(point["requests"]) == 6
+        assert not any(point["counts"].values())
+        assert point["input_tokens_per_s"] / point["output_tokens_per_s"] == pytest.approx(5 / 4)
+        assert all(len(request["gaps"]) == 3 for request in point["requests"])
+    assert len(asked) == 2 * (2 + 6)
+    assert len({str(request["prompt"]) for request in asked}) == len(asked)
+    assert asked[0] | {"prompt": 0} == {
+        "model": "stub",
+        "prompt": 0,
+        "max_tokens": 4,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+
+
+def test_a_closed_loop_has_as_many_connections_as_clients(stub: Callable[..., str], tmp_path: Path) -> None:
+    under_way, most = Counter[str](), []
+    together = asyncio.Event()
+
+    async def answer(request: Json, reply: Reply) -> None:
+        under_way["now"] += 1
+        most.append(under_way["now"])
+        if under_way["now"] == 3:
+            together.set()
+        await together.wait()
+        await in_full(request, reply)
+        under_way["now"] -= 1
+
+    bench(tmp_path, "--base-url", stub(answer), "--concurrency", "3", "--num-requests", "9", "--warmup-requests", "0")
+    assert max(most) == 3
+
+
+def test_an_open_loop_sends_all_at_once_at_an_infinite_rate(stub: Callable[..., str], tmp_path: Path) -> None:
+    arrived: list[Json] = []
+    all_there = asyncio.Event()
+
+    async def answer(request: Json, reply: Reply) -> None:
+        arrived.append(request)
+        if len(arrived) == 12:
+            all_there.set()
+        await all_there.wait()
+        await in_full(request, reply)
+
+    words = ["--request-rate", "inf", "--num-requests", "12", "--warmup-requests", "0", "--slo-ttft-ms", "1e9"]
+    (point,) = bench(tmp_path, "--base-url", stub(answer), *words)["points"]
+    assert point["load"] == {"kind": "open", "value": "inf"}
+    assert point["goodput"] == point["requests_per_s"]
+
+
+def test_what_was_asked_for_is_written_down_without_the_key(stub: Callable[..., str], tmp_path: Path) -> None:
+    users: list[str] = []
+
+    async def answer(request: Json, reply: Reply) -> None:
+        users.append(request["user"])
+        await in_full(request, reply)
+
+    words = ["--quick", "--request-rate", "inf", "--num-requests", "1", "--api-key", "sk-secret"]
+    content = bench(tmp_path, "--base-url", stub(answer), *words, "--extra-body", '{"user": "me"}')
+    assert set(users) == {"me"}
+    assert (content["options"]["input_tokens"], content["options"]["output_tokens"]) == (5, 4)
+    text = (tmp_path / "out.json").read_text()
+    assert "sk-secret" not in text
+    assert "Infinity" not in text
+
+
+def test_failures_are_counted_by_kind_and_the_others_are_measured(
+    stub: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    served: list[Json] = []
+
+    async def answer(request: Json, reply: Reply) -> None:
+        served.append(request)
+        match len(served):
+            case 1:
+                reply.whole(429, {"error": {"message": "all queues are full"}})
+            case 2:
+                reply.start()
+                reply.event({"error": {"message": "no node is left"}})
+                reply.event("[DONE]")
+                reply.end()
+            case 3:
+                reply.start()
+                reply.event(token_event())
+                reply.drop()
+            case 4:
+                reply.start()
+                reply.event(token_event())
+                reply.end()
+            case 5:
+                reply.start()
+                reply.event("{")
+                reply.end()
+            case _:
+                await in_full(request, reply)
+
+    words = ["--concurrency", "1", "--num-requests", "7", "--warmup-requests", "0"]
+    (point,) = bench(tmp_path, "--base-url", stub(answer), *words)["points"]
+    assert point["failed"] == {
+        "HTTP 429": 1,
+        "error event": 1,
+        "broken connection": 1,
+        "broken off": 1,
+        "malformed event": 1,
+    }
+    assert point["answered"] == 2
+    assert "1 failed: HTTP 429: all queues are full" in capsys.readouterr().out
+
+
+def test_a_request_that_takes_too_long_is_given_up(stub: Callable[..., str], tmp_path: Path) -> None:
+    async def answer(request: Json, reply: Reply) -> None:
+        if request["max_tokens"] == 1:
+            await asyncio.Event().wait()
+        await in_full(request, reply)
+
+    prompts = tmp_path / "prompts"
+    prompts.write_text('{"prompt": [1]}\n{"prompt": [1], "output_tokens": 1}\n')
+    words = ["--concurrency", "1", "--num-requests", "2", "--warmup-requests", "0", "--request-timeout", "2"]
+    (point,) = bench(tmp_path, "--base-url", stub(answer), "--prompts", str(prompts), *words)["points"]
+    assert point["failed"] == {"timeout": 1}
+    assert point["answered"] == 1
+
+
+def test_tokens_that_do_not_agree_are_remarked_on(stub: Callable[..., str], tmp_path: Path) -> None:
+    async def answer(request: Json, reply: Reply) -> None:
+        reply.start()
+        reply.event(token_event("several words"))
+        reply.event(usage_event(len(request["prompt"]) + 1, 3))
+        reply.event("[DONE]")
+        reply.end()
+
+    words = ["--concurrency", "1", "--num-requests", "2"]
+    (point,) = bench(tmp_path, "--base-url", stub(answer), *words)["points"]
+    assert point["counts"] == {"no_usage": 0, "miscounted": 2, "short": 2, "other_prompt": 2}
+    assert point["remarks"][0] == "2 of 2 answers have other tokens in their usage than were counted in events"
+
+
+def test_a_load_that_is_not_answered_at_all_is_an_error(
+    stub: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def answer(request: Json, reply: Reply) -> None:
+        reply.whole(500, {"error": {"message": "out of order"}})
+
+    words = ["--base-url", stub(answer), "--concurrency", "2", "--num-requests", "2"]
+    bench(tmp_path, *words, "--warmup-requests", "0", code=1)
+    assert "answered no request at 2" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "serving", *words])
+    assert ended.value.code == 2
+    assert "answers no request: HTTP 500: out of order" in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--base-url", "http://127.0.0.1:1"], "no service answers at http://127.0.0.1:1/v1/models"),
+        (["--base-url", "localhost:8000"], "--base-url localhost:8000: expected http://HOST:PORT"),
+        (["--base-url", "STUB", "--model", "gpt-9"], "does not serve 'gpt-9', but 'stub'"),
+        (["--base-url", "STUB", "--model-path", "/m"], "--model-path: for a service that is started here"),
+        (["--base-url", "STUB", "--", "--device", "cuda"], "flags of serve: for a service that is started here"),
+        (["--base-url", "STUB", "--concurrency", "4", "--request-rate", "1"], "--concurrency or --request-rate"),
+        (["--base-url", "STUB", "--concurrency", "0"], "--concurrency 0: expected at least 1"),
+        (["--base-url", "STUB", "--extra-body", "[]"], "--extra-body []: expected a JSON object"),
+        (["--base-url", "STUB", "--range-ratio", "1"], "--range-ratio 1.0: expected 0 or more, and less than 1"),
+        (["--model", "m"], "--model: the name of a model at --base-url"),
+        (["--model-path", "/nowhere"], "--model-path /nowhere: no config.json"),
+    ],
+)
+def test_what_cannot_be_measured_is_one_line(
+    words: list[str],
+    reason: str,
+    stub: Callable[..., str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    address = stub()
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "serving", *(address if word == "STUB" else word for word in words)])
+    assert ended.value.code == 2
+    assert reason in capsys.readouterr().err.splitlines()[-1]
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_tiny_model_is_served_measured_and_stopped(tmp_path: Path) -> None:
+    files = ["--json", str(tmp_path / "out.json"), "--png", str(tmp_path / "out.png")]
+    small = ["--input-tokens", "100", "--output-tokens", "8", "--concurrency", "2", "--num-requests", "4"]
+    configs = [
+        "--hisparse-config",
+        '{"device_buffer_size": 64}',
+        "--compare-hisparse-config",
+        '{"device_buffer_size": 96}',
+    ]
+    process = subprocess.Popen(
+        [*BENCH, *small, *configs, *files], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    services: set[psutil.Process] = set()
+    while process.poll() is None:
+        services.update(descendants(process.pid))
+        try:
+            out, err = process.communicate(timeout=0.2)
+        except subprocess.TimeoutExpired:
+            continue
+    assert process.returncode == 0, err
+    assert len(services) >= 2 * 4, "serve and its three processes, twice"
+    assert all_gone(services)
+    first, second = json.loads((tmp_path / "out.json").read_text())["points"]
+    assert (first["service"], second["service"]) == ('{"device_buffer_size": 64}', '{"device_buffer_size": 96}')
+    for point in (first, second):
+        assert point["answered"] == 4
+        assert point["counts"] == {"no_usage": 0, "miscounted": 0, "short": 0, "other_prompt": 0}
+    assert "output tokens/s" in out
+
+
+def test_an_interrupt_leaves_no_process_behind(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [*BENCH, "--quick", "--num-requests", "100000"], stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    wait_until(lambda: len(descendants(process.pid)) >= 4, timeout=90, what="the service to start")
+    services = descendants(process.pid)
+    os.kill(process.pid, signal.SIGINT)
+    assert process.wait(timeout=60) == 130
+    assert all_gone(services)
+
+
+def test_a_service_that_does_not_start_is_quoted(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "serving", "--hisparse-config", '{"device_buffer_size": 1}'])
+    assert ended.value.code == 2
+    assert "device_buffer_size" in capsys.readouterr().err.splitlines()[-1]
+
+
+def descendants(pid: int) -> set[psutil.Process]:
+    try:
+        return set(psutil.Process(pid).children(recursive=True))
+    except psutil.NoSuchProcess:
+        return set()
+
+
+def all_gone(processes: set[psutil.Process]) -> bool:
+    return not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes)

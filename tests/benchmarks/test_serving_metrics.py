@@ -1,0 +1,121 @@
+"""What is reported of a load follows from what came when."""
+
+import pytest
+
+from benchmarks.percentiles import Percentiles
+from benchmarks.serving.answer import Arrival, Usage
+from benchmarks.serving.client import Failure, Outcome, Request
+from benchmarks.serving.metrics import Answered, Counts, Slo, summarize
+
+
+def outcome(
+    *arrivals: tuple[float, int],
+    started: float = 0.0,
+    ended: float | None = None,
+    usage: Usage | None = None,
+    failure: Failure | None = None,
+    asked: int = 4,
+    sent: int | None = 10,
+) -> Outcome:
+    last = arrivals[-1][0] if arrivals else started
+    came = tuple(Arrival(at, tokens) for at, tokens in arrivals)
+    return Outcome(Request(b"", sent, asked), started, last if ended is None else ended, came, usage, failure)
+
+
+STEADY = outcome((1.0, 1), (1.1, 1), (1.2, 1), (1.3, 1), usage=Usage(10, 4), ended=1.4)
+
+
+def test_times_of_a_request() -> None:
+    answered = Answered(STEADY)
+    assert answered.ttft == 1.0
+    assert answered.latency == 1.4
+    assert answered.gaps == pytest.approx([0.1, 0.1, 0.1])
+    assert answered.tpot == pytest.approx(0.1)
+
+
+def test_tokens_of_one_event_share_the_time_since_the_event_before() -> None:
+    answered = Answered(outcome((1.0, 1), (1.6, 3)))
+    assert answered.gaps == pytest.approx([0.2, 0.2, 0.2])
+    assert answered.tpot == pytest.approx(0.2)
+
+
+def test_tokens_of_the_first_event_have_no_gap() -> None:
+    answered = Answered(outcome((1.0, 3), (1.5, 1)))
+    assert answered.gaps == pytest.approx([0.5])
+
+
+def test_an_answer_of_one_token_has_no_time_per_token() -> None:
+    answered = Answered(outcome((1.0, 1)))
+    assert answered.gaps == []
+    assert answered.tpot is None
+
+
+def test_usage_goes_before_what_was_counted() -> None:
+    answered = Answered(outcome((1.0, 1), (1.6, 1), usage=Usage(11, 4)))
+    assert (answered.input_tokens, answered.output_tokens) == (11, 4)
+    assert answered.tpot == pytest.approx(0.2)
+    without = Answered(outcome((1.0, 1), (1.6, 1)))
+    assert (without.input_tokens, without.output_tokens) == (10, 2)
+    assert Answered(outcome((1.0, 1), sent=None)).input_tokens == 0
+
+
+def test_rates_are_of_what_was_answered_from_the_first_request_to_the_last_end() -> None:
+    failed = outcome(started=1.0, ended=4.0, failure=Failure("HTTP 429", "full"))
+    summary = summarize([STEADY, outcome((2.0, 1), (3.0, 1), started=0.5, ended=3.0), failed], Slo())
+    assert summary.seconds == 4.0
+    assert summary.answered == 2
+    assert summary.failed == {"HTTP 429": 1}
+    assert summary.requests_per_s == 0.5
+    assert summary.input_tokens_per_s == 5.0
+    assert summary.output_tokens_per_s == 1.5
+    assert summary.in_flight == pytest.approx((1.4 + 2.5 + 3.0) / 4)
+    assert summary.goodput is None
+    assert summary.ttft == Percentiles.of([1.0, 1.5])
+
+
+def test_percentiles_of_gaps_are_over_the_tokens_of_all_requests() -> None:
+    slow = outcome((1.0, 1), (2.0, 1))
+    summary = summarize([STEADY, slow], Slo())
+    assert summary.itl is not None
+    assert summary.itl.p50 == pytest.approx(0.1)
+    assert summary.itl.p99 == pytest.approx(Percentiles.of([0.1, 0.1, 0.1, 1.0]).p99)
+
+
+def test_a_load_without_an_answer_has_no_times() -> None:
+    summary = summarize([outcome(ended=2.0, failure=Failure("timeout", ""))], Slo(ttft=1.0))
+    assert summary.answered == summary.requests_per_s == summary.goodput == 0
+    assert summary.ttft is summary.itl is summary.tpot is summary.latency is None
+
+
+@pytest.mark.parametrize(
+    ("slo", "good"),
+    [
+        (Slo(ttft=1.0), True),
+        (Slo(ttft=0.9), False),
+        (Slo(itl=0.11), True),
+        (Slo(itl=0.09), False),
+        (Slo(ttft=1.0, itl=0.09), False),
+    ],
+)
+def test_a_good_request_keeps_both_bounds(slo: Slo, good: bool) -> None:
+    assert slo.is_met(Answered(STEADY)) is good
+    assert summarize([STEADY], slo).goodput == pytest.approx(good / 1.4)
+
+
+def test_one_slow_token_in_a_thousand_does_not_spoil_a_request() -> None:
+    times = [0.01 * number for number in range(1000)]
+    almost = outcome(*((at, 1) for at in times), (times[-1] + 5.0, 1))
+    assert Slo(itl=0.02).is_met(Answered(almost))
+
+
+def test_counts_that_do_not_agree_are_counted() -> None:
+    counts = Counts.of(
+        [
+            Answered(STEADY),
+            Answered(outcome((1.0, 1), (1.1, 1), usage=Usage(10, 4))),
+            Answered(outcome((1.0, 1), (1.1, 1), usage=Usage(11, 2))),
+            Answered(outcome((1.0, 4))),
+            Answered(outcome((1.0, 4), usage=Usage(99, 4), sent=None)),
+        ]
+    )
+    assert counts == Counts(no_usage=1, miscounted=1, short=1, other_prompt=1)
