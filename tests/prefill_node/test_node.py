@@ -59,7 +59,7 @@ class HeldSender:
     def submit(self, chunk: Chunk) -> None:
         self.chunks.append(chunk)
 
-    def has_room_for(self, decode: Peer) -> bool:
+    def open(self, decode: Peer) -> bool:
         return not self.full
 
     def keep_only(self, boot_ids: set[str]) -> None:
