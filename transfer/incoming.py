@@ -10,8 +10,8 @@ import socket
 import stat
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 _FDS = "/proc/self/fd"
 _TABLES = (Path("/proc/self/net/tcp"), Path("/proc/self/net/tcp6"))
@@ -80,25 +80,26 @@ def _others(ports: frozenset[int], accepted: Collection[int]) -> bool:
     return any(
         (row.state == _LISTEN and row.backlog > 0)
         or (row.state in (_ESTABLISHED, _SYN_RECV, _CLOSE_WAIT) and row.inode not in accepted)
-        for row in _rows()
-        if row.port in ports
+        for row in _rows(ports)
     )
 
 
-@dataclass(frozen=True)
-class _Row:
+class _Row(NamedTuple):
     """A line of /proc/net/tcp. backlog: for a listening socket, how many connections wait to be accepted."""
 
-    port: int
     state: str
     backlog: int
     inode: int
 
 
-def _rows() -> Iterator[_Row]:
+def _rows(ports: frozenset[int]) -> Iterator[_Row]:
+    """Those of the network that have one of these ports on this side."""
+    endings = tuple(f":{port:04X}" for port in ports)
     for table in _TABLES:
         # Without IPv6 there is only one.
         with suppress(FileNotFoundError):
             for line in table.read_text().splitlines()[1:]:
-                _, local, _, state, queues, _, _, _, _, inode, *_ = line.split()
-                yield _Row(int(local.rpartition(":")[2], 16), state, int(queues.rpartition(":")[2], 16), int(inode))
+                _, local, _, state, rest = line.split(maxsplit=4)
+                if local.endswith(endings):
+                    queues, _, _, _, _, inode, *_ = rest.split()
+                    yield _Row(state, int(queues.rpartition(":")[2], 16), int(inode))

@@ -3,7 +3,8 @@
 import dataclasses
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,9 +14,20 @@ from prefill_node.plan import Part
 from prefill_node.progress import ForwardProgress
 from prefill_node.ring import SendBuffer, SendRing
 from prefill_node.sender import MAX_SESSIONS
-from tests.prefill_node.sending import CPU, LAYER_OF_BUFFER, NUM_PAGES, PAGE_SIZE, PARTS, Sending, wait_until
+from tests.prefill_node.sending import (
+    CPU,
+    LAYER_OF_BUFFER,
+    NUM_PAGES,
+    PAGE_SIZE,
+    PARTS,
+    LateChannel,
+    LateCopy,
+    Sending,
+    wait_until,
+)
 from transfer.checksum import verify
 from transfer.messages import Peer, Transport
+from transfer.planner import Descriptors
 from transfer.writer import BATCHES_IN_FLIGHT, Pipeline, TransferError
 
 
@@ -247,3 +259,37 @@ def test_a_send_buffer_from_which_nothing_was_posted_is_the_next_one_and_none_in
     pipeline.drain()
     assert [sent.error for sent in reports if sent.chunk in chunks] == [None, None]
     sending.check_bytes(dataclasses.replace(chunks[0], stop=200))
+
+
+def test_what_sending_took_leaves_out_waits_for_layers_and_for_leave_to_post(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+
+    def passes(seconds: float) -> bool:
+        nonlocal now
+        now += seconds
+        return True
+
+    class Computing(ForwardProgress):
+        def is_done(self, layer: int) -> bool:
+            return layer == 0
+
+        def wait(self, layer: int, cancelled: Callable[[], bool]) -> None:
+            passes(70.0)
+
+    class Carrying(LateChannel):
+        def submit(self, batch: Descriptors) -> LateCopy:
+            passes(1.0)
+            return super().submit(batch)
+
+    monkeypatch.setattr("prefill_node.outgoing.time", SimpleNamespace(monotonic=lambda: now))
+    sending = Sending("tcp")
+    channel = Carrying("tcp")
+    pipeline, ring = Pipeline(channel), SendRing(pin=False)
+    reports: list[Sent] = []
+    chunk = sending.chunk(stop=100, progress=Computing(CPU))
+    Outgoing(chunk, sending.reading, pipeline, lambda: ring, reports.append).post(lambda: passes(500.0))
+    pipeline.drain()
+    [sent] = reports
+    assert len(channel.posted) == len(LAYER_OF_BUFFER)
+    assert sent.seconds() == len(LAYER_OF_BUFFER) * 1.0
+    assert sent.seconds(since=sent.ended_at) == 0.0
