@@ -68,6 +68,10 @@ class KVTransferEngine:
         self.ports = tuple(sorted(listening_ports() - before))
         self.data_ports = tuple(port for port in self.ports if port != self._engine.get_rpc_port())
         """Those by which bytes come in."""
+        if transport == "tcp" and not self.data_ports:
+            raise StartupError(
+                f"Mooncake takes data on no port of its own (it has {self.ports}): late writes could not be cut off"
+            )
         self._patience_s = min(_seconds(os.environ.get(name, "")) for name in _DEADLINES)
 
     def register(self, buffers: BufferInfo) -> None:
