@@ -32,9 +32,9 @@ class LocalPrefill:
 
     def start(self, request: Request) -> None:
         """Compute a request that holds host slots for its tokens."""
-        device = self._prefill.pool.kv.device
-        prompt = prompt_tensor(request.tokens, device)
-        job = PrefillJob(request.request_id, prompt, request.sampling, step=len(request.generated))
+        job = PrefillJob(
+            request.request_id, prompt_tensor(request.tokens), request.sampling, step=len(request.generated)
+        )
         request.move(State.LOCAL_PREFILL)
         self._jobs[request.request_id] = request, job
         self._prefill.add(job)

@@ -139,11 +139,11 @@ class RemotePrefill:
                     outcomes += self._handed_back(sender, key, message.reason)
                 else:
                     outcomes += self._fail(key, message.reason)
-                self._on_failed(sender, key, message.in_flight)
+                self._on_failed(sender, key, message)
             case Quiesced():
                 key = message.request_id, message.epoch
                 outcomes += self._lose(key, "the prefill node gave it up")
-                self._on_quiesced(sender, key)
+                self._on_quiesced(sender, key, message.lingering)
             case NotHeld():
                 for key in message.keys:
                     outcomes += self._lose(key, "the prefill node does not know it")
@@ -174,7 +174,7 @@ class RemotePrefill:
         """Watch writers, give up silent ones and release what has become safe."""
         for key in self._reservations.release_expired(now):
             self._control.answered(("abort", key))
-            log.info("slots of a prefill node that is gone are free again", request_id=key[0], epoch=key[1])
+            log.info("slots are free again: what may have lingered is fenced off", request_id=key[0], epoch=key[1])
         if now < self._inquire_at:
             return []
         self._inquire_at = now + _INQUIRE_S
@@ -240,19 +240,23 @@ class RemotePrefill:
         )
         return Landed(request, message.token)
 
-    def _on_failed(self, sender: Peer, key: Key, in_flight: bool) -> None:
+    def _on_failed(self, sender: Peer, key: Key, message: PrefillFailed) -> None:
         """The sender has given it up. With writes in flight that lifts no quarantine, and it waits for an Abort."""
-        if not in_flight:
-            self._on_quiesced(sender, key)
+        if not message.in_flight:
+            self._on_quiesced(sender, key, message.lingering)
         elif key not in self._reservations:
             self._control.send(sender, Abort(request_id=key[0], epoch=key[1]))
 
-    def _on_quiesced(self, sender: Peer, key: Key) -> None:
+    def _on_quiesced(self, sender: Peer, key: Key, lingering: bool = False) -> None:
         """The sender has nothing of it in flight. That counts at once only if it is the writer itself.
 
         From another boot at the writer's address it proves a death, which `_notice_restart` has taken note of.
         """
-        if self._reservations.quiesced(key, sender.boot_id):
+        if lingering:
+            if self._reservations.lingers(key, sender.boot_id, time.monotonic()):
+                self._control.answered(("abort", key))
+                log.info("quiet, but for what the network may still carry", request_id=key[0], epoch=key[1])
+        elif self._reservations.quiesced(key, sender.boot_id):
             self._control.answered(("abort", key))
             log.info("quarantine lifted", request_id=key[0], epoch=key[1])
 

@@ -19,7 +19,7 @@ from model.indexer import IndexInputs
 class PrefillChunk:
     """Consecutive prompt tokens of one request; everything before them is in the cache already.
 
-    token_ids: int64 [T], at positions [start, start + T). prompt_len: tokens of the whole prompt.
+    token_ids: int64 [T] on any device, at positions [start, start + T). prompt_len: tokens of the whole prompt.
     """
 
     token_ids: torch.Tensor

@@ -37,7 +37,7 @@ class SparseModel:
         `on_layer` is called with each layer's number once the work that stores its KV is queued on the device.
         Returns float32 logits of the last token of each chunk, shape [len(chunks), vocab_size].
         """
-        token_ids = torch.cat([chunk.token_ids for chunk in chunks])
+        token_ids = torch.cat([chunk.token_ids for chunk in chunks]).to(self.device)
         positions = torch.cat([torch.arange(chunk.start, chunk.stop, device=self.device) for chunk in chunks])
         forward_pass = PrefillPass(chunks, self.spec.index_topk, self._backend)
         hidden = self._forward(token_ids, positions, forward_pass, on_layer)

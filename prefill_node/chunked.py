@@ -18,7 +18,10 @@ Key = TypeVar("Key")
 
 @dataclass(eq=False)
 class PrefillJob(Generic[Key]):
-    """A prompt to compute. `step` is the index of the token to sample after it (0 unless it resumes)."""
+    """A prompt to compute. `step` is the index of the token to sample after it (0 unless it resumes).
+
+    prompt_ids: int64, in host memory.
+    """
 
     key: Key
     prompt_ids: torch.Tensor

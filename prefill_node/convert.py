@@ -39,5 +39,6 @@ def identity(spec: ModelSpec) -> ModelIdentity:
     )
 
 
-def prompt_tensor(prompt_ids: tuple[int, ...] | list[int], device: torch.device) -> torch.Tensor:
-    return torch.tensor(prompt_ids, dtype=torch.int64, device=device)
+def prompt_tensor(prompt_ids: tuple[int, ...] | list[int]) -> torch.Tensor:
+    """int64, in host memory: who computes takes it to the device, and no loop waits for that."""
+    return torch.tensor(prompt_ids, dtype=torch.int64)

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from prefill_node.chunked import PrefillJob
+from prefill_node.outgoing import Sent
 from transfer.messages import Checksum, ModelIdentity, Peer, PrefillDone, PrefillRequest, Token, Transport
 from transfer.planner import Int64s
 
@@ -13,12 +14,24 @@ node counts epochs of its own."""
 
 
 class State(Enum):
-    """A request at the prefill node. Every state but DONE may turn into STOPPING."""
+    """How far a request at the prefill node has come."""
 
     COMPUTING = "computing"
+    """Its prompt waits or is being computed; what is computed goes out meanwhile."""
     SENDING = "sending"
+    """All is computed, and some of it is still on its way."""
     DONE = "done"
+    """All has landed. Its pages are kept until the decode node has admitted it."""
     STOPPING = "stopping"
+    """It was given up: it ends when nothing of it is in flight."""
+
+
+_NEXT = {
+    State.COMPUTING: {State.SENDING, State.STOPPING},
+    State.SENDING: {State.DONE, State.STOPPING},
+    State.DONE: {State.STOPPING},
+    State.STOPPING: set(),
+}
 
 
 @dataclass(eq=False)
@@ -42,6 +55,8 @@ class Entry:
     num_bytes: int = 0
     num_descriptors: int = 0
     seconds: float = 0.0
+    """For how long something of it was being written. Chunks overlap: the next is posted before the last has ended."""
+    written_until: float = 0.0
     checksums: list[Checksum] = field(default_factory=list)
 
     @property
@@ -52,6 +67,20 @@ class Entry:
     def begun(self) -> bool:
         """Whether anything of it was computed or is being computed."""
         return self.job.computed > 0 or self.in_flight > 0 or self.state is not State.COMPUTING
+
+    def move(self, to: State) -> None:
+        """The only way in which the state changes. Raises RuntimeError if `to` cannot follow."""
+        if to not in _NEXT[self.state]:
+            raise RuntimeError(f"request {self.request.request_id} is {self.state.value} and cannot become {to.value}")
+        self.state = to
+
+    def landed(self, sent: Sent) -> None:
+        """Take note of a chunk of it that has landed."""
+        self.num_bytes += sent.num_bytes
+        self.num_descriptors += sent.num_descriptors
+        self.checksums += sent.checksums
+        self.seconds += sent.seconds(since=self.written_until)
+        self.written_until = sent.ended_at
 
     def done(self) -> PrefillDone:
         """What to tell the decode node when every write has landed."""

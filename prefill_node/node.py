@@ -72,6 +72,8 @@ class PrefillNode:
         self._entries: dict[Key, Entry] = {}
         self._destinations = Destinations()
         self._ended: Tombstones[Key] = Tombstones()
+        self._lingering: Tombstones[Key] = Tombstones()
+        """Of which the network may still carry something. That is said whenever one of them is said to be over."""
         self._housekeeping_at = 0.0
 
     @property
@@ -127,8 +129,7 @@ class PrefillNode:
             case (sender, Abort() as message):
                 self._on_abort(sender, _key(sender, message))
             case (sender, Holding() as message):
-                unknown = tuple(key for key in message.keys if (sender.boot_id, *key) not in self._entries)
-                self._control.send(sender, NotHeld(keys=unknown))
+                self._on_holding(sender, message)
             case (_, Registered() | Refused() | HeartbeatAck() | Pong()):
                 pass
             case (sender, message):
@@ -138,7 +139,7 @@ class PrefillNode:
         key = _key(decode, request)
         if key in self._ended:
             # Said to be over before: a repeat that was under way must not start it again.
-            self._control.send(decode, Quiesced(request_id=request.request_id, epoch=request.epoch))
+            self._control.send(decode, self._quiesced(key))
             return
         self._control.send(decode, PrefillAccepted(request_id=request.request_id, epoch=request.epoch))
         if key in self._entries:
@@ -153,7 +154,7 @@ class PrefillNode:
             decode,
             PrefillJob(
                 key,
-                prompt_tensor(request.prompt_ids, self._prefill.pool.kv.device),
+                prompt_tensor(request.prompt_ids),
                 sampling_params(request.sampling),
                 request.step,
             ),
@@ -171,7 +172,7 @@ class PrefillNode:
             return refusal
         if refusal := self._destinations.contradiction(decode, request.destination):
             return refusal
-        if not self._sender.has_room_for(decode):
+        if not self._sender.open(decode):
             return "this node sends to as many decode nodes as it can"
         return None
 
@@ -185,12 +186,20 @@ class PrefillNode:
         entry = self._entries.get(key)
         if entry is None:
             self._ended.add(key)
-            _, request_id, epoch = key
-            self._control.send(sender, Quiesced(request_id=request_id, epoch=epoch))
+            self._control.send(sender, self._quiesced(key))
         else:
             self._control.answered(("failed", key))
             entry.failure = None
             self._stop_entry(entry, failure=None)
+
+    def _on_holding(self, sender: Peer, message: Holding) -> None:
+        """Say of which of these nothing is in flight here."""
+        unknown = [key for key in message.keys if (sender.boot_id, *key) not in self._entries]
+        for key in unknown:
+            if (sender.boot_id, *key) in self._lingering:
+                self._control.send(sender, self._quiesced((sender.boot_id, *key)))
+        not_held = tuple(key for key in unknown if (sender.boot_id, *key) not in self._lingering)
+        self._control.send(sender, NotHeld(keys=not_held))
 
     # --- work ---
 
@@ -245,19 +254,18 @@ class PrefillNode:
         elif chunk.token is not None:
             entry.token = token_message(chunk.token)
             entry.computed_at = time.monotonic()
-            entry.state = State.SENDING
+            entry.move(State.SENDING)
 
     def _on_sent(self, sent: Sent) -> None:
         entry = self._entries[_key(sent.chunk.decode, sent.chunk)]
         entry.in_flight -= 1
+        if sent.lingering:
+            self._lingering.add(entry.key)
         if sent.error is None:
-            entry.num_bytes += sent.num_bytes
-            entry.num_descriptors += sent.num_descriptors
-            entry.seconds += sent.seconds
-            entry.checksums += sent.checksums
+            entry.landed(sent)
             self._metrics.transfer_bytes.inc(sent.num_bytes)
             self._metrics.transfer_descriptors.inc(sent.num_descriptors)
-            self._metrics.transfer_seconds.observe(sent.seconds)
+            self._metrics.transfer_seconds.observe(sent.seconds())
         elif entry.state is not State.STOPPING:
             self._metrics.transfer_failures.labels("write").inc()
             self._stop_entry(entry, failure=f"transfer failed: {sent.error}")
@@ -276,7 +284,7 @@ class PrefillNode:
     def _announce(self, entry: Entry) -> None:
         """Every write landed: say so until the decode node answers."""
         assert entry.computed_at is not None
-        entry.state = State.DONE
+        entry.move(State.DONE)
         self._control.repeat(("done", entry.key), entry.decode, entry.done())
         log.info(
             "sent",
@@ -293,7 +301,7 @@ class PrefillNode:
     def _stop_entry(self, entry: Entry, failure: str | None) -> None:
         """Post nothing more of it; it ends when what is posted has drained."""
         if entry.state is not State.STOPPING:
-            entry.state = State.STOPPING
+            entry.move(State.STOPPING)
             entry.failure = failure
             self._prefill.forget(entry.job)
             if failure is not None and entry.in_flight:
@@ -303,18 +311,33 @@ class PrefillNode:
         self._advance(entry)
 
     def _end_drained(self, entry: Entry) -> None:
-        request_id, epoch = entry.request.request_id, entry.request.epoch
         if entry.failure is None:
-            self._control.send(entry.decode, Quiesced(request_id=request_id, epoch=epoch))
+            self._control.send(entry.decode, self._quiesced(entry.key))
         else:
             self._control.send(entry.decode, self._failed(entry.key, entry.failure, in_flight=False))
         self._end(entry)
-        log.info("stopped", request_id=request_id, epoch=epoch, reason=entry.failure or "aborted")
+        log.info(
+            "stopped",
+            request_id=entry.request.request_id,
+            epoch=entry.request.epoch,
+            reason=entry.failure or "aborted",
+            lingering=entry.key in self._lingering,
+        )
+
+    def _quiesced(self, key: Key) -> Quiesced:
+        _, request_id, epoch = key
+        return Quiesced(request_id=request_id, epoch=epoch, lingering=key in self._lingering)
 
     def _failed(self, key: Key, reason: str, in_flight: bool) -> PrefillFailed:
         _, request_id, epoch = key
-        leaving = not self._shell.lifecycle.serving
-        return PrefillFailed(request_id=request_id, epoch=epoch, reason=reason, in_flight=in_flight, leaving=leaving)
+        return PrefillFailed(
+            request_id=request_id,
+            epoch=epoch,
+            reason=reason,
+            in_flight=in_flight,
+            lingering=key in self._lingering,
+            leaving=not self._shell.lifecycle.serving,
+        )
 
     def _end(self, entry: Entry) -> None:
         """The one place where an entry's pages go back."""

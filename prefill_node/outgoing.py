@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -9,17 +10,22 @@ import structlog
 
 from prefill_node.plan import ChunkPlan, Part
 from prefill_node.progress import ForwardProgress, NotComputed
-from prefill_node.ring import BUFFER_BYTES, SendRing
+from prefill_node.ring import BUFFER_BYTES, SendBuffer, SendRing
 from prefill_node.source import KVSource
 from transfer.checksum import ChecksumMode, digest, sampled
 from transfer.messages import Checksum, Destination, Peer, Transport
 from transfer.planner import Descriptors, Int64s
-from transfer.writer import Pipeline, TransferError, Write
+from transfer.writer import Outcome, Pipeline, TransferError, Write
 
 log = structlog.get_logger(__name__)
 
 _IN_PLACE_BYTES = 8 << 20
 """Of one buffer, in one batch: an abort is heard between batches."""
+_WHAT_FAILED = {
+    Outcome.FAILED: "the decode node's transport cannot be reached or refuses a write",
+    Outcome.CUT: "the connection was lost",
+    Outcome.GIVEN_UP: "the transport gave a write up",
+}
 
 
 @dataclass(frozen=True)
@@ -43,14 +49,27 @@ class Chunk:
 
 @dataclass
 class Sent:
-    """A chunk's writes have all ended: landed, unless `error` says otherwise. `seconds`: without waiting for layers."""
+    """A chunk's writes have all ended: landed, unless `error` says otherwise.
+
+    `lingering`: the network may still carry some of those that failed. `posted_at`, `ended_at`: of the first and the
+    last of them (time.monotonic); `waited`: seconds in between in which there was nothing to post, or no leave to.
+    """
 
     chunk: Chunk
     num_bytes: int = 0
     num_descriptors: int = 0
-    seconds: float = 0.0
+    posted_at: float | None = None
+    ended_at: float = 0.0
+    waited: float = 0.0
     checksums: list[Checksum] = field(default_factory=list)
     error: str | None = None
+    lingering: bool = False
+
+    def seconds(self, since: float = 0.0) -> float:
+        """What sending it took, or as much of that as came after `since`."""
+        if self.posted_at is None:
+            return 0.0
+        return max(0.0, self.ended_at - max(self.posted_at, since) - self.waited)
 
 
 class Gather(Enum):
@@ -106,14 +125,16 @@ class Outgoing:
         self._lend_ring = ring
         self._report = report
         self._sent = Sent(chunk)
-        self._write = Write(on_end=self._end)
-        self._started = time.monotonic()
 
     def post(self, may_post: Callable[[], bool]) -> None:
-        """Post all of it, or as much as is wanted. Never raises: what goes wrong is reported."""
+        """Post all of it, or as much as is wanted. Never raises: what goes wrong is reported.
+
+        `may_post` is asked before each write; it may wait.
+        """
+        write = Write(on_end=lambda: self._end(write), go_on=lambda: self._go_on(may_post))
         try:
-            for batch in self._batches():
-                if not self._pipeline.post(self._write, batch, may_post):
+            for batch, buffer in self._batches():
+                if not self._pipeline.post(write, batch, buffer):
                     self._sent.error = "aborted"
                     break
         except NotComputed:
@@ -122,14 +143,30 @@ class Outgoing:
             # A bug costs the request, not the thread: the node waits for a report of every chunk.
             log.exception("sending failed", request_id=self._chunk.request_id)
             self._sent.error = f"sending failed: {error}"
-        self._pipeline.close(self._write)
+        self._pipeline.close(write)
 
-    def _end(self) -> None:
+    def _go_on(self, may_post: Callable[[], bool]) -> bool:
+        with self._waiting():
+            goes_on = may_post()
+        if goes_on and self._sent.posted_at is None:
+            self._sent.posted_at = time.monotonic()
+        return goes_on
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Time that is not spent on sending. Before the first write there is none that is."""
+        since = time.monotonic()
+        yield
+        if self._sent.posted_at is not None:
+            self._sent.waited += time.monotonic() - since
+
+    def _end(self, write: Write) -> None:
         """Nothing of it is in flight any more."""
         sent = self._sent
-        sent.seconds += time.monotonic() - self._started
-        if self._write.failed:
-            sent.error = f"{self._write.failed} descriptors failed"
+        sent.ended_at = time.monotonic()
+        sent.lingering = write.outcome.lingers
+        if write.outcome is not Outcome.LANDED:
+            sent.error = _WHAT_FAILED[write.outcome]
         elif sent.error is None:
             try:
                 self._pipeline.channel.check()
@@ -145,7 +182,8 @@ class Outgoing:
             )
         self._report(sent)
 
-    def _batches(self) -> Iterator[Descriptors]:
+    def _batches(self) -> Iterator[tuple[Descriptors, SendBuffer | None]]:
+        """What to post, and the send buffers that it is read from."""
         chunk, reading = self._chunk, self._reading
         plan = ChunkPlan(chunk.pages, reading.page_size, chunk.slots, chunk.start, chunk.stop)
         policy = gather_policy(self._pipeline.channel.transport, reading.source.in_host_memory)
@@ -156,11 +194,11 @@ class Outgoing:
             self._await_layer(reading.layer_of_buffer[buffer])
             item_bytes = reading.source.buffers.item_lengths[buffer]
             for part in plan.parts(max(1, part_bytes // item_bytes)):
-                self._pipeline.make_room()
-                batch = self._batch(buffer, part, item_bytes, ring)
+                packed = None if ring is None else ring.take(self._pipeline)
+                batch = self._batch(buffer, part, item_bytes, packed)
                 self._sent.num_bytes += (part.stop - part.start) * item_bytes
                 self._sent.num_descriptors += len(batch.lengths)
-                yield batch
+                yield batch, packed
 
     def _await_layer(self, layer: int) -> None:
         progress = self._chunk.progress
@@ -168,19 +206,17 @@ class Outgoing:
             return
         # The wait may be long: what was posted before, of other chunks too, is reported when it ends.
         self._pipeline.drain()
-        since = time.monotonic()
-        progress.wait(layer, self._chunk.cancelled)
-        self._sent.seconds -= time.monotonic() - since
+        with self._waiting():
+            progress.wait(layer, self._chunk.cancelled)
 
-    def _batch(self, buffer: int, part: Part, item_bytes: int, ring: SendRing | None) -> Descriptors:
-        """A part of one buffer, from where it lies or from the next send buffer; its checksum is noted."""
+    def _batch(self, buffer: int, part: Part, item_bytes: int, packed: SendBuffer | None) -> Descriptors:
+        """A part of one buffer, from where it lies or packed into a send buffer; its checksum is noted."""
         source, target = self._reading.source, self._chunk.destination.buffers.ptrs[buffer]
         checked = sampled(self._reading.checksums, part.start, part.stop, buffer)
-        if ring is None:
+        if packed is None:
             if checked is not None:
                 self._note(buffer, checked, source.digest(buffer, part, *checked))
             return part.direct(item_bytes).at(source.buffers.ptrs[buffer], target)
-        packed = ring.take()
         source.gather(buffer, part, packed)
         if checked is not None:
             first = packed.address + (checked[0] - part.start) * item_bytes

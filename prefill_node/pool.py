@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -60,11 +61,15 @@ def buffer_info(layers: Sequence[torch.Tensor]) -> BufferInfo:
 
 
 class PagedSequence:
-    """One request's pages, as the model's PrefillCache."""
+    """One request's pages, as the model's PrefillCache. Whoever first computes with them takes them to the device."""
 
     def __init__(self, pool: PagedKVPool, pages: Int64s) -> None:
         self._pool = pool
-        self._pages = torch.from_numpy(pages).to(pool.kv.device)
+        self._numbers = pages
+
+    @cached_property
+    def _pages(self) -> torch.Tensor:
+        return torch.from_numpy(self._numbers).to(self._pool.kv.device)
 
     def rows(self, start: int, stop: int) -> torch.Tensor:
         positions = torch.arange(start, stop, device=self._pages.device)

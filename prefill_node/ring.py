@@ -2,20 +2,20 @@
 
 import threading
 from collections.abc import Callable
-from itertools import cycle
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 
 from prefill_node.pool import buffer_info
 from transfer.messages import BufferInfo
-from transfer.writer import BATCHES_IN_FLIGHT
+from transfer.writer import BATCHES_IN_FLIGHT, Pipeline
 
 BUFFER_BYTES = 5 << 19
 """Room for one layer of a chunk of 2048 tokens of 1152 bytes; a ring of them stays in the processor's cache."""
 
 
-class SendBuffer(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class SendBuffer:
     """memory: uint8 [BUFFER_BYTES]. address: of its first byte."""
 
     memory: torch.Tensor
@@ -23,17 +23,23 @@ class SendBuffer(NamedTuple):
 
 
 class SendRing:
-    """Buffers of BUFFER_BYTES, used in turn: as many as a writer has in flight, so the next one is always free.
+    """Buffers of BUFFER_BYTES for the thread of one pipeline: as many as that has batches in flight.
 
+    A buffer belongs to what was posted from it, until that has ended.
     With `pin` a device copies to them without a detour.
     """
 
     def __init__(self, pin: bool) -> None:
         self._memory = torch.empty(BATCHES_IN_FLIGHT, BUFFER_BYTES, dtype=torch.uint8, pin_memory=pin)
-        self._buffers = cycle([SendBuffer(memory, memory.data_ptr()) for memory in self._memory])
+        self._buffers = [SendBuffer(memory, memory.data_ptr()) for memory in self._memory]
 
-    def take(self) -> SendBuffer:
-        return next(self._buffers)
+    def take(self, pipeline: Pipeline) -> SendBuffer:
+        """One that nothing in flight is read from; waits until there is one."""
+        while True:
+            for buffer in self._buffers:
+                if not pipeline.holds(buffer):
+                    return buffer
+            pipeline.settle_oldest()
 
     def get_contiguous_buf_infos(self) -> BufferInfo:
         """For registration with a transport."""

@@ -49,19 +49,20 @@ class Sender:
         self._surroundings = surroundings
         self._sessions: dict[str, _Session] = {}
 
-    def has_room_for(self, decode: Peer) -> bool:
-        """Whether chunks for that decode node can be taken."""
-        return decode.boot_id in self._sessions or len(self._sessions) < MAX_SESSIONS
+    def open(self, decode: Peer) -> bool:
+        """Start a thread for a decode node that has none. False if there are as many as there may be."""
+        if decode.boot_id not in self._sessions:
+            if len(self._sessions) >= MAX_SESSIONS:
+                return False
+            self._sessions[decode.boot_id] = _Session(self._surroundings, decode)
+        return True
 
     def submit(self, chunk: Chunk) -> None:
-        """Queue a chunk behind the earlier ones of its decode node."""
-        boot_id = chunk.decode.boot_id
-        if boot_id not in self._sessions:
-            self._sessions[boot_id] = _Session(self._surroundings, chunk.decode)
-        self._sessions[boot_id].chunks.put(chunk)
+        """Queue a chunk behind the earlier ones of its decode node, for which `open` has succeeded."""
+        self._sessions[chunk.decode.boot_id].chunks.put(chunk)
 
     def keep_only(self, boot_ids: set[str]) -> None:
-        """End the threads of other decode nodes once their queues are empty; a later chunk starts a new one."""
+        """End the threads of other decode nodes once their queues are empty."""
         for boot_id in self._sessions.keys() - boot_ids:
             self._sessions.pop(boot_id).chunks.put(None)
 

@@ -6,7 +6,7 @@ silence. So the choice is made here, before it starts.
 
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ from service.errors import StartupError
 from transfer.messages import BufferInfo, Session, Transport
 from transfer.planner import Descriptors
 from transfer.ports import listening_ports
+from transfer.writer import Outcome
 
 log = structlog.get_logger(__name__)
 
@@ -24,6 +25,10 @@ _DONE, _FAILED = 1, -1
 _MAX_BATCH = 32
 """Descriptors per batch. Some 100 in flight keep the TCP transport busy; it refuses 2000 outright."""
 _POLL_S = 0.0005
+_DEADLINES = ("MC_TCP_STATUS_TIMEOUT_SEC", "MC_TCP_PROGRESS_TIMEOUT_SEC")
+"""After so long without a sign from the receiver, Mooncake closes a connection and calls what it carried failed. The
+kernel goes on delivering what it has taken from it."""
+_DEADLINE_S = 30
 
 
 def rdma_devices(wanted: str = "") -> list[str]:
@@ -61,6 +66,13 @@ class KVTransferEngine:
             raise StartupError(f"Mooncake did not start on {host} with {transport}; is the address this host's?")
         self.session = Session(transport=transport, name=f"{host}:{self._engine.get_rpc_port()}")
         self.ports = tuple(sorted(listening_ports() - before))
+        self.data_ports = tuple(port for port in self.ports if port != self._engine.get_rpc_port())
+        """Those by which bytes come in."""
+        if transport == "tcp" and not self.data_ports:
+            raise StartupError(
+                f"Mooncake takes data on no port of its own (it has {self.ports}): late writes could not be cut off"
+            )
+        self._patience_s = min(_seconds(os.environ.get(name, "")) for name in _DEADLINES)
 
     def register(self, buffers: BufferInfo) -> None:
         """Let these buffers be written to and from. Raises StartupError if the engine refuses one."""
@@ -76,7 +88,7 @@ class KVTransferEngine:
 
     def channel(self, session: Session) -> "MooncakeChannel":
         """The way to another engine of the same transport. Connects with the first write."""
-        return MooncakeChannel(self._engine, session)
+        return MooncakeChannel(self._engine, session, self._patience_s)
 
 
 class MooncakeChannel:
@@ -88,20 +100,23 @@ class MooncakeChannel:
 
     max_batch = _MAX_BATCH
 
-    def __init__(self, engine: Any, session: Session) -> None:
+    def __init__(self, engine: Any, session: Session, patience_s: float) -> None:
+        """patience_s: Mooncake waits at least so long before it gives a write up."""
         self.transport: Transport = session.transport
         self._engine = engine
         self._name = session.name
+        self._patience_s = patience_s
 
     def submit(self, batch: Descriptors) -> "_Posted":
-        handles: list[int] = []
+        posted = _Posted(self._engine, given_up_after=time.monotonic() + self._patience_s)
         for source, destination, length in zip(*(column.tolist() for column in batch), strict=True):
             handle = self._engine.transfer_submit_write(self._name, source, destination, length)
             if handle <= 0:
                 # It cannot be reached or refuses: what follows would fare no better.
-                return _Posted(self._engine, handles, refused=1)
-            handles.append(handle)
-        return _Posted(self._engine, handles)
+                posted.refused = True
+                break
+            posted.handles.append(handle)
+        return posted
 
     def check(self) -> None:
         """Nothing to see: a write that ended well was acknowledged by the process that took it."""
@@ -112,15 +127,30 @@ class MooncakeChannel:
 
 @dataclass
 class _Posted:
+    """given_up_after: when Mooncake may have lost patience; a failure before that is the connection's own end."""
+
     engine: Any
-    handles: list[int]
-    refused: int = 0
+    given_up_after: float
+    handles: list[int] = field(default_factory=list)
+    refused: bool = False
 
-    def wait(self) -> int:
-        return self.refused + sum(self._await(handle) for handle in self.handles)
+    def wait(self) -> Outcome:
+        failed = [handle for handle in self.handles if self._await(handle) == _FAILED]
+        if failed:
+            # Mooncake has one word for all failures. Only time tells them apart.
+            return Outcome.CUT if time.monotonic() < self.given_up_after else Outcome.GIVEN_UP
+        return Outcome.FAILED if self.refused else Outcome.LANDED
 
-    def _await(self, handle: int) -> bool:
-        """Poll one descriptor to its end; whether it failed. Other states, a timeout included, are no end."""
-        while (status := self.engine.transfer_check_status(handle)) not in (_DONE, _FAILED):
+    def _await(self, handle: int) -> int:
+        """Poll one descriptor to its end. Other states, a timeout included, are none."""
+        while (status := int(self.engine.transfer_check_status(handle))) not in (_DONE, _FAILED):
             time.sleep(_POLL_S)
-        return bool(status == _FAILED)
+        return status
+
+
+def _seconds(deadline: str) -> int:
+    """As Mooncake understands it; what only Mooncake may understand counts as none."""
+    try:
+        return int(deadline or _DEADLINE_S)
+    except ValueError:
+        return 0

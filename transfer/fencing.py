@@ -2,22 +2,40 @@
 
 A slot is never reused while a remote write to it may be in flight. A reservation is WRITABLE from the moment its
 slots are named to a prefill node. It ends in one of two ways: the writes landed and the slots go on with the request,
-or the request no longer wants them and they are QUARANTINED until the writer says that nothing is in flight
-(`quiesced`), or the writer is proved dead (`writer_died`) or vouched to be (`evict`) and a grace for what the network
-still carries has passed. Silence proves nothing.
+or the request no longer wants them and they are QUARANTINED until nothing can write to them any more. Either the writer
+says so (`quiesced`). Or it is done with them, but something of it may linger on the way: it says that (`lingers`), or
+it is proved dead (`writer_died`) or vouched to be (`evict`). Then a grace passes, and a fence is put behind all of it.
+Silence proves nothing.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from transfer.messages import Peer
 
 DRAIN_GRACE_S = 5.0
+"""What lingers arrives by itself within that, unless the network is in trouble. Then the fence keeps it out."""
+_LOOK_S = 0.05
 
 Resource = TypeVar("Resource")
 Key = tuple[str, int]
+
+
+class Fence(Protocol):
+    """Stands between everything that was under way when it was made and what comes later."""
+
+    def passed(self) -> bool:
+        """Whether nothing of that can land any more. Never waits."""
+        ...
+
+
+class NoFence:
+    """Where nothing lingers."""
+
+    def passed(self) -> bool:
+        return True
 
 
 class ReservationState(Enum):
@@ -37,15 +55,23 @@ class Reservation(Generic[Resource]):
     quarantined_at: float | None = None
     """Since when the resource is in quarantine (time.monotonic)."""
     free_after: float | None = None
-    """When a dead writer's slots may be used again (time.monotonic); None while the writer may be alive."""
+    """When what a writer has left behind is fenced off (time.monotonic); None while it may still write."""
 
 
 class ReservationTable(Generic[Resource]):
-    """Owns every resource that a remote writer may touch. `release` takes back what is safe to use again."""
+    """Owns every resource that a remote writer may touch. `release` takes back what is safe to use again.
 
-    def __init__(self, release: Callable[[Resource], None]) -> None:
+    `fence` makes a fence. One stands at a time, for all reservations whose grace had passed when it was made.
+    """
+
+    def __init__(self, release: Callable[[Resource], None], fence: Callable[[], Fence] = NoFence) -> None:
         self._release = release
+        self._make_fence = fence
         self._table: dict[Key, Reservation[Resource]] = {}
+        self._fence: Fence | None = None
+        self._behind: list[Reservation[Resource]] = []
+        """What becomes free when the fence has been passed."""
+        self._look_at = 0.0
 
     def __len__(self) -> int:
         return len(self._table)
@@ -94,13 +120,22 @@ class ReservationTable(Generic[Resource]):
 
         Whether a quarantined resource was released.
         """
-        reservation = self._table.get(key)
-        if reservation is None or reservation.state is not ReservationState.QUARANTINED:
-            return False
-        if reservation.writer.boot_id != boot_id:
+        reservation = self._quarantined_of(key, boot_id)
+        if reservation is None:
             return False
         del self._table[key]
         self._release(reservation.resource)
+        return True
+
+    def lingers(self, key: Key, boot_id: str, now: float) -> bool:
+        """A process says that nothing will follow, but that the network may still carry some; only the writer knows.
+
+        Whether it speaks of a quarantined resource.
+        """
+        reservation = self._quarantined_of(key, boot_id)
+        if reservation is None:
+            return False
+        self._end_writing(reservation, now)
         return True
 
     def writer_died(self, boot_id: str, now: float) -> list[Key]:
@@ -108,7 +143,7 @@ class ReservationTable(Generic[Resource]):
         lost = []
         for reservation in self:
             if reservation.writer.boot_id == boot_id and reservation.free_after is None:
-                reservation.free_after = now + DRAIN_GRACE_S
+                self._end_writing(reservation, now)
                 if reservation.state is ReservationState.WRITABLE:
                     lost.append(reservation.key)
         return lost
@@ -118,17 +153,44 @@ class ReservationTable(Generic[Resource]):
 
         Only what is quarantined already: an attempt that is still wanted has to be given up first. Those that were
         evicted before, or whose writer is proved dead, keep their time. If the process does live and writes after the
-        grace, it corrupts whatever uses the slots then.
+        fence, it corrupts whatever uses the slots then.
         """
         evicted = [r for r in self.quarantined if r.writer.boot_id == boot_id]
         for reservation in evicted:
-            if reservation.free_after is None:
-                reservation.free_after = now + DRAIN_GRACE_S
+            self._end_writing(reservation, now)
         return [reservation.key for reservation in evicted]
 
     def release_expired(self, now: float) -> list[Key]:
-        """Release the quarantined resources of dead writers whose grace has passed. Returns their keys."""
-        expired = [r.key for r in self.quarantined if r.free_after is not None and r.free_after <= now]
-        for key in expired:
-            self._release(self._table.pop(key).resource)
-        return expired
+        """Release what nothing can write to any more. Returns its keys. To be called again and again.
+
+        A resource that lingering writes may reach comes back when its grace has passed and a fence after that.
+        """
+        if self._fence is None:
+            self._behind = [r for r in self.quarantined if r.free_after is not None and r.free_after <= now]
+            if not self._behind:
+                return []
+            self._fence = self._make_fence()
+        elif now < self._look_at:
+            return []
+        if not self._fence.passed():
+            self._look_at = now + _LOOK_S
+            return []
+        self._fence = None
+        # Its writer may have been heard of meanwhile: some may be free already, and their keys used again.
+        freed = [r for r in self._behind if self._table.get(r.key) is r]
+        for reservation in freed:
+            del self._table[reservation.key]
+            self._release(reservation.resource)
+        return [reservation.key for reservation in freed]
+
+    def _quarantined_of(self, key: Key, boot_id: str) -> Reservation[Resource] | None:
+        reservation = self._table.get(key)
+        if reservation is None or reservation.state is not ReservationState.QUARANTINED:
+            return None
+        return reservation if reservation.writer.boot_id == boot_id else None
+
+    @staticmethod
+    def _end_writing(reservation: Reservation[Resource], now: float) -> None:
+        """Its writer posts nothing more. The first time counts."""
+        if reservation.free_after is None:
+            reservation.free_after = now + DRAIN_GRACE_S

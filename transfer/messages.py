@@ -342,7 +342,11 @@ class PrefillAccepted(Message):
 
 
 class PrefillDone(Message):
-    """Prefill node to decode node, after the last write was confirmed. Repeated until Admitted."""
+    """Prefill node to decode node, after the last write was confirmed. Repeated until Admitted.
+
+    transfer_seconds: for how long something of it was being written, from the first post to the last confirmation;
+    waits for layers to be computed, or for a sign of life of the decode node, are not in it.
+    """
 
     request_id: Identifier
     epoch: UInt
@@ -357,15 +361,16 @@ class PrefillDone(Message):
 class PrefillFailed(Message):
     """Prefill node to decode node: the request will not be completed here.
 
-    Without `in_flight` it says as much as Quiesced. With it, posted writes have not all ended yet: it is repeated until
-    Abort, which Quiesced answers in time. `leaving`: the node hands the request back because it is about to stop, and
-    will take no other.
+    Without `in_flight` it says as much as Quiesced, which has the same `lingering`. With it, posted writes have not all
+    ended yet: it is repeated until Abort, which Quiesced answers in time. `leaving`: the node hands the request back
+    because it is about to stop, and will take no other.
     """
 
     request_id: Identifier
     epoch: UInt
     reason: str
     in_flight: bool = False
+    lingering: bool = False
     leaving: bool = False
 
 
@@ -384,10 +389,15 @@ class Abort(Message):
 
 
 class Quiesced(Message):
-    """Prefill node to decode node: no write of this epoch is in flight, and none will follow."""
+    """Prefill node to decode node: no write of this epoch is in flight, and none will follow.
+
+    `lingering`: some have failed without an answer, and what the network holds of them may still land. The decode node
+    fences that off before it uses the slots again.
+    """
 
     request_id: Identifier
     epoch: UInt
+    lingering: bool = False
 
 
 class Holding(Message):

@@ -7,6 +7,7 @@ import structlog
 
 from service.errors import StartupError
 from transfer.engine import KVTransferEngine, rdma_devices
+from transfer.incoming import IncomingCut
 from transfer.messages import BufferInfo, Destination, Session, Transport
 from transfer.ports import ClaimedPorts
 from transfer.shm import NotShared, SharedMemoryChannel
@@ -80,6 +81,14 @@ class Transports:
     def unregister(self, buffers: BufferInfo) -> None:
         for engine in self._engines.values():
             engine.unregister(buffers)
+
+    def cut(self) -> IncomingCut:
+        """A fence between what others have written here and what is to come, whatever they left under way.
+
+        Only TCP needs one: shared memory is written by processors, and a NIC that reports a failure writes no more.
+        """
+        engine = self._engines.get("tcp")
+        return IncomingCut(() if engine is None else engine.data_ports)
 
     def connect(self, destination: Destination) -> Channel:
         """The best way to a decode node. Raises NoRoute, with what was tried."""

@@ -5,14 +5,14 @@ import mmap
 import os
 import select
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cache
 
 from transfer.copy_runs import stream_runs
 from transfer.messages import SharedMemory, Transport
 from transfer.planner import Descriptors
-from transfer.writer import TransferError
+from transfer.writer import Outcome, TransferError
 
 COPY_THREADS = min(4, os.cpu_count() or 1)
 
@@ -39,12 +39,15 @@ class SharedMemoryChannel:
 
     def __init__(self, memory: SharedMemory) -> None:
         self._memory = memory
-        try:
-            # First of all, so that it stands for the process whose descriptor is opened next.
-            self._process = os.pidfd_open(memory.pid)
-            self._mapping = self._map(memory)
-        except OSError as error:
-            raise NotShared(error.strerror) from error
+        with ExitStack() as on_refusal:
+            try:
+                # First of all, so that it stands for the process whose descriptor is opened next.
+                self._process = os.pidfd_open(memory.pid)
+                on_refusal.callback(os.close, self._process)
+                self._mapping = self._map(memory)
+            except OSError as error:
+                raise NotShared(error.strerror) from error
+            on_refusal.pop_all()
         self._base = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
 
     @staticmethod
@@ -67,7 +70,7 @@ class SharedMemoryChannel:
     def submit(self, batch: Descriptors) -> "_Copies":
         starts, stops = batch.destinations, batch.destinations + batch.lengths
         if starts.min() < self._memory.base or stops.max() > self._memory.base + self._memory.length:
-            return _Copies([], refused=len(starts))
+            return _Copies([], refused=True)
         here = batch._replace(destinations=starts - self._memory.base + self._base)
         return _Copies([_copiers().submit(stream_runs, here)])
 
@@ -86,7 +89,8 @@ class SharedMemoryChannel:
 @dataclass
 class _Copies:
     copies: list["Future[None]"]
-    refused: int = 0
+    refused: bool = False
 
-    def wait(self) -> int:
-        return self.refused + sum(copy.exception() is not None for copy in self.copies)
+    def wait(self) -> Outcome:
+        failed = [copy for copy in self.copies if copy.exception() is not None]
+        return Outcome.FAILED if self.refused or failed else Outcome.LANDED

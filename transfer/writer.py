@@ -1,12 +1,13 @@
 """Batches on their way to a decode node, whatever carries them.
 
-The rule that fencing rests on is kept here, once for every transport: a write has ended when nothing of it is in
-flight any more, and not before, whether it went well or not.
+The rules that fencing rests on are kept here, once for every transport: a write has ended when its transport knows of
+nothing more of it, whether it went well or not; and how it ended says whether the network may know of more.
 """
 
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Protocol
 
 from transfer.messages import Transport
@@ -14,17 +15,36 @@ from transfer.planner import Descriptors
 
 BATCHES_IN_FLIGHT = 6
 """Enough to keep a transport busy; few enough that a ring of send buffers stays in the processor's cache."""
+_ATTEMPTS = 5
+"""Mooncake keeps four connections to a peer, and notices that one was closed when it uses it."""
 
 
 class TransferError(Exception):
     """Some of a write failed."""
 
 
+class Outcome(IntEnum):
+    """How what was posted ended, the best first; of several, the worst counts."""
+
+    LANDED = 0
+    FAILED = 1
+    """Refused: nothing of it is on its way."""
+    CUT = 2
+    """Its connection was closed under it. Another one may carry it."""
+    GIVEN_UP = 3
+    """The transport heard nothing for too long and stopped waiting."""
+
+    @property
+    def lingers(self) -> bool:
+        """Whether some of it may still land: the network, and the receiver's kernel, keep what they have taken."""
+        return self >= Outcome.CUT
+
+
 class Pending(Protocol):
     """A batch that was posted."""
 
-    def wait(self) -> int:
-        """How many of its descriptors failed, once every one of them has ended."""
+    def wait(self) -> Outcome:
+        """How it ended, once every one of its descriptors has."""
         ...
 
 
@@ -48,17 +68,33 @@ class Channel(Protocol):
 
 @dataclass(eq=False)
 class Write:
-    """Batches that belong together. `on_end` is called once, when it is closed and nothing of it is in flight."""
+    """Batches that belong together. `on_end` is called once, when it is closed and nothing of it is in flight.
+
+    `go_on` is asked before anything of it is posted: it may wait, and says whether the write is still wanted.
+    """
 
     on_end: Callable[[], None]
-    failed: int = 0
-    """Descriptors that failed so far."""
+    go_on: Callable[[], bool]
+    outcome: Outcome = Outcome.LANDED
+    """Of what has ended so far."""
     in_flight: int = 0
     closed: bool = False
+
+    @property
+    def may_post(self) -> bool:
+        return self.outcome is Outcome.LANDED and self.go_on()
 
     def end_if_over(self) -> None:
         if self.closed and not self.in_flight:
             self.on_end()
+
+
+@dataclass(eq=False)
+class _Posted:
+    batch: Descriptors
+    pending: Pending
+    write: Write
+    buffer: object
 
 
 class Pipeline:
@@ -70,30 +106,28 @@ class Pipeline:
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
-        self._posted: deque[tuple[Pending, Write]] = deque()
+        self._posted: deque[_Posted] = deque()
 
     @property
     def is_empty(self) -> bool:
         return not self._posted
 
-    def make_room(self) -> None:
-        """Wait until fewer than BATCHES_IN_FLIGHT are in flight.
+    def holds(self, buffer: object) -> bool:
+        """Whether something that was posted from this buffer is in flight."""
+        return any(posted.buffer is buffer for posted in self._posted)
 
-        Whoever fills buffers in turn calls it before filling the next one: the one that comes after so many is free.
-        """
-        while len(self._posted) >= BATCHES_IN_FLIGHT:
-            self.settle_oldest()
+    def post(self, write: Write, batch: Descriptors, buffer: object = None) -> bool:
+        """Post a batch, in pieces that the channel takes, as long as its write goes on and nothing of that failed.
 
-    def post(self, write: Write, batch: Descriptors, go_on: Callable[[], bool]) -> bool:
-        """Post a batch, in pieces that the channel takes, as long as `go_on` says so and nothing of the write failed.
-
+        buffer: the send buffer that it is read from, if it is; held until the batch has ended.
         Whether all of it was posted.
         """
         for piece in batch.split(self.channel.max_batch):
-            self.make_room()
-            if write.failed or not go_on():
+            while len(self._posted) >= BATCHES_IN_FLIGHT:
+                self.settle_oldest()
+            if not write.may_post:
                 return False
-            self._posted.append((self.channel.submit(piece), write))
+            self._posted.append(_Posted(piece, self.channel.submit(piece), write, buffer))
             write.in_flight += 1
         return True
 
@@ -103,9 +137,16 @@ class Pipeline:
         write.end_if_over()
 
     def settle_oldest(self) -> None:
-        """Wait for the oldest batch to end."""
-        pending, write = self._posted.popleft()
-        write.failed += pending.wait()
+        """Wait for the oldest batch to end. What was cut off is posted again: the same bytes to the same place."""
+        oldest = self._posted[0]
+        write = oldest.write
+        outcome = oldest.pending.wait()
+        for _ in range(_ATTEMPTS - 1):
+            if outcome is not Outcome.CUT or not write.may_post:
+                break
+            outcome = self.channel.submit(oldest.batch).wait()
+        self._posted.popleft()
+        write.outcome = max(write.outcome, outcome)
         write.in_flight -= 1
         write.end_if_over()
 

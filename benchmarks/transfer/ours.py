@@ -26,7 +26,7 @@ from transfer.messages import BufferInfo, Destination, ModelIdentity, Peer, Shar
 from transfer.planner import Descriptors
 from transfer.routes import Transports
 from transfer.shm import COPY_THREADS
-from transfer.writer import Channel
+from transfer.writer import Channel, Outcome
 
 __all__ = ["COPY_THREADS", "ReceivingPool", "Sending", "copy_runs", "source_pool"]
 
@@ -162,6 +162,7 @@ class _Timed:
         """Seconds from the first submission to the last report, and the reports. Raises MethodFailed."""
         started = time.perf_counter()
         for chunk in chunks:
+            self._sender.open(chunk.decode)
             self._sender.submit(chunk)
         try:
             sent = [self._reports.get(timeout=_TIMEOUT_S) for _ in chunks]
@@ -189,8 +190,8 @@ class _Nothing:
     def submit(self, batch: Descriptors) -> "_Nothing":
         return self
 
-    def wait(self) -> int:
-        return 0
+    def wait(self) -> Outcome:
+        return Outcome.LANDED
 
     def gather(self, buffer: int, part: Part, into: SendBuffer) -> None:
         """Packing is part of sending."""

@@ -18,7 +18,7 @@ from tests.decode_node.fakes import GATEWAY
 from tests.decode_node.test_scheduler import Harness
 from tests.e2e.cluster import wait_until
 from tests.prefill_node.fakes import FakeControl
-from transfer.checksum import SlotRuns, digest
+from tests.transfer.slots import slot_digest
 from transfer.messages import (
     Abort,
     Admitted,
@@ -101,12 +101,7 @@ class Running:
         for tensor in (host.kv, host.index_keys):
             tensor[:, rows] = torch.arange(len(slots), dtype=torch.float32)[None, :, None]
         checksums = tuple(
-            Checksum(
-                buffer=buffer,
-                start=0,
-                stop=10,
-                digest=digest(SlotRuns(slots).ranges(self.harness.buffers, buffer, 0, 10)),
-            )
+            Checksum(buffer=buffer, start=0, stop=10, digest=slot_digest(self.harness.buffers, buffer, slots))
             for buffer in range(len(self.harness.buffers.ptrs))
         )
         if torn:

@@ -291,6 +291,22 @@ def test_quiesced_from_another_boot_at_the_address_is_proof_of_death_and_starts_
     assert h.freed == [SLOTS]
 
 
+@pytest.mark.parametrize("said", ["quiesced", "failed"])
+def test_what_may_linger_in_the_network_is_waited_for_and_not_asked_about_again(h: Harness, said: str) -> None:
+    """The writer is done: only time, and a fence, can say more."""
+    h.dispatch()
+    if said == "quiesced":
+        h.remote.abandon(h.request)
+        h.remote.take(FIRST, Quiesced(request_id="r", epoch=1, lingering=True))
+    else:
+        failed = PrefillFailed(request_id="r", epoch=1, reason="a write failed", lingering=True)
+        assert len(h.remote.take(FIRST, failed)) == 1
+    assert h.freed == []
+    assert not h.control.repeated
+    h.remote.tick(time.monotonic() + DRAIN_GRACE_S + 1)
+    assert h.freed == [SLOTS]
+
+
 def test_the_restart_of_another_node_proves_nothing(h: Harness) -> None:
     h.dispatch()
     assert h.remote.take(SECOND.model_copy(update={"boot_id": "reborn"}), Pong()) == []

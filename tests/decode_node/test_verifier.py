@@ -8,7 +8,8 @@ import pytest
 
 from decode_node.verifier import Verification, Verified, Verifier
 from hisparse.extents import Extent, HostSlots
-from transfer.checksum import Mismatch, SlotRuns, digest, verify
+from tests.transfer.slots import slot_digest
+from transfer.checksum import Mismatch, verify
 from transfer.messages import BufferInfo, Checksum
 
 SLOTS = HostSlots((Extent(6, 2), Extent(1, 3)))
@@ -26,12 +27,7 @@ class Memory:
             item_lengths=(24, 8),
         )
         self.checksums = tuple(
-            Checksum(
-                buffer=buffer,
-                start=0,
-                stop=5,
-                digest=digest(SlotRuns(SLOTS.slots()).ranges(self.buffers, buffer, 0, 5)),
-            )
+            Checksum(buffer=buffer, start=0, stop=5, digest=slot_digest(self.buffers, buffer, SLOTS.slots()))
             for buffer in (0, 1)
         )
 

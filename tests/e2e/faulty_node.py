@@ -28,7 +28,7 @@ from transfer.control import ControlPlane
 from transfer.messages import Destination, Transport
 from transfer.planner import Descriptors
 from transfer.routes import Transports
-from transfer.writer import BATCHES_IN_FLIGHT, Channel, Pending
+from transfer.writer import BATCHES_IN_FLIGHT, Channel, Outcome, Pending
 
 MODULE = "tests.e2e.faulty_node"
 _ENVIRONMENT = "HISPARSE_PD_FAULTS"
@@ -148,15 +148,15 @@ class FaultyChannel:
         delay = self._rng.uniform(*self._faults.slow_s) if slow else 0.0
         return _UnderWay(self._under_way.submit(self._carry, batch, delay))
 
-    def _carry(self, batch: Descriptors, delay: float) -> int:
-        """How many descriptors failed of a batch that lands after a while."""
+    def _carry(self, batch: Descriptors, delay: float) -> Outcome:
+        """What became of a batch that lands after a while."""
         time.sleep(delay)
-        failed = self._post(batch).wait()
+        outcome = self._post(batch).wait()
         if self._spoil.exists() and (wrong := _one_wrong_byte(batch)) is not None:
             with suppress(FileNotFoundError):
                 self._spoil.unlink()
-                failed += self._channel.submit(wrong).wait()
-        return failed
+                outcome = max(outcome, self._channel.submit(wrong).wait())
+        return outcome
 
     def _post(self, batch: Descriptors) -> Pending:
         if self._journal is not None:
@@ -170,10 +170,10 @@ class FaultyChannel:
 class _UnderWay:
     """A batch that another thread carries."""
 
-    failed: "Future[int]"
+    outcome: "Future[Outcome]"
 
-    def wait(self) -> int:
-        return self.failed.result()
+    def wait(self) -> Outcome:
+        return self.outcome.result()
 
 
 def _one_wrong_byte(batch: Descriptors) -> Descriptors | None:

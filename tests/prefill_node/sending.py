@@ -20,6 +20,7 @@ from transfer.copy_runs import copy_runs
 from transfer.messages import BufferInfo, Destination, Peer, Transport
 from transfer.planner import Descriptors
 from transfer.routes import NoRoute
+from transfer.writer import Outcome
 
 PAGE_SIZE, NUM_PAGES, NUM_SLOTS = 4, 600, 2600
 LAYER_OF_BUFFER = (0, 1, 1)
@@ -39,6 +40,7 @@ class LateChannel:
     posted: list[Descriptors] = field(default_factory=list)
     hold: threading.Event | None = None
     error: Exception | None = None
+    outcome: Outcome = Outcome.LANDED
     closed: bool = False
     late: int = 0
     most_late: int = 0
@@ -64,10 +66,10 @@ class LateCopy:
     channel: LateChannel
     batch: Descriptors
 
-    def wait(self) -> int:
+    def wait(self) -> Outcome:
         self.channel.late -= 1
         copy_runs(self.batch)
-        return 0
+        return self.channel.outcome
 
 
 class Sending:
@@ -86,9 +88,10 @@ class Sending:
         self.unreachable = False
         self.reports: queue.SimpleQueue[Sent] = queue.SimpleQueue()
         self.registered: list[BufferInfo] = []
+        self.reading = Reading(source, LAYER_OF_BUFFER, PAGE_SIZE, checksums)
         self.sender = Sender(
             Surroundings(
-                reading=Reading(source, LAYER_OF_BUFFER, PAGE_SIZE, checksums),
+                reading=self.reading,
                 rings=SendRings(pin=device.type == "cuda", register=self.registered.append),
                 connect=self._connect,
                 silence=lambda decode: self.silence,
@@ -123,6 +126,9 @@ class Sending:
         progress: ForwardProgress | None = None,
         cancelled: Callable[[], bool] = lambda: False,
     ) -> Chunk:
+        """One of a request that was admitted: its decode node has a thread."""
+        decode = Peer(role="decode", address=f"{boot}:1", boot_id=boot)
+        assert self.sender.open(decode)
         rng = np.random.default_rng(1)
         return Chunk(
             request_id="r",
@@ -131,7 +137,7 @@ class Sending:
             stop=stop,
             pages=rng.permutation(NUM_PAGES) if pages == "scattered" else np.arange(NUM_PAGES),
             slots=rng.permutation(NUM_SLOTS) if slots == "scattered" else np.arange(NUM_SLOTS),
-            decode=Peer(role="decode", address=f"{boot}:1", boot_id=boot),
+            decode=decode,
             destination=self.destination(),
             progress=progress or done(),
             cancelled=cancelled,

@@ -12,7 +12,7 @@ import torch
 from prefill_node import node
 from prefill_node.chunked import ChunkedPrefill, PrefillStep
 from prefill_node.compute import Computed
-from prefill_node.entry import Key, Offer
+from prefill_node.entry import Key, Offer, State
 from prefill_node.node import PrefillNode
 from prefill_node.outgoing import Chunk, Sent
 from prefill_node.pool import PagedKVPool
@@ -59,7 +59,7 @@ class HeldSender:
     def submit(self, chunk: Chunk) -> None:
         self.chunks.append(chunk)
 
-    def has_room_for(self, decode: Peer) -> bool:
+    def open(self, decode: Peer) -> bool:
         return not self.full
 
     def keep_only(self, boot_ids: set[str]) -> None:
@@ -125,8 +125,16 @@ class Harness:
         self.start()
         self.finish()
 
-    def sent(self, error: str | None = None) -> None:
-        self.node._take(Sent(self.sender.chunks.pop(0), num_bytes=10, num_descriptors=1, error=error))
+    def sent(
+        self,
+        error: str | None = None,
+        lingering: bool = False,
+        posted_at: float = 0.0,
+        ended_at: float = 0.0,
+        waited: float = 0.0,
+    ) -> None:
+        chunk = self.sender.chunks.pop(0)
+        self.node._take(Sent(chunk, 10, 1, posted_at, ended_at, waited, error=error, lingering=lingering))
 
     def script(self, *turns: Callable[[], object]) -> list[Callable[[], object]]:
         """What happens in the turns of `node.run`, one after another; the list is empty when all of it has."""
@@ -496,3 +504,69 @@ def test_prompt_tokens_wait_until_they_are_computed() -> None:
     h.compute()
     h.compute()
     assert waiting() == 0
+
+
+def test_that_a_failed_write_may_linger_is_said_whenever_it_is_said_to_be_over() -> None:
+    h = Harness()
+    h.receive(request())
+    h.compute()
+    h.compute()
+    h.sent(error="the transport gave a write up", lingering=True)
+    [(_, early)] = h.control.repeated.values()
+    assert isinstance(early, PrefillFailed)
+    assert (early.in_flight, early.lingering) == (True, True)
+    h.receive(Abort(request_id="r", epoch=1))
+    h.sent()
+    quiesced = Quiesced(request_id="r", epoch=1, lingering=True)
+    assert h.control.take(Quiesced) == [quiesced]
+    for late in (Abort(request_id="r", epoch=1), request(), Holding(keys=(KEY,))):
+        h.receive(late)
+        assert h.control.take(Quiesced) == [quiesced], "the first may have been lost"
+    assert all(not held.keys for held in h.control.take(NotHeld) if isinstance(held, NotHeld))
+    assert h.free_pages == 8, "the network needs no pages"
+
+
+def test_an_attempt_that_failed_without_an_abort_says_that_it_may_linger() -> None:
+    h = Harness()
+    h.receive(request(prompt_ids=(1, 2), extents=((0, 2),)))
+    h.compute()
+    h.sent(error="the connection was lost", lingering=True)
+    assert [failed.lingering for failed in h.control.take(PrefillFailed) if isinstance(failed, PrefillFailed)] == [True]
+
+
+def test_transfer_seconds_are_those_in_which_something_was_being_written() -> None:
+    """Chunks overlap, and wait for layers and for leave to write."""
+    h = Harness()
+    h.receive(request())
+    h.compute()
+    h.compute()
+    h.sent(posted_at=100.0, ended_at=110.0, waited=2.0)
+    h.sent(posted_at=109.0, ended_at=115.0, waited=1.0)
+    [(_, done)] = h.control.repeated.values()
+    assert isinstance(done, PrefillDone)
+    assert done.transfer_seconds == 8.0 + 4.0
+
+
+def test_a_prompt_waits_in_host_memory() -> None:
+    """A copy to the device from the loop waits for the chunk that computes, and one that fails ends the node."""
+    h = Harness()
+    h.prefill.pool.kv = h.prefill.pool.kv.to("meta")
+    h.receive(request())
+    step = h.prefill.plan()
+    assert step is not None
+    [(job, chunk)] = step.chunks
+    assert {job.prompt_ids.device.type, chunk.token_ids.device.type} == {"cpu"}
+
+
+def test_what_landed_is_not_computed_again() -> None:
+    h = Harness()
+    h.receive(request(prompt_ids=(1, 2), extents=((0, 2),)))
+    h.compute()
+    h.sent()
+    [entry] = h.node._entries.values()
+    for state in (State.COMPUTING, State.SENDING, State.DONE):
+        with pytest.raises(RuntimeError, match=f"is done and cannot become {state.value}"):
+            entry.move(state)
+    entry.move(State.STOPPING)
+    with pytest.raises(RuntimeError, match="is stopping and cannot become done"):
+        entry.move(State.DONE)

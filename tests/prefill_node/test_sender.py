@@ -3,17 +3,32 @@
 import dataclasses
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from prefill_node.outgoing import Chunk, Outgoing, Reading, Sent
+from prefill_node.plan import Part
 from prefill_node.progress import ForwardProgress
+from prefill_node.ring import SendBuffer, SendRing
 from prefill_node.sender import MAX_SESSIONS
-from tests.prefill_node.sending import CPU, NUM_PAGES, PAGE_SIZE, PARTS, Sending, wait_until
+from tests.prefill_node.sending import (
+    CPU,
+    LAYER_OF_BUFFER,
+    NUM_PAGES,
+    PAGE_SIZE,
+    PARTS,
+    LateChannel,
+    LateCopy,
+    Sending,
+    wait_until,
+)
 from transfer.checksum import verify
 from transfer.messages import Peer, Transport
-from transfer.writer import BATCHES_IN_FLIGHT, TransferError
+from transfer.planner import Descriptors
+from transfer.writer import BATCHES_IN_FLIGHT, Pipeline, TransferError
 
 
 @pytest.fixture
@@ -202,11 +217,79 @@ def test_what_has_ended_is_reported_while_the_next_chunk_waits_for_its_layer(sen
 def test_threads_are_bounded_and_end_when_no_request_needs_them(sending: Sending) -> None:
     for number in range(MAX_SESSIONS):
         decode = Peer(role="decode", address=f"{number}:1", boot_id=str(number))
-        assert sending.sender.has_room_for(decode)
+        assert sending.sender.open(decode), "also before anything is sent there"
+    for number in range(MAX_SESSIONS):
         assert sending.send(sending.chunk(str(number), stop=1)).error is None
-    assert not sending.sender.has_room_for(Peer(role="decode", address="new:1", boot_id="new"))
-    assert sending.sender.has_room_for(Peer(role="decode", address="3:1", boot_id="3"))
+    assert not sending.sender.open(Peer(role="decode", address="new:1", boot_id="new"))
+    assert sending.sender.open(Peer(role="decode", address="3:1", boot_id="3"))
     sending.sender.keep_only({"3"})
     wait_until(lambda: sending.channel("0").closed)
     assert sending.send(sending.chunk("0", stop=1)).error is None
     assert sending.sender.stop(timeout=5)
+
+
+@pytest.mark.parametrize("given_up", ["aborted", "gather raises"])
+def test_a_send_buffer_from_which_nothing_was_posted_is_the_next_one_and_none_in_flight_is_filled(
+    given_up: str,
+) -> None:
+    """Buffers used in turn came round too early when a chunk was given up between its gather and its post."""
+    sending = Sending("tcp")
+    source = sending.reading.source
+    pipeline, ring = Pipeline(sending.channel("a")), SendRing(pin=False)
+    reports: list[Sent] = []
+
+    def outgoing(chunk: Chunk, reading: Reading = sending.reading) -> Outgoing:
+        return Outgoing(chunk, reading, pipeline, lambda: ring, reports.append)
+
+    class Breaking:
+        buffers, in_host_memory, digest = source.buffers, True, source.digest
+
+        def gather(self, buffer: int, part: Part, into: SendBuffer) -> None:
+            raise MemoryError
+
+    chunks = [sending.chunk(start=start, stop=start + 100) for start in (0, 100)]
+    outgoing(chunks[0]).post(lambda: True)
+    for _ in range(BATCHES_IN_FLIGHT - len(LAYER_OF_BUFFER)):
+        abandoned = sending.chunk(start=200, stop=300)
+        if given_up == "aborted":
+            outgoing(abandoned).post(lambda: False)
+        else:
+            outgoing(abandoned, dataclasses.replace(sending.reading, source=Breaking())).post(lambda: True)
+    outgoing(chunks[1]).post(lambda: True)
+    pipeline.drain()
+    assert [sent.error for sent in reports if sent.chunk in chunks] == [None, None]
+    sending.check_bytes(dataclasses.replace(chunks[0], stop=200))
+
+
+def test_what_sending_took_leaves_out_waits_for_layers_and_for_leave_to_post(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+
+    def passes(seconds: float) -> bool:
+        nonlocal now
+        now += seconds
+        return True
+
+    class Computing(ForwardProgress):
+        def is_done(self, layer: int) -> bool:
+            return layer == 0
+
+        def wait(self, layer: int, cancelled: Callable[[], bool]) -> None:
+            passes(70.0)
+
+    class Carrying(LateChannel):
+        def submit(self, batch: Descriptors) -> LateCopy:
+            passes(1.0)
+            return super().submit(batch)
+
+    monkeypatch.setattr("prefill_node.outgoing.time", SimpleNamespace(monotonic=lambda: now))
+    sending = Sending("tcp")
+    channel = Carrying("tcp")
+    pipeline, ring = Pipeline(channel), SendRing(pin=False)
+    reports: list[Sent] = []
+    chunk = sending.chunk(stop=100, progress=Computing(CPU))
+    Outgoing(chunk, sending.reading, pipeline, lambda: ring, reports.append).post(lambda: passes(500.0))
+    pipeline.drain()
+    [sent] = reports
+    assert len(channel.posted) == len(LAYER_OF_BUFFER)
+    assert sent.seconds() == len(LAYER_OF_BUFFER) * 1.0
+    assert sent.seconds(since=sent.ended_at) == 0.0

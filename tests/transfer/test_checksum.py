@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transfer.checksum import SAMPLE_POSITIONS, ChecksumMode, Mismatch, SlotRuns, digest, sampled, verify
+from tests.transfer.slots import slot_digest, slot_ranges
+from transfer.checksum import SAMPLE_POSITIONS, ChecksumMode, Mismatch, sampled, verify
 from transfer.messages import BufferInfo, Checksum
 from transfer.planner import Int64s
 
@@ -35,7 +36,7 @@ class Pool:
             for start, stop in pieces:
                 if chosen := sampled(mode, start, stop, buffer):
                     first, last = chosen
-                    found = digest(SlotRuns(slots).ranges(self.info, buffer, first, last))
+                    found = slot_digest(self.info, buffer, slots[first:last])
                     made.append(Checksum(buffer=buffer, start=first, stop=last, digest=found))
         return tuple(made)
 
@@ -118,8 +119,8 @@ def test_items_in_another_order_are_not_the_same(t: Transfer) -> None:
 def test_neighbouring_slots_are_one_range() -> None:
     buffers = BufferInfo(ptrs=(1000, 5000), lengths=(100, 200), item_lengths=(10, 20))
     slots = np.array([3, 4, 5, 0, 1, 9], dtype=np.int64)
-    assert SlotRuns(slots).ranges(buffers, 1, 0, 6) == [(5060, 60), (5000, 40), (5180, 20)]
-    assert SlotRuns(slots).ranges(buffers, 0, 0, 0) == []
+    assert slot_ranges(buffers, 1, slots) == [(5060, 60), (5000, 40), (5180, 20)]
+    assert slot_ranges(buffers, 0, slots[:0]) == []
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """A slot is never reused while a remote write to it may be in flight."""
 
+from dataclasses import dataclass
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -130,7 +132,93 @@ def test_an_open_reservation_is_not_opened_again() -> None:
         table.open(KEY, WRITER, "other", 1)
 
 
-@given(st.lists(st.sampled_from(["quarantine", "quiesced", "landed", "died", "evict", "expire"]), max_size=12))
+@dataclass
+class HeldFence:
+    """Passed when the test says so."""
+
+    is_passed: bool = False
+
+    def passed(self) -> bool:
+        return self.is_passed
+
+
+class Fences(list[HeldFence]):
+    """Those that a table has made."""
+
+    def make(self) -> HeldFence:
+        self.append(HeldFence())
+        return self[-1]
+
+
+def fenced_table() -> tuple[ReservationTable[str], Released, Fences]:
+    released, fences = Released(), Fences()
+    table: ReservationTable[str] = ReservationTable(released.append, fences.make)
+    table.open(KEY, WRITER, "slots", num_slots=8)
+    table.quarantine(KEY, now=1.0)
+    return table, released, fences
+
+
+@pytest.mark.parametrize("over", ["lingers", "died", "evict"])
+def test_slots_that_lingering_writes_may_reach_come_back_after_the_grace_and_behind_a_fence(over: str) -> None:
+    """A write that had failed, or whose process had died, landed when a partition ended."""
+    table, released, fences = fenced_table()
+    match over:
+        case "lingers":
+            assert table.lingers(KEY, "first", now=100.0)
+        case "died":
+            table.writer_died("first", now=100.0)
+        case "evict":
+            table.evict("first", now=100.0)
+    assert table.release_expired(100.0 + DRAIN_GRACE_S - 0.1) == []
+    assert not fences
+    for later in (0.0, 1.0, 1000.0):
+        assert table.release_expired(100.0 + DRAIN_GRACE_S + later) == []
+    [fence] = fences
+    assert released == []
+    fence.is_passed = True
+    assert table.release_expired(1e6) == [KEY]
+    assert released == ["slots"]
+    assert len(table) == 0
+
+
+def test_slots_whose_grace_ends_later_need_a_fence_that_is_made_later() -> None:
+    table, released, fences = fenced_table()
+    table.lingers(KEY, "first", now=100.0)
+    table.release_expired(110.0)
+    table.open(("r", 2), WRITER, "other", num_slots=8)
+    table.quarantine(("r", 2), now=111.0)
+    table.lingers(("r", 2), "first", now=111.0)
+    fences[0].is_passed = True
+    assert table.release_expired(120.0) == [KEY]
+    assert table.release_expired(120.0) == []
+    assert len(fences) == 2
+    fences[1].is_passed = True
+    assert table.release_expired(121.0) == [("r", 2)]
+    assert released == ["slots", "other"]
+
+
+def test_slots_that_prove_quiet_while_a_fence_stands_are_not_freed_twice_nor_what_has_their_key_then() -> None:
+    table, released, fences = fenced_table()
+    table.evict("first", now=100.0)
+    table.release_expired(110.0)
+    assert table.quiesced(KEY, "first")
+    table.open(KEY, WRITER, "other", num_slots=8)
+    table.quarantine(KEY, now=111.0)
+    fences[0].is_passed = True
+    assert table.release_expired(120.0) == []
+    assert released == ["slots"]
+
+
+def test_only_the_writer_can_say_that_nothing_but_the_network_writes() -> None:
+    table, _, _ = fenced_table()
+    assert not table.lingers(KEY, "second", now=100.0)
+    assert not table.lingers(("r", 2), "first", now=100.0)
+    assert table.release_expired(1e9) == []
+
+
+@given(
+    st.lists(st.sampled_from(["quarantine", "quiesced", "lingers", "landed", "died", "evict", "expire"]), max_size=12)
+)
 def test_in_any_order_of_events_slots_leave_once_and_never_while_writable(events: list[str]) -> None:
     table, released = table_with()
     landed = 0
@@ -142,6 +230,8 @@ def test_in_any_order_of_events_slots_leave_once_and_never_while_writable(events
                 table.quarantine(KEY, now=1.0)
             case "quiesced":
                 table.quiesced(KEY, "first")
+            case "lingers":
+                table.lingers(KEY, "first", now)
             case "landed" if was_writable:
                 table.landed(KEY)
                 landed += 1

@@ -97,6 +97,16 @@ def test_a_process_number_that_means_another_process_here_is_not_mapped(
         SharedMemoryChannel(owner.memory.model_copy(update=change))
 
 
+@pytest.mark.parametrize("change", [{"name": "another"}, {"fd": 0}, {"fd": 1 << 20}, {"length": 1 << 21}])
+def test_a_refusal_leaves_no_descriptor_behind(owner: Owner, change: dict[str, object]) -> None:
+    """A prefill node in a container of its own meets with one for each decode node, again and again."""
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(100):
+        with pytest.raises(NotShared):
+            SharedMemoryChannel(owner.memory.model_copy(update=change))
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_a_write_to_an_owner_that_ended_is_an_error(owner: Owner) -> None:
     """The mapping outlives its owner; what is copied there is lost."""
     channel = SharedMemoryChannel(owner.memory)

@@ -1,5 +1,6 @@
 """A write has ended when nothing of it is in flight any more: fencing rests on it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 from tests.transfer.writing import write
 from transfer.messages import Transport
 from transfer.planner import Descriptors
-from transfer.writer import BATCHES_IN_FLIGHT, Pipeline, TransferError, Write
+from transfer.writer import BATCHES_IN_FLIGHT, Outcome, Pipeline, TransferError, Write
 
 
 @dataclass
@@ -16,18 +17,18 @@ class Recorded:
     channel: "RecordingChannel"
     number: int
 
-    def wait(self) -> int:
+    def wait(self) -> Outcome:
         self.channel.in_flight.remove(self.number)
-        return int(self.number in self.channel.failing)
+        return self.channel.outcomes.get(self.number, Outcome.LANDED)
 
 
 @dataclass
 class RecordingChannel:
-    """Notes what is in flight; batches whose number is in `failing` fail."""
+    """Notes what is in flight; batches land unless `outcomes` has something else for their number."""
 
     transport: Transport = "rdma"
     max_batch: int = 4
-    failing: set[int] = field(default_factory=set)
+    outcomes: dict[int, Outcome] = field(default_factory=dict)
     lengths: list[int] = field(default_factory=list)
     in_flight: list[int] = field(default_factory=list)
     most_in_flight: int = 0
@@ -50,6 +51,10 @@ def batch(length: int) -> Descriptors:
     return Descriptors(*(np.arange(length, dtype=np.int64) for _ in range(3)))
 
 
+def a_write(on_end: Callable[[], None] = lambda: None, go_on: Callable[[], bool] = lambda: True) -> Write:
+    return Write(on_end, go_on)
+
+
 def test_large_batches_are_cut_to_what_the_transport_takes() -> None:
     channel = RecordingChannel()
     assert write(channel, [batch(10), batch(3), batch(4)])
@@ -64,20 +69,30 @@ def test_no_more_than_a_bounded_number_is_in_flight() -> None:
     assert len(channel.lengths) == 50
 
 
-def test_after_making_room_a_buffer_that_comes_after_so_many_is_free() -> None:
+def test_a_buffer_is_held_until_the_last_piece_of_what_was_posted_from_it_has_ended() -> None:
     channel = RecordingChannel()
     pipeline = Pipeline(channel)
-    first, second = Write(on_end=lambda: None), Write(on_end=lambda: None)
-    for number in range(50):
-        pipeline.make_room()
-        assert number - BATCHES_IN_FLIGHT not in channel.in_flight
-        pipeline.post(first if number < 20 else second, batch(1), lambda: True)
+    buffer = object()
+    write = a_write()
+    pipeline.post(write, batch(10), buffer)
+    assert len(channel.in_flight) == 3
+    for _ in range(3):
+        assert pipeline.holds(buffer)
+        pipeline.settle_oldest()
+    assert not pipeline.holds(buffer)
+
+
+def test_a_buffer_from_which_nothing_was_posted_is_not_held() -> None:
+    pipeline = Pipeline(RecordingChannel())
+    buffer = object()
+    assert not pipeline.post(a_write(go_on=lambda: False), batch(1), buffer)
+    assert not pipeline.holds(buffer)
 
 
 def test_after_an_error_no_more_of_that_write_is_posted_and_the_rest_is_awaited() -> None:
     """A batch with one bad descriptor failed at once, and its other descriptors landed over the next second."""
-    channel = RecordingChannel(failing={2})
-    with pytest.raises(TransferError, match="1 descriptors failed"):
+    channel = RecordingChannel(outcomes={2: Outcome.FAILED})
+    with pytest.raises(TransferError, match="FAILED"):
         write(channel, [batch(1)] * 50)
     assert len(channel.lengths) <= 2 + BATCHES_IN_FLIGHT + 1
     assert not channel.in_flight
@@ -97,14 +112,14 @@ def test_an_abort_is_heard_within_a_large_batch() -> None:
 
 
 def test_a_write_ends_when_its_last_batch_does_while_the_next_is_on_its_way() -> None:
-    channel = RecordingChannel(failing={5})
+    channel = RecordingChannel(outcomes={5: Outcome.FAILED})
     pipeline = Pipeline(channel)
     ended: list[tuple[str, list[int]]] = []
-    first = Write(on_end=lambda: ended.append(("first", list(channel.in_flight))))
-    second = Write(on_end=lambda: ended.append(("second", list(channel.in_flight))))
+    first = a_write(on_end=lambda: ended.append(("first", list(channel.in_flight))))
+    second = a_write(on_end=lambda: ended.append(("second", list(channel.in_flight))))
     for write_, count in ((first, 2), (second, 4)):
         for _ in range(count):
-            pipeline.post(write_, batch(1), lambda: True)
+            pipeline.post(write_, batch(1))
         pipeline.close(write_)
     pipeline.settle_oldest()
     assert not ended
@@ -112,15 +127,53 @@ def test_a_write_ends_when_its_last_batch_does_while_the_next_is_on_its_way() ->
     assert ended == [("first", [2, 3, 4, 5])]
     pipeline.drain()
     assert ended[1:] == [("second", [])]
-    assert (first.failed, second.failed) == (0, 1), "one write's failure is not another's"
+    assert (first.outcome, second.outcome) == (Outcome.LANDED, Outcome.FAILED), "one write's failure is not another's"
 
 
 def test_a_write_of_nothing_ends_at_once() -> None:
     ended: list[bool] = []
-    Pipeline(RecordingChannel()).close(Write(on_end=lambda: ended.append(True)))
+    Pipeline(RecordingChannel()).close(a_write(on_end=lambda: ended.append(True)))
     assert ended == [True]
 
 
 def test_a_write_to_a_process_that_ended_meanwhile_is_an_error() -> None:
     with pytest.raises(TransferError, match="has ended"):
         write(RecordingChannel(dead=True), [batch(1)])
+
+
+def test_what_was_cut_off_is_posted_again_and_has_landed_if_that_lands() -> None:
+    """A decode node that puts a fence behind one sender closes the connections of all others."""
+    channel = RecordingChannel(outcomes={0: Outcome.CUT, 1: Outcome.CUT})
+    assert write(channel, [batch(3)])
+    assert channel.lengths == [3, 3, 3]
+
+
+def test_what_is_cut_off_again_and_again_is_not_posted_for_ever() -> None:
+    channel = RecordingChannel(outcomes=dict.fromkeys(range(100), Outcome.CUT))
+    pipeline, cut = Pipeline(channel), a_write()
+    pipeline.post(cut, batch(1))
+    pipeline.drain()
+    assert cut.outcome.lingers
+    assert len(channel.lengths) < 10
+
+
+def test_what_was_cut_off_is_not_posted_again_when_it_is_no_longer_wanted() -> None:
+    channel = RecordingChannel(outcomes={0: Outcome.CUT})
+    answers = iter([True])
+    pipeline, aborted = Pipeline(channel), a_write(go_on=lambda: next(answers, False))
+    pipeline.post(aborted, batch(1))
+    pipeline.drain()
+    assert channel.lengths == [1]
+    assert aborted.outcome.lingers
+
+
+def test_what_was_given_up_may_land_later_and_is_not_posted_again() -> None:
+    channel = RecordingChannel(outcomes={1: Outcome.GIVEN_UP, 2: Outcome.FAILED})
+    pipeline, given_up = Pipeline(channel), a_write()
+    for _ in range(3):
+        pipeline.post(given_up, batch(1))
+    pipeline.drain()
+    assert given_up.outcome is Outcome.GIVEN_UP, "the worst counts"
+    assert given_up.outcome.lingers
+    assert len(channel.lengths) == 3
+    assert not Outcome.FAILED.lingers
