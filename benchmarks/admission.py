@@ -135,7 +135,7 @@ class Staging:
     def copy(self, request_id: str, host_slots: HostSlots, num_tokens: int) -> None:
         """See Arrive."""
         self._coordinator.admit_request_into_staging(request_id, host_slots, self.staged, num_tokens)
-        while request_id not in self._coordinator.poll_staging():
+        while request_id not in self._coordinator.poll_staging().landed:
             pass
 
 

@@ -129,6 +129,10 @@ MaxDeviceSlots = Annotated[
 ]
 MaxQueuedRequests = Annotated[int, typer.Option(min=1, help="Requests that may wait; beyond it clients get 429.")]
 PrefillRetries = Annotated[int, typer.Option(min=0, help="Further prefill attempts after a failed one.")]
+PrefillTimeout = Annotated[
+    float,
+    typer.Option(min=1.0, help="Seconds that a prefill node may take to accept a prompt, or to compute any one chunk."),
+]
 AllowLocalPrefill = Annotated[
     bool, typer.Option(help="Let the decode node compute prompts while no prefill node is registered.")
 ]

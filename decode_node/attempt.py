@@ -1,6 +1,6 @@
 """What a decode node keeps of a prefill that it has asked for, and the two ways in which that ends."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from decode_node.request import Request
 from hisparse.extents import HostSlots
@@ -20,7 +20,31 @@ class Attempt:
     slots: HostSlots
     dispatched_at: float
     accepted: bool = False
+    computed: int = 0
+    """Prompt tokens that the node has computed, as far as it has said."""
+    current_pass: int | None = None
+    """The forward pass that was under way when it said so."""
+    progressed_at: float = field(init=False)
+    """When it was last seen to get on (time.monotonic)."""
     done: PrefillDone | None = None
+
+    def __post_init__(self) -> None:
+        self.progressed_at = self.dispatched_at
+
+    def accept(self, now: float) -> None:
+        """The node has taken it: a first step, of which later ones count."""
+        if not self.accepted:
+            self.accepted = True
+            self.progressed_at = now
+
+    def note_progress(self, computed: int, current_pass: int | None, now: float) -> None:
+        """The node says how far it is. It gets on also while those get on that it waits behind.
+
+        Once its prompt is computed it does as long as the node says so, which has a deadline itself for the transfer.
+        """
+        if (computed, current_pass) != (self.computed, self.current_pass) or computed == self.request.num_tokens:
+            self.progressed_at = now
+        self.computed, self.current_pass = computed, current_pass
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ class LocalPrefill:
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` and `landed` have something to do: also for aborted copies, which end in `landed`."""
+        """Whether `step` and `staged` have something to do: also for aborted copies, which end in `staged`."""
         return bool(self._jobs or self._coordinator.num_staging)
 
     @property
@@ -64,14 +64,16 @@ class LocalPrefill:
                 self._stage(request, job, token_message(computed.token))
         return failed
 
-    def landed(self) -> list[tuple[Request, Token]]:
-        """Requests whose copy is complete, with their first token; their host slots are theirs again."""
-        landed = []
-        for request_id in self._coordinator.poll_staging():
-            request, token = self._staging.pop(request_id)
+    def staged(self) -> tuple[list[tuple[Request, Token]], list[tuple[Request, Exception]]]:
+        """Requests whose copy is over: those that landed, with their first token, and those whose copy failed.
+
+        The former have their host slots back. The latter hold nothing and are for the caller to end.
+        """
+        staged = self._coordinator.poll_staging()
+        landed = [self._staging.pop(request_id) for request_id in staged.landed]
+        for request, _ in landed:
             request.move(State.LANDED)
-            landed.append((request, token))
-        return landed
+        return landed, [(self._staging[request_id][0], error) for request_id, error in staged.failed.items()]
 
     def _stage(self, request: Request, job: PrefillJob[str], token: Token) -> None:
         assert job.cache is not None

@@ -17,15 +17,16 @@ from transfer.membership import Membership
 from transfer.messages import (
     Accepted,
     Cancel,
+    Ended,
     Generate,
     HeartbeatAck,
     Message,
     NotHeld,
     Peer,
-    Pong,
     PrefillAccepted,
     PrefillDone,
     PrefillFailed,
+    Progress,
     Quiesced,
     Refused,
     Registered,
@@ -135,7 +136,9 @@ class DecodeNode:
                 self._control.send(sender, rejected or Accepted(request_id=message.request_id))
             case Cancel():
                 self._scheduler.cancel(message.request_id, sender)
-            case PrefillAccepted() | PrefillDone() | PrefillFailed() | Quiesced() | NotHeld() | Pong():
+            case Ended():
+                self._scheduler.ended(message.request_id, sender)
+            case PrefillAccepted() | PrefillDone() | PrefillFailed() | Quiesced() | NotHeld() | Progress():
                 self._scheduler.apply(self._remote.take(sender, message))
             case HeartbeatAck():
                 self._remote.nodes.learn(sender.address, message.prefill_nodes, message.longest_prompts)
@@ -156,8 +159,8 @@ class DecodeNode:
                 self._scheduler.end(request, "abort")
 
     def _check_idle(self) -> None:
-        """When the last request has left, see that it left nothing behind."""
-        busy = bool(self._scheduler.requests)
+        """When nothing is held any more, for a request or after one, see that nothing was left behind."""
+        busy = self._scheduler.holds_something
         if self._was_busy and not busy:
             self._scheduler.check_idle()
         self._was_busy = busy

@@ -1,4 +1,7 @@
-"""Streams tokens back to the gateways that asked for them."""
+"""Streams tokens back to the gateways that asked for them.
+
+A message that is lost shows by the index of the next token, so only the last one is repeated until it is answered.
+"""
 
 import time
 from collections import defaultdict
@@ -8,6 +11,9 @@ from service.metrics import Metrics
 from transfer.control import ControlPlane
 from transfer.messages import FinishReason, Output, Outputs, Peer, Token
 
+_LAST_FOR_S = 30.0
+"""How long the end of a request is told to a gateway that does not answer: it is gone, or has given up by then."""
+
 
 class OutputStream:
     """Collects what one turn of the loop produced and sends one message per gateway."""
@@ -16,6 +22,8 @@ class OutputStream:
         self._control = control
         self._metrics = metrics
         self._pending: dict[Peer, list[Output]] = defaultdict(list)
+        self._last: dict[Peer, list[Output]] = defaultdict(list)
+        """Outputs that end a request."""
 
     def token(self, request: Request, token: Token, finish_reason: FinishReason | None) -> None:
         """Stream a token that was just appended to the request."""
@@ -36,10 +44,20 @@ class OutputStream:
         """Answer for a request that is not here: nothing of it is left."""
         self._pending[gateway].append(Output(request_id=request_id, start=0, finish_reason="abort"))
 
+    def ended(self, request_id: str, gateway: Peer) -> None:
+        """The gateway has heard that the request is over."""
+        self._control.answered(_key(request_id, gateway))
+
     def flush(self) -> None:
         for gateway, outputs in self._pending.items():
             self._control.send(gateway, Outputs(outputs=tuple(outputs)))
+        # After the tokens that came before them.
+        for gateway, outputs in self._last.items():
+            for output in outputs:
+                key = _key(output.request_id, gateway)
+                self._control.repeat(key, gateway, Outputs(outputs=(output,)), give_up_after=_LAST_FOR_S)
         self._pending.clear()
+        self._last.clear()
 
     def _add(
         self,
@@ -52,6 +70,12 @@ class OutputStream:
         output = Output(
             request_id=request.request_id, start=start, tokens=tokens, finish_reason=finish_reason, error=error
         )
-        self._pending[request.gateway].append(output)
-        if finish_reason is not None:
+        if finish_reason is None:
+            self._pending[request.gateway].append(output)
+        else:
+            self._last[request.gateway].append(output)
             self._metrics.requests_finished.labels(finish_reason).inc()
+
+
+def _key(request_id: str, gateway: Peer) -> tuple[str, str, str]:
+    return "ended", request_id, gateway.boot_id

@@ -1,16 +1,14 @@
-"""Which prefill node is asked next: those that gateways name, in a request's order, without the silent ones."""
+"""Which prefill node is asked next: those that gateways name, in a request's order, without those that are unwell."""
 
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from decode_node.health import Health
 from transfer.control import ControlPlane
 from transfer.messages import Peer
 from transfer.tombstones import Tombstones
 
-SILENCE_S = 2.5
-"""After so many seconds without a sign of life a node that has work is taken for unwell, though not for dead."""
-_SUSPECT_S = 10 * SILENCE_S
 _FORGOTTEN_AFTER_S = 30.0
 """What a gateway said counts so long while others go on saying something. They do every second."""
 
@@ -25,13 +23,13 @@ class _Said:
 
 
 class PrefillNodes:
-    """The prefill nodes that gateways know, and which of them were silent. One loop calls it."""
+    """The prefill nodes that gateways know, and which of them may be asked. One loop calls it."""
 
-    def __init__(self, control: ControlPlane) -> None:
+    def __init__(self, control: ControlPlane, health: Health) -> None:
         self._control = control
+        self._health = health
         self._by_gateway: dict[str, _Said] = {}
         """The last to speak comes last."""
-        self._suspects: dict[str, float] = {}
         self._retired: Tombstones[str] = Tombstones()
         """Boots that said that they take no more requests."""
 
@@ -52,11 +50,6 @@ class PrefillNodes:
             if other != gateway and now - said.at < _FORGOTTEN_AFTER_S
         }
         self._by_gateway = {**others, gateway: _Said(now, nodes, longest_prompts)}
-
-    def suspect(self, node: Peer, now: float) -> None:
-        """The node was silent although it has work. It is passed over until it is heard again, or for a while."""
-        self._suspects = {boot_id: since for boot_id, since in self._suspects.items() if now - since < _SUSPECT_S}
-        self._suspects[node.boot_id] = now
 
     def retire(self, *boot_ids: str) -> None:
         """These processes leave: none of them is asked again, whoever still names it."""
@@ -80,15 +73,4 @@ class PrefillNodes:
         return next(iter(untried or usable), None)
 
     def _is_usable(self, node: Peer) -> bool:
-        return not (node.boot_id in self._retired or self._control.is_revoked(node) or self._is_suspect(node))
-
-    def _is_suspect(self, node: Peer) -> bool:
-        """Whether the node was silent and has not been heard since."""
-        since = self._suspects.get(node.boot_id)
-        if since is None:
-            return False
-        heard = self._control.last_heard(node.boot_id)
-        if heard is not None and heard > since:
-            del self._suspects[node.boot_id]
-            return False
-        return time.monotonic() - since < _SUSPECT_S
+        return not (node.boot_id in self._retired or self._control.is_revoked(node)) and self._health.is_well(node)

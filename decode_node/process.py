@@ -31,6 +31,7 @@ from prefill_node.convert import identity, kv_layout
 from prefill_node.pool import PagedKVPool
 from service.checkpoint import identify
 from service.config import NodeConfig
+from service.errors import StartupError
 from service.logs import configure_logging
 from service.memory import available_host_bytes, device_split, gib, pool_bytes
 from service.shell import NodeShell
@@ -45,13 +46,17 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeConfig(NodeConfig):
-    """A decode node's options. `page_size` is that of the index keys in device memory."""
+    """A decode node's options. `page_size` is that of the index keys in device memory.
+
+    prefill_timeout: seconds without acceptance or progress after which a prefill attempt is given up.
+    """
 
     hisparse_config: str | None = None
     max_running_requests: int = 32
     max_device_slots: int | None = None
     max_queued_requests: int = 256
     prefill_retries: int = 2
+    prefill_timeout: float = 120.0
     allow_local_prefill: bool = False
     debug_verify_swap_in: bool = False
     disable_cuda_graph: bool = False
@@ -91,12 +96,14 @@ def run_decode_node(config: DecodeConfig) -> None:
         verifier = Verifier(buffers, shell.inbox.put)
         at_end.callback(verifier.close)
         reservations: ReservationTable[HostSlots] = ReservationTable(coordinator.host.release, fence=transports.cut)
-        remote = RemotePrefill(shell.control, destination, reservations, verifier.submit, shell.metrics)
+        remote = RemotePrefill(
+            shell.control, destination, reservations, verifier.submit, shell.metrics, config.prefill_timeout
+        )
         scheduler = Scheduler(
             _decoding(config, model, coordinator, device),
             coordinator,
             remote,
-            _local_prefill(config, model, coordinator) if config.allow_local_prefill else None,
+            _local_prefill(config, model, coordinator),
             OutputStream(shell.control, shell.metrics),
             shell.metrics,
             Limits(
@@ -138,6 +145,13 @@ def _plan(config: DecodeConfig, hisparse: HiSparseConfig, spec: ModelSpec, devic
     """Size the tiers and say what was sized to what."""
     if split := device_split(device, config.mem_fraction_static):
         log.info("sized", what=split)
+    for_pools = pool_bytes(device, config.mem_fraction_static)
+    for_local_prefill = _local_prefill_bytes(config, spec)
+    if for_local_prefill > for_pools:
+        raise StartupError(
+            f"--allow-local-prefill takes {gib(for_local_prefill)} of device memory for one full context, but pools "
+            f"may take {gib(for_pools)}; lower --context-length, raise --mem-fraction-static or leave it out"
+        )
     sizes = plan_sizes(
         hisparse,
         kv_layout(spec),
@@ -145,7 +159,7 @@ def _plan(config: DecodeConfig, hisparse: HiSparseConfig, spec: ModelSpec, devic
         context_length=spec.context_length,
         index_page_size=config.page_size,
         available_host_bytes=available_host_bytes(),
-        available_device_bytes=pool_bytes(device, config.mem_fraction_static),
+        available_device_bytes=for_pools - for_local_prefill,
         max_device_slots=config.max_device_slots,
     )
     for line in describe(sizes):
@@ -162,11 +176,21 @@ def _decoding(
     return GraphDecoding(model, coordinator, config.max_running_requests, model.spec.context_length)
 
 
-def _local_prefill(config: DecodeConfig, model: SparseModel, coordinator: HiSparseCoordinator) -> LocalPrefill:
+def _local_prefill_pages(config: DecodeConfig, spec: ModelSpec) -> int:
     """Device pages for one full context: local prefill is the fallback, not the way to serve many."""
-    spec = model.spec
-    pages = -(-spec.context_length // config.page_size)
-    pool = PagedKVPool(kv_layout(spec), pages, config.page_size, model.device)
+    return -(-spec.context_length // config.page_size) if config.allow_local_prefill else 0
+
+
+def _local_prefill_bytes(config: DecodeConfig, spec: ModelSpec) -> int:
+    """What these pages take of the device memory for pools."""
+    return _local_prefill_pages(config, spec) * config.page_size * kv_layout(spec).token_bytes
+
+
+def _local_prefill(config: DecodeConfig, model: SparseModel, coordinator: HiSparseCoordinator) -> LocalPrefill | None:
+    if not config.allow_local_prefill:
+        return None
+    pages = _local_prefill_pages(config, model.spec)
+    pool = PagedKVPool(kv_layout(model.spec), pages, config.page_size, model.device)
     log.info(
         "sized",
         what=f"local prefill: {pages} pages of {config.page_size} tokens, "

@@ -14,8 +14,8 @@ from fastapi import APIRouter, Depends, HTTPException
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from pydantic import BaseModel
 
+from decode_node.health import SILENCE_S
 from decode_node.loop_call import LoopBusy, LoopCall, on_loop
-from decode_node.prefill_nodes import SILENCE_S
 from transfer.control import ControlPlane
 from transfer.fencing import Reservation, ReservationTable
 

@@ -11,7 +11,8 @@ from collections.abc import Callable
 import structlog
 
 from decode_node.attempt import Attempt, Landed, Lost, Outcome
-from decode_node.prefill_nodes import SILENCE_S, PrefillNodes
+from decode_node.health import SILENCE_S, Health
+from decode_node.prefill_nodes import PrefillNodes
 from decode_node.request import Request, State
 from decode_node.verifier import Verification, Verified
 from hisparse.extents import HostSlots
@@ -25,11 +26,11 @@ from transfer.messages import (
     Holding,
     NotHeld,
     Peer,
-    Pong,
     PrefillAccepted,
     PrefillDone,
     PrefillFailed,
     PrefillRequest,
+    Progress,
     Quiesced,
 )
 
@@ -37,14 +38,14 @@ log = structlog.get_logger(__name__)
 
 _INQUIRE_S = 0.5
 
-
-PrefillMessage = PrefillAccepted | PrefillDone | PrefillFailed | Quiesced | NotHeld | Pong
+PrefillMessage = PrefillAccepted | PrefillDone | PrefillFailed | Quiesced | NotHeld | Progress
 
 
 class RemotePrefill:
     """Owns reservations and the requests in state PREFILLING. One loop calls it.
 
     `verify` takes checksums to be verified elsewhere, whose result comes to `verified`; False if it is too busy.
+    `patience`: seconds without acceptance or progress after which an attempt is given up.
     """
 
     def __init__(
@@ -54,8 +55,10 @@ class RemotePrefill:
         reservations: ReservationTable[HostSlots],
         verify: Callable[[Verification], bool],
         metrics: Metrics,
+        patience: float,
     ) -> None:
-        self.nodes = PrefillNodes(control)
+        self.health = Health(control, patience)
+        self.nodes = PrefillNodes(control, self.health)
         self._control = control
         self._destination = destination
         self._reservations = reservations
@@ -79,7 +82,9 @@ class RemotePrefill:
     @property
     def written_to(self) -> bool:
         """Whether a prefill node that was heard lately may be writing to this node's memory."""
-        return any(self._control.silence(reservation.writer) < SILENCE_S for reservation in self._reservations)
+        now = time.monotonic()
+        writers = {reservation.writer.boot_id for reservation in self._reservations}
+        return any(now - (self._control.last_heard(boot_id) or 0.0) < SILENCE_S for boot_id in writers)
 
     def choose(self, request: Request) -> Peer | None:
         """The node to try next for a request, or None if there is none."""
@@ -118,36 +123,49 @@ class RemotePrefill:
         key = request.key
         self._forget(key)
         writer = self._reservations.quarantine(key, time.monotonic())
-        # Whoever has the address may answer: another boot there proves that the writer is dead.
-        abort = Abort(request_id=key[0], epoch=key[1])
-        self._control.repeat(("abort", key), writer, abort, any_boot=True)
+        self._control.repeat(("abort", key), writer, Abort(request_id=key[0], epoch=key[1]))
 
     def take(self, sender: Peer, message: PrefillMessage) -> list[Outcome]:
-        """Act on a prefill node's message."""
-        outcomes = self._notice_restart(sender)
+        """Act on a prefill node's message. Of an attempt, only the node that was asked for it may speak."""
+        match message:
+            case Progress():
+                self._on_progress(sender, message)
+                return []
+            case NotHeld():
+                keys: tuple[Key, ...] = message.keys
+            case _:
+                keys = ((message.request_id, message.epoch),)
+        return [outcome for key in keys if self._may_speak(sender, key) for outcome in self._on(sender, key, message)]
+
+    def _may_speak(self, sender: Peer, key: Key) -> bool:
+        attempt = self._attempts.get(key)
+        if attempt is None or attempt.node.boot_id == sender.boot_id:
+            return True
+        log.warning("from a node that was not asked", request_id=key[0], epoch=key[1], node=sender.address)
+        return False
+
+    def _on(self, sender: Peer, key: Key, message: PrefillMessage) -> list[Outcome]:
+        outcomes: list[Outcome] = []
         match message:
             case PrefillAccepted():
-                key = message.request_id, message.epoch
                 self._control.answered(("prefill", key))
                 if key in self._attempts:
-                    self._attempts[key].accepted = True
+                    self._attempts[key].accept(time.monotonic())
             case PrefillDone():
-                outcomes += self._on_done(sender, message)
+                outcomes = self._on_done(sender, key, message)
+            case PrefillFailed(leaving=True):
+                self.nodes.retire(sender.boot_id)
+                outcomes = self._hand_back(key, message.reason)
+                self._on_failed(sender, key, message)
             case PrefillFailed():
-                key = message.request_id, message.epoch
-                if message.leaving:
-                    outcomes += self._handed_back(sender, key, message.reason)
-                else:
-                    outcomes += self._fail(key, message.reason)
+                outcomes = self._lose(key, message.reason)
                 self._on_failed(sender, key, message)
             case Quiesced():
-                key = message.request_id, message.epoch
-                outcomes += self._lose(key, "the prefill node gave it up")
+                outcomes = self._lose(key, "the prefill node gave it up")
                 self._on_quiesced(sender, key, message.lingering)
             case NotHeld():
-                for key in message.keys:
-                    outcomes += self._lose(key, "the prefill node does not know it")
-                    self._on_quiesced(sender, key)
+                outcomes = self._lose(key, "the prefill node does not know it")
+                self._on_quiesced(sender, key)
         return outcomes
 
     def verified(self, result: Verified) -> list[Outcome]:
@@ -171,43 +189,52 @@ class RemotePrefill:
         return self._fail(result.key, result.reason, "checksum")
 
     def tick(self, now: float) -> list[Outcome]:
-        """Watch writers, give up silent ones and release what has become safe."""
+        """Watch writers, give up on those that are unwell and release what has become safe."""
         for key in self._reservations.release_expired(now):
             self._control.answered(("abort", key))
             log.info("slots are free again: what may have lingered is fenced off", request_id=key[0], epoch=key[1])
         if now < self._inquire_at:
             return []
         self._inquire_at = now + _INQUIRE_S
-        outcomes: list[Outcome] = []
         self._control.watch(self.nodes.known | {reservation.writer for reservation in self._reservations})
-        for node, keys in self._writing().items():
-            self._control.send(node, Holding(keys=tuple(key for key in keys if self._attempts[key].accepted)))
-            for key in keys:
-                heard = max(self._control.last_heard(node.boot_id) or 0.0, self._attempts[key].dispatched_at)
-                if now - heard > SILENCE_S:
-                    self.nodes.suspect(node, now)
-                    outcomes += self._lose(key, f"prefill node {node.address} is silent")
+        outcomes: list[Outcome] = []
+        for key, attempt in list(self._attempts.items()):
+            if attempt.done is None and (trouble := self.health.trouble(attempt, now)):
+                outcomes += self._lose(key, trouble)
+        self._bury(now)
+        self._inquire()
         return outcomes
 
-    def _writing(self) -> dict[Peer, list[Key]]:
-        """The attempts that nodes have yet to finish."""
-        grouped: dict[Peer, list[Key]] = {}
-        for key, attempt in self._attempts.items():
-            if attempt.done is None:
-                grouped.setdefault(attempt.node, []).append(key)
-        return grouped
+    def _bury(self, now: float) -> None:
+        """Begin the grace of slots whose writer is proved dead."""
+        for quarantined in self._reservations.quarantined:
+            asked_after = quarantined.quarantined_at or now
+            if quarantined.free_after is None and self.health.is_dead(quarantined.writer, asked_after):
+                self._reservations.writer_died(quarantined.writer.boot_id, now)
 
-    def _on_done(self, sender: Peer, message: PrefillDone) -> list[Outcome]:
-        key = message.request_id, message.epoch
+    def _inquire(self) -> None:
+        """Ask nodes how far they are."""
+        keys: dict[Peer, list[Key]] = {node: [] for node in self.health.stuck & self.nodes.known}
+        for key, attempt in self._attempts.items():
+            if attempt.accepted and attempt.done is None:
+                keys.setdefault(attempt.node, []).append(key)
+        for node, theirs in keys.items():
+            self._control.send(node, Holding(keys=tuple(theirs)))
+
+    def _on_progress(self, sender: Peer, message: Progress) -> None:
+        self.health.note_pass(sender, message.current_pass)
+        for request_id, epoch, computed in message.computed:
+            attempt = self._attempts.get((request_id, epoch))
+            if attempt is not None and attempt.node.boot_id == sender.boot_id:
+                attempt.note_progress(computed, message.current_pass, time.monotonic())
+
+    def _on_done(self, sender: Peer, key: Key, message: PrefillDone) -> list[Outcome]:
         if not self._reservations.is_writable(key):
             # Of an attempt that was given up. Its last write landed, which is as good as Quiesced.
             self._on_quiesced(sender, key)
             self._control.send(sender, Admitted(request_id=key[0], epoch=key[1]))
             return []
         attempt = self._attempts[key]
-        if sender.boot_id != attempt.node.boot_id:
-            log.warning("done by a node that was not asked", request_id=key[0], epoch=key[1], node=sender.address)
-            return []
         if attempt.done is not None:
             return []
         if message.num_tokens != attempt.request.num_tokens:
@@ -248,10 +275,7 @@ class RemotePrefill:
             self._control.send(sender, Abort(request_id=key[0], epoch=key[1]))
 
     def _on_quiesced(self, sender: Peer, key: Key, lingering: bool = False) -> None:
-        """The sender has nothing of it in flight. That counts at once only if it is the writer itself.
-
-        From another boot at the writer's address it proves a death, which `_notice_restart` has taken note of.
-        """
+        """The sender has nothing of it in flight. That counts only if it is the writer itself."""
         if lingering:
             if self._reservations.lingers(key, sender.boot_id, time.monotonic()):
                 self._control.answered(("abort", key))
@@ -277,9 +301,8 @@ class RemotePrefill:
         log.warning("prefill attempt failed", request_id=key[0], epoch=key[1], reason=reason)
         return [Lost(request, reason)]
 
-    def _handed_back(self, sender: Peer, key: Key, reason: str) -> list[Outcome]:
+    def _hand_back(self, key: Key, reason: str) -> list[Outcome]:
         """A node that leaves gives a request back. Nobody is at fault: it is no failure, nor one of its attempts."""
-        self.nodes.retire(sender.boot_id)
         attempt = self._attempts.get(key)
         if attempt is None or attempt.done is not None:
             return []
@@ -287,22 +310,8 @@ class RemotePrefill:
         self.abandon(request)
         request.prefill_attempts -= 1
         request.move(State.WAITING)
-        log.info("prefill handed back", request_id=key[0], epoch=key[1], node=sender.address, reason=reason)
+        log.info("prefill handed back", request_id=key[0], epoch=key[1], node=attempt.node.address, reason=reason)
         return [Lost(request, reason)]
-
-    def _notice_restart(self, sender: Peer) -> list[Outcome]:
-        """A process with another boot id at a writer's address proves the writer dead."""
-        dead = {
-            r.writer.boot_id
-            for r in self._reservations
-            if r.writer.address == sender.address and r.writer.boot_id != sender.boot_id
-        }
-        return [
-            outcome
-            for boot_id in dead
-            for key in self._reservations.writer_died(boot_id, time.monotonic())
-            for outcome in self._lose(key, f"prefill node {sender.address} was restarted")
-        ]
 
     def _forget(self, key: Key) -> None:
         self._control.answered(("prefill", key))

@@ -55,6 +55,8 @@ class Request:
     epoch: int = 0
     prefill_attempts: int = 0
     tried: set[str] = field(default_factory=set)
+    again_at: float = 0.0
+    """When a node that has failed it may be asked again (time.monotonic)."""
     host_slots: HostSlots | None = None
     generated: list[int] = field(default_factory=list)
     last_token_at: float = 0.0

@@ -4,6 +4,7 @@ One loop owns every request. A turn reads: start prefills, admit what has landed
 Requests are kept in order of arrival; the oldest goes first everywhere and the youngest gives way.
 """
 
+import time
 from dataclasses import dataclass
 
 import structlog
@@ -24,6 +25,8 @@ from transfer.tombstones import Tombstones
 
 log = structlog.get_logger(__name__)
 
+RETRY_S = 0.5
+"""How long a request waits before it goes to a node that has failed it; twice as long each further time."""
 _HOLDS_HOST_SLOTS = (State.LANDED, State.RUNNING, State.RETRACTED)
 
 
@@ -102,6 +105,10 @@ class Scheduler:
         else:
             self._outputs.unknown(request_id, gateway)
 
+    def ended(self, request_id: str, gateway: Peer) -> None:
+        """The gateway knows that the request is over."""
+        self._outputs.ended(request_id, gateway)
+
     def apply(self, outcomes: list[Outcome]) -> None:
         """Take the results of remote prefills. First tokens go out now: the next step may take a while."""
         for outcome in outcomes:
@@ -137,6 +144,8 @@ class Scheduler:
             if node is None and local is None:
                 # Nobody for this one: a shorter prompt may have a node.
                 continue
+            if node is not None and node.boot_id in request.tried and time.monotonic() < request.again_at:
+                continue
             slots = None
             if self._coordinator.host.free - request.num_tokens >= self._host_growth_reserve():
                 slots = self._coordinator.host.allocate(request.num_tokens)
@@ -162,9 +171,12 @@ class Scheduler:
             failed = [(request, str(error)) for request in self.in_state(State.LOCAL_PREFILL)]
         for request, reason in failed:
             self.end(request, "error", f"prefill failed: {reason}")
-        for request, token in self._local.landed():
+        landed, broken = self._local.staged()
+        for request, token in landed:
             log.info("staged", request_id=request.request_id, tokens=request.num_tokens)
             self._emit(request, token)
+        for request, failure in broken:
+            self.end(request, "error", f"copying the prompt's KV to host memory failed: {failure}")
         self._outputs.flush()
 
     def _admit(self) -> None:
@@ -292,6 +304,7 @@ class Scheduler:
             self.end(request, "error", f"prefill failed {request.prefill_attempts} times, at last: {reason}")
         else:
             self._metrics.prefill_retries.inc()
+            request.again_at = time.monotonic() + RETRY_S * 2 ** max(0, request.prefill_attempts - 1)
 
     # --- what it holds ---
 
@@ -304,9 +317,14 @@ class Scheduler:
         """KV tokens that this node's requests hold or will come to hold."""
         return sum(request.most_kv_tokens for request in list(self.requests.values()))
 
+    @property
+    def holds_something(self) -> bool:
+        """Requests, or slots that are still written to after one that was given up."""
+        return bool(self.requests) or not self._remote.is_idle or self._coordinator.num_staging > 0
+
     def check_idle(self) -> None:
-        """With no requests and no reservations, every pool must be as full as at start. Raises RuntimeError if not."""
-        if self.requests or not self._remote.is_idle or self._coordinator.num_staging:
+        """When nothing is held, every pool must be as full as at start. Raises RuntimeError if not."""
+        if self.holds_something:
             return
         if not self._coordinator.is_idle() or (self._local is not None and not self._local.is_idle):
             raise RuntimeError("slots are in use although there is no request: they leaked")

@@ -21,6 +21,7 @@ from transfer.control import ControlPlane
 from transfer.messages import (
     Accepted,
     Cancel,
+    Ended,
     FinishReason,
     Generate,
     Output,
@@ -92,9 +93,10 @@ class _Attempt:
     failed: bool = False
 
     def deliver(self, output: Output) -> None:
-        if output.finish_reason is not None:
-            self.over = True
-        self.events.put_nowait(output)
+        """Take new tokens. Once it is over, nothing: the last ones are repeated until the node hears that they came."""
+        if not self.over:
+            self.over = output.finish_reason is not None
+            self.events.put_nowait(output)
 
     def fail(self, reason: Exception) -> None:
         """End the attempt after what has already arrived. The first reason counts."""
@@ -197,10 +199,14 @@ class DecodeClient:
                     self._deliver_output(sender, output)
 
     async def sweep(self) -> None:
-        """Watch deadlines, silent nodes and unanswered Cancels for as long as the gateway runs."""
+        """Watch deadlines, silent nodes and unanswered Cancels for as long as the gateway runs.
+
+        Raises ControlPlaneFailed if no decode node can be heard any more.
+        """
         swept = time.monotonic()
         while True:
             await asyncio.sleep(SWEEP_S)
+            self._control.check()
             now = time.monotonic()
             # A gateway that was itself stopped has heard nobody, which says nothing of the nodes.
             stopped = now - swept > 1.0 + SWEEP_S
@@ -286,6 +292,8 @@ class DecodeClient:
             self._control.answered(key)
 
     def _deliver_output(self, sender: Peer, output: Output) -> None:
+        if output.finish_reason is not None:
+            self._control.send(sender, Ended(request_id=output.request_id))
         if attempt := self._attempt(output.request_id, sender):
             self._control.answered(_generate_key(output.request_id, sender))
             attempt.deliver(output)

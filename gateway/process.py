@@ -172,7 +172,7 @@ class Gateway:
         sweeping = asyncio.create_task(self._client.sweep())
         serving = asyncio.create_task(self._http.serve(sockets=[self._listener]))
         stopping = asyncio.create_task(self._drained())
-        await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((serving, stopping, sweeping), return_when=asyncio.FIRST_COMPLETED)
         log.info("gateway stops", requests=self._client.in_flight)
         self._http.should_exit = True
         await self._client.close(_CANCEL_AT_STOP_S)
@@ -182,6 +182,8 @@ class Gateway:
         self.control.stop()
         self._completer.close()
         self._listener.close()
+        if sweeping.done() and (failure := sweeping.exception()):
+            raise failure
 
     def signalled(self, number: int) -> None:
         """Take a stop signal. Call it on the loop that serves."""

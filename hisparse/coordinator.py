@@ -12,7 +12,7 @@ from hisparse.extents import HostSlots, SlotAccountingError
 from hisparse.host_pool import HostKVPool
 from hisparse.lifecycle import LifecycleError, RequestState, move
 from hisparse.residency import Residency
-from hisparse.staging import StagingArea
+from hisparse.staging import Staged, StagingArea
 from hisparse.step import DecodeStep, StepError, Tiers
 from hisparse.swap_in import StagedKV, SwapInBackend, SwapInCounters
 
@@ -126,11 +126,12 @@ class HiSparseCoordinator:
         self._check_admission(request_id, host_slots, num_tokens)
         self._staging.start(request_id, host_slots, staged, num_tokens)
 
-    def poll_staging(self) -> list[str]:
-        """Requests whose prompt is on the host now.
+    def poll_staging(self) -> Staged:
+        """Requests whose prompt is on the host now, and those whose copy failed.
 
-        Their pages were released and their host slots are the caller's again, for `admit_request_direct`. To be called
-        in every turn of the loop: it also frees what aborted requests held.
+        The pages of the former were released and their host slots are the caller's again, for `admit_request_direct`;
+        the latter hold nothing any more. To be called in every turn of the loop: it also frees what aborted requests
+        held.
         """
         return self._staging.poll()
 

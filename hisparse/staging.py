@@ -20,6 +20,14 @@ class _Staging:
     event: CopyEvent
 
 
+@dataclass(frozen=True)
+class Staged:
+    """Requests whose copy is complete, and those whose copy failed, each with its error."""
+
+    landed: list[str]
+    failed: dict[str, Exception]
+
+
 class StagingArea:
     """Owns pages and host slots while a copy may touch them, and lets go of each exactly once.
 
@@ -58,24 +66,25 @@ class StagingArea:
         self._collect_aborted()
         return True
 
-    def poll(self) -> list[str]:
-        """Requests whose copy is complete: their pages are released, their host slots are the caller's again.
+    def poll(self) -> Staged:
+        """The requests whose copy is over. Those that are complete have their host slots back, their pages are free.
 
-        A copy that failed is aborted and its error raised; those that are complete are reported by the next call.
+        Those whose copy failed hold nothing any more.
         """
         self._collect_aborted()
-        over = [entry for entry in self._staging.values() if entry.event.done()]
-        for entry in over:
+        staged = Staged([], {})
+        for entry in [entry for entry in self._staging.values() if entry.event.done()]:
             try:
                 entry.event.wait()
-            except BaseException:
+            except Exception as error:
                 self.abort(entry.request_id)
-                raise
-        for entry in over:
-            del self._staging[entry.request_id]
-            entry.state = move(entry.request_id, entry.state, RequestState.GONE)
-            entry.staged.release()
-        return [entry.request_id for entry in over]
+                staged.failed[entry.request_id] = error
+            else:
+                del self._staging[entry.request_id]
+                entry.state = move(entry.request_id, entry.state, RequestState.GONE)
+                entry.staged.release()
+                staged.landed.append(entry.request_id)
+        return staged
 
     def _collect_aborted(self) -> None:
         over = [entry for entry in self._aborting if entry.event.done()]

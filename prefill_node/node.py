@@ -26,10 +26,10 @@ from transfer.messages import (
     Message,
     NotHeld,
     Peer,
-    Pong,
     PrefillAccepted,
     PrefillFailed,
     PrefillRequest,
+    Progress,
     Quiesced,
     Refused,
     Registered,
@@ -66,6 +66,8 @@ class PrefillNode:
         self._prefill = prefill
         self._compute = compute
         self._computing = False
+        self._passes = 0
+        """Forward passes that were started."""
         self._sender = sender
         self._offer = offer
         self._transfer_timeout = transfer_timeout
@@ -96,7 +98,7 @@ class PrefillNode:
             self._turn()
         self._hand_back(list(self._entries.values()), "the prefill node is stopping")
         end_by = time.monotonic() + _END_S
-        while self._entries and time.monotonic() < end_by:
+        while time.monotonic() < (end_by if self._entries else farewell_until):
             self._turn()
 
     def _turn(self) -> None:
@@ -130,7 +132,7 @@ class PrefillNode:
                 self._on_abort(sender, _key(sender, message))
             case (sender, Holding() as message):
                 self._on_holding(sender, message)
-            case (_, Registered() | Refused() | HeartbeatAck() | Pong()):
+            case (_, Registered() | Refused() | HeartbeatAck()):
                 pass
             case (sender, message):
                 log.warning("not for a prefill node", kind=type(message).__name__, sender=sender.address)
@@ -161,6 +163,7 @@ class PrefillNode:
             expand_extents(request.extents, len(request.prompt_ids)),
         )
         self._entries[key] = entry
+        self._watch_decodes()
         self._prefill.add(entry.job)
         log.info("queued", request_id=request.request_id, epoch=request.epoch, tokens=len(request.prompt_ids))
 
@@ -193,13 +196,21 @@ class PrefillNode:
             self._stop_entry(entry, failure=None)
 
     def _on_holding(self, sender: Peer, message: Holding) -> None:
-        """Say of which of these nothing is in flight here."""
-        unknown = [key for key in message.keys if (sender.boot_id, *key) not in self._entries]
+        """Say how far the sender's requests are, and of which of them nothing is in flight here."""
+        held = [(key, self._entries.get((sender.boot_id, *key))) for key in message.keys]
+        self._control.send(
+            sender,
+            Progress(
+                computed=tuple((*key, entry.job.computed) for key, entry in held if entry is not None),
+                current_pass=self._passes if self._computing else None,
+            ),
+        )
+        unknown = [key for key, entry in held if entry is None]
         for key in unknown:
             if (sender.boot_id, *key) in self._lingering:
                 self._control.send(sender, self._quiesced((sender.boot_id, *key)))
-        not_held = tuple(key for key in unknown if (sender.boot_id, *key) not in self._lingering)
-        self._control.send(sender, NotHeld(keys=not_held))
+        if not_held := tuple(key for key in unknown if (sender.boot_id, *key) not in self._lingering):
+            self._control.send(sender, NotHeld(keys=not_held))
 
     # --- work ---
 
@@ -208,6 +219,7 @@ class PrefillNode:
         if self._computing or (step := self._prefill.plan()) is None:
             return
         self._computing = True
+        self._passes += 1
         progress = self._compute.start(step)
         for job, chunk in step.chunks:
             entry = self._entries[job.key]
@@ -358,16 +370,20 @@ class PrefillNode:
             return
         self._housekeeping_at = now + 1.0
         for entry in list(self._entries.values()):
-            if self._control.silence(entry.decode) > _ORPHAN_AFTER_S:
+            if entry.state is State.STOPPING:
+                continue
+            if now - (self._control.last_heard(entry.decode.boot_id) or 0.0) > _ORPHAN_AFTER_S:
                 log.warning("decode node is silent", request_id=entry.request.request_id, decode=entry.decode.address)
                 self._stop_entry(entry, failure="the decode node is silent")
             elif entry.state is State.SENDING and now - (entry.computed_at or now) > self._transfer_timeout:
                 self._metrics.transfer_failures.labels("timeout").inc()
                 self._stop_entry(entry, failure=f"transfer took longer than {self._transfer_timeout:g} s")
-        decodes = {entry.decode for entry in self._entries.values()}
-        # Asked for signs of life: nothing is posted to a decode node that gives none.
-        self._control.watch(decodes)
-        self._sender.keep_only({decode.boot_id for decode in decodes})
+        self._watch_decodes()
+        self._sender.keep_only({entry.decode.boot_id for entry in self._entries.values()})
+
+    def _watch_decodes(self) -> None:
+        """Have the decode nodes asked for signs of life: nothing is posted to one that gives none."""
+        self._control.watch({entry.decode for entry in self._entries.values()})
 
 
 def _key(decode: Peer, what: PrefillRequest | Admitted | Abort | Chunk) -> Key:

@@ -19,7 +19,7 @@ log = structlog.get_logger(__name__)
 
 MAX_SESSIONS = 64
 LEASE_S = 2.0
-"""Nothing is posted to a decode node that was not heard for so long: another process may be at its address by now."""
+"""Nothing is posted to a decode node after so long without an answered ping: its address may be another process's."""
 
 _NICENESS = 5
 
@@ -28,8 +28,9 @@ _NICENESS = 5
 class Surroundings:
     """What the threads of a sender share.
 
-    connect: the best way to a decode node; raises NoRoute. silence: seconds since a decode node was heard. report: is
-    called once per chunk, when nothing of it is in flight any more.
+    connect: the best way to a decode node; raises NoRoute. silence: for how many seconds a
+    decode node may have been dead (`ControlPlane.silence`). report: is called once per chunk, when nothing of it is in
+    flight any more.
     """
 
     reading: Reading
@@ -137,7 +138,7 @@ class _Session:
         return self._ring
 
     def _may_post(self, chunk: Chunk) -> bool:
-        """Whether the chunk is still wanted; waits while the decode node is not heard."""
+        """Whether the chunk is still wanted; waits while the decode node may be dead."""
         while not chunk.cancelled():
             if self._surroundings.silence(self._decode) < LEASE_S:
                 return True

@@ -100,8 +100,9 @@ class NodeShell(Generic[Event]):
     def receive(self, timeout: float) -> list[tuple[Peer, Message] | Event]:
         """Everything that has arrived; waits up to `timeout` seconds for the first.
 
-        Raises StartupError if a gateway refused this node from the first.
+        Raises StartupError if a gateway refused this node from the first, ControlPlaneFailed if nothing can arrive.
         """
+        self.control.check()
         if self._membership is not None and self._membership.refusal is not None:
             raise StartupError(self._membership.refusal)
         items: list[tuple[Peer, Message] | Event] = []

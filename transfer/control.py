@@ -9,9 +9,10 @@ With keys, connections are encrypted, and only processes of the cluster are spok
 `transfer/access.py`.
 
 Liveness lives here too, on the control thread: a process that computes for seconds still answers pings and still sends
-its heartbeats.
+its heartbeats. Without that thread a process is deaf, so its end is meant to be the process's (`check`).
 """
 
+import math
 import queue
 import re
 import secrets
@@ -19,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import structlog
 import zmq
@@ -28,7 +30,9 @@ from transfer.access import Access
 from transfer.codec import MalformedMessage, decode, encode
 from transfer.connections import MAX_QUEUED, Connections
 from transfer.keys import Keys
+from transfer.liveness import Answer, Liveness
 from transfer.messages import ADDRESS_PATTERN, Message, Peer, Ping, Pong, Role
+from transfer.repeats import Repeats
 
 log = structlog.get_logger(__name__)
 
@@ -37,18 +41,8 @@ MAX_FRAME_BYTES = 64 << 20
 apart takes 5 bytes per token and 7 per slot; its checksums, in chunks of 2048 tokens and 160 buffers, take 4 MiB."""
 PING_S = 0.5
 _KEYS_S = 1.0
-_SILENT_S = 60.0
 _KEEPALIVE_S = 60
-_REMEMBERED_BOOTS = 4096
-
-
-@dataclass
-class _Repeated:
-    peer: Peer
-    message: Message
-    any_boot: bool
-    every: float
-    due: float
+_MOST_COMPLAINTS = 100
 
 
 @dataclass
@@ -60,6 +54,10 @@ class _Periodic:
 
 class Undeliverable(Exception):
     """A message that no peer would take."""
+
+
+class ControlPlaneFailed(RuntimeError):
+    """The control thread has ended by itself: this process hears nobody and nobody hears it."""
 
 
 class ControlPlane:
@@ -116,15 +114,18 @@ class ControlPlane:
         self._wake_lock = threading.Lock()
         """Guards _wake_sender: ZeroMQ sockets are not thread safe."""
         self._connections = Connections(self._context, self._access)
-        self._repeated: dict[Hashable, _Repeated] = {}
+        self._liveness = Liveness()
+        self._repeats = Repeats(self._liveness.last_heard_at)
         self._periodic: list[_Periodic] = [
             _Periodic(self._ping_watched, PING_S),
             _Periodic(self._access.refresh, _KEYS_S),
         ]
         self._watched: dict[str, Peer] = {}
-        self._heard: dict[str, float] = {}
         self._complained: set[str] = set()
+        self._unreachable: set[str] = set()
+        """Addresses that would not take a frame and were not heard since: that was said once."""
         self._stopping = False
+        self._failure: BaseException | None = None
         self.malformed = 0
         self.undeliverable = 0
         self._thread = threading.Thread(target=self._run, name="control", daemon=True)
@@ -149,14 +150,15 @@ class ControlPlane:
         """Send once. With `any_boot`, whoever has the address now may act on it."""
         self._hand_over(lambda: self._send(to, message, any_boot))
 
-    def repeat(self, key: Hashable, to: Peer, message: Message, *, any_boot: bool = False, every: float = 0.5) -> None:
-        """Send now and again every so many seconds until `answered(key)`."""
-        repeated = _Repeated(to, message, any_boot, every, due=0.0)
-        self._hand_over(lambda: self._repeated.update({key: repeated}))
+    def repeat(
+        self, key: Hashable, to: Peer, message: Message, *, every: float = 0.5, give_up_after: float = math.inf
+    ) -> None:
+        """Send now and again every so many seconds until `answered(key)`; less often while the peer is silent."""
+        self._hand_over(lambda: self._repeats.add(key, to, message, every, give_up_after))
 
     def answered(self, key: Hashable) -> None:
         """Stop repeating; harmless if nothing is repeated under the key."""
-        self._hand_over(lambda: self._forget(key))
+        self._hand_over(lambda: self._repeats.forget(key))
 
     def periodically(self, every: float, action: Callable[[], None]) -> None:
         """Run an action on the control thread every so many seconds, the first time at once. It must not block."""
@@ -168,17 +170,33 @@ class ControlPlane:
         self._hand_over(lambda: self._replace_watched(watched))
 
     def last_heard(self, boot_id: str) -> float | None:
-        """When a frame of that boot last arrived (time.monotonic), or None."""
-        return self._heard.get(boot_id)
+        """When a frame of that boot was last read (time.monotonic), or None. It may have been sent long before."""
+        return self._liveness.last_heard(boot_id)
+
+    def answer_at(self, address: str) -> Answer | None:
+        """Who answered the latest ping to that address that was answered, and when that ping was sent; or None."""
+        return self._liveness.answer_at(address)
+
+    def alive_after(self, boot_id: str) -> float | None:
+        """A time (time.monotonic) after which that process certainly lived, as a ping that it answered proves."""
+        return self._liveness.alive_after(boot_id)
 
     def is_revoked(self, peer: Peer) -> bool:
         """Whether the key that this process spoke with is not allowed any more."""
         return self._access.is_revoked(peer.boot_id)
 
     def silence(self, peer: Peer) -> float:
-        """For how many seconds that process has not been heard; infinite if it never was."""
-        heard = self._heard.get(peer.boot_id)
-        return float("inf") if heard is None else time.monotonic() - heard
+        """For how many seconds that process may have been dead: since it was sent the latest ping that it answered.
+
+        Infinite if it has answered none. What else is heard of it does not count, since that may be old.
+        """
+        alive = self._liveness.alive_after(peer.boot_id)
+        return math.inf if alive is None else time.monotonic() - alive
+
+    def check(self) -> None:
+        """Raise ControlPlaneFailed if the control thread has ended by itself. Whoever owns the process asks."""
+        if self._failure is not None:
+            raise ControlPlaneFailed(f"the control thread has ended: {self._failure!r}") from self._failure
 
     def _hand_over(self, command: Callable[[], None]) -> None:
         self._commands.put(command)
@@ -190,6 +208,14 @@ class ControlPlane:
         self._stopping = True
 
     def _run(self) -> None:
+        try:
+            self._serve()
+            self._close()
+        except BaseException as error:
+            log.critical("the control thread has ended", error=repr(error))
+            self._failure = error
+
+    def _serve(self) -> None:
         poller = zmq.Poller()
         poller.register(self._mailbox, zmq.POLLIN)
         poller.register(self._wake_receiver, zmq.POLLIN)
@@ -199,16 +225,15 @@ class ControlPlane:
             ready = dict(poller.poll(self._poll_timeout_ms()))
             if self._wake_receiver in ready:
                 self._wake_receiver.recv()
-                self._commands.get()()
+                self._guarded(self._commands.get())
             if self._mailbox in ready:
-                self._receive(self._mailbox.recv(copy=False))
+                self._guarded(partial(self._receive, self._mailbox.recv(copy=False)))
             if any(socket in ready for socket in self._access.sockets):
                 self._access.serve()
             self._send_due()
-        self._close()
 
     def _poll_timeout_ms(self) -> int:
-        soonest = min([repeated.due for repeated in self._repeated.values()] + [p.due for p in self._periodic])
+        soonest = min(self._repeats.next_due, *(periodic.due for periodic in self._periodic))
         return max(0, min(1000, int((soonest - time.monotonic()) * 1000) + 1))
 
     def _receive(self, frame: zmq.Frame) -> None:
@@ -218,7 +243,7 @@ class ControlPlane:
             sender, to, message = decode(frame.bytes)
         except MalformedMessage as error:
             self.malformed += 1
-            if (complaint := str(error)) not in self._complained and len(self._complained) < 100:
+            if (complaint := str(error)) not in self._complained and len(self._complained) < _MOST_COMPLAINTS:
                 self._complained.add(complaint)
                 log.warning("dropped a malformed control message", error=complaint, bytes=len(frame.bytes))
             return
@@ -227,34 +252,34 @@ class ControlPlane:
         if to and to != self.me.boot_id:
             log.info("dropped a message for an earlier boot", kind=type(message).__name__, sender=sender.address)
             return
-        self._note_heard(sender.boot_id)
-        if isinstance(message, Ping):
-            self._send(sender, Pong(), any_boot=False)
-        else:
-            self._guarded(lambda: self._deliver(sender, message))
-
-    def _note_heard(self, boot_id: str) -> None:
-        now = time.monotonic()
-        if len(self._heard) >= _REMEMBERED_BOOTS and boot_id not in self._heard:
-            self._heard = {boot: at for boot, at in self._heard.items() if now - at < _SILENT_S}
-        self._heard[boot_id] = now
+        self._liveness.heard(sender)
+        self._unreachable.discard(sender.address)
+        match message:
+            case Ping():
+                self._send(sender, Pong(nonce=message.nonce))
+            case Pong():
+                self._liveness.answered(sender, message)
+            case _:
+                self._deliver(sender, message)
 
     def _guarded(self, action: Callable[[], None]) -> None:
-        """Run a handler. Its bug costs its message, not the mailbox of everyone else."""
+        """Its bug costs one message or one turn, not the mailbox of everyone else."""
         try:
             action()
         except Exception:
             log.exception("control handler failed")
 
     def _replace_watched(self, watched: dict[str, Peer]) -> None:
+        new = watched.keys() - self._watched.keys()
         self._watched = watched
+        self._ping([watched[boot_id] for boot_id in new])
 
     def _ping_watched(self) -> None:
-        for peer in self._watched.values():
-            self._send(peer, Ping(), any_boot=True)
+        self._ping(self._watched.values())
 
-    def _forget(self, key: Hashable) -> None:
-        self._repeated.pop(key, None)
+    def _ping(self, peers: Iterable[Peer]) -> None:
+        for peer in peers:
+            self._send(peer, self._liveness.ask(peer.address), any_boot=True)
 
     def _send_due(self) -> None:
         now = time.monotonic()
@@ -262,12 +287,12 @@ class ControlPlane:
             if periodic.due <= now:
                 periodic.due = now + periodic.every
                 self._guarded(periodic.action)
-        for repeated in self._repeated.values():
-            if repeated.due <= now:
-                repeated.due = now + repeated.every
-                self._send(repeated.peer, repeated.message, repeated.any_boot)
+        for repeated in self._repeats.take_given_up(now):
+            log.warning("never answered", to=repeated.peer.address, kind=type(repeated.message).__name__)
+        for repeated in self._repeats.take_due(now):
+            self._guarded(partial(self._send, repeated.peer, repeated.message))
 
-    def _send(self, to: Peer, message: Message, any_boot: bool) -> None:
+    def _send(self, to: Peer, message: Message, any_boot: bool = False) -> None:
         try:
             frame = encode(message, self.me, "" if any_boot else to.boot_id)
             if len(frame) > MAX_FRAME_BYTES:
@@ -276,7 +301,11 @@ class ControlPlane:
         except (zmq.ZMQError, Undeliverable) as error:
             # A full queue, or an address that cannot be connected to: a peer names its own, so it may be anything.
             self.undeliverable += 1
-            log.warning("undeliverable", to=to.address, kind=type(message).__name__, error=str(error))
+            if to.address not in self._unreachable:
+                if len(self._unreachable) >= _MOST_COMPLAINTS:
+                    self._unreachable.clear()
+                self._unreachable.add(to.address)
+                log.warning("undeliverable", to=to.address, kind=type(message).__name__, error=str(error))
 
     def _close(self) -> None:
         with self._wake_lock:

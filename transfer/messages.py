@@ -234,6 +234,12 @@ class Outputs(Message):
     outputs: tuple[Output, ...]
 
 
+class Ended(Message):
+    """Gateway to decode node: the Output with a finish reason has arrived. That is repeated until this answers it."""
+
+    request_id: Identifier
+
+
 class Cancel(Message):
     """Gateway to decode node: the client left. Repeated until an Output with a finish reason answers it."""
 
@@ -401,9 +407,20 @@ class Quiesced(Message):
 
 
 class Holding(Message):
-    """Decode node to prefill node: do you still work on these (request, epoch) pairs? Answered by NotHeld."""
+    """Decode node to prefill node: how far are these (request, epoch) pairs? Answered by Progress, and NotHeld."""
 
     keys: tuple[tuple[Identifier, UInt], ...] = ()
+
+
+class Progress(Message):
+    """Prefill node to decode node: how far it is with what it was asked about.
+
+    computed: (request, epoch, prompt tokens that are computed) of each pair that it holds. current_pass: the number of
+    the forward pass that is under way, whoever's prompts it computes; None if none is.
+    """
+
+    computed: tuple[tuple[Identifier, UInt, UInt], ...] = ()
+    current_pass: UInt | None = None
 
 
 class NotHeld(Message):
@@ -418,15 +435,31 @@ class NotHeld(Message):
 class Ping(Message):
     """Is this process alive? Answered by the control thread, however busy the process is."""
 
+    nonce: UInt
+
 
 class Pong(Message):
-    """It is, and the sender says which boot it is."""
+    """It is, and the sender says which boot it is. The nonce is the ping's: it lived after that was sent."""
+
+    nonce: UInt
 
 
 SENT_BY: Mapping[Role, frozenset[type[Message]]] = {
-    "gateway": frozenset({Ping, Pong, Registered, Refused, HeartbeatAck, Generate, Cancel}),
+    "gateway": frozenset({Ping, Pong, Registered, Refused, HeartbeatAck, Generate, Ended, Cancel}),
     "prefill": frozenset(
-        {Ping, Pong, Register, Heartbeat, Leaving, PrefillAccepted, PrefillDone, PrefillFailed, Quiesced, NotHeld}
+        {
+            Ping,
+            Pong,
+            Register,
+            Heartbeat,
+            Leaving,
+            PrefillAccepted,
+            PrefillDone,
+            PrefillFailed,
+            Quiesced,
+            NotHeld,
+            Progress,
+        }
     ),
     "decode": frozenset(
         {

@@ -107,7 +107,7 @@ def _prefill(prefill: ChunkedPrefill[str], coordinator: HiSparseCoordinator, pro
     pool = prefill.pool
     staged = StagedKV(list(pool.kv), list(pool.index_keys), job.cache.rows(0, len(prompt_ids)), lambda: None)
     coordinator.admit_request_into_staging(_REQUEST, slots, staged, len(prompt_ids))
-    while not coordinator.poll_staging():
+    while not coordinator.poll_staging().landed:
         pass
     coordinator.admit_request_direct(_REQUEST, slots, len(prompt_ids))
     return token.token_id

@@ -27,10 +27,10 @@ from transfer.messages import (
     Message,
     NotHeld,
     Peer,
-    Pong,
     PrefillAccepted,
     PrefillDone,
     PrefillFailed,
+    Progress,
     Quiesced,
 )
 from transfer.routes import Transports
@@ -79,6 +79,7 @@ class DecodeSide:
             ReservationTable(pool.release),
             verifier.submit,
             Metrics(),
+            patience=_TIMEOUT_S,
         )
         self._control.start()
 
@@ -130,7 +131,7 @@ class DecodeSide:
         raise MethodFailed(f"{request.request_id} did not land within {_TIMEOUT_S:.0f} s")
 
     def _taken(self, sender: Peer, message: Message) -> list[Outcome]:
-        if isinstance(message, PrefillAccepted | PrefillDone | PrefillFailed | Quiesced | NotHeld | Pong):
+        if isinstance(message, PrefillAccepted | PrefillDone | PrefillFailed | Quiesced | NotHeld | Progress):
             return self._remote.take(sender, message)
         return []
 

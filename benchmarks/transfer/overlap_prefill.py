@@ -1,7 +1,6 @@
 """The prefill side of the overlap measurement: a real prefill node over a model that only sleeps."""
 
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -67,7 +66,7 @@ def prefill_side(
                 ),
                 rings=SendRings(pin=False, register=transports.register),
                 connect=transports.connect,
-                silence=lambda decode: _silence(shell, decode),
+                silence=shell.control.silence,
                 report=shell.inbox.put,
             )
         )
@@ -96,8 +95,3 @@ def _scattered_pool(tokens: int) -> PagedKVPool:
     assert pages is not None
     pool.free(pages[torch.randperm(len(pages), generator=torch.Generator().manual_seed(0)).numpy()])
     return pool
-
-
-def _silence(shell: "NodeShell[Computed | Sent]", peer: Peer) -> float:
-    heard = shell.control.last_heard(peer.boot_id)
-    return float("inf") if heard is None else time.monotonic() - heard

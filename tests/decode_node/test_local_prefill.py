@@ -40,8 +40,12 @@ class Harness:
         backend = self.coordinator._backend
         stage = backend.stage
 
+        self.error: Exception | None = None
+
         def held_stage(*arguments: object) -> None:
             self.copying.wait(10)
+            if self.error is not None:
+                raise self.error
             stage(*arguments)  # type: ignore[arg-type]
 
         monkeypatch.setattr(backend, "stage", held_stage)
@@ -64,7 +68,7 @@ class Harness:
 
         def turn() -> bool:
             self.local.step()
-            self.local.landed()
+            self.local.staged()
             return not self.local.has_work
 
         wait_until(turn, timeout=5)
@@ -86,9 +90,9 @@ def test_a_prompt_is_computed_copied_and_lands_with_its_first_token(h: Harness) 
     assert request.state is State.LOCAL_PREFILL
     h.local.step()
     assert request.state is State.STAGING
-    assert h.local.landed() == []
+    assert h.local.staged() == ([], [])
     h.copying.set()
-    [(landed, token)] = wait_until(h.local.landed, timeout=5)
+    [(landed, token)] = wait_until(lambda: h.local.staged()[0], timeout=5)
     assert (landed, token.token_id, request.state) == (request, 7, State.LANDED)
     assert request.host_slots is not None
     items = h.coordinator.host.kv[1][torch.from_numpy(request.host_slots.slots())]
@@ -129,4 +133,16 @@ def test_given_up_while_it_is_copied_it_is_freed_once_the_copy_is_over(h: Harnes
     assert h.pool.free_pages == 8 - 3
     assert h.local.has_work, "the loop has to come back for it"
     h.finish()
+    h.assert_as_full_as_at_start()
+
+
+def test_a_copy_that_fails_costs_its_request_and_leaves_nothing_behind(h: Harness) -> None:
+    request = h.start()
+    h.local.step()
+    h.local.step()
+    h.error = RuntimeError("an illegal address")
+    h.copying.set()
+    [(failed, error)] = wait_until(lambda: h.local.staged()[1], timeout=5)
+    assert (failed, str(error)) == (request, "an illegal address")
+    assert h.local.cancel(request) is False, "its host slots are free already"
     h.assert_as_full_as_at_start()

@@ -24,10 +24,10 @@ from transfer.messages import (
     Admitted,
     Cancel,
     Checksum,
+    Ended,
     Generate,
     Leaving,
     Message,
-    Outputs,
     Peer,
     PrefillDone,
     PrefillRequest,
@@ -113,8 +113,7 @@ class Running:
 
     def tokens(self) -> list[int]:
         """What was streamed so far."""
-        sent = [message for _, message in list(self.control.sent) if isinstance(message, Outputs)]
-        return [token.token_id for outputs in sent for output in outputs.outputs for token in output.tokens]
+        return [token.token_id for output in self.control.outputs() for token in output.tokens]
 
 
 @pytest.fixture
@@ -165,8 +164,7 @@ def test_a_node_that_drains_finishes_what_streams_and_hands_over_the_rest(runnin
 
     def finishes() -> dict[str, tuple[str, str | None]]:
         """How each request ended."""
-        outputs = [output for message in answers(Outputs) for output in message.outputs]  # type: ignore[attr-defined]
-        return {o.request_id: (o.finish_reason, o.error) for o in outputs if o.finish_reason}
+        return {o.request_id: (o.finish_reason, o.error) for o in running.control.outputs() if o.finish_reason}
 
     running.shell.inbox.put((GATEWAY, GENERATE.model_copy(update={"max_new_tokens": 300})))
     node, request = running.requested(epoch=1)
@@ -196,8 +194,40 @@ def test_a_node_that_ends_waits_for_nobody(running: Running) -> None:
     running.shell.lifecycle.end()
     running.thread.join(10)
     assert not running.thread.is_alive()
-    [output] = [o for _, message in running.control.sent if isinstance(message, Outputs) for o in message.outputs]
+    [output] = running.control.outputs()
     assert (output.finish_reason, output.error) == ("abort", "the decode node is stopping")
+
+
+def test_a_gateway_that_has_heard_of_the_end_of_a_request_is_told_no_more(running: Running) -> None:
+    running.ask()
+    running.write(*running.requested(epoch=1))
+    key = ("ended", "r", GATEWAY.boot_id)
+    wait_until(lambda: key in running.control.repeated, timeout=10)
+    running.shell.inbox.put((GATEWAY, Ended(request_id="r")))
+    wait_until(lambda: key not in running.control.repeated, timeout=10)
+
+
+def test_slots_that_leaked_are_noticed_also_if_others_were_in_quarantine_when_the_last_request_left() -> None:
+    """Then there is nothing to compare with until these are free, too."""
+    harness = Harness()
+    shell = Shell(harness.control, harness.metrics)
+    node = DecodeNode(
+        shell,
+        harness.scheduler,
+        harness.remote,
+        harness.coordinator,
+        SimpleNamespace(gateway_lost=lambda *_: False),  # type: ignore[arg-type]
+    )
+    shell.inbox.put((GATEWAY, GENERATE.model_copy(update={"prefill_nodes": (FIRST,)})))
+    node._turn()
+    leaked = harness.coordinator.host.allocate(1)
+    shell.inbox.put((GATEWAY, Cancel(request_id="r")))
+    node._turn()
+    assert harness.remote.quarantined_slots == 10
+    shell.inbox.put((FIRST, Quiesced(request_id="r", epoch=1)))
+    with pytest.raises(RuntimeError, match="they leaked"):
+        node._turn()
+    assert leaked is not None
 
 
 def test_what_a_node_owes_and_what_it_cannot_use_are_exported(running: Running) -> None:

@@ -7,8 +7,8 @@ import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
+from decode_node.health import SILENCE_S
 from decode_node.loop_call import LoopCall
-from decode_node.prefill_nodes import SILENCE_S
 from decode_node.quarantine import NothingQuarantined, Quarantine, WriterAlive, quarantine_router
 from tests.prefill_node.fakes import FakeControl
 from transfer.fencing import DRAIN_GRACE_S, ReservationTable

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from decode_node.attempt import Landed, Lost
-from decode_node.prefill_nodes import SILENCE_S
+from decode_node.health import SILENCE_S
 from decode_node.remote_prefill import RemotePrefill
 from decode_node.request import Request, State
 from decode_node.verifier import Verification, Verified
@@ -15,6 +15,7 @@ from tests.decode_node.fakes import GATEWAY, HeldVerifier, destination
 from tests.prefill_node.fakes import FakeControl
 from transfer.checksum import Mismatch
 from transfer.fencing import DRAIN_GRACE_S, ReservationTable
+from transfer.liveness import Answer
 from transfer.messages import (
     Abort,
     Admitted,
@@ -23,11 +24,11 @@ from transfer.messages import (
     Holding,
     NotHeld,
     Peer,
-    Pong,
     PrefillAccepted,
     PrefillDone,
     PrefillFailed,
     PrefillRequest,
+    Progress,
     Quiesced,
     Token,
 )
@@ -36,11 +37,21 @@ FIRST = Peer(role="prefill", address="127.0.0.1:2", boot_id="first")
 SECOND = Peer(role="prefill", address="127.0.0.1:3", boot_id="second")
 SLOTS = HostSlots((Extent(4, 3),))
 KEY = ("r", 1)
+PATIENCE_S = 60.0
 CHECKSUMS = (Checksum(buffer=0, start=0, stop=3, digest=11), Checksum(buffer=1, start=0, stop=3, digest=12))
 
 
+class Clock:
+    """The time of the decode node's loop, which passes when the test says so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = time.monotonic()
+        monkeypatch.setattr("decode_node.remote_prefill.time.monotonic", lambda: self.now)
+
+
 class Harness:
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
         self.control = FakeControl()
         self.freed: list[HostSlots] = []
         self.table: ReservationTable[HostSlots] = ReservationTable(self.freed.append)
@@ -53,6 +64,7 @@ class Harness:
             self.table,
             self.verifier.submit,
             self.metrics,
+            patience=PATIENCE_S,
         )
         generate = Generate(request_id="r", prompt_ids=(1, 2, 3), max_new_tokens=4, prefill_nodes=(FIRST, SECOND))
         self.request = Request(generate, GATEWAY)
@@ -72,13 +84,29 @@ class Harness:
         key = self.verifier.waiting.pop(0).key
         return self.remote.verified(Verified(key, len(CHECKSUMS), mismatches, error))
 
+    def accepted(self) -> None:
+        self.remote.take(FIRST, PrefillAccepted(request_id="r", epoch=1))
+
+    def progress(self, computed: int = 0, current_pass: int | None = None) -> None:
+        assert self.remote.take(FIRST, Progress(computed=((*KEY, computed),), current_pass=current_pass)) == []
+
+    def wait(self, seconds: float) -> list[Landed | Lost]:
+        """Time passes, in which both nodes are heard."""
+        self.clock.now += seconds
+        self.control.heard |= {"first": self.clock.now, "second": self.clock.now}
+        return self.remote.tick(self.clock.now)
+
+    def answer(self, boot_id: str, asked_at: float) -> None:
+        """Whoever has FIRST's address answers a ping that was sent then."""
+        self.control.answers[FIRST.address] = Answer(boot_id, asked_at)
+
     def failures(self, reason: str) -> float:
         return float(self.metrics.transfer_failures.labels(reason)._value.get())
 
 
 @pytest.fixture
-def h() -> Harness:
-    return Harness()
+def h(monkeypatch: pytest.MonkeyPatch) -> Harness:
+    return Harness(Clock(monkeypatch))
 
 
 def test_slots_are_reserved_before_they_are_named(h: Harness) -> None:
@@ -194,13 +222,14 @@ def test_what_has_landed_is_not_lost_to_a_node_that_leaves_before_its_checksums_
 
 
 def test_a_pool_is_written_to_while_a_live_node_has_not_said_that_it_is_quiet(h: Harness) -> None:
+    h.wait(0)
     h.dispatch()
     assert h.remote.written_to
     h.remote.abandon(h.request)
     assert h.remote.written_to
-    h.control.silent_for = SILENCE_S + 1
+    h.clock.now += SILENCE_S + 1
     assert not h.remote.written_to, "a dead node would keep this process from leaving"
-    h.control.silent_for = 0.0
+    h.wait(0)
     h.remote.take(FIRST, Quiesced(request_id="r", epoch=1))
     assert not h.remote.written_to
 
@@ -253,18 +282,23 @@ def test_a_silent_node_loses_its_requests_but_not_their_slots(h: Harness) -> Non
     assert FIRST in h.control.watched, "it is listened to, to notice that it is back"
 
 
-def test_a_node_that_was_silent_is_used_again_as_soon_as_it_is_heard(h: Harness) -> None:
-    """sglang 13054: nothing is sticky."""
+def test_a_node_that_was_silent_is_used_again_as_soon_as_it_answers_and_not_before(h: Harness) -> None:
+    """sglang 13054: nothing is sticky. But each try would leave its slots in quarantine."""
     h.dispatch()
-    h.remote.tick(time.monotonic() + SILENCE_S + 1)
-    h.control.heard["first"] = time.monotonic() + 1000
+    h.clock.now += SILENCE_S + 1
+    h.remote.tick(h.clock.now)
     h.request.tried.clear()
+    h.control.heard["first"] = h.clock.now + 1
+    assert h.remote.choose(h.request) == SECOND, "what it said may be old"
+    h.clock.now += 1000
+    assert h.remote.choose(h.request) == SECOND, "time alone does not make it well"
+    h.control.alive["first"] = h.clock.now
     assert h.remote.choose(h.request) == FIRST
 
 
 def test_a_node_that_is_heard_is_not_silent(h: Harness) -> None:
     h.dispatch()
-    now = time.monotonic() + 100
+    now = time.monotonic() + 50
     h.control.heard["first"] = now - 1
     assert h.remote.tick(now) == []
     assert h.request.state is State.PREFILLING
@@ -272,23 +306,58 @@ def test_a_node_that_is_heard_is_not_silent(h: Harness) -> None:
 
 def test_a_restart_of_the_writer_proves_it_dead(h: Harness) -> None:
     h.dispatch()
-    reborn = FIRST.model_copy(update={"boot_id": "reborn"})
-    [lost] = h.remote.take(reborn, Pong())
+    h.answer("reborn", asked_at=h.clock.now + 1)
+    h.clock.now += 2
+    [lost] = h.remote.tick(h.clock.now)
     assert isinstance(lost, Lost)
     assert "restarted" in lost.reason
     assert h.freed == []
-    h.remote.tick(time.monotonic() + DRAIN_GRACE_S + 1)
+    h.answer("reborn", asked_at=h.clock.now + 1)
+    h.clock.now += 2
+    h.remote.tick(h.clock.now)
+    assert h.freed == []
+    h.clock.now += DRAIN_GRACE_S + 1
+    h.remote.tick(h.clock.now)
+    assert h.freed == [SLOTS]
+    assert not h.control.repeated, "nobody is left to be told to stop"
+
+
+def test_a_late_word_of_the_process_before_the_writer_proves_nothing(h: Harness) -> None:
+    """It had the same address. Whatever it said or answered was before the slots were named to its successor."""
+    h.answer("the one before", asked_at=h.clock.now - 1)
+    h.dispatch()
+    assert h.wait(1) == []
+    assert (
+        h.remote.take(FIRST.model_copy(update={"boot_id": "the one before"}), Quiesced(request_id="r", epoch=1)) == []
+    )
+    assert h.table.is_writable(KEY)
+    h.remote.abandon(h.request)
+    for _ in range(100):
+        h.wait(1)
+    assert h.freed == []
+    assert h.remote.quarantined_slots == 3
+
+
+def test_of_two_processes_with_one_address_the_one_that_is_heard_is_not_dead(h: Harness) -> None:
+    """A mistake, as of two pods behind one name. It costs attempts, but frees no slots that may be written to."""
+    h.dispatch()
+    h.remote.abandon(h.request)
+    for _ in range(100):
+        h.answer("another", asked_at=h.clock.now + 0.5)
+        h.wait(1)
+    assert h.freed == []
+    h.remote.take(FIRST, Quiesced(request_id="r", epoch=1))
     assert h.freed == [SLOTS]
 
 
-def test_quiesced_from_another_boot_at_the_address_is_proof_of_death_and_starts_the_grace(h: Harness) -> None:
+def test_another_process_at_the_address_does_not_speak_for_the_writer(h: Harness) -> None:
     h.dispatch()
     h.remote.abandon(h.request)
     reborn = FIRST.model_copy(update={"boot_id": "reborn"})
     h.remote.take(reborn, Quiesced(request_id="r", epoch=1))
+    h.clock.now += 100
+    h.remote.tick(h.clock.now)
     assert h.freed == []
-    h.remote.tick(time.monotonic() + DRAIN_GRACE_S + 1)
-    assert h.freed == [SLOTS]
 
 
 @pytest.mark.parametrize("said", ["quiesced", "failed"])
@@ -309,14 +378,73 @@ def test_what_may_linger_in_the_network_is_waited_for_and_not_asked_about_again(
 
 def test_the_restart_of_another_node_proves_nothing(h: Harness) -> None:
     h.dispatch()
-    assert h.remote.take(SECOND.model_copy(update={"boot_id": "reborn"}), Pong()) == []
+    h.control.answers[SECOND.address] = Answer("reborn", h.clock.now + 0.5)
+    assert h.wait(1) == []
     assert h.table.is_writable(KEY)
+
+
+# --- a node that answers and does not get on ---
+
+
+def test_a_request_that_is_never_accepted_is_given_up(h: Harness) -> None:
+    """Dropped as malformed, say. The node is asked for others as before."""
+    h.dispatch()
+    assert h.wait(PATIENCE_S - 1) == []
+    [lost] = h.wait(2)
+    assert isinstance(lost, Lost)
+    assert lost.reason == "prefill node 127.0.0.1:2 has not accepted it for 60 s"
+    assert ("prefill", KEY) not in h.control.repeated
+    h.request.tried.clear()
+    assert h.remote.choose(h.request) == FIRST
+
+
+def test_a_node_that_hangs_in_a_forward_pass_is_as_good_as_dead_until_it_goes_on(h: Harness) -> None:
+    """Its other threads answer pings and messages as ever."""
+    h.remote.nodes.learn(GATEWAY.address, (FIRST, SECOND))
+    h.dispatch()
+    h.accepted()
+    h.progress(current_pass=7)
+    for _ in range(int(PATIENCE_S)):
+        assert h.wait(1) == []
+        h.progress(current_pass=7)
+    [lost] = h.wait(1)
+    assert isinstance(lost, Lost)
+    assert lost.reason == "prefill node 127.0.0.1:2 has made no progress for 60 s"
+    assert h.remote.quarantined_slots == 3
+    h.request.tried.clear()
+    assert h.remote.choose(h.request) == SECOND
+    h.control.sent.clear()
+    h.wait(1)
+    assert (FIRST, Holding()) in h.control.sent, "it is asked, though nothing of this node is there"
+    h.remote.take(FIRST, Progress(current_pass=7))
+    assert h.remote.choose(h.request) == SECOND
+    h.remote.take(FIRST, Progress(current_pass=None))
+    assert h.remote.choose(h.request) == FIRST
+
+
+def test_a_request_gets_on_while_chunks_of_it_or_of_others_are_computed_or_it_is_sent(h: Harness) -> None:
+    h.dispatch()
+    h.accepted()
+    for computed, current_pass in ((0, 1), (0, 2), (2, 2), (3, None), (3, None), (3, None)):
+        assert h.wait(PATIENCE_S - 1) == []
+        h.progress(computed, current_pass)
+    h.wait(PATIENCE_S + 1)
+    assert h.request.state is State.WAITING, "not even that it is being sent was heard any more"
+
+
+def test_progress_that_another_node_claims_is_none(h: Harness) -> None:
+    h.dispatch()
+    h.accepted()
+    for number in range(10):
+        h.remote.take(SECOND, Progress(computed=((*KEY, 1),), current_pass=number))
+        h.wait(PATIENCE_S / 9)
+    assert h.request.state is State.WAITING
 
 
 def test_a_node_that_does_not_know_an_accepted_request_has_lost_it(h: Harness) -> None:
     h.dispatch()
-    h.remote.take(FIRST, PrefillAccepted(request_id="r", epoch=1))
-    h.remote.tick(time.monotonic())
+    h.accepted()
+    h.wait(0)
     assert h.control.take(Holding) == [Holding(keys=(KEY,))]
     [lost] = h.remote.take(FIRST, NotHeld(keys=(KEY,)))
     assert isinstance(lost, Lost)
@@ -381,6 +509,32 @@ def test_nothing_lands_before_its_checksums_are_verified(h: Harness) -> None:
     assert h.remote.is_idle
 
 
+def test_what_has_landed_is_not_lost_to_a_node_that_fails_before_its_checksums_are_verified(h: Harness) -> None:
+    """It gave up on a decode node that was silent for a while, say. Nothing depends on it any more."""
+    h.dispatch()
+    h.done(checksums=CHECKSUMS)
+    for in_flight in (True, False):
+        failed = PrefillFailed(request_id="r", epoch=1, reason="the decode node is silent", in_flight=in_flight)
+        assert h.remote.take(FIRST, failed) == []
+    assert h.verified() == [Landed(h.request, Token(token_id=5))]
+    assert h.freed == []
+
+
+def test_only_the_node_that_was_asked_ends_an_attempt(h: Harness) -> None:
+    h.dispatch(FIRST)
+    for message in (
+        PrefillAccepted(request_id="r", epoch=1),
+        PrefillFailed(request_id="r", epoch=1, reason="no"),
+        PrefillFailed(request_id="r", epoch=1, reason="no", leaving=True),
+        Quiesced(request_id="r", epoch=1),
+        NotHeld(keys=(KEY,)),
+    ):
+        assert h.remote.take(SECOND, message) == []
+    assert h.request.state is State.PREFILLING
+    assert ("prefill", KEY) in h.control.repeated
+    assert len(h.done()) == 1
+
+
 def test_done_that_is_repeated_while_it_is_verified_is_verified_once(h: Harness) -> None:
     h.dispatch()
     for _ in range(3):
@@ -443,23 +597,30 @@ def test_a_node_that_dies_after_its_last_write_costs_nothing(h: Harness) -> None
     """Everything landed before it said so; only the checksums are left to be looked at."""
     h.dispatch()
     h.done(checksums=CHECKSUMS)
-    assert h.remote.tick(time.monotonic() + SILENCE_S + 1) == []
+    h.clock.now += SILENCE_S + 1
+    assert h.remote.tick(h.clock.now) == []
     assert h.control.take(Holding) == []
-    reborn = FIRST.model_copy(update={"boot_id": "reborn"})
-    assert h.remote.take(reborn, NotHeld(keys=(KEY,))) == []
+    h.answer("reborn", asked_at=h.clock.now)
+    h.clock.now += 1
+    assert h.remote.tick(h.clock.now) == []
     assert len(h.verified()) == 1
     assert h.remote.is_idle
-    h.remote.tick(time.monotonic() + DRAIN_GRACE_S + 10)
+    h.clock.now += DRAIN_GRACE_S + 10
+    h.remote.tick(h.clock.now)
     assert h.freed == [], "the slots went on with the request"
 
 
 def test_a_mismatch_after_the_writers_death_is_free_after_the_grace(h: Harness) -> None:
     h.dispatch()
     h.done(checksums=CHECKSUMS)
-    h.remote.take(FIRST.model_copy(update={"boot_id": "reborn"}), Pong())
+    h.clock.now += 1
     assert len(h.verified(Mismatch(0, 0, 3, 1, 2, ()))) == 1
+    h.answer("reborn", asked_at=h.clock.now + 0.5)
+    h.clock.now += 1
+    h.remote.tick(h.clock.now)
     assert h.freed == []
-    h.remote.tick(time.monotonic() + DRAIN_GRACE_S + 1)
+    h.clock.now += DRAIN_GRACE_S + 1
+    h.remote.tick(h.clock.now)
     assert h.freed == [SLOTS]
 
 

@@ -33,6 +33,7 @@ from transfer.messages import (
     Outputs,
     Peer,
     PrefillDone,
+    PrefillFailed,
     PrefillRequest,
     Quiesced,
     Sampling,
@@ -105,6 +106,7 @@ class Harness:
             self.table,
             self.verify,
             self.metrics,
+            patience=60.0,
         )
         self.remote.nodes.learn(GATEWAY.address, (PREFILL,), {})
         self.scheduler = Scheduler(
@@ -137,14 +139,14 @@ class Harness:
     def turn(self) -> None:
         self.land()
         self.scheduler.turn()
-        for outputs in self.control.take(Outputs):
-            assert isinstance(outputs, Outputs)
-            for output in outputs.outputs:
-                ids = self.answers.setdefault(output.request_id, [])
-                assert output.start == len(ids), "no token is lost or repeated"
-                ids += [token.token_id for token in output.tokens]
-                if output.finish_reason:
-                    self.ended[output.request_id] = output.finish_reason
+        for output in self.control.outputs():
+            ids = self.answers.setdefault(output.request_id, [])
+            assert output.start == len(ids), "no token is lost or repeated"
+            ids += [token.token_id for token in output.tokens]
+            if output.finish_reason:
+                self.ended[output.request_id] = output.finish_reason
+                self.scheduler.ended(output.request_id, GATEWAY)
+        self.control.take(Outputs)
 
     def run(self, turns: int = 2000) -> None:
         while self.scheduler.requests:
@@ -322,12 +324,61 @@ def test_cancelling_what_is_unknown_is_answered() -> None:
 def test_too_many_lost_prefills_are_an_error() -> None:
     h = Harness(retries=1)
     h.ask("a")
+    request = h.scheduler.requests["a"]
     for _ in range(2):
+        request.again_at = 0.0
         h.scheduler.turn()
-        request = h.scheduler.requests["a"]
         h.scheduler.apply(h.remote._fail(request.key, "the node went away"))
     h.turn()
     assert h.ended == {"a": "error"}
+
+
+def test_a_node_that_has_failed_a_request_is_not_asked_for_it_again_at_once() -> None:
+    """A refusal that would pass would use up all of its attempts within milliseconds."""
+    h = Harness(retries=5)
+    other = Peer(role="prefill", address="127.0.0.1:3", boot_id="other")
+    h.remote.nodes.learn(GATEWAY.address, (PREFILL, other))
+    h.ask("a")
+    h.ask("behind")
+    h.scheduler.turn()
+    request = h.scheduler.requests["a"]
+
+    def fail(node: Peer) -> float:
+        """For how long the request then waits for a node that has failed it."""
+        failed = PrefillFailed(request_id="a", epoch=request.epoch, reason="not now")
+        h.scheduler.apply(h.remote.take(node, failed))
+        h.scheduler.turn()
+        return request.again_at - time.monotonic()
+
+    fail(PREFILL)
+    assert request.state is State.PREFILLING, "the other node at once"
+    assert request.tried == {"prefill", "other"}
+    first = fail(other)
+    assert request.state is State.WAITING
+    h.ask("later")
+    h.scheduler.turn()
+    assert h.state("later") is State.PREFILLING, "nobody waits behind it"
+    request.again_at = 0.0
+    h.scheduler.turn()
+    assert request.state is State.PREFILLING
+    assert fail(PREFILL) > first, "longer each time"
+
+
+def test_the_end_of_a_request_is_said_until_its_gateway_has_heard_it() -> None:
+    """Were it lost, the client would hang until --request-timeout."""
+    h = Harness()
+    h.ask("a", tokens=3)
+    while h.scheduler.requests:
+        h.land()
+        h.scheduler.turn()
+    key = ("ended", "a", GATEWAY.boot_id)
+    gateway, message = h.control.repeated[key]
+    assert gateway == GATEWAY
+    assert isinstance(message, Outputs)
+    [output] = message.outputs
+    assert (output.start, output.finish_reason) == (2, "length")
+    h.scheduler.ended("a", GATEWAY)
+    assert not h.control.repeated
 
 
 def test_a_mismatch_is_never_served() -> None:
@@ -335,6 +386,7 @@ def test_a_mismatch_is_never_served() -> None:
     h = Harness(retries=1, verify=lambda _: True)
     h.ask("a")
     for epoch in (1, 2):
+        h.scheduler.requests["a"].again_at = 0.0
         h.scheduler.turn()
         checksums = (Checksum(buffer=0, start=0, stop=3, digest=1),)
         done = PrefillDone(request_id="a", epoch=epoch, token=Token(token_id=4), num_tokens=3, checksums=checksums)

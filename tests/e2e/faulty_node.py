@@ -144,24 +144,29 @@ class FaultyChannel:
     def submit(self, batch: Descriptors) -> Pending:
         slow = self._chaos.exists() and self._rng.random() < self._faults.slow
         if not slow and not self._spoil.exists():
-            return self._post(batch)
+            return self._post(batch, time.monotonic())
         delay = self._rng.uniform(*self._faults.slow_s) if slow else 0.0
-        return _UnderWay(self._under_way.submit(self._carry, batch, delay))
+        return _UnderWay(self._under_way.submit(self._carry, batch, time.monotonic(), delay))
 
-    def _carry(self, batch: Descriptors, delay: float) -> Outcome:
+    def _carry(self, batch: Descriptors, posted_at: float, delay: float) -> Outcome:
         """What became of a batch that lands after a while."""
         time.sleep(delay)
-        outcome = self._post(batch).wait()
+        outcome = self._post(batch, posted_at).wait()
         if self._spoil.exists() and (wrong := _one_wrong_byte(batch)) is not None:
             with suppress(FileNotFoundError):
                 self._spoil.unlink()
                 outcome = max(outcome, self._channel.submit(wrong).wait())
         return outcome
 
-    def _post(self, batch: Descriptors) -> Pending:
+    def _post(self, batch: Descriptors, posted_at: float) -> Pending:
         if self._journal is not None:
             self._journal.append(
-                {"at": time.monotonic(), "node": self._faults.name, "pool": self._destination.buffers.ptrs[0]}
+                {
+                    "posted_at": posted_at,
+                    "at": time.monotonic(),
+                    "node": self._faults.name,
+                    "pool": self._destination.buffers.ptrs[0],
+                }
             )
         return self._channel.submit(batch)
 

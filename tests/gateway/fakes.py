@@ -12,12 +12,13 @@ from typing import Literal, Self
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from gateway.process import Gateway, GatewayConfig
-from transfer.control import ControlPlane
+from transfer.control import ControlPlane, ControlPlaneFailed
 from transfer.discovery import GatewayAddresses
 from transfer.membership import Membership
 from transfer.messages import (
     Accepted,
     Cancel,
+    Ended,
     Generate,
     Heartbeat,
     HeartbeatAck,
@@ -174,6 +175,8 @@ class FakeDecodeNode(FakeNode):
         """Sent after the tokens; their request ids are replaced."""
         self.generated: list[Generate] = []
         self.cancelled: list[str] = []
+        self.ended: list[str] = []
+        """Requests of which the gateway has said that it knows of their end."""
 
     def deliver(self, sender: Peer, message: Message) -> None:
         match message:
@@ -184,6 +187,8 @@ class FakeDecodeNode(FakeNode):
             case Cancel():
                 self.cancelled.append(message.request_id)
                 self.send(sender, Output(request_id=message.request_id, start=0, finish_reason="abort"))
+            case Ended():
+                self.ended.append(message.request_id)
             case _:
                 super().deliver(sender, message)
 
@@ -234,6 +239,8 @@ class RunningGateway:
     def __init__(self, config: GatewayConfig) -> None:
         self.gateway = Gateway(config)
         self.scheme = "http" if config.ssl_certfile is None else "https"
+        self.error: ControlPlaneFailed | None = None
+        """What it ended with."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -270,5 +277,8 @@ class RunningGateway:
         assert not self._thread.is_alive()
 
     def _run(self) -> None:
-        self._loop.run_until_complete(self.gateway.serve())
+        try:
+            self._loop.run_until_complete(self.gateway.serve())
+        except ControlPlaneFailed as error:
+            self.error = error
         self._loop.close()

@@ -11,6 +11,7 @@ import pytest
 import zmq
 
 from tests.gateway.fakes import CONTEXT, IDENTITY, MODEL, FakeDecodeNode, FakeNode, RunningGateway, wait_until
+from transfer.control import ControlPlaneFailed
 from transfer.messages import FinishReason, Output, Token
 
 StartDecode = Callable[..., FakeDecodeNode]
@@ -354,3 +355,27 @@ def test_garbage_on_the_control_port_changes_nothing(
     context.term()
     wait_until(lambda: "control_malformed 5.0" in http.get("/metrics").text)
     assert http.post("/v1/completions", json=body()).status_code == 200
+
+
+def test_the_end_of_a_request_is_answered_each_time_and_counts_once(decode: FakeDecodeNode, http: httpx.Client) -> None:
+    """It is repeated until it is answered: were it lost, the client would wait until --request-timeout."""
+    last = Output(request_id="replaced", start=2, tokens=(Token(token_id=99),), finish_reason="length")
+    decode.extra_outputs = [last, last]
+    answer = http.post("/v1/completions", json=body(max_tokens=3, return_token_ids=True))
+    assert answer.status_code == 200
+    [choice] = answer.json()["choices"]
+    assert (len(choice["token_ids"]), choice["finish_reason"]) == (3, "length")
+    wait_until(lambda: len(decode.ended) == 2)
+    assert len(set(decode.ended)) == 1
+    assert decode.cancelled == []
+
+
+def test_a_gateway_that_can_hear_nobody_any_more_ends(gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its HTTP port would go on answering."""
+
+    def broken() -> None:
+        raise OSError("out of sockets")
+
+    monkeypatch.setattr(gateway.gateway.control, "_send_due", broken)
+    gateway.join()
+    assert isinstance(gateway.error, ControlPlaneFailed)

@@ -1,5 +1,6 @@
 """Stand-ins for what surrounds a prefill node: a model that computes nothing, a control plane that records."""
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
@@ -7,7 +8,8 @@ import torch
 
 from hisparse.layout import KVLayout
 from model.passes import PrefillChunk
-from transfer.messages import Message, Peer
+from transfer.liveness import Answer
+from transfer.messages import Message, Output, Outputs, Peer
 
 LAYOUT = KVLayout(num_layers=2, index_layer_of=(0, 0), item_dim=4, index_dim=2, dtype=torch.float32)
 
@@ -39,13 +41,16 @@ class FakeControl:
     repeated: dict[Hashable, tuple[Peer, Message]] = field(default_factory=dict)
     watched: set[Peer] = field(default_factory=set)
     heard: dict[str, float] = field(default_factory=dict)
-    silent_for: float = 0.0
+    alive: dict[str, float] = field(default_factory=dict)
+    answers: dict[str, Answer] = field(default_factory=dict)
     revoked: set[str] = field(default_factory=set)
 
     def send(self, to: Peer, message: Message, *, any_boot: bool = False) -> None:
         self.sent.append((to, message))
 
-    def repeat(self, key: Hashable, to: Peer, message: Message, *, any_boot: bool = False, every: float = 0.5) -> None:
+    def repeat(
+        self, key: Hashable, to: Peer, message: Message, *, every: float = 0.5, give_up_after: float = math.inf
+    ) -> None:
         self.repeated[key] = (to, message)
 
     def answered(self, key: Hashable) -> None:
@@ -57,14 +62,26 @@ class FakeControl:
     def last_heard(self, boot_id: str) -> float | None:
         return self.heard.get(boot_id)
 
-    def silence(self, peer: Peer) -> float:
-        return self.silent_for
+    def alive_after(self, boot_id: str) -> float | None:
+        return self.alive.get(boot_id)
+
+    def answer_at(self, address: str) -> Answer | None:
+        return self.answers.get(address)
+
+    def check(self) -> None:
+        pass
 
     def is_revoked(self, peer: Peer) -> bool:
         return peer.boot_id in self.revoked
 
     def periodically(self, every: float, action: Callable[[], None]) -> None:
         raise AssertionError("nothing here is periodic")
+
+    def outputs(self) -> list[Output]:
+        """What was streamed, also what is repeated until its gateway has heard that it ends a request."""
+        repeated = [message for key, (_, message) in list(self.repeated.items())]
+        messages = [*(message for _, message in list(self.sent)), *repeated]
+        return [output for message in messages if isinstance(message, Outputs) for output in message.outputs]
 
     def take(self, kind: type[Message]) -> list[Message]:
         """Messages of a kind sent since the last call."""

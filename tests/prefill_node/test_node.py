@@ -1,5 +1,6 @@
 """The prefill node's side of the protocol: idempotent, and never quiet too early."""
 
+import math
 import queue
 import time
 from collections.abc import Callable
@@ -7,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import structlog
 import torch
 
 from prefill_node import node
@@ -34,6 +36,7 @@ from transfer.messages import (
     PrefillDone,
     PrefillFailed,
     PrefillRequest,
+    Progress,
     Quiesced,
     Sampling,
     Session,
@@ -80,7 +83,7 @@ class HeldCompute:
 
 class Harness:
     def __init__(self) -> None:
-        self.control = FakeControl()
+        self.control = FakeControl(heard={DECODE.boot_id: math.inf})
         self.sender = HeldSender()
         self.computing = HeldCompute()
         self.model = FakeModel()
@@ -256,7 +259,7 @@ def test_a_request_that_moved_to_another_decode_node_is_another_one() -> None:
     h.receive(Holding(keys=(KEY,)), second)
     assert h.control.sent[-1] == (second, NotHeld(keys=(KEY,)))
     h.receive(Holding(keys=(KEY,)))
-    assert h.control.sent[-1] == (DECODE, NotHeld())
+    assert h.control.sent[-1] == (DECODE, Progress(computed=((*KEY, 6),)))
 
 
 def test_a_node_that_drains_hands_back_what_it_has_not_begun_and_finishes_the_rest(
@@ -290,7 +293,10 @@ def test_a_node_that_drains_hands_back_what_it_has_not_begun_and_finishes_the_re
     assert h.free_pages == 8
 
 
-def test_a_node_that_ends_hands_everything_back_as_soon_as_its_writes_have_drained() -> None:
+def test_a_node_that_ends_hands_everything_back_as_soon_as_its_writes_have_drained(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(node, "_FAREWELL_S", 0.0)
     h = Harness()
     h.receive(request())
     h.compute()
@@ -306,12 +312,15 @@ def test_a_node_that_ends_hands_everything_back_as_soon_as_its_writes_have_drain
     assert h.free_pages == 8
 
 
-def test_a_node_with_nothing_to_do_refuses_for_a_while_before_it_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A decode node that asked a process which is gone would keep its slots in quarantine."""
+@pytest.mark.parametrize("stop", [Lifecycle.drain, Lifecycle.end])
+def test_a_node_with_nothing_to_do_refuses_for_a_while_before_it_leaves(
+    stop: Callable[[Lifecycle], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A decode node that asked a process which is gone would keep its slots in quarantine. SIGINT is no exception."""
     monkeypatch.setattr(node, "_FAREWELL_S", 0.2)
     h = Harness()
     turns = h.script(lambda: None, lambda: h.receive(request()))
-    h.lifecycle.drain()
+    stop(h.lifecycle)
     h.node.run()
     assert not turns
     [failed] = h.control.take(PrefillFailed)
@@ -319,7 +328,8 @@ def test_a_node_with_nothing_to_do_refuses_for_a_while_before_it_leaves(monkeypa
     assert failed.leaving
 
 
-def test_what_has_not_ended_by_the_drain_timeout_is_handed_back() -> None:
+def test_what_has_not_ended_by_the_drain_timeout_is_handed_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node, "_FAREWELL_S", 0.0)
     h = Harness()
     h.receive(request())
     h.compute()
@@ -411,6 +421,51 @@ def test_what_is_not_held_is_said() -> None:
     h.receive(request())
     h.receive(Holding(keys=(KEY, ("other", 3))))
     assert h.control.take(NotHeld) == [NotHeld(keys=(("other", 3),))]
+    assert h.control.take(Progress) == [Progress(computed=((*KEY, 0),))]
+
+
+def test_a_node_says_how_far_it_is_and_which_pass_computes() -> None:
+    """Of a device that hangs, the number stays as it is."""
+    h = Harness()
+    h.receive(request())
+
+    def progress() -> tuple[int, int | None]:
+        h.receive(Holding(keys=(KEY,)))
+        [said] = h.control.take(Progress)
+        assert isinstance(said, Progress)
+        [(*key, computed)] = said.computed
+        assert tuple(key) == KEY
+        return computed, said.current_pass
+
+    seen = [progress()]
+    for _ in range(2):
+        h.start()
+        seen.append(progress())
+        h.finish()
+        seen.append(progress())
+    assert seen == [(0, None), (0, 1), (6, None), (6, 2), (10, None)]
+    assert h.node.num_entries == 1, "it is being sent"
+
+
+def test_a_decode_node_is_asked_for_signs_of_life_as_soon_as_it_asks_for_a_prefill() -> None:
+    """Its first layer would wait for the lease."""
+    h = Harness()
+    h.receive(request())
+    assert h.control.watched == {DECODE}
+
+
+def test_a_silent_decode_node_is_given_up_and_that_is_said_once() -> None:
+    h = Harness()
+    h.control.heard[DECODE.boot_id] = now = time.monotonic()
+    h.receive(request())
+    h.start()
+    h.node._housekeep(now + 9)
+    assert not h.sender.chunks[0].cancelled()
+    with structlog.testing.capture_logs() as logs:
+        for seconds in (11, 13, 15):
+            h.node._housekeep(now + seconds)
+    assert [line["event"] for line in logs] == ["decode node is silent"]
+    assert h.sender.chunks[0].cancelled()
 
 
 def test_nothing_is_written_to_pools_that_a_decode_process_did_not_offer_before() -> None:

@@ -8,7 +8,7 @@ from service import shell
 from service.config import NodeConfig
 from service.shell import NodeShell
 from tests.e2e.cluster import wait_until
-from transfer.control import ControlPlane
+from transfer.control import ControlPlane, ControlPlaneFailed
 from transfer.messages import Cancel
 
 
@@ -40,3 +40,21 @@ def dropped(node: NodeShell[str]) -> float:
     value = node.metrics.registry.get_sample_value("hisparse_pd_control_dropped")
     assert value is not None
     return value
+
+
+def test_a_node_whose_control_thread_has_ended_ends_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be deaf, and /health would go on saying 200."""
+    node: NodeShell[str] = NodeShell("decode", NodeConfig(model_path=Path("none")))
+    try:
+        assert node.receive(0.0) == []
+
+        def broken() -> None:
+            raise OSError("out of sockets")
+
+        monkeypatch.setattr(node.control, "_send_due", broken)
+        node.control.start()
+        node.control._thread.join(10)
+        with pytest.raises(ControlPlaneFailed, match="out of sockets"):
+            node.receive(0.0)
+    finally:
+        node.close()

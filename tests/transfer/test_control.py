@@ -1,18 +1,25 @@
 """Mailboxes over real ZeroMQ sockets."""
 
+import math
 import queue
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
+import structlog
 import zmq
 
 from service.errors import StartupError
+from tests.e2e.cluster import wait_until
 from transfer import connections
 from transfer.codec import encode
-from transfer.control import ControlPlane
-from transfer.messages import Cancel, Message, Peer, Pong, Role
+from transfer.control import ControlPlane, ControlPlaneFailed
+from transfer.messages import Cancel, Leaving, Message, Peer, Ping, Pong, Role
 
 Inbox = queue.SimpleQueue[tuple[Peer, Message]]
+WORD = Cancel(request_id="word")
+"""What any gateway may say."""
+
 Start = Callable[..., tuple[ControlPlane, Inbox]]
 
 
@@ -58,8 +65,8 @@ def test_a_repeated_message_is_sent_until_answered(start: Start) -> None:
     for _ in range(3):
         inbox.get(timeout=5)
     a.answered("key")
-    a.send(b.me, Pong())
-    while not isinstance(inbox.get(timeout=5)[1], Pong):
+    a.send(b.me, Cancel(request_id="last"))
+    while inbox.get(timeout=5)[1] != Cancel(request_id="last"):
         pass
     with pytest.raises(queue.Empty):
         inbox.get(timeout=0.3)
@@ -80,8 +87,8 @@ def test_a_message_for_a_dead_boot_is_not_acted_on(start: Start) -> None:
 def test_whoever_has_the_address_may_answer_if_the_sender_says_so(start: Start) -> None:
     a, _ = start()
     b, inbox = start()
-    a.send(b.me.model_copy(update={"boot_id": "another"}), Pong(), any_boot=True)
-    assert inbox.get(timeout=5) == (a.me, Pong())
+    a.send(b.me.model_copy(update={"boot_id": "another"}), WORD, any_boot=True)
+    assert inbox.get(timeout=5) == (a.me, WORD)
 
 
 def test_garbage_is_counted_and_harms_nobody(start: Start) -> None:
@@ -100,9 +107,40 @@ def test_garbage_is_counted_and_harms_nobody(start: Start) -> None:
 def test_a_peer_that_names_an_impossible_address_costs_nothing(start: Start) -> None:
     (a, _), (b, inbox) = start(), start()
     for address in ("no-such-host.invalid:1", "127.0.0.1:99999", "a-:0"):
-        a.send(Peer(role="decode", address=address, boot_id="x"), Pong())
-    a.send(b.me, Pong())
-    assert inbox.get(timeout=5) == (a.me, Pong())
+        a.send(Peer(role="decode", address=address, boot_id="x"), WORD)
+    a.send(b.me, WORD)
+    assert inbox.get(timeout=5) == (a.me, WORD)
+
+
+def test_a_command_that_fails_costs_nothing_else(start: Start) -> None:
+    a, inbox = start()
+
+    def broken() -> None:
+        raise RuntimeError("a bug")
+
+    a._hand_over(broken)
+    a.repeat("key", a.me, None)  # type: ignore[arg-type]
+    a.send(a.me, Cancel(request_id="next"))
+    while inbox.get(timeout=5)[1] != Cancel(request_id="next"):
+        pass
+    a.check()
+
+
+def test_the_end_of_the_control_thread_is_said_to_whoever_owns_the_process(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be deaf and go on: its /health is answered by another thread."""
+    a, _ = start()
+    a.check()
+
+    def broken() -> None:
+        raise OSError("out of sockets")
+
+    monkeypatch.setattr(a, "_send_due", broken)
+    a.send(a.me, WORD)
+    a._thread.join(10)
+    with pytest.raises(ControlPlaneFailed, match="out of sockets"):
+        a.check()
 
 
 def test_a_handler_that_fails_costs_only_its_message() -> None:
@@ -136,21 +174,51 @@ def test_a_taken_port_is_a_startup_error(start: Start) -> None:
         start(port=port)
 
 
-def test_a_watched_process_is_heard_although_nobody_reads_its_inbox(start: Start) -> None:
-    (a, a_inbox), (b, _) = start("decode"), start("prefill")
+def test_a_watched_process_answers_although_nobody_reads_its_inbox(start: Start) -> None:
+    (a, _), (b, _) = start("decode"), start("prefill")
+    assert a.silence(b.me) == math.inf
     a.watch([b.me])
-    assert a_inbox.get(timeout=5) == (b.me, Pong())
-    first = a.last_heard(b.me.boot_id)
-    assert first is not None
-    a_inbox.get(timeout=5)
-    assert (a.last_heard(b.me.boot_id) or 0) > first
+    first = wait_until(lambda: a.alive_after(b.me.boot_id), what="an answer")
+    wait_until(lambda: (a.alive_after(b.me.boot_id) or 0) > first, what="the next one")
+    assert a.silence(b.me) < time.monotonic() - first
 
 
 def test_watching_shows_that_another_boot_has_the_address(start: Start) -> None:
-    (a, inbox), (b, _) = start("decode"), start("prefill")
+    (a, _), (b, _) = start("decode"), start("prefill")
+    asked_after = time.monotonic()
     a.watch([b.me.model_copy(update={"boot_id": "the one before"})])
-    assert inbox.get(timeout=5) == (b.me, Pong())
-    assert a.last_heard("the one before") is None
+    answer = wait_until(lambda: a.answer_at(b.me.address), what="an answer")
+    assert answer.boot_id == b.me.boot_id
+    assert answer.asked_at > asked_after
+    assert a.alive_after("the one before") is None
+
+
+def test_what_a_process_said_before_it_died_is_no_sign_of_life(start: Start) -> None:
+    """It is read late by one that was stopped meanwhile, and so is the answer to a ping from before."""
+    a, inbox = start("prefill")
+    dead = Peer(role="decode", address="127.0.0.1:9", boot_id="dead")
+    socket = raw_sender(a)
+    ping = a._liveness.ask(dead.address)
+    asked_at = time.monotonic()
+    for late in (Leaving(), Pong(nonce=ping.nonce), Pong(nonce=ping.nonce + 1), Leaving()):
+        socket.send(encode(late, dead))
+    for _ in range(2):
+        inbox.get(timeout=5)
+    read_at = time.monotonic()
+    assert (a.last_heard("dead") or 0) > asked_at
+    assert a.silence(dead) > read_at - asked_at, "it counts from when the ping was sent"
+    assert (a.alive_after("dead") or 0) < asked_at
+    socket.close(linger=0)
+
+
+def test_a_ping_is_answered_with_its_nonce_and_nobody_elses_handler_sees_it(start: Start) -> None:
+    (a, a_inbox), (b, b_inbox) = start("decode"), start("prefill")
+    a.send(b.me, Ping(nonce=7))
+    a.watch([b.me])
+    wait_until(lambda: a.alive_after(b.me.boot_id), what="an answer")
+    b.send(a.me, Leaving())
+    assert a_inbox.get(timeout=5) == (b.me, Leaving())
+    assert b_inbox.empty()
 
 
 def test_periodic_actions_run_until_the_end_and_survive_their_errors(start: Start) -> None:
@@ -170,13 +238,13 @@ def test_a_connection_that_sat_idle_and_was_closed_works_at_once(start: Start, m
     """sglang 9266: requests failed after hours of idleness."""
     monkeypatch.setattr(connections, "IDLE_CLOSE_S", 0.0)
     (a, _), (b, b_inbox), (c, c_inbox) = start(), start(), start()
-    a.send(b.me, Pong())
-    assert b_inbox.get(timeout=5) == (a.me, Pong())
-    a.send(c.me, Pong())
-    assert c_inbox.get(timeout=5) == (a.me, Pong())
+    a.send(b.me, WORD)
+    assert b_inbox.get(timeout=5) == (a.me, WORD)
+    a.send(c.me, WORD)
+    assert c_inbox.get(timeout=5) == (a.me, WORD)
     assert a._connections.addresses == [c.me.address], "the idle connection was closed"
-    a.send(b.me, Pong())
-    assert b_inbox.get(timeout=5) == (a.me, Pong())
+    a.send(b.me, WORD)
+    assert b_inbox.get(timeout=5) == (a.me, WORD)
 
 
 def test_what_waits_for_a_dead_peer_is_bounded(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,3 +256,27 @@ def test_what_waits_for_a_dead_peer_is_bounded(start: Start, monkeypatch: pytest
     plane.send(plane.me, Cancel(request_id="last"))
     assert inbox.get(timeout=5)[1] == Cancel(request_id="last")
     assert plane.undeliverable == 40
+
+
+def test_a_peer_that_takes_nothing_is_complained_of_once_until_it_is_heard(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "MAX_QUEUED", 10)
+    plane, inbox = start()
+    dead = Peer(role="prefill", address="127.0.0.1:9", boot_id="dead")
+
+    def flood() -> int:
+        """How often it is complained of while fifty messages find no taker."""
+        with structlog.testing.capture_logs() as logs:
+            for _ in range(50):
+                plane.send(dead, WORD)
+            plane.send(plane.me, WORD)
+            inbox.get(timeout=5)
+        return [line["event"] for line in logs].count("undeliverable")
+
+    assert (flood(), flood()) == (1, 0)
+    socket = raw_sender(plane)
+    socket.send(encode(Leaving(), dead))
+    inbox.get(timeout=5)
+    socket.close(linger=0)
+    assert flood() == 1

@@ -18,7 +18,7 @@ from transfer import access, connections, control
 from transfer.codec import encode
 from transfer.control import MAX_FRAME_BYTES, ControlPlane
 from transfer.keys import KeyPair, Keys, generate, generate_node, load_keys
-from transfer.messages import Cancel, Leaving, Message, Peer, Pong, Role
+from transfer.messages import Cancel, Leaving, Message, Peer, Role
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
 """ZMTP 3.1: signature, version, mechanism, as a client sends them."""
@@ -181,7 +181,8 @@ def test_a_process_that_was_without_keys_is_reached_once_it_has_them(
     """ZeroMQ gives up a connection whose other end expects other security; we do not."""
     monkeypatch.setattr(connections, "STUCK_S", 0.2)
     gateway, plain = start("gateway"), start("decode", encrypted=False)
-    gateway.plane.repeat("key", plain.me, Cancel(request_id="r"), any_boot=True, every=0.05)
+    word = Cancel(request_id="r")
+    gateway.plane.periodically(0.05, lambda: gateway.plane.send(plain.me, word, any_boot=True))
     plain.wait_refused("handshake")
     plain.plane.stop()
     encrypted = start("decode", port=plain.port)
@@ -319,11 +320,11 @@ def test_an_oversized_message_is_not_even_sent(start: Start, monkeypatch: pytest
     gateway, decode = start("gateway"), start("decode")
     monkeypatch.setattr(control, "MAX_FRAME_BYTES", 1000)
     gateway.plane.send(decode.me, Cancel(request_id="r"))
-    gateway.plane.send(decode.me, Pong())
+    gateway.plane.send(decode.me, Cancel(request_id="next"))
     gateway.plane.send(decode.me.model_copy(update={"boot_id": "b" * 1000}), Cancel(request_id="r"))
     gateway.plane.send(decode.me, Cancel(request_id="last"))
     assert decode.take()[1] == Cancel(request_id="r")
-    assert decode.take()[1] == Pong()
+    assert decode.take()[1] == Cancel(request_id="next")
     assert decode.take()[1] == Cancel(request_id="last")
     assert gateway.plane.undeliverable == 1
 
