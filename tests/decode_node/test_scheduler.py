@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -431,6 +432,25 @@ def test_a_step_that_fails_ends_its_requests_and_leaks_nothing() -> None:
     h.ask("b")
     h.run()
     assert h.ended["b"] == "length"
+
+
+def test_a_prompt_that_cannot_be_copied_to_the_host_ends_its_request_alone() -> None:
+    h = Harness()
+    h.ask("staged")
+    h.ask("other")
+    request = h.scheduler.requests["staged"]
+    request.move(State.LOCAL_PREFILL)
+    request.move(State.STAGING)
+    failed = [(request, RuntimeError("an illegal address"))]
+    h.scheduler._local = SimpleNamespace(  # type: ignore[assignment]
+        has_work=True,
+        is_idle=True,
+        step=lambda: None,
+        staged=lambda: ([], [failed.pop()] if failed else []),
+        cancel=lambda request: False,
+    )
+    h.run()
+    assert h.ended == {"staged": "error", "other": "length"}
 
 
 def test_without_a_prefill_node_requests_wait() -> None:

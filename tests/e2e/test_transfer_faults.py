@@ -130,7 +130,8 @@ def test_late_writes_of_a_node_that_was_stopped_and_goes_on_hit_only_quarantined
     transport: str,
 ) -> None:
     """sglang PRs 24580, 31357: pages were freed while the prefill node was still writing to them."""
-    surroundings.faults = replace(surroundings.faults, slow=1.0, slow_s=(0.4, 0.5))
+    # Far apart, so that some are under way when the first has landed.
+    surroundings.faults = replace(surroundings.faults, slow=1.0, slow_s=(0.3, 1.5))
     # Room for two prompts: if the first attempt's slots were free, the next request would have them.
     surroundings.start(transport, prefill_nodes=2, host_slots=2048)
     answer, stopped = stop_in_the_middle_of_a_transfer(surroundings, ask)
@@ -143,7 +144,8 @@ def test_late_writes_of_a_node_that_was_stopped_and_goes_on_hit_only_quarantined
     stopped.signal(signal.SIGCONT)
     wait_until(lambda: surroundings.quarantined() == 0, what="the stopped node to say that it is quiet")
     late = [write for write in surroundings.writes() if write["node"] == stopped.name and write["at"] > went_on]
-    assert late, "it wrote on at first"
+    assert late, "what was under way when it was stopped"
+    assert all(write["posted_at"] < went_on for write in late), "nothing is posted without a new answer"
     assert running.result() == [expected(OTHER, 400)]
     assert complete(surroundings.cluster.url, [Job(PROMPT, 16)] * 4) == [expected(PROMPT, 16)] * 4
     surroundings.assert_nothing_is_left()
