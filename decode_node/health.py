@@ -25,12 +25,12 @@ class Health:
         self._patience = patience
         self._silent: OrderedDict[Peer, float] = OrderedDict()
         """When each was found silent (time.monotonic)."""
-        self._stuck: OrderedDict[Peer, int] = OrderedDict()
-        """The forward pass that each was found stuck in."""
+        self._stuck: OrderedDict[Peer, int | None] = OrderedDict()
+        """The forward pass that each was found stuck in; None if it has not told of one."""
 
     @property
     def stuck(self) -> set[Peer]:
-        """Nodes that hang in a forward pass. Only their answer to Holding shows that this is over."""
+        """Nodes that answer pings and do not get on. Only their answer to Holding shows that this is over."""
         return set(self._stuck)
 
     def trouble(self, attempt: Attempt, now: float) -> str | None:
@@ -44,11 +44,9 @@ class Health:
             return f"prefill node {node.address} is silent"
         if now - attempt.progressed_at <= self._patience:
             return None
-        if not attempt.accepted:
-            return f"prefill node {node.address} has not accepted it for {self._patience:g} s"
-        if attempt.current_pass is not None:
-            _remember(self._stuck, node, attempt.current_pass)
-        return f"prefill node {node.address} has made no progress for {self._patience:g} s"
+        _remember(self._stuck, node, attempt.current_pass)
+        missing = "made no progress" if attempt.accepted else "not accepted it"
+        return f"prefill node {node.address} has {missing} for {self._patience:g} s"
 
     def suspect(self, node: Peer, now: float) -> None:
         """The node was silent although it has work. It is passed over until it answers a ping that is sent later."""
@@ -62,8 +60,9 @@ class Health:
         return node not in self._silent and node not in self._stuck
 
     def note_pass(self, node: Peer, current_pass: int | None) -> None:
-        """A node says which forward pass is under way. If it is another one, or none, it hangs no more."""
-        if self._stuck.get(node) != current_pass:
+        """A node says which forward pass is under way. If it is not the one that it hung in, it gets on again."""
+        hung_in = self._stuck.get(node)
+        if hung_in is None or hung_in != current_pass:
             self._stuck.pop(node, None)
 
     def is_dead(self, writer: Peer, asked_after: float) -> bool:

@@ -387,7 +387,7 @@ def test_the_restart_of_another_node_proves_nothing(h: Harness) -> None:
 
 
 def test_a_request_that_is_never_accepted_is_given_up(h: Harness) -> None:
-    """Dropped as malformed, say. The node is asked for others as before."""
+    """Dropped as malformed, say. The node is asked for others as soon as it answers anything."""
     h.dispatch()
     assert h.wait(PATIENCE_S - 1) == []
     [lost] = h.wait(2)
@@ -395,6 +395,8 @@ def test_a_request_that_is_never_accepted_is_given_up(h: Harness) -> None:
     assert lost.reason == "prefill node 127.0.0.1:2 has not accepted it for 60 s"
     assert ("prefill", KEY) not in h.control.repeated
     h.request.tried.clear()
+    assert h.remote.choose(h.request) == SECOND
+    h.remote.take(FIRST, Progress(current_pass=4))
     assert h.remote.choose(h.request) == FIRST
 
 
