@@ -27,6 +27,7 @@ log = structlog.get_logger(__name__)
 
 RETRY_S = 0.5
 """How long a request waits before it goes to a node that has failed it; twice as long each further time."""
+LONGEST_RETRY_S = 2.0
 _HOLDS_HOST_SLOTS = (State.LANDED, State.RUNNING, State.RETRACTED)
 
 
@@ -304,7 +305,8 @@ class Scheduler:
             self.end(request, "error", f"prefill failed {request.prefill_attempts} times, at last: {reason}")
         else:
             self._metrics.prefill_retries.inc()
-            request.again_at = time.monotonic() + RETRY_S * 2 ** max(0, request.prefill_attempts - 1)
+            pause = RETRY_S * 2 ** max(0, request.prefill_attempts - 1)
+            request.again_at = time.monotonic() + min(pause, LONGEST_RETRY_S)
 
     # --- what it holds ---
 

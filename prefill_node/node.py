@@ -40,6 +40,7 @@ from transfer.tombstones import Tombstones
 log = structlog.get_logger(__name__)
 
 _ORPHAN_AFTER_S = 10.0
+_WATCHED_FOR_S = 60.0
 _IDLE_WAIT_S = 0.2
 _FAREWELL_S = 2.5
 """How long a node that has nothing left still refuses requests: decode nodes hear with their next heartbeat that it
@@ -76,6 +77,8 @@ class PrefillNode:
         self._ended: Tombstones[Key] = Tombstones()
         self._lingering: Tombstones[Key] = Tombstones()
         """Of which the network may still carry something. That is said whenever one of them is said to be over."""
+        self._decodes: dict[Peer, float] = {}
+        """When each decode node last had something here (time.monotonic), of those that had lately."""
         self._housekeeping_at = 0.0
 
     @property
@@ -382,8 +385,14 @@ class PrefillNode:
         self._sender.keep_only({entry.decode.boot_id for entry in self._entries.values()})
 
     def _watch_decodes(self) -> None:
-        """Have the decode nodes asked for signs of life: nothing is posted to one that gives none."""
-        self._control.watch({entry.decode for entry in self._entries.values()})
+        """Have decode nodes asked for signs of life: nothing is posted to one that gives none.
+
+        Also those that will probably come back: their next prompt would wait for an answer.
+        """
+        now = time.monotonic()
+        self._decodes |= {entry.decode: now for entry in self._entries.values()}
+        self._decodes = {decode: at for decode, at in self._decodes.items() if now - at < _WATCHED_FOR_S}
+        self._control.watch(self._decodes)
 
 
 def _key(decode: Peer, what: PrefillRequest | Admitted | Abort | Chunk) -> Key:
