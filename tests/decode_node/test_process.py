@@ -23,7 +23,6 @@ SPEC = ModelSpec(
     index_topk=64,
     vocab_size=512,
     context_length=1024,
-    eos_token_ids=(),
     dtype=torch.float32,
     fingerprint="f",
 )

@@ -402,7 +402,7 @@ def test_a_request_that_is_never_accepted_is_given_up(h: Harness) -> None:
 
 def test_a_node_that_hangs_in_a_forward_pass_is_as_good_as_dead_until_it_goes_on(h: Harness) -> None:
     """Its other threads answer pings and messages as ever."""
-    h.remote.nodes.learn(GATEWAY.address, (FIRST, SECOND))
+    h.remote.nodes.learn(GATEWAY.address, (FIRST, SECOND), {})
     h.dispatch()
     h.accepted()
     h.progress(current_pass=7)
@@ -489,7 +489,7 @@ def test_what_a_silent_gateway_said_is_forgotten_when_others_speak(h: Harness, m
 def test_nodes_that_take_so_long_a_prompt_are_asked_even_if_others_are_idle(h: Harness) -> None:
     h.remote.nodes.learn(GATEWAY.address, (FIRST, SECOND), {"first": 2, "second": 3})
     assert h.remote.choose(h.request) == SECOND
-    h.remote.nodes.suspect(SECOND, time.monotonic())
+    h.remote.health.suspect(SECOND, time.monotonic())
     assert h.remote.choose(h.request) is None, "it waits for the node that can"
     h.remote.nodes.learn(GATEWAY.address, (FIRST, SECOND), {"first": 2, "second": 2})
     assert h.remote.choose(h.request) == FIRST, "nobody can, which it will say"

@@ -338,7 +338,7 @@ def test_a_node_that_has_failed_a_request_is_not_asked_for_it_again_at_once() ->
     """A refusal that would pass would use up all of its attempts within milliseconds."""
     h = Harness(retries=5)
     other = Peer(role="prefill", address="127.0.0.1:3", boot_id="other")
-    h.remote.nodes.learn(GATEWAY.address, (PREFILL, other))
+    h.remote.nodes.learn(GATEWAY.address, (PREFILL, other), {})
     h.ask("a")
     h.ask("behind")
     h.scheduler.turn()
@@ -397,7 +397,6 @@ def test_a_mismatch_is_never_served() -> None:
         verified = Verified(("a", epoch), 1, (Mismatch(0, 0, 3, 1, 2, ()),))
         h.scheduler.apply(h.remote.verified(verified))
         h.scheduler.apply(h.remote.take(PREFILL, Quiesced(request_id="a", epoch=epoch)))
-    h.control.repeated.clear()
     h.turn()
     assert h.answers == {"a": []}
     assert h.ended == {"a": "error"}
@@ -445,7 +444,7 @@ def test_a_prompt_that_cannot_be_copied_to_the_host_ends_its_request_alone() -> 
     h.scheduler._local = SimpleNamespace(  # type: ignore[assignment]
         has_work=True,
         is_idle=True,
-        step=lambda: None,
+        step=list,
         staged=lambda: ([], [failed.pop()] if failed else []),
         cancel=lambda request: False,
     )
@@ -486,7 +485,7 @@ def test_a_prompt_that_no_node_takes_now_does_not_hold_up_shorter_ones() -> None
     h = Harness()
     longer = Peer(role="prefill", address="127.0.0.1:9", boot_id="longer")
     h.remote.nodes.learn(GATEWAY.address, (PREFILL, longer), {PREFILL.boot_id: 3, "longer": 100})
-    h.remote.nodes.suspect(longer, time.monotonic())
+    h.remote.health.suspect(longer, time.monotonic())
     h.ask("long", prompt=(1, 2, 3, 4))
     h.ask("short", prompt=(1, 2, 3))
     h.scheduler.turn()
