@@ -116,7 +116,7 @@ def example_block(example: Example) -> str:
         ),
         (
             "hot buffers",
-            f"{example.running} x {example.buffer_size + 1} x {layout.num_layers} x {item} B",
+            f"{example.running} x {sizes.num_device_slots // example.running} x {layout.num_layers} x {item} B",
             _gib(sizes.hot_bytes),
         ),
         (

@@ -35,15 +35,16 @@ def test_the_formulas_give_what_the_example_says() -> None:
     sizes = example.sizes(example.running, example.pool_gib)
     n, c, h, page = example.running, example.context, example.buffer_size, example.page_size
     layers, index_layers, item, key = 61, 61, (512 + 64) * 2, 128 * 2
+    s, g = 4112, 16
     assert sizes.layout.token_bytes == layers * item + index_layers * key
-    assert sizes.hot_bytes == n * (h + 1) * layers * item
+    assert sizes.hot_bytes == n * s * layers * item
     assert sizes.index_bytes == n * c * index_layers * key
-    assert sizes.table_bytes == n * (8 * (h + 1 + c // page + c) + index_layers * (2 * c + 5 * h + 4))
+    assert sizes.table_bytes == n * (8 * (s // g + c // page + c) + index_layers * (2 * c + 5 * h + 4))
     for formula in (
         "`token = L x item + X x key`",
-        "`N x (H + 1) x L x item`",
+        "`N x S x L x item`",
         "`N x C x X x key`",
-        "`N x (8 x (H + 1 + C / page + C) + X x (2 x C + 5 x H + 4))`",
+        "`N x (8 x (S / g + C / page + C) + X x (2 x C + 5 x H + 4))`",
     ):
         assert formula in TEXT
 
