@@ -12,7 +12,7 @@ from hisparse.coordinator import HiSparseCoordinator
 from hisparse.step import DecodeStep
 from model.sparse_model import SparseModel
 from service.errors import StartupError
-from service.memory import gib
+from service.memory import human
 
 log = structlog.get_logger(__name__)
 
@@ -62,7 +62,7 @@ class GraphDecoding:
                 for batch in reversed(self._batches):
                     self._record(batch, context)
         left, _ = torch.cuda.mem_get_info(device)
-        log.info("sized", what=f"recorded decode steps: {len(self._recorded)}, {gib(max(0, free - left))}")
+        log.info("sized", what=f"recorded decode steps: {len(self._recorded)}, {human(max(0, free - left))}")
 
     def step(self, request_ids: Sequence[str], token_ids: Sequence[int]) -> torch.Tensor:
         """See Decoding."""

@@ -33,7 +33,7 @@ from service.checkpoint import identify
 from service.config import NodeConfig
 from service.errors import StartupError
 from service.logs import configure_logging
-from service.memory import available_host_bytes, device_split, gib, pool_bytes
+from service.memory import available_host_bytes, device_split, human, pool_bytes
 from service.shell import NodeShell
 from transfer.fencing import ReservationTable
 from transfer.keys import load_token
@@ -149,8 +149,8 @@ def _plan(config: DecodeConfig, hisparse: HiSparseConfig, spec: ModelSpec, devic
     for_local_prefill = _local_prefill_bytes(config, spec)
     if for_local_prefill > for_pools:
         raise StartupError(
-            f"--allow-local-prefill takes {gib(for_local_prefill)} of device memory for one full context, but pools "
-            f"may take {gib(for_pools)}; lower --context-length, raise --mem-fraction-static or leave it out"
+            f"--allow-local-prefill takes {human(for_local_prefill)} of device memory for one full context, but pools "
+            f"may take {human(for_pools)}; lower --context-length, raise --mem-fraction-static or leave it out"
         )
     sizes = plan_sizes(
         hisparse,
@@ -194,6 +194,6 @@ def _local_prefill(config: DecodeConfig, model: SparseModel, coordinator: HiSpar
     log.info(
         "sized",
         what=f"local prefill: {pages} pages of {config.page_size} tokens, "
-        f"{gib(pool.kv.nbytes + pool.index_keys.nbytes)} (one full context)",
+        f"{human(pool.kv.nbytes + pool.index_keys.nbytes)} (one full context)",
     )
     return LocalPrefill(ChunkedPrefill(model, pool, config.chunked_prefill_size), coordinator)

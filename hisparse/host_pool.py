@@ -9,6 +9,7 @@ from hisparse.extents import Extent, HostSlots, SlotAllocator
 from hisparse.host_memory import HostMemory, SharedRegion, page_aligned
 from hisparse.layout import KVLayout
 from service.errors import StartupError
+from service.memory import human
 
 
 class HostKVPool:
@@ -103,7 +104,7 @@ def _pin(tensor: torch.Tensor) -> None:
         _check(_cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
     except RuntimeError as error:
         raise StartupError(
-            f"{tensor.nbytes / 2**30:.2f} GiB of host memory cannot be pinned ({error}): lower host_to_device_ratio or "
+            f"{human(tensor.nbytes)} of host memory cannot be pinned ({error}): lower host_to_device_ratio or "
             "host_pool_gib"
         ) from error
 

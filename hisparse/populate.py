@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from service.errors import StartupError
-from service.memory import gib
+from service.memory import human
 
 log = structlog.get_logger(__name__)
 
@@ -53,7 +53,7 @@ def populate(address: int, num_bytes: int, cpus: Collection[int] | None = None) 
             raise
     if large:
         log.info(
-            "host memory taken", bytes=gib(num_bytes), threads=threads, seconds=round(time.monotonic() - started, 2)
+            "host memory taken", bytes=human(num_bytes), threads=threads, seconds=round(time.monotonic() - started, 2)
         )
 
 

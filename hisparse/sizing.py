@@ -7,6 +7,7 @@ from hisparse.config import HiSparseConfig
 from hisparse.device_pool import hot_granule
 from hisparse.layout import KVLayout
 from service.errors import StartupError
+from service.memory import human
 
 GIB = 2**30
 
@@ -105,14 +106,14 @@ def plan_sizes(
     sizes = sized(granules * granule)
     if sizes.num_device_slots < per_request:
         raise StartupError(
-            f"one request needs {sized(per_request).device_bytes / GIB:.2f} GiB of device memory for hot buffer, "
-            f"index pages and tables, available are {available_device_bytes / GIB:.2f} GiB: lower device_buffer_size, "
+            f"one request needs {human(sized(per_request).device_bytes)} of device memory for hot buffer, "
+            f"index pages and tables, available are {human(available_device_bytes)}: lower device_buffer_size, "
             "host_to_device_ratio or host_pool_gib, context-length or max-running-requests"
         )
     if sizes.host_bytes > available_host_bytes:
         raise StartupError(
-            f"the host pool needs {sizes.host_bytes / GIB:.2f} GiB, available are "
-            f"{available_host_bytes / GIB:.2f} GiB: lower host_to_device_ratio or host_pool_gib"
+            f"the host pool needs {human(sizes.host_bytes)}, available are "
+            f"{human(available_host_bytes)}: lower host_to_device_ratio or host_pool_gib"
         )
     if sizes.num_host_slots < context_length:
         raise StartupError(
@@ -137,13 +138,13 @@ def describe(sizes: Sizes) -> list[str]:
     else:
         hot_reason = f"what fits, of {sizes.asked_device_slots} for {sizes.max_requests} running requests"
     return [
-        f"host pool: {sizes.num_host_slots} slots, {sizes.host_bytes / GIB:.2f} GiB "
+        f"host pool: {sizes.num_host_slots} slots, {human(sizes.host_bytes)} "
         f"({sizes.layout.token_bytes} bytes per token, {host_reason})",
-        f"hot slots: {sizes.num_device_slots}, {sizes.hot_bytes / GIB:.2f} GiB "
+        f"hot slots: {sizes.num_device_slots}, {human(sizes.hot_bytes)} "
         f"({config.device_buffer_size} + 1 per request; {hot_reason})",
-        f"index pages: {sizes.num_index_pages} of {sizes.index_page_size} tokens, {sizes.index_bytes / GIB:.2f} GiB "
+        f"index pages: {sizes.num_index_pages} of {sizes.index_page_size} tokens, {human(sizes.index_bytes)} "
         "(every token of a running request has its index keys on the device)",
-        f"tables: {sizes.table_bytes / GIB:.2f} GiB ({sizes.max_requests} rows of {sizes.max_context} positions)",
+        f"tables: {human(sizes.table_bytes)} ({sizes.max_requests} rows of {sizes.max_context} positions)",
     ]
 
 

@@ -23,7 +23,7 @@ from service.checkpoint import identify
 from service.config import NodeConfig
 from service.errors import StartupError
 from service.logs import configure_logging
-from service.memory import device_split, gib, pool_bytes
+from service.memory import device_split, human, pool_bytes
 from service.shell import NodeShell
 from transfer.checksum import ChecksumMode
 from transfer.membership import Membership
@@ -125,7 +125,7 @@ def _num_pages(config: PrefillConfig, spec: ModelSpec, device: torch.device) -> 
     wanted = config.max_total_tokens or min(affordable, _PROMPTS_BY_DEFAULT * spec.context_length)
     if wanted > affordable:
         raise StartupError(
-            f"--max-total-tokens {wanted} takes {gib(wanted * token_bytes)}, but {gib(affordable * token_bytes)} "
+            f"--max-total-tokens {wanted} takes {human(wanted * token_bytes)}, but {human(affordable * token_bytes)} "
             "may be used; lower it or raise --mem-fraction-static"
         )
     pages = wanted // config.page_size
@@ -139,7 +139,7 @@ def _num_pages(config: PrefillConfig, spec: ModelSpec, device: torch.device) -> 
         pages=pages,
         page_size=config.page_size,
         tokens=pages * config.page_size,
-        bytes=gib(pages * config.page_size * token_bytes),
+        bytes=human(pages * config.page_size * token_bytes),
         why=f"{token_bytes} B per token over {spec.num_layers} layers; "
         + ("--max-total-tokens" if config.max_total_tokens else f"up to {_PROMPTS_BY_DEFAULT} full contexts"),
     )

@@ -27,8 +27,9 @@ def device_split(device: torch.device, fraction: float | None) -> str | None:
     free, total = torch.cuda.mem_get_info(device)
     pools = pool_bytes(device, fraction)
     return (
-        f"device memory: {gib(total)}, of which {gib(total - free)} taken by weights and whatever else was there, "
-        f"{gib(pools)} at most for pools (--mem-fraction-static), {gib(free - pools)} for activations, recorded steps"
+        f"device memory: {human(total)}, of which {human(total - free)} taken by weights and whatever else was there, "
+        f"{human(pools)} at most for pools (--mem-fraction-static), "
+        f"{human(free - pools)} for activations, recorded steps"
     )
 
 
@@ -81,8 +82,12 @@ def parse_cpu_list(text: str) -> set[int]:
     return cpus
 
 
-def gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB"
+def human(num_bytes: float) -> str:
+    """A number of bytes in the largest unit that it is at least one of."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.2f} {unit}"
+    return f"{num_bytes:.0f} B"
 
 
 def _left(directory: Path) -> int | None:

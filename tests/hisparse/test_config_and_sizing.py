@@ -94,7 +94,7 @@ def test_the_host_pool_can_be_given_in_gib() -> None:
     ("text", "kwargs", "message"),
     [
         ('{"host_pool_gib": 8}', {"host_gib": 4}, "the host pool needs 8.00 GiB, available are 4.00 GiB"),
-        (None, {"device_gib": 0.001}, "available are 0.00 GiB: lower device_buffer_size"),
+        (None, {"device_gib": 0.001}, "available are 1.02 MiB: lower device_buffer_size"),
         ('{"host_to_device_ratio": 0.5}', {}, "holds 4112 tokens, fewer than one request of context-length 8192"),
         (None, {"context": 0}, "context-length (0)"),
     ],
