@@ -165,6 +165,8 @@ def test_whatever_goes_wrong_no_byte_is_wrong_no_slot_is_lost_and_no_request_han
         try:
             switches.chaos.touch()
             conductor.play(schedule(SEED, SECONDS), SECONDS)
+            # On a slow machine fewer get through meanwhile: the rest may, while messages and writes go on being spoilt.
+            wait_until(lambda: exact_answers(clients) >= SECONDS / 2, 90, "enough requests to get through")
         finally:
             switches.chaos.unlink()
             clients.stop()
@@ -173,9 +175,8 @@ def test_whatever_goes_wrong_no_byte_is_wrong_no_slot_is_lost_and_no_request_han
     print(clients.summary())
 
     assert [ended for ended in clients.ended if ended.problem is not None] == []
-    exact = sum(ended.kind == "exact" for ended in clients.ended)
-    # How many depends on the machine and on the seed: what was killed, and for how long its work was waited for.
-    assert exact >= SECONDS / 6, "too few requests got through for this to say anything"
+    exact = exact_answers(clients)
+    assert exact >= SECONDS / 2, "too few requests got through for this to say anything"
 
     cluster.wait_ready()
     answers = complete(cluster.url, [Job(prompt.ids, MOST_TOKENS) for prompt in prompts], concurrency=4)
@@ -189,6 +190,10 @@ def test_whatever_goes_wrong_no_byte_is_wrong_no_slot_is_lost_and_no_request_han
     for transport in ("shm", "tcp"):
         assert any(f"transport={transport}" in cluster.nodes[name].log for name in PREFILL_NODES)
     assert suspicious_lines(cluster) == []
+
+
+def exact_answers(clients: Clients) -> int:
+    return sum(ended.kind == "exact" for ended in clients.ended)
 
 
 def left_over(cluster: Cluster, pages: dict[str, float]) -> dict[str, float]:
