@@ -185,8 +185,9 @@ class Outgoing:
     def _batches(self) -> Iterator[tuple[Descriptors, SendBuffer | None]]:
         """What to post, and the send buffers that it is read from."""
         chunk, reading = self._chunk, self._reading
-        plan = ChunkPlan(chunk.pages, reading.page_size, chunk.slots, chunk.start, chunk.stop)
-        policy = gather_policy(self._pipeline.channel.transport, reading.source.in_host_memory)
+        channel = self._pipeline.channel
+        plan = ChunkPlan(chunk.pages, reading.page_size, chunk.slots, chunk.start, chunk.stop, channel.max_bytes)
+        policy = gather_policy(channel.transport, reading.source.in_host_memory)
         gathers = policy is Gather.ALWAYS or (policy is Gather.WHERE_IT_PAYS and plan.gathering_pays)
         ring = self._lend_ring() if gathers else None
         part_bytes = BUFFER_BYTES if gathers else _IN_PLACE_BYTES

@@ -5,7 +5,7 @@ from functools import cached_property
 import numpy as np
 
 from transfer.checksum import SlotRuns
-from transfer.planner import Descriptors, Int64s, Runs, expand_pages, plan_runs
+from transfer.planner import NO_LIMIT, Descriptors, Int64s, Runs, expand_pages, plan_runs
 
 
 class Part:
@@ -14,25 +14,29 @@ class Part:
     items: the source item of each, int64 [stop - start]. What is asked for is made once, for all layers.
     """
 
-    def __init__(self, start: int, stop: int, items: Int64s, runs: Runs) -> None:
+    def __init__(self, start: int, stop: int, items: Int64s, runs: Runs, most_bytes: int) -> None:
         self.start = start
         self.stop = stop
         self.items = items
         self._runs = runs
+        self._most_bytes = most_bytes
         self._direct: dict[int, Descriptors] = {}
         self._packed: dict[int, tuple[Descriptors, Descriptors]] = {}
 
     def direct(self, item_bytes: int) -> Descriptors:
         """From source items to destination slots, as offsets in bytes."""
         if item_bytes not in self._direct:
-            self._direct[item_bytes] = self._runs.descriptors(0, 0, item_bytes)
+            self._direct[item_bytes] = self._runs.descriptors(0, 0, item_bytes).cut(self._most_bytes)
         return self._direct[item_bytes]
 
     def packed(self, item_bytes: int) -> tuple[Descriptors, Descriptors]:
         """The way over a send buffer, as offsets in bytes: from source items into it, and from it to slots."""
         if item_bytes not in self._packed:
             into, out = self._runs.pack()
-            self._packed[item_bytes] = into.descriptors(0, 0, item_bytes), out.descriptors(0, 0, item_bytes)
+            self._packed[item_bytes] = (
+                into.descriptors(0, 0, item_bytes),
+                out.descriptors(0, 0, item_bytes).cut(self._most_bytes),
+            )
         return self._packed[item_bytes]
 
     @cached_property
@@ -42,10 +46,14 @@ class Part:
 
 
 class ChunkPlan:
-    """Positions [start, stop) of a request whose KV lies in `pages` and goes to `slots` (of all its positions)."""
+    """Positions [start, stop) of a request whose KV lies in `pages` and goes to `slots` (of all its positions), by
+    descriptors of at most `most_bytes`."""
 
-    def __init__(self, pages: Int64s, page_size: int, slots: Int64s, start: int, stop: int) -> None:
+    def __init__(
+        self, pages: Int64s, page_size: int, slots: Int64s, start: int, stop: int, most_bytes: int = NO_LIMIT
+    ) -> None:
         self._start, self._stop = start, stop
+        self._most_bytes = most_bytes
         self._items = expand_pages(pages, page_size, start, stop)
         self._slots = slots[start:stop]
         self._runs = plan_runs(self._items, self._slots)
@@ -68,7 +76,7 @@ class ChunkPlan:
             every = -(-num_items // -(-num_items // most_items))
             starts = range(self._start, self._stop, every)
             self._parts[most_items] = [
-                Part(start, stop, self._items[start - self._start : stop - self._start], runs)
+                Part(start, stop, self._items[start - self._start : stop - self._start], runs, self._most_bytes)
                 for start, runs in zip(starts, self._runs.split(every), strict=True)
                 for stop in [start + runs.num_items]
             ]

@@ -36,8 +36,9 @@ class SendRing:
     def take(self, pipeline: Pipeline) -> SendBuffer:
         """One that nothing in flight is read from; waits until there is one."""
         while True:
+            held = pipeline.held
             for buffer in self._buffers:
-                if not pipeline.holds(buffer):
+                if buffer not in held:
                     return buffer
             pipeline.settle_oldest()
 

@@ -1,6 +1,5 @@
 """Sends what forward passes compute to decode nodes, while they compute."""
 
-import os
 import queue
 import threading
 import time
@@ -20,8 +19,6 @@ log = structlog.get_logger(__name__)
 MAX_SESSIONS = 64
 LEASE_S = 2.0
 """Nothing is posted to a decode node after so long without an answered ping: its address may be another process's."""
-
-_NICENESS = 5
 
 
 @dataclass(frozen=True)
@@ -90,9 +87,6 @@ class _Session:
         self.thread.start()
 
     def _work(self) -> None:
-        # Of this thread alone. The transport's own threads set the pace: on two cores, waiting for this one to gather
-        # cost them a fifth of it.
-        os.nice(_NICENESS)
         while (chunk := self._next()) is not None:
             self._send(chunk)
         if self._pipeline is not None:

@@ -14,7 +14,7 @@ import structlog
 
 from service.errors import StartupError
 from transfer.messages import BufferInfo, Session, Transport
-from transfer.planner import Descriptors
+from transfer.planner import NO_LIMIT, Descriptors
 from transfer.ports import listening_ports
 from transfer.writer import Outcome
 
@@ -24,6 +24,11 @@ _INFINIBAND = Path("/sys/class/infiniband")
 _DONE, _FAILED = 1, -1
 _MAX_BATCH = 32
 """Descriptors per batch. Some 100 in flight keep the TCP transport busy; it refuses 2000 outright."""
+_TCP_CONNECTIONS = 16
+"""To a peer, the most that Mooncake takes (its default is 4). Each carries one descriptor at a time, and is idle until
+that is acknowledged."""
+_TCP_DESCRIPTOR_BYTES = 1 << 20
+"""At most, so that a layer of a chunk takes several connections."""
 _POLL_S = 0.0005
 _DEADLINES = ("MC_TCP_STATUS_TIMEOUT_SEC", "MC_TCP_PROGRESS_TIMEOUT_SEC")
 """After so long without a sign from the receiver, Mooncake closes a connection and calls what it carried failed. The
@@ -40,6 +45,30 @@ def rdma_devices(wanted: str = "") -> list[str]:
     return devices
 
 
+def start_mooncake(host: str, transport: Literal["rdma", "tcp"], ib_device: str = "") -> Any:
+    """A `mooncake.engine.TransferEngine` of one transport, with this project's settings where none are in the
+    environment.
+
+    Raises StartupError if Mooncake is missing or does not start.
+    """
+    if transport == "tcp":
+        os.environ["MC_FORCE_TCP"] = "1"
+    else:
+        os.environ.pop("MC_FORCE_TCP", None)
+    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("MC_TCP_LANES_PER_PEER", str(_TCP_CONNECTIONS))
+    try:
+        from mooncake.engine import TransferEngine
+    except ImportError as error:
+        raise StartupError(
+            f"cannot load Mooncake ({error}); install hisparse-pd[cpu], [cuda12] or [cuda13] and libibverbs1"
+        ) from error
+    engine = TransferEngine()
+    if engine.initialize(host, "P2PHANDSHAKE", transport, ib_device) != 0:
+        raise StartupError(f"Mooncake did not start on {host} with {transport}; is the address this host's?")
+    return engine
+
+
 class KVTransferEngine:
     """Registers local buffers and writes into those of other processes.
 
@@ -49,21 +78,8 @@ class KVTransferEngine:
     """
 
     def __init__(self, host: str, transport: Literal["rdma", "tcp"], ib_device: str = "") -> None:
-        if transport == "tcp":
-            os.environ["MC_FORCE_TCP"] = "1"
-        else:
-            os.environ.pop("MC_FORCE_TCP", None)
-        os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
-        try:
-            from mooncake.engine import TransferEngine
-        except ImportError as error:
-            raise StartupError(
-                f"cannot load Mooncake ({error}); install hisparse-pd[cpu], [cuda12] or [cuda13] and libibverbs1"
-            ) from error
-        self._engine = TransferEngine()
         before = listening_ports()
-        if self._engine.initialize(host, "P2PHANDSHAKE", transport, ib_device) != 0:
-            raise StartupError(f"Mooncake did not start on {host} with {transport}; is the address this host's?")
+        self._engine = start_mooncake(host, transport, ib_device)
         self.session = Session(transport=transport, name=f"{host}:{self._engine.get_rpc_port()}")
         self.ports = tuple(sorted(listening_ports() - before))
         self.data_ports = tuple(port for port in self.ports if port != self._engine.get_rpc_port())
@@ -99,10 +115,13 @@ class MooncakeChannel:
     """
 
     max_batch = _MAX_BATCH
+    attempts = 1 + _TCP_CONNECTIONS
+    """A connection that was closed is noticed when it is used: each may be, once."""
 
     def __init__(self, engine: Any, session: Session, patience_s: float) -> None:
         """patience_s: Mooncake waits at least so long before it gives a write up."""
         self.transport: Transport = session.transport
+        self.max_bytes = _TCP_DESCRIPTOR_BYTES if session.transport == "tcp" else NO_LIMIT
         self._engine = engine
         self._name = session.name
         self._patience_s = patience_s

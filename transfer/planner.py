@@ -13,6 +13,9 @@ from numpy.typing import NDArray
 
 Int64s = NDArray[np.int64]
 
+NO_LIMIT = 1 << 62
+"""Of descriptors or bytes."""
+
 
 class Descriptors(NamedTuple):
     """What an engine writes: addresses and lengths in bytes, int64 [n] each."""
@@ -25,8 +28,20 @@ class Descriptors(NamedTuple):
         """The same where addresses are offsets from these."""
         return Descriptors(source_base + self.sources, destination_base + self.destinations, self.lengths)
 
+    def cut(self, most_bytes: int) -> "Descriptors":
+        """The same with none longer than that: longer ones are cut into as few equal pieces as can be."""
+        if not len(self.lengths) or self.lengths.max() <= most_bytes:
+            return self
+        pieces = -(-self.lengths // most_bytes)
+        whole = np.repeat(np.arange(len(pieces)), pieces)
+        nth = np.arange(len(whole)) - (np.cumsum(pieces) - pieces)[whole]
+        every = -(-self.lengths // pieces)
+        begins = nth * every[whole]
+        lengths = np.minimum(every[whole], self.lengths[whole] - begins)
+        return Descriptors(self.sources[whole] + begins, self.destinations[whole] + begins, lengths)
+
     def split(self, most: int) -> "list[Descriptors]":
-        """The same in pieces of at most that many."""
+        """The same in batches of at most that many."""
         if len(self.lengths) <= most:
             return [self]
         return [

@@ -11,7 +11,7 @@ from functools import cache
 
 from transfer.copy_runs import stream_runs
 from transfer.messages import SharedMemory, Transport
-from transfer.planner import Descriptors
+from transfer.planner import NO_LIMIT, Descriptors
 from transfer.writer import Outcome, TransferError
 
 COPY_THREADS = min(4, os.cpu_count() or 1)
@@ -35,7 +35,9 @@ class SharedMemoryChannel:
     """
 
     transport: Transport = "shm"
-    max_batch = 1 << 20
+    max_batch = NO_LIMIT
+    max_bytes = NO_LIMIT
+    attempts = 1
 
     def __init__(self, memory: SharedMemory) -> None:
         self._memory = memory

@@ -13,10 +13,8 @@ from typing import Protocol
 from transfer.messages import Transport
 from transfer.planner import Descriptors
 
-BATCHES_IN_FLIGHT = 6
+BATCHES_IN_FLIGHT = 8
 """Enough to keep a transport busy; few enough that a ring of send buffers stays in the processor's cache."""
-_ATTEMPTS = 5
-"""Mooncake keeps four connections to a peer, and notices that one was closed when it uses it."""
 
 
 class TransferError(Exception):
@@ -54,6 +52,10 @@ class Channel(Protocol):
     transport: Transport
     max_batch: int
     """Descriptors that one batch may have: times BATCHES_IN_FLIGHT, what the transport takes with ease."""
+    max_bytes: int
+    """Bytes that one descriptor may have."""
+    attempts: int
+    """How often a batch is posted that is cut off again and again."""
 
     def submit(self, batch: Descriptors) -> Pending:
         """Post a batch. Never raises: what cannot be posted counts as failed."""
@@ -112,9 +114,10 @@ class Pipeline:
     def is_empty(self) -> bool:
         return not self._posted
 
-    def holds(self, buffer: object) -> bool:
-        """Whether something that was posted from this buffer is in flight."""
-        return any(posted.buffer is buffer for posted in self._posted)
+    @property
+    def held(self) -> set[object]:
+        """The buffers from which something that is in flight was posted, and None if something else is."""
+        return {posted.buffer for posted in self._posted}
 
     def post(self, write: Write, batch: Descriptors, buffer: object = None) -> bool:
         """Post a batch, in pieces that the channel takes, as long as its write goes on and nothing of that failed.
@@ -141,7 +144,7 @@ class Pipeline:
         oldest = self._posted[0]
         write = oldest.write
         outcome = oldest.pending.wait()
-        for _ in range(_ATTEMPTS - 1):
+        for _ in range(self.channel.attempts - 1):
             if outcome is not Outcome.CUT or not write.may_post:
                 break
             outcome = self.channel.submit(oldest.batch).wait()

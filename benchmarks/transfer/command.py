@@ -155,11 +155,12 @@ def _target(config: TransferBench) -> Iterator[wire.Link]:
         return
     here, there = socket.socketpair()
     with there:
-        # In a session of its own: Ctrl-C is for this process, whose end is the target's.
+        # In a group of its own: Ctrl-C is for this process, whose end is the target's. But in the same session: Linux
+        # divides processors among sessions first (sched_autogroup), so each side would get one of two cores.
         process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.transfer.target", str(there.fileno()), config.ib_device],
             pass_fds=[there.fileno()],
-            start_new_session=True,
+            process_group=0,
         )
     link = wire.Link(here)
     try:
@@ -174,11 +175,14 @@ def _target(config: TransferBench) -> Iterator[wire.Link]:
 
 
 class _Bar:
-    """A progress bar: the case that is measured, and how many rounds are done."""
+    """A progress bar: the case that is measured, and how many rounds are done.
+
+    Drawn between runs only: a thread that draws while one is timed takes the interpreter from what is measured.
+    """
 
     def __init__(self, plan: Plan) -> None:
         columns = (BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-        self._progress = Progress(*columns, console=Console(stderr=True))
+        self._progress = Progress(*columns, console=Console(stderr=True), auto_refresh=False)
         self._task = self._progress.add_task("starting", total=plan.num_rounds)
 
     def __enter__(self) -> "_Bar":
@@ -189,10 +193,10 @@ class _Bar:
         self._progress.stop()
 
     def case(self, case: Case) -> None:
-        self._progress.update(self._task, description=str(case))
+        self._progress.update(self._task, description=str(case), refresh=True)
 
     def overlap(self, protocol: Protocol) -> None:
-        self._progress.update(self._task, description=f"{protocol}: sending while chunks compute")
+        self._progress.update(self._task, description=f"{protocol}: sending while chunks compute", refresh=True)
 
     def round_done(self) -> None:
-        self._progress.advance(self._task)
+        self._progress.update(self._task, advance=1, refresh=True)

@@ -23,7 +23,7 @@ from prefill_node.source import HostSource
 from transfer.checksum import ChecksumMode
 from transfer.copy_runs import copy_runs
 from transfer.messages import BufferInfo, Destination, ModelIdentity, Peer, SharedMemory, Transport
-from transfer.planner import Descriptors
+from transfer.planner import NO_LIMIT, Descriptors
 from transfer.routes import Transports
 from transfer.shm import COPY_THREADS
 from transfer.writer import Channel, Outcome
@@ -180,7 +180,9 @@ class _Timed:
 class _Nothing:
     """A channel and a source that do nothing: what remains of sending is planning."""
 
-    max_batch = 1 << 20
+    max_batch = NO_LIMIT
+    max_bytes = NO_LIMIT
+    attempts = 1
     in_host_memory = True
 
     def __init__(self, transport: Transport, source: BufferInfo) -> None:

@@ -1,11 +1,12 @@
 """Mooncake by itself: what it reaches with the descriptors that it is given."""
 
-import os
 import time
 from collections import deque
+from typing import Literal
 
 from benchmarks.transfer.methods import MethodFailed
 from service.errors import StartupError
+from transfer.engine import start_mooncake
 from transfer.messages import BufferInfo
 from transfer.planner import Descriptors
 
@@ -17,21 +18,10 @@ _POLL_S = 0.0002
 
 
 class RawEngine:
-    """An engine of one transport. Raises StartupError if Mooncake is missing or does not start."""
+    """An engine of one transport, set up as this project's own. Raises StartupError if Mooncake does not start."""
 
-    def __init__(self, host: str, transport: str, ib_device: str) -> None:
-        if transport == "tcp":
-            os.environ["MC_FORCE_TCP"] = "1"
-        else:
-            os.environ.pop("MC_FORCE_TCP", None)
-        os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
-        try:
-            from mooncake.engine import TransferEngine
-        except ImportError as error:
-            raise StartupError(f"cannot load Mooncake ({error}); install hisparse-pd[cpu]") from error
-        self._engine = TransferEngine()
-        if self._engine.initialize(host, "P2PHANDSHAKE", transport, ib_device) != 0:
-            raise StartupError(f"Mooncake did not start on {host} with {transport}")
+    def __init__(self, host: str, transport: Literal["rdma", "tcp"], ib_device: str) -> None:
+        self._engine = start_mooncake(host, transport, ib_device)
 
     def register(self, buffers: BufferInfo) -> None:
         for ptr, length in zip(buffers.ptrs, buffers.lengths, strict=True):

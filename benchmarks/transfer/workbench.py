@@ -11,6 +11,7 @@ from benchmarks.transfer.pools import buffers_of, fill
 from benchmarks.transfer.raw_engine import RawEngine
 from transfer.checksum import ChecksumMode
 from transfer.messages import BufferInfo, Destination
+from transfer.routes import engines_among
 
 
 @dataclass(frozen=True)
@@ -62,10 +63,9 @@ class Workbench:
         """Raises StartupError for a protocol that this machine does not have."""
         if protocol not in self._engines:
             host = self.link.local_host
-            self._engines[protocol] = Engines(
-                Sending(host, protocol, self._ib_device, self._checksums),
-                None if protocol == "shm" else RawEngine(host, protocol, self._ib_device),
-            )
+            ours = Sending(host, protocol, self._ib_device, self._checksums)
+            raw = (RawEngine(host, transport, self._ib_device) for transport in engines_among([protocol.value]))
+            self._engines[protocol] = Engines(ours, next(raw, None))
         return self._engines[protocol]
 
     def pools(self, case: Case) -> Pools:

@@ -131,6 +131,8 @@ class FaultyChannel:
         switches = Switches(faults.directory)
         self.transport: Transport = channel.transport
         self.max_batch = channel.max_batch
+        self.max_bytes = channel.max_bytes
+        self.attempts = channel.attempts
         self.check = channel.check
         self.close = channel.close
         self._channel = channel

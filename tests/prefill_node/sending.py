@@ -18,7 +18,7 @@ from tests.transfer.test_messages import IDENTITY
 from transfer.checksum import ChecksumMode
 from transfer.copy_runs import copy_runs
 from transfer.messages import BufferInfo, Destination, Peer, Transport
-from transfer.planner import Descriptors
+from transfer.planner import NO_LIMIT, Descriptors
 from transfer.routes import NoRoute
 from transfer.writer import Outcome
 
@@ -37,6 +37,8 @@ class LateChannel:
 
     transport: Transport
     max_batch: int = 16
+    max_bytes: int = NO_LIMIT
+    attempts: int = 1
     posted: list[Descriptors] = field(default_factory=list)
     hold: threading.Event | None = None
     error: Exception | None = None

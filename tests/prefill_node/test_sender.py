@@ -57,6 +57,22 @@ def test_every_item_of_every_layer_arrives_at_its_slot(
     assert sum(c.stop - c.start for c in sent.checksums) == 3 * (stop - start)
 
 
+@pytest.mark.parametrize("pages", ["scattered", "contiguous"])
+def test_no_descriptor_is_longer_than_the_transport_takes(pages: str) -> None:
+    """From send buffers and in place; longer ones than that leave connections idle."""
+    sending = Sending("tcp")
+    channel = sending.channel("a")
+    channel.max_bytes = 1_000_000
+    chunk = sending.chunk(pages=pages, slots="contiguous")
+    sent = sending.send(chunk)
+    assert sent.error is None
+    sending.check_bytes(chunk)
+    lengths = [int(length) for batch in channel.posted for length in batch.lengths]
+    assert max(lengths) <= channel.max_bytes
+    assert sent.num_descriptors == len(lengths)
+    assert sum(lengths) == sent.num_bytes
+
+
 def test_over_tcp_scattered_pages_go_out_in_few_large_descriptors() -> None:
     """30 us per descriptor: 600 pages of 17 KiB would take longer than their bytes."""
     sending = Sending("tcp")

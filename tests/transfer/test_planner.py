@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transfer.planner import Runs, expand_extents, expand_pages, plan_runs
+from transfer.planner import Descriptors, Runs, expand_extents, expand_pages, plan_runs
 
 
 @st.composite
@@ -63,6 +63,27 @@ def test_split_runs_are_the_same_pairs_cut_after_every_so_many(
     assert [part.num_items for part in parts[:-1]] == [every] * (len(parts) - 1)
     assert parts[-1].num_items <= every
     assert [pair for part in parts for pair in pairs(part)] == pairs(runs)
+
+
+@given(transfers(), st.sampled_from([1, 3, 192]), st.integers(1, 1000))
+def test_cut_descriptors_move_the_same_bytes_in_as_few_equal_pieces_as_can_be(
+    transfer: tuple[np.ndarray, int, int, int, np.ndarray], item_bytes: int, most_bytes: int
+) -> None:
+    pages, page_size, start, stop, slots = transfer
+    runs = plan_runs(expand_pages(pages, page_size, start, stop), slots[start:stop])
+    whole = runs.descriptors(0, 0, item_bytes)
+    cut = whole.cut(most_bytes)
+    assert all(0 < length <= most_bytes for length in cut.lengths)
+    assert len(cut.lengths) == sum(-(-length // most_bytes) for length in whole.lengths.tolist())
+    assert [pair for piece in moved(cut) for pair in piece] == [pair for piece in moved(whole) for pair in piece]
+
+
+def moved(descriptors: Descriptors) -> list[list[tuple[int, int]]]:
+    """Source and destination of every byte, descriptor by descriptor."""
+    return [
+        [(source + at, destination + at) for at in range(length)]
+        for source, destination, length in zip(*(column.tolist() for column in descriptors), strict=True)
+    ]
 
 
 @given(transfers())

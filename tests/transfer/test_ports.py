@@ -99,8 +99,11 @@ def test_a_session_that_comes_back_after_a_restart_is_reached_whatever_was_known
                     assert failures[-1] == 0, "the first may find a connection of the old process"
 
 
-def test_engines_of_one_process_each_take_their_own_pair() -> None:
+def test_engines_of_one_process_each_take_their_own_pair(monkeypatch: pytest.MonkeyPatch) -> None:
     """Mooncake has one range for all of them: while one starts, the others' are held."""
+    for name in ("MC_MIN_RPC_PORT", "MC_MAX_RPC_PORT"):
+        # Of this process, and of all that other tests start from it: to be as it was.
+        monkeypatch.setenv(name, "")
     claimed = ClaimedPorts(PortRange(21200, 21203), engines=2)
     assert not any(can_bind(port) for port in range(21200, 21204))
     claimed.release(0)

@@ -28,6 +28,8 @@ class RecordingChannel:
 
     transport: Transport = "rdma"
     max_batch: int = 4
+    max_bytes: int = 1 << 20
+    attempts: int = 5
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     lengths: list[int] = field(default_factory=list)
     in_flight: list[int] = field(default_factory=list)
@@ -77,16 +79,16 @@ def test_a_buffer_is_held_until_the_last_piece_of_what_was_posted_from_it_has_en
     pipeline.post(write, batch(10), buffer)
     assert len(channel.in_flight) == 3
     for _ in range(3):
-        assert pipeline.holds(buffer)
+        assert buffer in pipeline.held
         pipeline.settle_oldest()
-    assert not pipeline.holds(buffer)
+    assert buffer not in pipeline.held
 
 
 def test_a_buffer_from_which_nothing_was_posted_is_not_held() -> None:
     pipeline = Pipeline(RecordingChannel())
     buffer = object()
     assert not pipeline.post(a_write(go_on=lambda: False), batch(1), buffer)
-    assert not pipeline.holds(buffer)
+    assert buffer not in pipeline.held
 
 
 def test_after_an_error_no_more_of_that_write_is_posted_and_the_rest_is_awaited() -> None:
