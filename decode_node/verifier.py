@@ -10,7 +10,7 @@ import structlog
 from hisparse.extents import HostSlots
 from transfer.checksum import Mismatch, verify
 from transfer.fencing import Key
-from transfer.messages import BufferInfo, Checksum
+from transfer.messages import BufferInfo, Checksums
 
 log = structlog.get_logger(__name__)
 
@@ -23,7 +23,7 @@ class Verification:
     """What to verify: checksums over the first `num_tokens` positions that lie in these slots."""
 
     key: Key
-    checksums: tuple[Checksum, ...]
+    checksums: Checksums
     slots: HostSlots
     num_tokens: int
 
@@ -94,7 +94,7 @@ class Verifier:
         key, count = verification.key, len(verification.checksums)
         try:
             mismatches = verify(
-                verification.checksums,
+                verification.checksums.rows(),
                 self._buffers,
                 verification.slots.slots(),
                 verification.num_tokens,

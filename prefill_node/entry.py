@@ -5,7 +5,7 @@ from enum import Enum
 
 from prefill_node.chunked import PrefillJob
 from prefill_node.outgoing import Sent
-from transfer.messages import Checksum, ModelIdentity, Peer, PrefillDone, PrefillRequest, Token, Transport
+from transfer.messages import Checksum, Checksums, ModelIdentity, Peer, PrefillDone, PrefillRequest, Token, Transport
 from transfer.planner import Int64s
 
 Key = tuple[str, str, int]
@@ -93,7 +93,7 @@ class Entry:
             transferred_bytes=self.num_bytes,
             descriptors=self.num_descriptors,
             transfer_seconds=self.seconds,
-            checksums=tuple(self.checksums),
+            checksums=Checksums.of(self.checksums),
         )
 
 

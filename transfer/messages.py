@@ -3,8 +3,8 @@
 Unknown fields are ignored and missing optional ones default, so that neighbouring releases understand each other.
 """
 
-from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal, Self
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -301,16 +301,44 @@ class Destination(Part):
         return *shared, *(session.transport for session in self.sessions)
 
 
-class Checksum(Part):
+class Checksum(NamedTuple):
     """xxh3, 64 bits, of the items of positions [start, stop) in buffer number `buffer`, in the order of positions.
 
     It covers what was sent and says nothing of how either side splits it, so sender and receiver may cut differently.
     """
 
-    buffer: UInt
-    start: UInt
-    stop: UInt
-    digest: Annotated[int, Field(ge=0, lt=2**64)]
+    buffer: int
+    start: int
+    stop: int
+    digest: int
+
+
+class Checksums(Part):
+    """Column by column: a long prompt has thousands, and as many objects would take longer to read than to verify."""
+
+    buffers: tuple[UInt, ...] = ()
+    starts: tuple[UInt, ...] = ()
+    stops: tuple[UInt, ...] = ()
+    digests: tuple[Annotated[int, Field(ge=0, lt=2**64)], ...] = ()
+
+    @classmethod
+    def of(cls, checksums: Sequence[Checksum]) -> Self:
+        if not checksums:
+            return cls()
+        buffers, starts, stops, digests = zip(*checksums, strict=True)
+        return cls(buffers=buffers, starts=starts, stops=stops, digests=digests)
+
+    @model_validator(mode="after")
+    def _check_lengths(self) -> Self:
+        if not len(self.buffers) == len(self.starts) == len(self.stops) == len(self.digests):
+            raise ValueError("the columns differ in length")
+        return self
+
+    def __len__(self) -> int:
+        return len(self.buffers)
+
+    def rows(self) -> Iterator[Checksum]:
+        return map(Checksum, self.buffers, self.starts, self.stops, self.digests)
 
 
 class PrefillRequest(Message):
@@ -361,7 +389,7 @@ class PrefillDone(Message):
     transferred_bytes: UInt = 0
     descriptors: UInt = 0
     transfer_seconds: Annotated[float, Field(ge=0)] = 0.0
-    checksums: tuple[Checksum, ...] = ()
+    checksums: Checksums = Checksums()
 
 
 class PrefillFailed(Message):

@@ -24,6 +24,7 @@ from transfer.messages import (
     Admitted,
     Cancel,
     Checksum,
+    Checksums,
     Ended,
     Generate,
     Leaving,
@@ -100,9 +101,11 @@ class Running:
         host = self.harness.coordinator.host
         for tensor in (host.kv, host.index_keys):
             tensor[:, rows] = torch.arange(len(slots), dtype=torch.float32)[None, :, None]
-        checksums = tuple(
-            Checksum(buffer=buffer, start=0, stop=10, digest=slot_digest(self.harness.buffers, buffer, slots))
-            for buffer in range(len(self.harness.buffers.ptrs))
+        checksums = Checksums.of(
+            [
+                Checksum(buffer=buffer, start=0, stop=10, digest=slot_digest(self.harness.buffers, buffer, slots))
+                for buffer in range(len(self.harness.buffers.ptrs))
+            ]
         )
         if torn:
             host.kv[0, rows[3], 1] += 1

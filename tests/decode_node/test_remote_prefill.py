@@ -20,6 +20,7 @@ from transfer.messages import (
     Abort,
     Admitted,
     Checksum,
+    Checksums,
     Generate,
     Holding,
     NotHeld,
@@ -38,7 +39,10 @@ SECOND = Peer(role="prefill", address="127.0.0.1:3", boot_id="second")
 SLOTS = HostSlots((Extent(4, 3),))
 KEY = ("r", 1)
 PATIENCE_S = 60.0
-CHECKSUMS = (Checksum(buffer=0, start=0, stop=3, digest=11), Checksum(buffer=1, start=0, stop=3, digest=12))
+CHECKSUMS = Checksums.of(
+    [Checksum(buffer=0, start=0, stop=3, digest=11), Checksum(buffer=1, start=0, stop=3, digest=12)]
+)
+NO_CHECKSUMS = Checksums()
 
 
 class Clock:
@@ -73,7 +77,7 @@ class Harness:
         self.remote.dispatch(self.request, node, SLOTS)
 
     def done(
-        self, epoch: int = 1, num_tokens: int = 3, checksums: tuple[Checksum, ...] = (), node: Peer = FIRST
+        self, epoch: int = 1, num_tokens: int = 3, checksums: Checksums = NO_CHECKSUMS, node: Peer = FIRST
     ) -> list[Landed | Lost]:
         token = Token(token_id=5)
         message = PrefillDone(request_id="r", epoch=epoch, token=token, num_tokens=num_tokens, checksums=checksums)

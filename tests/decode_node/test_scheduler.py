@@ -30,6 +30,7 @@ from transfer.fencing import ReservationTable
 from transfer.messages import (
     BufferInfo,
     Checksum,
+    Checksums,
     Generate,
     Outputs,
     Peer,
@@ -389,7 +390,7 @@ def test_a_mismatch_is_never_served() -> None:
     for epoch in (1, 2):
         h.scheduler.requests["a"].again_at = 0.0
         h.scheduler.turn()
-        checksums = (Checksum(buffer=0, start=0, stop=3, digest=1),)
+        checksums = Checksums.of([Checksum(buffer=0, start=0, stop=3, digest=1)])
         done = PrefillDone(request_id="a", epoch=epoch, token=Token(token_id=4), num_tokens=3, checksums=checksums)
         assert h.remote.take(PREFILL, done) == []
         h.scheduler.turn()

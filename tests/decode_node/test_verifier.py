@@ -10,7 +10,7 @@ from decode_node.verifier import Verification, Verified, Verifier
 from hisparse.extents import Extent, HostSlots
 from tests.transfer.slots import slot_digest
 from transfer.checksum import Mismatch, verify
-from transfer.messages import BufferInfo, Checksum
+from transfer.messages import BufferInfo, Checksum, Checksums
 
 SLOTS = HostSlots((Extent(6, 2), Extent(1, 3)))
 
@@ -26,9 +26,11 @@ class Memory:
             lengths=tuple(items.nbytes for items in self.items),
             item_lengths=(24, 8),
         )
-        self.checksums = tuple(
-            Checksum(buffer=buffer, start=0, stop=5, digest=slot_digest(self.buffers, buffer, SLOTS.slots()))
-            for buffer in (0, 1)
+        self.checksums = Checksums.of(
+            [
+                Checksum(buffer=buffer, start=0, stop=5, digest=slot_digest(self.buffers, buffer, SLOTS.slots()))
+                for buffer in (0, 1)
+            ]
         )
 
     def verification(self, epoch: int = 1) -> Verification:

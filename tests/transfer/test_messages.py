@@ -12,15 +12,19 @@ from transfer.messages import (
     SENT_BY,
     BufferInfo,
     Cancel,
+    Checksum,
+    Checksums,
     Destination,
     Generate,
     Message,
     ModelIdentity,
     Peer,
+    PrefillDone,
     PrefillRequest,
     Sampling,
     Session,
     SharedMemory,
+    Token,
 )
 
 ME = Peer(role="decode", address="127.0.0.1:8021", boot_id="boot")
@@ -160,6 +164,21 @@ def test_a_configuration_mismatch_names_both_values() -> None:
     other = IDENTITY.model_copy(update={"dtype": "bfloat16", "item_bytes": 96})
     assert IDENTITY.differences(other) == "dtype float32 != bfloat16, item_bytes 192 != 96"
     assert IDENTITY.differences(IDENTITY) == ""
+
+
+@given(st.lists(st.tuples(*[st.integers(0, 2**63 - 1)] * 3, st.integers(0, 2**64 - 1))))
+def test_checksums_survive_the_wire_in_their_order(rows: list[tuple[int, int, int, int]]) -> None:
+    checksums = Checksums.of([Checksum(*row) for row in rows])
+    done = PrefillDone(request_id="r", epoch=1, token=Token(token_id=1), num_tokens=3, checksums=checksums)
+    _, _, decoded = decode(encode(done, Peer(role="prefill", address="127.0.0.1:8011", boot_id="boot")))
+    assert isinstance(decoded, PrefillDone)
+    assert list(decoded.checksums.rows()) == rows
+    assert len(decoded.checksums) == len(rows)
+
+
+def test_checksums_whose_columns_differ_in_length_are_malformed() -> None:
+    with pytest.raises(ValueError, match="the columns differ in length"):
+        Checksums(buffers=(0, 1), starts=(0,), stops=(1,), digests=(2,))
 
 
 def test_a_buffer_outside_the_shared_memory_is_malformed() -> None:
