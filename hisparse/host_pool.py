@@ -43,9 +43,7 @@ class HostKVPool:
         self._slots = SlotAllocator(num_slots)
         self._pinned: list[torch.Tensor] = []
         if pin:
-            for tensor in (self.kv, self.index_keys):
-                _pin(tensor)
-                self._pinned.append(tensor)
+            self._pin_all()
 
     @property
     def num_slots(self) -> int:
@@ -97,6 +95,15 @@ class HostKVPool:
         while self._pinned:
             _check(_cudart().cudaHostUnregister(self._pinned.pop().data_ptr()))
         self._memory.close()
+
+    def _pin_all(self) -> None:
+        try:
+            for tensor in (self.kv, self.index_keys):
+                _pin(tensor)
+                self._pinned.append(tensor)
+        except StartupError:
+            self.close()
+            raise
 
 
 def _pin(tensor: torch.Tensor) -> None:

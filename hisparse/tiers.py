@@ -1,6 +1,7 @@
 """Putting the KV tiers of a decode node together: the one place that knows which backend a device has."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import torch
 
@@ -31,19 +32,23 @@ def build_tiers(
     hot_size = config.device_buffer_size
     # A device with memory of its own reads and writes the host pool by itself, which takes pinned memory.
     pin = device.type != "cpu"
-    host = HostKVPool(layout, sizes.num_host_slots, pin, shareable, cpus=cpus_near(device))
-    pool = DeviceKVPool(
-        layout,
-        num_slots=sizes.num_device_slots,
-        num_index_pages=sizes.num_index_pages,
-        index_page_size=sizes.index_page_size,
-        max_requests=sizes.max_requests,
-        max_context=sizes.max_context,
-        device_buffer_size=hot_size,
-        device=device,
-    )
-    residency = Residency(layout.num_index_layers, sizes.max_requests, sizes.max_context, hot_size, device)
-    backend, copy_stream = make_backend(host, pool, residency, config)
+    with ExitStack() as on_failure:
+        host = HostKVPool(layout, sizes.num_host_slots, pin, shareable, cpus=cpus_near(device))
+        # Memory that goes while it is pinned would be taken for pinned memory by whoever gets its addresses next.
+        on_failure.callback(host.close)
+        pool = DeviceKVPool(
+            layout,
+            num_slots=sizes.num_device_slots,
+            num_index_pages=sizes.num_index_pages,
+            index_page_size=sizes.index_page_size,
+            max_requests=sizes.max_requests,
+            max_context=sizes.max_context,
+            device_buffer_size=hot_size,
+            device=device,
+        )
+        residency = Residency(layout.num_index_layers, sizes.max_requests, sizes.max_context, hot_size, device)
+        backend, copy_stream = make_backend(host, pool, residency, config)
+        on_failure.pop_all()
     return HiSparseCoordinator(host, pool, residency, backend, copy_stream, verify)
 
 

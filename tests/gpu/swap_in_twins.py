@@ -1,5 +1,6 @@
 """The CPU backend and the CUDA backend side by side: the same pools, the same steps, compared bit by bit."""
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -61,7 +62,10 @@ class Twins:
         self.cpu = self._side(CPU, hot_size, context)
         self.gpu = self._side(CUDA, hot_size, context)
         self.on_cpu = CpuSwapIn(self.cpu.host, self.cpu.device, self.cpu.residency)
-        self.on_gpu = CudaSwapIn(self.gpu.host, self.gpu.device, self.gpu.residency, top_k, block_size)
+        with ExitStack() as on_failure:
+            on_failure.callback(self.close)
+            self.on_gpu = CudaSwapIn(self.gpu.host, self.gpu.device, self.gpu.residency, top_k, block_size)
+            on_failure.pop_all()
 
     def close(self) -> None:
         torch.cuda.synchronize()

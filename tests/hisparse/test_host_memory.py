@@ -9,10 +9,16 @@ import psutil
 import pytest
 import torch
 
+from hisparse import host_pool as host_pool_module
 from hisparse import populate as populate_module
+from hisparse import tiers as tiers_module
+from hisparse.config import HiSparseConfig
+from hisparse.device_pool import DeviceKVPool
 from hisparse.host_memory import HostMemory
 from hisparse.host_pool import HostKVPool
 from hisparse.layout import KVLayout
+from hisparse.sizing import plan_sizes
+from hisparse.tiers import build_tiers
 from service.errors import StartupError
 
 LAYOUT = KVLayout(num_layers=3, index_layer_of=(0, 0, 1), item_dim=5, index_dim=3, dtype=torch.float32)
@@ -115,3 +121,64 @@ def resident_bytes() -> int:
 
 def test_no_slots_are_no_error() -> None:
     assert HostMemory(0, shareable=True).tensor(0, (2, 0, 3), torch.float32).shape == (2, 0, 3)
+
+
+class Runtime:
+    """CUDA's, as far as pinning goes: so many registrations succeed."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self.registered: list[int] = []
+
+    def cudaHostRegister(self, address: int, _length: int, _flags: int) -> int:  # noqa: N802
+        if len(self.registered) == self.room:
+            return 2
+        self.registered.append(address)
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        self.registered.remove(address)
+        return 0
+
+    def check(self, code: int) -> None:
+        if code:
+            raise RuntimeError("out of memory")
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
+    runtime = Runtime(room=1)
+    monkeypatch.setattr(host_pool_module, "_cudart", lambda: runtime)
+    monkeypatch.setattr(host_pool_module, "_check", runtime.check)
+    return runtime
+
+
+def test_a_pool_that_cannot_be_pinned_as_a_whole_leaves_nothing_pinned(runtime: Runtime) -> None:
+    """Whoever gets the addresses of memory that went while it was pinned cannot pin them."""
+    with pytest.raises(StartupError, match="of host memory cannot be pinned"):
+        HostKVPool(LAYOUT, num_slots=3, pin=True)
+    assert not runtime.registered
+
+
+def test_tiers_that_cannot_be_put_together_leave_nothing_pinned(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(*_: object, **__: object) -> DeviceKVPool:
+        raise StartupError("no room on the device")
+
+    runtime.room = 2
+    monkeypatch.setattr(tiers_module, "cpus_near", lambda device: [0])
+    monkeypatch.setattr(tiers_module, "DeviceKVPool", no_room)
+    config = HiSparseConfig(device_buffer_size=64, top_k=32, host_to_device_ratio=2)
+    sizes = plan_sizes(
+        config,
+        LAYOUT,
+        max_running_requests=1,
+        context_length=128,
+        index_page_size=64,
+        available_host_bytes=1 << 30,
+        available_device_bytes=1 << 30,
+    )
+    with pytest.raises(StartupError, match="no room on the device"):
+        build_tiers(sizes, torch.device("cuda"))
+    assert not runtime.registered
