@@ -50,14 +50,15 @@ struct Cluster {
 #endif
     }
 
-    // Say that this block has begun. Orders no memory accesses, so it costs no fence.
-    __device__ __forceinline__ void begin() const {
+    // Say that this thread has come so far. Orders no memory accesses, so it costs no fence; but what has been read, and
+    // used, is read before anything that others do when they have waited for it.
+    __device__ __forceinline__ void arrive() const {
 #if __CUDA_ARCH__ >= 900
         if (size > 1) __cluster_barrier_arrive_relaxed();
 #endif
     }
 
-    // Wait until all blocks have begun: only then is their shared memory theirs.
+    // Wait until all threads of all blocks have.
     __device__ __forceinline__ void wait_for_all() const {
 #if __CUDA_ARCH__ >= 900
         if (size > 1) __cluster_barrier_wait();

@@ -1,127 +1,96 @@
-// The distinct misses of one request, in top-k order.
+// The misses of one request, in top-k order, and which of them are distinct.
 //
-// Missing places are listed first, in order; which of them miss the same position is found in rounds. In a round each
-// listed position that is not settled yet writes its index into the bucket of its hash. Whoever finds itself there is
-// settled, and so is whoever finds its own position there, which leaves the smaller index; the others go on with another
-// hash and another table. So nothing has to be cleared, the work follows the number of misses, and what comes out does not
-// depend on who wrote last.
+// Nearly always all are: an indexer's top-k has no position twice. So it is made certain first, at the price of one
+// atomic operation per miss: every missing position sets its bit in a bitmap, and who finds it set has met an equal, or a
+// position that shares its bit, where the bitmap is smaller than the context. Bits are cleared one by one, by those that
+// are about to set them. Only when two have met is there a second, slower look.
 #pragma once
 
 #include "request.cuh"
 
 class Misses {
+    const Request& request_;
     const Shared& shared_;
-    i32 position_[PLACES];  // at the list's indices index(0), index(1), ...
+    bool met_ = false;
 
     // Misses are dealt out to threads singly: of a short list most warps have none.
     static __device__ __forceinline__ int index(int j) { return j * THREADS + threadIdx.x; }
 
-    // The bucket of a position in a round. Fibonacci hashing (Knuth, The Art of Computer Programming, vol. 3, 6.4), other bits
-    // in every round. Rounds take turns at two tables, of which the second is for the few who lost in the first.
-    __device__ __forceinline__ i32* bucket(i32 position, int round) const {
-        const u32 hash = (static_cast<u32>(position) + round * 0x85ebca6bu) * 2654435769u;
-        return round & 1 ? shared_.few_buckets + (hash >> (32 - FEW_BUCKET_BITS)) : shared_.buckets + (hash >> (32 - BUCKET_BITS));
+    __device__ __forceinline__ u32* seen(i32 position) const { return shared_.seen + (position & (SEEN - 1)) / 32; }
+
+    // The bucket in which a position's equals meet: a hash table with linear probing (Knuth, The Art of Computer Programming,
+    // vol. 3, 6.4, algorithm L; its hash function is Fibonacci's). A bucket has the smallest index of its position.
+    __device__ i32* enter(int index) const {
+        const i32 position = shared_.miss_position[index];
+        for (u32 at = static_cast<u32>(position) * 2654435769u >> (32 - BUCKET_BITS);; at = (at + 1) & (BUCKETS - 1)) {
+            const i32 other = atomicCAS(shared_.buckets + at, NONE, index);
+            if (other == NONE) return shared_.buckets + at;
+            if (shared_.miss_position[other] == position) {
+                atomicMin(shared_.buckets + at, index);
+                return shared_.buckets + at;
+            }
+        }
     }
 
-    static __device__ __forceinline__ bool is_mine(u32 lanes) { return lanes >> lane_id() & 1; }
+  public:
+    bool repeated;  // whether the list had to be looked at again: then indices have ranks
 
-    enum Found { ITSELF, ITS_EQUAL, ANOTHER };
+    __device__ __forceinline__ Misses(const Request& request, const Shared& shared) : request_(request), shared_(shared) {}
 
-    // What a miss finds in its bucket.
-    __device__ __forceinline__ Found find(int j, int round) const {
-        const i32 other = *bucket(position_[j], round);
-        if (other == index(j)) return ITSELF;
-        return shared_.miss_position[other] == position_[j] ? ITS_EQUAL : ANOTHER;
+    // Clear the bit of a position that may be listed once the block has met at a barrier.
+    __device__ __forceinline__ void expect(i32 position) const { *seen(position) = 0; }
+
+    // List a missing position, and ask for its host slot if that is this block's to fetch.
+    __device__ __forceinline__ void list(int index, i32 position, const Cluster& cluster) {
+        shared_.miss_position[index] = position;
+        const u32 bit = 1u << position % 32;
+        met_ |= (atomicOr(seen(position), bit) & bit) != 0;
+        if (cluster.is_mine(index)) ask_for_host_slot(index, position);
     }
 
-    // Where equals met, let the smallest index be the first of all of them.
-    __device__ void leave_smallest(int round, const u32 (&pending)[PLACES], const u32 (&lost)[PLACES],
-                                   const u32 (&equal)[PLACES], i32 (&first)[PLACES]) const {
-#pragma unroll
+    // The host slot of a distinct miss, which this thread waits for with `wait_for_copies`.
+    __device__ __forceinline__ void ask_for_host_slot(int miss, i32 position) const {
+        copy_async_bytes<8>(shared_.host_slot + miss, request_.host_slot_of + position);
+    }
+
+    // A barrier of the block, after which it is known whether equals may have met.
+    __device__ __forceinline__ void meet() { repeated = __syncthreads_or(met_); }
+
+    // Strike the repeats off the list, whose distinct misses get ranks. Returns how many these are. All threads come
+    // here, and leave from a barrier.
+    __device__ int strike_repeats(int listed, const Cluster& cluster) const {
+        for (int bucket = threadIdx.x; bucket < BUCKETS; bucket += THREADS) shared_.buckets[bucket] = NONE;
+        wait_for_copies();
+        __syncthreads();
+        i32 position[PLACES];
+        i32* bucket[PLACES];
         for (int j = 0; j < PLACES; ++j) {
-            if (is_mine(equal[j])) atomicMin(bucket(position_[j], round), index(j));
+            if (index(j) >= listed) continue;
+            position[j] = shared_.miss_position[index(j)];
+            bucket[j] = enter(index(j));
         }
         __syncthreads();
-#pragma unroll
+        int distinct = 0;
         for (int j = 0; j < PLACES; ++j) {
-            if (is_mine(pending[j] & ~lost[j])) first[j] = *bucket(position_[j], round);
-        }
-    }
-
-    // For each of this thread's misses, the first index of the same position.
-    __device__ __forceinline__ void find_first(int listed, i32 (&first)[PLACES]) const {
-        u32 pending[PLACES];  // bits of the warp's lanes
-#pragma unroll
-        for (int j = 0; j < PLACES; ++j) {
-            pending[j] = __ballot_sync(ALL_LANES, index(j) < listed);
-            first[j] = index(j);
-        }
-        for (int round = 0;; ++round) {
-            u32 lost[PLACES], equal[PLACES], any = 0;
-#pragma unroll
-            for (int j = 0; j < PLACES; ++j) {
-                const Found found = pending[j] && is_mine(pending[j]) ? find(j, round) : ITSELF;
-                lost[j] = pending[j] ? __ballot_sync(ALL_LANES, found == ANOTHER) : 0;
-                equal[j] = pending[j] ? __ballot_sync(ALL_LANES, found == ITS_EQUAL) : 0;
-                if (equal[j]) *shared_.repeats = 1;
-                any |= lost[j];
-            }
-            any = __syncthreads_or(any);
-            if (*shared_.repeats) leave_smallest(round, pending, lost, equal, first);
-            if (!any) return;
-#pragma unroll
-            for (int j = 0; j < PLACES; ++j) {
-                pending[j] = lost[j];
-                if (lost[j] && is_mine(lost[j])) atomicExch(bucket(position_[j], round + 1), index(j));
-            }
-            __syncthreads();
-        }
-    }
-
-    // Strike the repeats off the list. Returns what is left. Ends with the block at a barrier.
-    __device__ int strike_repeats(int listed, const i32 (&first)[PLACES]) const {
-        int left = 0;
-        for (int j = 0; j < PLACES; ++j) {
-            const bool is_first = index(j) < listed && first[j] == index(j);
+            const bool is_first = index(j) < listed && *bucket[j] == index(j);
             const u32 firsts = __ballot_sync(ALL_LANES, is_first);
             if (lane_id() == 0) shared_.totals[warp_id()] = __popc(firsts);
             __syncthreads();
             const Totals totals(shared_.totals);
-            const int rank = left + totals.before_warp(warp_id()) + __popc(firsts & lanes_below());
+            const int rank = distinct + totals.before_warp(warp_id()) + __popc(firsts & lanes_below());
             if (is_first) {
                 shared_.rank[index(j)] = static_cast<u16>(rank);
-                shared_.miss_position[rank] = position_[j];
+                shared_.miss_position[rank] = position[j];
+                if (cluster.is_mine(rank)) ask_for_host_slot(rank, position[j]);
             }
-            left += totals.all();
+            distinct += totals.all();
             __syncthreads();
         }
         for (int j = 0; j < PLACES; ++j) {
-            if (index(j) < listed && first[j] != index(j)) shared_.rank[index(j)] = shared_.rank[first[j]];
+            if (index(j) < listed && *bucket[j] != index(j)) shared_.rank[index(j)] = shared_.rank[*bucket[j]];
         }
         __syncthreads();
-        return left;
-    }
-
-  public:
-    int distinct;
-    bool repeated;  // whether some position is missed at more than one place
-
-    __device__ __forceinline__ explicit Misses(const Shared& shared) : shared_(shared) {}
-
-    // List a missing position.
-    __device__ __forceinline__ void enter(int index, i32 position) const {
-        shared_.miss_position[index] = position;
-        atomicExch(bucket(position, 0), index);
-    }
-
-    // Find out which of those listed are distinct, once the block has met at a barrier. All threads come here.
-    __device__ __forceinline__ void find_distinct(int listed) {
-#pragma unroll
-        for (int j = 0; j < PLACES; ++j) position_[j] = index(j) < listed ? shared_.miss_position[index(j)] : NONE;
-        i32 first[PLACES];
-        find_first(listed, first);
-        repeated = *shared_.repeats;
-        distinct = repeated ? strike_repeats(listed, first) : listed;
+        return distinct;
     }
 
     // Which distinct miss a listed one is.

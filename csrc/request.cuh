@@ -32,7 +32,8 @@ __device__ __forceinline__ void add(u64* counters, Counter which, u64 amount) {
 }
 
 constexpr i32 NONE = -1;
-constexpr int FEW_BUCKET_BITS = BUCKET_BITS - 2;
+constexpr int BUCKETS = 1 << BUCKET_BITS;
+constexpr int SEEN = 1 << SEEN_BITS;
 constexpr int GRANULES = ceil_div(HOT_SIZE + 1, HOT_GRANULE);
 
 // The hot index after one, round the clock.
@@ -65,19 +66,18 @@ struct Selected {
 struct Shared {
     u64* selected;       // [TOP_K], Selected
     u64* arrived;        // [1], of `selected`
-    i64* host_slot;      // [TOP_K], of each distinct miss; over `selected`
+    i64* host_slot;      // [TOP_K], of each distinct miss that this block fetches; over `selected`
     i32* position_at;    // [HOT_SIZE]
     i32* miss_position;  // [TOP_K], the misses in top-k order; over `position_at`, like the next two
     u16* victims;        // [TOP_K], hot index that each distinct miss takes
     u16* rank;           // [TOP_K], of each miss among the distinct ones, if there are repeats
     i64* granules;       // [GRANULES]
-    i32* buckets;        // [1 << BUCKET_BITS]
+    u32* seen;           // [SEEN] bits, of positions that are missing
+    i32* buckets;        // [BUCKETS]; over `seen`
     u8* protect;         // [HOT_SIZE], 1 for this step's hits
-    i32* few_buckets;    // [1 << FEW_BUCKET_BITS]; over `protect`
     u32* totals;         // [WARPS], what each warp counted
     u32* kinds;          // [WARPS], and the Kinds of its hot indices
     u32* at_hand;        // [1], Kinds below the hand among the hot indices of its warp
-    u32* repeats;        // [1], whether some position is missed at more than one place
 
     __device__ __forceinline__ explicit Shared(u8* memory)
         : selected(reinterpret_cast<u64*>(memory + SHARED_SELECTED)),
@@ -88,13 +88,12 @@ struct Shared {
           victims(reinterpret_cast<u16*>(miss_position + TOP_K)),
           rank(victims + TOP_K),
           granules(reinterpret_cast<i64*>(memory + SHARED_GRANULES)),
-          buckets(reinterpret_cast<i32*>(memory + SHARED_BUCKETS)),
+          seen(reinterpret_cast<u32*>(memory + SHARED_SEEN)),
+          buckets(reinterpret_cast<i32*>(memory + SHARED_SEEN)),
           protect(memory + SHARED_PROTECT),
-          few_buckets(reinterpret_cast<i32*>(memory + SHARED_PROTECT)),
           totals(reinterpret_cast<u32*>(memory + SHARED_TOTALS)),
           kinds(reinterpret_cast<u32*>(memory + SHARED_KINDS)),
-          at_hand(reinterpret_cast<u32*>(memory + SHARED_AT_HAND)),
-          repeats(reinterpret_cast<u32*>(memory + SHARED_REPEATS)) {}
+          at_hand(reinterpret_cast<u32*>(memory + SHARED_AT_HAND)) {}
 };
 
 // Sums over the block's warps of what each of them wrote, once the block has met at a barrier. Up to 32 bits, in which

@@ -20,8 +20,7 @@ __device__ __forceinline__ u32 look_up(const Request& request, const i64 (&loade
     for (int i = 16 * threadIdx.x; i < HOT_SIZE; i += 16 * THREADS) {
         *reinterpret_cast<uint4*>(shared.protect + i) = make_uint4(0, 0, 0, 0);
     }
-    if (threadIdx.x == 0) *shared.repeats = 0;
-    cluster.wait_for_all();
+    cluster.wait_for_all();  // all blocks have begun: only then is their shared memory theirs
     mailbox.expect(request.k);
 #pragma unroll
     for (int j = 0; j < PLACES; ++j) {
@@ -42,7 +41,7 @@ struct Places {
     u32 missing[PLACES];   // bits of the warp's lanes
 
     // Tell hits from misses, and protect the hits.
-    __device__ __forceinline__ Places(const Request& request, const Shared& shared) {
+    __device__ __forceinline__ Places(const Request& request, const Shared& shared, const Misses& misses) {
         const i32 newest = static_cast<i32>(request.newest);
 #pragma unroll
         for (int j = 0; j < PLACES; ++j) {
@@ -55,7 +54,9 @@ struct Places {
                 hot[j] = selected.last_hot();
                 shared.protect[hot[j]] = 1;
             }
-            missing[j] = __ballot_sync(ALL_LANES, hot[j] < 0 && position[j] >= 0);
+            const bool is_missing = hot[j] < 0 && position[j] >= 0;
+            if (is_missing) misses.expect(position[j]);
+            missing[j] = __ballot_sync(ALL_LANES, is_missing);
         }
     }
 
@@ -70,12 +71,12 @@ struct Places {
     __device__ __forceinline__ bool is_missing(int j) const { return missing[j] >> lane_id() & 1; }
 
     // Turn the missing places' `hot` into their indices in the list of misses, and list them. index: of the warp's first.
-    __device__ __forceinline__ void list(int index, const Misses& misses) {
+    __device__ __forceinline__ void list(int index, const Cluster& cluster, Misses& misses) {
 #pragma unroll
         for (int j = 0; j < PLACES; ++j) {
             if (is_missing(j)) {
                 hot[j] = index + __popc(missing[j] & lanes_below());
-                misses.enter(hot[j], position[j]);
+                misses.list(hot[j], position[j], cluster);
             }
             index += __popc(missing[j]);
         }

@@ -1,4 +1,4 @@
-// The misses of one warp, a part of the list: dealt out evenly over the warps of all blocks, each its own run.
+// The misses of one warp: dealt out in turn to the blocks, and within each in runs to its warps.
 #pragma once
 
 #include "copy_item.cuh"
@@ -7,32 +7,31 @@
 class WarpMisses {
     const Request& request_;
     const Shared& shared_;
-    int begin_ = 0, end_ = 0;
+    const Cluster& cluster_;
+    int begin_, end_;  // of the block's
+
+    __device__ __forceinline__ int miss(int of_block) const { return of_block << cluster_.log2_size() | cluster_.rank; }
 
   public:
-    __device__ __forceinline__ WarpMisses(const Request& request, const Shared& shared) : request_(request), shared_(shared) {}
-
-    // Take this warp's part of so many, and ask for their host slots, which each lane waits for with `wait_for_copies`.
-    __device__ __forceinline__ void deal(const Cluster& cluster, int misses) {
-        const u32 warp = cluster.rank + cluster.size * warp_id();
-        begin_ = (warp * misses >> cluster.log2_size()) / WARPS;
-        end_ = ((warp + 1) * misses >> cluster.log2_size()) / WARPS;
-        for (int miss = begin_ + lane_id(); miss < end_; miss += WARP) {
-            copy_async_bytes<8>(shared_.host_slot + miss, request_.host_slot_of + shared_.miss_position[miss]);
-        }
+    __device__ __forceinline__ WarpMisses(const Request& request, const Shared& shared, const Cluster& cluster, int misses)
+        : request_(request), shared_(shared), cluster_(cluster) {
+        const int of_block = (misses + cluster.size - 1 - cluster.rank) >> cluster.log2_size();
+        begin_ = warp_id() * of_block / WARPS;
+        end_ = (warp_id() + 1) * of_block / WARPS;
     }
 
     // Record that they have taken their victims' places, and list what has to be copied. Returns violations: misses that
     // have no host or hot slot.
     __device__ __forceinline__ u32 settle() const {
         u32 violations = 0;
-        for (int miss = begin_ + lane_id(); miss < end_; miss += WARP) {
-            const i32 position = shared_.miss_position[miss], hot = shared_.victims[miss];
-            const i64 to = slot_at(shared_.granules, hot), from = shared_.host_slot[miss];
+        for (int of_block = begin_ + lane_id(); of_block < end_; of_block += WARP) {
+            const int at = miss(of_block);
+            const i32 position = shared_.miss_position[at], hot = shared_.victims[at];
+            const i64 to = slot_at(shared_.granules, hot), from = shared_.host_slot[at];
             const bool exists = to >= 0 && from >= 0;
             violations += !exists;
-            request_.miss_device_slots[miss] = exists ? to : -1;
-            request_.miss_host_slots[miss] = exists ? from : -1;
+            request_.miss_device_slots[at] = exists ? to : -1;
+            request_.miss_host_slots[at] = exists ? from : -1;
             request_.hot_of[position] = static_cast<i16>(hot);
             request_.position_at[hot] = position;
         }
@@ -43,10 +42,10 @@ class WarpMisses {
     __device__ __forceinline__ void fetch(u8* device_items, const u8* host_items) const {
         WarpCopy items(device_items, host_items);
         for (int first = begin_; host_items && first < end_; first += WARP) {
-            const int miss = first + lane_id();
-            const bool exists = miss < end_;
-            items.copy(exists ? slot_at(shared_.granules, shared_.victims[miss]) : -1,
-                       exists ? shared_.host_slot[miss] : -1, min(WARP, end_ - first));
+            const bool exists = first + lane_id() < end_;
+            const int at = miss(first + lane_id());
+            items.copy(exists ? slot_at(shared_.granules, shared_.victims[at]) : -1,
+                       exists ? shared_.host_slot[at] : -1, min(WARP, end_ - first));
         }
     }
 };

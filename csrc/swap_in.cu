@@ -53,11 +53,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) swap_in(const __grid_co
     }
 
     mailbox.open();
-    cluster.begin();
+    cluster.arrive();
     const HotBytes referenced(request.referenced);
     const i32 hand = *request.hand;
     u32 violations = look_up(request, loaded, cluster, mailbox, shared);
-    Places places(request, shared);
+    Misses misses(request, shared);
+    Places places(request, shared, misses);
     const u32 in_warp = places.count();
     if (lane_id() == 0) shared.totals[warp_id()] = in_warp;
     __syncthreads();
@@ -76,32 +77,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) swap_in(const __grid_co
         return;
     }
 
-    Misses misses(shared);
-    places.list(totals.before_warp(warp_id()) & 0xffff, misses);
+    places.list(totals.before_warp(warp_id()) & 0xffff, cluster, misses);
     const Kinds below = pieces.count(hand, shared);
+    misses.meet();
+    cluster.arrive();
+    const int distinct = misses.repeated ? misses.strike_repeats(missing, cluster) : missing;
+    pieces.turn_clock(hand, distinct, below, shared);
+    wait_for_copies();
     __syncthreads();
-    WarpMisses mine(request, shared);
-    mine.deal(cluster, missing);
-    misses.find_distinct(missing);
-    if (misses.repeated) {
-        wait_for_copies();
-        __syncthreads();
-        mine.deal(cluster, misses.distinct);
-    }
-    pieces.turn_clock(hand, misses.distinct, below, shared);
-    __syncthreads();
+    cluster.wait_for_all();  // all blocks have read the state that is written now
 
     places.write_slots(request, cluster, shared, [&](i32 index) { return shared.victims[misses.rank(index)]; });
     if (writes_referenced) pieces.write_referenced(request.referenced);
-    wait_for_copies();
+    const WarpMisses mine(request, shared, cluster, distinct);
     violations += mine.settle();
     add(p.counters, VIOLATIONS, violations);
     if (reports) {
-        *request.hand = after(shared.victims[misses.distinct - 1]);
-        p.miss_counts[entry] = misses.distinct;
-        add(p.counters, HITS, selected - misses.distinct);
-        add(p.counters, MISSES, misses.distinct);
-        if (p.host_items) add(p.counters, BYTES, static_cast<u64>(misses.distinct) * ITEM_BYTES);
+        *request.hand = after(shared.victims[distinct - 1]);
+        p.miss_counts[entry] = distinct;
+        add(p.counters, HITS, selected - distinct);
+        add(p.counters, MISSES, distinct);
+        if (p.host_items) add(p.counters, BYTES, static_cast<u64>(distinct) * ITEM_BYTES);
     }
     mine.fetch(p.device_items, p.host_items);
 }

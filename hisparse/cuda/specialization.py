@@ -1,6 +1,6 @@
 """What a kernel is compiled for, and how the swap-in kernel lays out its shared memory."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from hisparse.device_pool import hot_granule
@@ -11,6 +11,7 @@ WARP = 32
 MAX_BLOCK_SIZE = 1024
 MIN_ITEM_BYTES = 8
 VECTOR_BYTES = 16
+_MIN_SEEN_BITS = 10
 
 IndexType = Literal["int32", "int64"]
 _C_TYPES: dict[IndexType, str] = {"int32": "int", "int64": "long long"}
@@ -44,7 +45,8 @@ class SwapInSpecialization:
     """csrc/swap_in.cu. top_k: the most positions that a launch may select. hot_size: device_buffer_size.
 
     index_type: of rows and newest positions. position_type: of selected positions. aligned: as above. block_size:
-    threads per block.
+    threads per block. seen_bits: how many of a position's low bits tell it from others in the bitmap that finds
+    repeats; misses that have them in common are compared, which takes longer.
     """
 
     top_k: int
@@ -54,6 +56,7 @@ class SwapInSpecialization:
     position_type: IndexType
     aligned: bool
     block_size: int
+    seen_bits: int
 
     source = "swap_in.cu"
     entry = "swap_in"
@@ -74,28 +77,26 @@ class SwapInSpecialization:
 
     @property
     def bucket_bits(self) -> int:
-        """Of the bigger hash table in which repeated misses meet: at least twice as many buckets as positions."""
+        """Of the hash table in which repeated misses meet: at least twice as many buckets as positions."""
         return max(3, (2 * self.top_k - 1).bit_length())
 
     def shared_offsets(self) -> dict[str, int]:
         """Where each array of the kernel's dynamic shared memory begins, and, as SHARED_BYTES, where the last ends.
 
         The one place that lays it out: the kernel is compiled with these offsets. What lies over SELECTED, POSITION_AT
-        and PROTECT, when they have been read, is in `Shared` of csrc/request.cuh.
+        and SEEN, when they have been read, is in `Shared` of csrc/request.cuh.
         """
         warps = self.block_size // WARP
-        buckets = 2**self.bucket_bits
         arrays = {
             "SELECTED": 8 * self.top_k,
             "ARRIVED": 8,
             "POSITION_AT": max(4 * self.hot_size, 8 * self.top_k),
             "GRANULES": 8 * -(-(self.hot_size + 1) // hot_granule(self.hot_size)),
-            "BUCKETS": 4 * buckets,
-            "PROTECT": max(self.hot_size, buckets),
+            "SEEN": max(2**self.seen_bits // 8, 4 * 2**self.bucket_bits),
+            "PROTECT": self.hot_size,
             "TOTALS": 4 * warps,
             "KINDS": 4 * warps,
             "AT_HAND": 4,
-            "REPEATS": 4,
         }
         offsets, end = {}, 0
         for name, num_bytes in arrays.items():
@@ -107,13 +108,20 @@ class SwapInSpecialization:
     def shared_bytes(self) -> int:
         return self.shared_offsets()["SHARED_BYTES"]
 
-    def check_fits(self, available: int) -> None:
-        """Raise StartupError unless a block may have this much shared memory (`available`, in bytes)."""
-        if self.shared_bytes > available:
+    def fitted(self, available: int) -> "SwapInSpecialization":
+        """This, or the same with fewer `seen_bits`, for devices whose blocks may have `available` bytes of shared memory.
+
+        Raises StartupError if it needs more than that all the same.
+        """
+        fitted = self
+        while fitted.shared_bytes > available and fitted.seen_bits > _MIN_SEEN_BITS:
+            fitted = replace(fitted, seen_bits=fitted.seen_bits - 1)
+        if fitted.shared_bytes > available:
             raise StartupError(
-                f"swap-in with top_k {self.top_k} and device_buffer_size {self.hot_size} needs {self.shared_bytes} "
+                f"swap-in with top_k {self.top_k} and device_buffer_size {self.hot_size} needs {fitted.shared_bytes} "
                 f"bytes of shared memory per block, this device has {available}: lower top_k (or device_buffer_size)"
             )
+        return fitted
 
     def defines(self) -> dict[str, str]:
         return {
@@ -126,11 +134,17 @@ class SwapInSpecialization:
             "INDEX_T": _C_TYPES[self.index_type],
             "POSITION_T": _C_TYPES[self.position_type],
             "BUCKET_BITS": str(self.bucket_bits),
+            "SEEN_BITS": str(self.seen_bits),
             **{name: str(offset) for name, offset in self.shared_offsets().items()},
         }
 
 
 Specialization = CopySpecialization | SwapInSpecialization
+
+
+def seen_bits(max_context: int) -> int:
+    """As many as tell any two positions of a context of that length apart."""
+    return max(_MIN_SEEN_BITS, (max_context - 1).bit_length())
 
 
 def default_block_size(top_k: int) -> int:

@@ -7,7 +7,7 @@ import torch
 
 from hisparse.cuda.copy_items import ItemCopier, Items
 from hisparse.cuda.launch import DeviceKernel, reads_registered_memory, shared_memory_limit
-from hisparse.cuda.specialization import IndexType, SwapInSpecialization, default_block_size
+from hisparse.cuda.specialization import IndexType, SwapInSpecialization, default_block_size, seen_bits
 from hisparse.device_pool import DeviceKVPool
 from hisparse.host_pool import HostKVPool
 from hisparse.residency import Residency
@@ -254,9 +254,9 @@ class CudaSwapIn:
                 position_type=_INDEX_TYPES[position_type],
                 aligned=self._aligned,
                 block_size=self.block_size,
+                seen_bits=seen_bits(self._device.max_context),
             )
-            specialization.check_fits(shared_memory_limit(self._on))
-            self._kernels[key] = DeviceKernel(specialization, self._on)
+            self._kernels[key] = DeviceKernel(specialization.fitted(shared_memory_limit(self._on)), self._on)
         return self._kernels[key]
 
     def _static_params(self, index_layer: int) -> _Params:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hisparse.cuda.copy_items import _Params as CopyParams
-from hisparse.cuda.specialization import CopySpecialization, SwapInSpecialization
+from hisparse.cuda.specialization import CopySpecialization, SwapInSpecialization, seen_bits
 from hisparse.cuda.swap_in import _Params as SwapInParams
 from hisparse.device_pool import hot_granule
 from hisparse.residency import Residency
@@ -79,26 +79,30 @@ def select(rng: random.Random, newest: int, k: int, hot_size: int) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("top_k", "hot_size", "block_size", "cluster", "item_bytes", "steps"),
+    ("top_k", "hot_size", "block_size", "cluster", "item_bytes", "steps", "seen"),
     [
-        (1, 1, 32, 1, 8, 40),
-        (3, 5, 32, 2, 9, 40),
-        (6, 6, 64, 8, 16, 25),
-        (40, 64, 64, 2, 48, 40),
-        (64, 64, 32, 1, 31, 30),
-        (100, 101, 32, 4, 33, 15),
-        (70, 300, 128, 1, 1152, 15),
-        (90, 1100, 32, 2, 24, 15),
-        (300, 310, 32, 1, 40, 10),
+        (1, 1, 32, 1, 8, 40, None),
+        (3, 5, 32, 2, 9, 40, 1),
+        (6, 6, 64, 8, 16, 25, 3),
+        (40, 64, 64, 2, 48, 40, None),
+        (64, 64, 32, 1, 31, 30, 5),
+        (100, 101, 32, 4, 33, 15, None),
+        (70, 300, 128, 1, 1152, 15, 8),
+        (90, 1100, 32, 2, 24, 15, 10),
+        (300, 310, 32, 1, 40, 10, None),
+        (300, 310, 32, 4, 40, 10, 7),
     ],
 )
 def test_the_swap_in_kernel_does_what_the_oracle_does(
-    top_k: int, hot_size: int, block_size: int, cluster: int, item_bytes: int, steps: int
+    top_k: int, hot_size: int, block_size: int, cluster: int, item_bytes: int, steps: int, seen: int | None
 ) -> None:
+    """seen: bits that tell positions apart where repeats are looked for, as many as needed if None."""
     torch.manual_seed(top_k)
     rng = random.Random(top_k)
-    kernel = SwapInSpecialization(top_k, hot_size, item_bytes, "int64", "int64", item_bytes % 16 == 0, block_size)
-    emulated = Emulated(kernel, cluster, rows=3, context=3 * hot_size + steps + 8)
+    context = 3 * hot_size + steps + 8
+    aligned, seen = item_bytes % 16 == 0, seen or seen_bits(context)
+    kernel = SwapInSpecialization(top_k, hot_size, item_bytes, "int64", "int64", aligned, block_size, seen)
+    emulated = Emulated(kernel, cluster, rows=3, context=context)
     newest = [hot_size - 1 if hot_size > 1 else 1, hot_size + 1, 3 * hot_size + 3]
     for residency in (emulated.oracle, emulated.state):
         residency.reset_short(0)

@@ -2,6 +2,7 @@
 
 import ctypes
 import re
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from hisparse.cuda.specialization import (
     Specialization,
     SwapInSpecialization,
     default_block_size,
+    seen_bits,
 )
 from service.errors import StartupError
 
@@ -31,6 +33,7 @@ def specialization(**changes: object) -> SwapInSpecialization:
         "position_type": "int64",
         "aligned": True,
         "block_size": 512,
+        "seen_bits": 17,
         **changes,
     }
     return SwapInSpecialization(**options)  # type: ignore[arg-type]
@@ -138,10 +141,19 @@ def test_arrays_in_shared_memory_do_not_overlap_and_their_sum_is_checked() -> No
     assert offsets == sorted(offsets)
     assert all(offset % 16 == 0 for offset in offsets)
 
-    specialization(top_k=2048, hot_size=32767).check_fits(H100_SHARED_MEMORY)
-    specialization(top_k=8192, hot_size=16384).check_fits(H100_SHARED_MEMORY)
+    for kernel in (specialization(top_k=2048, hot_size=32767), specialization(top_k=8192, hot_size=16384)):
+        assert kernel.fitted(H100_SHARED_MEMORY) == kernel
     with pytest.raises(StartupError, match=r"needs .* bytes of shared memory per block, this device has 232448"):
-        specialization(top_k=16384, hot_size=32767).check_fits(H100_SHARED_MEMORY)
+        specialization(top_k=16384, hot_size=32767).fitted(H100_SHARED_MEMORY)
+
+
+def test_long_contexts_share_bits_where_shared_memory_is_short() -> None:
+    million = seen_bits(2**20)
+    assert (seen_bits(2**20 + 1), million, seen_bits(2**20 - 1), seen_bits(1)) == (21, 20, 20, 10)
+    assert specialization(seen_bits=million).fitted(H100_SHARED_MEMORY).seen_bits == million
+    crowded = specialization(hot_size=32767, seen_bits=million).fitted(H100_SHARED_MEMORY)
+    assert 17 <= crowded.seen_bits < million
+    assert crowded.shared_bytes <= H100_SHARED_MEMORY < replace(crowded, seen_bits=crowded.seen_bits + 1).shared_bytes
 
 
 @pytest.mark.parametrize(
