@@ -62,7 +62,10 @@ class DecodeNode:
         self._remote = remote
         self._coordinator = coordinator
         self._membership = membership
-        self._exported = SwapInCounters(0, 0, 0)
+        self._exported = SwapInCounters(0, 0, 0, 0)
+        """What /metrics was told of swap-in; of the thread that refreshes it."""
+        self._violations = 0
+        """How many swap-in violations the loop knows of."""
         self._housekeeping_at = 0.0
         self._was_busy = False
 
@@ -93,6 +96,7 @@ class DecodeNode:
         return bool(self._scheduler.requests) or self._remote.written_to
 
     def refresh_metrics(self) -> None:
+        """Bring the gauges and counters up to date for a scrape. One thread calls it, which need not be the loop's."""
         host, device, metrics = self._coordinator.host, self._coordinator.device, self._metrics
         quarantined = self._remote.quarantined_slots
         metrics.host_slots.labels("free").set(host.free)
@@ -110,6 +114,7 @@ class DecodeNode:
         metrics.swap_in_hits.inc(now.hits - before.hits)
         metrics.swap_in_misses.inc(now.misses - before.misses)
         metrics.swap_in_bytes.inc(now.bytes - before.bytes)
+        metrics.swap_in_violations.inc(now.violations - before.violations)
         self._exported = now
 
     def _patience(self) -> float:
@@ -149,14 +154,33 @@ class DecodeNode:
                 log.warning("not for a decode node", kind=type(message).__name__, sender=sender.address)
 
     def _housekeep(self, now: float) -> None:
-        """End the requests of gateways that are gone: nobody would read their tokens."""
+        """Once a second, end the requests whose tokens nobody would read, and those whose tokens may be wrong."""
         if now < self._housekeeping_at:
             return
         self._housekeeping_at = now + 1.0
+        self._end_unread(now)
+        self._end_violated()
+
+    def _end_unread(self, now: float) -> None:
+        """End the requests of gateways that are gone."""
         for request in list(self._scheduler.requests.values()):
             if self._membership.gateway_lost(request.gateway, now, _GATEWAY_SILENCE_S):
                 log.warning("gateway is gone", request_id=request.request_id, gateway=request.gateway.address)
                 self._scheduler.end(request, "abort")
+
+    def _end_violated(self) -> None:
+        """If swap-in met violations since the last time, end what has decoded since then: nobody knows whose they were.
+
+        Sampling has waited for the kernels of these steps, so all that they met is counted.
+        """
+        suspects = self._scheduler.take_decoded()
+        violations = self._coordinator.counters().violations - self._violations
+        if not violations:
+            return
+        self._violations += violations
+        log.error("swap-in violations", violations=violations, ended=len(suspects))
+        for request in suspects:
+            self._scheduler.end(request, "error", f"its tokens may be wrong (swap-in violations: {violations})")
 
     def _check_idle(self) -> None:
         """When nothing is held any more, for a request or after one, see that nothing was left behind."""

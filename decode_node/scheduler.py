@@ -64,6 +64,8 @@ class Scheduler:
         self._limits = limits
         self.requests: dict[str, Request] = {}
         self._ended: Tombstones[str] = Tombstones()
+        self._decoded: set[str] = set()
+        """Ids of those that were in a step since `take_decoded`."""
         self._draining = False
 
     # --- what comes in ---
@@ -227,6 +229,7 @@ class Scheduler:
         if not batch:
             return
         self._metrics.decode_batch_size.observe(len(batch))
+        self._decoded.update(request.request_id for request in batch)
         try:
             logits = self._decoding.step(
                 [request.request_id for request in batch], [request.generated[-1] for request in batch]
@@ -309,6 +312,11 @@ class Scheduler:
             request.again_at = time.monotonic() + min(pause, LONGEST_RETRY_S)
 
     # --- what it holds ---
+
+    def take_decoded(self) -> list[Request]:
+        """Requests that decoded since the last call and are not over, oldest first; some may have been retracted."""
+        decoded, self._decoded = self._decoded, set()
+        return [request for request in self.requests.values() if request.request_id in decoded]
 
     def in_state(self, *states: State) -> list[Request]:
         """Requests in these states, oldest first."""

@@ -34,7 +34,7 @@ class SwapInPlan:
     """What one resolve decided, for every layer of the index layer's group.
 
     slots: int64 [batch, k], device slot of every selected position, -1 for -1. miss_host_slots, miss_device_slots:
-    int64, same shape, what to copy from and to, -1 for padding (a device that must not wait for the count pads).
+    int64, in a shape of the backend's own, what to copy from and to, both -1 for a miss that is a violation.
     """
 
     slots: torch.Tensor
@@ -44,11 +44,18 @@ class SwapInPlan:
 
 @dataclass(frozen=True)
 class SwapInCounters:
-    """Monotonic totals. Hits and misses are counted once per index layer, bytes once per layer."""
+    """Monotonic totals. Hits and misses are counted once per index layer, bytes once per layer.
+
+    violations: what a resolve could not serve, since an invariant was broken: selected positions beyond the newest or
+    below -1, which are taken for -1, and misses without a host slot or a device slot, for which nothing is copied.
+    Tokens of some running request are wrong then. Every backend counts them and none raises: a device meets them when
+    the caller has gone on, and does not say whose they were.
+    """
 
     hits: int
     misses: int
     bytes: int
+    violations: int
 
 
 @dataclass(frozen=True)
@@ -112,10 +119,7 @@ class SwapInBackend(Protocol):
         ...
 
     def counters(self) -> SwapInCounters:
-        """What was counted so far; what is not carried out yet may be missing. Any thread may ask.
-
-        Raises what a backend finds out only by asking its device.
-        """
+        """What was counted so far; what is not carried out yet may be missing. Any thread may ask."""
         ...
 
 
@@ -131,6 +135,7 @@ class CpuSwapIn:
         self._hits = 0
         self._misses = 0
         self._bytes = 0
+        self._violations = 0
 
     def store_items(self, layer: int, batch: StepBatch, items: torch.Tensor) -> None:
         self._device.kv[layer].index_copy_(0, batch.newest_slots, items)
@@ -139,21 +144,27 @@ class CpuSwapIn:
         self._device.index_keys[index_layer].flatten(0, 1).index_copy_(0, batch.newest_index_rows, keys)
 
     def resolve(self, index_layer: int, batch: StepBatch, positions: torch.Tensor) -> SwapInPlan:
-        plan = self._residency.resolve(index_layer, batch.rows, positions, batch.newest)
+        selected = torch.where((positions >= 0) & (positions <= batch.newest[:, None]), positions, -1)
+        plan = self._residency.resolve(index_layer, batch.rows, selected, batch.newest)
+        miss_rows = batch.rows[plan.miss_batch]
+        host_slots = self._device.host_slot_of[miss_rows, plan.miss_positions]
+        device_slots = self._device.hot_slots(miss_rows, plan.miss_hot)
+        exists = (host_slots >= 0) & (device_slots >= 0)
         self._hits += plan.hits
         self._misses += plan.misses
-        miss_rows = batch.rows[plan.miss_batch]
+        self._violations += int((selected != positions).sum()) + int((~exists).sum())
         slots = self._device.hot_slots(batch.rows[:, None], plan.hot.clamp(min=0))
         return SwapInPlan(
             slots=torch.where(plan.hot >= 0, slots, -1),
-            miss_host_slots=self._device.host_slot_of[miss_rows, plan.miss_positions],
-            miss_device_slots=self._device.hot_slots(miss_rows, plan.miss_hot),
+            miss_host_slots=torch.where(exists, host_slots, -1),
+            miss_device_slots=torch.where(exists, device_slots, -1),
         )
 
     def fetch(self, plan: SwapInPlan, layer: int) -> None:
-        items = self._host.kv[layer].index_select(0, plan.miss_host_slots)
-        self._device.kv[layer].index_copy_(0, plan.miss_device_slots, items)
-        self._bytes += items.nbytes
+        exists = plan.miss_host_slots >= 0
+        items = self._host.kv[layer].index_select(0, plan.miss_host_slots[exists])
+        self._device.kv[layer].index_copy_(0, plan.miss_device_slots[exists], items)
+        self._bytes += len(exists) * self._host.layout.item_bytes
 
     def backup(self, batch: StepBatch) -> None:
         host, device = self._host, self._device
@@ -179,4 +190,4 @@ class CpuSwapIn:
         """Every call has been carried out when it returns."""
 
     def counters(self) -> SwapInCounters:
-        return SwapInCounters(self._hits, self._misses, self._bytes)
+        return SwapInCounters(self._hits, self._misses, self._bytes, self._violations)

@@ -61,6 +61,9 @@ class Metrics:
         self.swap_in_hits = counter("swap_in_hits_total", "Selected items that were in the hot buffer.")
         self.swap_in_misses = counter("swap_in_misses_total", "Selected items fetched from the host pool.")
         self.swap_in_bytes = counter("swap_in_bytes_total", "Bytes fetched from the host pool into hot buffers.")
+        self.swap_in_violations = counter(
+            "swap_in_violations_total", "Selected items that swap-in could not serve: a bug, and wrong tokens."
+        )
         self.transfer_bytes = counter("transfer_bytes_total", "Bytes written to decode nodes.")
         self.transfer_descriptors = counter("transfer_descriptors_total", "Transfer descriptors posted.")
         self.transfer_seconds = histogram("transfer_seconds", "Time to write one prefill chunk.", _LATENCY)

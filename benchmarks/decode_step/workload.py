@@ -155,4 +155,6 @@ class Requests:
             self.coordinator.request_finished(request_id)
         if not self.coordinator.is_idle():
             raise RuntimeError("finished requests left something behind")
+        if violations := self.coordinator.counters().violations:
+            raise RuntimeError(f"{violations} swap-in violations: what was timed is no decode step")
         self.coordinator.close()

@@ -156,6 +156,12 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             "Of the selected items, those that were in the hot buffer.",
         ),
         Panel("Fetched from the host", "Bps", {"{{instance}}": rate("hisparse_pd_swap_in_bytes_total", DECODE)}),
+        Panel(
+            "Swap-in violations",
+            "short",
+            {"{{instance}}": f"sum by (instance) (increase(hisparse_pd_swap_in_violations_total{DECODE}{RATE}))"},
+            "Each is a bug, and may have been a wrong token.",
+        ),
     ),
     "Transfer": (
         Panel("Written to decode nodes", "Bps", {"{{instance}}": rate("hisparse_pd_transfer_bytes_total", PREFILL)}),

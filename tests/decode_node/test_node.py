@@ -2,20 +2,23 @@
 
 import queue
 import threading
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
+import structlog
 import torch
 
 from decode_node.loop_call import on_loop
 from decode_node.node import DecodeNode, Event
+from decode_node.request import State
 from decode_node.verifier import Verifier
 from service.lifecycle import Lifecycle
 from service.metrics import Metrics
 from service.shell import NodeShell
 from tests.decode_node.fakes import GATEWAY
-from tests.decode_node.test_scheduler import Harness
+from tests.decode_node.test_scheduler import HOT, Harness
 from tests.e2e.cluster import wait_until
 from tests.prefill_node.fakes import FakeControl
 from tests.transfer.slots import slot_digest
@@ -61,6 +64,17 @@ class Shell(NodeShell[Event]):
         self._membership = None
 
 
+def node_of(harness: Harness, shell: Shell) -> DecodeNode:
+    """A decode node whose gateways are never lost."""
+    return DecodeNode(
+        shell,
+        harness.scheduler,
+        harness.remote,
+        harness.coordinator,
+        SimpleNamespace(gateway_lost=lambda *_: False),  # type: ignore[arg-type]
+    )
+
+
 class Running:
     """A decode node whose loop runs on a thread, with real tiers and a real verifier. The test plays the others."""
 
@@ -69,14 +83,7 @@ class Running:
         self.control, self.metrics = self.harness.control, self.harness.metrics
         self.shell = Shell(self.control, self.metrics)
         self.verifier = Verifier(self.harness.buffers, self.shell.inbox.put)
-        membership = SimpleNamespace(gateway_lost=lambda *_: False)
-        self.node = DecodeNode(
-            self.shell,
-            self.harness.scheduler,
-            self.harness.remote,
-            self.harness.coordinator,
-            membership,  # type: ignore[arg-type]
-        )
+        self.node = node_of(self.harness, self.shell)
         self.thread = threading.Thread(target=self.node.run)
         self.thread.start()
 
@@ -85,12 +92,12 @@ class Running:
         self.thread.join(10)
         self.verifier.close()
 
-    def ask(self) -> None:
-        self.shell.inbox.put((GATEWAY, GENERATE))
+    def ask(self, **changes: object) -> None:
+        self.shell.inbox.put((GATEWAY, GENERATE.model_copy(update=changes)))
 
-    def requested(self, epoch: int) -> tuple[Peer, PrefillRequest]:
+    def requested(self, epoch: int, request_id: str = "r") -> tuple[Peer, PrefillRequest]:
         """The request for a prefill under that epoch, once it is there."""
-        node, message = wait_until(lambda: self.control.repeated.get(("prefill", ("r", epoch))), timeout=10)
+        node, message = wait_until(lambda: self.control.repeated.get(("prefill", (request_id, epoch))), timeout=10)
         assert isinstance(message, PrefillRequest)
         return node, message
 
@@ -110,13 +117,27 @@ class Running:
         if torn:
             host.kv[0, rows[3], 1] += 1
         done = PrefillDone(
-            request_id="r", epoch=request.epoch, token=Token(token_id=100), num_tokens=10, checksums=checksums
+            request_id=request.request_id,
+            epoch=request.epoch,
+            token=Token(token_id=100),
+            num_tokens=10,
+            checksums=checksums,
         )
         self.shell.inbox.put((node, done))
 
-    def tokens(self) -> list[int]:
+    def tokens(self, request_id: str = "r") -> list[int]:
         """What was streamed so far."""
-        return [token.token_id for output in self.control.outputs() for token in output.tokens]
+        outputs = [output for output in self.control.outputs() if output.request_id == request_id]
+        return [token.token_id for output in outputs for token in output.tokens]
+
+    def finishes(self) -> dict[str, tuple[str, str | None]]:
+        """How each request ended."""
+        return {o.request_id: (o.finish_reason, o.error) for o in self.control.outputs() if o.finish_reason}
+
+    def exported(self, name: str) -> float | None:
+        """A metric as /metrics would show it."""
+        self.node.refresh_metrics()
+        return self.metrics.registry.get_sample_value(f"hisparse_pd_{name}")
 
 
 @pytest.fixture
@@ -159,30 +180,23 @@ def test_calls_from_other_threads_are_carried_out_by_the_loop(running: Running) 
 
 
 def test_a_node_that_drains_finishes_what_streams_and_hands_over_the_rest(running: Running) -> None:
-    def asks(request_id: str) -> Generate:
-        return GENERATE.model_copy(update={"request_id": request_id})
-
     def answers(kind: type[Message]) -> list[Message]:
         return [message for to, message in list(running.control.sent) if to == GATEWAY and isinstance(message, kind)]
 
-    def finishes() -> dict[str, tuple[str, str | None]]:
-        """How each request ended."""
-        return {o.request_id: (o.finish_reason, o.error) for o in running.control.outputs() if o.finish_reason}
-
-    running.shell.inbox.put((GATEWAY, GENERATE.model_copy(update={"max_new_tokens": 300})))
+    running.ask(max_new_tokens=300)
     node, request = running.requested(epoch=1)
     running.write(node, request)
-    running.shell.inbox.put((GATEWAY, asks("not begun")))
+    running.ask(request_id="not begun")
     wait_until(lambda: ("prefill", ("not begun", 1)) in running.control.repeated, timeout=10)
 
     running.shell.lifecycle.drain()
     running.shell.inbox.put(None)
-    wait_until(lambda: "not begun" in finishes(), timeout=10)
-    assert finishes()["not begun"] == ("abort", "the decode node is stopping")
-    running.shell.inbox.put((GATEWAY, asks("late")))
+    wait_until(lambda: "not begun" in running.finishes(), timeout=10)
+    assert running.finishes()["not begun"] == ("abort", "the decode node is stopping")
+    running.ask(request_id="late")
     wait_until(lambda: answers(Rejected), timeout=10)
     assert answers(Rejected) == [Rejected(request_id="late", code="draining", reason="the decode node is draining")]
-    wait_until(lambda: "r" in finishes(), timeout=10)
+    wait_until(lambda: "r" in running.finishes(), timeout=10)
     assert running.tokens() == list(range(100, 400))
     assert running.thread.is_alive(), "a prefill node may still be writing to its memory"
     running.shell.inbox.put((FIRST, Quiesced(request_id="not begun", epoch=1)))
@@ -192,7 +206,7 @@ def test_a_node_that_drains_finishes_what_streams_and_hands_over_the_rest(runnin
 
 
 def test_a_node_that_ends_waits_for_nobody(running: Running) -> None:
-    running.shell.inbox.put((GATEWAY, GENERATE.model_copy(update={"max_new_tokens": 300})))
+    running.ask(max_new_tokens=300)
     running.requested(epoch=1)
     running.shell.lifecycle.end()
     running.thread.join(10)
@@ -214,13 +228,7 @@ def test_slots_that_leaked_are_noticed_also_if_others_were_in_quarantine_when_th
     """Then there is nothing to compare with until these are free, too."""
     harness = Harness()
     shell = Shell(harness.control, harness.metrics)
-    node = DecodeNode(
-        shell,
-        harness.scheduler,
-        harness.remote,
-        harness.coordinator,
-        SimpleNamespace(gateway_lost=lambda *_: False),  # type: ignore[arg-type]
-    )
+    node = node_of(harness, shell)
     shell.inbox.put((GATEWAY, GENERATE.model_copy(update={"prefill_nodes": (FIRST,)})))
     node._turn()
     leaked = harness.coordinator.host.allocate(1)
@@ -234,10 +242,7 @@ def test_slots_that_leaked_are_noticed_also_if_others_were_in_quarantine_when_th
 
 
 def test_what_a_node_owes_and_what_it_cannot_use_are_exported(running: Running) -> None:
-    def value(name: str) -> float | None:
-        running.node.refresh_metrics()
-        return running.metrics.registry.get_sample_value(f"hisparse_pd_{name}")
-
+    value = running.exported
     assert (value("kv_tokens_outstanding"), value("quarantine_seconds")) == (0, 0)
     running.ask()
     running.requested(epoch=1)
@@ -247,3 +252,46 @@ def test_what_a_node_owes_and_what_it_cannot_use_are_exported(running: Running) 
     assert value("kv_tokens_outstanding") == 0
     running.shell.inbox.put((FIRST, Quiesced(request_id="r", epoch=1)))
     wait_until(lambda: value("quarantine_seconds") == 0, timeout=10)
+
+
+def test_what_decoded_when_swap_in_was_violated_ends_with_an_error_and_what_comes_later_is_served(
+    running: Running,
+) -> None:
+    model = running.harness.model
+    model.step_s, model.violates_at = 0.01, 20
+    with structlog.testing.capture_logs() as logs:
+        running.ask(max_new_tokens=300)
+        running.write(*running.requested(epoch=1))
+        wait_until(lambda: "r" in running.finishes(), timeout=10)
+        assert running.finishes()["r"] == ("error", "its tokens may be wrong (swap-in violations: 1)")
+        assert len(running.tokens()) < 150, "at 100 tokens a second at most: it was noticed within one"
+
+        model.violates_at = -1
+        running.ask(request_id="later", max_new_tokens=150)
+        running.write(*running.requested(epoch=1, request_id="later"))
+        wait_until(lambda: "later" in running.finishes(), timeout=10)
+    assert running.finishes()["later"] == ("length", None), "a violation is held against nobody who came after it"
+    assert running.tokens("later") == list(range(100, 250))
+    errors = [entry for entry in logs if entry["log_level"] == "error"]
+    assert errors == [{"event": "swap-in violations", "violations": 1, "ended": 1, "log_level": "error"}]
+    assert [running.exported("swap_in_violations_total") for _ in range(2)] == [1, 1]
+    wait_until(running.harness.coordinator.is_idle, timeout=10)
+
+
+def test_a_violation_ends_also_what_has_given_way_since_and_nothing_that_has_not_decoded() -> None:
+    """There are device slots for some of the requests, and for fewer as they grow."""
+    h = Harness(device_slots=HOT + 1 + 2)
+    node = node_of(h, Shell(h.control, h.metrics))
+    for name in "abcd":
+        h.ask(name, prompt=(10,), tokens=30)
+    h.model.violates_at = 1
+    while not h.scheduler.in_state(State.RETRACTED):
+        h.turn()
+    h.model.violates_at = -1
+    unhurt = [r.request_id for r in h.scheduler.requests.values() if len(r.generated) == 1]
+    node._housekeep(time.monotonic())
+    assert list(h.scheduler.requests) == unhurt
+    assert 0 < len(unhurt) < 3
+    h.run()
+    assert h.ended == {name: "length" if name in unhurt else "error" for name in "abcd"}
+    assert all(h.answers[name] == list(range(11, 41)) for name in unhurt)

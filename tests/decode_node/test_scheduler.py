@@ -57,6 +57,9 @@ class CountingModel:
         self.batches: list[int] = []
         self.error: Exception | None = None
         self.overflows_after = -1
+        self.violates_at = -1
+        """The position that a token selects its successor of."""
+        self.step_s = 0.0
 
     def decode(self, token_ids: torch.Tensor, positions: torch.Tensor, step: DecodeStep) -> torch.Tensor:
         if self.error is not None:
@@ -64,7 +67,9 @@ class CountingModel:
         self.batches.append(len(token_ids))
         step.append_index_keys(0, torch.stack((positions, positions), 1).float())
         step.append(0, torch.stack((positions, positions), 1).float())
-        step.swap_in(0, (positions[:, None] - torch.arange(HOT)).clamp(min=-1))
+        newest_selected = positions + (positions == self.violates_at)
+        step.swap_in(0, (newest_selected[:, None] - torch.arange(HOT)).clamp(min=-1))
+        time.sleep(self.step_s)
         logits = torch.nn.functional.one_hot(token_ids + 1, VOCAB).float()
         return logits.masked_fill((token_ids == self.overflows_after)[:, None], float("inf"))
 

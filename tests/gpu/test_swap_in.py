@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from hisparse.cuda.swap_in import SwapInViolationError
 from hisparse.swap_in import StagedKV
 from service.errors import StartupError
 from tests.gpu.swap_in_twins import CUDA, Twins
@@ -256,20 +255,23 @@ def test_a_staged_prompt_arrives_on_the_host() -> None:
         torch.cuda.synchronize()
 
 
-def test_a_position_beyond_the_newest_is_reported_and_reads_nothing() -> None:
-    both = Twins(top_k=4, hot_size=8, newest=[40], context=64)
-    plan = both.on_gpu.launch(
-        0,
-        torch.tensor([0], device=CUDA),
-        torch.tensor([40], device=CUDA),
-        torch.tensor([[41, 3, 2**40, -2]], device=CUDA),
-        fetch=True,
-    )
-    assert plan.miss_counts.tolist() == [1]
-    assert (plan.slots >= 0).tolist() == [[False, True, False, False]]
-    with pytest.raises(SwapInViolationError, match="3 selected positions"):
-        both.on_gpu.counters()
-    both.close()
+@pytest.mark.parametrize("newest", [5, 40])
+def test_positions_beyond_the_newest_are_counted_and_read_nothing(newest: int) -> None:
+    with twins(top_k=4, hot_size=8, newest=[newest], context=64) as both:
+        both.step([0], {0: torch.tensor([[newest + 1, 3, 2**40, -2]])})
+        assert both.on_gpu.counters().violations == 3
+
+
+@pytest.mark.parametrize("cluster", [1, 4])
+def test_misses_that_have_no_slot_on_either_side_are_counted_and_copy_nothing(cluster: int) -> None:
+    """Position 5 has no host slot, 6 has none for its victim, 7 has neither, and 5 is missed twice."""
+    with twins(top_k=6, hot_size=8, newest=[40], context=64, cluster=cluster) as both:
+        for side in (both.cpu, both.gpu):
+            side.device.host_slot_of[0, [5, 7]] = -1
+            side.device.hot_granules[0, [2, 3]] = -1
+        both.step([0], {1: torch.tensor([[4, 5, 6, 7, 5, 8]])})
+        assert both.on_gpu.counters().violations == 3
+        assert both.on_gpu.counters().misses == 5
 
 
 def test_what_does_not_fit_the_device_is_refused_at_construction() -> None:

@@ -87,5 +87,6 @@ def session(
         for request_id in opened.request_ids:
             opened.coordinator.request_finished(request_id)
         assert opened.coordinator.is_idle()
+        assert opened.coordinator.counters().violations == 0
     finally:
         opened.coordinator.close()

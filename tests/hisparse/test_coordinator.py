@@ -8,6 +8,7 @@ import torch
 from hisparse import HostSlots, Tier
 from hisparse.lifecycle import LifecycleError
 from hisparse.step import StepError
+from hisparse.swap_in import SwapInCounters
 from hisparse.verify import SwapInMismatchError
 from tests.hisparse.tiers_harness import CONTEXT, HOT, LAYOUT, Tiers, item, tiers
 
@@ -177,6 +178,44 @@ def test_verify_catches_a_resident_item_that_differs_from_its_host_copy(tier: st
             t.coordinator.begin_step(["r"]).swap_in(1, torch.tensor([[10]]))
 
 
+def test_what_swap_in_cannot_serve_is_counted_and_copied_from_nowhere() -> None:
+    violate_and_count()
+
+
+def violate_and_count(on: str = "cpu") -> None:
+    """Positions that do not exist, and misses without a host slot or a device slot, in the group of layers 1 to 3."""
+    with tiers(on=on, verify=False) as t:
+        assert t.admit("r", seed=1, num_tokens=20)
+        t.coordinator.append_tokens(["r"])
+        row = t.coordinator._request("r").row
+        step = t.coordinator.begin_step(["r"])
+
+        def swap_in(*positions: int) -> list[int]:
+            """The slots of the positions, the same in all layers of the group."""
+            on_device = torch.tensor([positions], device=t.device.device)
+            [slots] = {tuple(step.swap_in(layer, on_device)[0].tolist()) for layer in (1, 2, 3)}
+            return list(slots)
+
+        # Of the three positions that miss, the second has no host slot, and the third takes a place without a slot.
+        t.device.host_slot_of[row, 4] = -1
+        t.device.hot_granules[row, 2] = -1
+        before = t.device.kv.clone()
+        slots = swap_in(3, 4, 5, 21)
+        assert [slot >= 0 for slot in slots] == [True, True, False, False]
+        expected = before.clone()
+        for layer in (1, 2, 3):
+            expected[layer, slots[0]] = torch.tensor(item(1, layer, 3))
+        assert torch.equal(t.device.kv, expected), "nothing but position 3 was copied"
+        assert t.coordinator.counters() == SwapInCounters(0, 3, 3 * 3 * LAYOUT.item_bytes, violations=3)
+
+        t.coordinator.check_integrity()
+        step = t.coordinator.begin_step(["r"])
+        assert swap_in(-1, 20, 2**40, -2)[2:] == [-1, -1]
+        assert t.coordinator.counters().violations == 5
+        t.coordinator.request_finished("r")
+        assert t.coordinator.is_idle(), "what was counted once does not keep the pools from being in order"
+
+
 def test_misuse_is_refused_by_name() -> None:
     with tiers() as t:
         assert t.admit("r", seed=1, num_tokens=4)
@@ -266,6 +305,7 @@ def walk_and_leave_nothing(seed: int, turns: int, on: str = "cpu") -> None:
                 walk.drop_retracted()
             t.coordinator.check_integrity()
         assert t.coordinator.counters().misses > 0
+        assert t.coordinator.counters().violations == 0
         for request_id in list(walk.running):
             walk.finish(request_id)
         walk.drop_retracted()

@@ -17,3 +17,4 @@ def test_counters_that_alerts_watch_start_at_zero() -> None:
         assert samples["hisparse_pd_transfer_failures_total", reason] == 0
     assert samples["hisparse_pd_retractions_total", "host"] == 0
     assert samples["hisparse_pd_requests_finished_total", "queue_full"] == 0
+    assert samples["hisparse_pd_swap_in_violations_total",] == 0
