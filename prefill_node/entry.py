@@ -2,11 +2,13 @@
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Self
 
 from prefill_node.chunked import PrefillJob
+from prefill_node.convert import prompt_tensor, sampling_params
 from prefill_node.outgoing import Sent
 from transfer.messages import Checksum, Checksums, ModelIdentity, Peer, PrefillDone, PrefillRequest, Token, Transport
-from transfer.planner import Int64s
+from transfer.planner import Int64s, expand_extents
 
 Key = tuple[str, str, int]
 """Decode node's boot id, request id, epoch: a request that moves to another decode node keeps its id, and each decode
@@ -58,6 +60,12 @@ class Entry:
     """For how long something of it was being written. Chunks overlap: the next is posted before the last has ended."""
     written_until: float = 0.0
     checksums: list[Checksum] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, key: Key, request: PrefillRequest, decode: Peer) -> Self:
+        """What a decode node asks for, not begun yet."""
+        job = PrefillJob(key, prompt_tensor(request.prompt_ids), sampling_params(request.sampling), request.step)
+        return cls(request, decode, job, expand_extents(request.extents, len(request.prompt_ids)))
 
     @property
     def key(self) -> Key:
