@@ -23,6 +23,7 @@ from service.shell import NodeShell
 from transfer.messages import (
     Abort,
     Admitted,
+    ChunkTaken,
     HeartbeatAck,
     Holding,
     Message,
@@ -122,6 +123,8 @@ class PrefillNode:
                 self._on_sent(item)
             case (sender, PrefillRequest() as message):
                 self._on_request(sender, message)
+            case (sender, ChunkTaken() as message):
+                self._on_chunk_taken(_key(sender, message), message.number)
             case (sender, Admitted() as message):
                 self._on_admitted(_key(sender, message))
             case (sender, Abort() as message):
@@ -162,6 +165,11 @@ class PrefillNode:
         if not self._sender.open(decode):
             return "this node sends to as many decode nodes as it can"
         return None
+
+    def _on_chunk_taken(self, key: Key, number: int) -> None:
+        if (entry := self._entries.get(key)) is not None and number in entry.untaken:
+            entry.untaken.remove(number)
+            self._control.answered(("chunk", key, number))
 
     def _on_admitted(self, key: Key) -> None:
         self._control.answered(("done", key))
@@ -254,15 +262,21 @@ class PrefillNode:
         if sent.lingering:
             self._over.note_lingering(entry.key)
         if sent.error is None:
-            entry.landed(sent)
-            self._metrics.transfer_bytes.inc(sent.num_bytes)
-            self._metrics.transfer_descriptors.inc(sent.num_descriptors)
-            self._metrics.transfer_seconds.observe(sent.seconds())
+            self._note_landed(entry, sent)
         elif entry.state is not State.STOPPING:
             self._metrics.transfer_failures.labels("write").inc()
             self._stop_entry(entry, failure=f"transfer failed: {sent.error}")
             return
         self._advance(entry)
+
+    def _note_landed(self, entry: Entry, sent: Sent) -> None:
+        """A chunk has landed. Its checksums can be verified while later chunks compute."""
+        done = entry.landed(sent)
+        self._metrics.transfer_bytes.inc(sent.num_bytes)
+        self._metrics.transfer_descriptors.inc(sent.num_descriptors)
+        self._metrics.transfer_seconds.observe(sent.seconds())
+        if done is not None:
+            self._control.repeat(("chunk", entry.key, done.number), entry.decode, done)
 
     def _advance(self, entry: Entry) -> None:
         """Go on with an entry once nothing of it is in flight: it has arrived, or it may end."""
@@ -321,9 +335,11 @@ class PrefillNode:
         return self._over.failed(key, reason, in_flight=in_flight, leaving=leaving)
 
     def _end(self, entry: Entry) -> None:
-        """The one place where an entry's pages go back."""
+        """The one place where an entry's pages go back. Nothing is repeated of it any more."""
         self._control.answered(("done", entry.key))
         self._control.answered(("failed", entry.key))
+        for number in entry.untaken:
+            self._control.answered(("chunk", entry.key, number))
         self._prefill.release(entry.job)
         del self._entries[entry.key]
         self._over.add(entry.key)
@@ -354,5 +370,5 @@ class PrefillNode:
         self._decode_nodes.watch(entry.decode for entry in self._entries.values())
 
 
-def _key(decode: Peer, what: PrefillRequest | Admitted | Abort | Chunk) -> Key:
+def _key(decode: Peer, what: PrefillRequest | ChunkTaken | Admitted | Abort | Chunk) -> Key:
     return decode.boot_id, what.request_id, what.epoch
