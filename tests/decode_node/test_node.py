@@ -1,5 +1,6 @@
 """The node's loop with its verifier: what a prefill node writes into real memory, and what of it is served."""
 
+import math
 import queue
 import threading
 from collections.abc import Iterator
@@ -184,6 +185,7 @@ def test_a_node_that_drains_finishes_what_streams_and_hands_over_the_rest(runnin
         """How each request ended."""
         return {o.request_id: (o.finish_reason, o.error) for o in running.control.outputs() if o.finish_reason}
 
+    running.control.heard[FIRST.boot_id] = math.inf
     running.shell.inbox.put((GATEWAY, GENERATE.model_copy(update={"max_new_tokens": 300})))
     node, request = running.requested(epoch=1)
     running.write(node, request)
