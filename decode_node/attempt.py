@@ -2,17 +2,18 @@
 
 from dataclasses import dataclass, field
 
+from decode_node.arrival import Arrival, Stage
 from decode_node.request import Request
+from decode_node.verifier import Placement
 from hisparse.extents import HostSlots
-from transfer.messages import Peer, PrefillDone, Token
+from transfer.messages import Peer, Token
 
 
 @dataclass
 class Attempt:
     """One dispatched prefill, for as long as its request wants it and its slots are writable.
 
-    `accepted`: the node has said that it works on it. `done`: it has said that everything landed, and the checksums are
-    being verified; from then on nothing depends on the node any more.
+    `accepted`: the node has said that it works on it.
     """
 
     request: Request
@@ -26,10 +27,18 @@ class Attempt:
     """The forward pass that was under way when it said so."""
     progressed_at: float = field(init=False)
     """When it was last seen to get on (time.monotonic)."""
-    done: PrefillDone | None = None
+    arrival: Arrival = field(init=False)
+    placement: Placement = field(init=False)
 
     def __post_init__(self) -> None:
         self.progressed_at = self.dispatched_at
+        self.arrival = Arrival(self.request.num_tokens)
+        self.placement = Placement(self.slots, self.request.num_tokens)
+
+    @property
+    def needs_node(self) -> bool:
+        """Whether it is lost if the node says nothing more."""
+        return self.arrival.stage is Stage.COMING
 
     def accept(self, now: float) -> None:
         """The node has taken it: a first step, of which later ones count."""

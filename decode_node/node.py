@@ -17,6 +17,7 @@ from transfer.membership import Membership
 from transfer.messages import (
     Accepted,
     Cancel,
+    ChunkDone,
     Ended,
     Generate,
     HeartbeatAck,
@@ -143,7 +144,9 @@ class DecodeNode:
                 self._scheduler.cancel(message.request_id, sender)
             case Ended():
                 self._scheduler.ended(message.request_id, sender)
-            case PrefillAccepted() | PrefillDone() | PrefillFailed() | Quiesced() | NotHeld() | Progress():
+            case (
+                PrefillAccepted() | ChunkDone() | PrefillDone() | PrefillFailed() | Quiesced() | NotHeld() | Progress()
+            ):
                 self._scheduler.apply(self._remote.take(sender, message))
             case HeartbeatAck():
                 self._remote.nodes.learn(sender.address, message.prefill_nodes, message.longest_prompts)

@@ -2,7 +2,8 @@
 
 Every attempt has an epoch of its own. Its slots belong to the reservation table from before the prefill node is told
 of them until they land or are proved quiet, whatever happens to the request in between. They land when the node says
-that its last write was confirmed and the checksums that it sends along, if any, hold.
+that its last write was confirmed and the checksums that it sent along, if any, hold. Those of a chunk are verified
+while later ones are computed.
 """
 
 import time
@@ -10,6 +11,7 @@ from collections.abc import Callable
 
 import structlog
 
+from decode_node.arrival import Stage, part_of
 from decode_node.attempt import Attempt, Landed, Lost, Outcome
 from decode_node.health import SILENCE_S, Health
 from decode_node.prefill_nodes import PrefillNodes
@@ -22,6 +24,8 @@ from transfer.fencing import Key, ReservationTable
 from transfer.messages import (
     Abort,
     Admitted,
+    ChunkDone,
+    ChunkTaken,
     Destination,
     Holding,
     NotHeld,
@@ -38,7 +42,7 @@ log = structlog.get_logger(__name__)
 
 _INQUIRE_S = 0.5
 
-PrefillMessage = PrefillAccepted | PrefillDone | PrefillFailed | Quiesced | NotHeld | Progress
+PrefillMessage = PrefillAccepted | ChunkDone | PrefillDone | PrefillFailed | Quiesced | NotHeld | Progress
 
 
 class RemotePrefill:
@@ -151,8 +155,8 @@ class RemotePrefill:
                 self._control.answered(("prefill", key))
                 if key in self._attempts:
                     self._attempts[key].accept(time.monotonic())
-            case PrefillDone():
-                outcomes = self._on_done(sender, key, message)
+            case ChunkDone() | PrefillDone():
+                outcomes = self._on_arrival(sender, key, message)
             case PrefillFailed(leaving=True):
                 self.nodes.retire(sender.boot_id)
                 outcomes = self._hand_back(key, message.reason)
@@ -171,10 +175,11 @@ class RemotePrefill:
     def verified(self, result: Verified) -> list[Outcome]:
         """Take what came of a verification; nothing happens if the attempt was given up meanwhile."""
         attempt = self._attempts.get(result.key)
-        if attempt is None or attempt.done is None:
+        if attempt is None:
             return []
         if result.reason is None:
-            return [self._land(result.key, attempt, attempt.done)]
+            attempt.arrival.verified(result.part)
+            return self._land_if_verified(result.key, attempt)
         if not result.mismatches:
             return self._fail(result.key, result.reason, "verification")
         log.error(
@@ -199,7 +204,7 @@ class RemotePrefill:
         self._control.watch(self.nodes.known | {reservation.writer for reservation in self._reservations})
         outcomes: list[Outcome] = []
         for key, attempt in list(self._attempts.items()):
-            if attempt.done is None and (trouble := self.health.trouble(attempt, now)):
+            if attempt.needs_node and (trouble := self.health.trouble(attempt, now)):
                 outcomes += self._lose(key, trouble)
         self._bury(now)
         self._inquire()
@@ -216,7 +221,7 @@ class RemotePrefill:
         """Ask nodes how far they are."""
         keys: dict[Peer, list[Key]] = {node: [] for node in self.health.stuck & self.nodes.known}
         for key, attempt in self._attempts.items():
-            if attempt.accepted and attempt.done is None:
+            if attempt.accepted and attempt.needs_node:
                 keys.setdefault(attempt.node, []).append(key)
         for node, theirs in keys.items():
             self._control.send(node, Holding(keys=tuple(theirs)))
@@ -228,23 +233,45 @@ class RemotePrefill:
             if attempt is not None and attempt.node.boot_id == sender.boot_id:
                 attempt.note_progress(computed, message.current_pass, time.monotonic())
 
-    def _on_done(self, sender: Peer, key: Key, message: PrefillDone) -> list[Outcome]:
-        if not self._reservations.is_writable(key):
-            # Of an attempt that was given up. Its last write landed, which is as good as Quiesced.
+    def _on_arrival(self, sender: Peer, key: Key, message: ChunkDone | PrefillDone) -> list[Outcome]:
+        """A chunk has landed, or all of it has."""
+        attempt = self._attempts.get(key)
+        if attempt is None:
+            self._answer_late(sender, key, message)
+            return []
+        if contradiction := attempt.arrival.contradiction(message):
+            return self._fail(key, contradiction)
+        if not self._is_taken(key, attempt, message):
+            return []
+        if isinstance(message, ChunkDone):
+            self._control.send(sender, _taken(message))
+        return self._land_if_verified(key, attempt)
+
+    def _is_taken(self, key: Key, attempt: Attempt, message: ChunkDone | PrefillDone) -> bool:
+        """Whether what the message says will be verified. If not, the verifier is too busy: it will be said again."""
+        part = part_of(message)
+        if attempt.arrival.has(part):
+            return True
+        verification = Verification(key, part, message.checksums, attempt.placement)
+        if message.checksums and not self._verify(verification):
+            return False
+        attempt.arrival.take(message)
+        return True
+
+    def _answer_late(self, sender: Peer, key: Key, message: ChunkDone | PrefillDone) -> None:
+        """Of an attempt that has landed or was given up: nothing is taken, and nothing need be said again."""
+        if isinstance(message, ChunkDone):
+            self._control.send(sender, _taken(message))
+        else:
+            # Its last write landed, which is as good as Quiesced.
             self._on_quiesced(sender, key)
             self._control.send(sender, Admitted(request_id=key[0], epoch=key[1]))
+
+    def _land_if_verified(self, key: Key, attempt: Attempt) -> list[Outcome]:
+        done = attempt.arrival.done
+        if done is None or attempt.arrival.stage is not Stage.VERIFIED:
             return []
-        attempt = self._attempts[key]
-        if attempt.done is not None:
-            return []
-        if message.num_tokens != attempt.request.num_tokens:
-            return self._fail(key, f"prefill covered {message.num_tokens} tokens, not {attempt.request.num_tokens}")
-        if not message.checksums:
-            return [self._land(key, attempt, message)]
-        # If the verifier is too busy, the message is repeated and offered to it again.
-        if self._verify(Verification(key, message.checksums, attempt.slots, message.num_tokens)):
-            attempt.done = message
-        return []
+        return [self._land(key, attempt, done)]
 
     def _land(self, key: Key, attempt: Attempt, message: PrefillDone) -> Landed:
         """The slots go on with their request."""
@@ -263,7 +290,7 @@ class RemotePrefill:
             bytes=message.transferred_bytes,
             descriptors=message.descriptors,
             transfer_seconds=round(message.transfer_seconds, 4),
-            checksums=len(message.checksums),
+            checksums=attempt.arrival.num_checksums,
         )
         return Landed(request, message.token)
 
@@ -285,9 +312,9 @@ class RemotePrefill:
             log.info("quarantine lifted", request_id=key[0], epoch=key[1])
 
     def _lose(self, key: Key, reason: str) -> list[Outcome]:
-        """The node does not work on it any more, which fails an attempt that it has not done yet."""
+        """The node does not work on it any more, which fails an attempt of which it has not said everything yet."""
         attempt = self._attempts.get(key)
-        return [] if attempt is None or attempt.done is not None else self._fail(key, reason)
+        return self._fail(key, reason) if attempt is not None and attempt.needs_node else []
 
     def _fail(self, key: Key, reason: str, kind: str = "prefill") -> list[Outcome]:
         """End an attempt that is still wanted; its slots go to quarantine. `kind` is what metrics call the reason."""
@@ -304,7 +331,7 @@ class RemotePrefill:
     def _hand_back(self, key: Key, reason: str) -> list[Outcome]:
         """A node that leaves gives a request back. Nobody is at fault: it is no failure, nor one of its attempts."""
         attempt = self._attempts.get(key)
-        if attempt is None or attempt.done is not None:
+        if attempt is None or not attempt.needs_node:
             return []
         request = attempt.request
         self.abandon(request)
@@ -316,3 +343,7 @@ class RemotePrefill:
     def _forget(self, key: Key) -> None:
         self._control.answered(("prefill", key))
         del self._attempts[key]
+
+
+def _taken(message: ChunkDone) -> ChunkTaken:
+    return ChunkTaken(request_id=message.request_id, epoch=message.epoch, number=message.number)

@@ -4,28 +4,44 @@ import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import structlog
 
+from decode_node.arrival import Part
 from hisparse.extents import HostSlots
 from transfer.checksum import Mismatch, verify
 from transfer.fencing import Key
 from transfer.messages import BufferInfo, Checksums
+from transfer.planner import Int64s
 
 log = structlog.get_logger(__name__)
 
-_MAX_WAITING = 64
+_MAX_WAITING = 1024
 _MAX_NAMED = 4
 
 
 @dataclass(frozen=True)
-class Verification:
-    """What to verify: checksums over the first `num_tokens` positions that lie in these slots."""
+class Placement:
+    """Where a prompt's `num_tokens` positions lie. The verifications of its parts share it."""
 
-    key: Key
-    checksums: Checksums
     slots: HostSlots
     num_tokens: int
+
+    @cached_property
+    def positions(self) -> Int64s:
+        """The slot of every position: made once, where it is used first, which may take milliseconds."""
+        return self.slots.slots()
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What to verify: the checksums of one part of an attempt, over positions that lie there."""
+
+    key: Key
+    part: Part
+    checksums: Checksums
+    placement: Placement
 
 
 @dataclass(frozen=True)
@@ -33,6 +49,7 @@ class Verified:
     """What came of it. `error` says why it could not be carried out."""
 
     key: Key
+    part: Part
     num_checksums: int
     mismatches: tuple[Mismatch, ...] = ()
     error: str | None = None
@@ -91,20 +108,20 @@ class Verifier:
                 self._report(verified)
 
     def _verify(self, verification: Verification) -> Verified:
-        key, count = verification.key, len(verification.checksums)
+        key, part, count = verification.key, verification.part, len(verification.checksums)
         try:
             mismatches = verify(
                 verification.checksums.rows(),
                 self._buffers,
-                verification.slots.slots(),
-                verification.num_tokens,
+                verification.placement.positions,
+                verification.placement.num_tokens,
                 go_on=lambda: not self._closing.is_set(),
             )
         except Exception as error:
             # It costs the attempt, which is made again elsewhere, and not the thread.
             log.exception("verification failed", request_id=key[0], epoch=key[1])
-            return Verified(key, count, error=str(error))
-        return Verified(key, count, tuple(mismatches))
+            return Verified(key, part, count, error=str(error))
+        return Verified(key, part, count, tuple(mismatches))
 
 
 def _describe(mismatch: Mismatch) -> str:

@@ -2,11 +2,23 @@
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Self
 
 from prefill_node.chunked import PrefillJob
+from prefill_node.convert import prompt_tensor, sampling_params
 from prefill_node.outgoing import Sent
-from transfer.messages import Checksum, Checksums, ModelIdentity, Peer, PrefillDone, PrefillRequest, Token, Transport
-from transfer.planner import Int64s
+from transfer.messages import (
+    Checksum,
+    Checksums,
+    ChunkDone,
+    ModelIdentity,
+    Peer,
+    PrefillDone,
+    PrefillRequest,
+    Token,
+    Transport,
+)
+from transfer.planner import Int64s, expand_extents
 
 Key = tuple[str, str, int]
 """Decode node's boot id, request id, epoch: a request that moves to another decode node keeps its id, and each decode
@@ -57,7 +69,18 @@ class Entry:
     seconds: float = 0.0
     """For how long something of it was being written. Chunks overlap: the next is posted before the last has ended."""
     written_until: float = 0.0
-    checksums: list[Checksum] = field(default_factory=list)
+    chunks_done: int = 0
+    """Chunks that the decode node is told of by themselves."""
+    untaken: set[int] = field(default_factory=set)
+    """The numbers of those that it has not answered yet."""
+    last_checksums: list[Checksum] = field(default_factory=list)
+    """Of the prompt's last chunk."""
+
+    @classmethod
+    def of(cls, key: Key, request: PrefillRequest, decode: Peer) -> Self:
+        """What a decode node asks for, not begun yet."""
+        job = PrefillJob(key, prompt_tensor(request.prompt_ids), sampling_params(request.sampling), request.step)
+        return cls(request, decode, job, expand_extents(request.extents, len(request.prompt_ids)))
 
     @property
     def key(self) -> Key:
@@ -74,13 +97,29 @@ class Entry:
             raise RuntimeError(f"request {self.request.request_id} is {self.state.value} and cannot become {to.value}")
         self.state = to
 
-    def landed(self, sent: Sent) -> None:
-        """Take note of a chunk of it that has landed."""
+    def landed(self, sent: Sent) -> ChunkDone | None:
+        """Take note of a chunk of it that has landed.
+
+        Returns what the decode node is to be told of it at once: its checksums, unless `done` tells it soon enough.
+        """
         self.num_bytes += sent.num_bytes
         self.num_descriptors += sent.num_descriptors
-        self.checksums += sent.checksums
         self.seconds += sent.seconds(since=self.written_until)
         self.written_until = sent.ended_at
+        if sent.chunk.stop == len(self.request.prompt_ids):
+            self.last_checksums = sent.checksums
+            return None
+        if not sent.checksums or self.state is State.STOPPING:
+            return None
+        number = self.chunks_done
+        self.chunks_done += 1
+        self.untaken.add(number)
+        return ChunkDone(
+            request_id=self.request.request_id,
+            epoch=self.request.epoch,
+            number=number,
+            checksums=Checksums.of(sent.checksums),
+        )
 
     def done(self) -> PrefillDone:
         """What to tell the decode node when every write has landed."""
@@ -93,7 +132,8 @@ class Entry:
             transferred_bytes=self.num_bytes,
             descriptors=self.num_descriptors,
             transfer_seconds=self.seconds,
-            checksums=Checksums.of(self.checksums),
+            chunks=self.chunks_done,
+            checksums=Checksums.of(self.last_checksums),
         )
 
 

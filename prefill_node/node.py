@@ -8,12 +8,14 @@ import time
 
 import structlog
 
-from prefill_node.chunked import ChunkedPrefill, ComputedChunk, PrefillJob
+from prefill_node.chunked import ChunkedPrefill, ComputedChunk
 from prefill_node.compute import Computed, ComputeThread
-from prefill_node.convert import prompt_tensor, sampling_params, token_message
+from prefill_node.convert import token_message
+from prefill_node.decode_nodes import DecodeNodes
 from prefill_node.destinations import Destinations
 from prefill_node.entry import Entry, Key, Offer, State
 from prefill_node.outgoing import Chunk, Sent
+from prefill_node.over import Over
 from prefill_node.progress import ForwardProgress
 from prefill_node.sender import Sender
 from service.lifecycle import Phase
@@ -21,26 +23,21 @@ from service.shell import NodeShell
 from transfer.messages import (
     Abort,
     Admitted,
+    ChunkTaken,
     HeartbeatAck,
     Holding,
     Message,
-    NotHeld,
     Peer,
     PrefillAccepted,
     PrefillFailed,
     PrefillRequest,
     Progress,
-    Quiesced,
     Refused,
     Registered,
 )
-from transfer.planner import expand_extents
-from transfer.tombstones import Tombstones
 
 log = structlog.get_logger(__name__)
 
-_ORPHAN_AFTER_S = 10.0
-_WATCHED_FOR_S = 60.0
 _IDLE_WAIT_S = 0.2
 _FAREWELL_S = 2.5
 """How long a node that has nothing left still refuses requests: decode nodes hear with their next heartbeat that it
@@ -74,11 +71,8 @@ class PrefillNode:
         self._transfer_timeout = transfer_timeout
         self._entries: dict[Key, Entry] = {}
         self._destinations = Destinations()
-        self._ended: Tombstones[Key] = Tombstones()
-        self._lingering: Tombstones[Key] = Tombstones()
-        """Of which the network may still carry something. That is said whenever one of them is said to be over."""
-        self._decodes: dict[Peer, float] = {}
-        """When each decode node last had something here (time.monotonic), of those that had lately."""
+        self._over = Over()
+        self._decode_nodes = DecodeNodes(shell.control)
         self._housekeeping_at = 0.0
 
     @property
@@ -129,6 +123,8 @@ class PrefillNode:
                 self._on_sent(item)
             case (sender, PrefillRequest() as message):
                 self._on_request(sender, message)
+            case (sender, ChunkTaken() as message):
+                self._on_chunk_taken(_key(sender, message), message.number)
             case (sender, Admitted() as message):
                 self._on_admitted(_key(sender, message))
             case (sender, Abort() as message):
@@ -142,9 +138,8 @@ class PrefillNode:
 
     def _on_request(self, decode: Peer, request: PrefillRequest) -> None:
         key = _key(decode, request)
-        if key in self._ended:
-            # Said to be over before: a repeat that was under way must not start it again.
-            self._control.send(decode, self._quiesced(key))
+        if key in self._over:
+            self._control.send(decode, self._over.quiesced(key))
             return
         self._control.send(decode, PrefillAccepted(request_id=request.request_id, epoch=request.epoch))
         if key in self._entries:
@@ -152,21 +147,10 @@ class PrefillNode:
         if refusal := self._refusal(decode, request):
             log.warning("refused", request_id=request.request_id, epoch=request.epoch, reason=refusal)
             self._control.send(decode, self._failed(key, refusal, in_flight=False))
-            self._ended.add(key)
+            self._over.add(key)
             return
-        entry = Entry(
-            request,
-            decode,
-            PrefillJob(
-                key,
-                prompt_tensor(request.prompt_ids),
-                sampling_params(request.sampling),
-                request.step,
-            ),
-            expand_extents(request.extents, len(request.prompt_ids)),
-        )
-        self._entries[key] = entry
-        self._watch_decodes()
+        entry = self._entries[key] = Entry.of(key, request, decode)
+        self._watch_decode_nodes()
         self._prefill.add(entry.job)
         log.info("queued", request_id=request.request_id, epoch=request.epoch, tokens=len(request.prompt_ids))
 
@@ -182,6 +166,11 @@ class PrefillNode:
             return "this node sends to as many decode nodes as it can"
         return None
 
+    def _on_chunk_taken(self, key: Key, number: int) -> None:
+        if (entry := self._entries.get(key)) is not None and number in entry.untaken:
+            entry.untaken.remove(number)
+            self._control.answered(("chunk", key, number))
+
     def _on_admitted(self, key: Key) -> None:
         self._control.answered(("done", key))
         entry = self._entries.get(key)
@@ -191,8 +180,8 @@ class PrefillNode:
     def _on_abort(self, sender: Peer, key: Key) -> None:
         entry = self._entries.get(key)
         if entry is None:
-            self._ended.add(key)
-            self._control.send(sender, self._quiesced(key))
+            self._over.add(key)
+            self._control.send(sender, self._over.quiesced(key))
         else:
             self._control.answered(("failed", key))
             entry.failure = None
@@ -208,12 +197,8 @@ class PrefillNode:
                 current_pass=self._passes if self._computing else None,
             ),
         )
-        unknown = [key for key, entry in held if entry is None]
-        for key in unknown:
-            if (sender.boot_id, *key) in self._lingering:
-                self._control.send(sender, self._quiesced((sender.boot_id, *key)))
-        if not_held := tuple(key for key in unknown if (sender.boot_id, *key) not in self._lingering):
-            self._control.send(sender, NotHeld(keys=not_held))
+        for answer in self._over.not_held(sender, [key for key, entry in held if entry is None]):
+            self._control.send(sender, answer)
 
     # --- work ---
 
@@ -275,17 +260,23 @@ class PrefillNode:
         entry = self._entries[_key(sent.chunk.decode, sent.chunk)]
         entry.in_flight -= 1
         if sent.lingering:
-            self._lingering.add(entry.key)
+            self._over.note_lingering(entry.key)
         if sent.error is None:
-            entry.landed(sent)
-            self._metrics.transfer_bytes.inc(sent.num_bytes)
-            self._metrics.transfer_descriptors.inc(sent.num_descriptors)
-            self._metrics.transfer_seconds.observe(sent.seconds())
+            self._note_landed(entry, sent)
         elif entry.state is not State.STOPPING:
             self._metrics.transfer_failures.labels("write").inc()
             self._stop_entry(entry, failure=f"transfer failed: {sent.error}")
             return
         self._advance(entry)
+
+    def _note_landed(self, entry: Entry, sent: Sent) -> None:
+        """A chunk has landed. Its checksums can be verified while later chunks compute."""
+        done = entry.landed(sent)
+        self._metrics.transfer_bytes.inc(sent.num_bytes)
+        self._metrics.transfer_descriptors.inc(sent.num_descriptors)
+        self._metrics.transfer_seconds.observe(sent.seconds())
+        if done is not None:
+            self._control.repeat(("chunk", entry.key, done.number), entry.decode, done)
 
     def _advance(self, entry: Entry) -> None:
         """Go on with an entry once nothing of it is in flight: it has arrived, or it may end."""
@@ -327,7 +318,7 @@ class PrefillNode:
 
     def _end_drained(self, entry: Entry) -> None:
         if entry.failure is None:
-            self._control.send(entry.decode, self._quiesced(entry.key))
+            self._control.send(entry.decode, self._over.quiesced(entry.key))
         else:
             self._control.send(entry.decode, self._failed(entry.key, entry.failure, in_flight=False))
         self._end(entry)
@@ -336,31 +327,22 @@ class PrefillNode:
             request_id=entry.request.request_id,
             epoch=entry.request.epoch,
             reason=entry.failure or "aborted",
-            lingering=entry.key in self._lingering,
+            lingering=self._over.lingers(entry.key),
         )
-
-    def _quiesced(self, key: Key) -> Quiesced:
-        _, request_id, epoch = key
-        return Quiesced(request_id=request_id, epoch=epoch, lingering=key in self._lingering)
 
     def _failed(self, key: Key, reason: str, in_flight: bool) -> PrefillFailed:
-        _, request_id, epoch = key
-        return PrefillFailed(
-            request_id=request_id,
-            epoch=epoch,
-            reason=reason,
-            in_flight=in_flight,
-            lingering=key in self._lingering,
-            leaving=not self._shell.lifecycle.serving,
-        )
+        leaving = not self._shell.lifecycle.serving
+        return self._over.failed(key, reason, in_flight=in_flight, leaving=leaving)
 
     def _end(self, entry: Entry) -> None:
-        """The one place where an entry's pages go back."""
+        """The one place where an entry's pages go back. Nothing is repeated of it any more."""
         self._control.answered(("done", entry.key))
         self._control.answered(("failed", entry.key))
+        for number in entry.untaken:
+            self._control.answered(("chunk", entry.key, number))
         self._prefill.release(entry.job)
         del self._entries[entry.key]
-        self._ended.add(entry.key)
+        self._over.add(entry.key)
 
     def _hand_back(self, entries: list[Entry], reason: str) -> None:
         """Give these up, so that their decode nodes go elsewhere at once."""
@@ -375,25 +357,18 @@ class PrefillNode:
         for entry in list(self._entries.values()):
             if entry.state is State.STOPPING:
                 continue
-            if now - (self._control.last_heard(entry.decode.boot_id) or 0.0) > _ORPHAN_AFTER_S:
+            if self._decode_nodes.is_silent(entry.decode, now):
                 log.warning("decode node is silent", request_id=entry.request.request_id, decode=entry.decode.address)
                 self._stop_entry(entry, failure="the decode node is silent")
             elif entry.state is State.SENDING and now - (entry.computed_at or now) > self._transfer_timeout:
                 self._metrics.transfer_failures.labels("timeout").inc()
                 self._stop_entry(entry, failure=f"transfer took longer than {self._transfer_timeout:g} s")
-        self._watch_decodes()
+        self._watch_decode_nodes()
         self._sender.keep_only({entry.decode.boot_id for entry in self._entries.values()})
 
-    def _watch_decodes(self) -> None:
-        """Have decode nodes asked for signs of life: nothing is posted to one that gives none.
-
-        Also those that will probably come back: their next prompt would wait for an answer.
-        """
-        now = time.monotonic()
-        self._decodes |= {entry.decode: now for entry in self._entries.values()}
-        self._decodes = {decode: at for decode, at in self._decodes.items() if now - at < _WATCHED_FOR_S}
-        self._control.watch(self._decodes)
+    def _watch_decode_nodes(self) -> None:
+        self._decode_nodes.watch(entry.decode for entry in self._entries.values())
 
 
-def _key(decode: Peer, what: PrefillRequest | Admitted | Abort | Chunk) -> Key:
+def _key(decode: Peer, what: PrefillRequest | ChunkTaken | Admitted | Abort | Chunk) -> Key:
     return decode.boot_id, what.request_id, what.epoch

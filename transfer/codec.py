@@ -11,7 +11,7 @@ from pydantic import Field, ValidationError
 
 from transfer.messages import SENT_BY, Message, Part, Peer
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 
 class MalformedMessage(ValueError):
@@ -21,7 +21,7 @@ class MalformedMessage(ValueError):
 class Frame(Part):
     """A message with its sender and the boot it is meant for; an empty `to` means whoever has the address."""
 
-    v: Literal[3]
+    v: Literal[4]
     kind: str
     sender: Peer
     to: Annotated[str, Field(max_length=128)] = ""

@@ -38,7 +38,7 @@ log = structlog.get_logger(__name__)
 
 MAX_FRAME_BYTES = 64 << 20
 """A larger frame ends its connection. The largest that is needed: a prompt of a million tokens whose slots all lie
-apart takes 5 bytes per token and 7 per slot; its checksums, in chunks of 2048 tokens and 160 buffers, take 2 MiB."""
+apart takes 5 bytes per token and 7 per slot."""
 PING_S = 0.5
 _KEYS_S = 1.0
 _KEEPALIVE_S = 60

@@ -375,9 +375,31 @@ class PrefillAccepted(Message):
     epoch: UInt
 
 
+class ChunkDone(Message):
+    """Prefill node to decode node: every write of a chunk before the last was confirmed. Repeated until ChunkTaken.
+
+    Only sent with checksums, so that they can be verified while later chunks compute. `number`: of those that are sent
+    for the request, in whatever order they land, from 0.
+    """
+
+    request_id: Identifier
+    epoch: UInt
+    number: UInt
+    checksums: Checksums
+
+
+class ChunkTaken(Message):
+    """Decode node to prefill node: that ChunkDone need not be said again. Its checksums may not be verified yet."""
+
+    request_id: Identifier
+    epoch: UInt
+    number: UInt
+
+
 class PrefillDone(Message):
     """Prefill node to decode node, after the last write was confirmed. Repeated until Admitted.
 
+    chunks: how many chunks have a ChunkDone of their own, which may come later than this; `checksums` are of the rest.
     transfer_seconds: for how long something of it was being written, from the first post to the last confirmation;
     waits for layers to be computed, or for a sign of life of the decode node, are not in it.
     """
@@ -389,6 +411,7 @@ class PrefillDone(Message):
     transferred_bytes: UInt = 0
     descriptors: UInt = 0
     transfer_seconds: Annotated[float, Field(ge=0)] = 0.0
+    chunks: UInt = 0
     checksums: Checksums = Checksums()
 
 
@@ -482,6 +505,7 @@ SENT_BY: Mapping[Role, frozenset[type[Message]]] = {
             Heartbeat,
             Leaving,
             PrefillAccepted,
+            ChunkDone,
             PrefillDone,
             PrefillFailed,
             Quiesced,
@@ -500,6 +524,7 @@ SENT_BY: Mapping[Role, frozenset[type[Message]]] = {
             Rejected,
             Outputs,
             PrefillRequest,
+            ChunkTaken,
             Admitted,
             Abort,
             Holding,

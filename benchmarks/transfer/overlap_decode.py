@@ -9,9 +9,10 @@ import torch
 
 from benchmarks.transfer.methods import MethodFailed
 from benchmarks.transfer.overlap_model import spec
+from decode_node.arrival import Part, part_of
 from decode_node.attempt import Landed, Lost, Outcome
 from decode_node.destination import buffers_of, destination_of
-from decode_node.remote_prefill import RemotePrefill
+from decode_node.remote_prefill import PrefillMessage, RemotePrefill
 from decode_node.request import Request
 from decode_node.verifier import Verified, Verifier
 from hisparse.config import HiSparseConfig
@@ -22,17 +23,7 @@ from prefill_node.convert import identity, kv_layout
 from service.metrics import Metrics
 from transfer.control import ControlPlane
 from transfer.fencing import ReservationTable
-from transfer.messages import (
-    Generate,
-    Message,
-    NotHeld,
-    Peer,
-    PrefillAccepted,
-    PrefillDone,
-    PrefillFailed,
-    Progress,
-    Quiesced,
-)
+from transfer.messages import ChunkDone, Generate, Message, Peer, PrefillDone
 from transfer.routes import Transports
 
 _PLENTY = 1 << 40
@@ -92,23 +83,22 @@ class DecodeSide:
         slots = self._coordinator.host.allocate(self._tokens)
         assert slots is not None
         self._remote.dispatch(request, self._prefill, slots)
-        done = self._landed(request)
+        done, checksums = self._landed(request)
         ready_at = time.monotonic()
         assert request.host_slots is not None
         if not self._coordinator.admit_request_direct(request.request_id, request.host_slots, request.num_tokens):
             raise MethodFailed("the device pool has no room for the prompt")
         admission_seconds = time.monotonic() - ready_at
         self._coordinator.request_finished(request.request_id)
-        return Admission(
-            ready_at, admission_seconds, done.transfer_seconds, done.transferred_bytes, len(done.checksums)
-        )
+        return Admission(ready_at, admission_seconds, done.transfer_seconds, done.transferred_bytes, checksums)
 
     def close(self) -> None:
         self._at_end.close()
 
-    def _landed(self, request: Request) -> PrefillDone:
-        """Serve messages, as a node's loop does, until the request's KV is there."""
+    def _landed(self, request: Request) -> tuple[PrefillDone, int]:
+        """Serve messages, as a node's loop does, until the request's KV is there: (what was said then, checksums)."""
         done: PrefillDone | None = None
+        checksums: dict[Part, int] = {}
         deadline = time.monotonic() + _TIMEOUT_S
         while time.monotonic() < deadline:
             outcomes = self._remote.tick(time.monotonic())
@@ -120,6 +110,8 @@ class DecodeSide:
                 case Verified():
                     outcomes += self._remote.verified(item)
                 case (sender, message):
+                    if isinstance(message, ChunkDone | PrefillDone):
+                        checksums[part_of(message)] = len(message.checksums)
                     if isinstance(message, PrefillDone):
                         done = message
                     outcomes += self._taken(sender, message)
@@ -127,13 +119,11 @@ class DecodeSide:
                 if isinstance(outcome, Lost):
                     raise MethodFailed(f"the prefill was lost: {outcome.reason}")
                 if isinstance(outcome, Landed) and done is not None:
-                    return done
+                    return done, sum(checksums.values())
         raise MethodFailed(f"{request.request_id} did not land within {_TIMEOUT_S:.0f} s")
 
     def _taken(self, sender: Peer, message: Message) -> list[Outcome]:
-        if isinstance(message, PrefillAccepted | PrefillDone | PrefillFailed | Quiesced | NotHeld | Progress):
-            return self._remote.take(sender, message)
-        return []
+        return self._remote.take(sender, message) if isinstance(message, PrefillMessage) else []
 
 
 def _tiers(tokens: int, shareable: bool) -> HiSparseCoordinator:

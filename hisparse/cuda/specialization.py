@@ -109,7 +109,7 @@ class SwapInSpecialization:
         return self.shared_offsets()["SHARED_BYTES"]
 
     def fitted(self, available: int) -> "SwapInSpecialization":
-        """This, or the same with fewer `seen_bits`, for devices whose blocks may have `available` bytes of shared memory.
+        """This, or the same with fewer `seen_bits`, for a device whose blocks may have so much shared memory (bytes).
 
         Raises StartupError if it needs more than that all the same.
         """

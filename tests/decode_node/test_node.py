@@ -1,5 +1,6 @@
 """The node's loop with its verifier: what a prefill node writes into real memory, and what of it is served."""
 
+import math
 import queue
 import threading
 import time
@@ -28,6 +29,8 @@ from transfer.messages import (
     Cancel,
     Checksum,
     Checksums,
+    ChunkDone,
+    ChunkTaken,
     Ended,
     Generate,
     Leaving,
@@ -174,6 +177,19 @@ def test_torn_bytes_are_never_served_and_the_retry_on_another_node_is(running: R
     assert (FIRST, Admitted(request_id="r", epoch=1)) not in running.control.sent
 
 
+def test_a_torn_chunk_sends_the_request_elsewhere_before_the_rest_has_landed(running: Running) -> None:
+    running.ask()
+    node, _ = running.requested(epoch=1)
+    chunk = ChunkDone(request_id="r", epoch=1, number=0, checksums=Checksums.of([Checksum(0, 0, 6, digest=1)]))
+    running.shell.inbox.put((node, chunk))
+    other, again = running.requested(epoch=2)
+    assert other == SECOND
+    assert (FIRST, ChunkTaken(request_id="r", epoch=1, number=0)) in running.control.sent
+    assert running.metrics.transfer_failures.labels("checksum")._value.get() == 1
+    running.write(other, again)
+    wait_until(lambda: running.tokens() == [100, 101, 102, 103, 104], timeout=10)
+
+
 def test_calls_from_other_threads_are_carried_out_by_the_loop(running: Running) -> None:
     assert on_loop(running.shell.inbox.put, threading.current_thread, timeout=10) is running.thread
     assert not any(isinstance(message, Leaving) for _, message in running.control.sent)
@@ -183,6 +199,11 @@ def test_a_node_that_drains_finishes_what_streams_and_hands_over_the_rest(runnin
     def answers(kind: type[Message]) -> list[Message]:
         return [message for to, message in list(running.control.sent) if to == GATEWAY and isinstance(message, kind)]
 
+    def finishes() -> dict[str, tuple[str, str | None]]:
+        """How each request ended."""
+        return {o.request_id: (o.finish_reason, o.error) for o in running.control.outputs() if o.finish_reason}
+
+    running.control.heard[FIRST.boot_id] = math.inf
     running.ask(max_new_tokens=300)
     node, request = running.requested(epoch=1)
     running.write(node, request)

@@ -1,5 +1,6 @@
 """Which prefill node, how often, what lands, and when slots are safe again."""
 
+import itertools
 import time
 
 import pytest
@@ -8,7 +9,7 @@ from decode_node.attempt import Landed, Lost
 from decode_node.health import SILENCE_S
 from decode_node.remote_prefill import RemotePrefill
 from decode_node.request import Request, State
-from decode_node.verifier import Verification, Verified
+from decode_node.verifier import Placement, Verification, Verified
 from hisparse.extents import Extent, HostSlots
 from service.metrics import Metrics
 from tests.decode_node.fakes import GATEWAY, HeldVerifier, destination
@@ -21,6 +22,8 @@ from transfer.messages import (
     Admitted,
     Checksum,
     Checksums,
+    ChunkDone,
+    ChunkTaken,
     Generate,
     Holding,
     NotHeld,
@@ -42,6 +45,7 @@ PATIENCE_S = 60.0
 CHECKSUMS = Checksums.of(
     [Checksum(buffer=0, start=0, stop=3, digest=11), Checksum(buffer=1, start=0, stop=3, digest=12)]
 )
+CHUNK_CHECKSUMS = Checksums.of([Checksum(buffer=0, start=0, stop=1, digest=13)])
 NO_CHECKSUMS = Checksums()
 
 
@@ -77,16 +81,34 @@ class Harness:
         self.remote.dispatch(self.request, node, SLOTS)
 
     def done(
-        self, epoch: int = 1, num_tokens: int = 3, checksums: Checksums = NO_CHECKSUMS, node: Peer = FIRST
+        self,
+        epoch: int = 1,
+        num_tokens: int = 3,
+        checksums: Checksums = NO_CHECKSUMS,
+        node: Peer = FIRST,
+        chunks: int = 0,
     ) -> list[Landed | Lost]:
         token = Token(token_id=5)
-        message = PrefillDone(request_id="r", epoch=epoch, token=token, num_tokens=num_tokens, checksums=checksums)
+        message = PrefillDone(
+            request_id="r", epoch=epoch, token=token, num_tokens=num_tokens, chunks=chunks, checksums=checksums
+        )
         return self.remote.take(node, message)
+
+    def chunk(self, number: int, epoch: int = 1, node: Peer = FIRST) -> list[Landed | Lost]:
+        """A chunk has landed. Whether that was answered, `taken` tells."""
+        message = ChunkDone(request_id="r", epoch=epoch, number=number, checksums=CHUNK_CHECKSUMS)
+        return self.remote.take(node, message)
+
+    def taken(self) -> list[int]:
+        """The chunks that need not be said again, since the last call."""
+        answers = self.control.take(ChunkTaken)
+        assert all(isinstance(answer, ChunkTaken) and answer.request_id == "r" for answer in answers)
+        return [answer.number for answer in answers if isinstance(answer, ChunkTaken)]
 
     def verified(self, *mismatches: Mismatch, error: str | None = None) -> list[Landed | Lost]:
         """What came of the oldest verification."""
-        key = self.verifier.waiting.pop(0).key
-        return self.remote.verified(Verified(key, len(CHECKSUMS), mismatches, error))
+        oldest = self.verifier.waiting.pop(0)
+        return self.remote.verified(Verified(oldest.key, oldest.part, len(CHECKSUMS), mismatches, error))
 
     def accepted(self) -> None:
         self.remote.take(FIRST, PrefillAccepted(request_id="r", epoch=1))
@@ -505,7 +527,7 @@ def test_nodes_that_take_so_long_a_prompt_are_asked_even_if_others_are_idle(h: H
 def test_nothing_lands_before_its_checksums_are_verified(h: Harness) -> None:
     h.dispatch()
     assert h.done(checksums=CHECKSUMS) == []
-    assert h.verifier.waiting == [Verification(KEY, CHECKSUMS, SLOTS, num_tokens=3)]
+    assert h.verifier.waiting == [Verification(KEY, None, CHECKSUMS, Placement(SLOTS, num_tokens=3))]
     assert h.request.state is State.PREFILLING
     assert h.table.is_writable(KEY)
     assert h.control.take(Admitted) == [], "the source pages are kept"
@@ -635,3 +657,182 @@ def test_done_by_a_node_that_was_not_asked_lands_nothing(h: Harness) -> None:
     assert h.done(node=SECOND) == []
     assert h.request.state is State.PREFILLING
     assert len(h.done()) == 1
+
+
+# --- checksums, chunk by chunk ---
+
+
+def test_a_chunk_is_verified_before_the_last_has_landed(h: Harness) -> None:
+    h.dispatch()
+    assert h.chunk(0) == []
+    assert h.verifier.waiting == [Verification(KEY, 0, CHUNK_CHECKSUMS, Placement(SLOTS, num_tokens=3))]
+    assert h.taken() == [0], "it is said when it was taken, so that nothing waits for it"
+    assert h.verified() == []
+    assert h.request.state is State.PREFILLING
+    assert h.control.take(Admitted) == []
+    assert h.done(chunks=1, checksums=CHECKSUMS) == []
+    assert h.verified() == [Landed(h.request, Token(token_id=5))]
+    assert h.control.take(Admitted) == [Admitted(request_id="r", epoch=1)]
+    assert h.remote.is_idle
+
+
+@pytest.mark.parametrize("order", [*itertools.permutations(("first", "second", "done"))])
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_prompt_lands_when_all_of_it_is_said_and_verified_in_whatever_order(
+    h: Harness, order: tuple[str, ...], at_once: bool
+) -> None:
+    """Verified as it comes, or all of it behind the last message; and everything is said twice."""
+    say = {
+        "first": lambda: h.chunk(0),
+        "second": lambda: h.chunk(1),
+        "done": lambda: h.done(chunks=2, checksums=CHECKSUMS),
+    }
+    h.dispatch()
+    outcomes: list[Landed | Lost] = []
+    for what in order:
+        assert outcomes == []
+        for _ in range(2):
+            outcomes += say[what]()
+        assert len(h.verifier.waiting) == (1 if at_once else len(order[: order.index(what) + 1]))
+        if at_once:
+            outcomes += h.verified()
+    while h.verifier.waiting:
+        assert outcomes == []
+        outcomes += h.verified()
+    assert outcomes == [Landed(h.request, Token(token_id=5))]
+    assert sorted(h.taken()) == [0, 0, 1, 1]
+    assert h.request.host_slots == SLOTS
+
+
+def test_a_mismatch_in_an_early_chunk_fails_the_attempt_at_once(h: Harness) -> None:
+    h.dispatch()
+    h.chunk(0)
+    h.chunk(1)
+    [lost] = h.verified(Mismatch(0, 0, 1, expected=13, found=14, ranges=((0x1000, 16),)))
+    assert lost == Lost(h.request, "1 of 2 checksums do not match")
+    assert h.failures("checksum") == 1
+    assert h.remote.quarantined_slots == 3
+    assert h.control.repeated["abort", KEY] == (FIRST, Abort(request_id="r", epoch=1))
+    assert h.remote.choose(h.request) == SECOND
+    h.taken()
+
+    h.dispatch(SECOND)
+    assert h.verified() == [], "the result of the other chunk, that nobody waits for any more"
+    assert h.chunk(1) == []
+    assert h.chunk(2) == []
+    assert h.taken() == [1, 2], "what is said of it until the abort arrives need not be repeated"
+    assert h.verifier.waiting == []
+    assert h.done(chunks=3, checksums=CHECKSUMS) == []
+    assert h.freed == [SLOTS], "that all has landed is as good as Quiesced"
+    assert (h.request.state, h.failures("checksum")) == (State.PREFILLING, 1)
+
+
+def test_a_chunk_that_cannot_be_verified_fails_the_attempt(h: Harness) -> None:
+    h.dispatch()
+    h.chunk(0)
+    assert h.verified(error="out of memory") == [
+        Lost(h.request, "checksums could not be verified: out of memory"),
+    ]
+    assert h.failures("verification") == 1
+
+
+def test_a_chunk_of_an_old_epoch_says_nothing_of_the_new_one(h: Harness) -> None:
+    h.dispatch()
+    h.remote.take(FIRST, PrefillFailed(request_id="r", epoch=1, reason="write failed"))
+    h.dispatch()
+    assert h.chunk(0, epoch=1) == []
+    assert h.taken() == [0]
+    assert h.verifier.waiting == []
+    h.done(epoch=2, chunks=1, checksums=CHECKSUMS)
+    assert h.verified() == [], "its own chunk is still to come"
+    h.chunk(0, epoch=2)
+    assert h.verified() == [Landed(h.request, Token(token_id=5))]
+
+
+def test_a_chunk_that_comes_when_the_prompt_has_landed_is_answered(h: Harness) -> None:
+    """Its answer was lost, and the node has not heard Admitted yet."""
+    h.dispatch()
+    h.chunk(0)
+    h.done(chunks=1)
+    h.verified()
+    h.taken()
+    assert h.chunk(0) == []
+    assert h.taken() == [0]
+    assert h.verifier.waiting == []
+
+
+def test_a_chunk_by_a_node_that_was_not_asked_is_not_taken(h: Harness) -> None:
+    h.dispatch(FIRST)
+    assert h.chunk(0, node=SECOND) == []
+    assert h.verifier.waiting == []
+    assert h.taken() == []
+
+
+def test_when_the_verifier_is_busy_a_chunk_is_not_answered_and_offered_again(h: Harness) -> None:
+    h.verifier.room = 1
+    h.dispatch()
+    h.chunk(0)
+    h.chunk(1)
+    assert h.taken() == [0]
+    h.done(chunks=2)
+    assert h.verified() == []
+    h.chunk(1)
+    assert h.taken() == [1]
+    assert h.verified() == [Landed(h.request, Token(token_id=5))]
+
+
+def test_a_prompt_whose_chunk_was_lost_waits_for_its_repeat_as_long_as_the_node_answers(h: Harness) -> None:
+    h.dispatch()
+    h.accepted()
+    h.done(chunks=1, checksums=CHECKSUMS)
+    assert h.verified() == []
+    for _ in range(3):
+        assert h.wait(PATIENCE_S - 1) == []
+        assert h.control.take(Holding)[-1] == Holding(keys=(KEY,)), "the node is still asked"
+        h.progress(computed=3)
+    h.chunk(0)
+    assert h.verified() == [Landed(h.request, Token(token_id=5))]
+
+
+@pytest.mark.parametrize("end", ["silent", "restarted", "not held", "failed", "leaving"])
+def test_a_prompt_whose_chunk_was_lost_with_its_node_is_lost(h: Harness, end: str) -> None:
+    """That all has landed was said, but not with which checksums."""
+    h.dispatch()
+    h.accepted()
+    h.chunk(0)
+    h.done(chunks=2, checksums=CHECKSUMS)
+    match end:
+        case "silent":
+            h.clock.now += SILENCE_S + 1
+            outcomes = h.remote.tick(h.clock.now)
+        case "restarted":
+            h.answer("reborn", asked_at=h.clock.now + 0.5)
+            outcomes = h.wait(1)
+        case "not held":
+            outcomes = h.remote.take(FIRST, NotHeld(keys=(KEY,)))
+        case _:
+            failed = PrefillFailed(request_id="r", epoch=1, reason="stopping", leaving=end == "leaving")
+            outcomes = h.remote.take(FIRST, failed)
+    assert [type(outcome) for outcome in outcomes] == [Lost]
+    assert h.request.state is State.WAITING
+    assert h.verified() == []
+    assert h.remote.choose(h.request) == SECOND
+    assert h.freed == ([] if end in ("silent", "restarted") else [SLOTS])
+
+
+def test_a_node_that_dies_when_it_has_said_everything_costs_nothing_though_nothing_is_verified(h: Harness) -> None:
+    h.dispatch()
+    h.chunk(0)
+    h.done(chunks=1, checksums=CHECKSUMS)
+    h.clock.now += SILENCE_S + 1
+    assert h.remote.tick(h.clock.now) == []
+    assert h.verified() == []
+    assert h.verified() == [Landed(h.request, Token(token_id=5))]
+
+
+def test_a_node_that_contradicts_itself_is_not_served(h: Harness) -> None:
+    h.dispatch()
+    h.chunk(1)
+    [lost] = h.done(chunks=1)
+    assert lost == Lost(h.request, "chunk 1 landed, of 1 that there can be")
+    assert h.control.repeated["abort", KEY] == (FIRST, Abort(request_id="r", epoch=1))

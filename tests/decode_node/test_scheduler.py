@@ -400,7 +400,7 @@ def test_a_mismatch_is_never_served() -> None:
         assert h.remote.take(PREFILL, done) == []
         h.scheduler.turn()
         assert h.state("a") is State.PREFILLING
-        verified = Verified(("a", epoch), 1, (Mismatch(0, 0, 3, 1, 2, ()),))
+        verified = Verified(("a", epoch), None, 1, (Mismatch(0, 0, 3, 1, 2, ()),))
         h.scheduler.apply(h.remote.verified(verified))
         h.scheduler.apply(h.remote.take(PREFILL, Quiesced(request_id="a", epoch=epoch)))
     h.turn()

@@ -6,11 +6,12 @@ import threading
 import numpy as np
 import pytest
 
-from decode_node.verifier import Verification, Verified, Verifier
-from hisparse.extents import Extent, HostSlots
+from decode_node.verifier import Placement, Verification, Verified, Verifier
+from hisparse.extents import Extent, HostSlots, expand
 from tests.transfer.slots import slot_digest
 from transfer.checksum import Mismatch, verify
 from transfer.messages import BufferInfo, Checksum, Checksums
+from transfer.planner import Int64s
 
 SLOTS = HostSlots((Extent(6, 2), Extent(1, 3)))
 
@@ -34,7 +35,7 @@ class Memory:
         )
 
     def verification(self, epoch: int = 1) -> Verification:
-        return Verification(("r", epoch), self.checksums, SLOTS, num_tokens=5)
+        return Verification(("r", epoch), None, self.checksums, Placement(SLOTS, num_tokens=5))
 
 
 class Held:
@@ -76,12 +77,35 @@ def test_an_error_is_reported_and_costs_only_its_request(reports: "queue.Queue[V
     memory = Memory()
     verifier = Verifier(memory.buffers, reports.put)
     beyond = HostSlots((Extent(15, 5),))
-    verifier.submit(Verification(("r", 1), memory.checksums, beyond, num_tokens=5))
+    verifier.submit(Verification(("r", 1), None, memory.checksums, Placement(beyond, num_tokens=5)))
     verifier.submit(memory.verification(2))
     failed, fine = reports.get(timeout=10), reports.get(timeout=10)
     assert failed.reason is not None
     assert "slots 15 to 19 are not within [0, 16)" in failed.reason
     assert fine.reason is None
+    verifier.close()
+
+
+def test_a_result_says_which_part_it_is_about_and_parts_share_what_is_known_of_their_slots(
+    reports: "queue.Queue[Verified]", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = Memory()
+    expanded: list[HostSlots] = []
+
+    def counted(slots: HostSlots) -> Int64s:
+        expanded.append(slots)
+        return expand(slots.extents)
+
+    monkeypatch.setattr(HostSlots, "slots", counted)
+    placement = Placement(SLOTS, num_tokens=5)
+    memory.items[1][2, 3] ^= 1
+    verifier = Verifier(memory.buffers, reports.put)
+    rows = list(memory.checksums.rows())
+    for part, row in ((0, rows[0]), (1, rows[1]), (None, rows[0])):
+        verifier.submit(Verification(("r", 1), part, Checksums.of([row]), placement))
+    found = [reports.get(timeout=10) for _ in range(3)]
+    assert [(verified.part, len(verified.mismatches)) for verified in found] == [(0, 0), (1, 1), (None, 0)]
+    assert expanded == [SLOTS]
     verifier.close()
 
 
@@ -123,10 +147,10 @@ def test_after_closing_no_memory_is_read_and_nothing_reported(
 def test_what_is_logged_of_many_mismatches_is_bounded() -> None:
     scattered = tuple((address, 8) for address in range(0, 8000, 16))
     many = tuple(Mismatch(buffer, 0, 500, 1, 2, scattered) for buffer in range(100))
-    verified = Verified(("r", 1), 200, many)
+    verified = Verified(("r", 1), None, 200, many)
     assert verified.reason == "100 of 200 checksums do not match"
     examples = verified.examples()
     assert len(examples) == 4
     assert all(len(example) < 200 and example.endswith("and 496 more") for example in examples)
-    outside = Verified(("r", 1), 1, (Mismatch(99, 0, 5, 1, None, ()),))
+    outside = Verified(("r", 1), None, 1, (Mismatch(99, 0, 5, 1, None, ()),))
     assert outside.examples() == ["buffer 99, positions [0, 5): there is no such thing"]

@@ -26,6 +26,10 @@ from transfer.messages import (
     Abort,
     Admitted,
     BufferInfo,
+    Checksum,
+    Checksums,
+    ChunkDone,
+    ChunkTaken,
     Destination,
     Holding,
     Message,
@@ -49,6 +53,10 @@ IDENTITY = ModelIdentity(
 TCP = (Session(transport="tcp", name="127.0.0.1:1"),)
 BUFFERS = BufferInfo(ptrs=(1, 2, 3), lengths=(1600, 1600, 800), item_lengths=(16, 16, 8))
 KEY = ("r", 1)
+
+
+def checksum_of(start: int, stop: int) -> Checksum:
+    return Checksum(buffer=0, start=start, stop=stop, digest=stop)
 
 
 class HeldSender:
@@ -135,9 +143,12 @@ class Harness:
         posted_at: float = 0.0,
         ended_at: float = 0.0,
         waited: float = 0.0,
+        checksums: bool = False,
     ) -> None:
+        """The writes of the oldest chunk ended. With `checksums`, one of all its positions was noted."""
         chunk = self.sender.chunks.pop(0)
-        self.node._take(Sent(chunk, 10, 1, posted_at, ended_at, waited, error=error, lingering=lingering))
+        noted = [checksum_of(chunk.start, chunk.stop)] if checksums else []
+        self.node._take(Sent(chunk, 10, 1, posted_at, ended_at, waited, noted, error=error, lingering=lingering))
 
     def script(self, *turns: Callable[[], object]) -> list[Callable[[], object]]:
         """What happens in the turns of `node.run`, one after another; the list is empty when all of it has."""
@@ -625,3 +636,109 @@ def test_what_landed_is_not_computed_again() -> None:
     entry.move(State.STOPPING)
     with pytest.raises(RuntimeError, match="is stopping and cannot become done"):
         entry.move(State.DONE)
+
+
+# --- checksums, chunk by chunk ---
+
+
+def chunk_done(number: int, start: int, stop: int) -> ChunkDone:
+    return ChunkDone(request_id="r", epoch=1, number=number, checksums=Checksums.of([checksum_of(start, stop)]))
+
+
+def test_the_checksums_of_a_chunk_are_told_when_it_has_landed_and_those_of_the_last_in_the_end() -> None:
+    h = Harness()
+    h.receive(request(prompt_ids=tuple(range(14)), extents=((0, 14),)))
+    h.start()
+    h.sent(checksums=True)
+    assert list(h.control.repeated.values()) == [(DECODE, chunk_done(0, 0, 6))], "whether or not the pass has ended"
+    h.receive(ChunkTaken(request_id="r", epoch=1, number=0))
+    assert not h.control.repeated
+    h.finish()
+    h.compute()
+    h.compute()
+    h.sent(checksums=True)
+    assert list(h.control.repeated.values()) == [(DECODE, chunk_done(1, 6, 12))]
+    h.sent(checksums=True)
+    (_, second), (_, done) = h.control.repeated.values()
+    assert second == chunk_done(1, 6, 12), "it was not answered yet"
+    assert isinstance(done, PrefillDone)
+    assert (done.chunks, list(done.checksums.rows())) == (2, [checksum_of(12, 14)])
+    h.receive(ChunkTaken(request_id="r", epoch=1, number=1))
+    assert len(h.control.repeated) == 1
+    h.receive(Admitted(request_id="r", epoch=1))
+    assert not h.control.repeated
+
+
+def test_a_chunk_that_lands_after_the_last_is_told_by_itself_too() -> None:
+    h = Harness()
+    h.receive(request())
+    h.compute()
+    h.compute()
+    h.sender.chunks.reverse()
+    h.sent(checksums=True)
+    assert not h.control.repeated
+    h.sent(checksums=True)
+    (_, first), (_, done) = h.control.repeated.values()
+    assert first == chunk_done(0, 0, 6)
+    assert isinstance(done, PrefillDone)
+    assert (done.chunks, list(done.checksums.rows())) == (1, [checksum_of(6, 10)])
+
+
+def test_without_checksums_no_chunk_is_told_of() -> None:
+    h = Harness()
+    h.receive(request())
+    h.compute()
+    h.compute()
+    h.sent()
+    assert not h.control.repeated
+    h.sent()
+    [(_, done)] = h.control.repeated.values()
+    assert isinstance(done, PrefillDone)
+    assert (done.chunks, len(done.checksums)) == (0, 0)
+
+
+@pytest.mark.parametrize("end", ["admitted", "aborted", "failed"])
+def test_an_entry_that_ends_says_nothing_of_its_chunks_any_more(end: str) -> None:
+    """The decode node need not have answered: all of it was in vain, or has arrived."""
+    h = Harness()
+    h.receive(request())
+    h.compute()
+    h.compute()
+    h.sent(checksums=True)
+    assert len(h.control.repeated) == 1
+    match end:
+        case "admitted":
+            h.sent(checksums=True)
+            h.receive(Admitted(request_id="r", epoch=1))
+        case "aborted":
+            h.receive(Abort(request_id="r", epoch=1))
+            h.sent(error="aborted")
+        case "failed":
+            h.sent(error="the peer is gone")
+    assert h.node.num_entries == 0
+    assert not h.control.repeated
+    h.receive(ChunkTaken(request_id="r", epoch=1, number=0))
+
+
+def test_a_chunk_that_lands_after_an_abort_is_not_told_of() -> None:
+    h = Harness()
+    h.receive(request())
+    h.compute()
+    h.compute()
+    h.receive(Abort(request_id="r", epoch=1))
+    h.sent(checksums=True)
+    assert not h.control.repeated
+    h.sent(error="aborted")
+    assert h.control.take(Quiesced) == [Quiesced(request_id="r", epoch=1)]
+
+
+def test_only_its_own_decode_node_answers_for_a_chunk() -> None:
+    h = Harness()
+    h.receive(request())
+    h.compute()
+    h.sent(checksums=True)
+    other = Peer(role="decode", address="127.0.0.1:2", boot_id="second")
+    h.receive(ChunkTaken(request_id="r", epoch=1, number=0), other)
+    h.receive(ChunkTaken(request_id="r", epoch=2, number=0))
+    h.receive(ChunkTaken(request_id="r", epoch=1, number=1))
+    assert list(h.control.repeated.values()) == [(DECODE, chunk_done(0, 0, 6))]

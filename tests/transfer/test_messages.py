@@ -14,6 +14,8 @@ from transfer.messages import (
     Cancel,
     Checksum,
     Checksums,
+    ChunkDone,
+    ChunkTaken,
     Destination,
     Generate,
     Message,
@@ -29,6 +31,7 @@ from transfer.messages import (
 
 ME = Peer(role="decode", address="127.0.0.1:8021", boot_id="boot")
 GATEWAY = Peer(role="gateway", address="127.0.0.1:8001", boot_id="boot")
+PREFILL = Peer(role="prefill", address="127.0.0.1:8011", boot_id="boot")
 IDENTITY = ModelIdentity(
     fingerprint="f", dtype="float32", num_layers=1, num_index_layers=1, item_bytes=192, index_key_bytes=64
 )
@@ -51,7 +54,8 @@ def prefill_request(**changes: Any) -> PrefillRequest:
 
 
 def sender_of(message: Message) -> Peer:
-    return ME if type(message) in SENT_BY["decode"] else GATEWAY
+    """A process that may send it."""
+    return next(peer for peer in (ME, GATEWAY, PREFILL) if type(message) in SENT_BY[peer.role])
 
 
 def sample_messages() -> list[Message]:
@@ -65,10 +69,19 @@ def sample_messages() -> list[Message]:
             prefill_nodes=(ME,),
         ),
         Cancel(request_id="r"),
+        ChunkTaken(request_id="r", epoch=1, number=2),
     ]
 
 
-@pytest.mark.parametrize("message", sample_messages(), ids=lambda m: type(m).__name__)
+def said_by_prefill_nodes() -> list[Message]:
+    checksums = Checksums.of([Checksum(0, 0, 8, 2**64 - 1), Checksum(1, 0, 8, 5)])
+    return [
+        ChunkDone(request_id="r", epoch=1, number=0, checksums=checksums),
+        PrefillDone(request_id="r", epoch=1, token=Token(token_id=1), num_tokens=9, chunks=1, checksums=checksums),
+    ]
+
+
+@pytest.mark.parametrize("message", [*sample_messages(), *said_by_prefill_nodes()], ids=lambda m: type(m).__name__)
 def test_a_message_survives_the_wire(message: Message) -> None:
     sender = sender_of(message)
     assert decode(encode(message, sender, "to")) == (sender, "to", message)
@@ -85,7 +98,7 @@ def test_generated_messages_survive_the_wire(top_k: int, seed: int, request_id: 
     assert decode(encode(message, GATEWAY))[2] == message
 
 
-@given(st.sampled_from(sample_messages()), st.data())
+@given(st.sampled_from([*sample_messages(), *said_by_prefill_nodes()]), st.data())
 def test_mutated_bytes_never_crash(message: Message, data: st.DataObject) -> None:
     """A changed, cut or stretched frame is either still valid or MalformedMessage, nothing else."""
     frame = bytearray(encode(message, sender_of(message)))
@@ -141,9 +154,15 @@ def test_what_is_wrong_is_named(change: dict[str, Any], complaint: str) -> None:
 @pytest.mark.parametrize("message", sample_messages(), ids=lambda m: type(m).__name__)
 def test_what_a_role_does_not_send_is_malformed(message: Message) -> None:
     """A prefill node's key, say, makes nobody write."""
-    prefill = Peer(role="prefill", address="127.0.0.1:8011", boot_id="boot")
     with pytest.raises(MalformedMessage, match=f"a prefill process does not send {type(message).__name__}"):
-        decode(encode(message, prefill))
+        decode(encode(message, PREFILL))
+
+
+@pytest.mark.parametrize("message", said_by_prefill_nodes(), ids=lambda m: type(m).__name__)
+def test_nobody_else_speaks_for_a_prefill_node(message: Message) -> None:
+    for sender in (ME, GATEWAY):
+        with pytest.raises(MalformedMessage, match=f"a {sender.role} process does not send {type(message).__name__}"):
+            decode(encode(message, sender))
 
 
 def test_every_kind_is_sent_by_some_role() -> None:
@@ -170,10 +189,13 @@ def test_a_configuration_mismatch_names_both_values() -> None:
 def test_checksums_survive_the_wire_in_their_order(rows: list[tuple[int, int, int, int]]) -> None:
     checksums = Checksums.of([Checksum(*row) for row in rows])
     done = PrefillDone(request_id="r", epoch=1, token=Token(token_id=1), num_tokens=3, checksums=checksums)
-    _, _, decoded = decode(encode(done, Peer(role="prefill", address="127.0.0.1:8011", boot_id="boot")))
-    assert isinstance(decoded, PrefillDone)
-    assert list(decoded.checksums.rows()) == rows
-    assert len(decoded.checksums) == len(rows)
+    chunk = ChunkDone(request_id="r", epoch=1, number=len(rows), checksums=checksums)
+    for message in (done, chunk):
+        _, _, decoded = decode(encode(message, PREFILL))
+        assert isinstance(decoded, PrefillDone | ChunkDone)
+        assert decoded == message
+        assert list(decoded.checksums.rows()) == rows
+        assert len(decoded.checksums) == len(rows)
 
 
 def test_checksums_whose_columns_differ_in_length_are_malformed() -> None:
