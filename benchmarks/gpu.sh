@@ -45,6 +45,7 @@ for name in "${@:-all}"; do
     case $name in all | admission) step admission $PYTHON -m benchmarks.admission --json "$OUT/bench-admission.json" ;; esac
 done
 
+test -f "$OUT/tests.log" && grep -E '^(FAILED|ERROR) ' "$OUT/tests.log"
 for name in swap-in attention decode-step admission; do
     test -f "$OUT/$name.log" && tail -n 45 "$OUT/$name.log"
 done

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +30,8 @@ _TERMINATE_S = 15.0
 _POLL_S = 0.1
 _LOOPBACK = "127.0.0.1"
 _PORTS = range(20000, 32000)
+_claims: deque[socket.socket] = deque(maxlen=64)
+"""Names of the ports that this process chose last, held until whoever is to listen there has had time to."""
 
 Flags = Mapping[str, object]
 
@@ -204,17 +207,18 @@ def terminate(children: list["subprocess.Popen[bytes]"]) -> None:
 
 
 def free_port() -> int:
-    """A TCP port that is free on the loopback interface now.
+    """A TCP port that is free on the loopback interface now, and that nobody else who asks here gets soon.
 
     From below the range that systems hand out for outgoing connections, one of which could take it before its use.
     """
     for port in random.sample(_PORTS, len(_PORTS)):
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
+        claim = socket.socket(socket.AF_UNIX)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            claim.bind(f"\0hisparse-pd/port/{port}")  # a name that only one process can have
+            probe.bind((_LOOPBACK, port))
+            _claims.append(claim)
             return port
+        claim.close()
     raise StartupError(f"no free TCP port from {_PORTS.start} to {_PORTS.stop - 1}")
 
 
