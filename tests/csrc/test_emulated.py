@@ -52,7 +52,9 @@ class Emulated:
         self.kernel.launch(params, (batch * self.cluster, 1, 1), self.cluster)
 
         size = len(rows)
-        plan = self.oracle.resolve(0, given_rows[:size], given[:size], given_newest[:size])
+        exists = (given[:size] >= 0) & (given[:size] <= given_newest[:size, None])
+        selected = torch.where(exists, given[:size], -1)
+        plan = self.oracle.resolve(0, given_rows[:size], selected, given_newest[:size])
         owned = self.hot_slots[given_rows[:size, None], plan.hot.clamp(min=0)]
         assert torch.equal(slots[:size], torch.where(plan.hot >= 0, owned, -1))
         assert bool((slots[size:] == -1).all())
@@ -117,6 +119,16 @@ def test_the_swap_in_kernel_does_what_the_oracle_does(
         )
         for row in chosen:
             newest[row] += 1
+
+
+@pytest.mark.parametrize("cluster", [1, 4])
+@pytest.mark.parametrize("newest", [5, 40])
+def test_positions_that_do_not_exist_are_counted_once_and_select_nothing(newest: int, cluster: int) -> None:
+    kernel = SwapInSpecialization(4, 8, 16, "int64", "int64", True, 32, seen_bits(64))
+    emulated = Emulated(kernel, cluster, rows=1, context=64)
+    emulated.step([0], [newest], [[newest + 1, 3, 2**40, -2]], padding=1)
+    _, _, _, violations = emulated.counters.tolist()
+    assert violations == 3
 
 
 @pytest.mark.parametrize("item_bytes", [8, 9, 16, 17, 31, 48, 65, 513, 1152, 6004])
