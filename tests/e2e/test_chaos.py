@@ -10,7 +10,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -54,16 +54,17 @@ class Conductor:
 
     def play(self, faults: list[Fault], seconds: float) -> None:
         order = itertools.count()
-        todo: list[tuple[float, int, Callable[[Fault], bool], Fault]] = []
-        for fault in faults:
-            heapq.heappush(todo, (fault.at, next(order), self._begin, fault))
-            heapq.heappush(todo, (fault.at + fault.lasts, next(order), self._end, fault))
+        todo = [(fault.at, next(order), fault, False) for fault in faults]
+        heapq.heapify(todo)
         started = time.monotonic()
         while (now := time.monotonic() - started) < seconds or todo:
             while todo and todo[0][0] <= now:
-                _, _, act, fault = heapq.heappop(todo)
-                if not act(fault):
-                    heapq.heappush(todo, (now + 0.1, next(order), act, fault))
+                _, _, fault, has_begun = heapq.heappop(todo)
+                if not (self._end if has_begun else self._begin)(fault):
+                    heapq.heappush(todo, (now + 0.1, next(order), fault, has_begun))
+                elif not has_begun:
+                    # Not before: one that had to wait for its node would be undone before it came about.
+                    heapq.heappush(todo, (now + fault.lasts, next(order), fault, True))
             for node in self._cluster.nodes.values():
                 if node.name not in self._down:
                     node.check_alive()
