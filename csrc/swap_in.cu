@@ -2,8 +2,8 @@
 // layer from pinned host memory (fetch). The policy is that of hisparse/residency.py.
 //
 // A cluster of blocks serves one request. Each of its blocks looks up its share of the selected positions and tells the
-// others, then all of them run the clock, each for itself, and then each fetches its share of the misses. So the
-// blocks meet once, and a lone request still keeps enough loads in flight to fill the PCIe link.
+// others, then all of them run the clock, each for itself, and then each writes and fetches its share of the misses, which
+// takes that all have read the state by then. So a lone request still keeps enough loads in flight to fill the PCIe link.
 #include "copy_item.cuh"
 #include "resolve.cuh"
 #include "settle.cuh"
