@@ -6,7 +6,7 @@ from decode_node.arrival import Arrival, Stage
 from decode_node.request import Request
 from decode_node.verifier import Placement
 from hisparse.extents import HostSlots
-from transfer.messages import Peer, Token
+from transfer.messages import ChunkDone, Peer, PrefillDone, Token
 
 
 @dataclass
@@ -49,11 +49,18 @@ class Attempt:
     def note_progress(self, computed: int, current_pass: int | None, now: float) -> None:
         """The node says how far it is. It gets on also while those get on that it waits behind.
 
-        Once its prompt is computed it does as long as the node says so, which has a deadline itself for the transfer.
+        Once its prompt is computed it does as long as the node says so, which has a deadline itself for the transfer;
+        but not any more when it has said that everything landed, and not of every part with which checksums.
         """
-        if (computed, current_pass) != (self.computed, self.current_pass) or computed == self.request.num_tokens:
+        is_sending = computed == self.request.num_tokens and self.arrival.done is None
+        if is_sending or (computed, current_pass) != (self.computed, self.current_pass):
             self.progressed_at = now
         self.computed, self.current_pass = computed, current_pass
+
+    def take(self, message: ChunkDone | PrefillDone, now: float) -> None:
+        """A part has landed, and the verifier has its checksums."""
+        self.arrival.take(message)
+        self.progressed_at = now
 
 
 @dataclass(frozen=True)

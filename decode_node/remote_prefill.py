@@ -255,7 +255,7 @@ class RemotePrefill:
         verification = Verification(key, part, message.checksums, attempt.placement)
         if message.checksums and not self._verify(verification):
             return False
-        attempt.arrival.take(message)
+        attempt.take(message, time.monotonic())
         return True
 
     def _answer_late(self, sender: Peer, key: Key, message: ChunkDone | PrefillDone) -> None:

@@ -781,17 +781,36 @@ def test_when_the_verifier_is_busy_a_chunk_is_not_answered_and_offered_again(h: 
     assert h.verified() == [Landed(h.request, Token(token_id=5))]
 
 
-def test_a_prompt_whose_chunk_was_lost_waits_for_its_repeat_as_long_as_the_node_answers(h: Harness) -> None:
+def test_a_prompt_whose_chunk_was_lost_waits_for_its_repeat(h: Harness) -> None:
     h.dispatch()
     h.accepted()
-    h.done(chunks=1, checksums=CHECKSUMS)
+    h.progress(computed=3)
+    h.done(chunks=2, checksums=CHECKSUMS)
     assert h.verified() == []
-    for _ in range(3):
+    for chunk in range(2):
         assert h.wait(PATIENCE_S - 1) == []
         assert h.control.take(Holding)[-1] == Holding(keys=(KEY,)), "the node is still asked"
         h.progress(computed=3)
-    h.chunk(0)
+        assert h.request.state is State.PREFILLING
+        h.chunk(chunk)
+    assert h.verified() == []
     assert h.verified() == [Landed(h.request, Token(token_id=5))]
+
+
+def test_a_chunk_that_a_living_node_never_speaks_of_is_not_waited_for_for_ever(h: Harness) -> None:
+    """It says that everything landed, and repeats that it holds the request, but not what was in one chunk."""
+    h.dispatch()
+    h.accepted()
+    h.progress(computed=3)
+    h.done(chunks=1, checksums=CHECKSUMS)
+    assert h.verified() == []
+    for _ in range(int(PATIENCE_S)):
+        assert h.wait(1) == []
+        h.progress(computed=3)
+    [lost] = h.wait(1)
+    assert isinstance(lost, Lost)
+    assert lost.reason == "prefill node 127.0.0.1:2 has made no progress for 60 s"
+    assert h.remote.quarantined_slots == 3
 
 
 @pytest.mark.parametrize("end", ["silent", "restarted", "not held", "failed", "leaving"])
