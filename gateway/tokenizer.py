@@ -7,7 +7,7 @@ from typing import Any
 
 import structlog
 from jinja2 import TemplateError
-from transformers import AutoTokenizer
+from transformers import PreTrainedTokenizerFast
 
 from gateway.errors import ApiError
 from gateway.token_bytes import TokenBytes
@@ -31,7 +31,7 @@ class CheckpointTokenizer:
             raise StartupError(f"--model-path {model_path}: no such directory; give a Hugging Face checkpoint")
         config = read_json(directory / "config.json")
         try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
+            self._tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(model_path, local_files_only=True)
             # The first call may change the tokenizer's truncation settings; no later one does.
             self.encode("a", special_tokens=False)
         except Exception as error:

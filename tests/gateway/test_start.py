@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from gateway.errors import ApiError
 from gateway.process import Gateway, GatewayConfig
@@ -60,6 +61,31 @@ def test_stop_tokens_come_from_the_generation_config_first(tmp_path: Path) -> No
     assert CheckpointTokenizer(str(directory)).stop_token_ids == (3, 4)
     (directory / "generation_config.json").write_text('{"eos_token_id": null}')
     assert CheckpointTokenizer(str(directory)).stop_token_ids == (EOS,)
+
+
+@pytest.mark.parametrize("named", ["LlamaTokenizerFast", "PreTrainedTokenizer", "PreTrainedTokenizerFast"])
+def test_the_tokenizer_is_that_of_the_file_whatever_class_the_checkpoint_names(tmp_path: Path, named: str) -> None:
+    """Published checkpoints name several, for which transformers' own choice comes to the same."""
+    directory = write_checkpoint(tmp_path)
+    config = directory / "tokenizer_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "tokenizer_class": named, "add_bos_token": True}))
+    ours, theirs = CheckpointTokenizer(str(directory)), AutoTokenizer.from_pretrained(directory)
+    for text in ("", " two  words ", "<|user|>ä\n"):
+        for special in (False, True):
+            assert ours.encode(text, special_tokens=special) == theirs.encode(text, add_special_tokens=special)
+
+
+def test_a_gateway_does_not_load_torch(checkpoint: Path) -> None:
+    """It would take longer to load than all the rest, and 200 MB."""
+    code = (
+        "import sys\n"
+        "import gateway.process\n"
+        "from gateway.tokenizer import CheckpointTokenizer\n"
+        f"tokenizer = CheckpointTokenizer({str(checkpoint)!r})\n"
+        "tokenizer.decode(tokenizer.encode('some text', special_tokens=True))\n"
+        "sys.exit('torch' in sys.modules)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2]).returncode == 0
 
 
 def test_token_ids_that_the_tokenizer_lacks_are_no_text(checkpoint: Path) -> None:
