@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -17,6 +16,7 @@ import pytest
 
 from benchmarks.serving.stub import Answer, Reply, serve, token_event, usage_event
 from cli.main import main
+from tests.benchmarks.started import all_gone, descendants, started
 from tests.e2e.cluster import wait_until
 
 BENCH = [sys.executable, "-m", "cli.main", "bench", "serving"]
@@ -273,17 +273,16 @@ def test_a_tiny_model_is_served_measured_and_stopped(tmp_path: Path) -> None:
         "--compare-hisparse-config",
         '{"device_buffer_size": 96}',
     ]
-    process = subprocess.Popen(
-        [*BENCH, *small, *configs, *files], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     services: set[psutil.Process] = set()
-    while process.poll() is None:
-        services.update(descendants(process.pid))
-        try:
-            out, err = process.communicate(timeout=0.2)
-        except subprocess.TimeoutExpired:
-            continue
-    assert process.returncode == 0, err
+    with started([*BENCH, *small, *configs, *files], **pipes) as process:
+        while process.poll() is None:
+            services.update(descendants(process.pid))
+            try:
+                out, err = process.communicate(timeout=0.2)
+            except subprocess.TimeoutExpired:
+                continue
+        assert process.returncode == 0, err
     assert len(services) >= 2 * 4, "serve and its three processes, twice"
     assert all_gone(services)
     first, second = json.loads((tmp_path / "out.json").read_text())["points"]
@@ -295,14 +294,13 @@ def test_a_tiny_model_is_served_measured_and_stopped(tmp_path: Path) -> None:
 
 
 def test_an_interrupt_leaves_no_process_behind(tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        [*BENCH, "--quick", "--num-requests", "100000"], stderr=subprocess.DEVNULL, start_new_session=True
-    )
-    wait_until(lambda: len(descendants(process.pid)) >= 4, timeout=90, what="the service to start")
-    services = descendants(process.pid)
-    os.kill(process.pid, signal.SIGINT)
-    assert process.wait(timeout=60) == 130
-    assert all_gone(services)
+    command = [*BENCH, "--quick", "--num-requests", "100000"]
+    with started(command, stderr=subprocess.DEVNULL, start_new_session=True) as process:
+        wait_until(lambda: len(descendants(process.pid)) >= 4, timeout=90, what="the service to start")
+        services = descendants(process.pid)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60) == 130
+        assert all_gone(services)
 
 
 def test_a_service_that_does_not_start_is_quoted(capsys: pytest.CaptureFixture[str]) -> None:
@@ -310,14 +308,3 @@ def test_a_service_that_does_not_start_is_quoted(capsys: pytest.CaptureFixture[s
         main(["bench", "serving", "--hisparse-config", '{"device_buffer_size": 1}'])
     assert ended.value.code == 2
     assert "device_buffer_size" in capsys.readouterr().err.splitlines()[-1]
-
-
-def descendants(pid: int) -> set[psutil.Process]:
-    try:
-        return set(psutil.Process(pid).children(recursive=True))
-    except psutil.NoSuchProcess:
-        return set()
-
-
-def all_gone(processes: set[psutil.Process]) -> bool:
-    return not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes)

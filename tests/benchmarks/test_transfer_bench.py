@@ -1,7 +1,6 @@
 """`hisparse-pd bench transfer`, end to end on cases of a megabyte or so. What it takes is not asserted."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -9,10 +8,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from cli.main import main
+from tests.benchmarks.started import all_gone, descendants, started
+from tests.e2e.cluster import wait_until
 
 BENCH = [sys.executable, "-m", "cli.main", "bench", "transfer"]
 SMALL = [
@@ -27,6 +27,8 @@ SMALL = [
     "--methods",
     "ours,token,page,ceiling",
 ]
+
+ENDLESS = [*BENCH, "--tokens", "32K", "--rounds", "1000"]
 
 
 def run(directory: Path, *words: str) -> dict[str, Any]:
@@ -64,40 +66,31 @@ def test_every_method_is_measured_verified_and_reported(tmp_path: Path) -> None:
 
 
 def test_two_processes_that_were_started_apart(tmp_path: Path) -> None:
-    target = subprocess.Popen([*BENCH, "--role", "target"], stdout=subprocess.PIPE, text=True)
-    assert target.stdout is not None
-    address = target.stdout.readline().split("waiting at ")[1].split(";")[0]
-    content = run(tmp_path, *SMALL, "--role", "initiator", "--target", address)
-    assert set(content["machines"]) == {"initiator", "target"}
-    assert content["overlaps"] == []
-    assert target.wait(timeout=10) == 0, "the target ends with its initiator"
+    with started([*BENCH, "--role", "target"], stdout=subprocess.PIPE, text=True) as target:
+        assert target.stdout is not None
+        address = target.stdout.readline().split("waiting at ")[1].split(";")[0]
+        content = run(tmp_path, *SMALL, "--role", "initiator", "--target", address)
+        assert set(content["machines"]) == {"initiator", "target"}
+        assert content["overlaps"] == []
+        assert target.wait(timeout=10) == 0, "the target ends with its initiator"
 
 
 def test_an_interrupt_leaves_no_process_behind(tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        [*BENCH, "--tokens", "32K", "--rounds", "1000"], cwd=tmp_path, stderr=subprocess.PIPE, start_new_session=True
-    )
-    deadline = time.monotonic() + 60
-    while not (children := psutil.Process(process.pid).children()):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    time.sleep(1.0)
-    os.kill(process.pid, signal.SIGINT)
-    assert process.wait(timeout=30) == 130
-    assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
-    assert not list(tmp_path.iterdir())
+    with started(ENDLESS, cwd=tmp_path, stderr=subprocess.PIPE, start_new_session=True) as process:
+        target = wait_until(lambda: descendants(process.pid), timeout=60, what="the target to start")
+        time.sleep(1.0)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=30) == 130
+        assert all_gone(target)
+        assert not list(tmp_path.iterdir())
 
 
 def test_a_killed_initiator_takes_its_target_along() -> None:
-    process = subprocess.Popen([*BENCH, "--tokens", "32K", "--rounds", "1000"], stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 60
-    while not (children := psutil.Process(process.pid).children()):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    process.kill()
-    process.wait()
-    _, alive = psutil.wait_procs(children, timeout=30)
-    assert not alive
+    with started(ENDLESS, stderr=subprocess.DEVNULL) as process:
+        target = wait_until(lambda: descendants(process.pid), timeout=60, what="the target to start")
+        process.kill()
+        process.wait()
+        wait_until(lambda: all_gone(target), what="the target to end")
 
 
 @pytest.mark.parametrize(
