@@ -181,7 +181,7 @@ def processes(plan: list[Child], log: IO[bytes] | None = None) -> Iterator[dict[
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                preexec_fn=_die_with_parent,
+                preexec_fn=die_with_parent,
             )
         yield children
     finally:
@@ -256,5 +256,6 @@ def _only(certfile: Path) -> ssl.SSLContext:
     return trust
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
+    """This process is killed when the thread ends that started it."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

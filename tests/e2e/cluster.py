@@ -1,10 +1,6 @@
 """Real processes for end-to-end tests: started one by one, killed one by one, looked into over HTTP."""
 
 import asyncio
-import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +10,8 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from cli.serve import arguments, free_port, terminate
+from cli.serve import arguments, free_port
+from tests.e2e.spawn import Command, Process, Spawn, execute
 
 START_TIMEOUT_S = 60.0
 
@@ -68,7 +65,7 @@ class Node:
     log_path: Path
     module: str
     environment: Mapping[str, str]
-    process: "subprocess.Popen[bytes]"
+    process: Process
     place: Place = Place()
 
     @property
@@ -103,7 +100,7 @@ class Node:
         self.process.send_signal(number)
 
     def kill(self) -> None:
-        self.signal(signal.SIGKILL)
+        self.process.kill()
         self.process.wait()
 
 
@@ -112,6 +109,7 @@ class Cluster:
     """A gateway and the nodes that were added to it. Context manager: nothing runs on after it.
 
     Processes run `module`, where `places` says for one of that name, with what `environment` says in their environment.
+    They come about by `spawn`.
     """
 
     model_path: Path
@@ -119,6 +117,7 @@ class Cluster:
     module: str = "cli.main"
     environment: Callable[[str], Mapping[str, str]] = lambda name: {}
     places: Callable[[str], Place] = lambda name: Place()
+    spawn: Spawn = execute
     nodes: dict[str, Node] = field(default_factory=dict)
 
     def __enter__(self) -> "Cluster":
@@ -126,9 +125,7 @@ class Cluster:
 
     def __exit__(self, *_: object) -> None:
         for node in self.nodes.values():
-            if node.process.poll() is None:
-                node.signal(signal.SIGCONT)
-        terminate([node.process for node in self.nodes.values()])
+            node.kill()
 
     def gateway(self, name: str = "gateway", **flags: object) -> Node:
         return self._start(name, "gateway", flags)
@@ -178,18 +175,11 @@ class Cluster:
         self.nodes[name] = node
         return node
 
-    @staticmethod
     def _spawn(
-        words: list[str], log_path: Path, module: str, environment: Mapping[str, str], place: Place
-    ) -> "subprocess.Popen[bytes]":
-        with log_path.open("ab") as log:
-            return subprocess.Popen(
-                [*place.prefix, sys.executable, "-m", module, words[0], "--host", place.host, *words[1:], *place.words],
-                stdout=log,
-                stderr=log,
-                env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-                start_new_session=True,
-            )
+        self, words: list[str], log_path: Path, module: str, environment: Mapping[str, str], place: Place
+    ) -> Process:
+        here = [words[0], "--host", place.host, *words[1:], *place.words]
+        return self.spawn(Command(module, here, environment, log_path, place.prefix))
 
 
 @dataclass(frozen=True)

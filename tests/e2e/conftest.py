@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from model.tiny import write_tiny_checkpoint
 from tests.e2e.cluster import Cluster
+from tests.e2e.spawn import execute, fork
 
 FAMILIES = ("deepseek_v32", "glm_moe_dsa")
 TOKEN_BYTES = 4 * (4 * 64 + 4 * 32)
@@ -65,14 +66,14 @@ def disable_cuda_graph() -> bool:
 
 
 @pytest.fixture
-def start_cluster(checkpoints: dict[str, Path], tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
+def start_cluster(checkpoints: dict[str, Path], tmp_path: Path, device: str) -> Iterator[Callable[..., Cluster]]:
     """A function that makes a cluster of a family, with its gateway; everything is stopped after the test."""
     clusters: list[Cluster] = []
 
     def start(family: str = "deepseek_v32", **gateway_flags: object) -> Cluster:
         directory = tmp_path / f"cluster-{len(clusters)}"
         directory.mkdir()
-        cluster = Cluster(checkpoints[family], directory)
+        cluster = Cluster(checkpoints[family], directory, spawn=fork if device == "cpu" else execute)
         clusters.append(cluster)
         cluster.gateway(served_model_name="tiny", **gateway_flags)
         return cluster

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import zmq
 
-from cli.main import main
+from cli.main import main as run_command
 from tests.e2e import chaos_audit
 from transfer import connections
 from transfer.control import ControlPlane
@@ -208,7 +208,7 @@ def _make_writes_faulty(faults: Faults) -> None:
     Transports.connect = faulty_connect  # type: ignore[method-assign]
 
 
-def run(words: list[str]) -> None:
+def main(words: list[str]) -> None:
     """Run a command of `hisparse-pd` with the faults that the environment asks for."""
     faults = Faults.of_this_process()
     if faults.idle_close_s is not None:
@@ -220,8 +220,8 @@ def run(words: list[str]) -> None:
         chaos_audit.watch_prefill(audit)
     elif words[0] == "decode":
         chaos_audit.watch_decode(audit)
-    main(words)
+    run_command(words)
 
 
 if __name__ == "__main__":
-    run(sys.argv[1:])
+    main(sys.argv[1:])

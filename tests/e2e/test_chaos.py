@@ -23,6 +23,7 @@ from tests.e2e.chaos_schedule import DECODE_NODE, PREFILL_NODES, Action, Fault, 
 from tests.e2e.cluster import Cluster, Job, Node, complete, wait_until
 from tests.e2e.conftest import TOKEN_BYTES, Reference
 from tests.e2e.faulty_node import MODULE, Faults, Switches
+from tests.e2e.spawn import fork
 
 SECONDS = float(os.environ.get("HISPARSE_PD_CHAOS_SECONDS", "60"))
 SEED = int(os.environ.get("HISPARSE_PD_CHAOS_SEED", random.randrange(1_000_000)))
@@ -126,7 +127,7 @@ def cluster(checkpoints: dict[str, Path], tmp_path: Path) -> Iterator[Cluster]:
     directory = tmp_path / "faults"
     directory.mkdir()
     cluster = Cluster(
-        checkpoints["deepseek_v32"], tmp_path, MODULE, lambda name: faults_of(name, directory).environment()
+        checkpoints["deepseek_v32"], tmp_path, MODULE, lambda name: faults_of(name, directory).environment(), spawn=fork
     )
     with cluster:
         cluster.gateway(served_model_name="tiny", request_timeout=REQUEST_TIMEOUT_S)

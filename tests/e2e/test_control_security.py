@@ -17,6 +17,7 @@ import zmq
 
 from tests.e2e.cluster import Cluster, Job, Node, complete, wait_until
 from tests.e2e.conftest import Reference
+from tests.e2e.spawn import fork
 from transfer import access
 from transfer.keys import generate, generate_node, load_keys, load_token
 
@@ -33,12 +34,17 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, keys: Path) -> Iterator[Cluster]:
-    """A gateway, a prefill and a decode node that know each other by their keys, for all tests of this file."""
+    """A gateway, a prefill and a decode node that know each other by their keys, for all tests of this file.
+
+    They are executed, so that /proc shows of them what it shows of a user's.
+    """
     with Cluster(checkpoints["deepseek_v32"], tmp_path_factory.mktemp("cluster")) as cluster:
         cluster.gateway(served_model_name="tiny", key_dir=keys, log_level="debug")
         cluster.prefill(key_dir=keys, log_level="debug")
         cluster.decode(key_dir=keys, log_level="debug")
-        yield cluster.wait_ready()
+        cluster.wait_ready()
+        cluster.spawn = fork
+        yield cluster
 
 
 @pytest.fixture

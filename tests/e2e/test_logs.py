@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.e2e.cluster import Cluster
+from tests.e2e.spawn import fork
 
 GLOG = re.compile(r"WARNING: Logging before InitGoogleLogging\(\) |[IWEF]\d{4} \d\d:\d\d:\d\d\.")
 """Mooncake's lines, as docs/operations.md says how to tell them: C++ writes them to standard error itself."""
@@ -23,7 +24,7 @@ def test_logs_in_json_are_json_line_by_line(checkpoints: dict[str, Path], tmp_pa
     tokenizer = json.loads((model / "tokenizer_config.json").read_text())
     (model / "tokenizer_config.json").write_text(json.dumps({**tokenizer, "model_max_length": 4}))
 
-    with Cluster(model, tmp_path) as cluster:
+    with Cluster(model, tmp_path, spawn=fork) as cluster:
         cluster.gateway(served_model_name="tiny", log_format="json")
         cluster.prefill(log_format="json")
         cluster.decode(log_format="json")

@@ -8,11 +8,12 @@ import pytest
 
 from tests.e2e.cluster import Cluster, wait_until
 from tests.e2e.conftest import Reference
+from tests.e2e.spawn import fork
 
 
 @pytest.fixture(scope="module")
 def cluster(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with Cluster(checkpoints["glm_moe_dsa"], tmp_path_factory.mktemp("openai")) as cluster:
+    with Cluster(checkpoints["glm_moe_dsa"], tmp_path_factory.mktemp("openai"), spawn=fork) as cluster:
         cluster.gateway(served_model_name="tiny")
         cluster.prefill()
         cluster.decode()

@@ -2,11 +2,8 @@
 
 import json
 import logging
-import os
 import shutil
 import socket
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,6 +12,7 @@ import structlog
 
 from cli.main import main
 from tests.e2e.cluster import Cluster, wait_until
+from tests.e2e.spawn import Command, fork
 
 
 @pytest.fixture
@@ -36,34 +34,34 @@ def start_here(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., tup
     structlog.reset_defaults()
 
 
-StartHere = Callable[..., tuple[int, str]]
+Start = Callable[..., tuple[int, str]]
 
 
-def start(*words: object) -> tuple[int, str]:
-    """Exit code and error line of `hisparse-pd` with these words."""
-    done = subprocess.run(
-        [sys.executable, "-m", "cli.main", *map(str, words)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1 or done.returncode != 2, done.stderr
-    return done.returncode, errors[0] if errors else done.stderr
+@pytest.fixture
+def start(tmp_path: Path) -> Start:
+    """A function that says with which code and error line `hisparse-pd` ends that is given these words."""
+    log = tmp_path / "started.log"
+
+    def start(*words: object) -> tuple[int, str]:
+        code = fork(Command("cli.main", [str(word) for word in words], {}, log)).wait(timeout=60)
+        errors = [line for line in log.read_text().splitlines() if line.startswith("error: ")]
+        assert len(errors) == 1 or code != 2, log.read_text()
+        return code, errors[0] if errors else log.read_text()
+
+    return start
 
 
 FREE = ("--port", 0, "--control-port", 0)
 
 
-def test_a_missing_checkpoint(start_here: StartHere, tmp_path: Path) -> None:
+def test_a_missing_checkpoint(start_here: Start, tmp_path: Path) -> None:
     for command in ("prefill", "decode", "gateway"):
         code, error = start_here(command, "--model-path", tmp_path / "none", *FREE)
         assert code == 2
         assert "none" in error
 
 
-def test_a_truncated_checkpoint(start_here: StartHere, checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_a_truncated_checkpoint(start_here: Start, checkpoints: dict[str, Path], tmp_path: Path) -> None:
     path = tmp_path / "truncated"
     shutil.copytree(checkpoints["deepseek_v32"], path)
     weights = path / "model.safetensors"
@@ -73,9 +71,7 @@ def test_a_truncated_checkpoint(start_here: StartHere, checkpoints: dict[str, Pa
     assert "model.safetensors" in error
 
 
-def test_a_checkpoint_without_sparse_attention(
-    start_here: StartHere, checkpoints: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_checkpoint_without_sparse_attention(start_here: Start, checkpoints: dict[str, Path], tmp_path: Path) -> None:
     path = tmp_path / "dense"
     shutil.copytree(checkpoints["deepseek_v32"], path)
     config = json.loads((path / "config.json").read_text())
@@ -94,7 +90,7 @@ def test_a_checkpoint_without_sparse_attention(
     ],
 )
 def test_a_hisparse_config_that_cannot_be_served(
-    start_here: StartHere, checkpoints: dict[str, Path], config: str, complaint: str
+    start_here: Start, checkpoints: dict[str, Path], config: str, complaint: str
 ) -> None:
     """sglang 22970: configurations were accepted that could not be served."""
     code, error = start_here("decode", "--model-path", checkpoints["deepseek_v32"], "--hisparse-config", config, *FREE)
@@ -102,14 +98,14 @@ def test_a_hisparse_config_that_cannot_be_served(
     assert complaint in error
 
 
-def test_more_host_memory_than_the_machine_has(checkpoints: dict[str, Path]) -> None:
+def test_more_host_memory_than_the_machine_has(start: Start, checkpoints: dict[str, Path]) -> None:
     config = '{"host_pool_gib": 100000}'
     code, error = start("decode", "--model-path", checkpoints["deepseek_v32"], "--hisparse-config", config, *FREE)
     assert code == 2
     assert "the host pool needs 100000.00 GiB, available are" in error
 
 
-def test_rdma_without_a_device(start_here: StartHere, checkpoints: dict[str, Path]) -> None:
+def test_rdma_without_a_device(start_here: Start, checkpoints: dict[str, Path]) -> None:
     code, error = start_here(
         "prefill", "--model-path", checkpoints["deepseek_v32"], "--transfer-protocol", "rdma", *FREE
     )
@@ -119,7 +115,7 @@ def test_rdma_without_a_device(start_here: StartHere, checkpoints: dict[str, Pat
 
 @pytest.mark.parametrize("flag", ["--port", "--control-port"])
 @pytest.mark.parametrize("command", ["gateway", "prefill", "decode"])
-def test_a_port_in_use(checkpoints: dict[str, Path], command: str, flag: str) -> None:
+def test_a_port_in_use(start: Start, checkpoints: dict[str, Path], command: str, flag: str) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -133,7 +129,7 @@ def test_a_port_in_use(checkpoints: dict[str, Path], command: str, flag: str) ->
 
 
 @pytest.mark.parametrize("command", ["prefill", "decode"])
-def test_transfer_ports_in_use(checkpoints: dict[str, Path], command: str) -> None:
+def test_transfer_ports_in_use(start: Start, checkpoints: dict[str, Path], command: str) -> None:
     with socket.create_server(("", 14999)):
         words = ("--model-path", checkpoints["deepseek_v32"], "--transfer-ports", "14998-14999", *FREE)
         code, error = start(command, *words)
@@ -162,7 +158,7 @@ def test_a_prefill_node_of_another_model_is_refused(
     assert "fingerprint" in other.log
 
 
-def test_nonsense_flags_are_refused(start_here: StartHere, checkpoints: dict[str, Path]) -> None:
+def test_nonsense_flags_are_refused(start_here: Start, checkpoints: dict[str, Path]) -> None:
     model = checkpoints["deepseek_v32"]
     for words, complaint in (
         (("prefill", "--model-path", model, "--device", "tpu", *FREE), "expected cpu, cuda or cuda:N"),
@@ -193,16 +189,14 @@ def test_nonsense_flags_are_refused(start_here: StartHere, checkpoints: dict[str
         ["gateway", "--host", "10.0.0.1", "--control-host", "127.0.0.1"],
     ],
 )
-def test_elsewhere_than_loopback_takes_keys(
-    start_here: StartHere, checkpoints: dict[str, Path], words: list[str]
-) -> None:
+def test_elsewhere_than_loopback_takes_keys(start_here: Start, checkpoints: dict[str, Path], words: list[str]) -> None:
     code, error = start_here(*words, "--model-path", checkpoints["deepseek_v32"], *FREE)
     assert code == 2
     assert "other machines reach it" in error
     assert "--insecure" in error
 
 
-def test_a_key_directory_without_keys(start_here: StartHere, checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_a_key_directory_without_keys(start_here: Start, checkpoints: dict[str, Path], tmp_path: Path) -> None:
     for command in ("gateway", "prefill", "decode"):
         code, error = start_here(
             command, "--model-path", checkpoints["deepseek_v32"], "--key-dir", tmp_path / "none", *FREE

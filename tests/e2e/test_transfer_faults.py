@@ -17,6 +17,7 @@ from tests.e2e.chaos_audit import Audit, read_journal
 from tests.e2e.cluster import Cluster, Job, Node, complete, wait_until
 from tests.e2e.conftest import TOKEN_BYTES, Reference
 from tests.e2e.faulty_node import MODULE, Faults, Switches, journal_path
+from tests.e2e.spawn import execute, fork
 from tests.e2e.test_parity import prompts
 
 PROMPT, OTHER, SHORT = prompts((800, 750, 300), seed=8)
@@ -31,7 +32,7 @@ class Surroundings:
         self.directory.mkdir()
         self.switches = Switches(self.directory)
         self.faults = Faults(str(self.directory), "", journal=True)
-        self.cluster = Cluster(model_path, directory, MODULE, self._environment)
+        self.cluster = Cluster(model_path, directory, MODULE, self._environment, spawn=fork)
 
     def start(self, transport: str, prefill_nodes: int = 1, decode_nodes: int = 1, host_slots: int = 2400) -> None:
         """A gateway, decode nodes and prefill nodes that reach them by this transport, all ready."""
@@ -165,6 +166,7 @@ def test_writes_to_a_decode_node_that_was_restarted_meanwhile_do_not_reach_the_n
     old_pool = surroundings.writes()[0]["pool"]
     surroundings.decode.kill()
     killed_at = time.monotonic()
+    surroundings.cluster.spawn = execute  # it takes its time to come back, and has its pool at another address
     surroundings.cluster.restart(surroundings.decode)
     wait_until(surroundings.decode.is_up, 60, "the decode node to be back")
     went_on = time.monotonic()

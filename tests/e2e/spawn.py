@@ -1,0 +1,130 @@
+"""How a process of the service comes about: executed, as users do it, or forked from one that has imported everything.
+
+Imports take four seconds of a processor, and a run of all tests starts some hundreds of processes; a fork has them
+behind it. Either runs the same command in a session of its own, with the same environment and output.
+"""
+
+import importlib
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from cli.serve import die_with_parent
+
+
+class Process(Protocol):
+    """What is used of a subprocess.Popen."""
+
+    pid: int
+
+    @property
+    def returncode(self) -> int | None: ...
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+    def send_signal(self, number: int) -> None: ...
+
+    def kill(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Command:
+    """`python -m module words`, behind a prefix that may take it to another host."""
+
+    module: str
+    words: Sequence[str]
+    environment: Mapping[str, str]
+    log_path: Path
+    prefix: tuple[str, ...] = ()
+
+    @property
+    def whole_environment(self) -> dict[str, str]:
+        return {**os.environ, "OMP_NUM_THREADS": "1", **self.environment}
+
+
+Spawn = Callable[[Command], Process]
+
+
+def execute(command: Command) -> Process:
+    with command.log_path.open("ab") as log:
+        return subprocess.Popen(
+            [*command.prefix, sys.executable, "-m", command.module, *command.words],
+            stdout=log,
+            stderr=log,
+            env=command.whole_environment,
+            start_new_session=True,
+        )
+
+
+def fork(command: Command) -> Process:
+    """Not for what uses a GPU, and executed all the same if it has a prefix."""
+    return execute(command) if command.prefix else _Forked(command)
+
+
+_IMPORTED = [
+    "cli.main",
+    "gateway.process",
+    "prefill_node.process",
+    "decode_node.process",
+    "tests.e2e.faulty_node",
+    "tests.e2e.spawn",
+    "uvicorn.protocols.http.auto",
+    "transformers.models.deepseek_v32.modeling_deepseek_v32",
+    "transformers.models.glm_moe_dsa.modeling_glm_moe_dsa",
+]
+"""Nothing here starts a thread, which a fork would be without."""
+
+
+class _Forked:
+    """A process of multiprocessing's fork server, with the face of a subprocess.Popen."""
+
+    def __init__(self, command: Command) -> None:
+        command.log_path.touch()
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_IMPORTED)
+        arguments = (command.module, list(command.words), command.whole_environment, str(command.log_path))
+        self._process = context.Process(target=_run, args=arguments, daemon=True)
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.returncode is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def _run(module: str, words: list[str], environment: dict[str, str], log_path: str) -> None:
+    os.setsid()
+    die_with_parent()
+    log = os.open(log_path, os.O_WRONLY | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    os.close(log)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = [module, *words]
+    importlib.import_module(module).main(words)
