@@ -190,17 +190,17 @@ def test_a_request_waits_for_the_successor_of_a_prefill_node_that_left(
 ) -> None:
     """A rolling update of a single prefill node: what it had not begun is computed by the process that replaces it."""
     cluster = start_cluster()
-    prefill = cluster.prefill(chunked_prefill_size=64, context_length=1216, max_total_tokens=1216)
+    prefill = cluster.prefill(chunked_prefill_size=16, context_length=1216, max_total_tokens=1216)
     decode = cluster.decode(hisparse_config=HOT_BUFFER, prefill_retries=0)
     cluster.wait_ready()
-    prompts = [[number, 3, 9, 200, 41] * 240 for number in range(3)]
-    with ThreadPoolExecutor(3) as pool:
-        answers = [pool.submit(complete, cluster.url, [Job(prompt, 8)]) for prompt in prompts]
+    jobs = [Job([number, 3, 9, 200, 41] * 240, 8) for number in range(3)]
+    with ThreadPoolExecutor(1) as pool:
+        answers = pool.submit(complete, cluster.url, jobs, concurrency=len(jobs))
         wait_until(lambda: prefill.metric("requests", state="computing") == 3, what="the requests to be queued")
         prefill.signal(signal.SIGTERM)
         assert prefill.process.wait(timeout=30) == 0
         assert decode.metric("host_slots", state="quarantined") == 0
         cluster.restart(prefill)
-        for prompt, answer in zip(prompts, answers, strict=True):
-            assert answer.result() == [references["deepseek_v32"].generate(prompt, 8)]
+        reference = references["deepseek_v32"]
+        assert answers.result() == [reference.generate(job.prompt_ids, job.max_tokens) for job in jobs]
     assert decode.metric("transfer_failures_total", reason="prefill") == 0
