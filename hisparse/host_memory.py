@@ -41,7 +41,12 @@ class HostMemory:
         if shareable:
             self._fd = os.memfd_create(self._name)
             os.ftruncate(self._fd, self._length)
-        self._memory = mmap.mmap(self._fd, self._length)
+            self._memory = mmap.mmap(self._fd, self._length)
+        else:
+            # Private, since Linux gives shared memory large pages only where an administrator wants it to.
+            self._memory = mmap.mmap(-1, self._length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            # Pinned pages of private memory would be copied for a child process at once, all of them.
+            self._memory.madvise(mmap.MADV_DONTFORK)
         # Scattered items in 4 KiB pages spend as long on address translation as on copying.
         with suppress(OSError):
             self._memory.madvise(mmap.MADV_HUGEPAGE)

@@ -1,6 +1,7 @@
 """A chunk on its way to a decode node: what is posted, in which order, and from where."""
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from transfer.writer import Outcome, Pipeline, TransferError, Write
 log = structlog.get_logger(__name__)
 
 _IN_PLACE_BYTES = 8 << 20
-"""Of one buffer, in one batch: an abort is heard between batches."""
+"""In one batch: an abort is heard between batches."""
 _WHAT_FAILED = {
     Outcome.FAILED: "the decode node's transport cannot be reached or refuses a write",
     Outcome.CUT: "the connection was lost",
@@ -134,6 +135,8 @@ class Outgoing:
         write = Write(on_end=lambda: self._end(write), go_on=lambda: self._go_on(may_post))
         try:
             for batch, buffer in self._batches():
+                self._sent.num_bytes += int(batch.lengths.sum())
+                self._sent.num_descriptors += len(batch.lengths)
                 if not self._pipeline.post(write, batch, buffer):
                     self._sent.error = "aborted"
                     break
@@ -188,42 +191,72 @@ class Outgoing:
         channel = self._pipeline.channel
         plan = ChunkPlan(chunk.pages, reading.page_size, chunk.slots, chunk.start, chunk.stop, channel.max_bytes)
         policy = gather_policy(channel.transport, reading.source.in_host_memory)
-        gathers = policy is Gather.ALWAYS or (policy is Gather.WHERE_IT_PAYS and plan.gathering_pays)
-        ring = self._lend_ring() if gathers else None
-        part_bytes = BUFFER_BYTES if gathers else _IN_PLACE_BYTES
-        for buffer in reading.buffers_in_order():
-            self._await_layer(reading.layer_of_buffer[buffer])
-            item_bytes = reading.source.buffers.item_lengths[buffer]
-            for part in plan.parts(max(1, part_bytes // item_bytes)):
-                packed = None if ring is None else ring.take(self._pipeline)
-                batch = self._batch(buffer, part, item_bytes, packed)
-                self._sent.num_bytes += (part.stop - part.start) * item_bytes
-                self._sent.num_descriptors += len(batch.lengths)
-                yield batch, packed
+        if policy is Gather.ALWAYS or (policy is Gather.WHERE_IT_PAYS and plan.gathering_pays):
+            yield from self._packed(plan, self._lend_ring())
+        else:
+            for batch in self._in_place(plan):
+                yield batch, None
 
-    def _await_layer(self, layer: int) -> None:
-        progress = self._chunk.progress
-        if progress.is_done(layer):
+    def _packed(self, plan: ChunkPlan, ring: SendRing) -> Iterator[tuple[Descriptors, SendBuffer]]:
+        """Part by part by way of send buffers."""
+        source, targets = self._reading.source, self._chunk.destination.buffers.ptrs
+        for buffer in self._reading.buffers_in_order():
+            self._await_layer(buffer)
+            item_bytes = source.buffers.item_lengths[buffer]
+            for part in plan.parts(max(1, BUFFER_BYTES // item_bytes)):
+                into = ring.take(self._pipeline)
+                source.gather(buffer, part, into)
+                if positions := self._checked(buffer, part):
+                    start, stop = positions
+                    at = into.address + (start - part.start) * item_bytes
+                    self._note(buffer, positions, digest([(at, (stop - start) * item_bytes)]))
+                _, out = part.packed(item_bytes)
+                yield out.at(into.address, targets[buffer]), into
+
+    def _in_place(self, plan: ChunkPlan) -> Iterator[Descriptors]:
+        """From where it lies, as many buffers at a time as are complete."""
+        source, targets = self._reading.source, self._chunk.destination.buffers.ptrs
+        for buffers in self._complete():
+            item_bytes = source.buffers.item_lengths[buffers[0]]
+            for part in plan.parts(max(1, _IN_PLACE_BYTES // item_bytes)):
+                for buffer in buffers:
+                    if positions := self._checked(buffer, part):
+                        self._note(buffer, positions, source.digest(buffer, part, *positions))
+                yield part.direct(item_bytes).at_each(
+                    [source.buffers.ptrs[buffer] for buffer in buffers], [targets[buffer] for buffer in buffers]
+                )
+
+    def _complete(self) -> Iterator[list[int]]:
+        """All buffers, in order, those of one item size together that are complete at the same time and fit a batch."""
+        item_lengths = self._reading.source.buffers.item_lengths
+        num_items = self._chunk.stop - self._chunk.start
+        ahead = deque(self._reading.buffers_in_order())
+        while ahead:
+            buffers = [ahead.popleft()]
+            item_bytes = item_lengths[buffers[0]]
+            self._await_layer(buffers[0])
+            while (
+                ahead
+                and item_lengths[ahead[0]] == item_bytes
+                and (len(buffers) + 1) * num_items * item_bytes <= _IN_PLACE_BYTES
+                and self._is_complete(ahead[0])
+            ):
+                buffers.append(ahead.popleft())
+            yield buffers
+
+    def _is_complete(self, buffer: int) -> bool:
+        return self._chunk.progress.is_done(self._reading.layer_of_buffer[buffer])
+
+    def _await_layer(self, buffer: int) -> None:
+        if self._is_complete(buffer):
             return
         # The wait may be long: what was posted before, of other chunks too, is reported when it ends.
         self._pipeline.drain()
         with self._waiting():
-            progress.wait(layer, self._chunk.cancelled)
+            self._chunk.progress.wait(self._reading.layer_of_buffer[buffer], self._chunk.cancelled)
 
-    def _batch(self, buffer: int, part: Part, item_bytes: int, packed: SendBuffer | None) -> Descriptors:
-        """A part of one buffer, from where it lies or packed into a send buffer; its checksum is noted."""
-        source, target = self._reading.source, self._chunk.destination.buffers.ptrs[buffer]
-        checked = sampled(self._reading.checksums, part.start, part.stop, buffer)
-        if packed is None:
-            if checked is not None:
-                self._note(buffer, checked, source.digest(buffer, part, *checked))
-            return part.direct(item_bytes).at(source.buffers.ptrs[buffer], target)
-        source.gather(buffer, part, packed)
-        if checked is not None:
-            first = packed.address + (checked[0] - part.start) * item_bytes
-            self._note(buffer, checked, digest([(first, (checked[1] - checked[0]) * item_bytes)]))
-        _, out = part.packed(item_bytes)
-        return out.at(packed.address, target)
+    def _checked(self, buffer: int, part: Part) -> tuple[int, int] | None:
+        return sampled(self._reading.checksums, part.start, part.stop, buffer)
 
     def _note(self, buffer: int, positions: tuple[int, int], value: int) -> None:
         start, stop = positions

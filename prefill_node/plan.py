@@ -1,10 +1,7 @@
 """What is sent of a chunk: positions paired with slots, cut into parts, once for all layers."""
 
-from functools import cached_property
-
 import numpy as np
 
-from transfer.checksum import SlotRuns
 from transfer.planner import NO_LIMIT, Descriptors, Int64s, Runs, expand_pages, plan_runs
 
 
@@ -38,11 +35,6 @@ class Part:
                 out.descriptors(0, 0, item_bytes).cut(self._most_bytes),
             )
         return self._packed[item_bytes]
-
-    @cached_property
-    def item_runs(self) -> SlotRuns:
-        """The source items, to be asked for the memory that holds some of them."""
-        return SlotRuns(self.items)
 
 
 class ChunkPlan:

@@ -8,7 +8,7 @@ import torch
 from prefill_node.plan import Part
 from prefill_node.pool import buffer_info
 from prefill_node.ring import SendBuffer
-from transfer.checksum import digest
+from transfer.checksum import digest, item_ranges
 from transfer.copy_runs import copy_runs
 from transfer.messages import BufferInfo
 from transfer.planner import Int64s
@@ -45,7 +45,7 @@ class HostSource:
         copy_runs(runs.at(self.buffers.ptrs[buffer], into.address))
 
     def digest(self, buffer: int, part: Part, start: int, stop: int) -> int:
-        return digest(part.item_runs.ranges(self.buffers, buffer, start - part.start, stop - part.start))
+        return digest(item_ranges(self.buffers, buffer, part.items[start - part.start : stop - part.start]))
 
 
 class DeviceSource:

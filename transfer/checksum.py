@@ -7,7 +7,6 @@ part of a piece that it does not look at takes `full`.
 
 import ctypes
 import struct
-from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
@@ -37,34 +36,15 @@ class Mismatch:
     ranges: tuple[Range, ...]
 
 
-class SlotRuns:
-    """A sequence's slots as runs of neighbours: made once, asked for every piece of every buffer."""
-
-    def __init__(self, slots: Int64s) -> None:
-        """slots: the slot of every position, int64 [n]."""
-        self._num_positions = len(slots)
-        first = np.flatnonzero(np.diff(slots, prepend=slots[:1] - 2) != 1)
-        self._first: list[int] = first.tolist()
-        """The position at which each run begins."""
-        self._slots: list[int] = slots[first].tolist()
-
-    def ranges(self, buffers: BufferInfo, buffer: int, start: int, stop: int) -> list[Range]:
-        """The memory of positions [start, stop) in a buffer, neighbouring slots joined.
-
-        Raises ValueError if there are no such positions.
-        """
-        if not 0 <= start <= stop <= self._num_positions:
-            raise ValueError(f"positions [{start}, {stop}) are not within [0, {self._num_positions})")
-        base, item = buffers.ptrs[buffer], buffers.item_lengths[buffer]
-        ranges = []
-        run = bisect_right(self._first, start) - 1
-        while start < stop:
-            end = self._first[run + 1] if run + 1 < len(self._first) else self._num_positions
-            end = min(end, stop)
-            slot = self._slots[run] + start - self._first[run]
-            ranges.append((base + slot * item, (end - start) * item))
-            start, run = end, run + 1
-        return ranges
+def item_ranges(buffers: BufferInfo, buffer: int, items: Int64s) -> list[Range]:
+    """The memory of these items of a buffer, in their order, neighbours joined. items: int64 [n]."""
+    base, item_bytes = buffers.ptrs[buffer], buffers.item_lengths[buffer]
+    begins = np.ones(len(items) + 1, dtype=bool)
+    np.not_equal(items[1:], items[:-1] + 1, out=begins[1:-1])
+    bounds = begins.nonzero()[0]
+    addresses = base + items[bounds[:-1]] * item_bytes
+    lengths = (bounds[1:] - bounds[:-1]) * item_bytes
+    return list(zip(addresses.tolist(), lengths.tolist(), strict=True))
 
 
 def sampled(mode: ChecksumMode, start: int, stop: int, buffer: int) -> tuple[int, int] | None:
@@ -110,7 +90,6 @@ def verify(
         raise ValueError(f"{num_tokens} tokens in {len(slots)} slots")
     if len(slots) and not 0 <= slots.min() <= slots.max() < buffers.num_items:
         raise ValueError(f"slots {slots.min()} to {slots.max()} are not within [0, {buffers.num_items})")
-    runs = SlotRuns(slots)
     mismatches = []
     for checksum in checksums:
         if not go_on():
@@ -119,7 +98,7 @@ def verify(
         if buffer >= len(buffers.ptrs) or not start < stop <= num_tokens:
             mismatches.append(Mismatch(buffer, start, stop, expected, None, ()))
             continue
-        ranges = runs.ranges(buffers, buffer, start, stop)
+        ranges = item_ranges(buffers, buffer, slots[start:stop])
         found = digest(ranges)
         if found != expected:
             mismatches.append(Mismatch(buffer, start, stop, expected, found, tuple(ranges)))

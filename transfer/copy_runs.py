@@ -8,10 +8,12 @@ comes a few pieces later is prefetched. And a store to memory that is not in the
 processor is not about to read is written past the cache, by non-temporal stores.
 """
 
+import threading
 from typing import Any
 
 import llvmlite.ir
 import numba
+import numpy as np
 from llvmlite.ir import Constant, FunctionType, IntType, VectorType, VoidType
 from numba.core import cgutils, types
 from numba.extending import intrinsic
@@ -22,6 +24,8 @@ _AHEAD = 4
 """Pieces between the one that is prefetched and the one that is copied."""
 _PREFETCHED_BYTES = 2048
 """Of a piece, at most: further on the processor sees by itself what comes next."""
+_SHARES = 32
+"""Of a batch: few enough to take one for long, enough for threads to end at about the same time."""
 _LINE = 64
 _VECTOR = 32
 """Bytes of a vector store, to which its destination must be aligned."""
@@ -84,10 +88,28 @@ def _fence(context: Any) -> Any:
     return types.void(), emit
 
 
+@intrinsic  # type: ignore[untyped-decorator]
+def _fetch_and_add(context: Any, address: Any, number: Any) -> Any:
+    """Emit an atomic addition to the integer at an address. Returns what it was."""
+
+    def emit(_: Any, builder: Any, __: Any, arguments: Any) -> Any:
+        address, number = arguments
+        return builder.atomic_rmw("add", _pointer(builder, address, IntType(64)), number, "monotonic")
+
+    return types.int64(types.int64, types.int64), emit
+
+
 @numba.njit("void(int64, int64)")  # type: ignore[untyped-decorator]
 def _prefetch_piece(source: int, length: int) -> None:
     for line in range(0, min(length, _PREFETCHED_BYTES), _LINE):
         _prefetch(source + line)
+
+
+@numba.njit("void(int64, int64)")  # type: ignore[untyped-decorator]
+def _prefetch_translation(destination: int, length: int) -> None:
+    """A store waits for where its page lies, which a prefetch finds out."""
+    _prefetch(destination)
+    _prefetch(destination + length - 1)
 
 
 @numba.njit("void(int64, int64, int64)")  # type: ignore[untyped-decorator]
@@ -109,13 +131,36 @@ def _copy_all(sources: Any, destinations: Any, lengths: Any) -> None:
         _memcpy(destinations[i], sources[i], lengths[i])
 
 
-@numba.njit("void(int64[:], int64[:], int64[:])", nogil=True)  # type: ignore[untyped-decorator]
-def _stream_all(sources: Any, destinations: Any, lengths: Any) -> None:
+@numba.njit("boolean(int64[:], int64[:], int64, int64)")  # type: ignore[untyped-decorator]
+def _all_within(starts: Any, lengths: Any, base: int, size: int) -> bool:
+    outside = 0
     for i in range(len(lengths)):
-        if i + _AHEAD < len(lengths):
-            _prefetch_piece(sources[i + _AHEAD], lengths[i + _AHEAD])
-        _stream(destinations[i], sources[i], lengths[i])
+        outside += not 0 <= starts[i] - base <= size - lengths[i]
+    return outside == 0
+
+
+@numba.njit("int64(int64[:], int64[:], int64[:], int64, int64[:])", nogil=True)  # type: ignore[untyped-decorator]
+def _copy_shares(sources: Any, destinations: Any, lengths: Any, shift: int, taken: Any) -> int:
+    share, copied = max(1, len(lengths) // _SHARES), 0
+    while True:
+        first = _fetch_and_add(taken.ctypes.data, share)
+        last = min(first + share, len(lengths))
+        for i in range(first, last):
+            if i + _AHEAD < last:
+                _prefetch_piece(sources[i + _AHEAD], lengths[i + _AHEAD])
+                _prefetch_translation(destinations[i + _AHEAD] + shift, lengths[i + _AHEAD])
+            _stream(destinations[i] + shift, sources[i], lengths[i])
+        if last <= first:
+            break
+        copied += last - first
     _fence()
+    return copied
+
+
+def all_within(batch: Descriptors, base: int, length: int) -> bool:
+    """Whether every destination lies within [base, base + length)."""
+    within: bool = _all_within(batch.destinations, batch.lengths, base, length)
+    return within
 
 
 def copy_runs(batch: Descriptors) -> None:
@@ -126,6 +171,29 @@ def copy_runs(batch: Descriptors) -> None:
     _copy_all(batch.sources, batch.destinations, batch.lengths)
 
 
-def stream_runs(batch: Descriptors) -> None:
-    """The same to where this processor does not read it soon: past its cache."""
-    _stream_all(batch.sources, batch.destinations, batch.lengths)
+class JointCopy:
+    """The same past the processor's cache, to where nobody reads it soon, and by several threads together.
+
+    Each takes a share of the pieces at a time until none is left. Destinations are addresses of another process, whose
+    memory lies `shift` further on here.
+    """
+
+    def __init__(self, batch: Descriptors, shift: int) -> None:
+        self._batch = batch
+        self._shift = shift
+        self._taken = np.zeros(1, dtype=np.int64)
+        """How many pieces are being copied or have been: what the next share begins with."""
+        self._copied: list[int] = []
+        """How many of them each thread has copied that found no more."""
+        self._complete = threading.Event()
+
+    def help(self) -> None:
+        """Copy until nothing is left to take. Other threads run on meanwhile."""
+        self._copied.append(_copy_shares(*self._batch, self._shift, self._taken))
+        if sum(self._copied) == len(self._batch.lengths):
+            self._complete.set()
+
+    def finish(self) -> None:
+        """Copy what is left, and return when what others took is copied too."""
+        self.help()
+        self._complete.wait()

@@ -4,6 +4,7 @@ A prefill node keeps KV in pages, a decode node in slots. The planner expands pa
 destination slots and coalesces what is contiguous on both sides. Pure NumPy; knows neither layers nor addresses.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import NamedTuple
@@ -27,6 +28,14 @@ class Descriptors(NamedTuple):
     def at(self, source_base: int, destination_base: int) -> "Descriptors":
         """The same where addresses are offsets from these."""
         return Descriptors(source_base + self.sources, destination_base + self.destinations, self.lengths)
+
+    def at_each(self, source_bases: Sequence[int], destination_bases: Sequence[int]) -> "Descriptors":
+        """The same for each of these pairs of bases, one after another."""
+        return Descriptors(
+            np.add.outer(source_bases, self.sources).ravel(),
+            np.add.outer(destination_bases, self.destinations).ravel(),
+            np.tile(self.lengths, len(source_bases)),
+        )
 
     def cut(self, most_bytes: int) -> "Descriptors":
         """The same with none longer than that: longer ones are cut into as few equal pieces as can be."""

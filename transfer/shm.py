@@ -4,17 +4,17 @@ import ctypes
 import mmap
 import os
 import select
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from functools import cache
 
-from transfer.copy_runs import stream_runs
+from transfer.copy_runs import JointCopy, all_within
 from transfer.messages import SharedMemory, Transport
 from transfer.planner import NO_LIMIT, Descriptors
-from transfer.writer import Outcome, TransferError
+from transfer.writer import Outcome, Pending, TransferError
 
 COPY_THREADS = min(4, os.cpu_count() or 1)
+"""That copy a batch: the one that waits for it is one of them, so that none is in the way of those that copy."""
 
 
 class NotShared(Exception):
@@ -22,9 +22,9 @@ class NotShared(Exception):
 
 
 @cache
-def _copiers() -> ThreadPoolExecutor:
-    """The threads that copy, for all channels: memcpy does not wait for anybody."""
-    return ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="shm-copy")
+def _helpers() -> ThreadPoolExecutor:
+    """The other threads, for all channels: memcpy does not wait for anybody."""
+    return ThreadPoolExecutor(max(1, COPY_THREADS - 1), thread_name_prefix="shm-copy")
 
 
 class SharedMemoryChannel:
@@ -50,7 +50,7 @@ class SharedMemoryChannel:
             except OSError as error:
                 raise NotShared(error.strerror) from error
             on_refusal.pop_all()
-        self._base = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
+        self._here = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
 
     @staticmethod
     def _map(memory: SharedMemory) -> mmap.mmap:
@@ -69,12 +69,13 @@ class SharedMemoryChannel:
             mapping.madvise(mmap.MADV_HUGEPAGE)
         return mapping
 
-    def submit(self, batch: Descriptors) -> "_Copies":
-        starts, stops = batch.destinations, batch.destinations + batch.lengths
-        if starts.min() < self._memory.base or stops.max() > self._memory.base + self._memory.length:
-            return _Copies([], refused=True)
-        here = batch._replace(destinations=starts - self._memory.base + self._base)
-        return _Copies([_copiers().submit(stream_runs, here)])
+    def submit(self, batch: Descriptors) -> Pending:
+        if not all_within(batch, self._memory.base, self._memory.length):
+            return _Refused()
+        copy = _Copy(batch, shift=self._here - self._memory.base)
+        for _ in range(COPY_THREADS - 1):
+            _helpers().submit(copy.help)
+        return copy
 
     def check(self) -> None:
         """The mapping outlives its owner: what was copied after its end went nowhere."""
@@ -88,11 +89,12 @@ class SharedMemoryChannel:
         os.close(self._process)
 
 
-@dataclass
-class _Copies:
-    copies: list["Future[None]"]
-    refused: bool = False
-
+class _Copy(JointCopy):
     def wait(self) -> Outcome:
-        failed = [copy for copy in self.copies if copy.exception() is not None]
-        return Outcome.FAILED if self.refused or failed else Outcome.LANDED
+        self.finish()
+        return Outcome.LANDED
+
+
+class _Refused:
+    def wait(self) -> Outcome:
+        return Outcome.FAILED

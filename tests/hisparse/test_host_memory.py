@@ -4,6 +4,9 @@ import ctypes
 import errno
 import mmap
 import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 import pytest
@@ -72,6 +75,17 @@ def test_all_pages_are_there_before_anything_is_stored(shareable: bool) -> None:
     assert not memory.tensor(0, (64 << 20,), torch.uint8).any()
 
 
+def test_memory_that_is_not_shared_may_have_large_pages() -> None:
+    """Shared memory may where an administrator allows it; memory of this process alone, wherever it asks for them."""
+    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not setting.exists() or "[never]" in setting.read_text():
+        pytest.skip("large pages are turned off")
+    memory = HostMemory(64 << 20, shareable=False)
+    address = memory.tensor(1 << 20, (1,), torch.uint8).data_ptr()
+    [mapping] = [part for part in mappings() if address in part.addresses]
+    assert mapping.fields["THPeligible"] == "1"
+
+
 def test_threads_that_take_memory_stay_on_the_processors_given(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = min(os.sched_getaffinity(0))
     seen = []
@@ -87,6 +101,25 @@ def test_threads_that_take_memory_stay_on_the_processors_given(monkeypatch: pyte
     HostMemory(5 << 20, shareable=True, cpus={cpu})
     assert seen == [{cpu}] * 5
     assert os.sched_getaffinity(0) == mine
+
+
+@dataclass
+class Mapping:
+    """An entry of /proc/self/smaps."""
+
+    addresses: range
+    fields: dict[str, str]
+
+
+def mappings() -> list[Mapping]:
+    found: list[Mapping] = []
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if bounds := re.match("([0-9a-f]+)-([0-9a-f]+) ", line):
+            found.append(Mapping(range(int(bounds[1], 16), int(bounds[2], 16)), {}))
+        else:
+            name, _, value = line.partition(":")
+            found[-1].fields[name] = value.strip()
+    return found
 
 
 def refuse_to_populate(monkeypatch: pytest.MonkeyPatch, code: int) -> None:

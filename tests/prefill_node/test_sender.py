@@ -27,7 +27,7 @@ from tests.prefill_node.sending import (
 )
 from transfer.checksum import verify
 from transfer.messages import Peer, Transport
-from transfer.planner import Descriptors
+from transfer.planner import NO_LIMIT, Descriptors
 from transfer.writer import BATCHES_IN_FLIGHT, Pipeline, TransferError
 
 
@@ -118,6 +118,38 @@ def test_no_write_is_posted_before_the_device_event_of_its_layer(sending: Sendin
     assert len(sending.channel("a").posted) == PARTS, "the first layer is out while the second computes"
     progress.layer_done(1)
     assert sending.reports.get(timeout=10).error is None
+
+
+@pytest.mark.parametrize("computed", [1, 2])
+def test_in_place_layers_go_out_together_that_are_computed_already(computed: int) -> None:
+    """A batch of several layers costs what a batch of one does; a layer that is not computed is not in it."""
+    sending = Sending("shm")
+    channel = sending.channel("a")
+    channel.max_batch = NO_LIMIT
+    progress = ForwardProgress(CPU)
+    for layer in range(computed):
+        progress.layer_done(layer)
+    chunk = sending.chunk(stop=800, progress=progress)
+    sending.sender.submit(chunk)
+    if computed == 1:
+        wait_until(lambda: len(channel.posted) == 1)
+        progress.layer_done(1)
+    sent = sending.reports.get(timeout=10)
+    assert sent.error is None
+    sending.check_bytes(chunk)
+    items, keys = 800 * 4400, 800 * 32
+    expected = [items, items, keys] if computed == 1 else [2 * items, keys]
+    assert [int(batch.lengths.sum()) for batch in channel.posted] == expected
+    assert not verify(sent.checksums, sending.destination().buffers, chunk.slots, 800)
+
+
+def test_a_batch_of_several_layers_is_bounded() -> None:
+    """An abort is heard between batches."""
+    sending = Sending("shm")
+    channel = sending.channel("a")
+    channel.max_batch = NO_LIMIT
+    sending.send(sending.chunk(stop=1200))
+    assert [int(batch.lengths.sum()) for batch in channel.posted] == [1200 * 4400, 1200 * 4400, 1200 * 32]
 
 
 def test_a_layer_waits_for_its_event_on_the_device() -> None:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.transfer.slots import slot_digest, slot_ranges
-from transfer.checksum import SAMPLE_POSITIONS, ChecksumMode, Mismatch, sampled, verify
+from tests.transfer.slots import slot_digest
+from transfer.checksum import SAMPLE_POSITIONS, ChecksumMode, Mismatch, item_ranges, sampled, verify
 from transfer.messages import BufferInfo, Checksum
 from transfer.planner import Int64s
 
@@ -119,8 +119,8 @@ def test_items_in_another_order_are_not_the_same(t: Transfer) -> None:
 def test_neighbouring_slots_are_one_range() -> None:
     buffers = BufferInfo(ptrs=(1000, 5000), lengths=(100, 200), item_lengths=(10, 20))
     slots = np.array([3, 4, 5, 0, 1, 9], dtype=np.int64)
-    assert slot_ranges(buffers, 1, slots) == [(5060, 60), (5000, 40), (5180, 20)]
-    assert slot_ranges(buffers, 0, slots[:0]) == []
+    assert item_ranges(buffers, 1, slots) == [(5060, 60), (5000, 40), (5180, 20)]
+    assert item_ranges(buffers, 0, slots[:0]) == []
 
 
 @pytest.mark.parametrize(
