@@ -45,12 +45,8 @@ def rdma_devices(wanted: str = "") -> list[str]:
     return devices
 
 
-def start_mooncake(host: str, transport: Literal["rdma", "tcp"], ib_device: str = "") -> Any:
-    """A `mooncake.engine.TransferEngine` of one transport, with this project's settings where none are in the
-    environment.
-
-    Raises StartupError if Mooncake is missing or does not start.
-    """
+def _start(host: str, transport: Literal["rdma", "tcp"], ib_device: str) -> Any:
+    """With this project's settings where none are in the environment."""
     if transport == "tcp":
         os.environ["MC_FORCE_TCP"] = "1"
     else:
@@ -79,10 +75,11 @@ class KVTransferEngine:
 
     def __init__(self, host: str, transport: Literal["rdma", "tcp"], ib_device: str = "") -> None:
         before = listening_ports()
-        self._engine = start_mooncake(host, transport, ib_device)
-        self.session = Session(transport=transport, name=f"{host}:{self._engine.get_rpc_port()}")
+        self.mooncake = _start(host, transport, ib_device)
+        """The `mooncake.engine.TransferEngine`."""
+        self.session = Session(transport=transport, name=f"{host}:{self.mooncake.get_rpc_port()}")
         self.ports = tuple(sorted(listening_ports() - before))
-        self.data_ports = tuple(port for port in self.ports if port != self._engine.get_rpc_port())
+        self.data_ports = tuple(port for port in self.ports if port != self.mooncake.get_rpc_port())
         """Those by which bytes come in."""
         if transport == "tcp" and not self.data_ports:
             raise StartupError(
@@ -93,18 +90,18 @@ class KVTransferEngine:
     def register(self, buffers: BufferInfo) -> None:
         """Let these buffers be written to and from. Raises StartupError if the engine refuses one."""
         for ptr, length in zip(buffers.ptrs, buffers.lengths, strict=True):
-            if length and self._engine.register_memory(ptr, length) != 0:
+            if length and self.mooncake.register_memory(ptr, length) != 0:
                 raise StartupError(f"Mooncake did not register {length} bytes; check `ulimit -l` for RDMA")
 
     def unregister(self, buffers: BufferInfo) -> None:
         """Undo `register`."""
         for ptr, length in zip(buffers.ptrs, buffers.lengths, strict=True):
-            if length and self._engine.unregister_memory(ptr) != 0:
+            if length and self.mooncake.unregister_memory(ptr) != 0:
                 log.warning("Mooncake did not unregister a buffer", bytes=length)
 
     def channel(self, session: Session) -> "MooncakeChannel":
         """The way to another engine of the same transport. Connects with the first write."""
-        return MooncakeChannel(self._engine, session, self._patience_s)
+        return MooncakeChannel(self.mooncake, session, self._patience_s)
 
 
 class MooncakeChannel:

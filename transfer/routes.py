@@ -55,31 +55,32 @@ class Transports:
         Raises StartupError if one does not start.
         """
         self.offered = choose_transports(wanted, ib_device)
-        self._engines: dict[Transport, KVTransferEngine] = {}
+        self.engines: dict[Transport, KVTransferEngine] = {}
+        """Of those transports that take one."""
         for number, transport in enumerate(engines_among(self.offered)):
             if ports is not None:
                 ports.release(number)
-            self._engines[transport] = KVTransferEngine(host, transport, ib_device if transport == "rdma" else "")
+            self.engines[transport] = KVTransferEngine(host, transport, ib_device if transport == "rdma" else "")
         if ports is not None:
             ports.check(self.ports)
 
     @property
     def ports(self) -> tuple[int, ...]:
         """What the engines listen on. Whoever reaches these ports can write to what is registered."""
-        return tuple(port for engine in self._engines.values() for port in engine.ports)
+        return tuple(port for engine in self.engines.values() for port in engine.ports)
 
     @property
     def sessions(self) -> tuple[Session, ...]:
         """Of the engines, by which others write to the buffers registered here."""
-        return tuple(engine.session for engine in self._engines.values())
+        return tuple(engine.session for engine in self.engines.values())
 
     def register(self, buffers: BufferInfo) -> None:
         """Let these buffers be written to and from with every engine."""
-        for engine in self._engines.values():
+        for engine in self.engines.values():
             engine.register(buffers)
 
     def unregister(self, buffers: BufferInfo) -> None:
-        for engine in self._engines.values():
+        for engine in self.engines.values():
             engine.unregister(buffers)
 
     def cut(self) -> IncomingCut:
@@ -87,7 +88,7 @@ class Transports:
 
         Only TCP needs one: shared memory is written by processors, and a NIC that reports a failure writes no more.
         """
-        engine = self._engines.get("tcp")
+        engine = self.engines.get("tcp")
         return IncomingCut(() if engine is None else engine.data_ports)
 
     def connect(self, destination: Destination) -> Channel:
@@ -101,6 +102,6 @@ class Transports:
                     tried.append(f"shm: {error}")
             for session in destination.sessions:
                 if session.transport == transport:
-                    return self._engines[session.transport].channel(session)
+                    return self.engines[session.transport].channel(session)
         here, there = "|".join(self.offered), "|".join(destination.transports)
         raise NoRoute(f"no route: {here} here, {there} at the decode node" + "".join(f"; {why}" for why in tried))

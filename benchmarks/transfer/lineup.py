@@ -10,6 +10,7 @@ from benchmarks.transfer.memcpy import CopyThreads, memmove
 from benchmarks.transfer.methods import Group, Method, MethodFailed, Posting
 from benchmarks.transfer.ours import COPY_THREADS, copy_runs
 from benchmarks.transfer.placement import Placement, coalesced, in_one_piece, per_page, per_token, pieces
+from benchmarks.transfer.raw_engine import RawEngine
 from benchmarks.transfer.workbench import Pools, Workbench
 
 
@@ -22,13 +23,14 @@ def has_whole_pages(case: Case) -> bool:
 def methods(bench: Workbench, case: Case, placement: Placement, groups: Collection[Group]) -> Iterator[list[Method]]:
     """All of these groups, without NIXL."""
     pools = bench.pools(case)
-    ours = bench.engines(case.protocol).ours.method(case, placement, pools.kv, pools.destination)
+    sending = bench.sending(case.protocol)
+    ours = sending.method(case, placement, pools.kv, pools.destination)
     with ExitStack() as at_end:
         at_end.callback(ours.close)
         if case.protocol is Protocol.SHM:
             others = _by_memcpy(case, placement, pools, at_end.enter_context(_copying(pools)))
         else:
-            others = _by_engine(bench, case, placement, pools)
+            others = _by_engine(RawEngine(sending.mooncake), case, placement, pools)
         yield [method for method in (ours, *others) if method.group in groups]
 
 
@@ -50,10 +52,8 @@ def nixl(bench: Workbench, case: Case, placement: Placement) -> Iterator[list[Me
         agent.close()
 
 
-def _by_engine(bench: Workbench, case: Case, placement: Placement, pools: Pools) -> Iterator[Method]:
+def _by_engine(raw: RawEngine, case: Case, placement: Placement, pools: Pools) -> Iterator[Method]:
     """Mooncake with descriptors of each size, in both ways in which it can be called."""
-    raw = bench.engines(case.protocol).raw
-    assert raw is not None
     session = next(s.name for s in pools.destination.sessions if s.transport == case.protocol)
     for how, post in (("polled", raw.submit_and_poll), ("synchronous", raw.call_synchronously)):
         write = partial(post, session)

@@ -5,6 +5,7 @@ import queue
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -73,6 +74,12 @@ class Sending:
         self._transports = Transports(host, protocol.value, ib_device)
         self._rings = SendRings(pin=False, register=self._transports.register)
         self._checksums = checksums
+
+    @property
+    def mooncake(self) -> Any:
+        """The engine that carries what is sent. Shared memory takes none."""
+        [engine] = self._transports.engines.values()
+        return engine.mooncake
 
     def register(self, buffers: BufferInfo) -> None:
         self._transports.register(buffers)

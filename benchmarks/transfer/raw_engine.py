@@ -2,12 +2,9 @@
 
 import time
 from collections import deque
-from typing import Literal
+from typing import Any
 
 from benchmarks.transfer.methods import MethodFailed
-from service.errors import StartupError
-from transfer.engine import start_mooncake
-from transfer.messages import BufferInfo
 from transfer.planner import Descriptors
 
 _DONE, _FAILED = 1, -1
@@ -18,19 +15,10 @@ _POLL_S = 0.0002
 
 
 class RawEngine:
-    """An engine of one transport, set up as this project's own. Raises StartupError if Mooncake does not start."""
+    """The engine by which this project sends, used without it: the same connections, the same settings."""
 
-    def __init__(self, host: str, transport: Literal["rdma", "tcp"], ib_device: str) -> None:
-        self._engine = start_mooncake(host, transport, ib_device)
-
-    def register(self, buffers: BufferInfo) -> None:
-        for ptr, length in zip(buffers.ptrs, buffers.lengths, strict=True):
-            if self._engine.register_memory(ptr, length) != 0:
-                raise StartupError(f"Mooncake did not register {length} bytes")
-
-    def unregister(self, buffers: BufferInfo) -> None:
-        for ptr in buffers.ptrs:
-            self._engine.unregister_memory(ptr)
+    def __init__(self, mooncake: Any) -> None:
+        self._engine = mooncake
 
     def submit_and_poll(self, session: str, batch: Descriptors) -> None:
         """Submit descriptors one by one, some in flight at a time, and sleep between looks at the oldest."""

@@ -8,28 +8,8 @@ from benchmarks.transfer import wire
 from benchmarks.transfer.cases import Case, Protocol
 from benchmarks.transfer.ours import Sending, source_pool
 from benchmarks.transfer.pools import buffers_of, fill
-from benchmarks.transfer.raw_engine import RawEngine
 from transfer.checksum import ChecksumMode
 from transfer.messages import BufferInfo, Destination
-from transfer.routes import engines_among
-
-
-@dataclass(frozen=True)
-class Engines:
-    """What writes over one protocol. raw: Mooncake by itself, None for shared memory, which has no engine."""
-
-    ours: Sending
-    raw: RawEngine | None
-
-    def register(self, buffers: BufferInfo) -> None:
-        self.ours.register(buffers)
-        if self.raw is not None:
-            self.raw.register(buffers)
-
-    def unregister(self, buffers: BufferInfo) -> None:
-        self.ours.unregister(buffers)
-        if self.raw is not None:
-            self.raw.unregister(buffers)
 
 
 @dataclass(frozen=True)
@@ -49,24 +29,21 @@ class Pools:
 
 
 class Workbench:
-    """Keeps engines for the whole run and pools until a case needs others."""
+    """Keeps what sends for the whole run and pools until a case needs others."""
 
     def __init__(self, link: wire.Link, ib_device: str, checksums: ChecksumMode) -> None:
         self.link = link
         self._ib_device = ib_device
         self._checksums = checksums
-        self._engines: dict[str, Engines] = {}
+        self._sending: dict[str, Sending] = {}
         self._shape: tuple[Protocol, int, int, int] | None = None
         self._pools: Pools | None = None
 
-    def engines(self, protocol: Protocol) -> Engines:
+    def sending(self, protocol: Protocol) -> Sending:
         """Raises StartupError for a protocol that this machine does not have."""
-        if protocol not in self._engines:
-            host = self.link.local_host
-            ours = Sending(host, protocol, self._ib_device, self._checksums)
-            raw = (RawEngine(host, transport, self._ib_device) for transport in engines_among([protocol.value]))
-            self._engines[protocol] = Engines(ours, next(raw, None))
-        return self._engines[protocol]
+        if protocol not in self._sending:
+            self._sending[protocol] = Sending(self.link.local_host, protocol, self._ib_device, self._checksums)
+        return self._sending[protocol]
 
     def pools(self, case: Case) -> Pools:
         """Pools of the case's shape. Raises StartupError if the target cannot have one."""
@@ -76,16 +53,16 @@ class Workbench:
             prepare = wire.Prepare(
                 protocol=case.protocol.value, layers=case.layers, rows=case.rows, item_bytes=case.item_bytes
             )
-            engines = self.engines(case.protocol)
+            sending = self.sending(case.protocol)
             kv = source_pool(case.layers, case.rows, case.item_bytes)
             fill(kv, seed=1)
             pools = Pools(kv, buffers_of(kv), self.link.ask(prepare, wire.Prepared).destination)
-            engines.register(pools.source)
+            sending.register(pools.source)
             self._shape, self._pools = shape, pools
         return self._pools
 
     def close(self) -> None:
         """Let go of the pools."""
         if self._pools is not None and self._shape is not None:
-            self._engines[self._shape[0]].unregister(self._pools.source)
+            self._sending[self._shape[0]].unregister(self._pools.source)
         self._pools = self._shape = None
