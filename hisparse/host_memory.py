@@ -1,6 +1,7 @@
 """Memory for pools: zeroed, page-aligned, mappable by other processes of the host where that is wanted."""
 
 import ctypes
+import math
 import mmap
 import os
 import secrets
@@ -33,8 +34,12 @@ class HostMemory:
     goes with the last process that maps it, however that one ends.
     """
 
-    def __init__(self, num_bytes: int, shareable: bool, cpus: Collection[int] | None = None) -> None:
-        """cpus: processors near which the memory should lie. Raises StartupError if the machine does not have it."""
+    def __init__(
+        self, num_bytes: int, shareable: bool, cpus: Collection[int] | None = None, populated: bool = True
+    ) -> None:
+        """cpus: processors near which the memory should lie. Memory that is not populated is taken from the machine as
+        it is used. Raises StartupError if the machine does not have what it should give at once.
+        """
         self._length = max(mmap.PAGESIZE, page_aligned(num_bytes))
         self._name = f"hisparse-pd-{secrets.token_hex(16)}"
         self._fd = -1
@@ -50,13 +55,12 @@ class HostMemory:
         # Scattered items in 4 KiB pages spend as long on address translation as on copying.
         with suppress(OSError):
             self._memory.madvise(mmap.MADV_HUGEPAGE)
-        populate(self._address, self._length, cpus)
+        if populated:
+            populate(self._address, self._length, cpus)
 
     def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A tensor that lies `offset` bytes into the memory, and keeps it alive."""
-        count = 1
-        for size in shape:
-            count *= size
+        count = math.prod(shape)
         if count == 0:
             return torch.empty(shape, dtype=dtype)
         return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=offset).view(shape)
