@@ -172,7 +172,7 @@ def copy_runs(batch: Descriptors) -> None:
 
 
 class JointCopy:
-    """The same past the processor's cache, to where nobody reads it soon, and by several threads together.
+    """A copy of pieces, which do not overlap, past the processor's cache and by several threads together.
 
     Each takes a share of the pieces at a time until none is left. Destinations are addresses of another process, whose
     memory lies `shift` further on here.
