@@ -20,7 +20,7 @@ from transfer.writer import Outcome, Pipeline, TransferError, Write
 
 log = structlog.get_logger(__name__)
 
-_IN_PLACE_BYTES = 8 << 20
+_IN_PLACE_BYTES = 32 << 20
 """In one batch: an abort is heard between batches."""
 _WHAT_FAILED = {
     Outcome.FAILED: "the decode node's transport cannot be reached or refuses a write",

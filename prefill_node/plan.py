@@ -21,9 +21,11 @@ class Part:
         self._packed: dict[int, tuple[Descriptors, Descriptors]] = {}
 
     def direct(self, item_bytes: int) -> Descriptors:
-        """From source items to destination slots, as offsets in bytes."""
+        """From source items to destination slots, as offsets in bytes, in the order of slots: so the destination's page
+        table is walked from end to end, and not all over."""
         if item_bytes not in self._direct:
-            self._direct[item_bytes] = self._runs.descriptors(0, 0, item_bytes).cut(self._most_bytes)
+            runs = self._runs.in_order_of_destinations()
+            self._direct[item_bytes] = runs.descriptors(0, 0, item_bytes).cut(self._most_bytes)
         return self._direct[item_bytes]
 
     def packed(self, item_bytes: int) -> tuple[Descriptors, Descriptors]:

@@ -1,5 +1,6 @@
 """Reading KV out of the prefill pool: packed into send buffers, or where it lies."""
 
+import os
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -9,9 +10,13 @@ from prefill_node.plan import Part
 from prefill_node.pool import buffer_info
 from prefill_node.ring import SendBuffer
 from transfer.checksum import digest, item_ranges
-from transfer.copy_runs import copy_runs
+from transfer.copy_runs import copy_runs, stream_runs
 from transfer.messages import BufferInfo
 from transfer.planner import Int64s
+
+_pack = copy_runs if (os.cpu_count() or 1) > 2 else stream_runs
+"""What is packed is sent next, and sending out of the cache takes less time. But where one or two processors pack, send
+and do all else, packing is in the way of sending: then what counts is that it takes less."""
 
 
 class KVSource(Protocol):
@@ -42,7 +47,7 @@ class HostSource:
 
     def gather(self, buffer: int, part: Part, into: SendBuffer) -> None:
         runs, _ = part.packed(self.buffers.item_lengths[buffer])
-        copy_runs(runs.at(self.buffers.ptrs[buffer], into.address))
+        _pack(runs.at(self.buffers.ptrs[buffer], into.address))
 
     def digest(self, buffer: int, part: Part, start: int, stop: int) -> int:
         return digest(item_ranges(self.buffers, buffer, part.items[start - part.start : stop - part.start]))

@@ -5,7 +5,7 @@ sides, and its gathers and scatters of rows reach a quarter of this.
 
 Two things make small pieces as fast as large ones. The processor does not guess where the next piece begins, so what
 comes a few pieces later is prefetched. And a store to memory that is not in the cache first reads it, so what this
-processor is not about to read is written past the cache, by non-temporal stores.
+process is not about to read is written past the cache, by non-temporal stores.
 """
 
 import threading
@@ -123,6 +123,21 @@ def _stream(destination: int, source: int, length: int) -> None:
     _memcpy(destination + copied, source + copied, length - copied)
 
 
+@numba.njit("void(int64[:], int64[:], int64[:], int64, int64, int64)", nogil=True)  # type: ignore[untyped-decorator]
+def _stream_pieces(sources: Any, destinations: Any, lengths: Any, shift: int, first: int, last: int) -> None:
+    for i in range(first, last):
+        if i + _AHEAD < last:
+            _prefetch_piece(sources[i + _AHEAD], lengths[i + _AHEAD])
+            _prefetch_translation(destinations[i + _AHEAD] + shift, lengths[i + _AHEAD])
+        _stream(destinations[i] + shift, sources[i], lengths[i])
+
+
+@numba.njit("void(int64[:], int64[:], int64[:])", nogil=True)  # type: ignore[untyped-decorator]
+def _stream_all(sources: Any, destinations: Any, lengths: Any) -> None:
+    _stream_pieces(sources, destinations, lengths, 0, 0, len(lengths))
+    _fence()
+
+
 @numba.njit("void(int64[:], int64[:], int64[:])", nogil=True)  # type: ignore[untyped-decorator]
 def _copy_all(sources: Any, destinations: Any, lengths: Any) -> None:
     for i in range(len(lengths)):
@@ -145,13 +160,9 @@ def _copy_shares(sources: Any, destinations: Any, lengths: Any, shift: int, take
     while True:
         first = _fetch_and_add(taken.ctypes.data, share)
         last = min(first + share, len(lengths))
-        for i in range(first, last):
-            if i + _AHEAD < last:
-                _prefetch_piece(sources[i + _AHEAD], lengths[i + _AHEAD])
-                _prefetch_translation(destinations[i + _AHEAD] + shift, lengths[i + _AHEAD])
-            _stream(destinations[i] + shift, sources[i], lengths[i])
         if last <= first:
             break
+        _stream_pieces(sources, destinations, lengths, shift, first, last)
         copied += last - first
     _fence()
     return copied
@@ -164,15 +175,20 @@ def all_within(batch: Descriptors, base: int, length: int) -> bool:
 
 
 def copy_runs(batch: Descriptors) -> None:
-    """Copy every piece to where this processor reads it next.
+    """Copy every piece to where a processor reads it next: it is left in the cache.
 
     The addresses are this process's own and the pieces do not overlap. Other threads run on meanwhile.
     """
-    _copy_all(batch.sources, batch.destinations, batch.lengths)
+    _copy_all(*batch)
+
+
+def stream_runs(batch: Descriptors) -> None:
+    """The same past the cache, which takes this processor less time, and what reads it next more."""
+    _stream_all(*batch)
 
 
 class JointCopy:
-    """A copy of pieces, which do not overlap, past the processor's cache and by several threads together.
+    """A copy of pieces, which do not overlap, past the cache and by several threads together.
 
     Each takes a share of the pieces at a time until none is left. Destinations are addresses of another process, whose
     memory lies `shift` further on here.

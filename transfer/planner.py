@@ -99,6 +99,11 @@ class Runs:
         bounds = [0, *np.searchsorted(begins, cuts).tolist(), len(begins)]
         return [whole[first:last] for first, last in pairwise(bounds)]
 
+    def in_order_of_destinations(self) -> "Runs":
+        """The same pieces, by where they go."""
+        order = self.destinations.argsort()
+        return Runs(self.sources[order], self.destinations[order], self.lengths[order])
+
     def pack(self) -> tuple["Runs", "Runs"]:
         """The way over a buffer of `num_items` items that has them in order: (into the buffer, out of it).
 

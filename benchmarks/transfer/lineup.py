@@ -8,7 +8,7 @@ from benchmarks.transfer import nixl_agent, wire
 from benchmarks.transfer.cases import Case, Fragmentation, Protocol
 from benchmarks.transfer.memcpy import CopyThreads, memmove
 from benchmarks.transfer.methods import Group, Method, MethodFailed, Posting
-from benchmarks.transfer.ours import COPY_THREADS, copy_runs
+from benchmarks.transfer.ours import COPY_THREADS, stream_runs
 from benchmarks.transfer.placement import Placement, coalesced, in_one_piece, per_page, per_token, pieces
 from benchmarks.transfer.raw_engine import RawEngine
 from benchmarks.transfer.workbench import Pools, Workbench
@@ -69,10 +69,10 @@ def _by_engine(raw: RawEngine, case: Case, placement: Placement, pools: Pools) -
 def _by_memcpy(case: Case, placement: Placement, pools: Pools, threads: CopyThreads) -> Iterator[Method]:
     """Copies of each size by as many threads as this project uses."""
     plan = partial(per_token, placement, pools.source, pools.target)
-    yield Posting("one copy per token", Group.TOKEN, placement, plan, partial(threads.copy, how=copy_runs))
+    yield Posting("one copy per token", Group.TOKEN, placement, plan, partial(threads.copy, how=stream_runs))
     if has_whole_pages(case):
         plan = partial(per_page, placement, case.page_size, pools.source, pools.target)
-        yield Posting("one copy per page", Group.PAGE, placement, plan, partial(threads.copy, how=copy_runs))
+        yield Posting("one copy per page", Group.PAGE, placement, plan, partial(threads.copy, how=stream_runs))
     plan = partial(pieces, case.concurrency * case.tokens, pools.source, pools.target)
     name = f"memcpy of 1 MiB pieces, {COPY_THREADS} threads"
     yield Posting(name, Group.CEILING, in_one_piece(case), plan, partial(threads.copy, how=memmove))

@@ -22,14 +22,14 @@ from prefill_node.ring import SendBuffer, SendRings
 from prefill_node.sender import Sender, Surroundings
 from prefill_node.source import HostSource
 from transfer.checksum import ChecksumMode
-from transfer.copy_runs import copy_runs
+from transfer.copy_runs import stream_runs
 from transfer.messages import BufferInfo, Destination, ModelIdentity, Peer, SharedMemory, Transport
 from transfer.planner import NO_LIMIT, Descriptors
 from transfer.routes import Transports
 from transfer.shm import COPY_THREADS
 from transfer.writer import Channel, Outcome
 
-__all__ = ["COPY_THREADS", "ReceivingPool", "Sending", "copy_runs", "source_pool"]
+__all__ = ["COPY_THREADS", "ReceivingPool", "Sending", "source_pool", "stream_runs"]
 
 CHUNK_TOKENS = 2048
 """As many as a prefill node computes at a time by default."""

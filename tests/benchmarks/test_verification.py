@@ -11,7 +11,7 @@ from benchmarks.transfer import wire
 from benchmarks.transfer.cases import Case, Fragmentation
 from benchmarks.transfer.initiator import Initiator, Plan
 from benchmarks.transfer.methods import Group, MethodFailed, Posting
-from benchmarks.transfer.ours import copy_runs, source_pool
+from benchmarks.transfer.ours import source_pool, stream_runs
 from benchmarks.transfer.placement import per_token, place
 from benchmarks.transfer.pools import buffers_of, digests, fill
 from transfer.planner import Descriptors
@@ -50,7 +50,7 @@ def compared(after: Callable[[torch.Tensor], Any] = lambda kv: None) -> None:
     here, placement = Here(), place(CASE)
 
     def post(batch: Descriptors) -> None:
-        copy_runs(batch)
+        stream_runs(batch)
         after(here.target)
 
     source, target = buffers_of(here.kv), buffers_of(here.target)

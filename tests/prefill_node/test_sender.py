@@ -100,10 +100,12 @@ def test_where_gathering_does_not_pay_the_source_is_the_pool_itself(
     sending = Sending(transport)
     sending.send(sending.chunk(pages=pages, slots=slots))
     assert not sending.registered
-    layer = sending.layers[0]
-    first = sending.channel("a").posted[0]
-    assert first.sources.min() >= layer.data_ptr()
-    assert (first.sources + first.lengths).max() <= layer.data_ptr() + layer.nbytes
+    for batch in sending.channel("a").posted:
+        for source, _, length in zip(*batch, strict=True):
+            assert any(
+                layer.data_ptr() <= source and source + length <= layer.data_ptr() + layer.nbytes
+                for layer in sending.layers
+            )
 
 
 def test_no_write_is_posted_before_the_device_event_of_its_layer(sending: Sending) -> None:
@@ -143,8 +145,20 @@ def test_in_place_layers_go_out_together_that_are_computed_already(computed: int
     assert not verify(sent.checksums, sending.destination().buffers, chunk.slots, 800)
 
 
-def test_a_batch_of_several_layers_is_bounded() -> None:
+def test_in_place_items_go_in_the_order_of_their_slots() -> None:
+    """Then the destination's page table is walked from end to end."""
+    sending = Sending("shm")
+    channel = sending.channel("a")
+    channel.max_batch = NO_LIMIT
+    sending.send(sending.chunk(pages="scattered", slots="scattered"))
+    [items, keys] = channel.posted
+    for layer in (*np.split(items.destinations, 2), keys.destinations):
+        assert (np.diff(layer) > 0).all()
+
+
+def test_a_batch_of_several_layers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """An abort is heard between batches."""
+    monkeypatch.setattr("prefill_node.outgoing._IN_PLACE_BYTES", 8 << 20)
     sending = Sending("shm")
     channel = sending.channel("a")
     channel.max_batch = NO_LIMIT

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transfer.copy_runs import JointCopy, all_within, copy_runs
+from transfer.copy_runs import JointCopy, all_within, copy_runs, stream_runs
 from transfer.planner import Descriptors
 
 
@@ -21,11 +21,11 @@ def copy_together(batch: Descriptors) -> None:
         copy.finish()
 
 
-both = pytest.mark.parametrize("copy", [copy_runs, copy_together])
+every = pytest.mark.parametrize("copy", [copy_runs, stream_runs, copy_together])
 pieces = st.lists(st.tuples(st.integers(0, 70), st.integers(0, 300) | st.integers(1000, 5000)), max_size=100)
 
 
-@both
+@every
 @given(pieces)
 def test_pieces_of_any_length_at_any_alignment_arrive_and_what_is_between_them_stays(
     copy: Callable[[Descriptors], None], pieces: list[tuple[int, int]]
@@ -54,7 +54,7 @@ def test_pieces_of_any_length_at_any_alignment_arrive_and_what_is_between_them_s
     np.testing.assert_array_equal(destination, expected)
 
 
-@both
+@every
 def test_nothing_to_copy(copy: Callable[[Descriptors], None]) -> None:
     empty = np.empty(0, dtype=np.int64)
     copy(Descriptors(empty, empty, empty))

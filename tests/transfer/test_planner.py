@@ -100,6 +100,17 @@ def test_packed_runs_lead_to_the_same_slots_with_fewest_pieces(
     assert len(out) == np.count_nonzero(np.diff(slots[start:stop]) != 1) + bool(stop - start)
 
 
+@given(transfers())
+def test_runs_in_order_of_destinations_are_the_same_pairs(
+    transfer: tuple[np.ndarray, int, int, int, np.ndarray],
+) -> None:
+    pages, page_size, start, stop, slots = transfer
+    runs = plan_runs(expand_pages(pages, page_size, start, stop), slots[start:stop])
+    ordered = pairs(runs.in_order_of_destinations())
+    assert [slot for _, slot in ordered] == sorted(slots[start:stop].tolist())
+    assert sorted(ordered) == sorted(pairs(runs))
+
+
 def pairs(runs: Runs) -> list[tuple[int, int]]:
     """Item by item."""
     columns = zip(runs.sources.tolist(), runs.destinations.tolist(), runs.lengths.tolist(), strict=True)
