@@ -123,7 +123,7 @@ def _stream(destination: int, source: int, length: int) -> None:
     _memcpy(destination + copied, source + copied, length - copied)
 
 
-@numba.njit("void(int64[:], int64[:], int64[:], int64, int64, int64)", nogil=True)  # type: ignore[untyped-decorator]
+@numba.njit("void(int64[:], int64[:], int64[:], int64, int64, int64)")  # type: ignore[untyped-decorator]
 def _stream_pieces(sources: Any, destinations: Any, lengths: Any, shift: int, first: int, last: int) -> None:
     for i in range(first, last):
         if i + _AHEAD < last:
