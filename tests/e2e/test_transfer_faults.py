@@ -174,6 +174,7 @@ def test_writes_to_a_decode_node_that_was_restarted_meanwhile_do_not_reach_the_n
 
     with pytest.raises(AssertionError, match="no live decode node is registered"):
         answer.result()
+    surroundings.cluster.wait_ready()  # the prefill node was silent for as long as the decode node took to be back
     assert complete(surroundings.cluster.url, [Job(PROMPT, 16)]) == [expected(PROMPT, 16)]
     assert complete(surroundings.cluster.url, [Job(SHORT, 16)]) == [expected(SHORT, 16)]
 
