@@ -32,7 +32,7 @@ from transfer.checksum import ChecksumMode
 
 Role = Literal["both", "target", "initiator"]
 
-_QUICK_ROUNDS, _QUICK_SLOW_S = 5, 0.3
+_QUICK_ROUNDS, _QUICK_SLOW_S = 3, 0.3
 _ROUNDS, _SLOW_S = 15, 2.0
 _LET_GO_S = 5.0
 _WIDTH = 120
