@@ -19,19 +19,19 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from base.errors import StartupError
 from benchmarks.decode_step.workload import GIB, Requests, Shape, build_network, model_spec
 from benchmarks.machine import this_machine
 from benchmarks.program import run
-from decode_node.decoding import Decoding
-from decode_node.graphs import GraphDecoding
+from engine.convert import kv_layout
+from engine.decoding import Decoding
+from engine.graphs import GraphDecoding
+from engine.paged_pool import PagedKVPool, PagedSequence
 from hisparse.coordinator import HiSparseCoordinator
 from hisparse.extents import HostSlots
 from hisparse.swap_in import StagedKV
 from model.backends.choice import choose_backend
 from model.sparse_model import SparseModel
-from prefill_node.convert import kv_layout
-from prefill_node.pool import PagedKVPool, PagedSequence
-from service.errors import StartupError
 
 _PAGE = 64
 Arrive = Callable[[str, HostSlots, int], None]

@@ -16,12 +16,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from base.errors import StartupError
 from benchmarks.machine import this_machine
 from benchmarks.program import run
 from model.backends.protocol import AttentionBackend
 from model.backends.torch_backend import TorchBackend
 from model.indexer import IndexInputs
-from service.errors import StartupError
 
 SCHEMA = 1
 LATENT_DIM, ITEM_DIM, TOPK = 512, 576, 2048

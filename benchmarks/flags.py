@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import TypeVar
 
-from service.errors import StartupError
+from base.errors import StartupError
 
 Choice = TypeVar("Choice", bound=StrEnum)
 

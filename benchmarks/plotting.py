@@ -3,7 +3,7 @@
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
-from service.errors import StartupError
+from base.errors import StartupError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import typer
 
-from service.errors import StartupError
+from base.errors import StartupError
 
 
 def run(main: Callable[..., None]) -> None:

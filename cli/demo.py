@@ -17,8 +17,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.table import Table
 
+from base.errors import StartupError
 from cli.serve import ServePlan, free_port, processes, wait_ready
-from service.errors import StartupError
 
 PROMPT_TOKENS = 1500
 NEW_TOKENS = 96

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from transfer.keys import generate, generate_node
+from control.keys import generate, generate_node
 
 
 def keygen(

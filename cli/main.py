@@ -13,10 +13,10 @@ from typing import Annotated, Any, TypeVar
 import typer
 from setproctitle import setproctitle
 
+from base.errors import StartupError
 from cli import bench, keygen, quarantine
 from cli import options as opt
 from service.descriptors import raise_file_limit
-from service.errors import StartupError
 from service.lifecycle import DRAIN_TIMEOUT_S, end_on_sigterm_until_served
 
 Config = TypeVar("Config")

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 from pydantic import BaseModel, ValidationError
 
-from service.errors import StartupError
-from transfer.keys import load_token
+from base.errors import StartupError
+from control.keys import load_token
 
 if TYPE_CHECKING:
     import httpx

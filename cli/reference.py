@@ -9,8 +9,8 @@ from pathlib import Path
 
 import typer
 
+from base.metrics import Metrics
 from cli.main import app
-from service.metrics import Metrics
 
 README = Path(__file__).parent.parent / "README.md"
 COMMANDS = ("serve", "gateway", "prefill", "decode", "tiny-model")

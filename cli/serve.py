@@ -21,8 +21,8 @@ from typing import IO
 
 import httpx
 
+from base.errors import StartupError
 from gateway.keys import ENVIRONMENT
-from service.errors import StartupError
 from service.lifecycle import DRAIN_TIMEOUT_S, STOP_SIGNALS, Lifecycle, Phase
 
 _PR_SET_PDEATHSIG = 1

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
+from base.memory import DEFAULT_FRACTION
 from hisparse.config import HiSparseConfig
 from hisparse.layout import KVLayout
 from hisparse.sizing import GIB, Sizes, plan_sizes
-from service.memory import DEFAULT_FRACTION
 
 OPERATIONS = Path(__file__).parent.parent / "docs" / "operations.md"
 _BLOCK = re.compile(r"(<!-- sizing -->\n).*?(<!-- /sizing -->)", re.DOTALL)

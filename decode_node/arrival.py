@@ -2,7 +2,7 @@
 
 from enum import Enum
 
-from transfer.messages import ChunkDone, PrefillDone
+from control.messages import ChunkDone, PrefillDone
 
 Part = int | None
 """What has checksums of its own: a chunk, by its number, or None for what comes with PrefillDone."""

@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass, field
 
+from control.messages import ChunkDone, Peer, PrefillDone, Token
 from decode_node.arrival import Arrival, Stage
 from decode_node.request import Request
 from decode_node.verifier import Placement
 from hisparse.extents import HostSlots
-from transfer.messages import ChunkDone, Peer, PrefillDone, Token
 
 
 @dataclass

@@ -2,8 +2,8 @@
 
 import os
 
+from control.messages import BufferInfo, Destination, ModelIdentity, SharedMemory
 from hisparse.host_pool import HostKVPool
-from transfer.messages import BufferInfo, Destination, ModelIdentity, SharedMemory
 from transfer.routes import Transports
 
 

@@ -3,9 +3,9 @@
 from collections import OrderedDict
 from typing import TypeVar
 
+from control.messages import Peer
+from control.plane import ControlPlane
 from decode_node.attempt import Attempt
-from transfer.control import ControlPlane
-from transfer.messages import Peer
 
 SILENCE_S = 2.5
 """After so many seconds without a sign of life a node that has work is taken for unwell, though not for dead."""

@@ -1,11 +1,11 @@
 """Prompts that the decode node computes itself: chunks into device pages, then a copy to the host tier."""
 
+from control.messages import Token
 from decode_node.request import Request, State
+from engine.chunked import ChunkedPrefill, PrefillJob
+from engine.convert import prompt_tensor, token_message
 from hisparse.coordinator import HiSparseCoordinator
 from hisparse.swap_in import StagedKV
-from prefill_node.chunked import ChunkedPrefill, PrefillJob
-from prefill_node.convert import prompt_tensor, token_message
-from transfer.messages import Token
 
 
 class LocalPrefill:

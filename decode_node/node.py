@@ -4,17 +4,8 @@ import time
 
 import structlog
 
-from decode_node.loop_call import LoopCall
-from decode_node.remote_prefill import RemotePrefill
-from decode_node.request import State
-from decode_node.scheduler import Scheduler
-from decode_node.verifier import Verified
-from hisparse.coordinator import HiSparseCoordinator
-from hisparse.swap_in import SwapInCounters
-from service.lifecycle import Phase
-from service.shell import NodeShell
-from transfer.membership import Membership
-from transfer.messages import (
+from control.membership import Membership
+from control.messages import (
     Accepted,
     Cancel,
     ChunkDone,
@@ -32,6 +23,15 @@ from transfer.messages import (
     Refused,
     Registered,
 )
+from decode_node.loop_call import LoopCall
+from decode_node.remote_prefill import RemotePrefill
+from decode_node.request import State
+from decode_node.scheduler import Scheduler
+from decode_node.verifier import Verified
+from hisparse.coordinator import HiSparseCoordinator
+from hisparse.swap_in import SwapInCounters
+from service.lifecycle import Phase
+from service.shell import NodeShell
 
 log = structlog.get_logger(__name__)
 

@@ -6,10 +6,10 @@ A message that is lost shows by the index of the next token, so only the last on
 import time
 from collections import defaultdict
 
+from base.metrics import Metrics
+from control.messages import FinishReason, Output, Outputs, Peer, Token
+from control.plane import ControlPlane
 from decode_node.request import Request
-from service.metrics import Metrics
-from transfer.control import ControlPlane
-from transfer.messages import FinishReason, Output, Outputs, Peer, Token
 
 _LAST_FOR_S = 30.0
 """How long the end of a request is told to a gateway that does not answer: it is gone, or has given up by then."""

@@ -4,10 +4,10 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from base.tombstones import Tombstones
+from control.messages import Peer
+from control.plane import ControlPlane
 from decode_node.health import Health
-from transfer.control import ControlPlane
-from transfer.messages import Peer
-from transfer.tombstones import Tombstones
 
 _FORGOTTEN_AFTER_S = 30.0
 """What a gateway said counts so long while others go on saying something. They do every second."""

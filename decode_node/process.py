@@ -6,9 +6,13 @@ from dataclasses import dataclass
 import structlog
 import torch
 
-from decode_node.decoding import Decoding, EagerDecoding
+from base.errors import StartupError
+from base.logs import configure_logging
+from base.memory import available_host_bytes, device_split, human, pool_bytes
+from control.keys import load_token
+from control.membership import Membership
+from control.messages import Heartbeat, Register
 from decode_node.destination import buffers_of, destination_of
-from decode_node.graphs import GraphDecoding
 from decode_node.local_prefill import LocalPrefill
 from decode_node.node import DecodeNode, Event
 from decode_node.outputs import OutputStream
@@ -16,6 +20,11 @@ from decode_node.quarantine import Quarantine, quarantine_router
 from decode_node.remote_prefill import RemotePrefill
 from decode_node.scheduler import Limits, Scheduler
 from decode_node.verifier import Verifier
+from engine.chunked import ChunkedPrefill
+from engine.convert import identity, kv_layout
+from engine.decoding import Decoding, EagerDecoding
+from engine.graphs import GraphDecoding
+from engine.paged_pool import PagedKVPool
 from hisparse.config import HiSparseConfig, parse_config
 from hisparse.coordinator import HiSparseCoordinator
 from hisparse.extents import HostSlots
@@ -26,19 +35,10 @@ from model.dtypes import resolve_dtype
 from model.loader import load_model, read_spec
 from model.sparse_model import SparseModel
 from model.spec import ModelSpec
-from prefill_node.chunked import ChunkedPrefill
-from prefill_node.convert import identity, kv_layout
-from prefill_node.pool import PagedKVPool
 from service.checkpoint import identify
 from service.config import NodeConfig
-from service.errors import StartupError
-from service.logs import configure_logging
-from service.memory import available_host_bytes, device_split, human, pool_bytes
 from service.shell import NodeShell
 from transfer.fencing import ReservationTable
-from transfer.keys import load_token
-from transfer.membership import Membership
-from transfer.messages import Heartbeat, Register
 from transfer.routes import Transports
 
 log = structlog.get_logger(__name__)

@@ -14,9 +14,9 @@ from fastapi import APIRouter, Depends, HTTPException
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from pydantic import BaseModel
 
+from control.plane import ControlPlane
 from decode_node.health import SILENCE_S
 from decode_node.loop_call import LoopBusy, LoopCall, on_loop
-from transfer.control import ControlPlane
 from transfer.fencing import Reservation, ReservationTable
 
 log = structlog.get_logger(__name__)

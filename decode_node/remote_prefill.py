@@ -11,17 +11,8 @@ from collections.abc import Callable
 
 import structlog
 
-from decode_node.arrival import Stage, part_of
-from decode_node.attempt import Attempt, Landed, Lost, Outcome
-from decode_node.health import SILENCE_S, Health
-from decode_node.prefill_nodes import PrefillNodes
-from decode_node.request import Request, State
-from decode_node.verifier import Verification, Verified
-from hisparse.extents import HostSlots
-from service.metrics import Metrics
-from transfer.control import ControlPlane
-from transfer.fencing import Key, ReservationTable
-from transfer.messages import (
+from base.metrics import Metrics
+from control.messages import (
     Abort,
     Admitted,
     ChunkDone,
@@ -37,6 +28,15 @@ from transfer.messages import (
     Progress,
     Quiesced,
 )
+from control.plane import ControlPlane
+from decode_node.arrival import Stage, part_of
+from decode_node.attempt import Attempt, Landed, Lost, Outcome
+from decode_node.health import SILENCE_S, Health
+from decode_node.prefill_nodes import PrefillNodes
+from decode_node.request import Request, State
+from decode_node.verifier import Verification, Verified
+from hisparse.extents import HostSlots
+from transfer.fencing import Key, ReservationTable
 
 log = structlog.get_logger(__name__)
 

@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 
+from control.messages import FinishReason, Generate, Peer
+from engine.convert import sampling_params
+from engine.sampling import SamplingParams
 from hisparse.extents import HostSlots
-from model.sampling import SamplingParams
-from prefill_node.convert import sampling_params
-from transfer.messages import FinishReason, Generate, Peer
 
 
 class State(Enum):

@@ -10,18 +10,18 @@ from dataclasses import dataclass
 import structlog
 import torch
 
+from base.metrics import Metrics
+from base.tombstones import Tombstones
+from control.messages import FinishReason, Generate, Peer, Rejected, Token
 from decode_node.attempt import Landed, Lost, Outcome
-from decode_node.decoding import Decoding
 from decode_node.local_prefill import LocalPrefill
 from decode_node.outputs import OutputStream
 from decode_node.remote_prefill import RemotePrefill
 from decode_node.request import Request, State
+from engine.convert import token_message
+from engine.decoding import Decoding
+from engine.sampling import NotSampled, sample
 from hisparse.coordinator import HOST_GRANULE, HiSparseCoordinator, Tier
-from model.sampling import NotSampled, sample
-from prefill_node.convert import token_message
-from service.metrics import Metrics
-from transfer.messages import FinishReason, Generate, Peer, Rejected, Token
-from transfer.tombstones import Tombstones
 
 log = structlog.get_logger(__name__)
 

@@ -8,11 +8,11 @@ from functools import cached_property
 
 import structlog
 
+from control.messages import BufferInfo, Checksums
 from decode_node.arrival import Part
 from hisparse.extents import HostSlots
 from transfer.checksum import Mismatch, verify
 from transfer.fencing import Key
-from transfer.messages import BufferInfo, Checksums
 from transfer.planner import Int64s
 
 log = structlog.get_logger(__name__)

@@ -11,10 +11,10 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
+from control.messages import Sampling, TokenId
 from gateway.errors import ApiError, context_length_exceeded
 from gateway.registry import Capacity
 from gateway.unsupported import HARMLESS, NEUTRAL, OF_MESSAGES, OF_STREAMS, refuse
-from transfer.messages import Sampling, TokenId
 
 _DEFAULT_COMPLETION_TOKENS = 16
 _MAX_STOPS = 16

@@ -3,10 +3,10 @@
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from control.messages import FinishReason, Token
 from gateway.detokenizer import Detokenizer, StopMatcher
 from gateway.generation import Step
 from gateway.tokenizer import CheckpointTokenizer
-from transfer.messages import FinishReason, Token
 
 
 @dataclass(frozen=True)

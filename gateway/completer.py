@@ -11,13 +11,13 @@ from typing import TypeVar
 
 import structlog
 
+from base.metrics import Metrics
 from gateway.api import ChatCompletionRequest, CompletionRequest, check_token_ids, parse
 from gateway.choice import Choice, Delta
 from gateway.errors import ApiError, timed_out
 from gateway.generation import DecodeClient, Job
 from gateway.registry import Capacity, NodeRegistry
 from gateway.tokenizer import CheckpointTokenizer
-from service.metrics import Metrics
 
 log = structlog.get_logger(__name__)
 

@@ -15,10 +15,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from gateway.errors import ApiError, context_length_exceeded, timed_out, unavailable
-from gateway.registry import SILENT_AFTER_S, NodeRegistry
-from transfer.control import ControlPlane
-from transfer.messages import (
+from control.messages import (
     Accepted,
     Cancel,
     Ended,
@@ -31,6 +28,9 @@ from transfer.messages import (
     Sampling,
     Token,
 )
+from control.plane import ControlPlane
+from gateway.errors import ApiError, context_length_exceeded, timed_out, unavailable
+from gateway.registry import SILENT_AFTER_S, NodeRegistry
 
 log = structlog.get_logger(__name__)
 

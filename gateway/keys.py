@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
-from service.errors import StartupError
+from base.errors import StartupError
 from service.watched import WatchedFiles
 
 ENVIRONMENT = "HISPARSE_PD_API_KEY"

@@ -8,27 +8,11 @@ from pathlib import Path
 
 import structlog
 
-from gateway.completer import Completer
-from gateway.errors import ApiError, draining, unavailable
-from gateway.generation import DecodeClient
-from gateway.guard import Guard, RequestLimits
-from gateway.keys import ApiKeys
-from gateway.registry import NodeRegistry
-from gateway.server import OpenAiServer
-from gateway.tokenizer import CheckpointTokenizer
-from service.connection import ConnectionLimits
-from service.descriptors import raise_file_limit
-from service.errors import StartupError
-from service.exposure import check_clients, check_processes
-from service.http_server import HttpServer
-from service.lifecycle import DRAIN_TIMEOUT_S, STOP_SIGNALS, Lifecycle, Phase
-from service.logs import LogFormat, configure_logging
-from service.metrics import Metrics
-from service.status import bind_http, status_router
-from service.tls import server_tls
-from transfer.control import ControlPlane
-from transfer.keys import load_keys
-from transfer.messages import (
+from base.errors import StartupError
+from base.logs import LogFormat, configure_logging
+from base.metrics import Metrics
+from control.keys import load_keys
+from control.messages import (
     Accepted,
     Heartbeat,
     Leaving,
@@ -39,6 +23,22 @@ from transfer.messages import (
     Register,
     Rejected,
 )
+from control.plane import ControlPlane
+from gateway.completer import Completer
+from gateway.errors import ApiError, draining, unavailable
+from gateway.generation import DecodeClient
+from gateway.guard import Guard, RequestLimits
+from gateway.keys import ApiKeys
+from gateway.registry import NodeRegistry
+from gateway.server import OpenAiServer
+from gateway.tokenizer import CheckpointTokenizer
+from service.connection import ConnectionLimits
+from service.descriptors import raise_file_limit
+from service.exposure import check_clients, check_processes
+from service.http_server import HttpServer
+from service.lifecycle import DRAIN_TIMEOUT_S, STOP_SIGNALS, Lifecycle, Phase
+from service.status import bind_http, status_router
+from service.tls import server_tls
 
 log = structlog.get_logger(__name__)
 

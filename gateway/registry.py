@@ -8,7 +8,7 @@ messages go out as return values.
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from transfer.messages import CheckpointIdentity, Heartbeat, HeartbeatAck, Peer, Refused, Register, Registered, Role
+from control.messages import CheckpointIdentity, Heartbeat, HeartbeatAck, Peer, Refused, Register, Registered, Role
 
 SILENT_AFTER_S = 3.0
 FORGOTTEN_AFTER_S = 60.0

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from control.messages import Token
 from gateway.choice import Delta
 from gateway.tokenizer import CheckpointTokenizer
-from transfer.messages import Token
 
 Json = dict[str, Any]
 

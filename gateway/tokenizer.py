@@ -9,11 +9,11 @@ import structlog
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerFast
 
+from base.errors import StartupError
 from gateway.errors import ApiError
 from gateway.token_bytes import TokenBytes
 from model.checkpoint import read_json
 from service.checkpoint import identify, positive_int
-from service.errors import StartupError
 
 log = structlog.get_logger(__name__)
 

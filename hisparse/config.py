@@ -3,8 +3,8 @@
 import json
 from dataclasses import dataclass
 
+from base.errors import StartupError
 from hisparse.residency import MAX_DEVICE_BUFFER_SIZE
-from service.errors import StartupError
 
 DEFAULT_HOST_TO_DEVICE_RATIO = 8.0
 

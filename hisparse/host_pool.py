@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 
+from base.errors import StartupError
+from base.memory import human
 from hisparse.extents import Extent, HostSlots, SlotAllocator
 from hisparse.host_memory import HostMemory, SharedRegion, page_aligned
 from hisparse.layout import KVLayout
-from service.errors import StartupError
-from service.memory import human
 
 
 class HostKVPool:

@@ -16,8 +16,8 @@ import structlog
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from service.errors import StartupError
-from service.memory import human
+from base.errors import StartupError
+from base.memory import human
 
 log = structlog.get_logger(__name__)
 

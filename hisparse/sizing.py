@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from base.errors import StartupError
+from base.memory import human
 from hisparse.config import HiSparseConfig
 from hisparse.device_pool import hot_granule
 from hisparse.layout import KVLayout
-from service.errors import StartupError
-from service.memory import human
 
 GIB = 2**30
 

@@ -5,6 +5,8 @@ from contextlib import ExitStack
 
 import torch
 
+from base.errors import StartupError
+from base.memory import cpus_near
 from hisparse.config import HiSparseConfig
 from hisparse.coordinator import HiSparseCoordinator
 from hisparse.copy_stream import CopyStream, CpuCopyStream
@@ -13,8 +15,6 @@ from hisparse.host_pool import HostKVPool
 from hisparse.residency import Residency
 from hisparse.sizing import Sizes
 from hisparse.swap_in import CpuSwapIn, SwapInBackend
-from service.errors import StartupError
-from service.memory import cpus_near
 
 _Backend = Callable[[HostKVPool, DeviceKVPool, Residency, HiSparseConfig], tuple[SwapInBackend, CopyStream]]
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import torch
 
+from base.errors import StartupError
 from model.checkpoint import read_json
-from service.errors import StartupError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

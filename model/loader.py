@@ -7,13 +7,13 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
+from base.errors import StartupError
 from model.backends.protocol import AttentionBackend
 from model.backends.torch_backend import TorchBackend
 from model.checkpoint import fingerprint, read_json, weight_files
 from model.dtypes import DTYPES
 from model.sparse_model import SparseModel
 from model.spec import ModelSpec
-from service.errors import StartupError
 
 SUPPORTED_MODEL_TYPES = ("deepseek_v32", "glm_moe_dsa")
 

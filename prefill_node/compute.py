@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import structlog
 import torch
 
-from model.sampling import NotSampled, Sampled
-from prefill_node.chunked import ChunkedPrefill, PrefillStep
+from engine.chunked import ChunkedPrefill, PrefillStep
+from engine.sampling import NotSampled, Sampled
 from prefill_node.entry import Key
 from prefill_node.progress import ForwardProgress
 

@@ -3,8 +3,8 @@
 import time
 from collections.abc import Iterable
 
-from transfer.control import ControlPlane
-from transfer.messages import Peer
+from control.messages import Peer
+from control.plane import ControlPlane
 
 _WATCHED_FOR_S = 60.0
 _SILENT_AFTER_S = 10.0

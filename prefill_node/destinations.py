@@ -2,7 +2,7 @@
 
 from collections import OrderedDict
 
-from transfer.messages import Destination, Peer
+from control.messages import Destination, Peer
 
 _REMEMBERED = 4096
 

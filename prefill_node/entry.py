@@ -4,10 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Self
 
-from prefill_node.chunked import PrefillJob
-from prefill_node.convert import prompt_tensor, sampling_params
-from prefill_node.outgoing import Sent
-from transfer.messages import (
+from control.messages import (
     Checksum,
     Checksums,
     ChunkDone,
@@ -18,6 +15,9 @@ from transfer.messages import (
     Token,
     Transport,
 )
+from engine.chunked import PrefillJob
+from engine.convert import prompt_tensor, sampling_params
+from prefill_node.outgoing import Sent
 from transfer.planner import Int64s, expand_extents
 
 Key = tuple[str, str, int]

@@ -8,19 +8,7 @@ import time
 
 import structlog
 
-from prefill_node.chunked import ChunkedPrefill, ComputedChunk
-from prefill_node.compute import Computed, ComputeThread
-from prefill_node.convert import token_message
-from prefill_node.decode_nodes import DecodeNodes
-from prefill_node.destinations import Destinations
-from prefill_node.entry import Entry, Key, Offer, State
-from prefill_node.outgoing import Chunk, Sent
-from prefill_node.over import Over
-from prefill_node.progress import ForwardProgress
-from prefill_node.sender import Sender
-from service.lifecycle import Phase
-from service.shell import NodeShell
-from transfer.messages import (
+from control.messages import (
     Abort,
     Admitted,
     ChunkTaken,
@@ -35,6 +23,18 @@ from transfer.messages import (
     Refused,
     Registered,
 )
+from engine.chunked import ChunkedPrefill, ComputedChunk
+from engine.convert import token_message
+from prefill_node.compute import Computed, ComputeThread
+from prefill_node.decode_nodes import DecodeNodes
+from prefill_node.destinations import Destinations
+from prefill_node.entry import Entry, Key, Offer, State
+from prefill_node.outgoing import Chunk, Sent
+from prefill_node.over import Over
+from prefill_node.progress import ForwardProgress
+from prefill_node.sender import Sender
+from service.lifecycle import Phase
+from service.shell import NodeShell
 
 log = structlog.get_logger(__name__)
 

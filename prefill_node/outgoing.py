@@ -9,12 +9,12 @@ from enum import Enum
 
 import structlog
 
+from control.messages import Checksum, Destination, Peer, Transport
 from prefill_node.plan import ChunkPlan, Part
 from prefill_node.progress import ForwardProgress, NotComputed
 from prefill_node.ring import BUFFER_BYTES, SendBuffer, SendRing
 from prefill_node.source import KVSource
 from transfer.checksum import ChecksumMode, digest, sampled
-from transfer.messages import Checksum, Destination, Peer, Transport
 from transfer.planner import Descriptors, Int64s
 from transfer.writer import Outcome, Pipeline, TransferError, Write
 

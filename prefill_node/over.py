@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
+from base.tombstones import Tombstones
+from control.messages import NotHeld, Peer, PrefillFailed, Quiesced
 from prefill_node.entry import Key
-from transfer.messages import NotHeld, Peer, PrefillFailed, Quiesced
-from transfer.tombstones import Tombstones
 
 
 class Over:

@@ -5,29 +5,29 @@ from dataclasses import dataclass
 import structlog
 import torch
 
+from base.errors import StartupError
+from base.logs import configure_logging
+from base.memory import device_split, human, pool_bytes
+from control.membership import Membership
+from control.messages import Heartbeat, Register
+from engine.chunked import ChunkedPrefill
+from engine.convert import identity, kv_layout
+from engine.paged_pool import PagedKVPool
 from model.backends.choice import choose_backend
 from model.dtypes import resolve_dtype
 from model.loader import load_model, read_spec
 from model.spec import ModelSpec
-from prefill_node.chunked import ChunkedPrefill
 from prefill_node.compute import Computed, ComputeThread
-from prefill_node.convert import identity, kv_layout
 from prefill_node.entry import Key, Offer
 from prefill_node.node import PrefillNode
 from prefill_node.outgoing import Reading, Sent
-from prefill_node.pool import PagedKVPool
 from prefill_node.ring import SendRings
 from prefill_node.sender import Sender, Surroundings
 from prefill_node.source import DeviceSource, HostSource
 from service.checkpoint import identify
 from service.config import NodeConfig
-from service.errors import StartupError
-from service.logs import configure_logging
-from service.memory import device_split, human, pool_bytes
 from service.shell import NodeShell
 from transfer.checksum import ChecksumMode
-from transfer.membership import Membership
-from transfer.messages import Heartbeat, Register
 from transfer.routes import Transports
 
 log = structlog.get_logger(__name__)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from prefill_node.pool import buffer_info
-from transfer.messages import BufferInfo
+from control.messages import BufferInfo
+from engine.paged_pool import buffer_info
 from transfer.writer import BATCHES_IN_FLIGHT, Pipeline
 
 BUFFER_BYTES = 5 << 19

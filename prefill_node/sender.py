@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import structlog
 
+from control.messages import Destination, Peer
 from prefill_node.outgoing import Chunk, Outgoing, Reading, Sent, gather_policy
 from prefill_node.ring import SendRing, SendRings
-from transfer.messages import Destination, Peer
 from transfer.routes import NoRoute
 from transfer.writer import Channel, Pipeline
 

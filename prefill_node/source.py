@@ -6,12 +6,12 @@ from typing import Protocol
 
 import torch
 
+from control.messages import BufferInfo
+from engine.paged_pool import buffer_info
 from prefill_node.plan import Part
-from prefill_node.pool import buffer_info
 from prefill_node.ring import SendBuffer
 from transfer.checksum import digest, item_ranges
 from transfer.copy_runs import copy_runs, stream_runs
-from transfer.messages import BufferInfo
 from transfer.planner import Int64s
 
 _pack = copy_runs if (os.cpu_count() or 1) > 2 else stream_runs

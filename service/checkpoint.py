@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
+from base.errors import StartupError
+from control.messages import CheckpointIdentity
 from model.checkpoint import config_digest, read_json, tokenizer_digest
-from service.errors import StartupError
-from transfer.messages import CheckpointIdentity
 
 
 def identify(path: Path) -> CheckpointIdentity:

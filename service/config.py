@@ -8,11 +8,11 @@ from typing import Literal
 
 import torch
 
-from service.errors import StartupError
+from base.errors import StartupError
+from base.logs import LogFormat
+from control.messages import ADDRESS_PATTERN
 from service.exposure import check_processes
 from service.lifecycle import DRAIN_TIMEOUT_S
-from service.logs import LogFormat
-from transfer.messages import ADDRESS_PATTERN
 from transfer.ports import ClaimedPorts, PortRange
 from transfer.routes import TransferProtocol, choose_transports, engines_among
 

@@ -3,7 +3,7 @@
 import ipaddress
 from pathlib import Path
 
-from service.errors import StartupError
+from base.errors import StartupError
 
 
 def is_loopback(host: str) -> bool:

@@ -9,16 +9,16 @@ from typing import Generic, TypeVar
 import structlog
 from fastapi import APIRouter
 
+from base.errors import StartupError
+from base.metrics import Metrics
+from control.discovery import GatewayAddresses
+from control.keys import load_keys
+from control.membership import HEARTBEAT_S, Membership
+from control.messages import HeartbeatAck, Message, Peer, Refused, Registered, Role
+from control.plane import ControlPlane
 from service.config import NodeConfig
-from service.errors import StartupError
 from service.lifecycle import STOP_SIGNALS, Lifecycle
-from service.metrics import Metrics
 from service.status import StatusServer, bind_http, status_router
-from transfer.control import ControlPlane
-from transfer.discovery import GatewayAddresses
-from transfer.keys import load_keys
-from transfer.membership import HEARTBEAT_S, Membership
-from transfer.messages import HeartbeatAck, Message, Peer, Refused, Registered, Role
 from transfer.ports import reachable_addresses
 from transfer.routes import Transports
 

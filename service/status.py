@@ -8,10 +8,10 @@ from collections.abc import Callable
 from fastapi import APIRouter, FastAPI, Response
 from prometheus_client import CONTENT_TYPE_LATEST, Counter
 
+from base.errors import StartupError
+from base.metrics import Metrics
 from service.connection import ConnectionLimits
-from service.errors import StartupError
 from service.http_server import HttpServer
-from service.metrics import Metrics
 
 
 def status_router(metrics: Metrics, ready: Callable[[], str | None], refresh: Callable[[], None]) -> APIRouter:

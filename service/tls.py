@@ -3,7 +3,7 @@
 import ssl
 from pathlib import Path
 
-from service.errors import StartupError
+from base.errors import StartupError
 from service.watched import WatchedFiles
 
 

@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 
 import structlog
 
-from service.errors import StartupError
+from base.errors import StartupError
 
 log = structlog.get_logger(__name__)
 

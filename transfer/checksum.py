@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 import xxhash
 
-from transfer.messages import BufferInfo, Checksum
+from control.messages import BufferInfo, Checksum
 from transfer.planner import Int64s
 
 ChecksumMode = Literal["off", "sample", "full"]

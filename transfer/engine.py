@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 import structlog
 
-from service.errors import StartupError
-from transfer.messages import BufferInfo, Session, Transport
+from base.errors import StartupError
+from control.messages import BufferInfo, Session, Transport
 from transfer.planner import NO_LIMIT, Descriptors
 from transfer.ports import listening_ports
 from transfer.writer import Outcome

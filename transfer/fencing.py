@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Generic, Protocol, TypeVar
 
-from transfer.messages import Peer
+from control.messages import Peer
 
 DRAIN_GRACE_S = 5.0
 """What lingers arrives by itself within that, unless the network is in trouble. Then the fence keeps it out."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from service.errors import StartupError
+from base.errors import StartupError
 
 PORTS_PER_ENGINE = 2
 _HANDED_OUT = range(32768, 61000)

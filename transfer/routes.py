@@ -5,10 +5,10 @@ from typing import Literal
 
 import structlog
 
-from service.errors import StartupError
+from base.errors import StartupError
+from control.messages import BufferInfo, Destination, Session, Transport
 from transfer.engine import KVTransferEngine, rdma_devices
 from transfer.incoming import IncomingCut
-from transfer.messages import BufferInfo, Destination, Session, Transport
 from transfer.ports import ClaimedPorts
 from transfer.shm import NotShared, SharedMemoryChannel
 from transfer.writer import Channel

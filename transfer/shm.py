@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from functools import cache
 
+from control.messages import SharedMemory, Transport
 from transfer.copy_runs import JointCopy, all_within
-from transfer.messages import SharedMemory, Transport
 from transfer.planner import NO_LIMIT, Descriptors
 from transfer.writer import Outcome, Pending, TransferError
 

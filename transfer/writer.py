@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
 
-from transfer.messages import Transport
+from control.messages import Transport
 from transfer.planner import Descriptors
 
 BATCHES_IN_FLIGHT = 8

@@ -18,6 +18,7 @@ import torch
 import typer
 from rich.console import Console
 
+from base.errors import StartupError
 from benchmarks.decode_step.report import HISPARSE, OWN, RESIDENT, CaseResult, print_results, write_json, write_png
 from benchmarks.decode_step.timing import StepTiming, time_steps, use_streams
 from benchmarks.decode_step.workload import GivenSelection, Requests, Shape, build_network, model_spec
@@ -25,11 +26,10 @@ from benchmarks.plotting import check_installed
 from benchmarks.program import run
 from benchmarks.swap_in.workload import Rotation
 from benchmarks.swap_in.workload import Shape as RotationShape
-from decode_node.graphs import GraphDecoding
+from engine.graphs import GraphDecoding
 from model.backends.choice import choose_backend
 from model.backends.protocol import AttentionBackend
 from model.sparse_model import SparseModel
-from service.errors import StartupError
 
 _OWN_WARM_UP = 8
 

@@ -12,7 +12,7 @@ from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.decode_step.workload import Requests
-from decode_node.decoding import Decoding
+from engine.decoding import Decoding
 
 PARTS: dict[str, tuple[str, ...]] = {
     "index": ("_score_pages",),

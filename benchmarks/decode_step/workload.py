@@ -7,12 +7,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.wrapped_backend import WrappedBackend
+from engine.convert import kv_layout
 from hisparse import HiSparseConfig, HiSparseCoordinator, build_tiers, plan_sizes
 from model.backends.protocol import AttentionBackend
 from model.cache import IndexPages
 from model.indexer import IndexInputs
 from model.spec import ModelSpec
-from prefill_node.convert import kv_layout
 
 GIB = 2**30
 _INDEX_PAGE = 64

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from base.errors import StartupError
 from benchmarks.serving.load import Closed, Load, Open
 from benchmarks.serving.measure import Point
 from benchmarks.serving.metrics import Slo
-from service.errors import StartupError
 
 _WARM_UP = 4
 

@@ -4,10 +4,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from base.errors import StartupError
 from benchmarks.serving.client import Client, Endpoint, Outcome, Request
 from benchmarks.serving.load import Load
 from benchmarks.serving.workload import Workload
-from service.errors import StartupError
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from typing import Any, Protocol
 
 import httpx
 
+from base.errors import StartupError
 from benchmarks.serving.client import Endpoint, error_message
 from benchmarks.serving.config import ServingBench
 from cli.serve import Child, free_port, processes, wait_ready
-from service.errors import StartupError
 
 _READY_S = 600.0
 _ANSWER_S = 30.0

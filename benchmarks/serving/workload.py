@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from service.errors import StartupError
+from base.errors import StartupError
 
 
 @dataclass(frozen=True)

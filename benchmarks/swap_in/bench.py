@@ -7,6 +7,7 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
+from base.errors import StartupError
 from benchmarks.plotting import check_installed
 from benchmarks.swap_in.launchers import Launcher, Ours, Peer, peer_version
 from benchmarks.swap_in.report import CaseResult, Report, Timing, print_report, write_json, write_png
@@ -14,7 +15,6 @@ from benchmarks.swap_in.targets import BATCHES, MISSES
 from benchmarks.swap_in.timing import copy_gb_per_s, graph_us, launch_floor_us, single_us
 from benchmarks.swap_in.workload import Rotation, Shape, Tiers
 from hisparse.cuda import CudaSwapIn
-from service.errors import StartupError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,9 +12,14 @@ import torch
 import typer
 from rich.console import Console
 
+from base.errors import StartupError
 from benchmarks.program import run
 from benchmarks.wrapped_backend import WrappedBackend
-from decode_node.decoding import EagerDecoding
+from engine.chunked import ChunkedPrefill, PrefillJob
+from engine.convert import kv_layout
+from engine.decoding import EagerDecoding
+from engine.paged_pool import PagedKVPool
+from engine.sampling import SamplingParams
 from hisparse import HiSparseConfig, HiSparseCoordinator, build_tiers, plan_sizes
 from hisparse.swap_in import StagedKV
 from model.backends.choice import choose_backend
@@ -23,12 +28,7 @@ from model.cache import IndexPages
 from model.dtypes import resolve_dtype
 from model.indexer import IndexInputs
 from model.loader import load_model, read_spec
-from model.sampling import SamplingParams
 from model.spec import ModelSpec
-from prefill_node.chunked import ChunkedPrefill, PrefillJob
-from prefill_node.convert import kv_layout
-from prefill_node.pool import PagedKVPool
-from service.errors import StartupError
 
 _PAGE = 64
 _CHUNK = 2048

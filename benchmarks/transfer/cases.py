@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from itertools import product
 
-from service.errors import StartupError
+from base.errors import StartupError
 
 
 class Protocol(StrEnum):

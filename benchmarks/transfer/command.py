@@ -14,6 +14,8 @@ from pydantic import TypeAdapter
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from base.errors import StartupError
+from base.logs import configure_logging
 from benchmarks.disturbance import Disturbance
 from benchmarks.machine import Machine, this_machine
 from benchmarks.plotting import check_installed
@@ -26,8 +28,6 @@ from benchmarks.transfer.plot import write_png
 from benchmarks.transfer.report import Report, document, print_report, write_json
 from benchmarks.transfer.target import listen
 from benchmarks.transfer.workbench import Workbench
-from service.errors import StartupError
-from service.logs import configure_logging
 from transfer.checksum import ChecksumMode
 
 Role = Literal["both", "target", "initiator"]

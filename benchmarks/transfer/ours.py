@@ -13,17 +13,17 @@ from benchmarks.transfer.cases import Case, Protocol
 from benchmarks.transfer.methods import Group, MethodFailed, Run
 from benchmarks.transfer.placement import Placement, Request
 from benchmarks.transfer.pools import buffers_of, layout
+from control.messages import BufferInfo, Destination, ModelIdentity, Peer, SharedMemory, Transport
+from engine.paged_pool import PagedKVPool
 from hisparse.host_pool import HostKVPool
 from prefill_node.outgoing import Chunk, Reading, Sent
 from prefill_node.plan import Part
-from prefill_node.pool import PagedKVPool
 from prefill_node.progress import ForwardProgress
 from prefill_node.ring import SendBuffer, SendRings
 from prefill_node.sender import Sender, Surroundings
 from prefill_node.source import HostSource
 from transfer.checksum import ChecksumMode
 from transfer.copy_runs import stream_runs
-from transfer.messages import BufferInfo, Destination, ModelIdentity, Peer, SharedMemory, Transport
 from transfer.planner import NO_LIMIT, Descriptors
 from transfer.routes import Transports
 from transfer.shm import COPY_THREADS

@@ -7,23 +7,23 @@ from dataclasses import dataclass
 
 import torch
 
+from base.metrics import Metrics
 from benchmarks.transfer.methods import MethodFailed
 from benchmarks.transfer.overlap_model import spec
+from control.messages import ChunkDone, Generate, Message, Peer, PrefillDone
+from control.plane import ControlPlane
 from decode_node.arrival import Part, part_of
 from decode_node.attempt import Landed, Lost, Outcome
 from decode_node.destination import buffers_of, destination_of
 from decode_node.remote_prefill import PrefillMessage, RemotePrefill
 from decode_node.request import Request
 from decode_node.verifier import Verified, Verifier
+from engine.convert import identity, kv_layout
 from hisparse.config import HiSparseConfig
 from hisparse.coordinator import HiSparseCoordinator
 from hisparse.sizing import plan_sizes
 from hisparse.tiers import build_tiers
-from prefill_node.convert import identity, kv_layout
-from service.metrics import Metrics
-from transfer.control import ControlPlane
 from transfer.fencing import ReservationTable
-from transfer.messages import ChunkDone, Generate, Message, Peer, PrefillDone
 from transfer.routes import Transports
 
 _PLENTY = 1 << 40

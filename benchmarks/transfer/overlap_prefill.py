@@ -12,21 +12,21 @@ import torch
 from benchmarks.transfer.cases import Protocol
 from benchmarks.transfer.overlap_model import SleepingModel, spec
 from benchmarks.transfer.pools import fill
+from control.messages import Peer
+from engine.chunked import ChunkedPrefill
+from engine.convert import identity, kv_layout
+from engine.paged_pool import PagedKVPool
 from model.sparse_model import SparseModel
-from prefill_node.chunked import ChunkedPrefill
 from prefill_node.compute import Computed, ComputeThread
-from prefill_node.convert import identity, kv_layout
 from prefill_node.entry import Key, Offer
 from prefill_node.node import PrefillNode
 from prefill_node.outgoing import Reading, Sent
-from prefill_node.pool import PagedKVPool
 from prefill_node.ring import SendRings
 from prefill_node.sender import Sender, Surroundings
 from prefill_node.source import HostSource
 from service.config import NodeConfig
 from service.shell import NodeShell
 from transfer.checksum import ChecksumMode
-from transfer.messages import Peer
 from transfer.routes import Transports
 
 PAGE_SIZE = 64

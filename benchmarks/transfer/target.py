@@ -9,13 +9,13 @@ from importlib.metadata import version
 import numpy as np
 import structlog
 
+from base.errors import StartupError
+from base.logs import configure_logging
 from benchmarks.machine import this_machine
 from benchmarks.transfer import nixl_agent, ours, wire
 from benchmarks.transfer.overlap_decode import DecodeSide
 from benchmarks.transfer.pools import digests
-from service.errors import StartupError
-from service.logs import configure_logging
-from transfer.messages import Destination
+from control.messages import Destination
 from transfer.routes import TransferProtocol, Transports
 
 log = structlog.get_logger(__name__)

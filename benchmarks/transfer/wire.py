@@ -10,8 +10,8 @@ from typing import ClassVar, Literal, TypeVar
 import msgpack
 from pydantic import ValidationError
 
-from service.errors import StartupError
-from transfer.messages import Destination, Part, Peer, UInt
+from base.errors import StartupError
+from control.messages import Destination, Part, Peer, UInt
 
 _HEADER = struct.Struct("!I")
 _MAX_BYTES = 1 << 28

@@ -8,8 +8,8 @@ from benchmarks.transfer import wire
 from benchmarks.transfer.cases import Case, Protocol
 from benchmarks.transfer.ours import Sending, source_pool
 from benchmarks.transfer.pools import buffers_of, fill
+from control.messages import BufferInfo, Destination
 from transfer.checksum import ChecksumMode
-from transfer.messages import BufferInfo, Destination
 
 
 @dataclass(frozen=True)

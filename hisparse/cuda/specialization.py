@@ -3,9 +3,9 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from base.errors import StartupError
 from hisparse.device_pool import hot_granule
 from hisparse.residency import MAX_DEVICE_BUFFER_SIZE
-from service.errors import StartupError
 
 WARP = 32
 MAX_BLOCK_SIZE = 1024

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from base.errors import StartupError
 from hisparse.cuda.copy_items import ItemCopier, Items
 from hisparse.cuda.launch import DeviceKernel, reads_registered_memory, shared_memory_limit
 from hisparse.cuda.specialization import IndexType, SwapInSpecialization, default_block_size, seen_bits
@@ -12,7 +13,6 @@ from hisparse.device_pool import DeviceKVPool
 from hisparse.host_pool import HostKVPool
 from hisparse.residency import Residency
 from hisparse.swap_in import StagedKV, StepBatch, SwapInCounters, SwapInPlan
-from service.errors import StartupError
 
 _INDEX_TYPES: dict[torch.dtype, IndexType] = {torch.int32: "int32", torch.int64: "int64"}
 _POOLS = ("position_at", "hot_of", "referenced", "hand", "hot_granules", "host_slot_of", "host_items", "device_items")

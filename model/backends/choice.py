@@ -8,10 +8,10 @@ from typing import Literal
 import structlog
 import torch
 
+from base.errors import StartupError
 from model.backends.protocol import AttentionBackend
 from model.backends.torch_backend import TorchBackend
 from model.spec import ModelSpec
-from service.errors import StartupError
 
 log = structlog.get_logger(__name__)
 

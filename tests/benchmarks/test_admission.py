@@ -4,7 +4,7 @@ import torch
 
 from benchmarks.admission import AdmissionBench, Staging
 from benchmarks.decode_step.workload import Requests, Shape, build_network, model_spec
-from decode_node.decoding import EagerDecoding
+from engine.decoding import EagerDecoding
 from model.backends.choice import choose_backend
 from model.sparse_model import SparseModel
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from base.errors import StartupError
 from benchmarks.attention import CaseResult, main, print_results
-from service.errors import StartupError
 
 
 def test_a_machine_without_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

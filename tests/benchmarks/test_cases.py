@@ -2,9 +2,9 @@
 
 import pytest
 
+from base.errors import StartupError
 from benchmarks.flags import parse_choices, parse_numbers, parse_rates
 from benchmarks.transfer.cases import DEFAULT, QUICK, Case, Fragmentation, Protocol, Sweep
-from service.errors import StartupError
 
 
 def test_flags_may_be_repeated_and_take_lists_and_multiples() -> None:

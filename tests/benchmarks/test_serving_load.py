@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from base.errors import StartupError
 from benchmarks.serving.load import Closed, Open, arrivals
 from benchmarks.serving.workload import Prompt, RandomPrompts, read_prompts
-from service.errors import StartupError
 
 
 class Gate:

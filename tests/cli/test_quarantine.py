@@ -9,15 +9,15 @@ from dataclasses import dataclass
 import pytest
 from fastapi import APIRouter
 
+from base.metrics import Metrics
 from cli.main import main
 from cli.serve import free_port
+from control.messages import Peer
 from decode_node.loop_call import LoopCall
 from decode_node.quarantine import Quarantine, quarantine_router
-from service.metrics import Metrics
 from service.status import StatusServer, bind_http
 from tests.prefill_node.fakes import FakeControl
 from transfer.fencing import ReservationTable
-from transfer.messages import Peer
 
 WRITER = Peer(role="prefill", address="10.0.0.1:8011", boot_id="0123456789abcdef")
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from base.errors import StartupError
 from cli import serve
 from cli.main import main
 from cli.serve import Child, ServePlan, devices_for, processes, serve_until_stopped
-from service.errors import StartupError
 
 
 def plan(**changes: object) -> ServePlan:

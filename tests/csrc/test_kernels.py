@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from base.errors import StartupError
 from hisparse.cuda import copy_items, kernels, swap_in
 from hisparse.cuda.kernels import CSRC, KernelCompileError, compile_kernel, cubin
 from hisparse.cuda.specialization import (
@@ -18,7 +19,6 @@ from hisparse.cuda.specialization import (
     default_block_size,
     seen_bits,
 )
-from service.errors import StartupError
 
 H100_SHARED_MEMORY = 232448
 INTEGERS: tuple[IndexType, IndexType] = ("int32", "int64")

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from control.messages import BufferInfo, Destination, ModelIdentity, Peer, Session
 from decode_node.verifier import Verification
-from transfer.messages import BufferInfo, Destination, ModelIdentity, Peer, Session
 
 GATEWAY = Peer(role="gateway", address="127.0.0.1:1", boot_id="gateway")
 IDENTITY = ModelIdentity(

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from control.messages import Checksum, Checksums, ChunkDone, PrefillDone, Token
 from decode_node.arrival import Arrival, Part, Stage
-from transfer.messages import Checksum, Checksums, ChunkDone, PrefillDone, Token
 
 TOKENS = 10
 SOME = Checksums.of([Checksum(buffer=0, start=0, stop=1, digest=1)])

@@ -5,18 +5,18 @@ import threading
 import pytest
 import torch
 
+from control.messages import Generate, Sampling
 from decode_node.local_prefill import LocalPrefill
 from decode_node.request import Request, State
+from engine.chunked import ChunkedPrefill
+from engine.paged_pool import PagedKVPool
 from hisparse.config import HiSparseConfig
 from hisparse.coordinator import HiSparseCoordinator
 from hisparse.sizing import Sizes
 from hisparse.tiers import build_tiers
-from prefill_node.chunked import ChunkedPrefill
-from prefill_node.pool import PagedKVPool
 from tests.decode_node.fakes import GATEWAY
 from tests.e2e.cluster import wait_until
 from tests.prefill_node.fakes import LAYOUT, FakeModel
-from transfer.messages import Generate, Sampling
 
 
 class Harness:

@@ -11,19 +11,8 @@ import pytest
 import structlog
 import torch
 
-from decode_node.loop_call import on_loop
-from decode_node.node import DecodeNode, Event
-from decode_node.request import State
-from decode_node.verifier import Verifier
-from service.lifecycle import Lifecycle
-from service.metrics import Metrics
-from service.shell import NodeShell
-from tests.decode_node.fakes import GATEWAY
-from tests.decode_node.test_scheduler import HOT, Harness
-from tests.e2e.cluster import wait_until
-from tests.prefill_node.fakes import FakeControl
-from tests.transfer.slots import slot_digest
-from transfer.messages import (
+from base.metrics import Metrics
+from control.messages import (
     Abort,
     Admitted,
     Cancel,
@@ -43,6 +32,17 @@ from transfer.messages import (
     Sampling,
     Token,
 )
+from decode_node.loop_call import on_loop
+from decode_node.node import DecodeNode, Event
+from decode_node.request import State
+from decode_node.verifier import Verifier
+from service.lifecycle import Lifecycle
+from service.shell import NodeShell
+from tests.decode_node.fakes import GATEWAY
+from tests.decode_node.test_scheduler import HOT, Harness
+from tests.e2e.cluster import wait_until
+from tests.prefill_node.fakes import FakeControl
+from tests.transfer.slots import slot_digest
 from transfer.planner import expand_extents
 
 FIRST = Peer(role="prefill", address="127.0.0.1:2", boot_id="first")

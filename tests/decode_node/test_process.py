@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from base.errors import StartupError
 from decode_node import process
 from decode_node.process import DecodeConfig
+from engine.convert import kv_layout
 from hisparse.config import HiSparseConfig
 from hisparse.sizing import Sizes
 from model.spec import ModelSpec
-from prefill_node.convert import kv_layout
-from service.errors import StartupError
 
 SPEC = ModelSpec(
     model_type="deepseek_v32",

@@ -7,12 +7,12 @@ import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
+from control.messages import Peer
 from decode_node.health import SILENCE_S
 from decode_node.loop_call import LoopCall
 from decode_node.quarantine import NothingQuarantined, Quarantine, WriterAlive, quarantine_router
 from tests.prefill_node.fakes import FakeControl
 from transfer.fencing import DRAIN_GRACE_S, ReservationTable
-from transfer.messages import Peer
 
 GONE = Peer(role="prefill", address="10.0.0.1:1", boot_id="gone")
 ALIVE = Peer(role="prefill", address="10.0.0.2:1", boot_id="alive")

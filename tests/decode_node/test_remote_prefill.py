@@ -5,19 +5,9 @@ import time
 
 import pytest
 
-from decode_node.attempt import Landed, Lost
-from decode_node.health import SILENCE_S
-from decode_node.remote_prefill import RemotePrefill
-from decode_node.request import Request, State
-from decode_node.verifier import Placement, Verification, Verified
-from hisparse.extents import Extent, HostSlots
-from service.metrics import Metrics
-from tests.decode_node.fakes import GATEWAY, HeldVerifier, destination
-from tests.prefill_node.fakes import FakeControl
-from transfer.checksum import Mismatch
-from transfer.fencing import DRAIN_GRACE_S, ReservationTable
-from transfer.liveness import Answer
-from transfer.messages import (
+from base.metrics import Metrics
+from control.liveness import Answer
+from control.messages import (
     Abort,
     Admitted,
     Checksum,
@@ -36,6 +26,16 @@ from transfer.messages import (
     Quiesced,
     Token,
 )
+from decode_node.attempt import Landed, Lost
+from decode_node.health import SILENCE_S
+from decode_node.remote_prefill import RemotePrefill
+from decode_node.request import Request, State
+from decode_node.verifier import Placement, Verification, Verified
+from hisparse.extents import Extent, HostSlots
+from tests.decode_node.fakes import GATEWAY, HeldVerifier, destination
+from tests.prefill_node.fakes import FakeControl
+from transfer.checksum import Mismatch
+from transfer.fencing import DRAIN_GRACE_S, ReservationTable
 
 FIRST = Peer(role="prefill", address="127.0.0.1:2", boot_id="first")
 SECOND = Peer(role="prefill", address="127.0.0.1:3", boot_id="second")

@@ -8,26 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from decode_node.attempt import Landed
-from decode_node.decoding import EagerDecoding
-from decode_node.outputs import OutputStream
-from decode_node.remote_prefill import RemotePrefill
-from decode_node.request import Request, State
-from decode_node.scheduler import Limits, Scheduler
-from decode_node.verifier import Verification, Verified
-from hisparse.config import HiSparseConfig
-from hisparse.coordinator import HiSparseCoordinator
-from hisparse.extents import HostSlots
-from hisparse.layout import KVLayout
-from hisparse.sizing import Sizes
-from hisparse.step import DecodeStep
-from hisparse.tiers import build_tiers
-from service.metrics import Metrics
-from tests.decode_node.fakes import GATEWAY, destination
-from tests.prefill_node.fakes import FakeControl
-from transfer.checksum import Mismatch
-from transfer.fencing import ReservationTable
-from transfer.messages import (
+from base.metrics import Metrics
+from control.messages import (
     BufferInfo,
     Checksum,
     Checksums,
@@ -41,6 +23,24 @@ from transfer.messages import (
     Sampling,
     Token,
 )
+from decode_node.attempt import Landed
+from decode_node.outputs import OutputStream
+from decode_node.remote_prefill import RemotePrefill
+from decode_node.request import Request, State
+from decode_node.scheduler import Limits, Scheduler
+from decode_node.verifier import Verification, Verified
+from engine.decoding import EagerDecoding
+from hisparse.config import HiSparseConfig
+from hisparse.coordinator import HiSparseCoordinator
+from hisparse.extents import HostSlots
+from hisparse.layout import KVLayout
+from hisparse.sizing import Sizes
+from hisparse.step import DecodeStep
+from hisparse.tiers import build_tiers
+from tests.decode_node.fakes import GATEWAY, destination
+from tests.prefill_node.fakes import FakeControl
+from transfer.checksum import Mismatch
+from transfer.fencing import ReservationTable
 
 LAYOUT = KVLayout(num_layers=1, index_layer_of=(0,), item_dim=2, index_dim=2, dtype=torch.float32)
 PREFILL = Peer(role="prefill", address="127.0.0.1:2", boot_id="prefill")

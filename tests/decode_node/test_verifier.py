@@ -6,11 +6,11 @@ import threading
 import numpy as np
 import pytest
 
+from control.messages import BufferInfo, Checksum, Checksums
 from decode_node.verifier import Placement, Verification, Verified, Verifier
 from hisparse.extents import Extent, HostSlots, expand
 from tests.transfer.slots import slot_digest
 from transfer.checksum import Mismatch, verify
-from transfer.messages import BufferInfo, Checksum, Checksums
 from transfer.planner import Int64s
 
 SLOTS = HostSlots((Extent(6, 2), Extent(1, 3)))

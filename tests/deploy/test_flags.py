@@ -7,13 +7,13 @@ import yaml
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
+from base.metrics import Metrics
 from cli.main import configured
 from decode_node.process import DecodeConfig
 from decode_node.request import State
 from hisparse.config import parse_config
 from prefill_node.process import PrefillConfig
 from service.config import NodeConfig
-from service.metrics import Metrics
 from service.status import status_router
 from tests.deploy.program import DEPLOY, ROLES, default, read_shell
 from tests.deploy.rendered import OVERLAYS, command_line, container, containers, named, of_kind

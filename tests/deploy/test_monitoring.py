@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import yaml
 
+from base.metrics import TRANSFER_FAILURES, Metrics
 from decode_node.request import State as DecodeState
 from deploy.monitoring.generate import HERE, dashboard, files
 from prefill_node.entry import State as PrefillState
-from service.metrics import TRANSFER_FAILURES, Metrics
 
 TARGET_LABELS = {"job", "instance", "component"}
 """What the scrape configuration adds to every series."""

@@ -70,6 +70,7 @@ def watch_prefill(journal: Journal) -> None:
 
 def watch_decode(journal: Journal) -> None:
     """Note what a decode node has of a prompt when it has landed, and when the request gives its slots back."""
+    from control.messages import PrefillDone
     from decode_node.attempt import Attempt, Landed
     from decode_node.remote_prefill import RemotePrefill
     from decode_node.request import Request, State
@@ -77,7 +78,6 @@ def watch_decode(journal: Journal) -> None:
     from hisparse.coordinator import HiSparseCoordinator
     from hisparse.extents import HostSlots
     from hisparse.host_pool import HostKVPool
-    from transfer.messages import PrefillDone
 
     pools: list[HostKVPool] = []
     landed: dict[str, tuple[list[object], int]] = {}

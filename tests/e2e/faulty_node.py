@@ -22,10 +22,10 @@ import numpy as np
 import zmq
 
 from cli.main import main as run_command
+from control import connections
+from control.messages import Destination, Transport
+from control.plane import ControlPlane
 from tests.e2e import chaos_audit
-from transfer import connections
-from transfer.control import ControlPlane
-from transfer.messages import Destination, Transport
 from transfer.planner import Descriptors
 from transfer.routes import Transports
 from transfer.writer import BATCHES_IN_FLIGHT, Channel, Outcome, Pending

@@ -2,7 +2,7 @@
 
 import pytest
 
-from service.metrics import Metrics
+from base.metrics import Metrics
 from tests.e2e.cluster import metric_value
 
 

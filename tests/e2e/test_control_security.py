@@ -15,11 +15,11 @@ import httpx
 import pytest
 import zmq
 
+from control import access
+from control.keys import generate, generate_node, load_keys, load_token
 from tests.e2e.cluster import Cluster, Job, Node, complete, wait_until
 from tests.e2e.conftest import Reference
 from tests.e2e.spawn import fork
-from transfer import access
-from transfer.keys import generate, generate_node, load_keys, load_token
 
 STRANGERS = itertools.count(1)
 PROMPT = [7, 3, 9, 200, 41] * 60
@@ -156,9 +156,9 @@ def test_a_key_of_another_role_registers_nothing(cluster: Cluster, keys: Path) -
 
 
 def registration(role: str) -> bytes:
+    from control.codec import encode
+    from control.messages import Peer, Register
     from tests.decode_node.fakes import IDENTITY
-    from transfer.codec import encode
-    from transfer.messages import Peer, Register
 
     me = Peer(role=role, address="127.0.0.1:9", boot_id="forged")  # type: ignore[arg-type]
     offer = Register(

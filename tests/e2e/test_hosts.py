@@ -17,11 +17,11 @@ from pathlib import Path
 import httpx
 import pytest
 
+from control.keys import generate, load_token
 from tests.e2e.cluster import Cluster, Job, Node, Place, complete, wait_until
 from tests.e2e.conftest import TOKEN_BYTES, Reference
 from tests.e2e.hosts import Host, Network, why_not
 from tests.e2e.test_parity import prompts
-from transfer.keys import generate, load_token
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=why_not() or "")
 

@@ -11,11 +11,9 @@ from typing import Literal, Self
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from gateway.process import Gateway, GatewayConfig
-from transfer.control import ControlPlane, ControlPlaneFailed
-from transfer.discovery import GatewayAddresses
-from transfer.membership import Membership
-from transfer.messages import (
+from control.discovery import GatewayAddresses
+from control.membership import Membership
+from control.messages import (
     Accepted,
     Cancel,
     Ended,
@@ -33,6 +31,8 @@ from transfer.messages import (
     Rejected,
     Token,
 )
+from control.plane import ControlPlane, ControlPlaneFailed
+from gateway.process import Gateway, GatewayConfig
 
 MODEL = "tiny"
 CONTEXT = 512

@@ -13,13 +13,13 @@ import openai
 import pytest
 from fastapi import FastAPI
 
+from base.errors import StartupError
+from base.metrics import Metrics
 from gateway.errors import ApiError
 from gateway.guard import Guard, Hold, RequestLimits
 from gateway.keys import ApiKeys
 from gateway.process import Gateway, GatewayConfig
 from service import watched
-from service.errors import StartupError
-from service.metrics import Metrics
 from tests.gateway.fakes import MODEL, FakeDecodeNode, RunningGateway, wait_until
 from tests.service.raw_http import RawClient
 

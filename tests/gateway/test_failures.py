@@ -10,9 +10,9 @@ import openai
 import pytest
 import zmq
 
+from control.messages import FinishReason, Output, Token
+from control.plane import ControlPlaneFailed
 from tests.gateway.fakes import CONTEXT, IDENTITY, MODEL, FakeDecodeNode, FakeNode, RunningGateway, wait_until
-from transfer.control import ControlPlaneFailed
-from transfer.messages import FinishReason, Output, Token
 
 StartDecode = Callable[..., FakeDecodeNode]
 

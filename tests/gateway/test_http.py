@@ -10,10 +10,10 @@ import httpx
 import openai
 import pytest
 
+from control.messages import Output, Token
 from gateway.process import GatewayConfig
 from gateway.unsupported import HARMLESS, NEUTRAL
 from tests.gateway.fakes import CONTEXT, EOS, MODEL, VOCAB, FakeDecodeNode, FakeNode, RunningGateway, wait_until
-from transfer.messages import Output, Token
 
 
 @pytest.fixture(scope="module")

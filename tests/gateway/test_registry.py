@@ -2,9 +2,9 @@
 
 import pytest
 
+from control.messages import CheckpointIdentity, Heartbeat, Peer, Refused, Register, Registered
 from gateway.registry import Capacity, NodeRegistry
 from tests.gateway.fakes import IDENTITY
-from transfer.messages import CheckpointIdentity, Heartbeat, Peer, Refused, Register, Registered
 
 VIA = "gateway:1"
 

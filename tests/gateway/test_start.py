@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
+from base.errors import StartupError
 from gateway.errors import ApiError
 from gateway.process import Gateway, GatewayConfig
 from gateway.tokenizer import CheckpointTokenizer
-from service.errors import StartupError
 from tests.gateway.fakes import EOS, write_checkpoint
 
 

@@ -9,10 +9,10 @@ import openai
 import pytest
 import trustme
 
+from base.errors import StartupError
 from cli.serve import is_ready
 from gateway.process import Gateway, GatewayConfig
 from service import watched
-from service.errors import StartupError
 from tests.gateway.fakes import MODEL, FakeDecodeNode, FakeNode, RunningGateway, wait_until
 
 Start = Callable[..., RunningGateway]

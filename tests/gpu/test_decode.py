@@ -10,11 +10,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from decode_node.graphs import batch_ladder, context_ladder
+from engine.graphs import batch_ladder, context_ladder
+from engine.sampling import SamplingParams, draw
 from hisparse.verify import SwapInMismatchError
 from model.backends.choice import choose_backend
 from model.loader import load_model, read_spec
-from model.sampling import SamplingParams, draw
 from model.tiny import Family, write_tiny_checkpoint
 from tests.gpu.tiered_session import CUDA, TieredSession, session
 

@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from base.memory import cpus_near
+from engine.convert import kv_layout
+from engine.paged_pool import PagedKVPool, PagedSequence
 from hisparse.host_memory import HostMemory
 from model.backends.choice import choose_backend
 from model.loader import load_model, read_spec
 from model.passes import PrefillChunk
 from model.tiny import write_tiny_checkpoint
-from prefill_node.convert import kv_layout
-from prefill_node.pool import PagedKVPool, PagedSequence
-from service.memory import cpus_near
 
 CUDA = torch.device("cuda:0")
 CHUNK = 2048

@@ -6,11 +6,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from engine.convert import kv_layout
+from engine.paged_pool import PagedKVPool, PagedSequence
 from model.loader import load_model
 from model.passes import PrefillChunk
 from model.tiny import write_tiny_checkpoint
-from prefill_node.convert import kv_layout
-from prefill_node.pool import PagedKVPool, PagedSequence
 
 CUDA = torch.device("cuda")
 NEW_TOKENS = 32

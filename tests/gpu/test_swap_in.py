@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from base.errors import StartupError
 from hisparse.swap_in import StagedKV
-from service.errors import StartupError
 from tests.gpu.swap_in_twins import CUDA, Twins
 
 

@@ -5,13 +5,13 @@ from contextlib import contextmanager
 
 import torch
 
-from decode_node.decoding import Decoding, EagerDecoding
-from decode_node.graphs import GraphDecoding
+from engine.convert import kv_layout
+from engine.decoding import Decoding, EagerDecoding
+from engine.graphs import GraphDecoding
+from engine.paged_pool import PagedKVPool, PagedSequence
 from hisparse import HiSparseConfig, StagedKV, build_tiers, plan_sizes
 from model.passes import PrefillChunk
 from model.sparse_model import SparseModel
-from prefill_node.convert import kv_layout
-from prefill_node.pool import PagedKVPool, PagedSequence
 
 CUDA = torch.device("cuda", 0)
 _PAGE_SIZE = 16

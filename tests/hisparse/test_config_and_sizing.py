@@ -5,9 +5,9 @@ import re
 import pytest
 import torch
 
+from base.errors import StartupError
 from hisparse import KVLayout, build_tiers, describe, parse_config, plan_sizes
 from hisparse.sizing import GIB, Sizes
-from service.errors import StartupError
 
 LAYOUT = KVLayout(num_layers=4, index_layer_of=(0, 1, 1, 2), item_dim=576, index_dim=128, dtype=torch.bfloat16)
 

@@ -12,6 +12,7 @@ import psutil
 import pytest
 import torch
 
+from base.errors import StartupError
 from hisparse import host_pool as host_pool_module
 from hisparse import populate as populate_module
 from hisparse import tiers as tiers_module
@@ -22,7 +23,6 @@ from hisparse.host_pool import HostKVPool
 from hisparse.layout import KVLayout
 from hisparse.sizing import plan_sizes
 from hisparse.tiers import build_tiers
-from service.errors import StartupError
 
 LAYOUT = KVLayout(num_layers=3, index_layer_of=(0, 0, 1), item_dim=5, index_dim=3, dtype=torch.float32)
 

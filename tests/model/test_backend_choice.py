@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from base.errors import StartupError
 from model.backends.choice import choose_backend
 from model.backends.torch_backend import TorchBackend
 from model.loader import read_spec
 from model.spec import ModelSpec
-from service.errors import StartupError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from base.errors import StartupError
 from model.loader import load_model, read_spec
 from model.spec import ModelSpec
 from model.tiny import write_tiny_checkpoint
-from service.errors import StartupError
 
 CPU = torch.device("cpu")
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from control.liveness import Answer
+from control.messages import Message, Output, Outputs, Peer
 from hisparse.layout import KVLayout
 from model.passes import PrefillChunk
-from transfer.liveness import Answer
-from transfer.messages import Message, Output, Outputs, Peer
 
 LAYOUT = KVLayout(num_layers=2, index_layer_of=(0, 0), item_dim=4, index_dim=2, dtype=torch.float32)
 

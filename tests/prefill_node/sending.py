@@ -9,15 +9,15 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from control.messages import BufferInfo, Destination, Peer, Transport
 from prefill_node.outgoing import Chunk, Reading, Sent
 from prefill_node.progress import ForwardProgress
 from prefill_node.ring import SendRings
 from prefill_node.sender import Sender, Surroundings
 from prefill_node.source import DeviceSource, HostSource
-from tests.transfer.test_messages import IDENTITY
+from tests.control.test_messages import IDENTITY
 from transfer.checksum import ChecksumMode
 from transfer.copy_runs import copy_runs
-from transfer.messages import BufferInfo, Destination, Peer, Transport
 from transfer.planner import NO_LIMIT, Descriptors
 from transfer.routes import NoRoute
 from transfer.writer import Outcome

@@ -2,9 +2,9 @@
 
 import pytest
 
+from control.messages import Peer
 from prefill_node.decode_nodes import DecodeNodes
 from tests.prefill_node.fakes import FakeControl
-from transfer.messages import Peer
 
 FIRST, SECOND = (Peer(role="decode", address=f"127.0.0.1:{port}", boot_id=f"{port}") for port in (1, 2))
 

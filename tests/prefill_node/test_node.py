@@ -11,18 +11,8 @@ import pytest
 import structlog
 import torch
 
-from prefill_node import node
-from prefill_node.chunked import ChunkedPrefill, PrefillStep
-from prefill_node.compute import Computed
-from prefill_node.entry import Key, Offer, State
-from prefill_node.node import PrefillNode
-from prefill_node.outgoing import Chunk, Sent
-from prefill_node.pool import PagedKVPool
-from prefill_node.progress import ForwardProgress
-from service.lifecycle import Lifecycle
-from service.metrics import Metrics
-from tests.prefill_node.fakes import LAYOUT, FakeControl, FakeModel
-from transfer.messages import (
+from base.metrics import Metrics
+from control.messages import (
     Abort,
     Admitted,
     BufferInfo,
@@ -45,6 +35,16 @@ from transfer.messages import (
     Sampling,
     Session,
 )
+from engine.chunked import ChunkedPrefill, PrefillStep
+from engine.paged_pool import PagedKVPool
+from prefill_node import node
+from prefill_node.compute import Computed
+from prefill_node.entry import Key, Offer, State
+from prefill_node.node import PrefillNode
+from prefill_node.outgoing import Chunk, Sent
+from prefill_node.progress import ForwardProgress
+from service.lifecycle import Lifecycle
+from tests.prefill_node.fakes import LAYOUT, FakeControl, FakeModel
 
 DECODE = Peer(role="decode", address="127.0.0.1:9", boot_id="decode")
 IDENTITY = ModelIdentity(

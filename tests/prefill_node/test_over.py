@@ -1,8 +1,8 @@
 """What a prefill node says of what is over, again and again, since each answer may be lost."""
 
+from control.messages import NotHeld, Peer, Quiesced
 from prefill_node.entry import Key
 from prefill_node.over import Over
-from transfer.messages import NotHeld, Peer, Quiesced
 
 DECODE = Peer(role="decode", address="127.0.0.1:9", boot_id="decode")
 KEY: Key = ("decode", "r", 1)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from control.messages import Peer, Transport
 from prefill_node.outgoing import Chunk, Outgoing, Reading, Sent
 from prefill_node.plan import Part
 from prefill_node.progress import ForwardProgress
@@ -26,7 +27,6 @@ from tests.prefill_node.sending import (
     wait_until,
 )
 from transfer.checksum import verify
-from transfer.messages import Peer, Transport
 from transfer.planner import NO_LIMIT, Descriptors
 from transfer.writer import BATCHES_IN_FLIGHT, Pipeline, TransferError
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from base.errors import StartupError
 from service.config import NodeConfig
-from service.errors import StartupError
 
 
 def config(**flags: str) -> NodeConfig:

@@ -10,10 +10,10 @@ import pytest
 import trustme
 from fastapi import Response
 
+from base.metrics import Metrics
 from service import status
 from service.connection import ConnectionLimits, GuardedConnection
 from service.http_server import HttpServer
-from service.metrics import Metrics
 from service.status import StatusServer, bind_http, status_router
 from tests.e2e.cluster import wait_until
 from tests.service.raw_http import RawClient

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from base.errors import StartupError
 from service.config import NodeConfig
-from service.errors import StartupError
 
 
 def use(device: str) -> torch.device:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from service.errors import StartupError
+from base.errors import StartupError
 from service.exposure import check_clients, check_processes, is_loopback
 
 ELSEWHERE = ("0.0.0.0", "10.0.0.1", "::", "fe80::1", "node-7", "localhost.example", "")

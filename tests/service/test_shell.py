@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from control.messages import Cancel
+from control.plane import ControlPlane, ControlPlaneFailed
 from service import shell
 from service.config import NodeConfig
 from service.shell import NodeShell
 from tests.e2e.cluster import wait_until
-from transfer.control import ControlPlane, ControlPlaneFailed
-from transfer.messages import Cancel
 
 
 def test_messages_to_a_loop_that_stands_still_are_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:

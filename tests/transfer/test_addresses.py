@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from control.codec import MalformedMessage, decode, encode
+from control.messages import BufferInfo, Destination, Peer, PrefillRequest, Session, SharedMemory
 from prefill_node.destinations import Destinations
 from prefill_node.plan import ChunkPlan
-from tests.transfer.test_messages import IDENTITY, ME, prefill_request
-from transfer.codec import MalformedMessage, decode, encode
-from transfer.messages import BufferInfo, Destination, Peer, PrefillRequest, Session, SharedMemory
+from tests.control.test_messages import IDENTITY, ME, prefill_request
 from transfer.planner import expand_extents
 
 ITEMS = (192, 64)

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from control.messages import Peer
 from transfer.fencing import DRAIN_GRACE_S, ReservationTable
-from transfer.messages import Peer
 
 WRITER = Peer(role="prefill", address="10.0.0.1:1", boot_id="first")
 KEY = ("r", 1)

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from service.errors import StartupError
+from base.errors import StartupError
 from tests.e2e.hosts import Network, why_not
 from transfer.ports import ClaimedPorts, PortRange, listening_ports, reachable_addresses
 
@@ -18,7 +18,7 @@ RECEIVER = """
 import json, os, sys
 import numpy as np
 from transfer.engine import KVTransferEngine
-from transfer.messages import BufferInfo
+from control.messages import BufferInfo
 from transfer.ports import ClaimedPorts, PortRange
 
 ports = ClaimedPorts(PortRange.parse(sys.argv[1], engines=1), engines=1)
@@ -36,7 +36,7 @@ SENDER = """
 import os, sys
 import numpy as np
 from transfer.engine import KVTransferEngine
-from transfer.messages import BufferInfo, Session
+from control.messages import BufferInfo, Session
 from transfer.planner import Descriptors
 
 engine = KVTransferEngine("127.0.0.1", "tcp")

@@ -6,11 +6,11 @@ from typing import Literal
 
 import pytest
 
-from service.errors import StartupError
-from tests.transfer.test_messages import IDENTITY
+from base.errors import StartupError
+from control.messages import BufferInfo, Destination, Session, SharedMemory
+from tests.control.test_messages import IDENTITY
 from transfer import engine as engine_module
 from transfer import routes
-from transfer.messages import BufferInfo, Destination, Session, SharedMemory
 from transfer.routes import NoRoute, TransferProtocol, Transports, choose_transports
 from transfer.shm import NotShared
 

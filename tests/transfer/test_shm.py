@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from control.messages import SharedMemory
 from tests.transfer.writing import write
-from transfer.messages import SharedMemory
 from transfer.planner import Descriptors
 from transfer.shm import NotShared, SharedMemoryChannel
 from transfer.writer import TransferError

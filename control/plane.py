@@ -1,0 +1,317 @@
+"""The control plane: typed messages between processes over ZeroMQ.
+
+Every process binds one PULL socket, its mailbox, and connects a PUSH socket to each mailbox that it writes to.
+Delivery is at most once; what must arrive is sent with `repeat`, which sends it again until `answered` says stop, so
+every handler is idempotent. A frame names the boot that it is meant for: one queued for a process that has died is
+not acted on by the process that took its address.
+
+With keys, connections are encrypted, and only processes of the cluster are spoken and listened to; see
+`control/access.py`.
+
+Liveness lives here too, on the control thread: a process that computes for seconds still answers pings and still sends
+its heartbeats. Without that thread a process is deaf, so its end is meant to be the process's (`check`).
+"""
+
+import math
+import queue
+import re
+import secrets
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import structlog
+import zmq
+
+from base.errors import StartupError
+from control.access import Access
+from control.codec import MalformedMessage, decode, encode
+from control.connections import MAX_QUEUED, Connections
+from control.keys import Keys
+from control.liveness import Answer, Liveness
+from control.messages import ADDRESS_PATTERN, Message, Peer, Ping, Pong, Role
+from control.repeats import Repeats
+
+log = structlog.get_logger(__name__)
+
+MAX_FRAME_BYTES = 64 << 20
+"""A larger frame ends its connection. The largest that is needed: a prompt of a million tokens whose slots all lie
+apart takes 5 bytes per token and 7 per slot."""
+PING_S = 0.5
+_KEYS_S = 1.0
+_KEEPALIVE_S = 60
+_MOST_COMPLAINTS = 100
+
+
+@dataclass
+class _Periodic:
+    action: Callable[[], None]
+    every: float
+    due: float = 0.0
+
+
+class Undeliverable(Exception):
+    """A message that no peer would take."""
+
+
+class ControlPlaneFailed(RuntimeError):
+    """The control thread has ended by itself: this process hears nobody and nobody hears it."""
+
+
+class ControlPlane:
+    """One process's mailbox and its connections to others.
+
+    A thread of its own owns the sockets. `send`, `repeat` and `answered` may be called from any thread; they hand over
+    through a queue. `deliver` is called on the control thread for each valid message and must not block.
+
+    Without `keys`, nothing is encrypted, and anyone who reaches the port may speak to this process.
+    Raises StartupError if the port is taken.
+    """
+
+    def __init__(
+        self,
+        role: Role,
+        host: str,
+        port: int,
+        advertise_host: str,
+        deliver: Callable[[Peer, Message], None],
+        keys: Keys | None = None,
+    ) -> None:
+        if not re.match(ADDRESS_PATTERN, f"{advertise_host}:0"):
+            raise StartupError(f"--advertise-host {advertise_host}: expected a host name or an IPv4 address")
+        self._deliver = deliver
+        self._context = zmq.Context(io_threads=1)
+        # Of the sockets between threads, which must never make one wait.
+        self._context.setsockopt(zmq.SNDHWM, 0)
+        self._context.setsockopt(zmq.RCVHWM, 0)
+        self._access = Access(self._context, keys)
+        self._mailbox = self._context.socket(zmq.PULL)
+        self._mailbox.setsockopt(zmq.RCVHWM, MAX_QUEUED)
+        self._mailbox.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        self._mailbox.setsockopt(zmq.LINGER, 0)
+        self._access.protect(self._mailbox)
+        # Of a peer that a partition took away, the old connection would stay beside the new one.
+        self._mailbox.setsockopt(zmq.TCP_KEEPALIVE, 1)
+        self._mailbox.setsockopt(zmq.TCP_KEEPALIVE_IDLE, _KEEPALIVE_S)
+        try:
+            if port == 0:
+                port = self._mailbox.bind_to_random_port(f"tcp://{host}")
+            else:
+                self._mailbox.bind(f"tcp://{host}:{port}")
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise StartupError(
+                f"cannot bind the control port {host}:{port}: {error.strerror}; choose another --control-port"
+            ) from error
+        self.me = Peer(role=role, address=f"{advertise_host}:{port}", boot_id=secrets.token_hex(8))
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._wake_receiver = self._context.socket(zmq.PAIR)
+        self._wake_receiver.bind("inproc://wake")
+        self._wake_sender = self._context.socket(zmq.PAIR)
+        self._wake_sender.connect("inproc://wake")
+        self._wake_lock = threading.Lock()
+        """Guards _wake_sender: ZeroMQ sockets are not thread safe."""
+        self._connections = Connections(self._context, self._access)
+        self._liveness = Liveness()
+        self._repeats = Repeats(self._liveness.last_heard_at)
+        self._periodic: list[_Periodic] = [
+            _Periodic(self._ping_watched, PING_S),
+            _Periodic(self._access.refresh, _KEYS_S),
+        ]
+        self._watched: dict[str, Peer] = {}
+        self._complained: set[str] = set()
+        self._unreachable: set[str] = set()
+        """Addresses that would not take a frame and were not heard since: that was said once."""
+        self._stopping = False
+        self._failure: BaseException | None = None
+        self.malformed = 0
+        self.undeliverable = 0
+        self._thread = threading.Thread(target=self._run, name="control", daemon=True)
+
+    @property
+    def refused(self) -> Mapping[str, int]:
+        """Connections and messages that were turned away, by reason. See `Access.refused`."""
+        return self._access.refused
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Send what was handed over before, then close; also if it was never started. Idempotent."""
+        if self._thread.is_alive():
+            self._hand_over(self._request_stop)
+            self._thread.join()
+        elif not self._mailbox.closed:
+            self._close()
+
+    def send(self, to: Peer, message: Message, *, any_boot: bool = False) -> None:
+        """Send once. With `any_boot`, whoever has the address now may act on it."""
+        self._hand_over(lambda: self._send(to, message, any_boot))
+
+    def repeat(
+        self, key: Hashable, to: Peer, message: Message, *, every: float = 0.5, give_up_after: float = math.inf
+    ) -> None:
+        """Send now and again every so many seconds until `answered(key)`; less often while the peer is silent."""
+        self._hand_over(lambda: self._repeats.add(key, to, message, every, give_up_after))
+
+    def answered(self, key: Hashable) -> None:
+        """Stop repeating; harmless if nothing is repeated under the key."""
+        self._hand_over(lambda: self._repeats.forget(key))
+
+    def periodically(self, every: float, action: Callable[[], None]) -> None:
+        """Run an action on the control thread every so many seconds, the first time at once. It must not block."""
+        self._hand_over(lambda: self._periodic.append(_Periodic(action, every)))
+
+    def watch(self, peers: Iterable[Peer]) -> None:
+        """Ping these processes from now on, and no others. Whoever has the address answers, so that a restart shows."""
+        watched = {peer.boot_id: peer for peer in peers}
+        self._hand_over(lambda: self._replace_watched(watched))
+
+    def last_heard(self, boot_id: str) -> float | None:
+        """When a frame of that boot was last read (time.monotonic), or None. It may have been sent long before."""
+        return self._liveness.last_heard(boot_id)
+
+    def answer_at(self, address: str) -> Answer | None:
+        """Who answered the latest ping to that address that was answered, and when that ping was sent; or None."""
+        return self._liveness.answer_at(address)
+
+    def alive_after(self, boot_id: str) -> float | None:
+        """A time (time.monotonic) after which that process certainly lived, as a ping that it answered proves."""
+        return self._liveness.alive_after(boot_id)
+
+    def is_revoked(self, peer: Peer) -> bool:
+        """Whether the key that this process spoke with is not allowed any more."""
+        return self._access.is_revoked(peer.boot_id)
+
+    def silence(self, peer: Peer) -> float:
+        """For how many seconds that process may have been dead: since it was sent the latest ping that it answered.
+
+        Infinite if it has answered none. What else is heard of it does not count, since that may be old.
+        """
+        alive = self._liveness.alive_after(peer.boot_id)
+        return math.inf if alive is None else time.monotonic() - alive
+
+    def check(self) -> None:
+        """Raise ControlPlaneFailed if the control thread has ended by itself. Whoever owns the process asks."""
+        if self._failure is not None:
+            raise ControlPlaneFailed(f"the control thread has ended: {self._failure!r}") from self._failure
+
+    def _hand_over(self, command: Callable[[], None]) -> None:
+        self._commands.put(command)
+        with self._wake_lock:
+            if not self._wake_sender.closed:
+                self._wake_sender.send(b"", zmq.NOBLOCK)
+
+    def _request_stop(self) -> None:
+        self._stopping = True
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+            self._close()
+        except BaseException as error:
+            log.critical("the control thread has ended", error=repr(error))
+            self._failure = error
+
+    def _serve(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._mailbox, zmq.POLLIN)
+        poller.register(self._wake_receiver, zmq.POLLIN)
+        for socket in self._access.sockets:
+            poller.register(socket, zmq.POLLIN)
+        while not self._stopping:
+            ready = dict(poller.poll(self._poll_timeout_ms()))
+            if self._wake_receiver in ready:
+                self._wake_receiver.recv()
+                self._guarded(self._commands.get())
+            if self._mailbox in ready:
+                self._guarded(partial(self._receive, self._mailbox.recv(copy=False)))
+            if any(socket in ready for socket in self._access.sockets):
+                self._access.serve()
+            self._send_due()
+
+    def _poll_timeout_ms(self) -> int:
+        soonest = min(self._repeats.next_due, *(periodic.due for periodic in self._periodic))
+        return max(0, min(1000, int((soonest - time.monotonic()) * 1000) + 1))
+
+    def _receive(self, frame: zmq.Frame) -> None:
+        if not self._access.admits(frame):
+            return
+        try:
+            sender, to, message = decode(frame.bytes)
+        except MalformedMessage as error:
+            self.malformed += 1
+            if (complaint := str(error)) not in self._complained and len(self._complained) < _MOST_COMPLAINTS:
+                self._complained.add(complaint)
+                log.warning("dropped a malformed control message", error=complaint, bytes=len(frame.bytes))
+            return
+        if not self._access.vouches(frame, sender):
+            return
+        if to and to != self.me.boot_id:
+            log.info("dropped a message for an earlier boot", kind=type(message).__name__, sender=sender.address)
+            return
+        self._liveness.heard(sender)
+        self._unreachable.discard(sender.address)
+        match message:
+            case Ping():
+                self._send(sender, Pong(nonce=message.nonce))
+            case Pong():
+                self._liveness.answered(sender, message)
+            case _:
+                self._deliver(sender, message)
+
+    def _guarded(self, action: Callable[[], None]) -> None:
+        """Its bug costs one message or one turn, not the mailbox of everyone else."""
+        try:
+            action()
+        except Exception:
+            log.exception("control handler failed")
+
+    def _replace_watched(self, watched: dict[str, Peer]) -> None:
+        new = watched.keys() - self._watched.keys()
+        self._watched = watched
+        self._ping([watched[boot_id] for boot_id in new])
+
+    def _ping_watched(self) -> None:
+        self._ping(self._watched.values())
+
+    def _ping(self, peers: Iterable[Peer]) -> None:
+        for peer in peers:
+            self._send(peer, self._liveness.ask(peer.address), any_boot=True)
+
+    def _send_due(self) -> None:
+        now = time.monotonic()
+        for periodic in self._periodic:
+            if periodic.due <= now:
+                periodic.due = now + periodic.every
+                self._guarded(periodic.action)
+        for repeated in self._repeats.take_given_up(now):
+            log.warning("never answered", to=repeated.peer.address, kind=type(repeated.message).__name__)
+        for repeated in self._repeats.take_due(now):
+            self._guarded(partial(self._send, repeated.peer, repeated.message))
+
+    def _send(self, to: Peer, message: Message, any_boot: bool = False) -> None:
+        try:
+            frame = encode(message, self.me, "" if any_boot else to.boot_id)
+            if len(frame) > MAX_FRAME_BYTES:
+                raise Undeliverable(f"{len(frame)} bytes; a frame has at most {MAX_FRAME_BYTES}")
+            self._connections.post(to.address, frame)
+        except (zmq.ZMQError, Undeliverable) as error:
+            # A full queue, or an address that cannot be connected to: a peer names its own, so it may be anything.
+            self.undeliverable += 1
+            if to.address not in self._unreachable:
+                if len(self._unreachable) >= _MOST_COMPLAINTS:
+                    self._unreachable.clear()
+                self._unreachable.add(to.address)
+                log.warning("undeliverable", to=to.address, kind=type(message).__name__, error=str(error))
+
+    def _close(self) -> None:
+        with self._wake_lock:
+            self._wake_sender.close()
+        self._wake_receiver.close()
+        self._access.close(self._mailbox)
+        self._mailbox.close()
+        self._connections.close()
+        self._context.term()

@@ -1,0 +1,62 @@
+"""Messages that are sent again until they are answered."""
+
+import time
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
+
+from control.messages import Message, Peer
+
+SLOWEST_S = 5.0
+"""How often a message to a peer is repeated that was not heard for long."""
+
+
+@dataclass
+class Repeated:
+    """A message to a peer, every so many seconds from `since` until `until` (time.monotonic)."""
+
+    peer: Peer
+    message: Message
+    every: float
+    since: float
+    until: float
+    due: float = 0.0
+
+
+class Repeats:
+    """What is to be sent again, and when. The less often, the longer its peer has been silent."""
+
+    def __init__(self, last_heard_at: Callable[[str], float | None]) -> None:
+        """last_heard_at: when whoever has an address was last heard."""
+        self._last_heard_at = last_heard_at
+        self._table: dict[Hashable, Repeated] = {}
+
+    @property
+    def next_due(self) -> float:
+        return min((repeated.due for repeated in self._table.values()), default=float("inf"))
+
+    def add(self, key: Hashable, peer: Peer, message: Message, every: float, give_up_after: float) -> None:
+        """Send it now, and again, in place of what was repeated under that key."""
+        now = time.monotonic()
+        self._table[key] = Repeated(peer, message, every, since=now, until=now + give_up_after)
+
+    def forget(self, key: Hashable) -> None:
+        self._table.pop(key, None)
+
+    def take_given_up(self, now: float) -> list[Repeated]:
+        """Those that were repeated for as long as they may be, which ends here."""
+        over = {key: repeated for key, repeated in self._table.items() if now > repeated.until}
+        for key in over:
+            del self._table[key]
+        return list(over.values())
+
+    def take_due(self, now: float) -> Iterator[Repeated]:
+        """Those that are to be sent now, in the order in which they came."""
+        for repeated in list(self._table.values()):
+            if repeated.due <= now:
+                repeated.due = now + self._pause(repeated, now)
+                yield repeated
+
+    def _pause(self, repeated: Repeated, now: float) -> float:
+        heard = self._last_heard_at(repeated.peer.address) or 0.0
+        silent_for = now - max(heard, repeated.since)
+        return max(repeated.every, min(silent_for / 2, SLOWEST_S))

@@ -1,0 +1,91 @@
+"""Names of gateways become addresses, and stay so while nobody can say better."""
+
+import threading
+from collections.abc import Iterable
+
+from control.discovery import GatewayAddresses
+from tests.e2e.cluster import wait_until
+
+
+class Names:
+    """A name service whose answers a test decides; OSError for names that it does not have."""
+
+    def __init__(self, **answers: list[str]) -> None:
+        self.answers = answers
+        self.asked: list[str] = []
+
+    def __call__(self, host: str) -> Iterable[str]:
+        self.asked.append(host)
+        if host not in self.answers:
+            raise OSError(f"{host} is unknown")
+        return self.answers[host]
+
+
+def test_a_name_stands_for_all_its_addresses() -> None:
+    gateways = GatewayAddresses(["all:8001", "one:9001"], Names(all=["10.0.0.1", "10.0.0.2"], one=["10.0.0.3"]))
+    assert gateways.expected
+    assert gateways.current == frozenset()
+    gateways.look_up()
+    assert gateways.current == {"10.0.0.1:8001", "10.0.0.2:8001", "10.0.0.3:9001"}
+
+
+def test_numeric_addresses_are_known_at_once_and_never_looked_up() -> None:
+    names = Names()
+    gateways = GatewayAddresses(["10.0.0.1:8001"], names)
+    gateways.start()
+    gateways.look_up()
+    gateways.stop()
+    assert gateways.current == {"10.0.0.1:8001"}
+    assert names.asked == []
+
+
+def test_addresses_come_and_go_with_what_the_name_service_says() -> None:
+    names = Names(all=["10.0.0.1", "10.0.0.2"])
+    gateways = GatewayAddresses(["all:8001"], names)
+    gateways.look_up()
+    names.answers = {"all": ["10.0.0.2", "10.0.0.3"]}
+    gateways.look_up()
+    assert gateways.current == {"10.0.0.2:8001", "10.0.0.3:8001"}
+
+
+def test_the_last_answer_stands_while_the_name_service_is_away() -> None:
+    names = Names(all=["10.0.0.1"])
+    gateways = GatewayAddresses(["all:8001"], names)
+    gateways.look_up()
+    names.answers = {}
+    gateways.look_up()
+    assert gateways.current == {"10.0.0.1:8001"}
+
+
+def test_names_are_looked_up_again_and_again_on_a_thread_of_their_own() -> None:
+    """A lookup may hang for seconds, and nobody waits for it."""
+    names = Names()
+    hanging = threading.Event()
+
+    def resolver(host: str) -> Iterable[str]:
+        hanging.wait(10)
+        return names(host)
+
+    gateways = GatewayAddresses(["all:8001"], resolver, every=0.01)
+    gateways.start()
+    try:
+        assert gateways.current == frozenset()
+        hanging.set()
+        names.answers = {"all": ["10.0.0.1"]}
+        wait_until(lambda: gateways.current == {"10.0.0.1:8001"})
+        names.answers = {"all": ["10.0.0.2"]}
+        wait_until(lambda: gateways.current == {"10.0.0.2:8001"})
+    finally:
+        gateways.stop()
+
+
+def test_a_node_that_is_told_of_no_gateway_expects_none() -> None:
+    gateways = GatewayAddresses([])
+    assert not gateways.expected
+    assert gateways.current == frozenset()
+
+
+def test_the_system_is_asked_by_default() -> None:
+    gateways = GatewayAddresses(["localhost:8001"])
+    gateways.look_up()
+    assert gateways.current == {"127.0.0.1:8001"}

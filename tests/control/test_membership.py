@@ -1,0 +1,212 @@
+"""A node's standing with gateways that come and go, over real mailboxes."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+from structlog.testing import CapturingLogger
+
+from control import membership
+from control.discovery import GatewayAddresses
+from control.membership import Membership
+from control.messages import (
+    Heartbeat,
+    HeartbeatAck,
+    Leaving,
+    Message,
+    ModelIdentity,
+    Peer,
+    Refused,
+    Register,
+    Registered,
+)
+from control.plane import ControlPlane
+from tests.e2e.cluster import wait_until
+
+IDENTITY = ModelIdentity(
+    fingerprint="f", dtype="float32", num_layers=1, num_index_layers=1, item_bytes=8, index_key_bytes=8
+)
+
+
+class Gateway:
+    """A mailbox that takes nodes in, or refuses them."""
+
+    def __init__(self, port: int = 0, refuses: str = "") -> None:
+        self.refuses = refuses
+        self.known: set[str] = set()
+        self.seen: list[Message] = []
+        self.control = ControlPlane("gateway", "127.0.0.1", port, "127.0.0.1", self._deliver)
+        self.control.start()
+
+    @property
+    def address(self) -> str:
+        return self.control.me.address
+
+    @property
+    def port(self) -> int:
+        return int(self.address.rpartition(":")[2])
+
+    def _deliver(self, sender: Peer, message: Message) -> None:
+        self.seen.append(message)
+        if isinstance(message, Register) and self.refuses:
+            self.control.send(sender, Refused(via=message.via, reason=self.refuses))
+        elif isinstance(message, Register):
+            self.known.add(sender.boot_id)
+            self.control.send(sender, Registered(via=message.via))
+        elif isinstance(message, Heartbeat):
+            self.control.send(sender, HeartbeatAck(via=message.via, known=sender.boot_id in self.known))
+
+
+class Listed(GatewayAddresses):
+    """Addresses that a test sets."""
+
+    def __init__(self, *gateways: Gateway) -> None:
+        super().__init__(["gateways:8001"])
+        self.list(*gateways)
+
+    def list(self, *gateways: Gateway) -> None:
+        self._current = frozenset(gateway.address for gateway in gateways)
+
+
+class Node:
+    """A node's mailbox and membership, which heartbeats fast."""
+
+    def __init__(self, addresses: GatewayAddresses) -> None:
+        self.control = ControlPlane("decode", "127.0.0.1", 0, "127.0.0.1", self._deliver)
+        self.membership = Membership(self.control, addresses, self._offer, self._beat)
+        self.control.start()
+        self.control.periodically(0.02, self.membership.tick)
+
+    def _deliver(self, sender: Peer, message: Message) -> None:
+        if isinstance(message, Registered | Refused | HeartbeatAck):
+            self.membership.receive(sender, message)
+
+    @staticmethod
+    def _offer(via: str) -> Register:
+        return Register(
+            via=via, role="decode", identity=IDENTITY, transports=("tcp",), page_size=1, max_request_tokens=1
+        )
+
+    @staticmethod
+    def _beat(via: str) -> Heartbeat:
+        return Heartbeat(via=via, ready=True, queued_tokens=0)
+
+
+@pytest.fixture
+def gateway() -> Iterator[Callable[..., Gateway]]:
+    started: list[Gateway] = []
+
+    def start(**options: object) -> Gateway:
+        started.append(Gateway(**options))  # type: ignore[arg-type]
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.control.stop()
+
+
+@pytest.fixture
+def node() -> Iterator[Callable[[GatewayAddresses], Node]]:
+    started: list[Node] = []
+
+    def start(addresses: GatewayAddresses) -> Node:
+        started.append(Node(addresses))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.control.stop()
+
+
+def test_a_node_registers_with_every_gateway_and_with_those_that_come_later(
+    gateway: Callable[..., Gateway], node: Callable[[GatewayAddresses], Node]
+) -> None:
+    first, second, late = gateway(), gateway(), gateway()
+    addresses = Listed(first, second)
+    me = node(addresses)
+    boot = me.control.me.boot_id
+    wait_until(lambda: boot in first.known and boot in second.known)
+    assert not late.known
+    addresses.list(first, second, late)
+    wait_until(lambda: boot in late.known)
+    me.membership.leave()
+    wait_until(lambda: all(Leaving() in one.seen for one in (first, second, late)))
+
+
+def test_a_node_whose_gateways_are_not_found_yet_is_no_member(
+    gateway: Callable[..., Gateway], node: Callable[[GatewayAddresses], Node]
+) -> None:
+    addresses = Listed()
+    me = node(addresses)
+    assert not me.membership.is_member
+    addresses.list(gateway())
+    wait_until(lambda: me.membership.is_member)
+
+
+def test_a_gateway_that_is_listed_no_more_is_kept_while_it_answers(
+    gateway: Callable[..., Gateway], node: Callable[[GatewayAddresses], Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It drains; to forget it would be to end its requests."""
+    monkeypatch.setattr(membership, "FORGOTTEN_AFTER_S", 0.2)
+    leaving, staying = gateway(), gateway()
+    addresses = Listed(leaving, staying)
+    me = node(addresses)
+    wait_until(lambda: leaving.known and staying.known)
+    addresses.list(staying)
+    seen = len(leaving.seen)
+    wait_until(lambda: len(leaving.seen) > seen + 20, what="heartbeats for twice the time after which it is forgotten")
+    assert not me.membership.gateway_lost(leaving.control.me, 0.0, 0.0)
+
+    leaving.control.stop()
+    wait_until(lambda: me.membership.gateway_lost(leaving.control.me, 0.0, 0.0), what="the silent one to be forgotten")
+    assert me.membership.is_member
+    assert not me.membership.gateway_lost(staying.control.me, 0.0, 0.0)
+
+
+def test_who_takes_the_address_of_a_gateway_that_is_listed_no_more_gets_no_node(
+    gateway: Callable[..., Gateway], node: Callable[[GatewayAddresses], Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Addresses of pods are used again, also by others."""
+    monkeypatch.setattr(membership, "FORGOTTEN_AFTER_S", 0.5)
+    gone, staying = gateway(), gateway()
+    addresses = Listed(gone, staying)
+    me = node(addresses)
+    wait_until(lambda: gone.known and staying.known)
+    addresses.list(staying)
+    gone.control.stop()
+    stranger = gateway(port=gone.port)
+    wait_until(lambda: me.membership.gateway_lost(gone.control.me, 0.0, 0.0), what="the gateway to be forgotten")
+    assert stranger.seen == []
+
+
+def test_a_gateway_that_comes_later_and_refuses_the_node_does_not_stop_it(
+    gateway: Callable[..., Gateway], node: Callable[[GatewayAddresses], Node]
+) -> None:
+    """Or the first gateway of a new release would stop every node of the old one."""
+    first, other = gateway(), gateway(refuses="another model")
+    addresses = Listed(first)
+    me = node(addresses)
+    wait_until(lambda: me.membership.is_member)
+    addresses.list(first, other)
+    wait_until(lambda: other.seen)
+    seen = len(first.seen)
+    wait_until(lambda: len(first.seen) > seen + 5)
+    assert me.membership.refusal is None
+
+
+def test_a_node_that_no_gateway_takes_should_not_have_been_started(
+    gateway: Callable[..., Gateway], node: Callable[[GatewayAddresses], Node]
+) -> None:
+    me = node(Listed(gateway(refuses="another model")))
+    assert "another model" in wait_until(lambda: me.membership.refusal)
+
+
+def test_a_node_that_nobody_answers_says_so(
+    node: Callable[[GatewayAddresses], Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wrong address, or a key that the gateway does not know: the node itself sees nothing but silence."""
+    monkeypatch.setattr(membership, "MISSED_AFTER_S", 0.2)
+    log = CapturingLogger()
+    monkeypatch.setattr(membership, "log", log)
+    node(GatewayAddresses(["127.0.0.1:9"]))
+    wait_until(lambda: log.calls)
+    assert [(call.method_name, call.kwargs["gateway"]) for call in log.calls] == [("warning", "127.0.0.1:9")]

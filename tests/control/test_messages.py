@@ -1,0 +1,212 @@
+"""The codec: what goes in comes out, and no bytes, however mangled, get further than MalformedMessage."""
+
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from control.codec import MalformedMessage, decode, encode
+from control.messages import (
+    SENT_BY,
+    BufferInfo,
+    Cancel,
+    Checksum,
+    Checksums,
+    ChunkDone,
+    ChunkTaken,
+    Destination,
+    Generate,
+    Message,
+    ModelIdentity,
+    Peer,
+    PrefillDone,
+    PrefillRequest,
+    Sampling,
+    Session,
+    SharedMemory,
+    Token,
+)
+
+ME = Peer(role="decode", address="127.0.0.1:8021", boot_id="boot")
+GATEWAY = Peer(role="gateway", address="127.0.0.1:8001", boot_id="boot")
+PREFILL = Peer(role="prefill", address="127.0.0.1:8011", boot_id="boot")
+IDENTITY = ModelIdentity(
+    fingerprint="f", dtype="float32", num_layers=1, num_index_layers=1, item_bytes=192, index_key_bytes=64
+)
+
+
+def prefill_request(**changes: Any) -> PrefillRequest:
+    fields: dict[str, Any] = {
+        "request_id": "r",
+        "epoch": 1,
+        "prompt_ids": (1, 2, 3),
+        "destination": Destination(
+            sessions=(Session(transport="tcp", name="127.0.0.1:15000"),),
+            identity=IDENTITY,
+            buffers=BufferInfo(ptrs=(4096, 8192), lengths=(1920, 640), item_lengths=(192, 64)),
+        ),
+        "extents": ((4, 2), (0, 1)),
+        "hisparse": True,
+    }
+    return PrefillRequest(**{**fields, **changes})
+
+
+def sender_of(message: Message) -> Peer:
+    """A process that may send it."""
+    return next(peer for peer in (ME, GATEWAY, PREFILL) if type(message) in SENT_BY[peer.role])
+
+
+def sample_messages() -> list[Message]:
+    return [
+        prefill_request(),
+        Generate(
+            request_id="r",
+            prompt_ids=(1, 2),
+            max_new_tokens=3,
+            sampling=Sampling(temperature=0.5, top_logprobs=3),
+            prefill_nodes=(ME,),
+        ),
+        Cancel(request_id="r"),
+        ChunkTaken(request_id="r", epoch=1, number=2),
+    ]
+
+
+def said_by_prefill_nodes() -> list[Message]:
+    checksums = Checksums.of([Checksum(0, 0, 8, 2**64 - 1), Checksum(1, 0, 8, 5)])
+    return [
+        ChunkDone(request_id="r", epoch=1, number=0, checksums=checksums),
+        PrefillDone(request_id="r", epoch=1, token=Token(token_id=1), num_tokens=9, chunks=1, checksums=checksums),
+    ]
+
+
+@pytest.mark.parametrize("message", [*sample_messages(), *said_by_prefill_nodes()], ids=lambda m: type(m).__name__)
+def test_a_message_survives_the_wire(message: Message) -> None:
+    sender = sender_of(message)
+    assert decode(encode(message, sender, "to")) == (sender, "to", message)
+
+
+@given(st.integers(0, 63), st.integers(0, 16384), st.text(max_size=64), st.floats(0, 100))
+def test_generated_messages_survive_the_wire(top_k: int, seed: int, request_id: str, temperature: float) -> None:
+    message = Generate(
+        request_id=request_id + "x",
+        prompt_ids=(seed, 0),
+        max_new_tokens=1,
+        sampling=Sampling(top_k=top_k, seed=seed, temperature=temperature),
+    )
+    assert decode(encode(message, GATEWAY))[2] == message
+
+
+@given(st.sampled_from([*sample_messages(), *said_by_prefill_nodes()]), st.data())
+def test_mutated_bytes_never_crash(message: Message, data: st.DataObject) -> None:
+    """A changed, cut or stretched frame is either still valid or MalformedMessage, nothing else."""
+    frame = bytearray(encode(message, sender_of(message)))
+    for _ in range(data.draw(st.integers(1, 4))):
+        place = data.draw(st.integers(0, len(frame) - 1))
+        match data.draw(st.sampled_from(["flip", "cut", "insert"])):
+            case "flip":
+                frame[place] = data.draw(st.integers(0, 255))
+            case "cut":
+                frame = frame[: max(1, place)]
+            case "insert":
+                frame[place:place] = data.draw(st.binary(min_size=1, max_size=8))
+    try:
+        _, _, decoded = decode(bytes(frame))
+    except MalformedMessage:
+        return
+    assert isinstance(decoded, Message)
+
+
+@given(st.binary(max_size=200))
+def test_garbage_is_malformed(data: bytes) -> None:
+    with pytest.raises(MalformedMessage):
+        decode(data)
+
+
+def test_unknown_fields_are_ignored_and_missing_optional_ones_default() -> None:
+    frame = msgpack.unpackb(encode(prefill_request(), ME))
+    frame["body"]["from_a_later_release"] = 1
+    frame["later"] = 2
+    del frame["body"]["hisparse"]
+    _, _, message = decode(msgpack.packb(frame))
+    assert isinstance(message, PrefillRequest)
+    assert message.hisparse is False
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"v": 1}, "v"),
+        ({"kind": "Nonsense"}, "unknown message kind"),
+        ({"body": {"request_id": 5}}, "request_id"),
+        ({"body": {}}, "request_id"),
+        ({"sender": {"role": "king", "address": "a:1", "boot_id": "b"}}, "role"),
+        ({"sender": {"role": "decode", "address": "no port", "boot_id": "b"}}, "address"),
+    ],
+)
+def test_what_is_wrong_is_named(change: dict[str, Any], complaint: str) -> None:
+    frame = {**msgpack.unpackb(encode(Cancel(request_id="r"), GATEWAY)), **change}
+    with pytest.raises(MalformedMessage, match=complaint):
+        decode(msgpack.packb(frame))
+
+
+@pytest.mark.parametrize("message", sample_messages(), ids=lambda m: type(m).__name__)
+def test_what_a_role_does_not_send_is_malformed(message: Message) -> None:
+    """A prefill node's key, say, makes nobody write."""
+    with pytest.raises(MalformedMessage, match=f"a prefill process does not send {type(message).__name__}"):
+        decode(encode(message, PREFILL))
+
+
+@pytest.mark.parametrize("message", said_by_prefill_nodes(), ids=lambda m: type(m).__name__)
+def test_nobody_else_speaks_for_a_prefill_node(message: Message) -> None:
+    for sender in (ME, GATEWAY):
+        with pytest.raises(MalformedMessage, match=f"a {sender.role} process does not send {type(message).__name__}"):
+            decode(encode(message, sender))
+
+
+def test_every_kind_is_sent_by_some_role() -> None:
+    assert set(Message.kinds.values()) == frozenset.union(*SENT_BY.values())
+
+
+def test_an_extent_outside_the_registered_buffers_is_malformed() -> None:
+    with pytest.raises(ValueError, match="past the 10 registered slots"):
+        prefill_request(extents=((8, 3),))
+
+
+def test_extents_must_cover_the_prompt() -> None:
+    with pytest.raises(ValueError, match="2 slots for 3 tokens"):
+        prefill_request(extents=((0, 2),))
+
+
+def test_a_configuration_mismatch_names_both_values() -> None:
+    other = IDENTITY.model_copy(update={"dtype": "bfloat16", "item_bytes": 96})
+    assert IDENTITY.differences(other) == "dtype float32 != bfloat16, item_bytes 192 != 96"
+    assert IDENTITY.differences(IDENTITY) == ""
+
+
+@given(st.lists(st.tuples(*[st.integers(0, 2**63 - 1)] * 3, st.integers(0, 2**64 - 1))))
+def test_checksums_survive_the_wire_in_their_order(rows: list[tuple[int, int, int, int]]) -> None:
+    checksums = Checksums.of([Checksum(*row) for row in rows])
+    done = PrefillDone(request_id="r", epoch=1, token=Token(token_id=1), num_tokens=3, checksums=checksums)
+    chunk = ChunkDone(request_id="r", epoch=1, number=len(rows), checksums=checksums)
+    for message in (done, chunk):
+        _, _, decoded = decode(encode(message, PREFILL))
+        assert isinstance(decoded, PrefillDone | ChunkDone)
+        assert decoded == message
+        assert list(decoded.checksums.rows()) == rows
+        assert len(decoded.checksums) == len(rows)
+
+
+def test_checksums_whose_columns_differ_in_length_are_malformed() -> None:
+    with pytest.raises(ValueError, match="the columns differ in length"):
+        Checksums(buffers=(0, 1), starts=(0,), stops=(1,), digests=(2,))
+
+
+def test_a_buffer_outside_the_shared_memory_is_malformed() -> None:
+    shared = SharedMemory(pid=1, fd=3, name="m", base=4096, length=8192)
+    inside = BufferInfo(ptrs=(4096, 8192), lengths=(4096, 4096), item_lengths=(64, 64))
+    Destination(identity=IDENTITY, buffers=inside, shared=shared)
+    for ptr in (4095, 8193):
+        with pytest.raises(ValueError, match="outside the shared memory"):
+            Destination(identity=IDENTITY, buffers=inside.model_copy(update={"ptrs": (4096, ptr)}), shared=shared)
