@@ -6,3 +6,10 @@ class StartupError(Exception):
 
     The command line prints it and exits with code 2.
     """
+
+
+class ProcessFailed(Exception):
+    """The process cannot go on, for a reason that a new one may not have. One line that says why.
+
+    The command line prints it and exits with code 1.
+    """

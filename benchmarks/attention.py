@@ -19,9 +19,10 @@ from rich.table import Table
 from base.errors import StartupError
 from benchmarks.machine import this_machine
 from benchmarks.program import run
+from hisparse.format import DenseFormat
 from model.backends.protocol import AttentionBackend
 from model.backends.torch_backend import TorchBackend
-from model.indexer import IndexInputs
+from model.indexer import IndexQueries
 
 SCHEMA = 1
 LATENT_DIM, ITEM_DIM, TOPK = 512, 576, 2048
@@ -30,6 +31,7 @@ HEADS = (16, 128)
 BATCHES = (1, 4, 16, 64)
 CHUNK = 2048
 
+FORMAT = DenseFormat(torch.bfloat16, ITEM_DIM, INDEX_DIM)
 _NUM_ROWS = 1 << 20
 _UNCACHED_BYTES = 256 << 20
 _SCALING = 0.1
@@ -71,7 +73,7 @@ def main(
     from model.backends.triton_backend import TritonBackend
 
     torch.set_default_device("cuda")
-    backends: dict[str, AttentionBackend] = {"torch": TorchBackend(), "triton": TritonBackend()}
+    backends: dict[str, AttentionBackend] = {"torch": TorchBackend(FORMAT), "triton": TritonBackend(FORMAT)}
     results = []
     for case in cases(context_length):
         us = {name: median_us(case.work(backend), case.turns) for name, backend in backends.items()}
@@ -116,7 +118,7 @@ def attend_case(name: str, heads: int, queries: int, graph: bool) -> Case:
 
 @dataclass(frozen=True)
 class _Pages:
-    """`IndexPages` as a recorded step has them: the host does not know the lengths."""
+    """`PagedKeys` as a recorded step has them: the host does not know the lengths."""
 
     keys: torch.Tensor
     page_table: torch.Tensor
@@ -155,11 +157,10 @@ def prompt_selection_case(context_length: int) -> Case:
     )
 
 
-def _index_inputs(tokens: int) -> IndexInputs:
-    return IndexInputs(
+def _index_inputs(tokens: int) -> IndexQueries:
+    return IndexQueries(
         queries=torch.randn(tokens, INDEX_HEADS, INDEX_DIM, dtype=torch.bfloat16),
         head_weights=torch.randn(tokens, INDEX_HEADS),
-        keys=torch.randn(tokens, INDEX_DIM, dtype=torch.bfloat16),
     )
 
 

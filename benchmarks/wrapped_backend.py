@@ -3,8 +3,8 @@
 import torch
 
 from model.backends.protocol import AttentionBackend
-from model.cache import IndexPages
-from model.indexer import IndexInputs
+from model.cache import PagedKeys
+from model.indexer import IndexQueries
 
 
 class WrappedBackend:
@@ -12,6 +12,7 @@ class WrappedBackend:
 
     def __init__(self, inner: AttentionBackend) -> None:
         self.name = inner.name
+        self.format = inner.format
         self.inner = inner
 
     def attend_rows(
@@ -20,9 +21,9 @@ class WrappedBackend:
         return self.inner.attend_rows(queries, kv, rows, scaling, latent_dim)
 
     def select_for_prompt(
-        self, index: IndexInputs, keys: torch.Tensor, start: int, prompt_len: int, topk: int
+        self, index: IndexQueries, keys: torch.Tensor, start: int, sequence_length: int, topk: int
     ) -> torch.Tensor:
-        return self.inner.select_for_prompt(index, keys, start, prompt_len, topk)
+        return self.inner.select_for_prompt(index, keys, start, sequence_length, topk)
 
-    def select_for_decode(self, index: IndexInputs, pages: IndexPages, topk: int) -> torch.Tensor:
+    def select_for_decode(self, index: IndexQueries, pages: PagedKeys, topk: int) -> torch.Tensor:
         return self.inner.select_for_decode(index, pages, topk)

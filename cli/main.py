@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 from setproctitle import setproctitle
 
-from base.errors import StartupError
+from base.errors import ProcessFailed, StartupError
 from cli import bench, keygen, quarantine
 from cli import options as opt
 from service.descriptors import raise_file_limit
@@ -334,7 +334,7 @@ def title(words: Sequence[str]) -> str:
 
 
 def main(args: list[str] | None = None) -> None:
-    """Run a command. An error that stops start-up is one line on standard error and exit code 2."""
+    """Run a command. An error that stops start-up is one line on standard error and exit code 2, a later one 1."""
     setproctitle(title(sys.argv[1:] if args is None else args))
     end_on_sigterm_until_served()
     raise_file_limit()
@@ -343,6 +343,9 @@ def main(args: list[str] | None = None) -> None:
     except StartupError as error:
         typer.echo(f"error: {error}", err=True)
         sys.exit(2)
+    except ProcessFailed as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(1)
 
 
 if __name__ == "__main__":

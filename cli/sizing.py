@@ -11,6 +11,7 @@ import torch
 
 from base.memory import DEFAULT_FRACTION
 from hisparse.config import HiSparseConfig
+from hisparse.format import DenseFormat
 from hisparse.layout import KVLayout
 from hisparse.sizing import GIB, Sizes, plan_sizes
 
@@ -18,7 +19,8 @@ OPERATIONS = Path(__file__).parent.parent / "docs" / "operations.md"
 _BLOCK = re.compile(r"(<!-- sizing -->\n).*?(<!-- /sizing -->)", re.DOTALL)
 
 
-LAYOUT = KVLayout(61, tuple(range(61)), item_dim=512 + 64, index_dim=128, dtype=torch.bfloat16)
+FORMAT = DenseFormat(torch.bfloat16, item_dim=512 + 64, index_dim=128)
+LAYOUT = KVLayout(tuple(range(61)), FORMAT.item_bytes, FORMAT.index_key_bytes)
 """DeepSeek-V3.2's: kv_lora_rank 512, qk_rope_head_dim 64, index_head_dim 128, an indexer in every layer."""
 
 
@@ -87,7 +89,7 @@ def example_block(example: Example) -> str:
     rate = example.prompt_rate * token
     misses = int(example.running * example.top_k * example.miss_rate) * layout.num_layers * item
     rows = [
-        ("one item; one index key", f"{layout.item_dim} x 2 B; {layout.index_dim} x 2 B", f"{item} B; {key} B"),
+        ("one item; one index key", f"{FORMAT.item_dim} x 2 B; {FORMAT.index_dim} x 2 B", f"{item} B; {key} B"),
         (
             "one token",
             f"{layout.num_layers} x {item} B + {layout.num_index_layers} x {key} B",

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import msgpack
 from pydantic import Field, ValidationError
 
-from control.messages import SENT_BY, Message, Part, Peer
+from control.messages import SENT_BY, Message, Peer, WireModel
 
 PROTOCOL_VERSION = 4
 
@@ -18,7 +18,7 @@ class MalformedMessage(ValueError):
     """A frame that is not a valid control message."""
 
 
-class Frame(Part):
+class Frame(WireModel):
     """A message with its sender and the boot it is meant for; an empty `to` means whoever has the address."""
 
     v: Literal[4]

@@ -20,13 +20,13 @@ ADDRESS_LIMIT = 2**63
 """Addresses are computed with in signed integers of 64 bits: no memory that is named may end past it."""
 
 
-class Part(BaseModel):
+class WireModel(BaseModel):
     """A frozen piece of a message; wrong types are errors, not conversions."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False)
 
 
-class Peer(Part):
+class Peer(WireModel):
     """A process on the control plane. A restart keeps the address and changes the boot id."""
 
     role: Role
@@ -34,11 +34,12 @@ class Peer(Part):
     boot_id: Identifier
 
 
-class ModelIdentity(Part):
+class ModelIdentity(WireModel):
     """What two nodes must agree on before KV may pass between them. Page sizes may differ."""
 
     fingerprint: Identifier
     dtype: Identifier
+    kv_format: Identifier
     num_layers: UInt
     num_index_layers: UInt
     item_bytes: UInt
@@ -53,7 +54,7 @@ class ModelIdentity(Part):
         )
 
 
-class CheckpointIdentity(Part):
+class CheckpointIdentity(WireModel):
     """What a gateway, which has no weights, and a node must agree on: the same ids must mean the same text to both.
 
     Digests of config.json and tokenizer.json; one is empty where the process has no such file, and then says nothing.
@@ -72,7 +73,7 @@ class CheckpointIdentity(Part):
         )
 
 
-class BufferInfo(Part):
+class BufferInfo(WireModel):
     """One registered buffer per layer: base address, length and bytes per item."""
 
     ptrs: tuple[UInt, ...]
@@ -94,7 +95,7 @@ class BufferInfo(Part):
         return min((n // item for n, item in zip(self.lengths, self.item_lengths, strict=True)), default=0)
 
 
-class Sampling(Part):
+class Sampling(WireModel):
     """How the next token is drawn. `top_logprobs` None: no log probabilities; 0: the chosen token's only."""
 
     temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
@@ -104,7 +105,7 @@ class Sampling(Part):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
 
-class Token(Part):
+class Token(WireModel):
     """A sampled token. `logprob` is None where none was asked for."""
 
     token_id: TokenId
@@ -112,7 +113,7 @@ class Token(Part):
     top_logprobs: tuple[tuple[TokenId, float], ...] = ()
 
 
-class Message(Part):
+class Message(WireModel):
     """Base of all kinds; the class name is the kind on the wire."""
 
     kinds: ClassVar[dict[str, type["Message"]]] = {}
@@ -218,7 +219,7 @@ class Rejected(Message):
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
-class Output(Part):
+class Output(WireModel):
     """New tokens of one request. `start` is the index of the first one, so that a lost message is noticed."""
 
     request_id: Identifier
@@ -249,14 +250,14 @@ class Cancel(Message):
 # --- transfer: decode node and prefill node -----------------------------------------------------------------------
 
 
-class Session(Part):
+class Session(WireModel):
     """A Mooncake engine that takes writes, by the name that it has for other engines of its transport."""
 
     transport: Literal["rdma", "tcp"]
     name: Identifier
 
 
-class SharedMemory(Part):
+class SharedMemory(WireModel):
     """Memory that processes of the same host may map: descriptor `fd` of process `pid`, a memfd named `name`.
 
     The name is random, so that only that memory has it. `base`: the owner's address of its first byte.
@@ -275,7 +276,7 @@ class SharedMemory(Part):
         return self
 
 
-class Destination(Part):
+class Destination(WireModel):
     """Where a decode node wants KV written: its pools, and the ways to reach them.
 
     `shared` holds all buffers.
@@ -313,7 +314,7 @@ class Checksum(NamedTuple):
     digest: int
 
 
-class Checksums(Part):
+class Checksums(WireModel):
     """Column by column: a long prompt has thousands, and as many objects would take longer to read than to verify."""
 
     buffers: tuple[UInt, ...] = ()
@@ -341,49 +342,59 @@ class Checksums(Part):
         return map(Checksum, self.buffers, self.starts, self.stops, self.digests)
 
 
-class PrefillRequest(Message):
-    """Decode node to prefill node: compute the prompt, write its KV to these slots, sample token number `step`.
+class AttemptId(NamedTuple):
+    """One try to prefill a request: the same from the first message about it to the last.
 
-    `extents` are (start, length) runs of destination slots in the order of positions; they are reserved under
-    (request_id, epoch) until the prefill node says that no write of that epoch is in flight.
+    decode: boot id of the decode node. epoch: counts the tries of that node for this request, from 1. A request that
+    moves to another decode node keeps its id, and each decode node counts epochs of its own.
     """
 
+    decode: Identifier
     request_id: Identifier
     epoch: UInt
-    prompt_ids: Annotated[TokenIds, Field(min_length=1)]
-    step: UInt = 0
-    sampling: Sampling = Sampling()
+
+
+class PrefillRequest(Message):
+    """Decode node to prefill node: compute these tokens and write their KV to these slots.
+
+    `token_ids` are all tokens of the sequence but the last, which the decode node computes. `extents` are (start,
+    length) runs of destination slots in the order of positions; they are reserved for this attempt until the prefill
+    node says that no write of it is in flight.
+    """
+
+    attempt: AttemptId
+    token_ids: Annotated[TokenIds, Field(min_length=1)]
     destination: Destination
     extents: tuple[tuple[UInt, UInt], ...]
     hisparse: bool = False
 
     @model_validator(mode="after")
-    def _extents_cover_prompt(self) -> Self:
+    def _extents_cover_tokens(self) -> Self:
         slots = self.destination.buffers.num_items
         if any(start + length > slots for start, length in self.extents):
             raise ValueError(f"an extent ends past the {slots} registered slots")
         covered = sum(length for _, length in self.extents)
-        if covered < len(self.prompt_ids):
-            raise ValueError(f"{covered} slots for {len(self.prompt_ids)} tokens")
+        if covered < len(self.token_ids):
+            raise ValueError(f"{covered} slots for {len(self.token_ids)} tokens")
         if covered > slots:
             raise ValueError(f"{covered} slots of {slots} registered ones: extents overlap")
         return self
 
 
 class PrefillAccepted(Message):
-    request_id: Identifier
-    epoch: UInt
+    """Prefill node to decode node: it works on the attempt, or has taken it up before."""
+
+    attempt: AttemptId
 
 
 class ChunkDone(Message):
     """Prefill node to decode node: every write of a chunk before the last was confirmed. Repeated until ChunkTaken.
 
     Only sent with checksums, so that they can be verified while later chunks compute. `number`: of those that are sent
-    for the request, in whatever order they land, from 0.
+    for the attempt, in whatever order they land, from 0.
     """
 
-    request_id: Identifier
-    epoch: UInt
+    attempt: AttemptId
     number: UInt
     checksums: Checksums
 
@@ -391,8 +402,7 @@ class ChunkDone(Message):
 class ChunkTaken(Message):
     """Decode node to prefill node: that ChunkDone need not be said again. Its checksums may not be verified yet."""
 
-    request_id: Identifier
-    epoch: UInt
+    attempt: AttemptId
     number: UInt
 
 
@@ -404,9 +414,7 @@ class PrefillDone(Message):
     waits for layers to be computed, or for a sign of life of the decode node, are not in it.
     """
 
-    request_id: Identifier
-    epoch: UInt
-    token: Token
+    attempt: AttemptId
     num_tokens: UInt
     transferred_bytes: UInt = 0
     descriptors: UInt = 0
@@ -416,68 +424,66 @@ class PrefillDone(Message):
 
 
 class PrefillFailed(Message):
-    """Prefill node to decode node: the request will not be completed here.
+    """Prefill node to decode node: the attempt will not be completed here.
 
     Without `in_flight` it says as much as Quiesced, which has the same `lingering`. With it, posted writes have not all
     ended yet: it is repeated until Abort, which Quiesced answers in time. `leaving`: the node hands the request back
-    because it is about to stop, and will take no other.
+    because it is about to stop, and will take no other. `refused`: this node cannot do what was asked for; that is no
+    sign that something is wrong with it.
     """
 
-    request_id: Identifier
-    epoch: UInt
+    attempt: AttemptId
     reason: str
     in_flight: bool = False
     lingering: bool = False
     leaving: bool = False
+    refused: bool = False
 
 
 class Admitted(Message):
     """Decode node to prefill node: the KV arrived, its source pages may go."""
 
-    request_id: Identifier
-    epoch: UInt
+    attempt: AttemptId
 
 
 class Abort(Message):
     """Decode node to prefill node: stop writing. Repeated until Quiesced."""
 
-    request_id: Identifier
-    epoch: UInt
+    attempt: AttemptId
 
 
 class Quiesced(Message):
-    """Prefill node to decode node: no write of this epoch is in flight, and none will follow.
+    """Prefill node to decode node: no write of this attempt is in flight, and none will follow.
 
     `lingering`: some have failed without an answer, and what the network holds of them may still land. The decode node
     fences that off before it uses the slots again.
     """
 
-    request_id: Identifier
-    epoch: UInt
+    attempt: AttemptId
     lingering: bool = False
 
 
 class Holding(Message):
-    """Decode node to prefill node: how far are these (request, epoch) pairs? Answered by Progress, and NotHeld."""
+    """Decode node to prefill node: how far are these attempts? Answered by Progress, and NotHeld."""
 
-    keys: tuple[tuple[Identifier, UInt], ...] = ()
+    attempts: tuple[AttemptId, ...] = ()
 
 
 class Progress(Message):
     """Prefill node to decode node: how far it is with what it was asked about.
 
-    computed: (request, epoch, prompt tokens that are computed) of each pair that it holds. current_pass: the number of
+    computed: each attempt that it holds with the number of its tokens that are computed. current_pass: the number of
     the forward pass that is under way, whoever's prompts it computes; None if none is.
     """
 
-    computed: tuple[tuple[Identifier, UInt, UInt], ...] = ()
+    computed: tuple[tuple[AttemptId, UInt], ...] = ()
     current_pass: UInt | None = None
 
 
 class NotHeld(Message):
     """Prefill node to decode node: these have nothing in flight here, which is as good as Quiesced."""
 
-    keys: tuple[tuple[Identifier, UInt], ...] = ()
+    attempts: tuple[AttemptId, ...] = ()
 
 
 # --- liveness: any two processes ----------------------------------------------------------------------------------

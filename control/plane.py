@@ -25,7 +25,7 @@ from functools import partial
 import structlog
 import zmq
 
-from base.errors import StartupError
+from base.errors import ProcessFailed, StartupError
 from control.access import Access
 from control.codec import MalformedMessage, decode, encode
 from control.connections import MAX_QUEUED, Connections
@@ -56,7 +56,7 @@ class Undeliverable(Exception):
     """A message that no peer would take."""
 
 
-class ControlPlaneFailed(RuntimeError):
+class ControlPlaneFailed(ProcessFailed):
     """The control thread has ended by itself: this process hears nobody and nobody hears it."""
 
 

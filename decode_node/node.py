@@ -25,9 +25,10 @@ from control.messages import (
 )
 from decode_node.loop_call import LoopCall
 from decode_node.remote_prefill import RemotePrefill
-from decode_node.request import State
+from decode_node.request import RequestState
 from decode_node.scheduler import Scheduler
 from decode_node.verifier import Verified
+from engine.device import DeviceFailed
 from hisparse.coordinator import HiSparseCoordinator
 from hisparse.swap_in import SwapInCounters
 from service.lifecycle import Phase
@@ -71,7 +72,18 @@ class DecodeNode:
         self._was_busy = False
 
     def run(self) -> None:
-        """Serve until told to stop; finish what streams and hand over the rest; end what is left."""
+        """Serve until told to stop; finish what streams and hand over the rest; end what is left.
+
+        Raises DeviceFailed, once every client has its error, if the device does not work any more.
+        """
+        try:
+            self._run()
+        except DeviceFailed as failure:
+            self._shell.leave()
+            self._scheduler.fail_all(str(failure))
+            raise
+
+    def _run(self) -> None:
         lifecycle = self._shell.lifecycle
         while lifecycle.phase is Phase.SERVING:
             self._turn()
@@ -108,8 +120,8 @@ class DecodeNode:
         metrics.device_slots.labels("free").set(device.free_slots)
         metrics.device_slots.labels("used").set(device.used_slots)
         states = [request.state for request in list(self._scheduler.requests.values())]
-        for state in State:
-            if state is not State.FINISHED:
+        for state in RequestState:
+            if state is not RequestState.FINISHED:
                 metrics.requests.labels(state.value).set(states.count(state))
         now, before = self._coordinator.counters(), self._exported
         metrics.swap_in_hits.inc(now.hits - before.hits)
@@ -174,9 +186,9 @@ class DecodeNode:
     def _end_violated(self) -> None:
         """If swap-in met violations since the last time, end what has decoded since then: nobody knows whose they were.
 
-        Sampling has waited for the kernels of these steps, so all that they met is counted.
+        Whoever is in a step in flight is a suspect now and the next time.
         """
-        suspects = self._scheduler.take_decoded()
+        suspects = self._scheduler.take_stepped()
         violations = self._coordinator.counters().violations - self._violations
         if not violations:
             return

@@ -13,18 +13,18 @@ from control.keys import load_token
 from control.membership import Membership
 from control.messages import Heartbeat, Register
 from decode_node.destination import buffers_of, destination_of
+from decode_node.limits import Limits
 from decode_node.local_prefill import LocalPrefill
 from decode_node.node import DecodeNode, Event
 from decode_node.outputs import OutputStream
 from decode_node.quarantine import Quarantine, quarantine_router
 from decode_node.remote_prefill import RemotePrefill
-from decode_node.scheduler import Limits, Scheduler
+from decode_node.scheduler import Scheduler
 from decode_node.verifier import Verifier
 from engine.chunked import ChunkedPrefill
-from engine.convert import identity, kv_layout
-from engine.decoding import Decoding, EagerDecoding
-from engine.graphs import GraphDecoding
+from engine.identity import identity_of
 from engine.paged_pool import PagedKVPool
+from engine.runner import ModelRunner
 from hisparse.config import HiSparseConfig, parse_config
 from hisparse.coordinator import HiSparseCoordinator
 from hisparse.extents import HostSlots
@@ -91,7 +91,7 @@ def run_decode_node(config: DecodeConfig) -> None:
         transports.register(buffers)
         # Before the pool goes: late writes are refused from here on.
         at_end.callback(transports.unregister, buffers)
-        destination = destination_of(coordinator.host, transports, identity(spec))
+        destination = destination_of(coordinator.host, transports, identity_of(spec))
         # Before the pool goes, too: it reads what has landed.
         verifier = Verifier(buffers, shell.inbox.put)
         at_end.callback(verifier.close)
@@ -100,7 +100,13 @@ def run_decode_node(config: DecodeConfig) -> None:
             shell.control, destination, reservations, verifier.submit, shell.metrics, config.prefill_timeout
         )
         scheduler = Scheduler(
-            _decoding(config, model, coordinator, device),
+            ModelRunner(
+                model,
+                coordinator,
+                config.max_running_requests,
+                spec.context_length,
+                record=device.type == "cuda" and not config.disable_cuda_graph,
+            ),
             coordinator,
             remote,
             _local_prefill(config, model, coordinator),
@@ -109,6 +115,7 @@ def run_decode_node(config: DecodeConfig) -> None:
             Limits(
                 context_length=spec.context_length,
                 vocab_size=spec.vocab_size,
+                host_slots=coordinator.host.num_slots,
                 max_running=config.max_running_requests,
                 max_waiting=config.max_queued_requests,
                 prefill_retries=config.prefill_retries,
@@ -154,7 +161,7 @@ def _plan(config: DecodeConfig, hisparse: HiSparseConfig, spec: ModelSpec, devic
         )
     sizes = plan_sizes(
         hisparse,
-        kv_layout(spec),
+        spec.kv_layout,
         max_running_requests=config.max_running_requests,
         context_length=spec.context_length,
         index_page_size=config.page_size,
@@ -167,15 +174,6 @@ def _plan(config: DecodeConfig, hisparse: HiSparseConfig, spec: ModelSpec, devic
     return sizes
 
 
-def _decoding(
-    config: DecodeConfig, model: SparseModel, coordinator: HiSparseCoordinator, device: torch.device
-) -> Decoding:
-    """Recorded steps where the device can replay them."""
-    if device.type != "cuda" or config.disable_cuda_graph:
-        return EagerDecoding(model, coordinator)
-    return GraphDecoding(model, coordinator, config.max_running_requests, model.spec.context_length)
-
-
 def _local_prefill_pages(config: DecodeConfig, spec: ModelSpec) -> int:
     """Device pages for one full context: local prefill is the fallback, not the way to serve many."""
     return -(-spec.context_length // config.page_size) if config.allow_local_prefill else 0
@@ -183,14 +181,14 @@ def _local_prefill_pages(config: DecodeConfig, spec: ModelSpec) -> int:
 
 def _local_prefill_bytes(config: DecodeConfig, spec: ModelSpec) -> int:
     """What these pages take of the device memory for pools."""
-    return _local_prefill_pages(config, spec) * config.page_size * kv_layout(spec).token_bytes
+    return _local_prefill_pages(config, spec) * config.page_size * spec.kv_layout.token_bytes
 
 
 def _local_prefill(config: DecodeConfig, model: SparseModel, coordinator: HiSparseCoordinator) -> LocalPrefill | None:
     if not config.allow_local_prefill:
         return None
     pages = _local_prefill_pages(config, model.spec)
-    pool = PagedKVPool(kv_layout(model.spec), pages, config.page_size, model.device)
+    pool = PagedKVPool(model.spec.kv_layout, pages, config.page_size, model.device)
     log.info(
         "sized",
         what=f"local prefill: {pages} pages of {config.page_size} tokens, "

@@ -108,8 +108,8 @@ class Quarantine:
         heard = self._control.last_heard(reservation.writer.boot_id)
         free_after = reservation.free_after
         return QuarantinedReservation(
-            request_id=reservation.key[0],
-            epoch=reservation.key[1],
+            request_id=reservation.attempt.request_id,
+            epoch=reservation.attempt.epoch,
             slots=reservation.num_slots,
             quarantined_s=now - (reservation.quarantined_at or now),
             writer=reservation.writer.address,

@@ -5,13 +5,12 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 
-from control.messages import FinishReason, Generate, Peer
-from engine.convert import sampling_params
-from engine.sampling import SamplingParams
+from control.messages import AttemptId, FinishReason, Generate, Peer
+from engine.sampling import RandomStream
 from hisparse.extents import HostSlots
 
 
-class State(Enum):
+class RequestState(Enum):
     """Where a request is, and with that who holds its host slots."""
 
     WAITING = "waiting"
@@ -33,25 +32,33 @@ class State(Enum):
 
 
 _NEXT = {
-    State.WAITING: {State.PREFILLING, State.LOCAL_PREFILL, State.FINISHED},
-    State.PREFILLING: {State.LANDED, State.WAITING, State.FINISHED},
-    State.LOCAL_PREFILL: {State.STAGING, State.WAITING, State.FINISHED},
-    State.STAGING: {State.LANDED, State.WAITING, State.FINISHED},
-    State.LANDED: {State.RUNNING, State.WAITING, State.FINISHED},
-    State.RUNNING: {State.RETRACTED, State.WAITING, State.FINISHED},
-    State.RETRACTED: {State.RUNNING, State.WAITING, State.FINISHED},
-    State.FINISHED: set(),
+    RequestState.WAITING: {
+        RequestState.PREFILLING,
+        RequestState.LOCAL_PREFILL,
+        RequestState.LANDED,
+        RequestState.FINISHED,
+    },
+    RequestState.PREFILLING: {RequestState.LANDED, RequestState.WAITING, RequestState.FINISHED},
+    RequestState.LOCAL_PREFILL: {RequestState.STAGING, RequestState.WAITING, RequestState.FINISHED},
+    RequestState.STAGING: {RequestState.LANDED, RequestState.WAITING, RequestState.FINISHED},
+    RequestState.LANDED: {RequestState.RUNNING, RequestState.WAITING, RequestState.FINISHED},
+    RequestState.RUNNING: {RequestState.RETRACTED, RequestState.WAITING, RequestState.FINISHED},
+    RequestState.RETRACTED: {RequestState.RUNNING, RequestState.WAITING, RequestState.FINISHED},
+    RequestState.FINISHED: set(),
 }
 
 
 @dataclass(eq=False)
 class Request:
-    """`generated` are the ids streamed so far. Every token but the last of prompt + generated has its KV stored."""
+    """`generated` are the ids streamed so far. Every token but the last of prompt + generated has its KV stored.
+
+    `launched`: tokens that steps were launched for, those included that are not read yet.
+    """
 
     generate: Generate
     gateway: Peer
     arrived: float = field(default_factory=time.monotonic)
-    state: State = State.WAITING
+    state: RequestState = RequestState.WAITING
     epoch: int = 0
     prefill_attempts: int = 0
     tried: set[str] = field(default_factory=set)
@@ -59,42 +66,47 @@ class Request:
     """When a node that has failed it may be asked again (time.monotonic)."""
     host_slots: HostSlots | None = None
     generated: list[int] = field(default_factory=list)
+    launched: int = 0
     last_token_at: float = 0.0
 
     @cached_property
-    def sampling(self) -> SamplingParams:
-        """How its tokens are drawn; asked for in every step."""
-        return sampling_params(self.generate.sampling)
+    def random(self) -> RandomStream:
+        """The numbers by which its tokens are drawn."""
+        return RandomStream(self.generate.sampling.seed)
 
     @property
     def request_id(self) -> str:
         return self.generate.request_id
 
     @property
-    def key(self) -> tuple[str, int]:
-        """What fences writes of the current prefill attempt."""
-        return self.request_id, self.epoch
-
-    @property
     def tokens(self) -> tuple[int, ...]:
-        """Prompt and generated ids: what a prefill has to compute if it starts now."""
+        """Prompt and generated ids. The KV of all but the last is prefilled; a decode step computes the last."""
         return self.generate.prompt_ids + tuple(self.generated)
 
     @property
-    def num_tokens(self) -> int:
-        return len(self.generate.prompt_ids) + len(self.generated)
+    def newest_token(self) -> int:
+        return self.generated[-1] if self.generated else self.generate.prompt_ids[-1]
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens whose KV is stored once the prompt has landed: all but the newest, which the next step computes."""
-        return self.num_tokens - 1
+        """Tokens whose KV is stored once it has landed: all but the newest, which the next step computes."""
+        return len(self.generate.prompt_ids) + len(self.generated) - 1
 
     @property
     def most_kv_tokens(self) -> int:
         """Host slots that it can come to need."""
         return len(self.generate.prompt_ids) + self.generate.max_new_tokens - 1
 
-    def move(self, to: State) -> None:
+    @property
+    def wants_step(self) -> bool:
+        """Whether it gets another token after those that steps were launched for, unless one of these ends it."""
+        return self.launched < self.generate.max_new_tokens
+
+    def attempt(self, decode: str) -> AttemptId:
+        """Its latest prefill attempt. decode: the boot id of this node."""
+        return AttemptId(decode, self.request_id, self.epoch)
+
+    def move(self, to: RequestState) -> None:
         """The only way in which the state changes. Raises RuntimeError if `to` cannot follow."""
         if to not in _NEXT[self.state]:
             raise RuntimeError(f"request {self.request_id} is {self.state.value} and cannot become {to.value}")

@@ -1,53 +1,55 @@
-"""Which request computes when, and which gives way: the decode node's policy.
+"""Scheduling policy of the decode node: order of prefill, admission, preemption, and what each step computes.
 
-One loop owns every request. A turn reads: start prefills, admit what has landed, make room, decode one token each.
-Requests are kept in order of arrival; the oldest goes first everywhere and the youngest gives way.
+One loop owns every request. A turn reads: start prefills, admit what has landed, make room, launch a step, take the
+tokens of the step before. Requests are kept in order of arrival: the oldest goes first everywhere, the youngest gives
+way, and the first never does.
 """
 
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import structlog
-import torch
 
 from base.metrics import Metrics
 from base.tombstones import Tombstones
 from control.messages import FinishReason, Generate, Peer, Rejected, Token
-from decode_node.attempt import Landed, Lost, Outcome
+from decode_node.attempt import Landed, Lost, PrefillOutcome
+from decode_node.limits import Limits
 from decode_node.local_prefill import LocalPrefill
 from decode_node.outputs import OutputStream
 from decode_node.remote_prefill import RemotePrefill
-from decode_node.request import Request, State
-from engine.convert import token_message
-from engine.decoding import Decoding
-from engine.sampling import NotSampled, sample
+from decode_node.request import Request, RequestState
+from decode_node.stepper import Stepper
+from engine.runner import ModelRunner
 from hisparse.coordinator import HOST_GRANULE, HiSparseCoordinator, Tier
+from hisparse.extents import HostSlots
 
 log = structlog.get_logger(__name__)
 
 RETRY_S = 0.5
 """How long a request waits before it goes to a node that has failed it; twice as long each further time."""
 LONGEST_RETRY_S = 2.0
-_HOLDS_HOST_SLOTS = (State.LANDED, State.RUNNING, State.RETRACTED)
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a decode node takes on. max_waiting: requests that hold nothing yet; beyond it they are rejected."""
-
-    context_length: int
-    vocab_size: int
-    max_running: int
-    max_waiting: int
-    prefill_retries: int
+_HOLDS_HOST_SLOTS = (
+    RequestState.PREFILLING,
+    RequestState.LOCAL_PREFILL,
+    RequestState.STAGING,
+    RequestState.LANDED,
+    RequestState.RUNNING,
+    RequestState.RETRACTED,
+)
 
 
 class Scheduler:
-    """Owns the requests of a decode node. Not thread safe: the node's loop calls it."""
+    """Owns the requests of a decode node. Not thread safe: the node's loop calls it.
+
+    While the device computes a step, the loop takes the tokens of the one before and prepares the next. So a request
+    that ends is in one more step for nothing: its token is dropped. One that gives way keeps the token that it was
+    about to get.
+    """
 
     def __init__(
         self,
-        decoding: Decoding,
+        runner: ModelRunner,
         coordinator: HiSparseCoordinator,
         remote: RemotePrefill,
         local: LocalPrefill | None,
@@ -55,7 +57,7 @@ class Scheduler:
         metrics: Metrics,
         limits: Limits,
     ) -> None:
-        self._decoding = decoding
+        self._runner = runner
         self._coordinator = coordinator
         self._remote = remote
         self._local = local
@@ -64,8 +66,9 @@ class Scheduler:
         self._limits = limits
         self.requests: dict[str, Request] = {}
         self._ended: Tombstones[str] = Tombstones()
-        self._decoded: set[str] = set()
-        """Ids of those that were in a step since `take_decoded`."""
+        self._steps = Stepper(runner, coordinator, metrics, self._step_failed)
+        self._stalled = False
+        """Whether the last turn could do nothing for any request that has landed."""
         self._draining = False
 
     # --- what comes in ---
@@ -74,8 +77,7 @@ class Scheduler:
         """Queue a request, or say why not. A repeated message changes nothing, also when the request is over."""
         if generate.request_id in self.requests or generate.request_id in self._ended:
             return None
-        request = Request(generate, gateway)
-        if refusal := self._refusal(request):
+        if refusal := self._limits.refusal(generate):
             return Rejected(request_id=generate.request_id, code="too_long", reason=refusal)
         if self._draining:
             return Rejected(request_id=generate.request_id, code="draining", reason="the decode node is draining")
@@ -86,7 +88,7 @@ class Scheduler:
                 reason=f"{self._limits.max_waiting} requests are waiting already",
                 retry_after=1.0,
             )
-        self.requests[generate.request_id] = request
+        self.requests[generate.request_id] = Request(generate, gateway)
         log.info(
             "queued",
             request_id=generate.request_id,
@@ -97,9 +99,9 @@ class Scheduler:
 
     def _queue_has_room(self) -> bool:
         """Whether another request may wait. Those that need not wait any longer are sent on first."""
-        if len(self.in_state(State.WAITING)) >= self._limits.max_waiting:
+        if len(self.in_state(RequestState.WAITING)) >= self._limits.max_waiting:
             self._start_prefills()
-        return len(self.in_state(State.WAITING)) < self._limits.max_waiting
+        return len(self.in_state(RequestState.WAITING)) < self._limits.max_waiting
 
     def cancel(self, request_id: str, gateway: Peer) -> None:
         """The client left. A request that is unknown or over is answered just the same."""
@@ -112,14 +114,12 @@ class Scheduler:
         """The gateway knows that the request is over."""
         self._outputs.ended(request_id, gateway)
 
-    def apply(self, outcomes: list[Outcome]) -> None:
-        """Take the results of remote prefills. First tokens go out now: the next step may take a while."""
+    def apply(self, outcomes: list[PrefillOutcome]) -> None:
+        """Take the results of remote prefills."""
         for outcome in outcomes:
             match outcome:
-                case Landed(request, token) if token.token_id >= self._limits.vocab_size:
-                    self.end(request, "error", f"the prefill node sampled {token.token_id}, which is no token")
-                case Landed(request, token):
-                    self._emit(request, token)
+                case Landed():
+                    self._stalled = False
                 case Lost(request, reason):
                     self._retry(request, reason)
         self._outputs.flush()
@@ -129,29 +129,42 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether the next turn computes something, or must not wait for a message."""
-        ready = (State.RUNNING, State.LANDED, State.RETRACTED)
-        return any(r.state in ready for r in self.requests.values()) or bool(self._local and self._local.has_work)
+        if not self._steps.is_idle or (self._local is not None and self._local.has_work):
+            return True
+        ready = (RequestState.RUNNING, RequestState.LANDED, RequestState.RETRACTED)
+        return not self._stalled and any(request.state in ready for request in self.requests.values())
 
     def turn(self) -> None:
+        """Raises DeviceFailed if the device does not work any more."""
         self._start_prefills()
         self._advance_local_prefill()
-        self._admit()
-        self._decode(self._make_room())
+        admitted = self._admit()
+        self._steps.launch(self._make_room())
+        taken = self._steps.take()
+        for request_id, token in taken:
+            self._take_token(request_id, token)
+        self._steps.sample()
+        self._stalled = not admitted and not taken and self._steps.is_idle
         self._outputs.flush()
 
     def _start_prefills(self) -> None:
         """Give waiting requests host slots and a place to be prefilled, oldest first."""
-        for request in self.in_state(State.WAITING):
+        for request in self.in_state(RequestState.WAITING):
+            if not request.kv_tokens:
+                # A prompt of one token: its KV is that of its first step.
+                request.host_slots = HostSlots(())
+                request.move(RequestState.LANDED)
+                continue
             node = self._remote.choose(request)
-            local = self._local if node is None and self._local and self._local.fits(request.num_tokens) else None
+            local = self._local if node is None and self._local and self._local.fits(request.kv_tokens) else None
             if node is None and local is None:
                 # Nobody for this one: a shorter prompt may have a node.
                 continue
             if node is not None and node.boot_id in request.tried and time.monotonic() < request.again_at:
                 continue
             slots = None
-            if self._coordinator.host.free - request.num_tokens >= self._host_growth_reserve():
-                slots = self._coordinator.host.allocate(request.num_tokens)
+            if self._coordinator.host.free - request.kv_tokens >= self._host_growth_reserve():
+                slots = self._coordinator.host.allocate(request.kv_tokens)
             if slots is None:
                 return
             if node is not None:
@@ -168,92 +181,109 @@ class Scheduler:
         if self._local is None or not self._local.has_work:
             return
         try:
-            failed = self._local.step()
+            self._local.step()
         except Exception as error:
             log.exception("local prefill failed")
-            failed = [(request, str(error)) for request in self.in_state(State.LOCAL_PREFILL)]
-        for request, reason in failed:
-            self.end(request, "error", f"prefill failed: {reason}")
+            self._runner.check_device()
+            for request in self.in_state(RequestState.LOCAL_PREFILL):
+                self.end(request, "error", f"prefill failed: {error}")
         landed, broken = self._local.staged()
-        for request, token in landed:
-            log.info("staged", request_id=request.request_id, tokens=request.num_tokens)
-            self._emit(request, token)
+        for request in landed:
+            log.info("staged", request_id=request.request_id, tokens=request.kv_tokens)
         for request, failure in broken:
             self.end(request, "error", f"copying the prompt's KV to host memory failed: {failure}")
-        self._outputs.flush()
 
-    def _admit(self) -> None:
-        """Give device slots to requests whose KV is in host memory, oldest first; nobody overtakes."""
-        for request in self.in_state(State.LANDED, State.RETRACTED):
+    def _admit(self) -> bool:
+        """Give device slots to requests whose KV is in host memory, oldest first; nobody overtakes. Whether any got
+        some."""
+        admitted = False
+        for request in self.in_state(RequestState.LANDED, RequestState.RETRACTED):
             if self._coordinator.num_running >= self._limits.max_running:
-                return
+                break
             device = self._coordinator.device
             if device.free_slots - device.slots_for(request.kv_tokens) < device.growth_reserve():
-                return
+                break
             assert request.host_slots is not None
             if not self._coordinator.admit_request_direct(request.request_id, request.host_slots, request.kv_tokens):
-                return
+                break
+            self._runner.admit(request.request_id, request.newest_token, request.generate.sampling)
             request.host_slots = None
             log.info("admitted", request_id=request.request_id, kv_tokens=request.kv_tokens, was=request.state.value)
-            request.move(State.RUNNING)
+            request.move(RequestState.RUNNING)
+            admitted = True
+        return admitted
+
+    # --- who computes, and who gives way ---
 
     def _make_room(self) -> list[Request]:
-        """The running requests, each with room for one more token. The youngest give way until there is room."""
-        while running := self.in_state(State.RUNNING):
-            result = self._coordinator.append_tokens([request.request_id for request in running])
+        """The running requests that compute a token now, each with room for it, oldest first.
+
+        The youngest give way until the others have room. Where the room is on its way, in quarantine or behind a step,
+        those without it sit out.
+        """
+        while True:
+            wanting = [request for request in self.in_state(RequestState.RUNNING) if request.wants_step]
+            result = self._coordinator.append_tokens([request.request_id for request in wanting])
             if not result.short_of:
-                break
+                return wanting
+            ready = [request for request in wanting if request.request_id not in result.short_of]
             if Tier.DEVICE in result.short_of.values():
-                self._retract(running[-1])
-            else:
-                self._drop(self.in_state(*_HOLDS_HOST_SLOTS)[-1])
-        return running
+                self._retract(self.in_state(RequestState.RUNNING)[-1])
+            elif not self._free_host_slots(len(result.short_of), can_wait=bool(ready)):
+                return ready
+
+    def _free_host_slots(self, short: int, can_wait: bool) -> bool:
+        """Have the youngest request that holds host slots give them up for that many others which lack some.
+
+        False if nobody has to: as many slots are on their way, and others can go on meanwhile; or there is nobody but
+        the first.
+        """
+        on_their_way = self._remote.quarantined_slots + self._coordinator.releasing_slots
+        _, *others = self.in_state(*_HOLDS_HOST_SLOTS)
+        if not others or (can_wait and on_their_way >= short):
+            return False
+        self._drop(others[-1])
+        return True
 
     def _retract(self, request: Request) -> None:
         """Take its device slots. Its KV stays on the host and it resumes by another direct admission."""
         request.host_slots = self._coordinator.retract_request(request.request_id)
-        request.move(State.RETRACTED)
+        request.move(RequestState.RETRACTED)
         self._metrics.retractions.labels("device").inc()
         log.info("retracted", request_id=request.request_id, kv_tokens=request.kv_tokens)
 
     def _drop(self, request: Request) -> None:
-        """Take its host slots too: it is prefilled again later, with the tokens that it has emitted."""
-        log.info("dropped for want of host slots", request_id=request.request_id, kv_tokens=request.kv_tokens)
+        """Take its host slots: it is prefilled again later, with the tokens that it has emitted."""
+        log.info(
+            "gives its host slots up",
+            request_id=request.request_id,
+            kv_tokens=request.kv_tokens,
+            was=request.state.value,
+        )
         self._release(request)
-        request.move(State.WAITING)
+        request.move(RequestState.WAITING)
         self._metrics.retractions.labels("host").inc()
 
-    @torch.inference_mode()
-    def _decode(self, batch: list[Request]) -> None:
-        """One token for each request of the batch."""
-        if not batch:
-            return
-        self._metrics.decode_batch_size.observe(len(batch))
-        self._decoded.update(request.request_id for request in batch)
-        try:
-            logits = self._decoding.step(
-                [request.request_id for request in batch], [request.generated[-1] for request in batch]
-            )
-            results = sample(logits, [r.sampling for r in batch], [len(r.generated) for r in batch])
-        except Exception as error:
-            # Whatever broke the step would break it again: those who were in it end, others go on.
-            log.exception("decode step failed", batch=len(batch))
-            for request in batch:
-                self.end(request, "error", f"decode step failed: {error}")
-            return
-        for request, result in zip(batch, results, strict=True):
-            if isinstance(result, NotSampled):
-                self.end(request, "error", f"decode step failed: {result.reason}")
-            else:
-                self._emit(request, token_message(result))
+    # --- tokens ---
 
-    def _emit(self, request: Request, token: Token) -> None:
-        """Append a token, stream it, and end the request if it was the last."""
+    def _take_token(self, request_id: str, token: Token | None) -> None:
+        """A step has computed this request's next token."""
+        request = self.requests.get(request_id)
+        if request is None:
+            return  # it ended while the step was in flight
+        if token is None:
+            self.end(request, "error", "decode step failed: the model's logits are not finite numbers")
+            return
         request.generated.append(token.token_id)
         reason = request.finish_reason()
         self._outputs.token(request, token, reason)
         if reason is not None:
             self._close(request, reason)
+
+    def _step_failed(self, request_ids: Sequence[str], error: Exception) -> None:
+        for request_id in request_ids:
+            if request := self.requests.get(request_id):
+                self.end(request, "error", f"decode step failed: {error}")
 
     # --- endings ---
 
@@ -276,9 +306,15 @@ class Scheduler:
             self.end(request, "abort", reason)
         self._outputs.flush()
 
+    def fail_all(self, error: str) -> None:
+        """Tell every gateway that its requests failed, and release nothing: the device cannot be asked any more."""
+        for request in self.requests.values():
+            self._outputs.end(request, "error", error)
+        self._outputs.flush()
+
     def _close(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
         self._release(request)
-        request.move(State.FINISHED)
+        request.move(RequestState.FINISHED)
         del self.requests[request.request_id]
         self._ended.add(request.request_id)
         log.info("finished", request_id=request.request_id, reason=reason, tokens=len(request.generated), error=error)
@@ -286,20 +322,20 @@ class Scheduler:
     def _release(self, request: Request) -> None:
         """The one release path: give back whatever the request's state says it holds."""
         match request.state:
-            case State.PREFILLING:
+            case RequestState.PREFILLING:
                 self._remote.abandon(request)
-            case State.RUNNING:
+            case RequestState.RUNNING:
                 self._coordinator.request_finished(request.request_id)
-            case State.LANDED | State.RETRACTED:
+            case RequestState.LANDED | RequestState.RETRACTED:
                 self._release_host(request)
-            case State.LOCAL_PREFILL | State.STAGING:
+            case RequestState.LOCAL_PREFILL | RequestState.STAGING:
                 assert self._local is not None
                 if self._local.cancel(request):
                     self._release_host(request)
 
     def _release_host(self, request: Request) -> None:
         assert request.host_slots is not None
-        self._coordinator.host.release(request.host_slots)
+        self._coordinator.release_host(request.host_slots)
         request.host_slots = None
 
     def _retry(self, request: Request, reason: str) -> None:
@@ -313,12 +349,13 @@ class Scheduler:
 
     # --- what it holds ---
 
-    def take_decoded(self) -> list[Request]:
-        """Requests that decoded since the last call and are not over, oldest first; some may have been retracted."""
-        decoded, self._decoded = self._decoded, set()
-        return [request for request in self.requests.values() if request.request_id in decoded]
+    def take_stepped(self) -> list[Request]:
+        """Requests that were in a step since the last call and are not over, oldest first; some may have been
+        retracted."""
+        stepped = self._steps.take_stepped()
+        return [request for request in self.requests.values() if request.request_id in stepped]
 
-    def in_state(self, *states: State) -> list[Request]:
+    def in_state(self, *states: RequestState) -> list[Request]:
         """Requests in these states, oldest first."""
         return [request for request in self.requests.values() if request.state in states]
 
@@ -330,7 +367,12 @@ class Scheduler:
     @property
     def holds_something(self) -> bool:
         """Requests, or slots that are still written to after one that was given up."""
-        return bool(self.requests) or not self._remote.is_idle or self._coordinator.num_staging > 0
+        return (
+            bool(self.requests)
+            or not self._steps.is_idle
+            or not self._remote.is_idle
+            or self._coordinator.num_staging > 0
+        )
 
     def check_idle(self) -> None:
         """When nothing is held, every pool must be as full as at start. Raises RuntimeError if not."""
@@ -338,18 +380,3 @@ class Scheduler:
             return
         if not self._coordinator.is_idle() or (self._local is not None and not self._local.is_idle):
             raise RuntimeError("slots are in use although there is no request: they leaked")
-
-    def _refusal(self, request: Request) -> str | None:
-        """Why the request could never run here, or None."""
-        generate, limits = request.generate, self._limits
-        total = len(generate.prompt_ids) + generate.max_new_tokens
-        if total > limits.context_length:
-            return (
-                f"{len(generate.prompt_ids)} prompt tokens and max_tokens {generate.max_new_tokens} exceed "
-                f"the context of {limits.context_length} tokens"
-            )
-        if request.most_kv_tokens > self._coordinator.host.num_slots:
-            return f"{request.most_kv_tokens} tokens of KV exceed the host pool of {self._coordinator.host.num_slots}"
-        if max(generate.prompt_ids) >= limits.vocab_size:
-            return f"token id {max(generate.prompt_ids)} is outside the vocabulary of {limits.vocab_size}"
-        return None

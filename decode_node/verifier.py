@@ -4,16 +4,12 @@ import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 
 import structlog
 
-from control.messages import BufferInfo, Checksums
-from decode_node.arrival import Part
-from hisparse.extents import HostSlots
+from control.messages import AttemptId, BufferInfo, Checksums
+from decode_node.attempt import PartNumber, PrefillAttempt
 from transfer.checksum import Mismatch, verify
-from transfer.fencing import Key
-from transfer.planner import Int64s
 
 log = structlog.get_logger(__name__)
 
@@ -22,34 +18,20 @@ _MAX_NAMED = 4
 
 
 @dataclass(frozen=True)
-class Placement:
-    """Where a prompt's `num_tokens` positions lie. The verifications of its parts share it."""
-
-    slots: HostSlots
-    num_tokens: int
-
-    @cached_property
-    def positions(self) -> Int64s:
-        """The slot of every position: made once, where it is used first, which may take milliseconds."""
-        return self.slots.slots()
-
-
-@dataclass(frozen=True)
 class Verification:
-    """What to verify: the checksums of one part of an attempt, over positions that lie there."""
+    """What to verify: the checksums of one part of an attempt, over the slots of its positions."""
 
-    key: Key
-    part: Part
+    attempt: PrefillAttempt
+    part: PartNumber
     checksums: Checksums
-    placement: Placement
 
 
 @dataclass(frozen=True)
 class Verified:
     """What came of it. `error` says why it could not be carried out."""
 
-    key: Key
-    part: Part
+    attempt_id: AttemptId
+    part: PartNumber
     num_checksums: int
     mismatches: tuple[Mismatch, ...] = ()
     error: str | None = None
@@ -69,10 +51,10 @@ class Verified:
 
 
 class Verifier:
-    """One thread with a bounded queue. It owns nothing: it gets a key and its slots, and reports about the key.
+    """One thread with a bounded queue. It owns nothing: of an attempt it reads the id and where its positions lie.
 
     `report` is called on that thread, once for each verification that was taken. The slots may meanwhile be given up
-    and used by others: they are only read, and the result of a key that nobody waits for any more means nothing.
+    and used by others: they are only read, and the result of an attempt that nobody waits for any more means nothing.
     """
 
     def __init__(
@@ -108,20 +90,20 @@ class Verifier:
                 self._report(verified)
 
     def _verify(self, verification: Verification) -> Verified:
-        key, part, count = verification.key, verification.part, len(verification.checksums)
+        attempt, part, count = verification.attempt, verification.part, len(verification.checksums)
         try:
             mismatches = verify(
                 verification.checksums.rows(),
                 self._buffers,
-                verification.placement.positions,
-                verification.placement.num_tokens,
+                attempt.positions,
+                attempt.num_tokens,
                 go_on=lambda: not self._closing.is_set(),
             )
         except Exception as error:
             # It costs the attempt, which is made again elsewhere, and not the thread.
-            log.exception("verification failed", request_id=key[0], epoch=key[1])
-            return Verified(key, part, count, error=str(error))
-        return Verified(key, part, count, tuple(mismatches))
+            log.exception("verification failed", request_id=attempt.id.request_id, epoch=attempt.id.epoch)
+            return Verified(attempt.id, part, count, error=str(error))
+        return Verified(attempt.id, part, count, tuple(mismatches))
 
 
 def _describe(mismatch: Mismatch) -> str:

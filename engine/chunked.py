@@ -1,67 +1,55 @@
 """Chunked prefill: prompts computed piece by piece, several requests in one forward pass."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 import torch
 
 from engine.paged_pool import PagedKVPool, PagedSequence
-from engine.sampling import NotSampled, Sampled, SamplingParams, sample
 from model.passes import PrefillChunk
 from model.sparse_model import SparseModel
 from transfer.planner import Int64s
 
-Key = TypeVar("Key")
-
 
 @dataclass(eq=False)
-class PrefillJob(Generic[Key]):
-    """A prompt to compute. `step` is the index of the token to sample after it (0 unless it resumes).
+class PrefillJob:
+    """Tokens whose KV is to be computed: all of a sequence but its last one, which a decode step computes.
 
-    prompt_ids: int64, in host memory.
+    token_ids: int64, in host memory; whoever computes takes them to the device. computed: how many of them are. pages:
+    of the pool, from the first chunk until the job is released.
     """
 
-    key: Key
-    prompt_ids: torch.Tensor
-    sampling: SamplingParams
-    step: int = 0
-    pages: Int64s | None = None
-    computed: int = 0
-    cache: PagedSequence | None = field(default=None, repr=False)
+    token_ids: torch.Tensor
+    computed: int = field(default=0, init=False)
+    pages: Int64s | None = field(default=None, init=False)
+    cache: PagedSequence | None = field(default=None, init=False, repr=False)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
 
     @property
     def remaining(self) -> int:
-        return len(self.prompt_ids) - self.computed
+        return self.num_tokens - self.computed
+
+
+Job = TypeVar("Job", bound=PrefillJob)
 
 
 @dataclass(frozen=True)
-class ComputedChunk(Generic[Key]):
-    """Positions [start, stop) of a job are in its pages.
-
-    After the last of the prompt, `token` is what follows it, or `failure` says why there is none.
-    """
-
-    job: PrefillJob[Key]
-    start: int
-    stop: int
-    token: Sampled | None
-    failure: str | None = None
-
-
-@dataclass(frozen=True)
-class PrefillStep(Generic[Key]):
+class PrefillStep(Generic[Job]):
     """The chunks of one forward pass."""
 
-    chunks: list[tuple[PrefillJob[Key], PrefillChunk]]
+    chunks: list[tuple[Job, PrefillChunk]]
 
 
-class ChunkedPrefill(Generic[Key]):
+class ChunkedPrefill(Generic[Job]):
     """Computes jobs first come, first served, `chunk_size` tokens per step over as many jobs as fit.
 
-    A job gets the pages of its whole prompt before its first chunk, so a started job always ends. Its pages stay
-    until `release`, which also takes back a job that was not finished.
+    A job gets the pages of all its tokens before its first chunk, so a started job always ends. Its pages stay until
+    `release`, which also takes back a job that was not finished.
 
     A step is planned, computed and completed. One thread owns the jobs; `compute` touches none of them and may run on
     another, as long as no job of the step is released before it ends.
@@ -71,8 +59,8 @@ class ChunkedPrefill(Generic[Key]):
         self._model = model
         self._chunk_size = chunk_size
         self.pool = pool
-        self._waiting: deque[PrefillJob[Key]] = deque()
-        self._running: deque[PrefillJob[Key]] = deque()
+        self._waiting: deque[Job] = deque()
+        self._running: deque[Job] = deque()
 
     @property
     def queued_tokens(self) -> int:
@@ -84,79 +72,53 @@ class ChunkedPrefill(Generic[Key]):
         return bool(self._waiting or self._running)
 
     def fits(self, num_tokens: int) -> bool:
-        """Whether a prompt of this length can ever be computed here."""
+        """Whether that many tokens can ever be computed here."""
         return self.pool.pages_for(num_tokens) <= self.pool.num_pages
 
-    def add(self, job: PrefillJob[Key]) -> None:
+    def add(self, job: Job) -> None:
         self._waiting.append(job)
 
-    def forget(self, job: PrefillJob[Key]) -> None:
+    def forget(self, job: Job) -> None:
         """Compute no more of the job; its pages stay until `release`."""
         for queue in (self._waiting, self._running):
             if job in queue:
                 queue.remove(job)
 
-    def release(self, job: PrefillJob[Key]) -> None:
+    def release(self, job: Job) -> None:
         """Free the job's pages, finished or not."""
         self.forget(job)
         if job.pages is not None:
             self.pool.free(job.pages)
             job.pages = job.cache = None
 
-    def step(self) -> list[ComputedChunk[Key]]:
-        """Plan, compute and complete the next step; an empty list if no job can go on."""
-        step = self.plan()
-        return [] if step is None else self.complete(step, self.compute(step))
-
-    def plan(self) -> PrefillStep[Key] | None:
+    def plan(self) -> PrefillStep[Job] | None:
         """The next step, or None if no job can go on. It must be completed, or its jobs released, before another."""
         self._start_waiting()
         chunks = self._take_chunks()
         return PrefillStep(chunks) if chunks else None
 
     @torch.inference_mode()
-    def compute(
-        self, step: PrefillStep[Key], on_layer: Callable[[int], None] | None = None
-    ) -> list[Sampled | NotSampled | None]:
-        """Run the step's forward pass. Returns the token after each chunk that ends its prompt, None for others.
+    def compute(self, step: PrefillStep[Job], on_layer: Callable[[int], None] = lambda _: None) -> None:
+        """Queue the step's forward pass. `on_layer` is called when the kernels that write a layer's KV are queued."""
+        self._model.prefill([chunk for _, chunk in step.chunks], on_layer)
 
-        `on_layer` is called when the kernels that write a layer's KV are queued.
-        """
-        logits = self._model.prefill([chunk for _, chunk in step.chunks], on_layer)
-        last = [i for i, (job, chunk) in enumerate(step.chunks) if chunk.stop == len(job.prompt_ids)]
-        tokens: list[Sampled | NotSampled | None] = [None] * len(step.chunks)
-        if last:
-            jobs = [step.chunks[i][0] for i in last]
-            sampled = sample(logits[last], [job.sampling for job in jobs], [job.step for job in jobs])
-            for i, token in zip(last, sampled, strict=True):
-                tokens[i] = token
-        return tokens
-
-    def complete(
-        self, step: PrefillStep[Key], tokens: Sequence[Sampled | NotSampled | None]
-    ) -> list[ComputedChunk[Key]]:
+    def complete(self, step: PrefillStep[Job]) -> None:
         """Note what a step computed. Jobs that were forgotten meanwhile stay so."""
-        results = []
-        for (job, chunk), token in zip(step.chunks, tokens, strict=True):
+        for job, chunk in step.chunks:
             job.computed = chunk.stop
-            if token is not None and job in self._running:
+            if not job.remaining and job in self._running:
                 self._running.remove(job)
-            if isinstance(token, NotSampled):
-                results.append(ComputedChunk(job, chunk.start, chunk.stop, None, token.reason))
-            else:
-                results.append(ComputedChunk(job, chunk.start, chunk.stop, token))
-        return results
 
     def _start_waiting(self) -> None:
         while self._waiting:
             job = self._waiting[0]
-            job.pages = self.pool.allocate(len(job.prompt_ids))
+            job.pages = self.pool.allocate(job.num_tokens)
             if job.pages is None:
                 return
             job.cache = PagedSequence(self.pool, job.pages)
             self._running.append(self._waiting.popleft())
 
-    def _take_chunks(self) -> list[tuple[PrefillJob[Key], PrefillChunk]]:
+    def _take_chunks(self) -> list[tuple[Job, PrefillChunk]]:
         budget = self._chunk_size
         taken = []
         for job in self._running:
@@ -165,6 +127,6 @@ class ChunkedPrefill(Generic[Key]):
             assert job.cache is not None
             length = min(budget, job.remaining)
             budget -= length
-            ids = job.prompt_ids[job.computed : job.computed + length]
-            taken.append((job, PrefillChunk(ids, job.computed, len(job.prompt_ids), job.cache)))
+            ids = job.token_ids[job.computed : job.computed + length]
+            taken.append((job, PrefillChunk(ids, job.computed, job.num_tokens + 1, job.cache)))
         return taken

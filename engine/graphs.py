@@ -1,10 +1,8 @@
-"""Decode steps as CUDA graphs: recorded at start for a ladder of sizes, replayed for the requests of the moment."""
+"""Decode steps as CUDA graphs: recorded at start for a ladder of sizes, replayed for the batch of the moment."""
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import structlog
 import torch
 
@@ -20,64 +18,66 @@ _LEAST_TOKENS = 2048
 """Contexts below this are not told apart: scoring them costs little."""
 _CONTEXT_RATIO = 4
 """A sequence is scored over at most this many times its length."""
-_NO_TOKEN = 0
-"""Any id that has an embedding: what is computed for padding means nothing."""
 
 
 @dataclass(frozen=True)
-class _Recorded:
+class _RecordedStep:
     """A graph and the step that it carries out, whose tensors it reads and writes."""
 
     graph: torch.cuda.CUDAGraph
     step: DecodeStep
 
 
-class GraphDecoding:
+class StepGraphs:
     """Replays the smallest recorded step that has room for the batch and for its longest sequence.
 
     A replay launches in one go what a step launches from Python kernel by kernel. All that differs from one step to the
-    next is in `_inputs` (token ids, rows, newest positions); where tokens lie is looked up by the graph itself. Entries
-    that a batch does not fill are padding, for which no kernel stores, selects or copies anything.
+    next is in the tensors that it was recorded with; where tokens lie is looked up by the graph itself. Entries that a
+    batch does not fill are padding, for which no kernel stores, selects or copies anything.
 
-    The graphs share one pool of memory, since only one is replayed at a time, and leave their result in `_logits`.
+    The graphs share one pool of memory, since only one is replayed at a time.
     """
 
     def __init__(
-        self, model: SparseModel, coordinator: HiSparseCoordinator, max_batch: int, context_length: int
+        self,
+        model: SparseModel,
+        coordinator: HiSparseCoordinator,
+        next_tokens: torch.Tensor,
+        rows: torch.Tensor,
+        newest: torch.Tensor,
+        context_length: int,
     ) -> None:
-        device = model.device
+        """next_tokens: int64 [rows of the device tables], the token that each computes next. rows, newest: int64
+        [largest batch], below 0 for padding. Raises StartupError where a step cannot be recorded."""
         self._model = model
         self._coordinator = coordinator
-        self._batches = batch_ladder(max_batch)
+        self._next_tokens = next_tokens
+        self._rows, self._newest = rows, newest
+        self._logits = torch.empty(len(rows), model.spec.vocab_size, device=model.device)
+        self._batches = batch_ladder(len(rows))
         self._contexts = context_ladder(context_length)
-        self._inputs = torch.full((3, max_batch), -1, dtype=torch.int64, device=device)
-        self._inputs[0] = _NO_TOKEN
-        self._logits = torch.empty(max_batch, model.spec.vocab_size, device=device)
         self._pool = torch.cuda.graph_pool_handle()
-        self._recorded: dict[tuple[int, int], _Recorded] = {}
-        free, _ = torch.cuda.mem_get_info(device)
+        self._recorded: dict[tuple[int, int], _RecordedStep] = {}
+        free, _ = torch.cuda.mem_get_info(model.device)
         with model.recordable():
             # The largest first: the others find their memory in what it leaves.
             for context in reversed(self._contexts):
                 for batch in reversed(self._batches):
                     self._record(batch, context)
-        left, _ = torch.cuda.mem_get_info(device)
+        left, _ = torch.cuda.mem_get_info(model.device)
         log.info("sized", what=f"recorded decode steps: {len(self._recorded)}, {human(max(0, free - left))}")
 
-    def step(self, request_ids: Sequence[str], token_ids: Sequence[int]) -> torch.Tensor:
-        """See Decoding."""
-        places = self._coordinator.place(request_ids)
-        inputs = np.full(self._inputs.shape, -1, dtype=np.int64)
-        inputs[0] = _NO_TOKEN
-        inputs[:, : len(places)] = token_ids, [place.row for place in places], [place.newest for place in places]
-        self._inputs.copy_(self._coordinator.device.upload(inputs))
-        batch = next(size for size in self._batches if len(places) <= size)
-        longest = max(place.newest for place in places) + 1
+    def replay(self, batch: int, longest: int) -> torch.Tensor:
+        """Queue a step of `batch` requests, the longest of which has `longest` tokens, the newest included.
+
+        Returns float32 logits [batch, vocab], which the next replay overwrites.
+        """
+        size = next(size for size in self._batches if batch <= size)
         context = next(size for size in self._contexts if longest <= size)
-        recorded = self._recorded[batch, context]
+        recorded = self._recorded[size, context]
         recorded.graph.replay()
-        self._coordinator.finish_replay(recorded.step, request_ids)
-        return self._logits[: len(places)]
+        recorded.step.verify()
+        return self._logits[:batch]
 
     @torch.inference_mode()
     def _record(self, batch: int, context: int) -> None:
@@ -95,7 +95,7 @@ class GraphDecoding:
                 f"a decode step of {batch} requests and {context} tokens cannot be recorded as a CUDA graph "
                 f"({str(error).splitlines()[0]}): give --disable-cuda-graph"
             ) from error
-        self._recorded[batch, context] = _Recorded(graph, step)
+        self._recorded[batch, context] = _RecordedStep(graph, step)
         log.info(
             "recorded a decode step",
             batch=batch,
@@ -105,10 +105,11 @@ class GraphDecoding:
         )
 
     def _compute(self, batch: int, context: int) -> DecodeStep:
-        token_ids, rows, newest = self._inputs[:, :batch].unbind(0)
-        step = self._coordinator.begin_recorded_step(rows, newest, context)
+        rows, newest = self._rows[:batch], self._newest[:batch]
+        step = self._coordinator.cache(rows, newest, context)
+        token_ids = self._next_tokens[rows.clamp(min=0)]
         self._logits[:batch] = self._model.decode(token_ids, newest.clamp(min=0), step)
-        self._coordinator.finish_step(step)
+        step.finish()
         return step
 
 

@@ -15,7 +15,7 @@ from transfer.planner import Int64s
 
 
 class PagedKVPool:
-    """Pages of KV items and index keys: `[layers][pages * page_size][dim]`, the same page in every layer.
+    """Pages of KV items and index keys: uint8 `[layers][pages * page_size][bytes]`, the same page in every layer.
 
     A row is one token in one layer; page p holds the rows [p * page_size, (p + 1) * page_size).
     """
@@ -25,8 +25,8 @@ class PagedKVPool:
         self.layout = layout
         self.page_size = page_size
         self.num_pages = num_pages
-        self.kv = _zeros((layout.num_layers, rows, layout.item_dim), layout.dtype, device)
-        self.index_keys = _zeros((layout.num_index_layers, rows, layout.index_dim), layout.dtype, device)
+        self.kv = _zeros((layout.num_layers, rows, layout.item_bytes), device)
+        self.index_keys = _zeros((layout.num_index_layers, rows, layout.index_key_bytes), device)
         self._free = deque(range(num_pages))
 
     @property
@@ -60,12 +60,12 @@ def buffer_info(layers: Sequence[torch.Tensor]) -> BufferInfo:
     )
 
 
-def _zeros(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _zeros(shape: tuple[int, int, int], device: torch.device) -> torch.Tensor:
     if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
+        return torch.zeros(shape, dtype=torch.uint8, device=device)
     # In large memory pages, if the machine has them: scattered tokens are found faster there.
-    memory = HostMemory(math.prod(shape) * dtype.itemsize, shareable=False, populated=False)
-    return memory.tensor(0, shape, dtype)
+    memory = HostMemory(math.prod(shape), shareable=False, populated=False)
+    return memory.tensor(0, shape)
 
 
 class PagedSequence:

@@ -1,20 +1,26 @@
 """The one owner of what is where: requests in the KV tiers of a decode node."""
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+import numpy as np
+import numpy.typing as npt
+import structlog
 import torch
 
 from hisparse.copy_stream import CopyStream
 from hisparse.device_pool import DeviceKVPool
 from hisparse.extents import HostSlots, SlotAccountingError
 from hisparse.host_pool import HostKVPool
-from hisparse.lifecycle import LifecycleError, RequestState, move
+from hisparse.lifecycle import LifecycleError, TierState, move
 from hisparse.residency import Residency
 from hisparse.staging import Staged, StagingArea
 from hisparse.step import DecodeStep, StepError, Tiers
 from hisparse.swap_in import StagedKV, SwapInBackend, SwapInCounters
+
+log = structlog.get_logger(__name__)
 
 HOST_GRANULE = 64
 """Host slots are taken this many at a time as a request grows, so that its slots stay contiguous."""
@@ -36,18 +42,22 @@ class AppendResult:
 
 
 @dataclass(frozen=True)
-class Place:
-    """The row of a running request and the position of the token that it computes next."""
+class StepPlaces:
+    """Where the tokens of one step go: int64 [batch] each, on the host.
 
-    row: int
-    newest: int
+    number: of the step, from 1. rows: of the device tables. newest: the position of the token that each computes.
+    """
+
+    number: int
+    rows: npt.NDArray[np.int64]
+    newest: npt.NDArray[np.int64]
 
 
 @dataclass(eq=False)
-class _Request:
-    """A running request. num_tokens: tokens whose KV is complete on the host, in all layers."""
+class _RunningRequest:
+    """A running request. num_tokens: tokens whose KV is on the host when the steps that were begun are over."""
 
-    state: RequestState
+    state: TierState
     row: int
     host_slots: HostSlots
     num_tokens: int
@@ -66,6 +76,10 @@ class HiSparseCoordinator:
     2. after swap-in, the bytes at every returned slot are the host copy's, or the slot is the newest one's;
     3. a hit is not evicted in the step that hit it, and a row's slots are used by no other row;
     4. host slots, staged pages, rows, hot slots and index pages have one owner and are released once.
+
+    Steps run on the device behind the caller, in the order in which they were begun, while the caller goes on. What
+    lies on the device changes hands at once, since later work comes later there too. Host slots do not: remote writers
+    know nothing of that order, so they are free only when the steps that were begun are over (`step_over`).
 
     One thread uses it. `verify` checks 2 after every swap-in, which is slow.
     """
@@ -86,13 +100,17 @@ class HiSparseCoordinator:
         self._tiers = Tiers(host, device, backend, verify)
         self._copy_stream = copy_stream
         self._staging = StagingArea(host, backend, copy_stream)
-        self._running: dict[str, _Request] = {}
-        self._step: DecodeStep | None = None
+        self._running: dict[str, _RunningRequest] = {}
+        self._begun = 0
+        self._over = 0
+        """Numbers of the last step that was begun, and of the last that is over."""
+        self._releasing: deque[tuple[int, HostSlots]] = deque()
+        """Host slots that become free when that step is over."""
 
     # Admission
 
     def admit_request_direct(self, request_id: str, host_slots: HostSlots, num_tokens: int) -> bool:
-        """Start to run a request whose first `num_tokens` tokens are on the host.
+        """Start to run a request whose first `num_tokens` tokens (0 for a prompt of one token) are on the host.
 
         Takes over `host_slots`. No KV is copied to the device except a short request's, which fits the hot buffer; a
         long request starts with an empty one. False (nothing held, nothing changed) if the device has no room.
@@ -106,14 +124,16 @@ class HiSparseCoordinator:
             self.device.free_row(row)
             return False
         self.device.set_host_slots(row, 0, host_slots.slots())
-        self._backend.load_index_keys(row, num_tokens)
+        if num_tokens:
+            self._backend.load_index_keys(row, num_tokens)
         if num_tokens <= self.device.device_buffer_size:
-            self._backend.preload(row, num_tokens)
+            if num_tokens:
+                self._backend.preload(row, num_tokens)
             self._residency.reset_short(row)
         else:
             self._residency.reset_empty(row)
-        state = move(request_id, RequestState.NEW, RequestState.RUNNING)
-        self._running[request_id] = _Request(state, row, host_slots, num_tokens)
+        state = move(request_id, TierState.NEW, TierState.RUNNING)
+        self._running[request_id] = _RunningRequest(state, row, host_slots, num_tokens)
         return True
 
     def admit_request_into_staging(
@@ -157,82 +177,79 @@ class HiSparseCoordinator:
                 short_of[request_id] = tier
         return AppendResult(tuple(r for r in request_ids if r not in short_of), short_of)
 
-    def begin_step(self, request_ids: Sequence[str]) -> DecodeStep:
-        """Begin to compute one token for each request, all of which must be ready (`append_tokens`).
+    def begin_step(self, request_ids: Sequence[str]) -> StepPlaces:
+        """Count one more token of each request, all of which must be ready (`append_tokens`).
 
-        A step that was begun before and not finished is abandoned: its tokens do not count and may be computed again.
+        The caller has the device compute these tokens, by `cache`, before it asks the coordinator for anything else,
+        and says `step_over` when the device has. Raises StepError for a request that has no room.
         """
-        places = self.place(request_ids)
-        lengths = tuple(place.newest + 1 for place in places)
-        self._step = DecodeStep(
-            self._tiers,
-            self.device.upload([place.row for place in places]),
-            self.device.upload([place.newest for place in places]),
-            max(lengths),
-            tuple(request_ids),
-            lengths,
-        )
-        return self._step
-
-    def place(self, request_ids: Sequence[str]) -> list[Place]:
-        """Where the requests of a step are, all of which must be ready. A step in progress is abandoned."""
         if not request_ids or len(set(request_ids)) != len(request_ids):
             raise ValueError(f"a step needs distinct requests, found {list(request_ids)}")
-        self._abandon_step()
         requests = [self._request(request_id) for request_id in request_ids]
         for request_id, request in zip(request_ids, requests, strict=True):
             if not self._has_room(request):
                 raise StepError(f"request {request_id} has no room for token {request.num_tokens}: append_tokens first")
-        return [Place(request.row, request.num_tokens) for request in requests]
+        self._begun += 1
+        places = StepPlaces(
+            self._begun,
+            np.array([request.row for request in requests]),
+            np.array([request.num_tokens for request in requests]),
+        )
+        for request in requests:
+            request.num_tokens += 1
+        return places
 
-    def begin_recorded_step(self, rows: torch.Tensor, newest: torch.Tensor, max_tokens: int) -> DecodeStep:
-        """Begin a step that is recorded, to be carried out again and again, and not computed for any request now.
-
-        rows, newest: int64 [batch] on the device, below 0 for padding; the requests are those that they name whenever
-        the record is replayed, between `place` and `finish_replay`. max_tokens: of the longest of them, the newest
-        included.
-        """
-        self._abandon_step()
-        self._step = DecodeStep(self._tiers, rows, newest, max_tokens)
-        return self._step
+    def cache(
+        self, rows: torch.Tensor, newest: torch.Tensor, max_tokens: int, lengths: tuple[int, ...] | None = None
+    ) -> DecodeStep:
+        """What the model runs against in one step, or in all replays of a recorded one: see DecodeStep."""
+        return DecodeStep(self._tiers, rows, newest, max_tokens, lengths)
 
     def swap_in_selected_pages(self, step: DecodeStep, layer: int, positions: torch.Tensor) -> torch.Tensor:
         """Make the positions that a layer selected resident, and return their device slots: see DecodeStep.swap_in."""
         return step.swap_in(layer, positions)
 
-    def finish_step(self, step: DecodeStep) -> None:
-        """Copy the step's new tokens to the host and count them: from here on they are evictable.
-
-        Raises StepError if the step was finished or abandoned before.
-        """
-        step.finish()
-        self._step = None
-        self._count(step.request_ids)
-
-    def finish_replay(self, step: DecodeStep, request_ids: Sequence[str]) -> None:
-        """Count the tokens of a recorded step that was finished when it was recorded, and now replayed for requests."""
-        step.verify()
-        self._count(request_ids)
+    def step_over(self, number: int) -> None:
+        """The device has carried out the steps up to this one, or given them up: it writes nothing more for them."""
+        self._over = max(self._over, number)
+        while self._releasing and self._releasing[0][0] <= number:
+            self.host.release(self._releasing.popleft()[1])
 
     # Leaving
 
     def retract_request(self, request_id: str) -> HostSlots:
         """Free all that a running request has on the device. Its tokens are all on the host: returns their slots.
 
-        The caller owns them (there may be more of them than tokens) and resumes the request with
-        `admit_request_direct`, `num_tokens` being what it was. A step in progress that has the request is abandoned.
+        The caller owns them (there may be more of them than tokens), resumes the request with `admit_request_direct`,
+        `num_tokens` being what it was, or gives them to `release_host`.
         """
         return self._leave(request_id).host_slots
 
     def request_finished(self, request_id: str) -> None:
         """Free all that a running request has, on the device and on the host."""
-        self.host.release(self._leave(request_id).host_slots)
+        self.release_host(self._leave(request_id).host_slots)
+
+    def release_host(self, slots: HostSlots) -> None:
+        """Take host slots back: free when the steps that were begun are over, which may still write to them."""
+        if self._begun == self._over:
+            self.host.release(slots)
+        else:
+            self._releasing.append((self._begun, slots))
+
+    def row(self, request_id: str) -> int:
+        """The row of a running request in the device tables."""
+        return self._request(request_id).row
 
     def num_tokens(self, request_id: str) -> int:
-        """Tokens of a running request whose KV is complete on the host."""
+        """Tokens of a running request whose KV is on the host when the steps that were begun are over."""
         return self._request(request_id).num_tokens
 
     # Watching
+
+    @property
+    def releasing_slots(self) -> int:
+        """Host slots that become free when a step or a copy that may still touch them is over."""
+        return sum(len(slots) for _, slots in self._releasing) + self._staging.aborting_slots
 
     @property
     def num_running(self) -> int:
@@ -252,7 +269,7 @@ class HiSparseCoordinator:
 
         Host slots that the caller holds make it False. Raises SlotAccountingError if something leaked on the device.
         """
-        if self._running or len(self._staging):
+        if self._running or len(self._staging) or self._releasing:
             return False
         self.check_integrity()
         return self.host.used == 0
@@ -272,19 +289,19 @@ class HiSparseCoordinator:
             self._residency.check_integrity(request.row)
 
     def close(self) -> None:
-        """Stop the copy stream and unpin the host pool, which nobody else may read or write any more."""
-        self._copy_stream.close()
-        self._backend.drain()
-        self.host.close()
+        """Stop the copy stream and unpin the host pool, which nobody else may read or write any more.
+
+        What a device that failed does not do any more is logged: this is the end of it.
+        """
+        for end in (self._copy_stream.close, self._backend.drain, self.host.close):
+            try:
+                end()
+            except Exception as error:
+                log.error("the KV tiers cannot be closed", error=str(error))
 
     # Inside
 
-    def _count(self, request_ids: Sequence[str]) -> None:
-        """One more token of each request is computed and backed up."""
-        for request_id in request_ids:
-            self._request(request_id).num_tokens += 1
-
-    def _request(self, request_id: str) -> _Request:
+    def _request(self, request_id: str) -> _RunningRequest:
         request = self._running.get(request_id)
         if request is None:
             where = "in staging" if request_id in self._staging else "unknown"
@@ -294,17 +311,17 @@ class HiSparseCoordinator:
     def _check_admission(self, request_id: str, host_slots: HostSlots, num_tokens: int) -> None:
         if request_id in self._running or request_id in self._staging:
             raise LifecycleError(f"request {request_id} is here already")
-        if not 0 < num_tokens <= min(len(host_slots), self.device.max_context):
+        if not 0 <= num_tokens <= min(len(host_slots), self.device.max_context):
             raise ValueError(
                 f"request {request_id} has {num_tokens} tokens, {len(host_slots)} host slots, "
                 f"and a context of {self.device.max_context}"
             )
 
-    def _has_room(self, request: _Request) -> bool:
+    def _has_room(self, request: _RunningRequest) -> bool:
         needed = request.num_tokens + 1
         return len(request.host_slots) >= needed and self.device.has_room(request.row, needed)
 
-    def _grow(self, request: _Request) -> Tier | None:
+    def _grow(self, request: _RunningRequest) -> Tier | None:
         """Room for one more token, or the tier that lacks it (and nothing taken)."""
         held = len(request.host_slots)
         host_is_short = held < request.num_tokens + 1
@@ -321,20 +338,10 @@ class HiSparseCoordinator:
             request.host_slots = grown
         return None
 
-    def _abandon_step(self) -> None:
-        """Leave an unfinished step, if there is one."""
-        if self._step is not None:
-            self._step.abandon()
-            self._step = None
-
-    def _leave(self, request_id: str) -> _Request:
-        """The one release path of a row. A step in progress that has the request is abandoned."""
+    def _leave(self, request_id: str) -> _RunningRequest:
+        """The one release path of a row."""
         request = self._request(request_id)
-        if self._step is not None and request_id in self._step.request_ids:
-            self._abandon_step()
-        # Its host slots change hands: what is backed up to them must not land on a remote write of their next owner.
-        self._backend.drain()
-        request.state = move(request_id, request.state, RequestState.GONE)
+        request.state = move(request_id, request.state, TierState.GONE)
         del self._running[request_id]
         self.device.free_row(request.row)
         return request

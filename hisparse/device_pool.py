@@ -35,7 +35,8 @@ class _Row:
 class DeviceKVPool:
     """Hot slots and index pages in device memory, and the tables by which a kernel finds them.
 
-    kv: [num_layers, num_slots, item_dim]. index_keys: [num_index_layers, num_index_pages, index_page_size, index_dim].
+    kv: uint8 [num_layers, num_slots, item_bytes]. index_keys: uint8 [num_index_layers, num_index_pages,
+    index_page_size, index_key_bytes].
 
     A running request has a row. Per row, int64 on the device:
     hot_granules [max_requests, ceil((device_buffer_size + 1) / hot_granule)]: hot index // hot_granule -> the first of
@@ -65,13 +66,13 @@ class DeviceKVPool:
         self.device = torch.device(device)
 
         def zeros(*shape: int) -> torch.Tensor:
-            return torch.zeros(shape, dtype=layout.dtype, device=self.device)
+            return torch.zeros(shape, dtype=torch.uint8, device=self.device)
 
         def table(width: int, fill: int) -> torch.Tensor:
             return torch.full((max_requests, width), fill, dtype=torch.int64, device=self.device)
 
-        self.kv = zeros(layout.num_layers, num_slots, layout.item_dim)
-        self.index_keys = zeros(layout.num_index_layers, num_index_pages, index_page_size, layout.index_dim)
+        self.kv = zeros(layout.num_layers, num_slots, layout.item_bytes)
+        self.index_keys = zeros(layout.num_index_layers, num_index_pages, index_page_size, layout.index_key_bytes)
         self.hot_granules = table(self._granules_for(device_buffer_size + 1), -1)
         self.page_table = table(self._pages_for(max_context), 0)
         self.host_slot_of = table(max_context, -1)
@@ -203,8 +204,8 @@ class DeviceKVPool:
         return max(1, _GROWTH // self.hot_granule)
 
     def _check_context(self, num_tokens: int) -> None:
-        if not 0 < num_tokens <= self.max_context:
-            raise ValueError(f"{num_tokens} tokens asked for, a request may have 1 to {self.max_context}")
+        if not 0 <= num_tokens <= self.max_context:
+            raise ValueError(f"{num_tokens} tokens asked for, a request may have up to {self.max_context}")
 
     def _grow_pages(self, row: int, num_pages: int) -> None:
         owned = self._rows[row]

@@ -58,12 +58,12 @@ class HostMemory:
         if populated:
             populate(self._address, self._length, cpus)
 
-    def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor that lies `offset` bytes into the memory, and keeps it alive."""
+    def tensor(self, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
+        """A uint8 tensor that lies `offset` bytes into the memory, and keeps it alive."""
         count = math.prod(shape)
         if count == 0:
-            return torch.empty(shape, dtype=dtype)
-        return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=offset).view(shape)
+            return torch.empty(shape, dtype=torch.uint8)
+        return torch.frombuffer(self._memory, dtype=torch.uint8, count=count, offset=offset).view(shape)
 
     def shared(self) -> SharedRegion | None:
         """How to map it from another process, or None if it was not made for that."""

@@ -17,11 +17,11 @@ class HostKVPool:
 
     So one reservation and one transfer plan serve both, and a retracted request resumes by another direct admission.
 
-    kv: [num_layers, num_slots, item_dim]. index_keys: [num_index_layers, num_slots, index_dim]. Both are layer-first,
-    so that a layer is one contiguous buffer, and start at a memory page. With `pin` the memory is registered with
-    CUDA where it lies: torch's own pinned allocator would round it up to a power of two. With `shareable` other
-    processes of the host can map it (`shared`). cpus: processors near which it should lie. Raises StartupError if the
-    machine does not have the memory.
+    kv: uint8 [num_layers, num_slots, item_bytes]. index_keys: uint8 [num_index_layers, num_slots, index_key_bytes].
+    Both are layer-first, so that a layer is one contiguous buffer, and start at a memory page. With `pin` the memory is
+    registered with CUDA where it lies: torch's own pinned allocator would round it up to a power of two. With
+    `shareable` other processes of the host can map it (`shared`). cpus: processors near which it should lie. Raises
+    StartupError if the machine does not have the memory.
     """
 
     def __init__(
@@ -36,10 +36,8 @@ class HostKVPool:
         keys_at = page_aligned(layout.num_layers * num_slots * layout.item_bytes)
         num_bytes = keys_at + layout.num_index_layers * num_slots * layout.index_key_bytes
         self._memory = HostMemory(num_bytes, shareable, cpus)
-        self.kv = self._memory.tensor(0, (layout.num_layers, num_slots, layout.item_dim), layout.dtype)
-        self.index_keys = self._memory.tensor(
-            keys_at, (layout.num_index_layers, num_slots, layout.index_dim), layout.dtype
-        )
+        self.kv = self._memory.tensor(0, (layout.num_layers, num_slots, layout.item_bytes))
+        self.index_keys = self._memory.tensor(keys_at, (layout.num_index_layers, num_slots, layout.index_key_bytes))
         self._slots = SlotAllocator(num_slots)
         self._pinned: list[torch.Tensor] = []
         if pin:

@@ -3,7 +3,7 @@
 from enum import Enum
 
 
-class RequestState(Enum):
+class TierState(Enum):
     """Where a request's KV is and who owns its host slots."""
 
     NEW = "new"
@@ -23,15 +23,15 @@ class LifecycleError(RuntimeError):
 
 
 _MOVES = {
-    RequestState.NEW: {RequestState.STAGING, RequestState.RUNNING},
-    RequestState.STAGING: {RequestState.ABORTING, RequestState.GONE},
-    RequestState.ABORTING: {RequestState.GONE},
-    RequestState.RUNNING: {RequestState.GONE},
-    RequestState.GONE: set(),
+    TierState.NEW: {TierState.STAGING, TierState.RUNNING},
+    TierState.STAGING: {TierState.ABORTING, TierState.GONE},
+    TierState.ABORTING: {TierState.GONE},
+    TierState.RUNNING: {TierState.GONE},
+    TierState.GONE: set(),
 }
 
 
-def move(request_id: str, state: RequestState, to: RequestState) -> RequestState:
+def move(request_id: str, state: TierState, to: TierState) -> TierState:
     """The state `to`, if it may follow `state`. Raises LifecycleError otherwise."""
     if to not in _MOVES[state]:
         raise LifecycleError(f"request {request_id} is {state.value} and cannot become {to.value}")

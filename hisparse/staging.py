@@ -7,14 +7,14 @@ import torch
 from hisparse.copy_stream import CopyEvent, CopyStream
 from hisparse.extents import HostSlots
 from hisparse.host_pool import HostKVPool
-from hisparse.lifecycle import RequestState, move
+from hisparse.lifecycle import TierState, move
 from hisparse.swap_in import StagedKV, SwapInBackend
 
 
 @dataclass(eq=False)
 class _Staging:
     request_id: str
-    state: RequestState
+    state: TierState
     staged: StagedKV
     host_slots: HostSlots
     event: CopyEvent
@@ -49,11 +49,16 @@ class StagingArea:
         """Requests that hold pages and host slots here, aborted ones included."""
         return len(self._staging) + len(self._aborting)
 
+    @property
+    def aborting_slots(self) -> int:
+        """Host slots that become free when a copy is over that nobody wants any more."""
+        return sum(len(entry.host_slots) for entry in self._aborting)
+
     def start(self, request_id: str, host_slots: HostSlots, staged: StagedKV, num_tokens: int) -> None:
         """Start the copy and take over host slots and pages."""
         slots = torch.from_numpy(host_slots.slots()[:num_tokens])
         event = self._stream.submit(lambda: self._backend.stage(staged, slots))
-        state = move(request_id, RequestState.NEW, RequestState.STAGING)
+        state = move(request_id, TierState.NEW, TierState.STAGING)
         self._staging[request_id] = _Staging(request_id, state, staged, host_slots, event)
 
     def abort(self, request_id: str) -> bool:
@@ -61,7 +66,7 @@ class StagingArea:
         entry = self._staging.pop(request_id, None)
         if entry is None:
             return False
-        entry.state = move(request_id, entry.state, RequestState.ABORTING)
+        entry.state = move(request_id, entry.state, TierState.ABORTING)
         self._aborting.append(entry)
         self._collect_aborted()
         return True
@@ -81,7 +86,7 @@ class StagingArea:
                 staged.failed[entry.request_id] = error
             else:
                 del self._staging[entry.request_id]
-                entry.state = move(entry.request_id, entry.state, RequestState.GONE)
+                entry.state = move(entry.request_id, entry.state, TierState.GONE)
                 entry.staged.release()
                 staged.landed.append(entry.request_id)
         return staged
@@ -90,6 +95,6 @@ class StagingArea:
         over = [entry for entry in self._aborting if entry.event.done()]
         self._aborting = [entry for entry in self._aborting if entry not in over]
         for entry in over:
-            entry.state = move(entry.request_id, entry.state, RequestState.GONE)
+            entry.state = move(entry.request_id, entry.state, TierState.GONE)
             entry.staged.release()
             self._host.release(entry.host_slots)

@@ -1,7 +1,6 @@
 """One decode step: what the model sees of the KV tiers, and does to them."""
 
 from dataclasses import dataclass
-from enum import Enum
 from functools import cached_property
 
 import torch
@@ -20,9 +19,9 @@ class StepError(RuntimeError):
 class IndexPages:
     """Paged index keys of a decode batch in one index layer.
 
-    keys: [num_pages, page_size, index_dim]. page_table: int64 [batch, max_pages]; entries past a row's length are
-    arbitrary valid pages. seq_lens: int64 [batch], counting the newest token, 0 for padding. lengths: the same on the
-    host, None where only the device knows them.
+    keys: uint8 [num_pages, page_size, index_key_bytes]. page_table: int64 [batch, max_pages]; entries past a row's
+    length are arbitrary valid pages. seq_lens: int64 [batch], counting the newest token, 0 for padding. lengths: the
+    same on the host, None where only the device knows them.
     """
 
     keys: torch.Tensor
@@ -80,31 +79,23 @@ class Tiers:
         return groups
 
 
-class StepState(Enum):
-    OPEN = "open"
-    FINISHED = "finished"
-    ABANDONED = "abandoned"
-
-
 @dataclass(eq=False)
 class DecodeStep:
-    """A batch of requests of which each computes one new token; the decode cache that the model runs against.
+    """The KV tiers as one decode step sees them: the decode cache that the model runs against.
 
-    The model stores the new token's items and index keys in each layer and swaps in what it selected. Until the step is
-    finished nothing has happened that beginning it again would not overwrite. `HiSparseCoordinator` begins, finishes
-    and abandons steps; one is open at a time.
+    The model stores the new tokens' items and index keys in each layer and swaps in what it selected; `finish` copies
+    the new tokens to the host. On a device everything is queued in the order of the calls. A step whose tensors stay
+    may be recorded, and is then carried out for whatever `rows` and `newest` hold whenever it is replayed.
 
-    rows, newest: int64 [batch] on the device, below 0 for padding. max_tokens: of the longest sequence, the newest one
-    included. A step that is recorded names no requests and knows no lengths: it is carried out whenever it is replayed.
+    rows, newest: int64 [batch] on the device, below 0 for padding. max_tokens: of the longest sequence, the newest
+    included. lengths: sequence lengths on the host, None where only the device knows them.
     """
 
     tiers: Tiers
     rows: torch.Tensor
     newest: torch.Tensor
     max_tokens: int
-    request_ids: tuple[str, ...] = ()
     lengths: tuple[int, ...] | None = None
-    state: StepState = StepState.OPEN
 
     def __post_init__(self) -> None:
         device = self.tiers.device
@@ -114,19 +105,12 @@ class DecodeStep:
         self._plans: dict[int, GroupPlan] = {}
         self._to_verify: list[SwappedIn] = []
 
-    @property
-    def is_recorded(self) -> bool:
-        """Whether nothing of it is carried out before it is replayed."""
-        return self.lengths is None
-
     def append(self, layer: int, items: torch.Tensor) -> None:
-        """Store the new tokens' KV items of one layer, [batch, item_dim], where swap-in will say that they are."""
-        self._check_open()
+        """Store the new tokens' KV items of one layer, uint8 [batch, item_bytes], where swap-in says that they are."""
         self.tiers.backend.store_items(layer, self.batch, items)
 
     def append_index_keys(self, index_layer: int, keys: torch.Tensor) -> None:
-        """Store the new tokens' index keys of one index layer, [batch, index_dim]."""
-        self._check_open()
+        """Store the new tokens' index keys of one index layer, uint8 [batch, index_key_bytes]."""
         self.tiers.backend.store_index_keys(index_layer, self.batch, keys)
 
     def index_pages(self, index_layer: int) -> IndexPages:
@@ -137,9 +121,9 @@ class DecodeStep:
         """Make the positions that a layer selected resident, and return their device slots.
 
         positions: int64 [batch, k], -1 where there is none. Returns int64 of the same shape, -1 for -1. The first layer
-        of an index layer's group decides hits and victims; the others must select the same and only copy.
+        of an index layer's group decides hits and victims; the others must select the same and only copy. Raises
+        StepError for a layer out of turn.
         """
-        self._check_open()
         index_layer = self.tiers.host.layout.index_layer_of[layer]
         layers = self.tiers.layers_of_group[index_layer]
         if layer == layers[0] and index_layer not in self._plans:
@@ -152,49 +136,26 @@ class DecodeStep:
         group.to_fetch.remove(layer)
         if self.tiers.verify:
             self._to_verify.append(SwappedIn(layer, positions, group.plan.slots))
-            if not self.is_recorded:
-                self.verify()
-                self._to_verify.clear()
         return group.plan.slots
 
     def kv(self, layer: int) -> torch.Tensor:
-        """The layer's device items, [num_slots, item_dim]."""
+        """The layer's device items, uint8 [num_slots, item_bytes]."""
         return self.tiers.device.kv[layer]
 
     def finish(self) -> None:
-        """Copy the new tokens to the host, all layers at once."""
-        self._check_open()
-        self._complete_fetches()
+        """Copy the new tokens to the host, all layers at once. Raises StepError if a layer swapped nothing in."""
+        if unfetched := [layer for group in self._plans.values() for layer in group.to_fetch]:
+            raise StepError(f"layers {unfetched} did not swap in what residency says that they have")
         self.tiers.backend.backup(self.batch)
-        self.state = StepState.FINISHED
-
-    def abandon(self) -> None:
-        """Leave it where it is, if it is open, with what it made resident really there."""
-        if self.state is StepState.OPEN:
-            self._complete_fetches()
-            self.state = StepState.ABANDONED
+        self._plans.clear()  # a recorded step lives on, and plans are large
 
     def verify(self) -> None:
-        """Check what was swapped in since the last check; for a recorded step, what its last replay swapped in.
+        """Compare what was swapped in, by the last replay if the step is recorded, with the host copy.
 
-        Nothing to do unless the tiers are to be verified. Raises SwapInMismatchError.
+        A layer's hot buffer is changed by its own swap-in only, so what it holds now is what attention read. Waits for
+        the device. Nothing to do unless the tiers are to be verified. Raises SwapInMismatchError.
         """
         for swapped in self._to_verify:
             verify_swap_in(
                 self.tiers.host, self.tiers.device, self.batch, swapped.layer, swapped.positions, swapped.slots
             )
-
-    def _check_open(self) -> None:
-        if self.state is not StepState.OPEN:
-            raise StepError("this decode step was finished or abandoned")
-
-    def _complete_fetches(self) -> None:
-        """Fetch in the layers that did not ask for it, since residency says that all layers of a group have the item.
-
-        After a step that ran through there is nothing to do.
-        """
-        for group in self._plans.values():
-            while group.to_fetch:
-                self.tiers.backend.fetch(group.plan, group.to_fetch[0])
-                group.to_fetch.pop(0)
-        self._plans.clear()  # a recorded step lives on, and plans are large

@@ -62,8 +62,8 @@ class SwapInCounters:
 class StagedKV:
     """The KV of a prompt that was computed on this node, in device pages.
 
-    kv_rows: per layer [num_rows, item_dim]. index_rows: per index layer [num_rows, index_dim]. rows: int64
-    [num_tokens], the row of each position. release: gives the pages back; called exactly once.
+    kv_rows: per layer, uint8 [num_rows, item_bytes]. index_rows: per index layer, uint8 [num_rows, index_key_bytes].
+    rows: int64 [num_tokens], the row of each position. release: gives the pages back; called exactly once.
     """
 
     kv_rows: Sequence[torch.Tensor]
@@ -80,11 +80,11 @@ class SwapInBackend(Protocol):
     """
 
     def store_items(self, layer: int, batch: StepBatch, items: torch.Tensor) -> None:
-        """Write the newest items of one layer, [batch, item_dim], to their device slots."""
+        """Write the newest items of one layer, uint8 [batch, item_bytes], to their device slots."""
         ...
 
     def store_index_keys(self, index_layer: int, batch: StepBatch, keys: torch.Tensor) -> None:
-        """Write the newest index keys of one index layer, [batch, index_dim], to their index pages."""
+        """Write the newest index keys of one index layer, uint8 [batch, index_key_bytes], to their index pages."""
         ...
 
     def resolve(self, index_layer: int, batch: StepBatch, positions: torch.Tensor) -> SwapInPlan:

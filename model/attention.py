@@ -14,16 +14,15 @@ from model.rope import Rope
 
 
 @dataclass(frozen=True)
-class AttentionInputs:
-    """What one attention layer derives from N tokens' hidden states.
+class AttentionQueries:
+    """What one attention layer asks for N tokens.
 
-    queries: [N, heads, item_dim], absorbed, to be compared with items. items: [N, item_dim], to be cached.
-    query_latents: [N, q_lora_rank], which the indexer's queries are made from.
+    queries: [N, heads, item_dim], absorbed, to be compared with items. latents: [N, q_lora_rank], which the indexer's
+    queries are made from.
     """
 
     queries: torch.Tensor
-    items: torch.Tensor
-    query_latents: torch.Tensor
+    latents: torch.Tensor
 
 
 class LatentAttention:
@@ -39,22 +38,21 @@ class LatentAttention:
         self._key_map = per_head[:, : self._nope_dim]
         self._value_map = per_head[:, self._nope_dim :]
 
-    def project(self, hidden: torch.Tensor, rope: Rope) -> AttentionInputs:
-        """Queries and items of normed hidden states, shape [N, hidden_size]."""
+    def items(self, hidden: torch.Tensor, rope: Rope) -> torch.Tensor:
+        """The KV items [N, item_dim] of normed hidden states [N, hidden_size]."""
         module = self._module
-        query_latents = module.q_a_layernorm(module.q_a_proj(hidden))
-        queries = module.q_b_proj(query_latents).view(len(hidden), -1, self._nope_dim + self._rope_dim)
+        latent, key_rope = module.kv_a_proj_with_mqa(hidden).split((self.latent_dim, self._rope_dim), dim=-1)
+        roped_key = rope.interleaved(key_rope.unsqueeze(1)).squeeze(1)
+        return torch.cat((module.kv_a_layernorm(latent), roped_key), dim=-1)
+
+    def queries(self, hidden: torch.Tensor, rope: Rope) -> AttentionQueries:
+        """The queries of normed hidden states [N, hidden_size]."""
+        module = self._module
+        latents = module.q_a_layernorm(module.q_a_proj(hidden))
+        queries = module.q_b_proj(latents).view(len(hidden), -1, self._nope_dim + self._rope_dim)
         query_nope, query_rope = queries.split((self._nope_dim, self._rope_dim), dim=-1)
         absorbed = torch.einsum("nhd,hdr->nhr", query_nope, self._key_map)
-
-        compressed = module.kv_a_proj_with_mqa(hidden)
-        latent, key_rope = compressed.split((self.latent_dim, self._rope_dim), dim=-1)
-        roped_key = rope.interleaved(key_rope.unsqueeze(1)).squeeze(1)
-        return AttentionInputs(
-            queries=torch.cat((absorbed, rope.interleaved(query_rope)), dim=-1),
-            items=torch.cat((module.kv_a_layernorm(latent), roped_key), dim=-1),
-            query_latents=query_latents,
-        )
+        return AttentionQueries(torch.cat((absorbed, rope.interleaved(query_rope)), dim=-1), latents)
 
     def output(self, latents: torch.Tensor) -> torch.Tensor:
         """Map each head's attended latent, shape [N, heads, latent_dim], to hidden states [N, hidden_size]."""

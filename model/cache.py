@@ -1,7 +1,8 @@
 """The KV caches that the model runs against.
 
 The model knows layers and projections; it does not know where KV lives. It writes and reads *rows* of flat pools:
-a prefill cache maps positions to rows itself (pages), a decode cache returns the rows to attend to after swap-in.
+a prefill cache maps positions to rows itself (pages), a decode cache returns the rows to attend to after swap-in. What
+a row holds is bytes, by a `hisparse.format.KVFormat`.
 """
 
 from collections.abc import Sequence
@@ -18,20 +19,20 @@ class PrefillCache(Protocol):
         ...
 
     def kv(self, layer: int) -> torch.Tensor:
-        """The layer's KV items, shape [num_rows, item_dim]; the model writes new items into it in place."""
+        """The layer's KV items, uint8 [num_rows, item_bytes]; the model writes new items into it in place."""
         ...
 
     def index_keys(self, index_layer: int) -> torch.Tensor:
-        """The index layer's keys, shape [num_rows, index_dim]; the model writes new keys into it in place."""
+        """The index layer's keys, uint8 [num_rows, index_key_bytes]; the model writes new keys into it in place."""
         ...
 
 
-class IndexPages(Protocol):
+class PagedKeys(Protocol):
     """Paged index keys of a decode batch in one index layer."""
 
     @property
     def keys(self) -> torch.Tensor:
-        """[num_pages, page_size, index_dim]."""
+        """uint8 [num_pages, page_size, index_key_bytes]."""
         ...
 
     @property
@@ -54,14 +55,14 @@ class DecodeCache(Protocol):
     """A batch of requests of which each computes one new token."""
 
     def append(self, layer: int, items: torch.Tensor) -> None:
-        """Store the new tokens' KV items, shape [batch, item_dim], as the newest position of each request."""
+        """Store the new tokens' KV items, uint8 [batch, item_bytes], as the newest position of each request."""
         ...
 
     def append_index_keys(self, index_layer: int, keys: torch.Tensor) -> None:
-        """Store the new tokens' index keys, shape [batch, index_dim]."""
+        """Store the new tokens' index keys, uint8 [batch, index_key_bytes]."""
         ...
 
-    def index_pages(self, index_layer: int) -> IndexPages:
+    def index_pages(self, index_layer: int) -> PagedKeys:
         """The index keys to score against, new tokens included."""
         ...
 
@@ -73,5 +74,5 @@ class DecodeCache(Protocol):
         ...
 
     def kv(self, layer: int) -> torch.Tensor:
-        """The layer's KV items, shape [num_rows, item_dim], to be read at the rows that `swap_in` returned."""
+        """The layer's KV items, uint8 [num_rows, item_bytes], to be read at the rows that `swap_in` returned."""
         ...

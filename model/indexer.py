@@ -9,15 +9,18 @@ from model.rope import Rope
 
 
 @dataclass(frozen=True)
-class IndexInputs:
-    """What one indexer derives from N tokens' hidden states.
+class IndexQueries:
+    """What one indexer asks for N tokens.
 
-    queries: [N, index_heads, index_dim]. head_weights: float32 [N, index_heads]. keys: [N, index_dim], to be cached.
+    queries: [N, index_heads, index_dim]. head_weights: float32 [N, index_heads].
     """
 
     queries: torch.Tensor
     head_weights: torch.Tensor
-    keys: torch.Tensor
+
+    def __getitem__(self, tokens: slice) -> "IndexQueries":
+        """Those of some of the tokens."""
+        return IndexQueries(self.queries[tokens], self.head_weights[tokens])
 
 
 class Indexer:
@@ -30,18 +33,18 @@ class Indexer:
         self._module = module
         self._interleaved = interleaved
 
-    def project(self, hidden: torch.Tensor, query_latents: torch.Tensor, rope: Rope) -> IndexInputs:
-        """Queries, head weights and keys of normed hidden states [N, hidden_size]."""
+    def keys(self, hidden: torch.Tensor, rope: Rope) -> torch.Tensor:
+        """The index keys [N, index_dim] of normed hidden states [N, hidden_size]."""
+        keys = self._module.k_norm(self._module.wk(hidden)).unsqueeze(1)
+        return self._rotate(keys, rope).squeeze(1)
+
+    def queries(self, hidden: torch.Tensor, query_latents: torch.Tensor, rope: Rope) -> IndexQueries:
+        """Queries and head weights of normed hidden states [N, hidden_size]."""
         module = self._module
         queries = module.wq_b(query_latents).view(len(hidden), module.n_heads, module.head_dim)
-        keys = module.k_norm(module.wk(hidden)).unsqueeze(1)
         # transformers keeps this projection in float32 in a bfloat16 model.
         head_weights = module.weights_proj(hidden.to(module.weights_proj.weight.dtype))
-        return IndexInputs(
-            queries=self._rotate(queries, rope),
-            head_weights=head_weights.float() * module.n_heads**-0.5,
-            keys=self._rotate(keys, rope).squeeze(1),
-        )
+        return IndexQueries(self._rotate(queries, rope), head_weights.float() * module.n_heads**-0.5)
 
     def _rotate(self, x: torch.Tensor, rope: Rope) -> torch.Tensor:
         rope_dim = self._module.qk_rope_head_dim

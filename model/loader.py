@@ -77,7 +77,7 @@ def load_model(
         raise StartupError(f"{path} lacks {len(missing)} weights, which would be random: {', '.join(missing[:3])}")
     if device.type == "cuda":  # what fusing left in the allocator's cache is for the pools
         torch.cuda.empty_cache()
-    return SparseModel(network.requires_grad_(False).eval(), spec, backend or TorchBackend())
+    return SparseModel(network.requires_grad_(False).eval(), spec, backend or TorchBackend(spec.kv_format))
 
 
 def _parse_config(path: Path, raw: dict[str, Any]) -> Any:

@@ -12,19 +12,20 @@ import torch
 
 from model.backends.protocol import AttentionBackend
 from model.cache import DecodeCache, PrefillCache
-from model.indexer import IndexInputs
+from model.indexer import IndexQueries
 
 
 @dataclass(frozen=True)
 class PrefillChunk:
     """Consecutive prompt tokens of one request; everything before them is in the cache already.
 
-    token_ids: int64 [T] on any device, at positions [start, start + T). prompt_len: tokens of the whole prompt.
+    token_ids: int64 [T] on any device, at positions [start, start + T). sequence_length: tokens of the whole sequence,
+    those that are computed elsewhere included; the torch backend scores rows of that length, as transformers does.
     """
 
     token_ids: torch.Tensor
     start: int
-    prompt_len: int
+    sequence_length: int
     cache: PrefillCache
 
     @property
@@ -33,23 +34,30 @@ class PrefillChunk:
 
 
 @dataclass(frozen=True)
-class LayerInputs:
-    """One layer's part in a pass. `index` is None where the layer reuses the selection of the one before it."""
+class LayerQueries:
+    """What one layer asks for. `index` is None where the layer reuses the selection of the one before it."""
 
     layer: int
     index_layer: int
     queries: torch.Tensor
-    items: torch.Tensor
-    index: IndexInputs | None
+    index: IndexQueries | None
     scaling: float
     latent_dim: int
 
 
 class ForwardPass(Protocol):
-    """The attention of one forward pass, called once per layer in order."""
+    """The KV side of one forward pass, called for each layer in order."""
 
-    def attend(self, inputs: LayerInputs) -> torch.Tensor:
-        """Store the new tokens and return the attended latents, shape [N, heads, latent_dim]."""
+    def store(self, layer: int, items: torch.Tensor) -> None:
+        """Keep the new tokens' KV items, [N, item_dim]."""
+        ...
+
+    def store_index_keys(self, index_layer: int, keys: torch.Tensor) -> None:
+        """Keep the new tokens' index keys, [N, index_dim]."""
+        ...
+
+    def attend(self, layer: LayerQueries) -> torch.Tensor:
+        """Returns the attended latents, shape [N, heads, latent_dim]."""
         ...
 
 
@@ -57,15 +65,23 @@ class PrefillPass:
     """Chunks of several prompts, whose tokens are concatenated in the order of the chunks."""
 
     def __init__(self, chunks: Sequence[PrefillChunk], topk: int, backend: AttentionBackend) -> None:
-        self._requests = [_PrefillRequest(chunk, topk, backend) for chunk in chunks]
-        self._lengths = [len(chunk.token_ids) for chunk in chunks]
+        self._requests: list[tuple[_PrefillRequest, slice]] = []
+        begin = 0
+        for chunk in chunks:
+            end = begin + len(chunk.token_ids)
+            self._requests.append((_PrefillRequest(chunk, topk, backend), slice(begin, end)))
+            begin = end
 
-    def attend(self, inputs: LayerInputs) -> torch.Tensor:
-        latents, begin = [], 0
-        for request, length in zip(self._requests, self._lengths, strict=True):
-            latents.append(request.attend(inputs, slice(begin, begin + length)))
-            begin += length
-        return torch.cat(latents)
+    def store(self, layer: int, items: torch.Tensor) -> None:
+        for request, tokens in self._requests:
+            request.store(layer, items[tokens])
+
+    def store_index_keys(self, index_layer: int, keys: torch.Tensor) -> None:
+        for request, tokens in self._requests:
+            request.store_index_keys(index_layer, keys[tokens])
+
+    def attend(self, layer: LayerQueries) -> torch.Tensor:
+        return torch.cat([request.attend(layer, tokens) for request, tokens in self._requests])
 
 
 class _PrefillRequest:
@@ -77,22 +93,25 @@ class _PrefillRequest:
         self._new_rows = self._rows[chunk.start :]
         self._selected_rows: torch.Tensor | None = None
 
-    def attend(self, inputs: LayerInputs, tokens: slice) -> torch.Tensor:
-        kv = self._chunk.cache.kv(inputs.layer)
-        kv[self._new_rows] = inputs.items[tokens]
-        if inputs.index is not None:
-            self._selected_rows = self._select(inputs.index_layer, inputs.index, tokens)
-        assert self._selected_rows is not None, "the first layer has an indexer"
-        queries = inputs.queries[tokens]
-        return self._backend.attend_rows(queries, kv, self._selected_rows, inputs.scaling, inputs.latent_dim)
+    def store(self, layer: int, items: torch.Tensor) -> None:
+        self._chunk.cache.kv(layer)[self._new_rows] = self._backend.format.encode_items(items)
 
-    def _select(self, index_layer: int, index: IndexInputs, tokens: slice) -> torch.Tensor:
+    def store_index_keys(self, index_layer: int, keys: torch.Tensor) -> None:
+        self._chunk.cache.index_keys(index_layer)[self._new_rows] = self._backend.format.encode_index_keys(keys)
+
+    def attend(self, layer: LayerQueries, tokens: slice) -> torch.Tensor:
+        if layer.index is not None:
+            self._selected_rows = self._select(layer.index_layer, layer.index[tokens])
+        assert self._selected_rows is not None, "the first layer has an indexer"
+        kv = self._chunk.cache.kv(layer.layer)
+        return self._backend.attend_rows(
+            layer.queries[tokens], kv, self._selected_rows, layer.scaling, layer.latent_dim
+        )
+
+    def _select(self, index_layer: int, index: IndexQueries) -> torch.Tensor:
         chunk = self._chunk
-        mine = IndexInputs(index.queries[tokens], index.head_weights[tokens], index.keys[tokens])
-        pool = chunk.cache.index_keys(index_layer)
-        pool[self._new_rows] = mine.keys
-        keys = pool[self._rows]
-        positions = self._backend.select_for_prompt(mine, keys, chunk.start, chunk.prompt_len, self._topk)
+        keys = chunk.cache.index_keys(index_layer)[self._rows]
+        positions = self._backend.select_for_prompt(index, keys, chunk.start, chunk.sequence_length, self._topk)
         return torch.where(positions < 0, -1, self._rows[positions.clamp(min=0)])
 
 
@@ -105,15 +124,18 @@ class DecodePass:
         self._backend = backend
         self._positions: torch.Tensor | None = None
 
-    def attend(self, inputs: LayerInputs) -> torch.Tensor:
-        cache = self._cache
-        cache.append(inputs.layer, inputs.items)
-        if inputs.index is not None:
-            cache.append_index_keys(inputs.index_layer, inputs.index.keys)
-            pages = cache.index_pages(inputs.index_layer)
-            self._positions = self._backend.select_for_decode(inputs.index, pages, self._topk)
+    def store(self, layer: int, items: torch.Tensor) -> None:
+        self._cache.append(layer, self._backend.format.encode_items(items))
+
+    def store_index_keys(self, index_layer: int, keys: torch.Tensor) -> None:
+        self._cache.append_index_keys(index_layer, self._backend.format.encode_index_keys(keys))
+
+    def attend(self, layer: LayerQueries) -> torch.Tensor:
+        if layer.index is not None:
+            pages = self._cache.index_pages(layer.index_layer)
+            self._positions = self._backend.select_for_decode(layer.index, pages, self._topk)
         assert self._positions is not None, "the first layer has an indexer"
         # Also where the positions are shared: each layer has items of its own to fetch.
-        rows = cache.swap_in(inputs.layer, self._positions)
-        kv = cache.kv(inputs.layer)
-        return self._backend.attend_rows(inputs.queries, kv, rows, inputs.scaling, inputs.latent_dim)
+        rows = self._cache.swap_in(layer.layer, self._positions)
+        kv = self._cache.kv(layer.layer)
+        return self._backend.attend_rows(layer.queries, kv, rows, layer.scaling, layer.latent_dim)

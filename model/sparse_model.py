@@ -14,16 +14,24 @@ from model.attention import LatentAttention
 from model.backends.protocol import AttentionBackend
 from model.cache import DecodeCache
 from model.indexer import Indexer
-from model.passes import DecodePass, ForwardPass, LayerInputs, PrefillChunk, PrefillPass
+from model.passes import DecodePass, ForwardPass, LayerQueries, PrefillChunk, PrefillPass
 from model.rope import Rope
+from model.shard import WHOLE, Shard
 from model.spec import ModelSpec
 
 
 class SparseModel:
-    """Runs a loaded transformers `deepseek_v32` or `glm_moe_dsa` causal language model."""
+    """Runs a loaded transformers `deepseek_v32` or `glm_moe_dsa` causal language model.
 
-    def __init__(self, network: Any, spec: ModelSpec, backend: AttentionBackend) -> None:
+    KV is written and read in the format of the attention backend. `shard`: the part of the experts that this process
+    has; the network of transformers has all of them.
+    """
+
+    def __init__(self, network: Any, spec: ModelSpec, backend: AttentionBackend, shard: Shard = WHOLE) -> None:
+        if shard != WHOLE:
+            raise ValueError(f"shard {shard.rank} of {shard.of}: this network computes the whole model")
         self.spec = spec
+        self.shard = shard
         self.device: torch.device = network.device
         self._network = network
         self._backend = backend
@@ -31,18 +39,17 @@ class SparseModel:
         self._layers = [_Layer(module, interleaved) for module in network.model.layers]
 
     @torch.no_grad()
-    def prefill(self, chunks: Sequence[PrefillChunk], on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
+    def prefill(self, chunks: Sequence[PrefillChunk], on_layer: Callable[[int], None] = lambda _: None) -> None:
         """Compute chunks of prompts and store their KV; at most one chunk per request.
 
-        `on_layer` is called with each layer's number once the work that stores its KV is queued on the device.
-        Returns float32 logits of the last token of each chunk, shape [len(chunks), vocab_size].
+        `on_layer` is called with each layer's number once the work that stores its KV is queued on the device. The last
+        layer ends there: nobody needs its hidden states.
         """
         token_ids = torch.cat([chunk.token_ids for chunk in chunks]).to(self.device)
         positions = torch.cat([torch.arange(chunk.start, chunk.stop, device=self.device) for chunk in chunks])
-        forward_pass = PrefillPass(chunks, self.spec.index_topk, self._backend)
-        hidden = self._forward(token_ids, positions, forward_pass, on_layer)
-        ends = torch.tensor([len(chunk.token_ids) for chunk in chunks], device=self.device).cumsum(0)
-        return self._logits(hidden[ends - 1])
+        self._forward(
+            token_ids, positions, PrefillPass(chunks, self.spec.index_topk, self._backend), on_layer, kv_only=True
+        )
 
     @torch.no_grad()
     def decode(self, token_ids: torch.Tensor, positions: torch.Tensor, cache: DecodeCache) -> torch.Tensor:
@@ -51,7 +58,8 @@ class SparseModel:
         Returns float32 logits, shape [batch, vocab_size].
         """
         hidden = self._forward(token_ids, positions, DecodePass(cache, self.spec.index_topk, self._backend))
-        return self._logits(hidden)
+        logits: torch.Tensor = self._network.lm_head(self._network.model.norm(hidden))
+        return logits.float()
 
     @contextmanager
     def recordable(self) -> Iterator[None]:
@@ -73,36 +81,39 @@ class SparseModel:
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         forward_pass: ForwardPass,
-        on_layer: Callable[[int], None] | None = None,
+        on_layer: Callable[[int], None] = lambda _: None,
+        kv_only: bool = False,
     ) -> torch.Tensor:
-        """Hidden states after the last layer, shape [N, hidden_size], of N tokens of any requests."""
+        """Hidden states after the last layer, shape [N, hidden_size], of N tokens of any requests.
+
+        With `kv_only` it ends when the last layer's KV is stored, and what it returns means nothing.
+        """
         hidden: torch.Tensor = self._network.model.embed_tokens(token_ids)
         cos, sin = self._network.model.rotary_emb(hidden, position_ids=positions.unsqueeze(0))
         rope = Rope.from_angles(cos.squeeze(0), sin.squeeze(0))
         for number, layer in enumerate(self._layers):
+            index_layer = self.spec.index_layer_of[number]
             normed = layer.input_norm(hidden)
-            inputs = layer.attention.project(normed, rope)
-            index = layer.indexer.project(normed, inputs.query_latents, rope) if layer.indexer else None
+            forward_pass.store(number, layer.attention.items(normed, rope))
+            if layer.indexer:
+                forward_pass.store_index_keys(index_layer, layer.indexer.keys(normed, rope))
+            on_layer(number)
+            if kv_only and number == len(self._layers) - 1:
+                break
+            attention = layer.attention.queries(normed, rope)
             latents = forward_pass.attend(
-                LayerInputs(
+                LayerQueries(
                     layer=number,
-                    index_layer=self.spec.index_layer_of[number],
-                    queries=inputs.queries,
-                    items=inputs.items,
-                    index=index,
+                    index_layer=index_layer,
+                    queries=attention.queries,
+                    index=layer.indexer.queries(normed, attention.latents, rope) if layer.indexer else None,
                     scaling=layer.attention.scaling,
                     latent_dim=layer.attention.latent_dim,
                 )
             )
-            if on_layer is not None:
-                on_layer(number)
             hidden = hidden + layer.attention.output(latents)
             hidden = hidden + layer.mlp(layer.mlp_norm(hidden))
         return hidden
-
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self._network.lm_head(self._network.model.norm(hidden))
-        return logits.float()
 
 
 class _Layer:

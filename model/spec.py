@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
+from hisparse.format import DenseFormat, KVFormat
+from hisparse.layout import KVLayout
+
 
 @dataclass(frozen=True)
 class ModelSpec:
@@ -31,3 +34,13 @@ class ModelSpec:
     @property
     def num_index_layers(self) -> int:
         return self.index_layer_of[-1] + 1
+
+    @property
+    def kv_format(self) -> KVFormat:
+        """How its items and index keys are stored."""
+        return DenseFormat(self.dtype, self.item_dim, self.index_dim)
+
+    @property
+    def kv_layout(self) -> KVLayout:
+        """What one token leaves in the KV tiers."""
+        return KVLayout(self.index_layer_of, self.kv_format.item_bytes, self.kv_format.index_key_bytes)

@@ -2,15 +2,15 @@
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import structlog
 import torch
 
 from engine.chunked import ChunkedPrefill, PrefillStep
-from engine.sampling import NotSampled, Sampled
-from prefill_node.entry import Key
+from engine.device import DeviceFailed, check_device
+from prefill_node.job import TransferJob
 from prefill_node.progress import ForwardProgress
 
 log = structlog.get_logger(__name__)
@@ -18,24 +18,26 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True)
 class Computed:
-    """A step has ended: with the token after each of its chunks (None where the prompt goes on), or with an error."""
+    """A step has ended, or failed with an error. device_failed: there is no device to compute another one."""
 
-    step: PrefillStep[Key]
-    tokens: Sequence[Sampled | NotSampled | None] = ()
+    step: PrefillStep[TransferJob]
     error: str | None = None
+    device_failed: DeviceFailed | None = None
 
 
 class ComputeThread:
     """Computes one step at a time; `report` is called from the thread when a step has ended."""
 
-    def __init__(self, prefill: ChunkedPrefill[Key], device: torch.device, report: Callable[[Computed], None]) -> None:
+    def __init__(
+        self, prefill: ChunkedPrefill[TransferJob], device: torch.device, report: Callable[[Computed], None]
+    ) -> None:
         self._prefill = prefill
         self._device = device
         self._report = report
-        self._steps: queue.SimpleQueue[tuple[PrefillStep[Key], ForwardProgress]] = queue.SimpleQueue()
+        self._steps: queue.SimpleQueue[tuple[PrefillStep[TransferJob], ForwardProgress]] = queue.SimpleQueue()
         threading.Thread(target=self._work, name="compute", daemon=True).start()
 
-    def start(self, step: PrefillStep[Key]) -> ForwardProgress:
+    def start(self, step: PrefillStep[TransferJob]) -> ForwardProgress:
         """Compute a step. The progress shows layer by layer what may be sent."""
         progress = ForwardProgress(self._device)
         self._steps.put((step, progress))
@@ -47,12 +49,21 @@ class ComputeThread:
         while True:
             step, progress = self._steps.get()
             try:
-                tokens = self._prefill.compute(step, progress.layer_done)
+                self._prefill.compute(step, progress.layer_done)
+                if self._device.type == "cuda":
+                    torch.cuda.current_stream(self._device).synchronize()
             except Exception as error:
                 # A batch that cannot be computed (out of memory, say) costs its requests; others go on.
                 log.exception("prefill step failed")
                 # Told before its chunks give up: the node is to blame the cause.
-                self._report(Computed(step, error=f"prefill failed: {error}"))
+                self._report(Computed(step, f"prefill failed: {error}", self._device_failure()))
                 progress.fail()
             else:
-                self._report(Computed(step, tokens))
+                self._report(Computed(step))
+
+    def _device_failure(self) -> DeviceFailed | None:
+        try:
+            check_device(self._device)
+        except DeviceFailed as failure:
+            return failure
+        return None

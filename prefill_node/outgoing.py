@@ -9,7 +9,7 @@ from enum import Enum
 
 import structlog
 
-from control.messages import Checksum, Destination, Peer, Transport
+from control.messages import AttemptId, Checksum, Destination, Peer, Transport
 from prefill_node.plan import ChunkPlan, Part
 from prefill_node.progress import ForwardProgress, NotComputed
 from prefill_node.ring import BUFFER_BYTES, SendBuffer, SendRing
@@ -36,8 +36,7 @@ class Chunk:
     `progress` is the forward pass that computes them. `cancelled` is asked again and again while they are sent.
     """
 
-    request_id: str
-    epoch: int
+    attempt: AttemptId
     start: int
     stop: int
     pages: Int64s
@@ -144,7 +143,7 @@ class Outgoing:
             self._sent.error = "aborted"
         except Exception as error:
             # A bug costs the request, not the thread: the node waits for a report of every chunk.
-            log.exception("sending failed", request_id=self._chunk.request_id)
+            log.exception("sending failed", request_id=self._chunk.attempt.request_id)
             self._sent.error = f"sending failed: {error}"
         self._pipeline.close(write)
 
@@ -178,8 +177,8 @@ class Outgoing:
         if sent.error is not None and sent.error != "aborted":
             log.warning(
                 "transfer failed",
-                request_id=self._chunk.request_id,
-                epoch=self._chunk.epoch,
+                request_id=self._chunk.attempt.request_id,
+                epoch=self._chunk.attempt.epoch,
                 decode=self._chunk.decode.address,
                 error=sent.error,
             )

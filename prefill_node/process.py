@@ -1,5 +1,6 @@
 """A prefill process: what it is made of, and in which order."""
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import structlog
@@ -9,20 +10,21 @@ from base.errors import StartupError
 from base.logs import configure_logging
 from base.memory import device_split, human, pool_bytes
 from control.membership import Membership
-from control.messages import Heartbeat, Register
+from control.messages import Heartbeat, Message, Peer, Register
 from engine.chunked import ChunkedPrefill
-from engine.convert import identity, kv_layout
+from engine.identity import identity_of
 from engine.paged_pool import PagedKVPool
 from model.backends.choice import choose_backend
 from model.dtypes import resolve_dtype
 from model.loader import load_model, read_spec
 from model.spec import ModelSpec
-from prefill_node.compute import Computed, ComputeThread
-from prefill_node.entry import Key, Offer
-from prefill_node.node import PrefillNode
-from prefill_node.outgoing import Reading, Sent
+from prefill_node.endpoint import PrefillEndpoint
+from prefill_node.job import TransferJob
+from prefill_node.model_engine import ModelEngine
+from prefill_node.offer import Offer
+from prefill_node.outgoing import Reading
 from prefill_node.ring import SendRings
-from prefill_node.sender import Sender, Surroundings
+from prefill_node.sender import Surroundings
 from prefill_node.source import DeviceSource, HostSource
 from service.checkpoint import identify
 from service.config import NodeConfig
@@ -53,33 +55,37 @@ def run_prefill_node(config: PrefillConfig) -> None:
     spec = read_spec(config.model_path, dtype, config.context_length)
     checkpoint = identify(config.model_path)
     backend = choose_backend(config.attention_backend, device, spec)
-    shell: NodeShell[Computed | Sent] = NodeShell("prefill", config)
-    sender = None
-    try:
+    with ExitStack() as at_end:
+        shell: NodeShell[tuple[Peer, Message]] = NodeShell("prefill", config)
+        at_end.callback(shell.close)
         ports = config.claim_transfer_ports()
         log.info("attention backend", backend=backend.name)
         model = load_model(config.model_path, dtype, device, config.context_length, backend)
-        pool = PagedKVPool(kv_layout(spec), _num_pages(config, spec, device), config.page_size, device)
+        pool = PagedKVPool(spec.kv_layout, _num_pages(config, spec, device), config.page_size, device)
         transports = Transports(config.data_host, config.transfer_protocol, config.ib_device, ports)
         transports.register(pool.get_contiguous_buf_infos())
-        prefill: ChunkedPrefill[Key] = ChunkedPrefill(model, pool, config.chunked_prefill_size)
-        sender = Sender(
+        offer = Offer(
+            identity=identity_of(spec),
+            transports=transports.offered,
+            max_tokens=spec.context_length,
+            vocab_size=spec.vocab_size,
+        )
+        prefill: ChunkedPrefill[TransferJob] = ChunkedPrefill(model, pool, config.chunked_prefill_size)
+        engine = ModelEngine(
+            prefill,
+            device,
             Surroundings(
                 reading=_reading(pool, config),
                 rings=SendRings(pin=device.type == "cuda", register=transports.register),
                 connect=transports.connect,
                 silence=shell.control.silence,
-                report=shell.inbox.put,
-            )
+            ),
+            offer,
+            shell.metrics,
+            wake=lambda: shell.inbox.put(None),
+            transfer_timeout=config.transfer_timeout,
         )
-        offer = Offer(
-            identity=identity(spec),
-            transports=transports.offered,
-            max_tokens=spec.context_length,
-            vocab_size=spec.vocab_size,
-        )
-        compute = ComputeThread(prefill, device, report=shell.inbox.put)
-        node = PrefillNode(shell, prefill, compute, sender, offer, config.transfer_timeout)
+        at_end.callback(engine.close, timeout=1.0)
         membership = Membership(
             shell.control,
             shell.gateways,
@@ -93,16 +99,15 @@ def run_prefill_node(config: PrefillConfig) -> None:
                 checkpoint=checkpoint,
             ),
             heartbeat=lambda via: Heartbeat(
-                via=via, ready=True, queued_tokens=node.queued_tokens, running_requests=node.num_entries
+                via=via,
+                ready=not engine.device_failed,
+                queued_tokens=engine.queued_tokens,
+                running_requests=len(engine.attempts),
             ),
         )
-        shell.start(membership, node.refresh_metrics)
+        shell.start(membership, engine.refresh_metrics)
         shell.announce(transports, spec.model_type, spec.fingerprint)
-        node.run()
-    finally:
-        if sender is not None and not sender.stop(timeout=1.0):
-            log.warning("writes are still in flight; the engine's end stops them")
-        shell.close()
+        PrefillEndpoint(shell, engine).run()
 
 
 def _reading(pool: PagedKVPool, config: PrefillConfig) -> Reading:
@@ -120,7 +125,7 @@ def _num_pages(config: PrefillConfig, spec: ModelSpec, device: torch.device) -> 
     """Pages of the KV pool, and the line that says why so many. Raises StartupError if a full context does not fit."""
     if split := device_split(device, config.mem_fraction_static):
         log.info("sized", what=split)
-    token_bytes = kv_layout(spec).token_bytes
+    token_bytes = spec.kv_layout.token_bytes
     affordable = pool_bytes(device, config.mem_fraction_static) // token_bytes
     wanted = config.max_total_tokens or min(affordable, _PROMPTS_BY_DEFAULT * spec.context_length)
     if wanted > affordable:

@@ -25,16 +25,14 @@ LEASE_S = 2.0
 class Surroundings:
     """What the threads of a sender share.
 
-    connect: the best way to a decode node; raises NoRoute. silence: for how many seconds a
-    decode node may have been dead (`ControlPlane.silence`). report: is called once per chunk, when nothing of it is in
-    flight any more.
+    connect: the best way to a decode node; raises NoRoute. silence: for how many seconds a decode node may have been
+    dead (`ControlPlane.silence`).
     """
 
     reading: Reading
     rings: SendRings
     connect: Callable[[Destination], Channel]
     silence: Callable[[Peer], float]
-    report: Callable[[Sent], None]
 
 
 class Sender:
@@ -43,8 +41,10 @@ class Sender:
     One thread, the node's loop, calls it.
     """
 
-    def __init__(self, surroundings: Surroundings) -> None:
+    def __init__(self, surroundings: Surroundings, report: Callable[[Sent], None]) -> None:
+        """report: is called once per chunk, on any thread, when nothing of it is in flight any more."""
         self._surroundings = surroundings
+        self._report = report
         self._sessions: dict[str, _Session] = {}
 
     def open(self, decode: Peer) -> bool:
@@ -52,7 +52,7 @@ class Sender:
         if decode.boot_id not in self._sessions:
             if len(self._sessions) >= MAX_SESSIONS:
                 return False
-            self._sessions[decode.boot_id] = _Session(self._surroundings, decode)
+            self._sessions[decode.boot_id] = _Session(self._surroundings, decode, self._report)
         return True
 
     def submit(self, chunk: Chunk) -> None:
@@ -77,8 +77,9 @@ class Sender:
 class _Session:
     """The thread that sends to one decode node, its way there and its send buffers."""
 
-    def __init__(self, surroundings: Surroundings, decode: Peer) -> None:
+    def __init__(self, surroundings: Surroundings, decode: Peer, report: Callable[[Sent], None]) -> None:
         self._surroundings = surroundings
+        self._report = report
         self._decode = decode
         self._pipeline: Pipeline | None = None
         self._ring: SendRing | None = None
@@ -105,14 +106,14 @@ class _Session:
         return self.chunks.get()
 
     def _send(self, chunk: Chunk) -> None:
-        report = self._surroundings.report
+        report = self._report
         if chunk.cancelled():
             report(Sent(chunk, error="aborted"))
             return
         try:
             pipeline = self._connected(chunk.destination)
         except NoRoute as error:
-            log.warning("no route", request_id=chunk.request_id, epoch=chunk.epoch, error=str(error))
+            log.warning("no route", request_id=chunk.attempt.request_id, epoch=chunk.attempt.epoch, error=str(error))
             report(Sent(chunk, error=str(error)))
             return
         outgoing = Outgoing(chunk, self._surroundings.reading, pipeline, self._lent_ring, report)

@@ -13,14 +13,13 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Generic, Protocol, TypeVar
 
-from control.messages import Peer
+from control.messages import AttemptId, Peer
 
 DRAIN_GRACE_S = 5.0
 """What lingers arrives by itself within that, unless the network is in trouble. Then the fence keeps it out."""
 _LOOK_S = 0.05
 
 Resource = TypeVar("Resource")
-Key = tuple[str, int]
 
 
 class Fence(Protocol):
@@ -45,9 +44,9 @@ class ReservationState(Enum):
 
 @dataclass
 class Reservation(Generic[Resource]):
-    """Slots named to `writer` under (request_id, epoch)."""
+    """Slots named to `writer` for an attempt."""
 
-    key: Key
+    attempt: AttemptId
     writer: Peer
     resource: Resource
     num_slots: int
@@ -67,7 +66,7 @@ class ReservationTable(Generic[Resource]):
     def __init__(self, release: Callable[[Resource], None], fence: Callable[[], Fence] = NoFence) -> None:
         self._release = release
         self._make_fence = fence
-        self._table: dict[Key, Reservation[Resource]] = {}
+        self._table: dict[AttemptId, Reservation[Resource]] = {}
         self._fence: Fence | None = None
         self._behind: list[Reservation[Resource]] = []
         """What becomes free when the fence has been passed."""
@@ -76,8 +75,8 @@ class ReservationTable(Generic[Resource]):
     def __len__(self) -> int:
         return len(self._table)
 
-    def __contains__(self, key: Key) -> bool:
-        return key in self._table
+    def __contains__(self, attempt: AttemptId) -> bool:
+        return attempt in self._table
 
     def __iter__(self) -> Iterator[Reservation[Resource]]:
         # A copy: metrics are read while the owner changes the table.
@@ -91,65 +90,65 @@ class ReservationTable(Generic[Resource]):
     def quarantined_slots(self) -> int:
         return sum(r.num_slots for r in self.quarantined)
 
-    def is_writable(self, key: Key) -> bool:
-        reservation = self._table.get(key)
+    def is_writable(self, attempt: AttemptId) -> bool:
+        reservation = self._table.get(attempt)
         return reservation is not None and reservation.state is ReservationState.WRITABLE
 
-    def open(self, key: Key, writer: Peer, resource: Resource, num_slots: int) -> None:
+    def open(self, attempt: AttemptId, writer: Peer, resource: Resource, num_slots: int) -> None:
         """Take ownership of a resource that is about to be named to `writer`."""
-        if key in self._table:
-            raise ValueError(f"reservation {key} is open already")
-        self._table[key] = Reservation(key, writer, resource, num_slots)
+        if attempt in self._table:
+            raise ValueError(f"reservation {attempt} is open already")
+        self._table[attempt] = Reservation(attempt, writer, resource, num_slots)
 
-    def landed(self, key: Key) -> Resource:
+    def landed(self, attempt: AttemptId) -> Resource:
         """The writer confirmed its last write: the resource goes on with its request."""
-        if not self.is_writable(key):
-            raise ValueError(f"reservation {key} is not writable")
-        return self._table.pop(key).resource
+        if not self.is_writable(attempt):
+            raise ValueError(f"reservation {attempt} is not writable")
+        return self._table.pop(attempt).resource
 
-    def quarantine(self, key: Key, now: float) -> Peer:
+    def quarantine(self, attempt: AttemptId, now: float) -> Peer:
         """The request no longer wants the resource, and its writer may still be writing. Returns the writer."""
-        reservation = self._table[key]
+        reservation = self._table[attempt]
         if reservation.state is not ReservationState.QUARANTINED:
             reservation.state = ReservationState.QUARANTINED
             reservation.quarantined_at = now
         return reservation.writer
 
-    def quiesced(self, key: Key, boot_id: str) -> bool:
+    def quiesced(self, attempt: AttemptId, boot_id: str) -> bool:
         """A process says that nothing is in flight and nothing will follow; only the writer can know.
 
         Whether a quarantined resource was released.
         """
-        reservation = self._quarantined_of(key, boot_id)
+        reservation = self._quarantined_of(attempt, boot_id)
         if reservation is None:
             return False
-        del self._table[key]
+        del self._table[attempt]
         self._release(reservation.resource)
         return True
 
-    def lingers(self, key: Key, boot_id: str, now: float) -> bool:
+    def lingers(self, attempt: AttemptId, boot_id: str, now: float) -> bool:
         """A process says that nothing will follow, but that the network may still carry some; only the writer knows.
 
         Whether it speaks of a quarantined resource.
         """
-        reservation = self._quarantined_of(key, boot_id)
+        reservation = self._quarantined_of(attempt, boot_id)
         if reservation is None:
             return False
         self._end_writing(reservation, now)
         return True
 
-    def writer_died(self, boot_id: str, now: float) -> list[Key]:
-        """That process is proved dead. Returns the keys that it could still have been expected to fill."""
+    def writer_died(self, boot_id: str, now: float) -> list[AttemptId]:
+        """That process is proved dead. Returns the attempts that it could still have been expected to fill."""
         lost = []
         for reservation in self:
             if reservation.writer.boot_id == boot_id and reservation.free_after is None:
                 self._end_writing(reservation, now)
                 if reservation.state is ReservationState.WRITABLE:
-                    lost.append(reservation.key)
+                    lost.append(reservation.attempt)
         return lost
 
-    def evict(self, boot_id: str, now: float) -> list[Key]:
-        """Someone vouches that this process is gone for good. Returns the quarantined keys that will be released.
+    def evict(self, boot_id: str, now: float) -> list[AttemptId]:
+        """Someone vouches that this process is gone for good. Returns the quarantined attempts that will be released.
 
         Only what is quarantined already: an attempt that is still wanted has to be given up first. Those that were
         evicted before, or whose writer is proved dead, keep their time. If the process does live and writes after the
@@ -158,10 +157,10 @@ class ReservationTable(Generic[Resource]):
         evicted = [r for r in self.quarantined if r.writer.boot_id == boot_id]
         for reservation in evicted:
             self._end_writing(reservation, now)
-        return [reservation.key for reservation in evicted]
+        return [reservation.attempt for reservation in evicted]
 
-    def release_expired(self, now: float) -> list[Key]:
-        """Release what nothing can write to any more. Returns its keys. To be called again and again.
+    def release_expired(self, now: float) -> list[AttemptId]:
+        """Release what nothing can write to any more. Returns its attempts. To be called again and again.
 
         A resource that lingering writes may reach comes back when its grace has passed and a fence after that.
         """
@@ -176,15 +175,15 @@ class ReservationTable(Generic[Resource]):
             self._look_at = now + _LOOK_S
             return []
         self._fence = None
-        # Its writer may have been heard of meanwhile: some may be free already, and their keys used again.
-        freed = [r for r in self._behind if self._table.get(r.key) is r]
+        # Its writer may have been heard of meanwhile: some may be free already, and their attempts named again.
+        freed = [r for r in self._behind if self._table.get(r.attempt) is r]
         for reservation in freed:
-            del self._table[reservation.key]
+            del self._table[reservation.attempt]
             self._release(reservation.resource)
-        return [reservation.key for reservation in freed]
+        return [reservation.attempt for reservation in freed]
 
-    def _quarantined_of(self, key: Key, boot_id: str) -> Reservation[Resource] | None:
-        reservation = self._table.get(key)
+    def _quarantined_of(self, attempt: AttemptId, boot_id: str) -> Reservation[Resource] | None:
+        reservation = self._table.get(attempt)
         if reservation is None or reservation.state is not ReservationState.QUARANTINED:
             return None
         return reservation if reservation.writer.boot_id == boot_id else None

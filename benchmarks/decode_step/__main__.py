@@ -26,7 +26,7 @@ from benchmarks.plotting import check_installed
 from benchmarks.program import run
 from benchmarks.swap_in.workload import Rotation
 from benchmarks.swap_in.workload import Shape as RotationShape
-from engine.graphs import GraphDecoding
+from engine.runner import ModelRunner
 from model.backends.choice import choose_backend
 from model.backends.protocol import AttentionBackend
 from model.sparse_model import SparseModel
@@ -75,26 +75,24 @@ class DecodeStepBench:
         """Time all selections with a batch of requests that have `hot_size` hot slots each."""
         requests = Requests(self._shape, batch, hot_size, self._device)
         given = GivenSelection(self._backend, batch, self._shape.top_k, self._device)
-        decoding = self._record(requests, given)
+        runner = self._record(requests, given)
         for count in misses:
-            timing = self._time_given(requests, decoding, given, count)
+            timing = self._time_given(requests, runner, given, count)
             expected = count if tier == HISPARSE else 0
             if timing.misses != expected:
                 raise RuntimeError(f"{timing.misses} misses where {expected} are meant to be: the time means nothing")
             self._add(tier, requests, f"{count} new", timing)
         if own:
-            decoding = self._record(requests, self._backend)
+            runner = self._record(requests, self._backend)
             vocab = self._shape.vocab
-            timing = time_steps(requests, decoding, vocab, lambda _: None, _OWN_WARM_UP, self._steps)
+            timing = time_steps(requests, runner, vocab, lambda _: None, _OWN_WARM_UP, self._steps)
             self._add(tier, requests, OWN, timing)
         requests.close()
-        del requests, decoding
+        del requests, runner
         gc.collect()  # recorded steps and their coordinator refer to each other, and hold tens of gigabytes
         torch.cuda.empty_cache()
 
-    def _time_given(
-        self, requests: Requests, decoding: GraphDecoding, given: GivenSelection, misses: int
-    ) -> StepTiming:
+    def _time_given(self, requests: Requests, runner: ModelRunner, given: GivenSelection, misses: int) -> StepTiming:
         """Steps that select what misses `misses` positions in a hot buffer of twice the top-k."""
         shape = self._shape
         rotation = Rotation(
@@ -106,11 +104,11 @@ class DecodeStepBench:
         def select(number: int) -> None:
             given.positions.copy_(rotation.positions[number % rotation.length])
 
-        return time_steps(requests, decoding, shape.vocab, select, rotation.length, self._steps)
+        return time_steps(requests, runner, shape.vocab, select, rotation.length, self._steps)
 
-    def _record(self, requests: Requests, backend: AttentionBackend) -> GraphDecoding:
+    def _record(self, requests: Requests, backend: AttentionBackend) -> ModelRunner:
         model = SparseModel(self._network, model_spec(self._shape), backend)
-        return GraphDecoding(model, requests.coordinator, len(requests.ids), self._shape.context_length)
+        return ModelRunner(model, requests.coordinator, len(requests.ids), self._shape.context_length, record=True)
 
     def _add(self, tier: str, requests: Requests, selection: str, timing: StepTiming) -> None:
         batch = len(requests.ids)

@@ -12,7 +12,8 @@ from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.decode_step.workload import Requests
-from engine.decoding import Decoding
+from benchmarks.stepping import GREEDY, launch
+from engine.runner import ModelRunner
 
 PARTS: dict[str, tuple[str, ...]] = {
     "index": ("_score_pages",),
@@ -74,7 +75,7 @@ def part_of(kernel: str) -> str:
 
 def time_steps(
     requests: Requests,
-    decoding: Decoding,
+    runner: ModelRunner,
     vocab: int,
     before: Callable[[int], None],
     warm_up: int,
@@ -90,12 +91,15 @@ def time_steps(
     def step_ms(number: int) -> float:
         before(number)
         requests.make_room()
-        token_ids = rng.choices(range(vocab), k=len(requests.ids))
+        for request_id in requests.ids:
+            runner.admit(request_id, rng.randrange(vocab), GREEDY)
         torch.cuda.synchronize()
         start = time.perf_counter()
-        decoding.step(requests.ids, token_ids)
+        step = launch(runner, requests.coordinator, requests.ids)
         torch.cuda.synchronize()
-        return (time.perf_counter() - start) * 1e3
+        elapsed = time.perf_counter() - start
+        requests.coordinator.step_over(step.batch.places.number)
+        return elapsed * 1e3
 
     for number in range(warm_up):
         step_ms(number)

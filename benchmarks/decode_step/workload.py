@@ -7,11 +7,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.wrapped_backend import WrappedBackend
-from engine.convert import kv_layout
 from hisparse import HiSparseConfig, HiSparseCoordinator, build_tiers, plan_sizes
 from model.backends.protocol import AttentionBackend
-from model.cache import IndexPages
-from model.indexer import IndexInputs
+from model.cache import PagedKeys
+from model.indexer import IndexQueries
 from model.spec import ModelSpec
 
 GIB = 2**30
@@ -103,7 +102,7 @@ class GivenSelection(WrappedBackend):
         super().__init__(inner)
         self.positions = torch.zeros((batch, topk), dtype=torch.int64, device=device)
 
-    def select_for_decode(self, index: IndexInputs, pages: IndexPages, topk: int) -> torch.Tensor:
+    def select_for_decode(self, index: IndexQueries, pages: PagedKeys, topk: int) -> torch.Tensor:
         batch, k = super().select_for_decode(index, pages, topk).shape
         return self.positions[:batch, :k].contiguous()
 
@@ -116,7 +115,7 @@ class Requests:
     """
 
     def __init__(self, shape: Shape, batch: int, device_buffer_size: int, device: torch.device) -> None:
-        layout = kv_layout(model_spec(shape))
+        layout = model_spec(shape).kv_layout
         host_slots = batch * shape.context_length
         self.sizes = plan_sizes(
             HiSparseConfig(

@@ -14,19 +14,18 @@ from rich.console import Console
 
 from base.errors import StartupError
 from benchmarks.program import run
+from benchmarks.stepping import GREEDY, launch, next_tokens
 from benchmarks.wrapped_backend import WrappedBackend
 from engine.chunked import ChunkedPrefill, PrefillJob
-from engine.convert import kv_layout
-from engine.decoding import EagerDecoding
 from engine.paged_pool import PagedKVPool
-from engine.sampling import SamplingParams
+from engine.runner import ModelRunner
 from hisparse import HiSparseConfig, HiSparseCoordinator, build_tiers, plan_sizes
 from hisparse.swap_in import StagedKV
 from model.backends.choice import choose_backend
 from model.backends.protocol import AttentionBackend
-from model.cache import IndexPages
+from model.cache import PagedKeys
 from model.dtypes import resolve_dtype
-from model.indexer import IndexInputs
+from model.indexer import IndexQueries
 from model.loader import load_model, read_spec
 from model.spec import ModelSpec
 
@@ -43,7 +42,7 @@ class RecordingBackend(WrappedBackend):
         super().__init__(inner)
         self.selected: list[torch.Tensor] = []
 
-    def select_for_decode(self, index: IndexInputs, pages: IndexPages, topk: int) -> torch.Tensor:
+    def select_for_decode(self, index: IndexQueries, pages: PagedKeys, topk: int) -> torch.Tensor:
         positions = super().select_for_decode(index, pages, topk)
         self.selected.append(positions.cpu())
         return positions
@@ -52,7 +51,7 @@ class RecordingBackend(WrappedBackend):
 def record(checkpoint: Path, prompt_ids: list[int], steps: int, device: torch.device) -> dict[int, torch.Tensor]:
     """Decode greedily after a prompt. Returns the selected positions, int64 [steps, k], by index layer.
 
-    The newest position of the first step is the one behind the prompt. A step that selects fewer than k positions has
+    The newest position of the first step is the last of the prompt. A step that selects fewer than k positions has
     -1 for the rest. Raises StartupError for a checkpoint that cannot be run, or if prompt and steps exceed its context.
     """
     dtype = resolve_dtype(checkpoint, "auto")
@@ -64,12 +63,14 @@ def record(checkpoint: Path, prompt_ids: list[int], steps: int, device: torch.de
     backend = RecordingBackend(choose_backend("auto", device, spec))
     model = load_model(checkpoint, dtype, device, None, backend)
     coordinator = _tiers(spec, len(prompt_ids) + steps, device)
-    pool = PagedKVPool(kv_layout(spec), -(-len(prompt_ids) // _PAGE), _PAGE, device)
-    token = _prefill(ChunkedPrefill(model, pool, _CHUNK), coordinator, prompt_ids)
-    decoding = EagerDecoding(model, coordinator)
+    pool = PagedKVPool(spec.kv_layout, -(-len(prompt_ids) // _PAGE), _PAGE, device)
+    prefill: ChunkedPrefill[PrefillJob] = ChunkedPrefill(model, pool, _CHUNK)
+    _prefill(prefill, coordinator, prompt_ids[:-1])
+    runner = ModelRunner(model, coordinator, 1, spec.context_length, record=False)
+    runner.admit(_REQUEST, prompt_ids[-1], GREEDY)
     for _ in range(steps):
         coordinator.append_tokens([_REQUEST])
-        token = int(decoding.step([_REQUEST], [token]).argmax())
+        next_tokens(runner, launch(runner, coordinator, [_REQUEST]))
     coordinator.request_finished(_REQUEST)
     coordinator.close()
     return _by_layer(backend.selected, spec)
@@ -83,7 +84,7 @@ def _tiers(spec: ModelSpec, tokens: int, device: torch.device) -> HiSparseCoordi
             host_to_device_ratio=1.0,
             host_pool_gib=None,
         ),
-        kv_layout(spec),
+        spec.kv_layout,
         max_running_requests=1,
         context_length=tokens,
         index_page_size=_PAGE,
@@ -93,24 +94,22 @@ def _tiers(spec: ModelSpec, tokens: int, device: torch.device) -> HiSparseCoordi
     return build_tiers(sizes, device)
 
 
-def _prefill(prefill: ChunkedPrefill[str], coordinator: HiSparseCoordinator, prompt_ids: list[int]) -> int:
-    """Compute the prompt, admit it, and return the token after it."""
-    device = prefill.pool.kv.device
-    job = PrefillJob(_REQUEST, torch.tensor(prompt_ids, device=device), SamplingParams(temperature=0))
+def _prefill(prefill: ChunkedPrefill[PrefillJob], coordinator: HiSparseCoordinator, token_ids: list[int]) -> None:
+    """Compute the KV of these tokens and admit a request that has it."""
+    job = PrefillJob(torch.tensor(token_ids))
     prefill.add(job)
-    token = None
-    while token is None:
-        token = prefill.step()[0].token
-    assert job.cache is not None
-    slots = coordinator.host.allocate(len(prompt_ids))
+    while step := prefill.plan():
+        prefill.compute(step)
+        prefill.complete(step)
+    slots = coordinator.host.allocate(len(token_ids))
     assert slots is not None
-    pool = prefill.pool
-    staged = StagedKV(list(pool.kv), list(pool.index_keys), job.cache.rows(0, len(prompt_ids)), lambda: None)
-    coordinator.admit_request_into_staging(_REQUEST, slots, staged, len(prompt_ids))
-    while not coordinator.poll_staging().landed:
-        pass
-    coordinator.admit_request_direct(_REQUEST, slots, len(prompt_ids))
-    return token.token_id
+    if job.cache is not None:
+        pool = prefill.pool
+        staged = StagedKV(list(pool.kv), list(pool.index_keys), job.cache.rows(0, len(token_ids)), lambda: None)
+        coordinator.admit_request_into_staging(_REQUEST, slots, staged, len(token_ids))
+        while not coordinator.poll_staging().landed:
+            pass
+    coordinator.admit_request_direct(_REQUEST, slots, len(token_ids))
 
 
 def _by_layer(selected: list[torch.Tensor], spec: ModelSpec) -> dict[int, torch.Tensor]:
@@ -140,7 +139,9 @@ def main(
     traces = record(checkpoint, ids, steps, torch.device(device))
     out.mkdir(parents=True, exist_ok=True)
     for layer, positions in traces.items():
-        np.savez_compressed(out / f"layer-{layer}.npz", positions=positions.numpy().astype(np.int32), first=len(ids))
+        np.savez_compressed(
+            out / f"layer-{layer}.npz", positions=positions.numpy().astype(np.int32), first=len(ids) - 1
+        )
     Console().print(f"{len(traces)} traces of {steps} steps after {len(ids)} tokens in {out}", highlight=False)
 
 

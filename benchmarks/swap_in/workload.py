@@ -28,7 +28,7 @@ class Tiers:
     def __init__(self, shape: Shape, max_batch: int) -> None:
         self.shape = shape
         device = torch.device("cuda", torch.cuda.current_device())
-        layout = KVLayout(1, (0,), shape.item_bytes, 16, torch.uint8)
+        layout = KVLayout((0,), shape.item_bytes, 16)
         self.host = HostKVPool(layout, max_batch * shape.context, pin=True)
         self.device = DeviceKVPool(
             layout,

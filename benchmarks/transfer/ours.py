@@ -13,7 +13,7 @@ from benchmarks.transfer.cases import Case, Protocol
 from benchmarks.transfer.methods import Group, MethodFailed, Run
 from benchmarks.transfer.placement import Placement, Request
 from benchmarks.transfer.pools import buffers_of, layout
-from control.messages import BufferInfo, Destination, ModelIdentity, Peer, SharedMemory, Transport
+from control.messages import AttemptId, BufferInfo, Destination, ModelIdentity, Peer, SharedMemory, Transport
 from engine.paged_pool import PagedKVPool
 from hisparse.host_pool import HostKVPool
 from prefill_node.outgoing import Chunk, Reading, Sent
@@ -143,8 +143,7 @@ class Ours:
 
     def _chunk(self, request: Request, start: int) -> Chunk:
         return Chunk(
-            request_id="benchmark",
-            epoch=1,
+            attempt=AttemptId(_TARGET.boot_id, "benchmark", 1),
             start=start,
             stop=min(start + CHUNK_TOKENS, self._case.tokens),
             pages=request.pages,
@@ -161,9 +160,8 @@ class _Timed:
 
     def __init__(self, reading: Reading, rings: SendRings, connect: Callable[[Destination], Channel]) -> None:
         self._reports: queue.SimpleQueue[Sent] = queue.SimpleQueue()
-        self._sender = Sender(
-            Surroundings(reading=reading, rings=rings, connect=connect, silence=lambda _: 0.0, report=self._reports.put)
-        )
+        surroundings = Surroundings(reading=reading, rings=rings, connect=connect, silence=lambda _: 0.0)
+        self._sender = Sender(surroundings, self._reports.put)
 
     def send(self, chunks: Sequence[Chunk]) -> tuple[float, list[Sent]]:
         """Seconds from the first submission to the last report, and the reports. Raises MethodFailed."""
@@ -217,6 +215,7 @@ def _identity(layers: int, item_bytes: int) -> ModelIdentity:
     return ModelIdentity(
         fingerprint="benchmark",
         dtype="uint8",
+        kv_format="uint8",
         num_layers=layers,
         num_index_layers=0,
         item_bytes=item_bytes,

@@ -12,13 +12,12 @@ from benchmarks.transfer.methods import MethodFailed
 from benchmarks.transfer.overlap_model import spec
 from control.messages import ChunkDone, Generate, Message, Peer, PrefillDone
 from control.plane import ControlPlane
-from decode_node.arrival import Part, part_of
-from decode_node.attempt import Landed, Lost, Outcome
+from decode_node.attempt import Landed, Lost, PartNumber, PrefillOutcome, part_of
 from decode_node.destination import buffers_of, destination_of
 from decode_node.remote_prefill import PrefillMessage, RemotePrefill
 from decode_node.request import Request
 from decode_node.verifier import Verified, Verifier
-from engine.convert import identity, kv_layout
+from engine.identity import identity_of
 from hisparse.config import HiSparseConfig
 from hisparse.coordinator import HiSparseCoordinator
 from hisparse.sizing import plan_sizes
@@ -66,7 +65,7 @@ class DecodeSide:
         self._at_end.callback(verifier.close)
         self._remote = RemotePrefill(
             self._control,
-            destination_of(pool, transports, identity(spec(tokens))),
+            destination_of(pool, transports, identity_of(spec(tokens))),
             ReservationTable(pool.release),
             verifier.submit,
             Metrics(),
@@ -77,7 +76,8 @@ class DecodeSide:
     def admit_one(self) -> Admission:
         """Have a prompt prefilled, wait until it has landed and is verified, admit it, and let it go again."""
         self._requests += 1
-        prompt = tuple(i % 16 for i in range(self._tokens))
+        # One token more than is prefilled.
+        prompt = tuple(i % 16 for i in range(self._tokens + 1))
         generate = Generate(request_id=f"overlap-{self._requests}", prompt_ids=prompt, max_new_tokens=2)
         request = Request(generate, gateway=self._control.me)
         slots = self._coordinator.host.allocate(self._tokens)
@@ -86,7 +86,7 @@ class DecodeSide:
         done, checksums = self._landed(request)
         ready_at = time.monotonic()
         assert request.host_slots is not None
-        if not self._coordinator.admit_request_direct(request.request_id, request.host_slots, request.num_tokens):
+        if not self._coordinator.admit_request_direct(request.request_id, request.host_slots, request.kv_tokens):
             raise MethodFailed("the device pool has no room for the prompt")
         admission_seconds = time.monotonic() - ready_at
         self._coordinator.request_finished(request.request_id)
@@ -98,7 +98,7 @@ class DecodeSide:
     def _landed(self, request: Request) -> tuple[PrefillDone, int]:
         """Serve messages, as a node's loop does, until the request's KV is there: (what was said then, checksums)."""
         done: PrefillDone | None = None
-        checksums: dict[Part, int] = {}
+        checksums: dict[PartNumber, int] = {}
         deadline = time.monotonic() + _TIMEOUT_S
         while time.monotonic() < deadline:
             outcomes = self._remote.tick(time.monotonic())
@@ -122,14 +122,14 @@ class DecodeSide:
                     return done, sum(checksums.values())
         raise MethodFailed(f"{request.request_id} did not land within {_TIMEOUT_S:.0f} s")
 
-    def _taken(self, sender: Peer, message: Message) -> list[Outcome]:
+    def _taken(self, sender: Peer, message: Message) -> list[PrefillOutcome]:
         return self._remote.take(sender, message) if isinstance(message, PrefillMessage) else []
 
 
 def _tiers(tokens: int, shareable: bool) -> HiSparseCoordinator:
     """The tiers of a decode node without an accelerator, with host slots for two prompts."""
     shape = spec(tokens)
-    layout = kv_layout(shape)
+    layout = shape.kv_layout
     config = HiSparseConfig(
         device_buffer_size=2 * shape.index_topk,
         top_k=shape.index_topk,

@@ -41,12 +41,10 @@ class SleepingModel:
         self.computed_at = 0.0
         """When the last layer of the last pass was computed (time.monotonic)."""
 
-    def prefill(self, chunks: Sequence[PrefillChunk], on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
-        """Logits that predict token 1, float32 [len(chunks), VOCAB]."""
+    def prefill(self, chunks: Sequence[PrefillChunk], on_layer: Callable[[int], None]) -> None:
+        """Sleep for each layer, and call `on_layer` with its number."""
         for layer in range(LAYERS):
             if self.seconds_per_layer:
                 time.sleep(self.seconds_per_layer)
             self.computed_at = time.monotonic()
-            if on_layer is not None:
-                on_layer(layer)
-        return torch.nn.functional.one_hot(torch.ones(len(chunks), dtype=torch.int64), VOCAB).float()
+            on_layer(layer)

@@ -12,17 +12,18 @@ import torch
 from benchmarks.transfer.cases import Protocol
 from benchmarks.transfer.overlap_model import SleepingModel, spec
 from benchmarks.transfer.pools import fill
-from control.messages import Peer
+from control.messages import Message, Peer
 from engine.chunked import ChunkedPrefill
-from engine.convert import identity, kv_layout
+from engine.identity import identity_of
 from engine.paged_pool import PagedKVPool
 from model.sparse_model import SparseModel
-from prefill_node.compute import Computed, ComputeThread
-from prefill_node.entry import Key, Offer
-from prefill_node.node import PrefillNode
-from prefill_node.outgoing import Reading, Sent
+from prefill_node.endpoint import PrefillEndpoint
+from prefill_node.job import TransferJob
+from prefill_node.model_engine import ModelEngine
+from prefill_node.offer import Offer
+from prefill_node.outgoing import Reading
 from prefill_node.ring import SendRings
-from prefill_node.sender import Sender, Surroundings
+from prefill_node.sender import Surroundings
 from prefill_node.source import HostSource
 from service.config import NodeConfig
 from service.shell import NodeShell
@@ -50,13 +51,18 @@ def prefill_side(
     """A node with room for one prompt of `tokens` tokens, in pages that lie in no order, for as long as the context."""
     config = NodeConfig(model_path=Path(), host=host, transfer_protocol=protocol.value, ib_device=ib_device)
     with ExitStack() as at_end:
-        shell: NodeShell[Computed | Sent] = NodeShell("prefill", config)
+        shell: NodeShell[tuple[Peer, Message]] = NodeShell("prefill", config)
         at_end.callback(shell.close)
         pool = _scattered_pool(tokens)
         transports = Transports(host, config.transfer_protocol, ib_device)
         transports.register(pool.get_contiguous_buf_infos())
         at_end.callback(transports.unregister, pool.get_contiguous_buf_infos())
-        sender = Sender(
+        model = SleepingModel()
+        prefill: ChunkedPrefill[TransferJob] = ChunkedPrefill(cast(SparseModel, model), pool, CHUNK_TOKENS)
+        shape = spec(tokens)
+        engine = ModelEngine(
+            prefill,
+            _CPU,
             Surroundings(
                 reading=Reading(
                     source=HostSource([*pool.kv, *pool.index_keys]),
@@ -67,17 +73,15 @@ def prefill_side(
                 rings=SendRings(pin=False, register=transports.register),
                 connect=transports.connect,
                 silence=shell.control.silence,
-                report=shell.inbox.put,
-            )
+            ),
+            Offer(identity_of(shape), transports.offered, max_tokens=tokens, vocab_size=shape.vocab_size),
+            shell.metrics,
+            wake=lambda: shell.inbox.put(None),
+            transfer_timeout=_TIMEOUT_S,
         )
-        at_end.callback(sender.stop, timeout=_TIMEOUT_S)
-        model = SleepingModel()
-        prefill: ChunkedPrefill[Key] = ChunkedPrefill(cast(SparseModel, model), pool, CHUNK_TOKENS)
-        shape = spec(tokens)
-        offer = Offer(identity(shape), transports.offered, max_tokens=tokens, vocab_size=shape.vocab_size)
-        compute = ComputeThread(prefill, _CPU, report=shell.inbox.put)
-        node = PrefillNode(shell, prefill, compute, sender, offer, _TIMEOUT_S)
-        loop = threading.Thread(target=node.run, name="prefill-node")
+        at_end.callback(engine.close, timeout=_TIMEOUT_S)
+        endpoint = PrefillEndpoint(shell, engine)
+        loop = threading.Thread(target=endpoint.run, name="prefill-node")
         shell.control.start()
         loop.start()
         at_end.callback(loop.join)
@@ -88,9 +92,9 @@ def prefill_side(
 
 def _scattered_pool(tokens: int) -> PagedKVPool:
     """A pool whose free pages come in random order, full of bytes that differ everywhere."""
-    pool = PagedKVPool(kv_layout(spec(tokens)), -(-tokens // PAGE_SIZE), PAGE_SIZE, _CPU)
+    pool = PagedKVPool(spec(tokens).kv_layout, -(-tokens // PAGE_SIZE), PAGE_SIZE, _CPU)
     for number, tensor in enumerate((pool.kv, pool.index_keys)):
-        fill(tensor.view(torch.uint8), seed=number)
+        fill(tensor, seed=number)
     pages = pool.allocate(tokens)
     assert pages is not None
     pool.free(pages[torch.randperm(len(pages), generator=torch.Generator().manual_seed(0)).numpy()])

@@ -11,9 +11,7 @@ from transfer.planner import Int64s
 
 def layout(layers: int, item_bytes: int) -> KVLayout:
     """Items of `item_bytes` bytes in so many layers."""
-    return KVLayout(
-        num_layers=layers, index_layer_of=(0,) * layers, item_dim=item_bytes, index_dim=0, dtype=torch.uint8
-    )
+    return KVLayout((0,) * layers, item_bytes, index_key_bytes=0)
 
 
 def buffers_of(kv: torch.Tensor) -> BufferInfo:

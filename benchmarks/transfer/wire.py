@@ -11,7 +11,7 @@ import msgpack
 from pydantic import ValidationError
 
 from base.errors import StartupError
-from control.messages import Destination, Part, Peer, UInt
+from control.messages import Destination, Peer, UInt, WireModel
 
 _HEADER = struct.Struct("!I")
 _MAX_BYTES = 1 << 28
@@ -20,7 +20,7 @@ _CONNECT_S = 10.0
 Answer = TypeVar("Answer", bound="Saying")
 
 
-class Saying(Part):
+class Saying(WireModel):
     """Base of all kinds; the class name is the kind on the wire."""
 
     kinds: ClassVar[dict[str, type["Saying"]]] = {}

@@ -30,29 +30,36 @@ def choose_backend(name: BackendName, device: torch.device, spec: ModelSpec) -> 
     index scores. Raises StartupError for a backend that cannot run this model on this device.
     """
     wanted = "triton" if name == "auto" and device.type == "cuda" and spec.dtype == torch.bfloat16 else name
-    obstacle = _triton_obstacle(device, spec) if wanted == "triton" else None
+    obstacle = _obstacle(device, spec) if wanted == "triton" else None
     if obstacle is not None:
         if name == "triton":
             raise StartupError(f"--attention-backend triton {obstacle}; give --attention-backend torch or auto")
         log.warning("attention is computed by torch, which is slower", why=f"triton {obstacle}")
     if wanted != "triton" or obstacle is not None:
-        return TorchBackend()
+        return TorchBackend(spec.kv_format)
     # Here, since a machine that does not run it need not have Triton.
     from model.backends.triton_backend import TritonBackend
 
-    return TritonBackend()
+    return TritonBackend(spec.kv_format)
 
 
-def _triton_obstacle(device: torch.device, spec: ModelSpec) -> str | None:
-    """Why the Triton kernels cannot run; None if they can."""
-    if device.type != "cuda":
-        return f"runs on CUDA devices, not on {device}"
+def triton_obstacle() -> str | None:
+    """Why this machine cannot compile Triton kernels; None if it can."""
     try:
         importlib.import_module("triton")
     except ImportError as error:
         return f"needs the package triton, which cannot be imported ({error})"
     if not (os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")):
         return "needs a C compiler at run time, and there is none (CC, cc, gcc or clang)"
+    return None
+
+
+def _obstacle(device: torch.device, spec: ModelSpec) -> str | None:
+    """Why the Triton backend cannot compute this model on this device; None if it can."""
+    if device.type != "cuda":
+        return f"runs on CUDA devices, not on {device}"
+    if obstacle := triton_obstacle():
+        return obstacle
     for what, size, limit in (
         ("kv_lora_rank", spec.latent_dim, _MAX_LATENT_DIM),
         ("qk_rope_head_dim", spec.item_dim - spec.latent_dim, _MAX_ROPE_DIM),

@@ -4,37 +4,40 @@ from typing import Protocol
 
 import torch
 
-from model.cache import IndexPages
-from model.indexer import IndexInputs
+from hisparse.format import KVFormat
+from model.cache import PagedKeys
+from model.indexer import IndexQueries
 
 
 class AttentionBackend(Protocol):
     """The part of sparse attention that is worth kernels of its own. Stateless, and of one result per input."""
 
     name: str
+    format: KVFormat
+    """Of the items and index keys that it reads."""
 
     def attend_rows(
         self, queries: torch.Tensor, kv: torch.Tensor, rows: torch.Tensor, scaling: float, latent_dim: int
     ) -> torch.Tensor:
         """Attend each query to its own rows of a pool.
 
-        queries: [N, heads, item_dim]. kv: [num_rows, item_dim]. rows: int64 [N, k], -1 where there is none; the first
-        of a query's rows must exist, or none of them: what is returned for such a query is finite and means nothing.
-        Returns the attended latents, [N, heads, latent_dim], in the dtype of the queries.
+        queries: [N, heads, item_dim]. kv: uint8 [num_rows, item_bytes]. rows: int64 [N, k], -1 where there is none; the
+        first of a query's rows must exist, or none of them: what is returned for such a query is finite and means
+        nothing. Returns the attended latents, [N, heads, latent_dim], in the dtype of the queries.
         """
         ...
 
     def select_for_prompt(
-        self, index: IndexInputs, keys: torch.Tensor, start: int, prompt_len: int, topk: int
+        self, index: IndexQueries, keys: torch.Tensor, start: int, sequence_length: int, topk: int
     ) -> torch.Tensor:
         """Select for the T queries at positions [start, start + T) of a prompt.
 
-        keys: [start + T, index_dim], of all positions so far. Returns int64 positions [T, k] in any order, where k is
-        at least min(topk, start + T) and at most topk; -1 where a query has fewer positions before it.
+        keys: uint8 [start + T, index_key_bytes], of all positions so far. Returns int64 positions [T, k] in any order,
+        where k is at least min(topk, start + T) and at most topk; -1 where a query has fewer positions before it.
         """
         ...
 
-    def select_for_decode(self, index: IndexInputs, pages: IndexPages, topk: int) -> torch.Tensor:
+    def select_for_decode(self, index: IndexQueries, pages: PagedKeys, topk: int) -> torch.Tensor:
         """Select for one query of each request of a batch, over the request's whole sequence.
 
         Returns int64 positions [batch, k] in any order, where k is at least min(topk, longest sequence) and at most

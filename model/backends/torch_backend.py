@@ -7,8 +7,9 @@ query of the prompt, the sequence so far for a decoded token.
 
 import torch
 
-from model.cache import IndexPages
-from model.indexer import IndexInputs
+from hisparse.format import KVFormat
+from model.cache import PagedKeys
+from model.indexer import IndexQueries
 
 # Bounds the gathered items of one block of queries, so that memory does not grow with the length of a chunk.
 GATHER_BLOCK_BYTES = 64 << 20
@@ -21,10 +22,14 @@ class TorchBackend:
 
     name = "torch"
 
+    def __init__(self, kv_format: KVFormat) -> None:
+        self.format = kv_format
+
     def attend_rows(
         self, queries: torch.Tensor, kv: torch.Tensor, rows: torch.Tensor, scaling: float, latent_dim: int
     ) -> torch.Tensor:
         """See AttentionBackend."""
+        kv = self.format.items(kv)
         bytes_per_query = max(1, rows.shape[1] * kv.shape[1] * kv.element_size())
         block = max(1, GATHER_BLOCK_BYTES // bytes_per_query)
         attended = [
@@ -34,42 +39,60 @@ class TorchBackend:
         return torch.cat(attended) if attended else queries[..., :latent_dim]
 
     def select_for_prompt(
-        self, index: IndexInputs, keys: torch.Tensor, start: int, prompt_len: int, topk: int
+        self, index: IndexQueries, keys: torch.Tensor, start: int, sequence_length: int, topk: int
     ) -> torch.Tensor:
-        """See AttentionBackend; k is min(topk, prompt_len)."""
+        """See AttentionBackend; k is min(topk, sequence_length)."""
         num_queries, num_keys = len(index.queries), len(keys)
-        keys = keys.float()
+        keys = self.format.index_keys(keys).float()
         block = max(1, SCORE_BLOCK_BYTES // (4 * index.queries.shape[1] * num_keys))
         key_positions = torch.arange(num_keys, device=keys.device)
         selections = []
         for begin in range(0, num_queries, block):
             end = min(begin + block, num_queries)
             query_positions = torch.arange(start + begin, start + end, device=keys.device).unsqueeze(1)
-            scores = keys.new_full((end - begin, prompt_len), float("-inf"))
+            scores = keys.new_full((end - begin, sequence_length), float("-inf"))
             scores[:, :num_keys] = _scores(index.queries[begin:end], index.head_weights[begin:end], keys)
             scores[:, :num_keys].masked_fill_(key_positions > query_positions, float("-inf"))
-            selected = scores.topk(min(topk, prompt_len), dim=-1).indices
+            selected = scores.topk(min(topk, sequence_length), dim=-1).indices
             selections.append(selected.masked_fill_(selected > query_positions, -1))
         return torch.cat(selections)
 
-    def select_for_decode(self, index: IndexInputs, pages: IndexPages, topk: int) -> torch.Tensor:
+    def select_for_decode(self, index: IndexQueries, pages: PagedKeys, topk: int) -> torch.Tensor:
         """See AttentionBackend.
 
         Where the host knows the lengths, each row is scored over exactly its own, and k is min(topk, longest sequence);
         else over all that the page table has room for, and k is the least of topk and that.
         """
         if pages.lengths is None:
-            return _select_masked(index, pages, topk)
+            return self._select_masked(index, pages, topk)
         lengths = pages.lengths
         page_size = pages.keys.shape[1]
         selections = pages.page_table.new_full((len(lengths), min(topk, max(lengths))), -1)
         for row, length in enumerate(lengths):
             page_ids = pages.page_table[row, : -(-length // page_size)]
-            keys = pages.keys[page_ids].flatten(0, 1)[:length].float()
+            keys = self.format.index_keys(pages.keys[page_ids].flatten(0, 1)[:length]).float()
             scores = _scores(index.queries[row : row + 1], index.head_weights[row : row + 1], keys)
             selected = scores.topk(min(topk, length), dim=-1).indices
             selections[row, : selected.shape[1]] = selected[0]
         return selections
+
+    def _select_masked(self, index: IndexQueries, pages: PagedKeys, topk: int) -> torch.Tensor:
+        """Select without knowing any length: what lies behind a sequence scores -inf."""
+        batch, width = len(pages.page_table), pages.page_table.shape[1] * pages.keys.shape[1]
+        block = max(1, SCORE_BLOCK_BYTES // (4 * index.queries.shape[1] * width))
+        lengths = pages.seq_lens.unsqueeze(1)
+        behind = torch.arange(width, device=lengths.device) >= lengths
+        selections = []
+        for begin in range(0, batch, block):
+            part = slice(begin, begin + block)
+            keys = self.format.index_keys(pages.keys[pages.page_table[part]].flatten(1, 2)).float()
+            per_head = torch.bmm(index.queries[part].float(), keys.transpose(1, 2))
+            scores = _weigh(per_head, index.head_weights[part], keys.shape[-1]).masked_fill_(
+                behind[part], float("-inf")
+            )
+            selected = scores.topk(min(topk, width), dim=-1).indices
+            selections.append(selected.masked_fill_(selected >= lengths[part], -1))
+        return torch.cat(selections)
 
 
 def _attend_block(
@@ -83,23 +106,6 @@ def _attend_block(
     scores = scores.masked_fill(absent.unsqueeze(1), torch.finfo(scores.dtype).min)
     weights = scores.softmax(dim=-1).to(queries.dtype)
     return torch.bmm(weights, items[..., :latent_dim])
-
-
-def _select_masked(index: IndexInputs, pages: IndexPages, topk: int) -> torch.Tensor:
-    """Select without knowing any length: what lies behind a sequence scores -inf."""
-    batch, width = len(pages.page_table), pages.page_table.shape[1] * pages.keys.shape[1]
-    block = max(1, SCORE_BLOCK_BYTES // (4 * index.queries.shape[1] * width))
-    lengths = pages.seq_lens.unsqueeze(1)
-    behind = torch.arange(width, device=lengths.device) >= lengths
-    selections = []
-    for begin in range(0, batch, block):
-        part = slice(begin, begin + block)
-        keys = pages.keys[pages.page_table[part]].flatten(1, 2).float()
-        per_head = torch.bmm(index.queries[part].float(), keys.transpose(1, 2))
-        scores = _weigh(per_head, index.head_weights[part], keys.shape[-1]).masked_fill_(behind[part], float("-inf"))
-        selected = scores.topk(min(topk, width), dim=-1).indices
-        selections.append(selected.masked_fill_(selected >= lengths[part], -1))
-    return torch.cat(selections)
 
 
 def _scores(queries: torch.Tensor, head_weights: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:

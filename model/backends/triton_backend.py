@@ -2,10 +2,11 @@
 
 import torch
 
+from hisparse.format import KVFormat
 from model.backends.triton_attend import attend_rows
 from model.backends.triton_index import decode_scores, prompt_scores
-from model.cache import IndexPages
-from model.indexer import IndexInputs
+from model.cache import PagedKeys
+from model.indexer import IndexQueries
 
 # Bounds the scores of one block of a prompt's queries, so that memory is linear in the length of the context.
 SCORE_BLOCK_BYTES = 64 << 20
@@ -19,30 +20,33 @@ class TritonBackend:
 
     name = "triton"
 
+    def __init__(self, kv_format: KVFormat) -> None:
+        self.format = kv_format
+
     def attend_rows(
         self, queries: torch.Tensor, kv: torch.Tensor, rows: torch.Tensor, scaling: float, latent_dim: int
     ) -> torch.Tensor:
         """See AttentionBackend."""
-        return attend_rows(queries, kv, rows, scaling, latent_dim)
+        return attend_rows(queries, self.format.items(kv), rows, scaling, latent_dim)
 
     def select_for_prompt(
-        self, index: IndexInputs, keys: torch.Tensor, start: int, prompt_len: int, topk: int
+        self, index: IndexQueries, keys: torch.Tensor, start: int, sequence_length: int, topk: int
     ) -> torch.Tensor:
         """See AttentionBackend; k is min(topk, start + T)."""
+        keys = self.format.index_keys(keys)
         num_queries, num_keys = len(index.queries), len(keys)
         block = max(1, SCORE_BLOCK_BYTES // (4 * num_keys))
         positions = torch.arange(start, start + num_queries, device=keys.device).unsqueeze(1)
         selections = []
         for begin in range(0, num_queries, block):
             part = slice(begin, begin + block)
-            mine = IndexInputs(index.queries[part], index.head_weights[part], index.keys[part])
-            selected = _top(prompt_scores(mine, keys, start + begin), topk)
+            selected = _top(prompt_scores(index[part], keys, start + begin), topk)
             selections.append(selected.masked_fill_(selected > positions[part], -1))
         return torch.cat(selections)
 
-    def select_for_decode(self, index: IndexInputs, pages: IndexPages, topk: int) -> torch.Tensor:
+    def select_for_decode(self, index: IndexQueries, pages: PagedKeys, topk: int) -> torch.Tensor:
         """See AttentionBackend; k is min(topk, positions that the page table has room for), whatever the lengths."""
-        scores = decode_scores(index, pages)
+        scores = decode_scores(index, pages, self.format.index_keys(pages.keys))
         selected = _top(scores, topk)
         return selected.masked_fill_(selected >= pages.seq_lens.unsqueeze(1), -1)
 

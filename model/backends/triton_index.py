@@ -9,21 +9,23 @@ import triton
 import triton.language as tl
 
 from model.backends.device import num_multiprocessors, shared_memory
-from model.cache import IndexPages
-from model.indexer import IndexInputs
+from model.cache import PagedKeys
+from model.indexer import IndexQueries
 
 _MIN_TILE = 16
 _DEEP_PIPELINE_BYTES = 152_000
 """Shared memory that a program with three tiles of 128 keys in flight needs."""
 
 
-def decode_scores(index: IndexInputs, pages: IndexPages) -> torch.Tensor:
+def decode_scores(index: IndexQueries, pages: PagedKeys, keys: torch.Tensor) -> torch.Tensor:
     """Scores of one query per request against its own sequence.
+
+    keys: [num_pages, page_size, dim], what `pages.keys` mean.
 
     Returns float32 [batch, page_table width * page_size], -inf past each sequence's length. Lengths are read on the
     device, so the launch depends on shapes alone and can be captured in a CUDA graph.
     """
-    keys, table = pages.keys, pages.page_table
+    table = pages.page_table
     batch, heads, dim = index.queries.shape
     page_size = keys.shape[1]
     width = table.shape[1] * page_size
@@ -58,7 +60,7 @@ def decode_scores(index: IndexInputs, pages: IndexPages) -> torch.Tensor:
     return scores
 
 
-def prompt_scores(index: IndexInputs, keys: torch.Tensor, start: int) -> torch.Tensor:
+def prompt_scores(index: IndexQueries, keys: torch.Tensor, start: int) -> torch.Tensor:
     """Scores of queries at consecutive positions from `start` on against the keys [num_keys, dim] of positions from 0.
 
     Returns float32 [N, num_keys], -inf past each query's own position.

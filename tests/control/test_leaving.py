@@ -9,7 +9,9 @@ from tests.prefill_node.fakes import FakeControl
 
 VIA = "127.0.0.1:1"
 GATEWAY = Peer(role="gateway", address=VIA, boot_id="g")
-IDENTITY = ModelIdentity(fingerprint="f", dtype="d", num_layers=1, num_index_layers=1, item_bytes=1, index_key_bytes=1)
+IDENTITY = ModelIdentity(
+    fingerprint="f", dtype="d", kv_format="d", num_layers=1, num_index_layers=1, item_bytes=1, index_key_bytes=1
+)
 
 
 class Harness:

@@ -23,7 +23,13 @@ from control.plane import ControlPlane
 from tests.e2e.cluster import wait_until
 
 IDENTITY = ModelIdentity(
-    fingerprint="f", dtype="float32", num_layers=1, num_index_layers=1, item_bytes=8, index_key_bytes=8
+    fingerprint="f",
+    dtype="float32",
+    kv_format="float32",
+    num_layers=1,
+    num_index_layers=1,
+    item_bytes=8,
+    index_key_bytes=8,
 )
 
 

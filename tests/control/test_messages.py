@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from control.codec import MalformedMessage, decode, encode
 from control.messages import (
     SENT_BY,
+    AttemptId,
     BufferInfo,
     Cancel,
     Checksum,
@@ -26,22 +27,28 @@ from control.messages import (
     Sampling,
     Session,
     SharedMemory,
-    Token,
 )
 
 ME = Peer(role="decode", address="127.0.0.1:8021", boot_id="boot")
 GATEWAY = Peer(role="gateway", address="127.0.0.1:8001", boot_id="boot")
 PREFILL = Peer(role="prefill", address="127.0.0.1:8011", boot_id="boot")
 IDENTITY = ModelIdentity(
-    fingerprint="f", dtype="float32", num_layers=1, num_index_layers=1, item_bytes=192, index_key_bytes=64
+    fingerprint="f",
+    dtype="float32",
+    kv_format="float32",
+    num_layers=1,
+    num_index_layers=1,
+    item_bytes=192,
+    index_key_bytes=64,
 )
+
+ATTEMPT = AttemptId("boot", "r", 1)
 
 
 def prefill_request(**changes: Any) -> PrefillRequest:
     fields: dict[str, Any] = {
-        "request_id": "r",
-        "epoch": 1,
-        "prompt_ids": (1, 2, 3),
+        "attempt": ATTEMPT,
+        "token_ids": (1, 2, 3),
         "destination": Destination(
             sessions=(Session(transport="tcp", name="127.0.0.1:15000"),),
             identity=IDENTITY,
@@ -69,15 +76,15 @@ def sample_messages() -> list[Message]:
             prefill_nodes=(ME,),
         ),
         Cancel(request_id="r"),
-        ChunkTaken(request_id="r", epoch=1, number=2),
+        ChunkTaken(attempt=ATTEMPT, number=2),
     ]
 
 
 def said_by_prefill_nodes() -> list[Message]:
     checksums = Checksums.of([Checksum(0, 0, 8, 2**64 - 1), Checksum(1, 0, 8, 5)])
     return [
-        ChunkDone(request_id="r", epoch=1, number=0, checksums=checksums),
-        PrefillDone(request_id="r", epoch=1, token=Token(token_id=1), num_tokens=9, chunks=1, checksums=checksums),
+        ChunkDone(attempt=ATTEMPT, number=0, checksums=checksums),
+        PrefillDone(attempt=ATTEMPT, num_tokens=9, chunks=1, checksums=checksums),
     ]
 
 
@@ -188,8 +195,8 @@ def test_a_configuration_mismatch_names_both_values() -> None:
 @given(st.lists(st.tuples(*[st.integers(0, 2**63 - 1)] * 3, st.integers(0, 2**64 - 1))))
 def test_checksums_survive_the_wire_in_their_order(rows: list[tuple[int, int, int, int]]) -> None:
     checksums = Checksums.of([Checksum(*row) for row in rows])
-    done = PrefillDone(request_id="r", epoch=1, token=Token(token_id=1), num_tokens=3, checksums=checksums)
-    chunk = ChunkDone(request_id="r", epoch=1, number=len(rows), checksums=checksums)
+    done = PrefillDone(attempt=ATTEMPT, num_tokens=3, checksums=checksums)
+    chunk = ChunkDone(attempt=ATTEMPT, number=len(rows), checksums=checksums)
     for message in (done, chunk):
         _, _, decoded = decode(encode(message, PREFILL))
         assert isinstance(decoded, PrefillDone | ChunkDone)

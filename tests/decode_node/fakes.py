@@ -2,12 +2,22 @@
 
 from dataclasses import dataclass, field
 
-from control.messages import BufferInfo, Destination, ModelIdentity, Peer, Session
+from control.messages import AttemptId, BufferInfo, Destination, Generate, ModelIdentity, Peer, Session
+from decode_node.attempt import PrefillAttempt
+from decode_node.request import Request
 from decode_node.verifier import Verification
+from hisparse.extents import HostSlots
 
 GATEWAY = Peer(role="gateway", address="127.0.0.1:1", boot_id="gateway")
+PREFILL = Peer(role="prefill", address="127.0.0.1:2", boot_id="prefill")
 IDENTITY = ModelIdentity(
-    fingerprint="f", dtype="float32", num_layers=2, num_index_layers=1, item_bytes=16, index_key_bytes=8
+    fingerprint="f",
+    dtype="float32",
+    kv_format="float32",
+    num_layers=2,
+    num_index_layers=1,
+    item_bytes=16,
+    index_key_bytes=8,
 )
 
 
@@ -19,6 +29,12 @@ def destination(num_slots: int) -> Destination:
         buffers=BufferInfo(ptrs=(1, 2, 3), lengths=lengths, item_lengths=(16, 16, 8)),
         sessions=(Session(transport="tcp", name="127.0.0.1:9"),),
     )
+
+
+def attempt_to_fill(slots: HostSlots, num_tokens: int, epoch: int = 1) -> PrefillAttempt:
+    """An attempt to have these slots filled with the KV of that many tokens."""
+    request = Request(Generate(request_id="r", prompt_ids=(1,) * (num_tokens + 1), max_new_tokens=4), GATEWAY)
+    return PrefillAttempt(AttemptId("decode", "r", epoch), request, PREFILL, slots, 0.0, num_tokens)
 
 
 @dataclass

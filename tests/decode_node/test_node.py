@@ -15,6 +15,7 @@ from base.metrics import Metrics
 from control.messages import (
     Abort,
     Admitted,
+    AttemptId,
     Cancel,
     Checksum,
     Checksums,
@@ -30,11 +31,10 @@ from control.messages import (
     Quiesced,
     Rejected,
     Sampling,
-    Token,
 )
 from decode_node.loop_call import on_loop
 from decode_node.node import DecodeNode, Event
-from decode_node.request import State
+from decode_node.request import RequestState
 from decode_node.verifier import Verifier
 from service.lifecycle import Lifecycle
 from service.shell import NodeShell
@@ -47,9 +47,11 @@ from transfer.planner import expand_extents
 
 FIRST = Peer(role="prefill", address="127.0.0.1:2", boot_id="first")
 SECOND = Peer(role="prefill", address="127.0.0.1:3", boot_id="second")
+R = AttemptId("decode", "r", 1)
+NOT_BEGUN = AttemptId("decode", "not begun", 1)
 GENERATE = Generate(
     request_id="r",
-    prompt_ids=tuple(range(10)),
+    prompt_ids=(*range(10), 99),
     max_new_tokens=5,
     sampling=Sampling(temperature=0),
     prefill_nodes=(FIRST, SECOND),
@@ -100,7 +102,9 @@ class Running:
 
     def requested(self, epoch: int, request_id: str = "r") -> tuple[Peer, PrefillRequest]:
         """The request for a prefill under that epoch, once it is there."""
-        node, message = wait_until(lambda: self.control.repeated.get(("prefill", (request_id, epoch))), timeout=10)
+        node, message = wait_until(
+            lambda: self.control.repeated.get(("prefill", R._replace(request_id=request_id, epoch=epoch))), timeout=10
+        )
         assert isinstance(message, PrefillRequest)
         return node, message
 
@@ -110,7 +114,7 @@ class Running:
         rows = torch.from_numpy(slots)
         host = self.harness.coordinator.host
         for tensor in (host.kv, host.index_keys):
-            tensor[:, rows] = torch.arange(len(slots), dtype=torch.float32)[None, :, None]
+            tensor[:, rows] = torch.arange(len(slots)).to(torch.uint8)[None, :, None]
         checksums = Checksums.of(
             [
                 Checksum(buffer=buffer, start=0, stop=10, digest=slot_digest(self.harness.buffers, buffer, slots))
@@ -119,13 +123,7 @@ class Running:
         )
         if torn:
             host.kv[0, rows[3], 1] += 1
-        done = PrefillDone(
-            request_id=request.request_id,
-            epoch=request.epoch,
-            token=Token(token_id=100),
-            num_tokens=10,
-            checksums=checksums,
-        )
+        done = PrefillDone(attempt=request.attempt, num_tokens=10, checksums=checksums)
         self.shell.inbox.put((node, done))
 
     def tokens(self, request_id: str = "r") -> list[int]:
@@ -155,7 +153,7 @@ def test_verified_bytes_are_served(running: Running) -> None:
     node, request = running.requested(epoch=1)
     running.write(node, request)
     wait_until(lambda: running.tokens() == [100, 101, 102, 103, 104], timeout=10)
-    assert (FIRST, Admitted(request_id="r", epoch=1)) in running.control.sent
+    assert (FIRST, Admitted(attempt=R)) in running.control.sent
 
 
 def test_torn_bytes_are_never_served_and_the_retry_on_another_node_is(running: Running) -> None:
@@ -168,23 +166,23 @@ def test_torn_bytes_are_never_served_and_the_retry_on_another_node_is(running: R
     assert not {*expand_extents(request.extents)} & {*expand_extents(again.extents)}, "the first are in quarantine"
     assert running.tokens() == []
     assert running.metrics.transfer_failures.labels("checksum")._value.get() == 1
-    assert running.control.repeated["abort", ("r", 1)] == (FIRST, Abort(request_id="r", epoch=1))
+    assert running.control.repeated["abort", R] == (FIRST, Abort(attempt=R))
     running.write(other, again)
     wait_until(lambda: running.tokens() == [100, 101, 102, 103, 104], timeout=10)
-    running.shell.inbox.put((FIRST, Quiesced(request_id="r", epoch=1)))
+    running.shell.inbox.put((FIRST, Quiesced(attempt=R)))
     wait_until(running.harness.coordinator.is_idle, timeout=10)
-    assert (SECOND, Admitted(request_id="r", epoch=2)) in running.control.sent
-    assert (FIRST, Admitted(request_id="r", epoch=1)) not in running.control.sent
+    assert (SECOND, Admitted(attempt=R._replace(epoch=2))) in running.control.sent
+    assert (FIRST, Admitted(attempt=R)) not in running.control.sent
 
 
 def test_a_torn_chunk_sends_the_request_elsewhere_before_the_rest_has_landed(running: Running) -> None:
     running.ask()
     node, _ = running.requested(epoch=1)
-    chunk = ChunkDone(request_id="r", epoch=1, number=0, checksums=Checksums.of([Checksum(0, 0, 6, digest=1)]))
+    chunk = ChunkDone(attempt=R, number=0, checksums=Checksums.of([Checksum(0, 0, 6, digest=1)]))
     running.shell.inbox.put((node, chunk))
     other, again = running.requested(epoch=2)
     assert other == SECOND
-    assert (FIRST, ChunkTaken(request_id="r", epoch=1, number=0)) in running.control.sent
+    assert (FIRST, ChunkTaken(attempt=R, number=0)) in running.control.sent
     assert running.metrics.transfer_failures.labels("checksum")._value.get() == 1
     running.write(other, again)
     wait_until(lambda: running.tokens() == [100, 101, 102, 103, 104], timeout=10)
@@ -208,7 +206,7 @@ def test_a_node_that_drains_finishes_what_streams_and_hands_over_the_rest(runnin
     node, request = running.requested(epoch=1)
     running.write(node, request)
     running.ask(request_id="not begun")
-    wait_until(lambda: ("prefill", ("not begun", 1)) in running.control.repeated, timeout=10)
+    wait_until(lambda: ("prefill", NOT_BEGUN) in running.control.repeated, timeout=10)
 
     running.shell.lifecycle.drain()
     running.shell.inbox.put(None)
@@ -220,7 +218,7 @@ def test_a_node_that_drains_finishes_what_streams_and_hands_over_the_rest(runnin
     wait_until(lambda: "r" in running.finishes(), timeout=10)
     assert running.tokens() == list(range(100, 400))
     assert running.thread.is_alive(), "a prefill node may still be writing to its memory"
-    running.shell.inbox.put((FIRST, Quiesced(request_id="not begun", epoch=1)))
+    running.shell.inbox.put((FIRST, Quiesced(attempt=NOT_BEGUN)))
     running.thread.join(10)
     assert not running.thread.is_alive()
     assert running.harness.coordinator.is_idle()
@@ -256,7 +254,7 @@ def test_slots_that_leaked_are_noticed_also_if_others_were_in_quarantine_when_th
     shell.inbox.put((GATEWAY, Cancel(request_id="r")))
     node._turn()
     assert harness.remote.quarantined_slots == 10
-    shell.inbox.put((FIRST, Quiesced(request_id="r", epoch=1)))
+    shell.inbox.put((FIRST, Quiesced(attempt=R)))
     with pytest.raises(RuntimeError, match="they leaked"):
         node._turn()
     assert leaked is not None
@@ -267,11 +265,11 @@ def test_what_a_node_owes_and_what_it_cannot_use_are_exported(running: Running) 
     assert (value("kv_tokens_outstanding"), value("quarantine_seconds")) == (0, 0)
     running.ask()
     running.requested(epoch=1)
-    assert value("kv_tokens_outstanding") == 14, "ten of the prompt, and all but the last of five to come"
+    assert value("kv_tokens_outstanding") == 15, "eleven of the prompt, and all but the last of five to come"
     running.shell.inbox.put((GATEWAY, Cancel(request_id="r")))
     wait_until(lambda: value("quarantine_seconds"), timeout=10)
     assert value("kv_tokens_outstanding") == 0
-    running.shell.inbox.put((FIRST, Quiesced(request_id="r", epoch=1)))
+    running.shell.inbox.put((FIRST, Quiesced(attempt=R)))
     wait_until(lambda: value("quarantine_seconds") == 0, timeout=10)
 
 
@@ -306,10 +304,10 @@ def test_a_violation_ends_also_what_has_given_way_since_and_nothing_that_has_not
     for name in "abcd":
         h.ask(name, prompt=(10,), tokens=30)
     h.model.violates_at = 1
-    while not h.scheduler.in_state(State.RETRACTED):
+    while not h.scheduler.in_state(RequestState.RETRACTED):
         h.turn()
     h.model.violates_at = -1
-    unhurt = [r.request_id for r in h.scheduler.requests.values() if len(r.generated) == 1]
+    unhurt = [r.request_id for r in h.scheduler.requests.values() if not r.launched]
     node._housekeep(time.monotonic())
     assert list(h.scheduler.requests) == unhurt
     assert 0 < len(unhurt) < 3

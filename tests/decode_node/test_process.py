@@ -8,7 +8,6 @@ import torch
 from base.errors import StartupError
 from decode_node import process
 from decode_node.process import DecodeConfig
-from engine.convert import kv_layout
 from hisparse.config import HiSparseConfig
 from hisparse.sizing import Sizes
 from model.spec import ModelSpec
@@ -26,7 +25,7 @@ SPEC = ModelSpec(
     dtype=torch.float32,
     fingerprint="f",
 )
-CONTEXT_BYTES = SPEC.context_length * kv_layout(SPEC).token_bytes
+CONTEXT_BYTES = SPEC.context_length * SPEC.kv_layout.token_bytes
 
 
 def planned(monkeypatch: pytest.MonkeyPatch, device_bytes: int, local_prefill: bool) -> Sizes:

@@ -7,7 +7,7 @@ import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from control.messages import Peer
+from control.messages import AttemptId, Peer
 from decode_node.health import SILENCE_S
 from decode_node.loop_call import LoopCall
 from decode_node.quarantine import NothingQuarantined, Quarantine, WriterAlive, quarantine_router
@@ -28,9 +28,9 @@ class Harness:
         self.quarantine = Quarantine(self.table, self.control)  # type: ignore[arg-type]
         self.now = time.monotonic()
         for name, writer in (("a", GONE), ("b", GONE), ("c", ALIVE), ("wanted-1", GONE), ("wanted-2", ALIVE)):
-            self.table.open((name, 1), writer, name, num_slots=8)
+            self.table.open(AttemptId("decode", name, 1), writer, name, num_slots=8)
         for age, name in enumerate("abc"):
-            self.table.quarantine((name, 1), self.now - 100 + age)
+            self.table.quarantine(AttemptId("decode", name, 1), self.now - 100 + age)
         self.control.heard["alive"] = self.now - 1
         self.control.heard["gone"] = self.now - 50
 

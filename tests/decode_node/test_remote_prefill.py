@@ -10,6 +10,7 @@ from control.liveness import Answer
 from control.messages import (
     Abort,
     Admitted,
+    AttemptId,
     Checksum,
     Checksums,
     ChunkDone,
@@ -24,13 +25,12 @@ from control.messages import (
     PrefillRequest,
     Progress,
     Quiesced,
-    Token,
 )
 from decode_node.attempt import Landed, Lost
 from decode_node.health import SILENCE_S
 from decode_node.remote_prefill import RemotePrefill
-from decode_node.request import Request, State
-from decode_node.verifier import Placement, Verification, Verified
+from decode_node.request import Request, RequestState
+from decode_node.verifier import Verified
 from hisparse.extents import Extent, HostSlots
 from tests.decode_node.fakes import GATEWAY, HeldVerifier, destination
 from tests.prefill_node.fakes import FakeControl
@@ -40,7 +40,7 @@ from transfer.fencing import DRAIN_GRACE_S, ReservationTable
 FIRST = Peer(role="prefill", address="127.0.0.1:2", boot_id="first")
 SECOND = Peer(role="prefill", address="127.0.0.1:3", boot_id="second")
 SLOTS = HostSlots((Extent(4, 3),))
-KEY = ("r", 1)
+R = AttemptId("decode", "r", 1)
 PATIENCE_S = 60.0
 CHECKSUMS = Checksums.of(
     [Checksum(buffer=0, start=0, stop=3, digest=11), Checksum(buffer=1, start=0, stop=3, digest=12)]
@@ -74,7 +74,7 @@ class Harness:
             self.metrics,
             patience=PATIENCE_S,
         )
-        generate = Generate(request_id="r", prompt_ids=(1, 2, 3), max_new_tokens=4, prefill_nodes=(FIRST, SECOND))
+        generate = Generate(request_id="r", prompt_ids=(1, 2, 3, 4), max_new_tokens=4, prefill_nodes=(FIRST, SECOND))
         self.request = Request(generate, GATEWAY)
 
     def dispatch(self, node: Peer = FIRST) -> None:
@@ -88,33 +88,31 @@ class Harness:
         node: Peer = FIRST,
         chunks: int = 0,
     ) -> list[Landed | Lost]:
-        token = Token(token_id=5)
-        message = PrefillDone(
-            request_id="r", epoch=epoch, token=token, num_tokens=num_tokens, chunks=chunks, checksums=checksums
-        )
+        attempt = R._replace(epoch=epoch)
+        message = PrefillDone(attempt=attempt, num_tokens=num_tokens, chunks=chunks, checksums=checksums)
         return self.remote.take(node, message)
 
     def chunk(self, number: int, epoch: int = 1, node: Peer = FIRST) -> list[Landed | Lost]:
         """A chunk has landed. Whether that was answered, `taken` tells."""
-        message = ChunkDone(request_id="r", epoch=epoch, number=number, checksums=CHUNK_CHECKSUMS)
+        message = ChunkDone(attempt=R._replace(epoch=epoch), number=number, checksums=CHUNK_CHECKSUMS)
         return self.remote.take(node, message)
 
     def taken(self) -> list[int]:
         """The chunks that need not be said again, since the last call."""
         answers = self.control.take(ChunkTaken)
-        assert all(isinstance(answer, ChunkTaken) and answer.request_id == "r" for answer in answers)
+        assert all(isinstance(answer, ChunkTaken) and answer.attempt.request_id == "r" for answer in answers)
         return [answer.number for answer in answers if isinstance(answer, ChunkTaken)]
 
     def verified(self, *mismatches: Mismatch, error: str | None = None) -> list[Landed | Lost]:
         """What came of the oldest verification."""
         oldest = self.verifier.waiting.pop(0)
-        return self.remote.verified(Verified(oldest.key, oldest.part, len(CHECKSUMS), mismatches, error))
+        return self.remote.verified(Verified(oldest.attempt.id, oldest.part, len(CHECKSUMS), mismatches, error))
 
     def accepted(self) -> None:
-        self.remote.take(FIRST, PrefillAccepted(request_id="r", epoch=1))
+        self.remote.take(FIRST, PrefillAccepted(attempt=R))
 
     def progress(self, computed: int = 0, current_pass: int | None = None) -> None:
-        assert self.remote.take(FIRST, Progress(computed=((*KEY, computed),), current_pass=current_pass)) == []
+        assert self.remote.take(FIRST, Progress(computed=((R, computed),), current_pass=current_pass)) == []
 
     def wait(self, seconds: float) -> list[Landed | Lost]:
         """Time passes, in which both nodes are heard."""
@@ -137,22 +135,23 @@ def h(monkeypatch: pytest.MonkeyPatch) -> Harness:
 
 def test_slots_are_reserved_before_they_are_named(h: Harness) -> None:
     h.dispatch()
-    assert h.table.is_writable(KEY)
-    peer, message = h.control.repeated["prefill", KEY]
+    assert h.table.is_writable(R)
+    peer, message = h.control.repeated["prefill", R]
     assert peer == FIRST
     assert isinstance(message, PrefillRequest)
-    assert (message.extents, message.epoch, message.hisparse) == (((4, 3),), 1, True)
+    assert (message.attempt, message.extents, message.hisparse) == (R, ((4, 3),), True)
+    assert message.token_ids == (1, 2, 3), "all tokens but the last, which a decode step computes"
     assert message.destination == h.destination
-    h.remote.take(FIRST, PrefillAccepted(request_id="r", epoch=1))
+    h.remote.take(FIRST, PrefillAccepted(attempt=R))
     assert not h.control.repeated
 
 
 def test_a_landed_prompt_takes_its_slots_along(h: Harness) -> None:
     h.dispatch()
-    assert h.done() == [Landed(h.request, Token(token_id=5))]
-    assert h.request.state is State.LANDED
+    assert h.done() == [Landed(h.request)]
+    assert h.request.state is RequestState.LANDED
     assert h.request.host_slots == SLOTS
-    assert h.control.take(Admitted) == [Admitted(request_id="r", epoch=1)]
+    assert h.control.take(Admitted) == [Admitted(attempt=R)]
     assert h.remote.is_idle
     assert h.freed == []
 
@@ -163,7 +162,7 @@ def test_done_of_an_attempt_that_was_given_up_lands_nothing_but_ends_the_quarant
     assert h.freed == []
     assert h.done() == []
     assert h.freed == [SLOTS]
-    assert h.control.take(Admitted) == [Admitted(request_id="r", epoch=1)]
+    assert h.control.take(Admitted) == [Admitted(attempt=R)]
     assert not h.control.repeated
 
 
@@ -176,11 +175,11 @@ def test_done_that_comes_twice_is_answered_twice_and_lands_once(h: Harness) -> N
 
 def test_done_of_an_old_epoch_does_not_land_in_the_new_one(h: Harness) -> None:
     h.dispatch()
-    h.remote.take(FIRST, PrefillFailed(request_id="r", epoch=1, reason="write failed"))
+    h.remote.take(FIRST, PrefillFailed(attempt=R, reason="write failed"))
     h.dispatch(SECOND)
     assert h.done(epoch=1) == []
-    assert h.request.state is State.PREFILLING
-    assert h.table.is_writable(("r", 2))
+    assert h.request.state is RequestState.PREFILLING
+    assert h.table.is_writable(R._replace(epoch=2))
 
 
 def test_done_for_another_number_of_tokens_is_not_served(h: Harness) -> None:
@@ -194,19 +193,19 @@ def test_an_abort_is_repeated_until_quiesced_and_frees_then(h: Harness) -> None:
     """sglang PRs 24580, 31357: pages freed on abort while the prefill node was still writing."""
     h.dispatch()
     h.remote.abandon(h.request)
-    assert h.control.repeated["abort", KEY] == (FIRST, Abort(request_id="r", epoch=1))
+    assert h.control.repeated["abort", R] == (FIRST, Abort(attempt=R))
     assert h.remote.quarantined_slots == 3
-    h.remote.take(FIRST, Quiesced(request_id="r", epoch=1))
+    h.remote.take(FIRST, Quiesced(attempt=R))
     assert h.freed == [SLOTS]
     assert not h.control.repeated
 
 
 def test_a_failed_attempt_goes_to_a_node_that_was_not_tried(h: Harness) -> None:
     h.dispatch()
-    [lost] = h.remote.take(FIRST, PrefillFailed(request_id="r", epoch=1, reason="out of memory"))
+    [lost] = h.remote.take(FIRST, PrefillFailed(attempt=R, reason="out of memory"))
     assert lost == Lost(h.request, "out of memory")
     assert h.freed == [SLOTS], "PrefillFailed says that nothing is in flight"
-    assert h.request.state is State.WAITING
+    assert h.request.state is RequestState.WAITING
     assert h.remote.choose(h.request) == SECOND
 
 
@@ -215,7 +214,7 @@ def test_a_node_that_leaves_hands_a_request_back_without_a_fault(h: Harness) -> 
     for node in (FIRST, SECOND):
         h.dispatch(node)
         [lost] = h.remote.take(
-            node, PrefillFailed(request_id="r", epoch=h.request.epoch, reason="draining", leaving=True)
+            node, PrefillFailed(attempt=R._replace(epoch=h.request.epoch), reason="draining", leaving=True)
         )
         assert lost == Lost(h.request, "draining")
     assert h.freed == [SLOTS, SLOTS]
@@ -243,8 +242,8 @@ def test_a_node_whose_key_was_revoked_is_not_asked_even_if_it_is_the_only_one(h:
 def test_what_has_landed_is_not_lost_to_a_node_that_leaves_before_its_checksums_are_verified(h: Harness) -> None:
     h.dispatch()
     h.done(checksums=CHECKSUMS)
-    assert h.remote.take(FIRST, PrefillFailed(request_id="r", epoch=1, reason="stopping", leaving=True)) == []
-    assert h.verified() == [Landed(h.request, Token(token_id=5))]
+    assert h.remote.take(FIRST, PrefillFailed(attempt=R, reason="stopping", leaving=True)) == []
+    assert h.verified() == [Landed(h.request)]
 
 
 def test_a_pool_is_written_to_while_a_live_node_has_not_said_that_it_is_quiet(h: Harness) -> None:
@@ -256,43 +255,46 @@ def test_a_pool_is_written_to_while_a_live_node_has_not_said_that_it_is_quiet(h:
     h.clock.now += SILENCE_S + 1
     assert not h.remote.written_to, "a dead node would keep this process from leaving"
     h.wait(0)
-    h.remote.take(FIRST, Quiesced(request_id="r", epoch=1))
+    h.remote.take(FIRST, Quiesced(attempt=R))
     assert not h.remote.written_to
 
 
 def test_when_all_were_tried_the_best_is_tried_again(h: Harness) -> None:
     for node in (FIRST, SECOND):
         h.dispatch(node)
-        h.remote.take(node, PrefillFailed(request_id="r", epoch=h.request.epoch, reason="no"))
+        h.remote.take(node, PrefillFailed(attempt=R._replace(epoch=h.request.epoch), reason="no"))
     assert h.remote.choose(h.request) == FIRST
 
 
 def test_a_failure_with_writes_in_flight_lifts_no_quarantine_until_the_node_is_quiet(h: Harness) -> None:
     """A failed call proves nothing about its other descriptors: they may land a second later."""
     h.dispatch()
-    failed = PrefillFailed(request_id="r", epoch=1, reason="write failed", in_flight=True)
+    failed = PrefillFailed(attempt=R, reason="write failed", in_flight=True)
     [lost] = h.remote.take(FIRST, failed)
     assert lost == Lost(h.request, "write failed")
     assert h.remote.choose(h.request) == SECOND, "the request does not wait for the old attempt's writes"
     assert h.remote.take(FIRST, failed) == []
     assert h.freed == []
-    assert h.control.repeated["abort", KEY] == (FIRST, Abort(request_id="r", epoch=1))
-    h.remote.take(FIRST, Quiesced(request_id="r", epoch=1))
+    assert h.control.repeated["abort", R] == (FIRST, Abort(attempt=R))
+    h.remote.take(FIRST, Quiesced(attempt=R))
     assert h.freed == [SLOTS]
     assert not h.control.repeated
 
 
 def test_a_failure_with_writes_in_flight_may_be_settled_by_a_later_one_without(h: Harness) -> None:
     h.dispatch()
-    h.remote.take(FIRST, PrefillFailed(request_id="r", epoch=1, reason="write failed", in_flight=True))
-    h.remote.take(FIRST, PrefillFailed(request_id="r", epoch=1, reason="write failed"))
+    h.remote.take(FIRST, PrefillFailed(attempt=R, reason="write failed", in_flight=True))
+    h.remote.take(FIRST, PrefillFailed(attempt=R, reason="write failed"))
     assert h.freed == [SLOTS]
+
+
+GONE = AttemptId("decode", "gone", 4)
 
 
 def test_a_failure_of_what_is_settled_here_is_answered_with_an_abort(h: Harness) -> None:
     """It is repeated until one comes, and the reservation may have been evicted meanwhile."""
-    h.remote.take(FIRST, PrefillFailed(request_id="gone", epoch=4, reason="write failed", in_flight=True))
-    assert h.control.take(Abort) == [Abort(request_id="gone", epoch=4)]
+    h.remote.take(FIRST, PrefillFailed(attempt=GONE, reason="write failed", in_flight=True))
+    assert h.control.take(Abort) == [Abort(attempt=GONE)]
 
 
 def test_a_silent_node_loses_its_requests_but_not_their_slots(h: Harness) -> None:
@@ -327,7 +329,7 @@ def test_a_node_that_is_heard_is_not_silent(h: Harness) -> None:
     now = time.monotonic() + 50
     h.control.heard["first"] = now - 1
     assert h.remote.tick(now) == []
-    assert h.request.state is State.PREFILLING
+    assert h.request.state is RequestState.PREFILLING
 
 
 def test_a_restart_of_the_writer_proves_it_dead(h: Harness) -> None:
@@ -353,10 +355,8 @@ def test_a_late_word_of_the_process_before_the_writer_proves_nothing(h: Harness)
     h.answer("the one before", asked_at=h.clock.now - 1)
     h.dispatch()
     assert h.wait(1) == []
-    assert (
-        h.remote.take(FIRST.model_copy(update={"boot_id": "the one before"}), Quiesced(request_id="r", epoch=1)) == []
-    )
-    assert h.table.is_writable(KEY)
+    assert h.remote.take(FIRST.model_copy(update={"boot_id": "the one before"}), Quiesced(attempt=R)) == []
+    assert h.table.is_writable(R)
     h.remote.abandon(h.request)
     for _ in range(100):
         h.wait(1)
@@ -372,7 +372,7 @@ def test_of_two_processes_with_one_address_the_one_that_is_heard_is_not_dead(h: 
         h.answer("another", asked_at=h.clock.now + 0.5)
         h.wait(1)
     assert h.freed == []
-    h.remote.take(FIRST, Quiesced(request_id="r", epoch=1))
+    h.remote.take(FIRST, Quiesced(attempt=R))
     assert h.freed == [SLOTS]
 
 
@@ -380,7 +380,7 @@ def test_another_process_at_the_address_does_not_speak_for_the_writer(h: Harness
     h.dispatch()
     h.remote.abandon(h.request)
     reborn = FIRST.model_copy(update={"boot_id": "reborn"})
-    h.remote.take(reborn, Quiesced(request_id="r", epoch=1))
+    h.remote.take(reborn, Quiesced(attempt=R))
     h.clock.now += 100
     h.remote.tick(h.clock.now)
     assert h.freed == []
@@ -392,9 +392,9 @@ def test_what_may_linger_in_the_network_is_waited_for_and_not_asked_about_again(
     h.dispatch()
     if said == "quiesced":
         h.remote.abandon(h.request)
-        h.remote.take(FIRST, Quiesced(request_id="r", epoch=1, lingering=True))
+        h.remote.take(FIRST, Quiesced(attempt=R, lingering=True))
     else:
-        failed = PrefillFailed(request_id="r", epoch=1, reason="a write failed", lingering=True)
+        failed = PrefillFailed(attempt=R, reason="a write failed", lingering=True)
         assert len(h.remote.take(FIRST, failed)) == 1
     assert h.freed == []
     assert not h.control.repeated
@@ -406,7 +406,7 @@ def test_the_restart_of_another_node_proves_nothing(h: Harness) -> None:
     h.dispatch()
     h.control.answers[SECOND.address] = Answer("reborn", h.clock.now + 0.5)
     assert h.wait(1) == []
-    assert h.table.is_writable(KEY)
+    assert h.table.is_writable(R)
 
 
 # --- a node that answers and does not get on ---
@@ -419,7 +419,7 @@ def test_a_request_that_is_never_accepted_is_given_up(h: Harness) -> None:
     [lost] = h.wait(2)
     assert isinstance(lost, Lost)
     assert lost.reason == "prefill node 127.0.0.1:2 has not accepted it for 60 s"
-    assert ("prefill", KEY) not in h.control.repeated
+    assert ("prefill", R) not in h.control.repeated
     h.request.tried.clear()
     assert h.remote.choose(h.request) == SECOND
     h.remote.take(FIRST, Progress(current_pass=4))
@@ -457,24 +457,24 @@ def test_a_request_gets_on_while_chunks_of_it_or_of_others_are_computed_or_it_is
         assert h.wait(PATIENCE_S - 1) == []
         h.progress(computed, current_pass)
     h.wait(PATIENCE_S + 1)
-    assert h.request.state is State.WAITING, "not even that it is being sent was heard any more"
+    assert h.request.state is RequestState.WAITING, "not even that it is being sent was heard any more"
 
 
 def test_progress_that_another_node_claims_is_none(h: Harness) -> None:
     h.dispatch()
     h.accepted()
     for number in range(10):
-        h.remote.take(SECOND, Progress(computed=((*KEY, 1),), current_pass=number))
+        h.remote.take(SECOND, Progress(computed=((R, 1),), current_pass=number))
         h.wait(PATIENCE_S / 9)
-    assert h.request.state is State.WAITING
+    assert h.request.state is RequestState.WAITING
 
 
 def test_a_node_that_does_not_know_an_accepted_request_has_lost_it(h: Harness) -> None:
     h.dispatch()
     h.accepted()
     h.wait(0)
-    assert h.control.take(Holding) == [Holding(keys=(KEY,))]
-    [lost] = h.remote.take(FIRST, NotHeld(keys=(KEY,)))
+    assert h.control.take(Holding) == [Holding(attempts=(R,))]
+    [lost] = h.remote.take(FIRST, NotHeld(attempts=(R,)))
     assert isinstance(lost, Lost)
     assert h.freed == [SLOTS]
 
@@ -527,13 +527,15 @@ def test_nodes_that_take_so_long_a_prompt_are_asked_even_if_others_are_idle(h: H
 def test_nothing_lands_before_its_checksums_are_verified(h: Harness) -> None:
     h.dispatch()
     assert h.done(checksums=CHECKSUMS) == []
-    assert h.verifier.waiting == [Verification(KEY, None, CHECKSUMS, Placement(SLOTS, num_tokens=3))]
-    assert h.request.state is State.PREFILLING
-    assert h.table.is_writable(KEY)
+    [waiting] = h.verifier.waiting
+    assert (waiting.attempt.id, waiting.part, waiting.checksums) == (R, None, CHECKSUMS)
+    assert (waiting.attempt.slots, waiting.attempt.num_tokens) == (SLOTS, 3)
+    assert h.request.state is RequestState.PREFILLING
+    assert h.table.is_writable(R)
     assert h.control.take(Admitted) == [], "the source pages are kept"
-    assert h.verified() == [Landed(h.request, Token(token_id=5))]
+    assert h.verified() == [Landed(h.request)]
     assert h.request.host_slots == SLOTS
-    assert h.control.take(Admitted) == [Admitted(request_id="r", epoch=1)]
+    assert h.control.take(Admitted) == [Admitted(attempt=R)]
     assert h.remote.is_idle
 
 
@@ -542,24 +544,24 @@ def test_what_has_landed_is_not_lost_to_a_node_that_fails_before_its_checksums_a
     h.dispatch()
     h.done(checksums=CHECKSUMS)
     for in_flight in (True, False):
-        failed = PrefillFailed(request_id="r", epoch=1, reason="the decode node is silent", in_flight=in_flight)
+        failed = PrefillFailed(attempt=R, reason="the decode node is silent", in_flight=in_flight)
         assert h.remote.take(FIRST, failed) == []
-    assert h.verified() == [Landed(h.request, Token(token_id=5))]
+    assert h.verified() == [Landed(h.request)]
     assert h.freed == []
 
 
 def test_only_the_node_that_was_asked_ends_an_attempt(h: Harness) -> None:
     h.dispatch(FIRST)
     for message in (
-        PrefillAccepted(request_id="r", epoch=1),
-        PrefillFailed(request_id="r", epoch=1, reason="no"),
-        PrefillFailed(request_id="r", epoch=1, reason="no", leaving=True),
-        Quiesced(request_id="r", epoch=1),
-        NotHeld(keys=(KEY,)),
+        PrefillAccepted(attempt=R),
+        PrefillFailed(attempt=R, reason="no"),
+        PrefillFailed(attempt=R, reason="no", leaving=True),
+        Quiesced(attempt=R),
+        NotHeld(attempts=(R,)),
     ):
         assert h.remote.take(SECOND, message) == []
-    assert h.request.state is State.PREFILLING
-    assert ("prefill", KEY) in h.control.repeated
+    assert h.request.state is RequestState.PREFILLING
+    assert ("prefill", R) in h.control.repeated
     assert len(h.done()) == 1
 
 
@@ -577,16 +579,16 @@ def test_a_mismatch_is_never_served_and_the_retry_goes_to_the_other_node_with_a_
     h.done(checksums=CHECKSUMS)
     [lost] = h.verified(Mismatch(1, 0, 3, expected=12, found=13, ranges=((0x1000, 48),)))
     assert lost == Lost(h.request, "1 of 2 checksums do not match")
-    assert h.request.state is State.WAITING
+    assert h.request.state is RequestState.WAITING
     assert h.request.host_slots is None
     assert h.control.take(Admitted) == []
     assert h.failures("checksum") == 1
     assert h.remote.quarantined_slots == 3
-    assert h.control.repeated["abort", KEY] == (FIRST, Abort(request_id="r", epoch=1))
+    assert h.control.repeated["abort", R] == (FIRST, Abort(attempt=R))
     assert h.remote.choose(h.request) == SECOND
     h.dispatch(SECOND)
     assert h.request.epoch == 2
-    h.remote.take(FIRST, Quiesced(request_id="r", epoch=1))
+    h.remote.take(FIRST, Quiesced(attempt=R))
     assert h.freed == [SLOTS]
 
 
@@ -604,7 +606,7 @@ def test_the_result_for_a_request_that_was_given_up_meanwhile_is_dropped(h: Harn
     h.dispatch()
     h.done(checksums=CHECKSUMS)
     h.remote.abandon(h.request)
-    h.remote.take(FIRST, Quiesced(request_id="r", epoch=1))
+    h.remote.take(FIRST, Quiesced(attempt=R))
     assert h.freed == [SLOTS]
     assert h.verified() == []
     assert h.request.host_slots is None
@@ -655,7 +657,7 @@ def test_a_mismatch_after_the_writers_death_is_free_after_the_grace(h: Harness) 
 def test_done_by_a_node_that_was_not_asked_lands_nothing(h: Harness) -> None:
     h.dispatch(FIRST)
     assert h.done(node=SECOND) == []
-    assert h.request.state is State.PREFILLING
+    assert h.request.state is RequestState.PREFILLING
     assert len(h.done()) == 1
 
 
@@ -665,14 +667,16 @@ def test_done_by_a_node_that_was_not_asked_lands_nothing(h: Harness) -> None:
 def test_a_chunk_is_verified_before_the_last_has_landed(h: Harness) -> None:
     h.dispatch()
     assert h.chunk(0) == []
-    assert h.verifier.waiting == [Verification(KEY, 0, CHUNK_CHECKSUMS, Placement(SLOTS, num_tokens=3))]
+    [waiting] = h.verifier.waiting
+    assert (waiting.attempt.id, waiting.part, waiting.checksums) == (R, 0, CHUNK_CHECKSUMS)
+    assert (waiting.attempt.slots, waiting.attempt.num_tokens) == (SLOTS, 3)
     assert h.taken() == [0], "it is said when it was taken, so that nothing waits for it"
     assert h.verified() == []
-    assert h.request.state is State.PREFILLING
+    assert h.request.state is RequestState.PREFILLING
     assert h.control.take(Admitted) == []
     assert h.done(chunks=1, checksums=CHECKSUMS) == []
-    assert h.verified() == [Landed(h.request, Token(token_id=5))]
-    assert h.control.take(Admitted) == [Admitted(request_id="r", epoch=1)]
+    assert h.verified() == [Landed(h.request)]
+    assert h.control.take(Admitted) == [Admitted(attempt=R)]
     assert h.remote.is_idle
 
 
@@ -699,7 +703,7 @@ def test_a_prompt_lands_when_all_of_it_is_said_and_verified_in_whatever_order(
     while h.verifier.waiting:
         assert outcomes == []
         outcomes += h.verified()
-    assert outcomes == [Landed(h.request, Token(token_id=5))]
+    assert outcomes == [Landed(h.request)]
     assert sorted(h.taken()) == [0, 0, 1, 1]
     assert h.request.host_slots == SLOTS
 
@@ -712,7 +716,7 @@ def test_a_mismatch_in_an_early_chunk_fails_the_attempt_at_once(h: Harness) -> N
     assert lost == Lost(h.request, "1 of 2 checksums do not match")
     assert h.failures("checksum") == 1
     assert h.remote.quarantined_slots == 3
-    assert h.control.repeated["abort", KEY] == (FIRST, Abort(request_id="r", epoch=1))
+    assert h.control.repeated["abort", R] == (FIRST, Abort(attempt=R))
     assert h.remote.choose(h.request) == SECOND
     h.taken()
 
@@ -724,7 +728,7 @@ def test_a_mismatch_in_an_early_chunk_fails_the_attempt_at_once(h: Harness) -> N
     assert h.verifier.waiting == []
     assert h.done(chunks=3, checksums=CHECKSUMS) == []
     assert h.freed == [SLOTS], "that all has landed is as good as Quiesced"
-    assert (h.request.state, h.failures("checksum")) == (State.PREFILLING, 1)
+    assert (h.request.state, h.failures("checksum")) == (RequestState.PREFILLING, 1)
 
 
 def test_a_chunk_that_cannot_be_verified_fails_the_attempt(h: Harness) -> None:
@@ -738,7 +742,7 @@ def test_a_chunk_that_cannot_be_verified_fails_the_attempt(h: Harness) -> None:
 
 def test_a_chunk_of_an_old_epoch_says_nothing_of_the_new_one(h: Harness) -> None:
     h.dispatch()
-    h.remote.take(FIRST, PrefillFailed(request_id="r", epoch=1, reason="write failed"))
+    h.remote.take(FIRST, PrefillFailed(attempt=R, reason="write failed"))
     h.dispatch()
     assert h.chunk(0, epoch=1) == []
     assert h.taken() == [0]
@@ -746,7 +750,7 @@ def test_a_chunk_of_an_old_epoch_says_nothing_of_the_new_one(h: Harness) -> None
     h.done(epoch=2, chunks=1, checksums=CHECKSUMS)
     assert h.verified() == [], "its own chunk is still to come"
     h.chunk(0, epoch=2)
-    assert h.verified() == [Landed(h.request, Token(token_id=5))]
+    assert h.verified() == [Landed(h.request)]
 
 
 def test_a_chunk_that_comes_when_the_prompt_has_landed_is_answered(h: Harness) -> None:
@@ -778,7 +782,7 @@ def test_when_the_verifier_is_busy_a_chunk_is_not_answered_and_offered_again(h: 
     assert h.verified() == []
     h.chunk(1)
     assert h.taken() == [1]
-    assert h.verified() == [Landed(h.request, Token(token_id=5))]
+    assert h.verified() == [Landed(h.request)]
 
 
 def test_a_prompt_whose_chunk_was_lost_waits_for_its_repeat(h: Harness) -> None:
@@ -789,12 +793,12 @@ def test_a_prompt_whose_chunk_was_lost_waits_for_its_repeat(h: Harness) -> None:
     assert h.verified() == []
     for chunk in range(2):
         assert h.wait(PATIENCE_S - 1) == []
-        assert h.control.take(Holding)[-1] == Holding(keys=(KEY,)), "the node is still asked"
+        assert h.control.take(Holding)[-1] == Holding(attempts=(R,)), "the node is still asked"
         h.progress(computed=3)
-        assert h.request.state is State.PREFILLING
+        assert h.request.state is RequestState.PREFILLING
         h.chunk(chunk)
     assert h.verified() == []
-    assert h.verified() == [Landed(h.request, Token(token_id=5))]
+    assert h.verified() == [Landed(h.request)]
 
 
 def test_a_chunk_that_a_living_node_never_speaks_of_is_not_waited_for_for_ever(h: Harness) -> None:
@@ -828,12 +832,12 @@ def test_a_prompt_whose_chunk_was_lost_with_its_node_is_lost(h: Harness, end: st
             h.answer("reborn", asked_at=h.clock.now + 0.5)
             outcomes = h.wait(1)
         case "not held":
-            outcomes = h.remote.take(FIRST, NotHeld(keys=(KEY,)))
+            outcomes = h.remote.take(FIRST, NotHeld(attempts=(R,)))
         case _:
-            failed = PrefillFailed(request_id="r", epoch=1, reason="stopping", leaving=end == "leaving")
+            failed = PrefillFailed(attempt=R, reason="stopping", leaving=end == "leaving")
             outcomes = h.remote.take(FIRST, failed)
     assert [type(outcome) for outcome in outcomes] == [Lost]
-    assert h.request.state is State.WAITING
+    assert h.request.state is RequestState.WAITING
     assert h.verified() == []
     assert h.remote.choose(h.request) == SECOND
     assert h.freed == ([] if end in ("silent", "restarted") else [SLOTS])
@@ -846,7 +850,7 @@ def test_a_node_that_dies_when_it_has_said_everything_costs_nothing_though_nothi
     h.clock.now += SILENCE_S + 1
     assert h.remote.tick(h.clock.now) == []
     assert h.verified() == []
-    assert h.verified() == [Landed(h.request, Token(token_id=5))]
+    assert h.verified() == [Landed(h.request)]
 
 
 def test_a_node_that_contradicts_itself_is_not_served(h: Harness) -> None:
@@ -854,4 +858,4 @@ def test_a_node_that_contradicts_itself_is_not_served(h: Harness) -> None:
     h.chunk(1)
     [lost] = h.done(chunks=1)
     assert lost == Lost(h.request, "chunk 1 landed, of 1 that there can be")
-    assert h.control.repeated["abort", KEY] == (FIRST, Abort(request_id="r", epoch=1))
+    assert h.control.repeated["abort", R] == (FIRST, Abort(attempt=R))

@@ -10,6 +10,8 @@ import torch
 
 from base.metrics import Metrics
 from control.messages import (
+    Abort,
+    AttemptId,
     BufferInfo,
     Checksum,
     Checksums,
@@ -23,16 +25,18 @@ from control.messages import (
     Sampling,
     Token,
 )
-from decode_node.attempt import Landed
+from decode_node.limits import Limits
 from decode_node.outputs import OutputStream
 from decode_node.remote_prefill import RemotePrefill
-from decode_node.request import Request, State
-from decode_node.scheduler import Limits, Scheduler
+from decode_node.request import Request, RequestState
+from decode_node.scheduler import Scheduler
 from decode_node.verifier import Verification, Verified
-from engine.decoding import EagerDecoding
+from engine.device import DeviceFailed
+from engine.runner import LaunchedStep, ModelRunner
 from hisparse.config import HiSparseConfig
 from hisparse.coordinator import HiSparseCoordinator
 from hisparse.extents import HostSlots
+from hisparse.format import DenseFormat
 from hisparse.layout import KVLayout
 from hisparse.sizing import Sizes
 from hisparse.step import DecodeStep
@@ -42,7 +46,8 @@ from tests.prefill_node.fakes import FakeControl
 from transfer.checksum import Mismatch
 from transfer.fencing import ReservationTable
 
-LAYOUT = KVLayout(num_layers=1, index_layer_of=(0,), item_dim=2, index_dim=2, dtype=torch.float32)
+FORMAT = DenseFormat(torch.float32, item_dim=2, index_dim=2)
+LAYOUT = KVLayout((0,), FORMAT.item_bytes, FORMAT.index_key_bytes)
 PREFILL = Peer(role="prefill", address="127.0.0.1:2", boot_id="prefill")
 VOCAB = 512
 HOT = 4
@@ -52,6 +57,7 @@ class CountingModel:
     """Predicts input + 1, and appends recognisable KV as a real model would."""
 
     device = torch.device("cpu")
+    spec = SimpleNamespace(vocab_size=VOCAB)
 
     def __init__(self) -> None:
         self.batches: list[int] = []
@@ -65,8 +71,9 @@ class CountingModel:
         if self.error is not None:
             raise self.error
         self.batches.append(len(token_ids))
-        step.append_index_keys(0, torch.stack((positions, positions), 1).float())
-        step.append(0, torch.stack((positions, positions), 1).float())
+        pairs = torch.stack((positions, positions), 1)
+        step.append_index_keys(0, FORMAT.encode_index_keys(pairs))
+        step.append(0, FORMAT.encode_items(pairs))
         newest_selected = positions + (positions == self.violates_at)
         step.swap_in(0, (newest_selected[:, None] - torch.arange(HOT)).clamp(min=-1))
         time.sleep(self.step_s)
@@ -76,13 +83,16 @@ class CountingModel:
 
 @dataclass
 class Harness:
-    """`run` plays the prefill node: whatever is dispatched lands with the last prompt token + 1."""
+    """`turn` plays the prefill node: what was dispatched lands in the next turn, unless the request is `slow`, and what
+    is aborted is quiet, if `quiet` is set."""
 
     host_slots: int = 1000
     device_slots: int = 100
     max_running: int = 8
     max_waiting: int = 100
     retries: int = 2
+    slow: set[str] = field(default_factory=set)
+    quiet: bool = True
     verify: Callable[[Verification], bool] = lambda _: False
     control: FakeControl = field(default_factory=FakeControl)
     model: CountingModel = field(default_factory=CountingModel)
@@ -95,7 +105,7 @@ class Harness:
             config=HiSparseConfig(device_buffer_size=HOT, top_k=HOT),
             layout=LAYOUT,
             max_requests=self.max_running,
-            max_context=400,
+            max_context=1000,
             index_page_size=16,
             num_host_slots=self.host_slots,
             num_device_slots=self.device_slots,
@@ -116,14 +126,15 @@ class Harness:
             patience=60.0,
         )
         self.remote.nodes.learn(GATEWAY.address, (PREFILL,), {})
+        self.runner = ModelRunner(self.model, self.coordinator, self.max_running, 1000, record=False)  # type: ignore[arg-type]
         self.scheduler = Scheduler(
-            EagerDecoding(self.model, self.coordinator),  # type: ignore[arg-type]
+            self.runner,
             self.coordinator,
             self.remote,
             None,
             OutputStream(self.control, self.metrics),  # type: ignore[arg-type]
             self.metrics,
-            Limits(400, VOCAB, self.max_running, self.max_waiting, self.retries),
+            Limits(1000, VOCAB, self.host_slots, self.max_running, self.max_waiting, self.retries),
         )
 
     def ask(self, request_id: str, prompt: tuple[int, ...] = (1, 2, 3), tokens: int = 6, **changes: object) -> object:
@@ -132,16 +143,14 @@ class Harness:
         return self.scheduler.add(generate, GATEWAY)
 
     def land(self) -> None:
+        """What the prefill node does while the decode node has a turn."""
         for key, (_, message) in list(self.control.repeated.items()):
-            if isinstance(message, PrefillRequest):
+            if isinstance(message, PrefillRequest) and message.attempt.request_id not in self.slow:
                 self.control.answered(key)
-                done = PrefillDone(
-                    request_id=message.request_id,
-                    epoch=message.epoch,
-                    token=Token(token_id=message.prompt_ids[-1] + 1),
-                    num_tokens=len(message.prompt_ids),
-                )
+                done = PrefillDone(attempt=message.attempt, num_tokens=len(message.token_ids))
                 self.scheduler.apply(self.remote.take(PREFILL, done))
+            elif isinstance(message, Abort) and self.quiet:
+                self.scheduler.apply(self.remote.take(PREFILL, Quiesced(attempt=message.attempt)))
 
     def turn(self) -> None:
         self.land()
@@ -156,14 +165,20 @@ class Harness:
         self.control.take(Outputs)
 
     def run(self, turns: int = 2000) -> None:
-        while self.scheduler.requests:
+        while self.scheduler.requests or self.scheduler.holds_something:
             turns -= 1
             assert turns > 0, "stuck"
             self.turn()
         self.scheduler.check_idle()
+        assert self.coordinator.is_idle()
 
-    def state(self, request_id: str) -> State:
+    def state(self, request_id: str) -> RequestState:
         return self.scheduler.requests[request_id].state
+
+
+def counted(prompt: tuple[int, ...], tokens: int) -> list[int]:
+    """The answer that the model gives."""
+    return list(range(prompt[-1] + 1, prompt[-1] + 1 + tokens))
 
 
 def test_a_request_runs_to_its_length() -> None:
@@ -182,12 +197,44 @@ def test_a_stop_token_ends_a_request() -> None:
     assert h.ended == {"a": "stop"}
 
 
-def test_one_token_needs_no_device_slots() -> None:
+def test_an_answer_of_one_token_takes_one_step() -> None:
     h = Harness()
-    h.ask("a", prompt=(1,), tokens=1)
+    h.ask("a", tokens=1)
     h.run()
-    assert h.answers == {"a": [2]}
-    assert h.model.batches == []
+    assert h.answers == {"a": [4]}
+    assert h.model.batches == [1]
+
+
+def test_a_prompt_of_one_token_needs_no_prefill_node() -> None:
+    h = Harness()
+    h.remote.nodes.learn(GATEWAY.address, (), {})
+    h.ask("a", prompt=(7,), tokens=20)
+    h.run()
+    assert h.answers == {"a": counted((7,), 20)}
+
+
+def test_a_step_is_launched_before_the_tokens_of_the_one_before_are_read() -> None:
+    h = Harness()
+    h.ask("a", tokens=4)
+    read: list[tuple[int, int]] = []
+    collect = h.runner.collect
+
+    def noting(step: LaunchedStep) -> list[Token | None]:
+        read.append((step.batch.places.number, len(h.model.batches)))
+        return collect(step)
+
+    h.runner.collect = noting  # type: ignore[method-assign]
+    h.run()
+    assert read == [(1, 2), (2, 3), (3, 4), (4, 4)], "(step, steps that were launched by then)"
+
+
+def test_a_request_that_ended_is_in_one_more_step_for_nothing() -> None:
+    h = Harness()
+    h.ask("a", prompt=(1,), tokens=100, stop_token_ids=(5,))
+    h.ask("b", prompt=(1,), tokens=10)
+    h.run()
+    assert h.answers == {"a": [2, 3, 4, 5], "b": counted((1,), 10)}
+    assert h.model.batches == [2] * 5 + [1] * 5
 
 
 def test_requests_decode_together() -> None:
@@ -226,7 +273,7 @@ def test_the_oldest_is_never_the_one_that_gives_way() -> None:
         h.turn()
         ended += [name for name in h.ended if name not in ended]
         if "a" in h.scheduler.requests and h.answers.get("a"):
-            assert h.state("a") in (State.RUNNING, State.LANDED)
+            assert h.state("a") in (RequestState.RUNNING, RequestState.LANDED)
     assert ended[0] == "a"
 
 
@@ -243,19 +290,9 @@ def test_beyond_the_bounded_queue_requests_are_rejected_and_it_reopens() -> None
     assert set(h.answers) == {"a", "b", "c", "f"}
 
 
-def test_a_token_that_there_is_not_ends_its_request_alone() -> None:
-    """A prefill node says what it likes; its token must not reach the model."""
-    h = Harness()
-    h.ask("a", prompt=(VOCAB - 1,))
-    h.ask("b")
-    h.run()
-    assert h.answers == {"a": [], "b": [4, 5, 6, 7, 8, 9]}
-    assert h.ended == {"a": "error", "b": "length"}
-
-
 def test_what_could_never_run_is_refused_with_numbers() -> None:
     h = Harness(host_slots=100)
-    assert "exceed the context of 400" in h.ask("a", prompt=(1,) * 390, tokens=20).reason  # type: ignore[attr-defined]
+    assert "exceed the context of 1000" in h.ask("a", prompt=(1,) * 990, tokens=20).reason  # type: ignore[attr-defined]
     assert "exceed the host pool of 100" in h.ask("b", prompt=(1,) * 90, tokens=20).reason  # type: ignore[attr-defined]
     assert "outside the vocabulary" in h.ask("c", prompt=(VOCAB,)).reason  # type: ignore[attr-defined]
     assert h.scheduler.requests == {}
@@ -288,15 +325,15 @@ def test_a_request_that_waits_for_a_prefill_node_can_be_cancelled_and_its_slots_
     h = Harness()
     h.ask("a")
     h.scheduler.turn()
-    assert h.state("a") is State.PREFILLING
+    assert h.state("a") is RequestState.PREFILLING
     h.scheduler.cancel("a", GATEWAY)
-    assert h.remote.quarantined_slots == 3
-    assert h.coordinator.host.used == 3
+    assert h.remote.quarantined_slots == 2
+    assert h.coordinator.host.used == 2
 
 
 def test_a_late_write_after_an_abort_hits_nobody() -> None:
     """sglang PRs 24580, 31357: a write that arrived after the abort corrupted another request."""
-    h = Harness(host_slots=200)
+    h = Harness(host_slots=200, quiet=False)
     h.ask("aborted", tokens=50)
     h.scheduler.turn()
     [reservation] = h.table
@@ -304,19 +341,19 @@ def test_a_late_write_after_an_abort_hits_nobody() -> None:
     h.ask("other", tokens=8)
     h.turn()
     h.turn()
-    assert h.state("other") is State.RUNNING
+    assert h.state("other") is RequestState.RUNNING
     items = h.coordinator.host.kv[0]
     late = torch.from_numpy(reservation.resource.slots())
     before = items.clone()
-    items[late] = float("nan")
+    items[late] = 255
     untouched = torch.ones(len(items), dtype=torch.bool)
     untouched[late] = False
     assert torch.equal(items[untouched], before[untouched])
     while "other" in h.scheduler.requests:
         h.turn()
     assert h.answers["other"] == list(range(4, 12))
-    assert h.coordinator.host.used == 3, "still fenced"
-    h.scheduler.apply(h.remote.take(PREFILL, Quiesced(request_id="aborted", epoch=1)))
+    assert h.coordinator.host.used == 2, "still fenced"
+    h.scheduler.apply(h.remote.take(PREFILL, Quiesced(attempt=AttemptId("decode", "aborted", 1))))
     h.scheduler.check_idle()
     assert h.coordinator.is_idle()
 
@@ -335,7 +372,7 @@ def test_too_many_lost_prefills_are_an_error() -> None:
     for _ in range(2):
         request.again_at = 0.0
         h.scheduler.turn()
-        h.scheduler.apply(h.remote._fail(request.key, "the node went away"))
+        h.scheduler.apply(h.remote._lose(request.attempt("decode"), "the node went away"))
     h.turn()
     assert h.ended == {"a": "error"}
 
@@ -352,22 +389,22 @@ def test_a_node_that_has_failed_a_request_is_not_asked_for_it_again_at_once() ->
 
     def fail(node: Peer) -> float:
         """For how long the request then waits for a node that has failed it."""
-        failed = PrefillFailed(request_id="a", epoch=request.epoch, reason="not now")
+        failed = PrefillFailed(attempt=request.attempt("decode"), reason="not now")
         h.scheduler.apply(h.remote.take(node, failed))
         h.scheduler.turn()
         return request.again_at - time.monotonic()
 
     fail(PREFILL)
-    assert request.state is State.PREFILLING, "the other node at once"
+    assert request.state is RequestState.PREFILLING, "the other node at once"
     assert request.tried == {"prefill", "other"}
     first = fail(other)
-    assert request.state is State.WAITING
+    assert request.state is RequestState.WAITING
     h.ask("later")
     h.scheduler.turn()
-    assert h.state("later") is State.PREFILLING, "nobody waits behind it"
+    assert h.state("later") is RequestState.PREFILLING, "nobody waits behind it"
     request.again_at = 0.0
     h.scheduler.turn()
-    assert request.state is State.PREFILLING
+    assert request.state is RequestState.PREFILLING
     assert fail(PREFILL) > first, "longer each time"
 
 
@@ -395,14 +432,15 @@ def test_a_mismatch_is_never_served() -> None:
     for epoch in (1, 2):
         h.scheduler.requests["a"].again_at = 0.0
         h.scheduler.turn()
-        checksums = Checksums.of([Checksum(buffer=0, start=0, stop=3, digest=1)])
-        done = PrefillDone(request_id="a", epoch=epoch, token=Token(token_id=4), num_tokens=3, checksums=checksums)
+        checksums = Checksums.of([Checksum(buffer=0, start=0, stop=2, digest=1)])
+        attempt = AttemptId("decode", "a", epoch)
+        done = PrefillDone(attempt=attempt, num_tokens=2, checksums=checksums)
         assert h.remote.take(PREFILL, done) == []
         h.scheduler.turn()
-        assert h.state("a") is State.PREFILLING
-        verified = Verified(("a", epoch), None, 1, (Mismatch(0, 0, 3, 1, 2, ()),))
+        assert h.state("a") is RequestState.PREFILLING
+        verified = Verified(attempt, None, 1, (Mismatch(0, 0, 2, 1, 2, ()),))
         h.scheduler.apply(h.remote.verified(verified))
-        h.scheduler.apply(h.remote.take(PREFILL, Quiesced(request_id="a", epoch=epoch)))
+        h.scheduler.apply(h.remote.take(PREFILL, Quiesced(attempt=attempt)))
     h.turn()
     assert h.answers == {"a": []}
     assert h.ended == {"a": "error"}
@@ -413,7 +451,7 @@ def test_logits_that_are_not_finite_end_their_request_alone() -> None:
     """Also where the client wants log-probabilities, and whatever way it wants its tokens picked."""
     h = Harness()
     h.model.overflows_after = 42
-    sampling = [Sampling(temperature=0), Sampling(temperature=1, seed=1), Sampling(temperature=0, top_logprobs=3)]
+    sampling = [Sampling(temperature=0), Sampling(temperature=1, top_k=1), Sampling(temperature=0, top_logprobs=3)]
     for number, each in enumerate(sampling):
         h.ask(f"overflows-{number}", prompt=(41,), sampling=each)
     h.ask("innocent", prompt=(1, 2, 3), tokens=6)
@@ -428,11 +466,10 @@ def test_a_step_that_fails_ends_its_requests_and_leaks_nothing() -> None:
     h.ask("a", tokens=50)
     for _ in range(3):
         h.turn()
-    h.model.error = RuntimeError("device lost")
+    h.model.error = RuntimeError("too much at once")
     h.turn()
     h.turn()
     assert h.ended == {"a": "error"}
-    h.scheduler.check_idle()
     h.model.error = None
     h.ask("b")
     h.run()
@@ -444,13 +481,13 @@ def test_a_prompt_that_cannot_be_copied_to_the_host_ends_its_request_alone() -> 
     h.ask("staged")
     h.ask("other")
     request = h.scheduler.requests["staged"]
-    request.move(State.LOCAL_PREFILL)
-    request.move(State.STAGING)
+    request.move(RequestState.LOCAL_PREFILL)
+    request.move(RequestState.STAGING)
     failed = [(request, RuntimeError("an illegal address"))]
     h.scheduler._local = SimpleNamespace(  # type: ignore[assignment]
         has_work=True,
         is_idle=True,
-        step=list,
+        step=lambda: None,
         staged=lambda: ([], [failed.pop()] if failed else []),
         cancel=lambda request: False,
     )
@@ -463,36 +500,122 @@ def test_without_a_prefill_node_requests_wait() -> None:
     h.remote.nodes.learn(GATEWAY.address, (), {})
     h.ask("a")
     h.turn()
-    assert h.state("a") is State.WAITING
+    assert h.state("a") is RequestState.WAITING
     h.remote.nodes.learn(GATEWAY.address, (PREFILL,), {})
     h.run()
     assert h.ended == {"a": "length"}
 
 
-def test_a_landed_request_streams_its_first_token_before_it_decodes() -> None:
-    h = Harness()
-    h.ask("a")
-    h.scheduler.turn()
-    h.land()
-    (outputs,) = h.control.take(Outputs)
-    assert isinstance(outputs, Outputs)
-    assert [token.token_id for output in outputs.outputs for token in output.tokens] == [4]
-    assert h.model.batches == []
-
-
 def test_states_follow_one_another_only_as_drawn() -> None:
     request = Request(Generate(request_id="r", prompt_ids=(1,), max_new_tokens=1), GATEWAY)
     with pytest.raises(RuntimeError, match="waiting and cannot become running"):
-        request.move(State.RUNNING)
-    assert not isinstance(request, Landed)
+        request.move(RequestState.RUNNING)
 
 
 def test_a_prompt_that_no_node_takes_now_does_not_hold_up_shorter_ones() -> None:
     h = Harness()
     longer = Peer(role="prefill", address="127.0.0.1:9", boot_id="longer")
-    h.remote.nodes.learn(GATEWAY.address, (PREFILL, longer), {PREFILL.boot_id: 3, "longer": 100})
+    h.remote.nodes.learn(GATEWAY.address, (PREFILL, longer), {PREFILL.boot_id: 2, "longer": 100})
     h.remote.health.suspect(longer, time.monotonic())
     h.ask("long", prompt=(1, 2, 3, 4))
     h.ask("short", prompt=(1, 2, 3))
     h.scheduler.turn()
-    assert [request.request_id for request in h.scheduler.in_state(State.PREFILLING)] == ["short"]
+    assert [request.request_id for request in h.scheduler.in_state(RequestState.PREFILLING)] == ["short"]
+
+
+# --- host slots run out while prefills are under way ---
+
+
+def test_an_older_request_keeps_its_kv_when_host_slots_run_out_and_a_younger_one_is_being_prefilled() -> None:
+    """1,000 slots: A runs with 564, B's prompt of 370 is on its way, and A's growth finds nothing left."""
+    h = Harness(slow={"b"}, quiet=False)
+    prompt_a, prompt_b = (1,) * 565, (2,) * 371
+    h.ask("a", prompt=prompt_a, tokens=300)
+    h.ask("b", prompt=prompt_b, tokens=5)
+    for _ in range(200):
+        h.turn()
+    assert h.state("b") is RequestState.WAITING, "its attempt was given up"
+    assert h.remote.quarantined_slots == 370
+    assert h.state("a") is RequestState.RUNNING
+    assert h.scheduler.requests["a"].epoch == 1, "it was never prefilled again"
+    got = len(h.answers["a"])
+    assert got > 60
+    for _ in range(50):
+        h.turn()
+    assert len(h.answers["a"]) == got, "it sits out until slots come back, however long that takes"
+    assert not h.scheduler.has_work, "the loop waits for a message meanwhile"
+    h.quiet = True
+    h.slow.clear()
+    h.run()
+    assert h.answers == {"a": counted(prompt_a, 300), "b": counted(prompt_b, 5)}
+    assert h.metrics.retractions.labels("host")._value.get() >= 1
+
+
+def test_others_go_on_while_one_waits_for_host_slots() -> None:
+    """318 slots: 61 of an aborted prefill are in quarantine, and two requests grow by 64 each."""
+    h = Harness(host_slots=318, slow={"aborted"}, quiet=False)
+    h.ask("first", prompt=(1,) * 101, tokens=120)
+    h.ask("aborted", prompt=(3,) * 62)
+    h.turn()
+    h.scheduler.cancel("aborted", GATEWAY)
+    while len(h.answers.get("first", ())) < 40:
+        h.turn()
+    h.ask("second", prompt=(2,) * 30, tokens=60)
+    while "second" in h.scheduler.requests:
+        h.turn()
+        if "second" in h.answers:
+            assert h.state("first") is RequestState.RUNNING
+    assert h.answers["second"] == counted((2,), 60)
+    assert len(h.answers["first"]) == 64, "it waited for the slots in quarantine, and took nobody's"
+    h.quiet = True
+    h.run()
+    assert h.answers["first"] == counted((1,), 120)
+
+
+# --- errors and endings while a step is in flight ---
+
+
+def test_a_device_that_is_lost_ends_the_node_and_not_one_request_after_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    h = Harness()
+    h.ask("a", tokens=50)
+    h.ask("waits", tokens=50)
+    for _ in range(3):
+        h.turn()
+
+    def lost(device: torch.device) -> None:
+        raise DeviceFailed(f"{device} cannot be used any more: an illegal memory access was encountered")
+
+    monkeypatch.setattr("engine.runner.check_device", lost)
+    h.model.error = RuntimeError("an illegal memory access was encountered")
+    with pytest.raises(DeviceFailed) as failure:
+        h.turn()
+    h.scheduler.fail_all(str(failure.value))
+    ends = {output.request_id: output.error for output in h.control.outputs() if output.finish_reason == "error"}
+    assert ends == dict.fromkeys(("a", "waits"), str(failure.value))
+
+
+@pytest.mark.parametrize("turns", range(1, 12))
+def test_whatever_a_step_in_flight_meets_nothing_is_lost_repeated_or_left_behind(turns: int) -> None:
+    """A cancellation, a retraction and a step that fails, at every turn of the requests' lives."""
+    h = Harness(device_slots=HOT + 1 + 4, host_slots=200)
+    for name in "abc":
+        h.ask(name, prompt=(10, 11), tokens=20)
+    h.ask("stops", prompt=(10,), tokens=20, stop_token_ids=(13,))
+    for _ in range(turns):
+        h.turn()
+    h.scheduler.cancel("b", GATEWAY)
+    h.turn()
+    if turns % 3 == 0:
+        h.model.error = RuntimeError("too much at once")
+        h.turn()
+        h.model.error = None
+    h.run()
+    for name, reason in h.ended.items():
+        if reason == "length":
+            assert h.answers[name] == counted((11,), 20)
+    assert h.ended["b"] in ("abort", "length", "error")
+    if turns % 3:
+        assert h.ended["a"] == h.ended["c"] == "length"
+        assert (h.answers["stops"], h.ended["stops"]) == ([11, 12, 13], "stop")

@@ -6,9 +6,10 @@ import threading
 import numpy as np
 import pytest
 
-from control.messages import BufferInfo, Checksum, Checksums
-from decode_node.verifier import Placement, Verification, Verified, Verifier
+from control.messages import AttemptId, BufferInfo, Checksum, Checksums
+from decode_node.verifier import Verification, Verified, Verifier
 from hisparse.extents import Extent, HostSlots, expand
+from tests.decode_node.fakes import attempt_to_fill
 from tests.transfer.slots import slot_digest
 from transfer.checksum import Mismatch, verify
 from transfer.planner import Int64s
@@ -35,7 +36,7 @@ class Memory:
         )
 
     def verification(self, epoch: int = 1) -> Verification:
-        return Verification(("r", epoch), None, self.checksums, Placement(SLOTS, num_tokens=5))
+        return Verification(attempt_to_fill(SLOTS, 5, epoch), None, self.checksums)
 
 
 class Held:
@@ -65,7 +66,7 @@ def test_what_is_in_memory_decides(reports: "queue.Queue[Verified]") -> None:
     memory.items[1][2, 3] ^= 1
     verifier.submit(memory.verification(2))
     verified = reports.get(timeout=10)
-    assert (verified.key, verified.reason) == (("r", 2), "1 of 2 checksums do not match")
+    assert (verified.attempt_id.epoch, verified.reason) == (2, "1 of 2 checksums do not match")
     [example] = verified.examples()
     address = memory.buffers.ptrs[1]
     assert example.startswith("buffer 1, positions [0, 5): ")
@@ -77,7 +78,7 @@ def test_an_error_is_reported_and_costs_only_its_request(reports: "queue.Queue[V
     memory = Memory()
     verifier = Verifier(memory.buffers, reports.put)
     beyond = HostSlots((Extent(15, 5),))
-    verifier.submit(Verification(("r", 1), None, memory.checksums, Placement(beyond, num_tokens=5)))
+    verifier.submit(Verification(attempt_to_fill(beyond, 5), None, memory.checksums))
     verifier.submit(memory.verification(2))
     failed, fine = reports.get(timeout=10), reports.get(timeout=10)
     assert failed.reason is not None
@@ -97,12 +98,12 @@ def test_a_result_says_which_part_it_is_about_and_parts_share_what_is_known_of_t
         return expand(slots.extents)
 
     monkeypatch.setattr(HostSlots, "slots", counted)
-    placement = Placement(SLOTS, num_tokens=5)
+    attempt = attempt_to_fill(SLOTS, 5)
     memory.items[1][2, 3] ^= 1
     verifier = Verifier(memory.buffers, reports.put)
     rows = list(memory.checksums.rows())
     for part, row in ((0, rows[0]), (1, rows[1]), (None, rows[0])):
-        verifier.submit(Verification(("r", 1), part, Checksums.of([row]), placement))
+        verifier.submit(Verification(attempt, part, Checksums.of([row])))
     found = [reports.get(timeout=10) for _ in range(3)]
     assert [(verified.part, len(verified.mismatches)) for verified in found] == [(0, 0), (1, 1), (None, 0)]
     assert expanded == [SLOTS]
@@ -117,9 +118,9 @@ def test_the_queue_is_bounded(reports: "queue.Queue[Verified]", monkeypatch: pyt
     assert held.begun.wait(10)
     assert [verifier.submit(memory.verification(epoch)) for epoch in (2, 3, 4)] == [True, True, False]
     held.go.set()
-    assert [reports.get(timeout=10).key[1] for _ in range(3)] == [1, 2, 3]
+    assert [reports.get(timeout=10).attempt_id.epoch for _ in range(3)] == [1, 2, 3]
     assert verifier.submit(memory.verification(5))
-    assert reports.get(timeout=10).key[1] == 5
+    assert reports.get(timeout=10).attempt_id.epoch == 5
     verifier.close()
 
 
@@ -147,10 +148,10 @@ def test_after_closing_no_memory_is_read_and_nothing_reported(
 def test_what_is_logged_of_many_mismatches_is_bounded() -> None:
     scattered = tuple((address, 8) for address in range(0, 8000, 16))
     many = tuple(Mismatch(buffer, 0, 500, 1, 2, scattered) for buffer in range(100))
-    verified = Verified(("r", 1), None, 200, many)
+    verified = Verified(AttemptId("decode", "r", 1), None, 200, many)
     assert verified.reason == "100 of 200 checksums do not match"
     examples = verified.examples()
     assert len(examples) == 4
     assert all(len(example) < 200 and example.endswith("and 496 more") for example in examples)
-    outside = Verified(("r", 1), None, 1, (Mismatch(99, 0, 5, 1, None, ()),))
+    outside = Verified(AttemptId("decode", "r", 1), None, 1, (Mismatch(99, 0, 5, 1, None, ()),))
     assert outside.examples() == ["buffer 99, positions [0, 5): there is no such thing"]

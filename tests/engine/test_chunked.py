@@ -1,5 +1,7 @@
 """Prompts are computed in chunks, first come, first served, and every page comes back."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from hypothesis import given
@@ -7,49 +9,71 @@ from hypothesis import strategies as st
 
 from engine.chunked import ChunkedPrefill, PrefillJob
 from engine.paged_pool import PagedKVPool
-from engine.sampling import Sampled, SamplingParams
 from tests.prefill_node.fakes import LAYOUT, FakeModel
 
 CPU = torch.device("cpu")
 
 
-def chunked(num_pages: int = 8, page_size: int = 4, chunk_size: int = 6) -> tuple[ChunkedPrefill[str], FakeModel]:
+@dataclass(eq=False)
+class NamedJob(PrefillJob):
+    key: str
+
+
+Computed = tuple[NamedJob, int, int]
+"""Positions [start, stop) of a job."""
+
+
+def chunked(num_pages: int = 8, page_size: int = 4, chunk_size: int = 6) -> tuple[ChunkedPrefill[NamedJob], FakeModel]:
     model = FakeModel()
     pool = PagedKVPool(LAYOUT, num_pages, page_size, CPU)
     return ChunkedPrefill(model, pool, chunk_size), model  # type: ignore[arg-type]
 
 
-def job(key: str, length: int) -> PrefillJob[str]:
-    return PrefillJob(key, torch.arange(length), SamplingParams(temperature=0))
+def job(key: str, length: int) -> NamedJob:
+    return NamedJob(torch.arange(length), key)
+
+
+def compute(prefill: ChunkedPrefill[NamedJob]) -> list[Computed]:
+    """The next step; an empty list if no job can go on."""
+    step = prefill.plan()
+    if step is None:
+        return []
+    prefill.compute(step)
+    prefill.complete(step)
+    return [(each, chunk.start, chunk.stop) for each, chunk in step.chunks]
 
 
 def test_a_chunk_is_shared_by_several_requests() -> None:
     prefill, model = chunked(chunk_size=6)
-    prefill.add(job("a", 4))
-    prefill.add(job("b", 5))
-    first = prefill.step()
-    assert [(c.job.key, c.start, c.stop, c.token is not None) for c in first] == [
-        ("a", 0, 4, True),
-        ("b", 0, 2, False),
-    ]
-    second = prefill.step()
-    assert [(c.job.key, c.start, c.stop, c.token is not None) for c in second] == [("b", 2, 5, True)]
-    assert second[0].token == Sampled(7)
+    a, b = job("a", 4), job("b", 5)
+    prefill.add(a)
+    prefill.add(b)
+    assert compute(prefill) == [(a, 0, 4), (b, 0, 2)]
+    assert (a.remaining, b.remaining) == (0, 3)
+    assert compute(prefill) == [(b, 2, 5)]
     assert model.calls == [[(0, 4), (0, 2)], [(2, 3)]]
+
+
+def test_rows_are_as_long_as_the_sequence_with_the_token_that_is_decoded() -> None:
+    prefill, _ = chunked()
+    prefill.add(job("a", 4))
+    step = prefill.plan()
+    assert step is not None
+    assert [chunk.sequence_length for _, chunk in step.chunks] == [5]
 
 
 def test_a_started_prompt_has_its_pages_to_the_end() -> None:
     """No two prompts can each hold half of what they need."""
     prefill, _ = chunked(num_pages=3, page_size=4)
-    prefill.add(job("a", 8))
-    prefill.add(job("b", 8))
-    prefill.step()
+    a, b = job("a", 8), job("b", 8)
+    prefill.add(a)
+    prefill.add(b)
+    compute(prefill)
     assert prefill.pool.free_pages == 1
-    done = prefill.step()
-    assert [c.job.key for c in done] == ["a"]
-    assert prefill.step() == []
-    prefill.release(done[0].job)
-    assert [c.job.key for c in prefill.step()] == ["b"]
+    assert compute(prefill) == [(a, 6, 8)]
+    assert compute(prefill) == []
+    prefill.release(a)
+    assert compute(prefill) == [(b, 0, 6)]
 
 
 def test_a_forgotten_job_keeps_its_pages_until_it_is_released() -> None:
@@ -57,7 +81,7 @@ def test_a_forgotten_job_keeps_its_pages_until_it_is_released() -> None:
     prefill, _ = chunked()
     a = job("a", 20)
     prefill.add(a)
-    prefill.step()
+    compute(prefill)
     prefill.forget(a)
     assert not prefill.has_work
     assert prefill.pool.free_pages == 8 - 5
@@ -75,17 +99,17 @@ def test_every_position_is_computed_once_and_lies_in_its_row(
     for each in jobs:
         prefill.add(each)
     reached = {each.key: 0 for each in jobs}
-    while computed := prefill.step():
-        assert sum(c.stop - c.start for c in computed) <= chunk_size
-        for c in computed:
-            assert c.start == reached[c.job.key]
-            reached[c.job.key] = c.stop
-            if c.token is not None:
-                assert c.job.cache is not None
-                rows = c.job.cache.rows(0, c.stop)
-                assert prefill.pool.kv[1][rows][:, 0].tolist() == list(range(c.stop))
-                prefill.release(c.job)
-    assert reached == {each.key: len(each.prompt_ids) for each in jobs}
+    while computed := compute(prefill):
+        assert sum(stop - start for _, start, stop in computed) <= chunk_size
+        for each, start, stop in computed:
+            assert start == reached[each.key]
+            reached[each.key] = stop
+            if not each.remaining:
+                assert each.cache is not None
+                rows = each.cache.rows(0, stop)
+                assert prefill.pool.kv[1][rows][:, 0].tolist() == list(range(stop))
+                prefill.release(each)
+    assert reached == {each.key: each.num_tokens for each in jobs}
     assert prefill.pool.free_pages == prefill.pool.num_pages
 
 

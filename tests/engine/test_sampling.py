@@ -1,4 +1,5 @@
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -6,7 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.sampling import CANDIDATES, NotSampled, Sampled, SamplingParams, draw, sample
+from control.messages import Sampling, Token
+from engine import thresholds
+from engine.sampling import RandomStream, SamplingNeeds, draw, settings_of, tokens_of
+from engine.thresholds import CANDIDATES
 
 VOCAB = 50
 
@@ -15,45 +19,46 @@ def random_logits(batch: int, seed: int = 0, vocab: int = VOCAB) -> torch.Tensor
     return 2 * torch.randn(batch, vocab, generator=torch.Generator().manual_seed(seed))
 
 
-def drawn_tokens(logits: torch.Tensor, params: SamplingParams, count: int) -> list[int]:
+def sample(logits: torch.Tensor, requests: Sequence[Sampling], steps: Sequence[int]) -> list[Token | None]:
+    """One token per row of logits; steps[b]: the index of request b's token in its answer."""
+    settings = torch.tensor([settings_of(sampling, logits.shape[1]) for sampling in requests], dtype=torch.float64).T
+    numbers = [RandomStream(sampling.seed).number(step) for sampling, step in zip(requests, steps, strict=True)]
+    drawn = draw(logits, settings, torch.tensor(numbers, dtype=torch.float64), SamplingNeeds.of(requests))
+    return tokens_of(drawn, requests)
+
+
+def drawn_tokens(logits: torch.Tensor, params: Sampling, count: int) -> list[int]:
     """The first tokens of a request whose logits never change."""
     return tokens(sample(logits.expand(count, -1), [params] * count, range(count)))
 
 
-def tokens(results: list[Sampled | NotSampled]) -> list[int]:
+def tokens(results: list[Token | None]) -> list[int]:
     """The tokens of a batch in which every request has one."""
-    sampled = [result for result in results if isinstance(result, Sampled)]
-    assert len(sampled) == len(results)
-    return [each.token_id for each in sampled]
+    assert None not in results
+    return [result.token_id for result in results if result is not None]
 
 
 def test_temperature_zero_takes_the_likeliest_token() -> None:
     logits = random_logits(8)
-    sampled = sample(logits, [SamplingParams(temperature=0.0)] * 8, [0] * 8)
-    assert sampled == [Sampled(token_id) for token_id in logits.argmax(-1).tolist()]
+    sampled = sample(logits, [Sampling(temperature=0.0)] * 8, [0] * 8)
+    assert sampled == [Token(token_id=token_id) for token_id in logits.argmax(-1).tolist()]
 
 
 def test_greedy_and_sampled_requests_share_a_batch() -> None:
     logits = random_logits(3)
-    params = [SamplingParams(temperature=0.0), SamplingParams(seed=3), SamplingParams(temperature=0.0)]
+    params = [Sampling(temperature=0.0), Sampling(seed=3), Sampling(temperature=0.0)]
     sampled = sample(logits, params, [0, 5, 0])
     assert tokens([sampled[0], sampled[2]]) == logits[[0, 2]].argmax(-1).tolist()
-    assert sampled[1] == sample(logits[1:2], [SamplingParams(seed=3)], [5])[0]
-
-
-def test_sampling_without_a_seed_is_refused() -> None:
-    with pytest.raises(ValueError, match="seed"):
-        sample(random_logits(1), [SamplingParams()], [0])
+    assert sampled[1] == sample(logits[1:2], [Sampling(seed=3)], [5])[0]
 
 
 params_strategy = st.builds(
-    SamplingParams,
+    Sampling,
     temperature=st.sampled_from([0.0, 0.3, 1.0, 2.0]),
     top_p=st.sampled_from([0.1, 0.9, 1.0]),
-    top_k=st.sampled_from([-1, 0, 1, 7, 1000]),
-    seed=st.integers(-(2**63), 2**64 - 1),
-    logprobs=st.integers(0, 5),
-    want_logprobs=st.booleans(),
+    top_k=st.sampled_from([0, 1, 7, 1000]),
+    seed=st.integers(0, 2**63 - 1),
+    top_logprobs=st.none() | st.integers(0, 5),
 )
 
 
@@ -61,9 +66,7 @@ params_strategy = st.builds(
 @given(
     params=st.lists(params_strategy, min_size=1, max_size=6), step=st.integers(0, 2**31), data_seed=st.integers(0, 99)
 )
-def test_a_token_depends_on_nothing_but_its_own_request(
-    params: list[SamplingParams], step: int, data_seed: int
-) -> None:
+def test_a_token_depends_on_nothing_but_its_own_request(params: list[Sampling], step: int, data_seed: int) -> None:
     # More tokens than candidates; some rows so flat that the candidates do not decide.
     logits = random_logits(len(params), data_seed, vocab=CANDIDATES + 500)
     logits[::2] *= 0.1
@@ -75,7 +78,7 @@ def test_a_token_depends_on_nothing_but_its_own_request(
 
 def test_seeds_and_steps_select_different_random_numbers() -> None:
     logits = torch.zeros(1, VOCAB)
-    streams = {seed: tuple(drawn_tokens(logits, SamplingParams(seed=seed), 20)) for seed in range(20)}
+    streams = {seed: tuple(drawn_tokens(logits, Sampling(seed=seed), 20)) for seed in range(20)}
     assert len(set(streams.values())) == 20
     assert all(len(set(stream)) > 5 for stream in streams.values())
 
@@ -89,22 +92,22 @@ def test_only_tokens_within_top_k_and_top_p_are_drawn(top_k: int, top_p: float, 
     likelier = probabilities.cumsum(-1) - probabilities
     # A token whose predecessors make up top_p to the last bit may go either way.
     allowed = likeliest[(likelier < top_p + 1e-9) | (torch.arange(len(likeliest)) == 0)].tolist()
-    assert set(drawn_tokens(logits, SamplingParams(top_k=top_k, top_p=top_p, seed=1), 60)) <= set(allowed)
+    assert set(drawn_tokens(logits, Sampling(top_k=top_k, top_p=top_p, seed=1), 60)) <= set(allowed)
 
 
 @pytest.mark.parametrize(
     ("params", "expected"),
     [
-        (SamplingParams(seed=0), [0.1, 0.2, 0.3, 0.4]),
-        (SamplingParams(seed=0, temperature=0.5), [1 / 30, 4 / 30, 9 / 30, 16 / 30]),
-        (SamplingParams(seed=0, top_k=2), [0, 0, 3 / 7, 4 / 7]),
-        (SamplingParams(seed=0, top_p=0.65), [0, 0, 3 / 7, 4 / 7]),
-        (SamplingParams(seed=0, top_p=0.75), [0, 2 / 9, 3 / 9, 4 / 9]),
+        (Sampling(seed=0), [0.1, 0.2, 0.3, 0.4]),
+        (Sampling(seed=0, temperature=0.5), [1 / 30, 4 / 30, 9 / 30, 16 / 30]),
+        (Sampling(seed=0, top_k=2), [0, 0, 3 / 7, 4 / 7]),
+        (Sampling(seed=0, top_p=0.65), [0, 0, 3 / 7, 4 / 7]),
+        (Sampling(seed=0, top_p=0.75), [0, 2 / 9, 3 / 9, 4 / 9]),
         # top_p counts the probabilities that top_k leaves: 4/7 alone reach one half.
-        (SamplingParams(seed=0, top_k=2, top_p=0.5), [0, 0, 0, 1]),
+        (Sampling(seed=0, top_k=2, top_p=0.5), [0, 0, 0, 1]),
     ],
 )
-def test_frequencies_follow_the_distribution(params: SamplingParams, expected: list[float]) -> None:
+def test_frequencies_follow_the_distribution(params: Sampling, expected: list[float]) -> None:
     draws = 20_000
     drawn = drawn_tokens(torch.tensor([[0.1, 0.2, 0.3, 0.4]]).log(), params, draws)
     for token, probability in enumerate(expected):
@@ -112,9 +115,8 @@ def test_frequencies_follow_the_distribution(params: SamplingParams, expected: l
         assert abs(drawn.count(token) - draws * probability) <= deviation
 
 
-def exact_tokens(logits: torch.Tensor, params: SamplingParams, step: int) -> set[int]:
+def exact_tokens(logits: torch.Tensor, params: Sampling, step: int) -> set[int]:
     """What inverse transform sampling in float64 picks with the step's random number, and with neighbours of it."""
-    assert params.seed is not None
     ordered, order = (logits.double() / params.temperature).sort(descending=True, stable=True)
     probabilities = ordered[: params.top_k if params.top_k > 0 else None].softmax(-1)
     likelier = probabilities.cumsum(-1) - probabilities
@@ -131,17 +133,17 @@ def exact_tokens(logits: torch.Tensor, params: SamplingParams, step: int) -> set
 @pytest.mark.parametrize(
     "params",
     [
-        SamplingParams(seed=5),
-        SamplingParams(seed=5, temperature=0.5, top_p=0.9),
-        SamplingParams(seed=5, top_k=40),
-        SamplingParams(seed=5, top_k=40, top_p=0.3),
-        SamplingParams(seed=5, top_k=CANDIDATES),
-        SamplingParams(seed=5, top_k=CANDIDATES + 1),
-        SamplingParams(seed=5, top_k=CANDIDATES + 300, top_p=0.99),
+        Sampling(seed=5),
+        Sampling(seed=5, temperature=0.5, top_p=0.9),
+        Sampling(seed=5, top_k=40),
+        Sampling(seed=5, top_k=40, top_p=0.3),
+        Sampling(seed=5, top_k=CANDIDATES),
+        Sampling(seed=5, top_k=CANDIDATES + 1),
+        Sampling(seed=5, top_k=CANDIDATES + 300, top_p=0.99),
     ],
     ids=str,
 )
-def test_tokens_are_those_of_exact_arithmetic(params: SamplingParams, scale: float) -> None:
+def test_tokens_are_those_of_exact_arithmetic(params: Sampling, scale: float) -> None:
     """In vocabularies larger than the candidates, with the many equal logits that bfloat16 has."""
     logits = (scale * random_logits(1, vocab=3 * CANDIDATES)).bfloat16().float()
     for step, token in enumerate(drawn_tokens(logits, params, 100)):
@@ -150,57 +152,67 @@ def test_tokens_are_those_of_exact_arithmetic(params: SamplingParams, scale: flo
 
 def test_of_equally_likely_tokens_the_first_stay() -> None:
     logits = torch.tensor([[0.0, 1.0, -9.0, 1.0, 0.0, 0.0]])
-    assert set(drawn_tokens(logits, SamplingParams(seed=1, top_k=3), 60)) == {0, 1, 3}
-    assert set(drawn_tokens(torch.zeros(1, 8), SamplingParams(seed=1, top_p=0.5), 60)) == {0, 1, 2, 3}
+    assert set(drawn_tokens(logits, Sampling(seed=1, top_k=3), 60)) == {0, 1, 3}
+    assert set(drawn_tokens(torch.zeros(1, 8), Sampling(seed=1, top_p=0.5), 60)) == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize("nonsense", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("row", [0, 1, 2])
 def test_a_row_that_is_not_finite_has_no_token_and_changes_no_other(nonsense: float, row: int) -> None:
     params = [
-        SamplingParams(temperature=0.0, logprobs=2, want_logprobs=True),
-        SamplingParams(seed=1, top_k=5, logprobs=2, want_logprobs=True),
-        SamplingParams(seed=2),
+        Sampling(temperature=0.0, top_logprobs=2),
+        Sampling(seed=1, top_k=5, top_logprobs=2),
+        Sampling(seed=2),
     ]
     logits = random_logits(3)
     expected = sample(logits, params, [0] * 3)
     logits[row, 7] = nonsense
     results = sample(logits, params, [0] * 3)
-    assert results.pop(row) == NotSampled("the model's logits are not finite numbers")
+    assert results.pop(row) is None
     del expected[row]
     assert results == expected
 
 
-def test_what_few_candidates_do_not_decide_is_decided_by_all() -> None:
+def test_what_few_candidates_do_not_decide_is_decided_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = random_logits(40)
-    params = [SamplingParams(seed=seed, top_k=seed % 30, top_p=0.5 + 0.01 * seed) for seed in range(40)]
-    steps = range(40)
-    assert (draw(logits, params, steps, candidates=4)[:, 0] < 0).any()
-    assert sample(logits, params, steps, candidates=4) == sample(logits, params, steps)
+    requests = [Sampling(seed=seed, top_k=seed % 30, top_p=0.5 + 0.01 * seed) for seed in range(40)]
+    expected = sample(logits, requests, range(40))
+    find = thresholds.find_threshold
+    monkeypatch.setattr("engine.sampling.find_threshold", lambda *arguments: find(*arguments, candidates=4))
+    assert sample(logits, requests, range(40)) == expected
+
+
+def test_a_stream_of_numbers_may_be_entered_anywhere() -> None:
+    def number(index: int) -> float:
+        return float((np.random.Philox(key=7, counter=index).random_raw() >> np.uint64(11)) * 2.0**-53)
+
+    stream = RandomStream(7)
+    assert [stream.number(index) for index in range(200)] == [number(index) for index in range(200)]
+    for index in (5, 199, 0, 2**31):
+        assert stream.number(index) == number(index)
 
 
 @pytest.mark.parametrize("temperature", [1e-300, 1e-30, 1e-3])
 def test_a_tiny_temperature_is_nearly_greedy(temperature: float) -> None:
     logits = 100 * random_logits(1)
-    assert set(drawn_tokens(logits, SamplingParams(temperature=temperature, seed=1), 20)) == {int(logits.argmax())}
+    assert set(drawn_tokens(logits, Sampling(temperature=temperature, seed=1), 20)) == {int(logits.argmax())}
 
 
 def test_logprobs_are_those_of_the_model_whatever_the_sampling() -> None:
     logits = random_logits(4)
     params = [
-        SamplingParams(temperature=0.0, logprobs=3, want_logprobs=True),
-        SamplingParams(temperature=2.0, top_k=2, seed=1, logprobs=5, want_logprobs=True),
-        SamplingParams(seed=1),
-        SamplingParams(seed=1, want_logprobs=True),
+        Sampling(temperature=0.0, top_logprobs=3),
+        Sampling(temperature=2.0, top_k=2, seed=1, top_logprobs=5),
+        Sampling(seed=1),
+        Sampling(seed=1, top_logprobs=0),
     ]
     sampled = sample(logits, params, [0] * 4)
     expected = logits.log_softmax(-1)
-    assert sampled[2] == Sampled(tokens(sampled)[2])
+    assert sampled[2] == Token(token_id=tokens(sampled)[2])
     for row, count in ((0, 3), (1, 5), (3, 0)):
         result = sampled[row]
-        assert isinstance(result, Sampled)
+        assert result is not None
         assert result.logprob == pytest.approx(float(expected[row, result.token_id]))
         best = expected[row].topk(count)
-        assert result.top is not None
-        assert [token for token, _ in result.top] == best.indices.tolist()
-        assert [value for _, value in result.top] == pytest.approx(best.values.tolist())
+        assert [token for token, _ in result.top_logprobs] == best.indices.tolist()
+        assert [value for _, value in result.top_logprobs] == pytest.approx(best.values.tolist())

@@ -39,7 +39,13 @@ CONTEXT = 512
 BOS, EOS = 256, 257
 VOCAB = 258
 IDENTITY = ModelIdentity(
-    fingerprint="f00d", dtype="torch.float32", num_layers=2, num_index_layers=2, item_bytes=1152, index_key_bytes=256
+    fingerprint="f00d",
+    dtype="torch.float32",
+    kv_format="float32",
+    num_layers=2,
+    num_index_layers=2,
+    item_bytes=1152,
+    index_key_bytes=256,
 )
 CHAT_TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"

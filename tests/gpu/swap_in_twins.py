@@ -55,7 +55,7 @@ class Twins:
         cluster: int | None = None,
         seed: int = 0,
     ) -> None:
-        self.layout = KVLayout(len(index_layer_of), index_layer_of, item_bytes, index_dim=12, dtype=torch.uint8)
+        self.layout = KVLayout(index_layer_of, item_bytes, index_key_bytes=12)
         self.newest = list(newest)
         self.cluster = cluster
         self.random = torch.Generator().manual_seed(seed)

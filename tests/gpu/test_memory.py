@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from base.memory import cpus_near
-from engine.convert import kv_layout
 from engine.paged_pool import PagedKVPool, PagedSequence
 from hisparse.host_memory import HostMemory
 from model.backends.choice import choose_backend
@@ -26,7 +25,7 @@ def test_a_long_prompt_needs_memory_that_grows_with_its_length_and_not_its_squar
     dtype = torch.bfloat16
     spec = read_spec(tmp_path / "tiny", dtype, None)
     model = load_model(tmp_path / "tiny", dtype, CUDA, None, choose_backend(backend, CUDA, spec))
-    pool = PagedKVPool(kv_layout(spec), num_pages=512, page_size=64, device=CUDA)
+    pool = PagedKVPool(spec.kv_layout, num_pages=512, page_size=64, device=CUDA)
 
     def peak(length: int) -> int:
         pages = pool.allocate(length)

@@ -6,7 +6,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.convert import kv_layout
 from engine.paged_pool import PagedKVPool, PagedSequence
 from model.loader import load_model
 from model.passes import PrefillChunk
@@ -32,7 +31,7 @@ def test_prefill_in_chunks_then_decode_equals_generate(family: str, length: int,
     )[0, length:].tolist()
 
     model = load_model(tmp_path / "tiny", torch.float32, CUDA)
-    pool = PagedKVPool(kv_layout(model.spec), num_pages=100, page_size=16, device=CUDA)
+    pool = PagedKVPool(model.spec.kv_layout, num_pages=100, page_size=16, device=CUDA)
     pages = pool.allocate(length + NEW_TOKENS)
     assert pages is not None
     cache = PagedSequence(pool, pages)

@@ -4,9 +4,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-
-from engine.convert import kv_layout
 from engine.decoding import Decoding, EagerDecoding
+
 from engine.graphs import GraphDecoding
 from engine.paged_pool import PagedKVPool, PagedSequence
 from hisparse import HiSparseConfig, StagedKV, build_tiers, plan_sizes
@@ -31,7 +30,7 @@ class TieredSession:
         top_k = model.spec.index_topk
         sizes = plan_sizes(
             HiSparseConfig(device_buffer_size=2 * top_k, top_k=top_k, host_to_device_ratio=None, host_pool_gib=0.1),
-            kv_layout(model.spec),
+            model.spec.kv_layout,
             max_running_requests=len(prompts),
             context_length=context_length,
             index_page_size=_PAGE_SIZE,
@@ -55,7 +54,7 @@ class TieredSession:
 
     def _prefill(self, request_id: str, prompt: torch.Tensor) -> torch.Tensor:
         length = len(prompt)
-        pool = PagedKVPool(kv_layout(self._model.spec), -(-length // _PAGE_SIZE), _PAGE_SIZE, CUDA)
+        pool = PagedKVPool(self._model.spec.kv_layout, -(-length // _PAGE_SIZE), _PAGE_SIZE, CUDA)
         pages = pool.allocate(length)
         slots = self.coordinator.host.allocate(length)
         assert pages is not None

@@ -9,7 +9,7 @@ from base.errors import StartupError
 from hisparse import KVLayout, build_tiers, describe, parse_config, plan_sizes
 from hisparse.sizing import GIB, Sizes
 
-LAYOUT = KVLayout(num_layers=4, index_layer_of=(0, 1, 1, 2), item_dim=576, index_dim=128, dtype=torch.bfloat16)
+LAYOUT = KVLayout(index_layer_of=(0, 1, 1, 2), item_bytes=1152, index_key_bytes=256)
 
 
 def plan(

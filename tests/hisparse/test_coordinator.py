@@ -10,7 +10,7 @@ from hisparse.lifecycle import LifecycleError
 from hisparse.step import StepError
 from hisparse.swap_in import SwapInCounters
 from hisparse.verify import SwapInMismatchError
-from tests.hisparse.tiers_harness import CONTEXT, HOT, LAYOUT, Tiers, item, tiers
+from tests.hisparse.tiers_harness import CONTEXT, HOT, LAYOUT, Tiers, item, items, tiers
 
 
 def test_a_short_request_grows_seamlessly_into_a_long_one() -> None:
@@ -20,8 +20,7 @@ def test_a_short_request_grows_seamlessly_into_a_long_one() -> None:
         for _ in range(HOT - 2):
             t.step(["short"], rng)
         assert t.coordinator.counters().misses == 0, "while it fits the hot buffer everything is a hit"
-        t.coordinator.append_tokens(["short"])
-        t.coordinator.begin_step(["short"]).swap_in(0, torch.tensor([[0, 1, HOT - 1, HOT]]))
+        t.step(["short"], rng, selected=[0, 1, HOT - 1, HOT])
         assert t.coordinator.counters().misses == 0, "its first positions stay resident when it outgrows the buffer"
         while t.coordinator.num_tokens("short") < CONTEXT:
             t.step(["short"], rng)
@@ -48,10 +47,9 @@ def test_admission_around_the_buffer_size_decodes_the_same(num_tokens: int) -> N
 def test_a_long_request_starts_empty_and_fills_by_misses() -> None:
     with tiers() as t:
         assert t.admit("long", seed=1, num_tokens=20)
-        t.coordinator.append_tokens(["long"])
-        step = t.coordinator.begin_step(["long"])
+        step = t.begin(["long"])
         selected = torch.tensor([[3, 20, 3, 7]])
-        step.append(0, torch.tensor([item(1, 0, 20)]))
+        step.append(0, items([item(1, 0, 20)]))
         slots = step.swap_in(0, selected)
         assert slots[0, 0] == slots[0, 2]
         counters = t.coordinator.counters()
@@ -131,51 +129,87 @@ def test_two_requests_may_share_host_slots() -> None:
         assert t.coordinator.is_idle()
 
 
-@pytest.mark.parametrize("break_at_layer", [1, 2, 3, 4])
-@pytest.mark.parametrize("leave", [False, True])
-def test_an_abandoned_step_leaves_no_position_resident_without_its_bytes(break_at_layer: int, leave: bool) -> None:
+@pytest.mark.parametrize("break_at_layer", [0, 1, 2, 3, 4])
+def test_a_step_that_broke_harms_nobody_once_those_who_were_in_it_have_ended(break_at_layer: int) -> None:
     """Layers of a group share residency: the group's first layer must not make the others believe in a copy."""
     with tiers() as t:
         rng = random.Random(break_at_layer)
-        for seed, request_id in enumerate(("a", "b")):
-            assert t.admit(request_id, seed, num_tokens=18)
-        for _ in range(4):
-            before = t.coordinator.num_tokens("a")
+        assert t.admit("other", seed=3, num_tokens=18)
+        for seed in range(4):
+            for request_id in ("a", "b"):
+                assert t.admit(request_id, seed, num_tokens=18)
+            t.step(["a", "b", "other"], rng)
             assert not t.step(["a", "b"], rng, break_at_layer)
-            assert t.coordinator.num_tokens("a") == before
-            if leave:
-                t.coordinator.request_finished("b")
-                assert t.admit("b", seed=9, num_tokens=18)
-            t.step(["b"], rng)
-            t.step(["a", "b"], rng)
+            for request_id in ("a", "b"):
+                t.coordinator.request_finished(request_id)
+            t.step(["other"], rng)
+        t.coordinator.request_finished("other")
+        assert t.coordinator.is_idle()
 
 
-def test_a_step_is_of_no_use_after_its_end() -> None:
+def test_layers_swap_in_in_turn() -> None:
     with tiers() as t:
         assert t.admit("r", seed=1, num_tokens=9)
-        t.coordinator.append_tokens(["r"])
-        abandoned = t.coordinator.begin_step(["r"])
-        current = t.coordinator.begin_step(["r"])
-        with pytest.raises(StepError, match="finished or abandoned"):
-            t.coordinator.finish_step(abandoned)
+        step = t.begin(["r"])
         with pytest.raises(StepError, match="before layer 1 of its group"):
-            t.coordinator.swap_in_selected_pages(current, 2, torch.tensor([[0]]))
+            t.coordinator.swap_in_selected_pages(step, 2, torch.tensor([[0]]))
+        step.swap_in(1, torch.tensor([[0]]))
+        with pytest.raises(StepError, match="layer 1 swapped in twice"):
+            step.swap_in(1, torch.tensor([[0]]))
+        with pytest.raises(StepError, match=r"layers \[2, 3\] did not swap in"):
+            step.finish()
+
+
+@pytest.mark.parametrize("leave", ["finished", "retracted"])
+def test_host_slots_are_free_only_when_the_steps_that_write_to_them_are_over(leave: str) -> None:
+    """A prefill node would write to them, and the device's copy of the new token would land on top of that."""
+    with tiers() as t:
+        assert t.admit("r", seed=1, num_tokens=9)
+        assert t.admit("other", seed=2, num_tokens=9)
+        t.coordinator.append_tokens(["r", "other"])
+        first = t.coordinator.begin_step(["r", "other"])
+        t.coordinator.append_tokens(["r", "other"])
+        second = t.coordinator.begin_step(["r", "other"])
+        used = t.host.used
+        if leave == "finished":
+            t.coordinator.request_finished("r")
+        else:
+            t.coordinator.release_host(t.coordinator.retract_request("r"))
+        assert (t.device.used_rows, t.host.used) == (1, used), "its row is another's, in the order of the device's work"
+        released = t.coordinator.releasing_slots
+        assert released > 9
+        t.coordinator.step_over(first.number)
+        assert t.host.used == used
+        t.coordinator.step_over(second.number)
+        assert t.host.used == used - released
+        assert t.coordinator.releasing_slots == 0
+
+
+def test_a_request_may_begin_with_no_tokens() -> None:
+    with tiers() as t:
+        t.seeds["r"] = 4
+        assert t.coordinator.admit_request_direct("r", HostSlots(()), 0)
+        rng = random.Random(0)
+        for _ in range(2 * HOT):
+            t.step(["r"], rng)
         t.coordinator.request_finished("r")
-        with pytest.raises(StepError, match="finished or abandoned"):
-            current.append(0, torch.zeros(1, LAYOUT.item_dim))
+        assert t.coordinator.is_idle()
 
 
 @pytest.mark.parametrize("tier", ["host", "device"])
 def test_verify_catches_a_resident_item_that_differs_from_its_host_copy(tier: str) -> None:
     with tiers() as t:
         assert t.admit("r", seed=1, num_tokens=9)
-        t.coordinator.append_tokens(["r"])
-        t.coordinator.begin_step(["r"]).swap_in(0, torch.tensor([[4, 9, -1]]))
+        step = t.begin(["r"])
+        step.swap_in(0, torch.tensor([[4, 9, -1]]))
+        step.verify()
         getattr(t, tier).kv[0] += 1
         with pytest.raises(SwapInMismatchError, match="layer 0, row 0: position 4"):
-            t.coordinator.begin_step(["r"]).swap_in(0, torch.tensor([[9, -1, 4]]))
+            step.verify()
+        step = t.begin(["r"])
+        step.swap_in(1, torch.tensor([[11]]))
         with pytest.raises(ValueError, match="beyond the newest"):
-            t.coordinator.begin_step(["r"]).swap_in(1, torch.tensor([[10]]))
+            step.verify()
 
 
 def test_what_swap_in_cannot_serve_is_counted_and_copied_from_nowhere() -> None:
@@ -186,9 +220,8 @@ def violate_and_count(on: str = "cpu") -> None:
     """Positions that do not exist, and misses without a host slot or a device slot, in the group of layers 1 to 3."""
     with tiers(on=on, verify=False) as t:
         assert t.admit("r", seed=1, num_tokens=20)
-        t.coordinator.append_tokens(["r"])
-        row = t.coordinator._request("r").row
-        step = t.coordinator.begin_step(["r"])
+        row = t.coordinator.row("r")
+        step = t.begin(["r"])
 
         def swap_in(*positions: int) -> list[int]:
             """The slots of the positions, the same in all layers of the group."""
@@ -204,12 +237,12 @@ def violate_and_count(on: str = "cpu") -> None:
         assert [slot >= 0 for slot in slots] == [True, True, False, False]
         expected = before.clone()
         for layer in (1, 2, 3):
-            expected[layer, slots[0]] = torch.tensor(item(1, layer, 3))
+            expected[layer, slots[0]] = items([item(1, layer, 3)])[0]
         assert torch.equal(t.device.kv, expected), "nothing but position 3 was copied"
         assert t.coordinator.counters() == SwapInCounters(0, 3, 3 * 3 * LAYOUT.item_bytes, violations=3)
 
         t.coordinator.check_integrity()
-        step = t.coordinator.begin_step(["r"])
+        step = t.begin(["r"])
         assert swap_in(-1, 20, 2**40, -2)[2:] == [-1, -1]
         assert t.coordinator.counters().violations == 5
         t.coordinator.request_finished("r")
@@ -254,7 +287,9 @@ class Walk:
         result = self.t.coordinator.append_tokens([r for r in chosen if r not in ends])
         if result.ready:
             break_at = self.rng.choice([None, None, None, *range(LAYOUT.num_layers)])
-            self.t.step(result.ready, self.rng, break_at)
+            if not self.t.step(result.ready, self.rng, break_at):
+                for request_id in result.ready:
+                    self.finish(request_id)
         for request_id in result.short_of:
             self.retract(request_id)
 

@@ -24,7 +24,7 @@ from hisparse.layout import KVLayout
 from hisparse.sizing import plan_sizes
 from hisparse.tiers import build_tiers
 
-LAYOUT = KVLayout(num_layers=3, index_layer_of=(0, 0, 1), item_dim=5, index_dim=3, dtype=torch.float32)
+LAYOUT = KVLayout(index_layer_of=(0, 0, 1), item_bytes=20, index_key_bytes=12)
 
 
 @pytest.mark.parametrize("shareable", [True, False])
@@ -43,17 +43,17 @@ def test_layers_of_a_pool_are_zeroed_and_do_not_overlap(shareable: bool) -> None
 
 def test_a_shared_pool_is_the_same_memory_by_its_descriptor() -> None:
     pool = HostKVPool(LAYOUT, num_slots=300, pin=False, shareable=True)
-    pool.kv[1, 7] = torch.arange(5)
+    pool.kv[1, 7] = torch.arange(20)
     region = pool.shared()
     assert region is not None
     assert os.readlink(f"/proc/self/fd/{region.fd}").startswith(f"/memfd:{region.name} ")
     with open(f"/proc/self/fd/{region.fd}", "r+b") as memory:
         mapping = mmap.mmap(memory.fileno(), region.length)
     offset = pool.kv[1, 7].data_ptr() - region.base
-    mapped = torch.frombuffer(mapping, dtype=torch.float32, count=5, offset=offset)
-    assert mapped.tolist() == [0, 1, 2, 3, 4]
+    mapped = torch.frombuffer(mapping, dtype=torch.uint8, count=20, offset=offset)
+    assert mapped.tolist() == list(range(20))
     mapped[2] = 9
-    assert pool.kv[1, 7].tolist() == [0, 1, 9, 3, 4]
+    assert pool.kv[1, 7].tolist() == [0, 1, 9, *range(3, 20)]
 
 
 def test_a_pool_that_was_closed_or_not_made_for_it_is_not_shared() -> None:
@@ -72,7 +72,7 @@ def test_all_pages_are_there_before_anything_is_stored(shareable: bool) -> None:
     before = resident_bytes()
     memory = HostMemory(64 << 20, shareable, cpus=os.sched_getaffinity(0))
     assert resident_bytes() - before > 60 << 20
-    assert not memory.tensor(0, (64 << 20,), torch.uint8).any()
+    assert not memory.tensor(0, (64 << 20,)).any()
 
 
 def test_memory_that_is_not_shared_may_have_large_pages() -> None:
@@ -81,7 +81,7 @@ def test_memory_that_is_not_shared_may_have_large_pages() -> None:
     if not setting.exists() or "[never]" in setting.read_text():
         pytest.skip("large pages are turned off")
     memory = HostMemory(64 << 20, shareable=False)
-    address = memory.tensor(1 << 20, (1,), torch.uint8).data_ptr()
+    address = memory.tensor(1 << 20, (1,)).data_ptr()
     [mapping] = [part for part in mappings() if address in part.addresses]
     assert mapping.fields["THPeligible"] == "1"
 
@@ -144,7 +144,7 @@ def test_a_kernel_that_cannot_populate_gets_its_pages_touched(monkeypatch: pytes
     before = resident_bytes()
     memory = HostMemory(64 << 20, shareable=True)
     assert resident_bytes() - before > 60 << 20
-    assert not memory.tensor(0, (64 << 20,), torch.uint8).any()
+    assert not memory.tensor(0, (64 << 20,)).any()
 
 
 def resident_bytes() -> int:
@@ -153,7 +153,7 @@ def resident_bytes() -> int:
 
 
 def test_no_slots_are_no_error() -> None:
-    assert HostMemory(0, shareable=True).tensor(0, (2, 0, 3), torch.float32).shape == (2, 0, 3)
+    assert HostMemory(0, shareable=True).tensor(0, (2, 0, 3)).shape == (2, 0, 3)
 
 
 class Runtime:

@@ -8,12 +8,15 @@ from dataclasses import dataclass, field
 import torch
 
 from hisparse import DecodeStep, HiSparseConfig, HiSparseCoordinator, HostSlots, KVLayout, Sizes, build_tiers
+from hisparse.coordinator import StepPlaces
 from hisparse.copy_stream import CopyStream
 from hisparse.device_pool import DeviceKVPool
+from hisparse.format import DenseFormat
 from hisparse.host_pool import HostKVPool
 from hisparse.swap_in import StagedKV
 
-LAYOUT = KVLayout(num_layers=5, index_layer_of=(0, 1, 1, 1, 2), item_dim=3, index_dim=2, dtype=torch.float32)
+FORMAT = DenseFormat(torch.float32, item_dim=3, index_dim=2)
+LAYOUT = KVLayout((0, 1, 1, 1, 2), FORMAT.item_bytes, FORMAT.index_key_bytes)
 TOP_K = 4
 HOT = 6
 PAGE = 4
@@ -46,9 +49,9 @@ class Tiers:
         if slots is not None:
             at = torch.from_numpy(slots.slots())
             for layer in range(LAYOUT.num_layers):
-                self.host.kv[layer][at] = torch.tensor([item(seed, layer, p) for p in range(num_tokens)])
+                self.host.kv[layer][at] = items([item(seed, layer, p) for p in range(num_tokens)])
             for layer in range(LAYOUT.num_index_layers):
-                self.host.index_keys[layer][at] = torch.tensor([index_key(seed, layer, p) for p in range(num_tokens)])
+                self.host.index_keys[layer][at] = keys([index_key(seed, layer, p) for p in range(num_tokens)])
         return slots
 
     def admit(self, request_id: str, seed: int, num_tokens: int) -> bool:
@@ -62,23 +65,32 @@ class Tiers:
         self.seeds[request_id] = seed
         return True
 
-    def step(self, request_ids: Sequence[str], rng: random.Random, break_at_layer: int | None = None) -> bool:
-        """Decode one token for each request. With `break_at_layer` the model fails before that layer's swap-in."""
-        assert not self.coordinator.append_tokens(request_ids).short_of
-        step = self.coordinator.begin_step(request_ids)
+    def step(
+        self,
+        request_ids: Sequence[str],
+        rng: random.Random,
+        break_at_layer: int | None = None,
+        selected: list[int] | None = None,
+    ) -> bool:
+        """Decode one token for each request. With `break_at_layer` the model fails before that layer's swap-in.
+
+        selected: the positions that every layer selects; at random if None.
+        """
+        step, places = self._begin(request_ids)
         on = self.device.device
         positions = torch.empty(0)
         for layer, index_layer in enumerate(LAYOUT.index_layer_of):
-            newest = [length - 1 for length in step.lengths]
+            newest = places.newest.tolist()
             seeds = [self.seeds[request_id] for request_id in request_ids]
-            items = [item(s, layer, n) for s, n in zip(seeds, newest, strict=True)]
-            step.append(layer, torch.tensor(items, device=on))
+            new = [item(s, layer, n) for s, n in zip(seeds, newest, strict=True)]
+            step.append(layer, items(new).to(on))
             if layer == 0 or LAYOUT.index_layer_of[layer - 1] != index_layer:
-                keys = [index_key(s, index_layer, n) for s, n in zip(seeds, newest, strict=True)]
-                step.append_index_keys(index_layer, torch.tensor(keys, device=on))
+                new = [index_key(s, index_layer, n) for s, n in zip(seeds, newest, strict=True)]
+                step.append_index_keys(index_layer, keys(new).to(on))
                 self.check_index_pages(step, index_layer, seeds, newest)
-                positions = torch.tensor([select(rng, n) for n in newest], device=on)
+                positions = torch.tensor([selected or select(rng, n) for n in newest], device=on)
             if layer == break_at_layer:
+                self.coordinator.step_over(places.number)
                 return False
             slots = self.coordinator.swap_in_selected_pages(step, layer, positions)
             for b, (seed, row) in enumerate(zip(seeds, positions.tolist(), strict=True)):
@@ -86,24 +98,49 @@ class Tiers:
                     if position < 0:
                         assert slot == -1
                     else:
-                        assert step.kv(layer)[slot].tolist() == item(seed, layer, position)
-        self.coordinator.finish_step(step)
+                        assert FORMAT.items(step.kv(layer)[slot]).tolist() == item(seed, layer, position)
+        step.finish()
+        step.verify()
+        self.coordinator.step_over(places.number)
         return True
+
+    def begin(self, request_ids: Sequence[str]) -> DecodeStep:
+        """Begin a step of which the device computes nothing but what the test asks for."""
+        step, places = self._begin(request_ids)
+        self.coordinator.step_over(places.number)
+        return step
+
+    def _begin(self, request_ids: Sequence[str]) -> tuple[DecodeStep, StepPlaces]:
+        assert not self.coordinator.append_tokens(request_ids).short_of
+        places = self.coordinator.begin_step(request_ids)
+        rows, newest = (torch.from_numpy(numbers).to(self.device.device) for numbers in (places.rows, places.newest))
+        lengths = tuple((places.newest + 1).tolist())
+        return self.coordinator.cache(rows, newest, max(lengths), lengths), places
 
     def check_index_pages(self, step: DecodeStep, index_layer: int, seeds: list[int], newest: list[int]) -> None:
         pages = step.index_pages(index_layer)
         for b, (seed, last) in enumerate(zip(seeds, newest, strict=True)):
-            keys = pages.keys[pages.page_table[b]].flatten(0, 1)[: last + 1]
-            assert keys.tolist() == [index_key(seed, index_layer, p) for p in range(last + 1)]
+            found = FORMAT.index_keys(pages.keys[pages.page_table[b]].flatten(0, 1)[: last + 1])
+            assert found.tolist() == [index_key(seed, index_layer, p) for p in range(last + 1)]
 
     def check_host_copy(self, slots: HostSlots, seed: int, num_tokens: int) -> None:
         """Every token of a sequence is on the host, in all layers, index keys too."""
         at = torch.from_numpy(slots.slots()[:num_tokens])
         for layer in range(LAYOUT.num_layers):
-            assert self.host.kv[layer][at].tolist() == [item(seed, layer, p) for p in range(num_tokens)]
+            assert FORMAT.items(self.host.kv[layer][at]).tolist() == [item(seed, layer, p) for p in range(num_tokens)]
         for layer in range(LAYOUT.num_index_layers):
             expected = [index_key(seed, layer, p) for p in range(num_tokens)]
-            assert self.host.index_keys[layer][at].tolist() == expected
+            assert FORMAT.index_keys(self.host.index_keys[layer][at]).tolist() == expected
+
+
+def items(values: list[list[float]]) -> torch.Tensor:
+    """As pools hold them."""
+    return FORMAT.encode_items(torch.tensor(values).view(-1, FORMAT.item_dim))
+
+
+def keys(values: list[list[float]]) -> torch.Tensor:
+    """As pools hold them."""
+    return FORMAT.encode_index_keys(torch.tensor(values).view(-1, FORMAT.index_dim))
 
 
 def select(rng: random.Random, newest: int) -> list[int]:
@@ -121,13 +158,13 @@ class Pages:
     def __init__(self, seed: int, num_tokens: int) -> None:
         self.released = 0
         rows = torch.randperm(num_tokens)
-        kv = torch.zeros(LAYOUT.num_layers, num_tokens, LAYOUT.item_dim)
-        keys = torch.zeros(LAYOUT.num_index_layers, num_tokens, LAYOUT.index_dim)
+        kv = torch.zeros(LAYOUT.num_layers, num_tokens, LAYOUT.item_bytes, dtype=torch.uint8)
+        index_keys = torch.zeros(LAYOUT.num_index_layers, num_tokens, LAYOUT.index_key_bytes, dtype=torch.uint8)
         for layer in range(LAYOUT.num_layers):
-            kv[layer][rows] = torch.tensor([item(seed, layer, p) for p in range(num_tokens)])
+            kv[layer][rows] = items([item(seed, layer, p) for p in range(num_tokens)])
         for layer in range(LAYOUT.num_index_layers):
-            keys[layer][rows] = torch.tensor([index_key(seed, layer, p) for p in range(num_tokens)])
-        self.staged = StagedKV(list(kv), list(keys), rows, self.release)
+            index_keys[layer][rows] = keys([index_key(seed, layer, p) for p in range(num_tokens)])
+        self.staged = StagedKV(list(kv), list(index_keys), rows, self.release)
 
     def release(self) -> None:
         self.released += 1

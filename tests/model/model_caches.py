@@ -19,8 +19,11 @@ class PagedPool:
     def __init__(self, spec: ModelSpec, num_pages: int, page_size: int, seed: int = 0) -> None:
         rows = num_pages * page_size
         self.page_size = page_size
-        self.kv = torch.full((spec.num_layers, rows, spec.item_dim), float("nan"), dtype=spec.dtype)
-        self.keys = torch.full((spec.num_index_layers, rows, spec.index_dim), float("nan"), dtype=spec.dtype)
+        nothing = float("nan")
+        self.kv = torch.full((spec.num_layers, rows, spec.item_dim), nothing, dtype=spec.dtype).view(torch.uint8)
+        self.keys = torch.full((spec.num_index_layers, rows, spec.index_dim), nothing, dtype=spec.dtype).view(
+            torch.uint8
+        )
         self._free = torch.randperm(num_pages, generator=torch.Generator().manual_seed(seed)).tolist()
 
     def allocate(self, length: int) -> torch.Tensor:
@@ -47,7 +50,7 @@ class PagedRequest:
 
 @dataclass(frozen=True)
 class BatchIndexPages:
-    """`IndexPages` of a batch."""
+    """`PagedKeys` of a batch."""
 
     keys: torch.Tensor
     page_table: torch.Tensor
@@ -107,18 +110,19 @@ class Session:
         return PrefillChunk(prompt[start:stop], start, len(prompt), self.requests[request])
 
     def prefill(self, chunk_size: int) -> torch.Tensor:
-        """Run all prompts, a chunk of each per call; returns the last logits of each prompt."""
-        logits = torch.empty(len(self.prompts), self.model.spec.vocab_size)
-        for start in range(0, max(map(len, self.prompts)), chunk_size):
-            running = [i for i, prompt in enumerate(self.prompts) if start < len(prompt)]
-            chunks = [self.chunk(i, start, min(start + chunk_size, len(self.prompts[i]))) for i in running]
-            logits[running] = self.model.prefill(chunks)
-        return logits
+        """Run all prompts but their last tokens, a chunk of each per call, and then these; returns their logits."""
+        for start in range(0, max(map(len, self.prompts)) - 1, chunk_size):
+            running = [i for i, prompt in enumerate(self.prompts) if start < len(prompt) - 1]
+            self.model.prefill(
+                [self.chunk(i, start, min(start + chunk_size, len(self.prompts[i]) - 1)) for i in running]
+            )
+        return self.decode(torch.stack([prompt[-1] for prompt in self.prompts]), -1)
 
-    def decode(self, token_ids: torch.Tensor, step: int) -> torch.Tensor:
-        """Run generated token number `step` of each request."""
-        positions = [len(prompt) + step for prompt in self.prompts]
-        cache = ResidentBatch(self.pool, self.requests, positions)
+    def decode(self, token_ids: torch.Tensor, step: int, requests: Sequence[int] | None = None) -> torch.Tensor:
+        """Run generated token number `step` of each request, or of these; number -1 is the prompt's last."""
+        chosen = range(len(self.prompts)) if requests is None else requests
+        positions = [len(self.prompts[request]) + step for request in chosen]
+        cache = ResidentBatch(self.pool, [self.requests[request] for request in chosen], positions)
         return self.model.decode(token_ids, torch.tensor(positions), cache)
 
     def generate(self, new_tokens: int, chunk_size: int) -> list[list[int]]:

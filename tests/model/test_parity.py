@@ -14,7 +14,7 @@ from model.backends import torch_backend
 from model.loader import load_model
 from model.sparse_model import SparseModel
 
-LENGTHS = (1, 63, 64, 65, 300, 1200)  # around the top-k of 64, and well past it
+LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 300, 1200)  # around a page, around the top-k of 64, and well past it
 NEW_TOKENS = 32
 
 Continuation = Callable[[torch.Tensor, int], list[int]]
@@ -59,12 +59,19 @@ def test_one_call_may_hold_chunks_at_different_places_of_their_prompts(
     model: SparseModel, prompts: list[torch.Tensor], expected: list[list[int]]
 ) -> None:
     session = Session(model, prompts, NEW_TOKENS)
-    session.model.prefill([session.chunk(4, 0, 170)])
-    session.model.prefill([session.chunk(5, 0, 900), session.chunk(3, 0, 1)])
-    logits = session.model.prefill(
-        [session.chunk(3, 1, 65), session.chunk(0, 0, 1), session.chunk(5, 900, 1200), session.chunk(4, 170, 300)]
+    one, sixty_five, three_hundred, twelve_hundred = (LENGTHS.index(length) for length in (1, 65, 300, 1200))
+    session.model.prefill([session.chunk(three_hundred, 0, 170)])
+    session.model.prefill([session.chunk(twelve_hundred, 0, 900), session.chunk(sixty_five, 0, 1)])
+    session.model.prefill(
+        [
+            session.chunk(sixty_five, 1, 64),
+            session.chunk(twelve_hundred, 900, 1199),
+            session.chunk(three_hundred, 170, 299),
+        ]
     )
-    assert logits.argmax(dim=-1).tolist() == [expected[request][0] for request in (3, 0, 5, 4)]
+    chosen = [one, sixty_five, three_hundred, twelve_hundred]
+    logits = session.decode(torch.stack([prompts[request][-1] for request in chosen]), -1, chosen)
+    assert logits.argmax(dim=-1).tolist() == [expected[request][0] for request in chosen]
 
 
 def test_results_do_not_depend_on_the_memory_budget(
@@ -72,7 +79,7 @@ def test_results_do_not_depend_on_the_memory_budget(
 ) -> None:
     monkeypatch.setattr(torch_backend, "GATHER_BLOCK_BYTES", 100_000)
     monkeypatch.setattr(torch_backend, "SCORE_BLOCK_BYTES", 300_000)
-    assert Session(model, prompts[3:5], 4).generate(4, 128) == [tokens[:4] for tokens in expected[3:5]]
+    assert Session(model, prompts[-3:-1], 4).generate(4, 128) == [tokens[:4] for tokens in expected[-3:-1]]
 
 
 def test_yarn_scaled_rope_matches(checkpoint: Path, tmp_path: Path) -> None:

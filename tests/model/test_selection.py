@@ -5,18 +5,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_caches import BatchIndexPages
 
+from hisparse.format import DenseFormat
 from model.backends.torch_backend import TorchBackend
-from model.indexer import IndexInputs
+from model.indexer import IndexQueries
 
 HEADS, DIM = 16, 8
+BACKEND = TorchBackend(DenseFormat(torch.float32, item_dim=DIM, index_dim=DIM))
 
 
-def index_inputs(generator: torch.Generator, tokens: int) -> IndexInputs:
-    return IndexInputs(
+def index_queries(generator: torch.Generator, tokens: int) -> IndexQueries:
+    return IndexQueries(
         queries=torch.randn(tokens, HEADS, DIM, generator=generator),
         head_weights=torch.randn(tokens, HEADS, generator=generator),
-        keys=torch.randn(tokens, DIM, generator=generator),
     )
+
+
+def stored(keys: torch.Tensor) -> torch.Tensor:
+    """Keys [..., DIM] as a pool holds them."""
+    return BACKEND.format.encode_index_keys(keys)
 
 
 def best_positions(query: torch.Tensor, head_weights: torch.Tensor, keys: torch.Tensor, topk: int) -> set[int]:
@@ -35,16 +41,16 @@ def best_positions(query: torch.Tensor, head_weights: torch.Tensor, keys: torch.
 def test_a_prompt_token_selects_the_best_positions_up_to_its_own(
     prompt_len: int, topk: int, cuts: tuple[float, float], seed: int
 ) -> None:
-    whole = index_inputs(torch.Generator().manual_seed(seed), prompt_len)
+    generator = torch.Generator().manual_seed(seed)
+    whole = index_queries(generator, prompt_len)
+    keys = torch.randn(prompt_len, DIM, generator=generator)
     start = int(min(cuts) * (prompt_len - 1))
     stop = max(start + 1, int(max(cuts) * prompt_len))
-    chunk = IndexInputs(whole.queries[start:stop], whole.head_weights[start:stop], whole.keys[start:stop])
-
-    selected = TorchBackend().select_for_prompt(chunk, whole.keys[:stop], start, prompt_len, topk)
+    selected = BACKEND.select_for_prompt(whole[start:stop], stored(keys[:stop]), start, prompt_len, topk)
 
     assert selected.shape == (stop - start, min(topk, prompt_len))
     for row, position in zip(selected.tolist(), range(start, stop), strict=True):
-        visible = whole.keys[: position + 1]
+        visible = keys[: position + 1]
         best = best_positions(whole.queries[position], whole.head_weights[position], visible, topk)
         assert row[0] >= 0
         assert len([p for p in row if p >= 0]) == len(best)
@@ -63,14 +69,14 @@ def test_a_decoded_token_selects_the_best_positions_of_its_own_sequence(
     lengths: list[int], topk: int, page_size: int, host_knows: bool, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
-    index = index_inputs(generator, len(lengths))
+    index = index_queries(generator, len(lengths))
     pages_per_request = -(-max(lengths) // page_size)
     num_pages = pages_per_request * len(lengths)
     page_table = torch.randperm(num_pages, generator=generator).view(len(lengths), -1)
     pool = torch.randn(num_pages, page_size, DIM, generator=generator)
 
-    pages = BatchIndexPages(pool, page_table, torch.tensor(lengths), lengths if host_knows else None)
-    selected = TorchBackend().select_for_decode(index, pages, topk)
+    pages = BatchIndexPages(stored(pool), page_table, torch.tensor(lengths), lengths if host_knows else None)
+    selected = BACKEND.select_for_decode(index, pages, topk)
 
     assert selected.shape == (len(lengths), min(topk, max(lengths) if host_knows else pages_per_request * page_size))
     for row, length in enumerate(lengths):
@@ -81,17 +87,19 @@ def test_a_decoded_token_selects_the_best_positions_of_its_own_sequence(
 
 
 def test_padding_selects_nothing() -> None:
-    index = index_inputs(torch.Generator().manual_seed(0), 2)
-    pages = BatchIndexPages(torch.randn(6, 4, DIM), torch.tensor([[0, 1], [3, 0]]), torch.tensor([7, 0]), None)
-    selected = TorchBackend().select_for_decode(index, pages, 5)
+    index = index_queries(torch.Generator().manual_seed(0), 2)
+    pages = BatchIndexPages(stored(torch.randn(6, 4, DIM)), torch.tensor([[0, 1], [3, 0]]), torch.tensor([7, 0]), None)
+    selected = BACKEND.select_for_decode(index, pages, 5)
     assert (selected[0] >= 0).all()
     assert (selected[1] == -1).all()
 
 
 def test_equal_scores_are_resolved_as_in_a_row_of_the_whole_prompt() -> None:
     prompt_len, topk = 200, 64
-    tied = IndexInputs(torch.zeros(20, HEADS, DIM), torch.ones(20, HEADS), torch.zeros(20, DIM))
+    tied = IndexQueries(torch.zeros(20, HEADS, DIM), torch.ones(20, HEADS))
     row = torch.full((1, prompt_len), float("-inf"))
     row[:, :120] = 0
     expected = row.topk(topk).indices[0].tolist()
-    assert TorchBackend().select_for_prompt(tied, torch.zeros(120, DIM), 100, prompt_len, topk)[-1].tolist() == expected
+    assert (
+        BACKEND.select_for_prompt(tied, stored(torch.zeros(120, DIM)), 100, prompt_len, topk)[-1].tolist() == expected
+    )

@@ -11,10 +11,11 @@ from model_caches import Session
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from hisparse.format import KVFormat
 from model.backends.torch_backend import TorchBackend
-from model.cache import IndexPages
+from model.cache import PagedKeys
 from model.dtypes import resolve_dtype
-from model.indexer import IndexInputs
+from model.indexer import IndexQueries
 from model.loader import load_model
 from model.sparse_model import SparseModel
 from model.tiny import write_tiny_checkpoint
@@ -53,7 +54,7 @@ def test_a_wrong_selection_in_any_layer_changes_the_output(checkpoint: Path, mod
     prompt = torch.randint(0, 256, (300,), generator=torch.Generator().manual_seed(7))
     right = Session(model, [prompt], 32).generate(32, 300)
     for wrong_layer in range(model.spec.num_index_layers):
-        backend = SelectsTheWindow(wrong_layer, model.spec.num_index_layers)
+        backend = SelectsTheWindow(model.spec.kv_format, wrong_layer, model.spec.num_index_layers)
         wrong = load_model(checkpoint, torch.float32, model.device, backend=backend)
         assert Session(wrong, [prompt], 32).generate(32, 300) != right, wrong_layer
 
@@ -61,18 +62,19 @@ def test_a_wrong_selection_in_any_layer_changes_the_output(checkpoint: Path, mod
 class SelectsTheWindow(TorchBackend):
     """In one index layer the newest positions, whatever their scores, in passes over a single request."""
 
-    def __init__(self, wrong_layer: int, num_index_layers: int) -> None:
+    def __init__(self, kv_format: KVFormat, wrong_layer: int, num_index_layers: int) -> None:
+        super().__init__(kv_format)
         self._wrong_layer = wrong_layer
         self._index_layers = itertools.cycle(range(num_index_layers))
 
     def select_for_prompt(
-        self, index: IndexInputs, keys: torch.Tensor, start: int, prompt_len: int, topk: int
+        self, index: IndexQueries, keys: torch.Tensor, start: int, sequence_length: int, topk: int
     ) -> torch.Tensor:
-        right = super().select_for_prompt(index, keys, start, prompt_len, topk)
+        right = super().select_for_prompt(index, keys, start, sequence_length, topk)
         newest = torch.arange(start, start + len(right)).unsqueeze(1) - torch.arange(right.shape[1])
         return newest.clamp(min=-1) if next(self._index_layers) == self._wrong_layer else right
 
-    def select_for_decode(self, index: IndexInputs, pages: IndexPages, topk: int) -> torch.Tensor:
+    def select_for_decode(self, index: IndexQueries, pages: PagedKeys, topk: int) -> torch.Tensor:
         right = super().select_for_decode(index, pages, topk)
         newest = pages.seq_lens.unsqueeze(1) - 1 - torch.arange(right.shape[1])
         return newest if next(self._index_layers) == self._wrong_layer else right

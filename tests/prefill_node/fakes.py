@@ -11,32 +11,32 @@ from control.messages import Message, Output, Outputs, Peer
 from hisparse.layout import KVLayout
 from model.passes import PrefillChunk
 
-LAYOUT = KVLayout(num_layers=2, index_layer_of=(0, 0), item_dim=4, index_dim=2, dtype=torch.float32)
+LAYOUT = KVLayout(index_layer_of=(0, 0), item_bytes=16, index_key_bytes=8)
+
+
+ME = Peer(role="decode", address="127.0.0.1:9", boot_id="decode")
 
 
 class FakeModel:
-    """Writes each position's number into its rows and always predicts token 7, or nothing if it is `broken`."""
+    """Writes each position's number into its rows."""
 
     def __init__(self) -> None:
         self.calls: list[list[tuple[int, int]]] = []
-        self.broken = False
 
-    def prefill(self, chunks: Sequence[PrefillChunk], on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
+    def prefill(self, chunks: Sequence[PrefillChunk], on_layer: Callable[[int], None]) -> None:
         self.calls.append([(chunk.start, len(chunk.token_ids)) for chunk in chunks])
         for layer in range(LAYOUT.num_layers):
             for chunk in chunks:
                 rows = chunk.cache.rows(chunk.start, chunk.stop)
-                chunk.cache.kv(layer)[rows] = torch.arange(chunk.start, chunk.stop, dtype=torch.float32)[:, None]
-            if on_layer is not None:
-                on_layer(layer)
-        logits = torch.nn.functional.one_hot(torch.full((len(chunks),), 7), 16).float()
-        return logits * float("nan") if self.broken else logits
+                chunk.cache.kv(layer)[rows] = torch.arange(chunk.start, chunk.stop).to(torch.uint8)[:, None]
+            on_layer(layer)
 
 
 @dataclass
 class FakeControl:
     """Records what is sent; repeated messages are kept under their keys until answered."""
 
+    me: Peer = ME
     sent: list[tuple[Peer, Message]] = field(default_factory=list)
     repeated: dict[Hashable, tuple[Peer, Message]] = field(default_factory=dict)
     watched: set[Peer] = field(default_factory=set)

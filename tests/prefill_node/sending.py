@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from control.messages import BufferInfo, Destination, Peer, Transport
+from control.messages import AttemptId, BufferInfo, Destination, Peer, Transport
 from prefill_node.outgoing import Chunk, Reading, Sent
 from prefill_node.progress import ForwardProgress
 from prefill_node.ring import SendRings
@@ -97,8 +97,8 @@ class Sending:
                 rings=SendRings(pin=device.type == "cuda", register=self.registered.append),
                 connect=self._connect,
                 silence=lambda decode: self.silence,
-                report=self.reports.put,
-            )
+            ),
+            self.reports.put,
         )
 
     def destination(self) -> Destination:
@@ -133,8 +133,7 @@ class Sending:
         assert self.sender.open(decode)
         rng = np.random.default_rng(1)
         return Chunk(
-            request_id="r",
-            epoch=1,
+            attempt=AttemptId(boot, "r", 1),
             start=start,
             stop=stop,
             pages=rng.permutation(NUM_PAGES) if pages == "scattered" else np.arange(NUM_PAGES),

@@ -70,8 +70,8 @@ def requests(draw: st.DrawFn) -> PrefillRequest:
     prompt = tuple(range(draw(st.integers(1, 200))))
     buffers = BufferInfo(ptrs=BASES, lengths=tuple(slots * item for item in ITEMS), item_lengths=ITEMS)
     body = {
-        **prefill_request().model_dump(exclude={"destination", "extents", "prompt_ids"}),
-        "prompt_ids": prompt,
+        **prefill_request().model_dump(exclude={"destination", "extents", "token_ids"}),
+        "token_ids": prompt,
         "extents": tuple(extents),
         "destination": Destination(identity=IDENTITY, buffers=buffers),
     }
@@ -79,12 +79,12 @@ def requests(draw: st.DrawFn) -> PrefillRequest:
         return PrefillRequest.model_validate(body)
     except ValueError:
         # What a message that is refused would have said is no matter.
-        return PrefillRequest.model_validate({**body, "prompt_ids": (1,), "extents": ((slots - 1, 1),)})
+        return PrefillRequest.model_validate({**body, "token_ids": (1,), "extents": ((slots - 1, 1),)})
 
 
 @given(requests(), st.integers(1, 64))
 def test_whatever_is_written_for_a_valid_message_lies_in_its_pools(request: PrefillRequest, most_items: int) -> None:
-    num_tokens = len(request.prompt_ids)
+    num_tokens = len(request.token_ids)
     slots = expand_extents(request.extents, num_tokens)
     plan = ChunkPlan(np.arange(num_tokens), 1, slots, 0, num_tokens)
     buffers = request.destination.buffers

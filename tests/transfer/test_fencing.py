@@ -6,84 +6,84 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from control.messages import Peer
+from control.messages import AttemptId, Peer
 from transfer.fencing import DRAIN_GRACE_S, ReservationTable
 
 WRITER = Peer(role="prefill", address="10.0.0.1:1", boot_id="first")
-KEY = ("r", 1)
+R = AttemptId("decode", "r", 1)
 
 
 class Released(list[str]):
     """What the table gave back."""
 
 
-def table_with(key: tuple[str, int] = KEY) -> tuple[ReservationTable[str], Released]:
+def table_with(attempt: AttemptId = R) -> tuple[ReservationTable[str], Released]:
     released = Released()
     table: ReservationTable[str] = ReservationTable(released.append)
-    table.open(key, WRITER, "slots", num_slots=8)
+    table.open(attempt, WRITER, "slots", num_slots=8)
     return table, released
 
 
 def test_landed_slots_go_on_with_the_request() -> None:
     table, released = table_with()
-    assert table.landed(KEY) == "slots"
+    assert table.landed(R) == "slots"
     assert released == []
-    assert KEY not in table
+    assert R not in table
 
 
 def test_aborted_slots_wait_for_quiesced() -> None:
     """sglang PRs 24580, 31357: pages freed on abort while the prefill node was still writing."""
     table, released = table_with()
-    assert table.quarantine(KEY, now=1.0) == WRITER
+    assert table.quarantine(R, now=1.0) == WRITER
     assert table.quarantined_slots == 8
     assert table.release_expired(now=1e9) == []
     assert released == []
-    assert table.quiesced(KEY, "first")
+    assert table.quiesced(R, "first")
     assert released == ["slots"]
 
 
 def test_quiesced_of_another_epoch_frees_nothing() -> None:
     table, released = table_with()
-    table.quarantine(KEY, now=1.0)
-    assert not table.quiesced(("r", 0), "first")
+    table.quarantine(R, now=1.0)
+    assert not table.quiesced(R._replace(epoch=0), "first")
     assert released == []
 
 
 def test_quiesced_twice_frees_once() -> None:
     table, released = table_with()
-    table.quarantine(KEY, now=1.0)
-    table.quiesced(KEY, "first")
-    assert not table.quiesced(KEY, "first")
+    table.quarantine(R, now=1.0)
+    table.quiesced(R, "first")
+    assert not table.quiesced(R, "first")
     assert released == ["slots"]
 
 
 def test_only_the_writer_can_say_that_it_is_quiet() -> None:
     table, released = table_with()
-    table.quarantine(KEY, now=1.0)
-    assert not table.quiesced(KEY, "second")
+    table.quarantine(R, now=1.0)
+    assert not table.quiesced(R, "second")
     assert released == []
 
 
 def test_a_late_done_of_a_quarantined_epoch_does_not_land() -> None:
     table, _ = table_with()
-    table.quarantine(KEY, now=1.0)
+    table.quarantine(R, now=1.0)
     with pytest.raises(ValueError, match="not writable"):
-        table.landed(KEY)
+        table.landed(R)
 
 
 def test_a_dead_writers_slots_come_back_after_the_grace() -> None:
     table, released = table_with()
-    assert table.writer_died("first", now=100.0) == [KEY]
-    table.quarantine(KEY, now=1.0)
+    assert table.writer_died("first", now=100.0) == [R]
+    table.quarantine(R, now=1.0)
     assert table.release_expired(100.0 + DRAIN_GRACE_S - 0.1) == []
     assert released == []
-    assert table.release_expired(100.0 + DRAIN_GRACE_S) == [KEY]
+    assert table.release_expired(100.0 + DRAIN_GRACE_S) == [R]
     assert released == ["slots"]
 
 
 def test_the_death_of_another_boot_proves_nothing() -> None:
     table, released = table_with()
-    table.quarantine(KEY, now=1.0)
+    table.quarantine(R, now=1.0)
     table.writer_died("second", now=0.0)
     assert table.release_expired(1e9) == []
     assert released == []
@@ -91,11 +91,11 @@ def test_the_death_of_another_boot_proves_nothing() -> None:
 
 def test_evicted_slots_come_back_after_the_grace() -> None:
     table, released = table_with()
-    table.quarantine(KEY, now=1.0)
-    assert table.evict("first", now=100.0) == [KEY]
-    assert table.evict("first", now=104.0) == [KEY], "a second time changes nothing"
+    table.quarantine(R, now=1.0)
+    assert table.evict("first", now=100.0) == [R]
+    assert table.evict("first", now=104.0) == [R], "a second time changes nothing"
     assert table.release_expired(100.0 + DRAIN_GRACE_S - 0.1) == []
-    assert table.release_expired(100.0 + DRAIN_GRACE_S) == [KEY]
+    assert table.release_expired(100.0 + DRAIN_GRACE_S) == [R]
     assert released == ["slots"]
     assert table.evict("first", now=110.0) == []
 
@@ -103,7 +103,7 @@ def test_evicted_slots_come_back_after_the_grace() -> None:
 def test_eviction_is_of_one_process_and_of_what_is_quarantined() -> None:
     table, released = table_with()
     assert table.evict("first", now=0.0) == [], "a request still wants these"
-    table.quarantine(KEY, now=1.0)
+    table.quarantine(R, now=1.0)
     assert table.evict("second", now=1.0) == []
     assert table.release_expired(1e9) == []
     assert released == []
@@ -111,9 +111,9 @@ def test_eviction_is_of_one_process_and_of_what_is_quarantined() -> None:
 
 def test_an_evicted_writer_that_answers_after_all_frees_once() -> None:
     table, released = table_with()
-    table.quarantine(KEY, now=1.0)
+    table.quarantine(R, now=1.0)
     table.evict("first", now=1.0)
-    assert table.quiesced(KEY, "first")
+    assert table.quiesced(R, "first")
     assert table.release_expired(1e9) == []
     assert released == ["slots"]
 
@@ -121,15 +121,15 @@ def test_an_evicted_writer_that_answers_after_all_frees_once() -> None:
 def test_quarantine_counts_from_when_it_began() -> None:
     table, _ = table_with()
     assert table.quarantined == []
-    table.quarantine(KEY, now=1.0)
-    table.quarantine(KEY, now=5.0)
+    table.quarantine(R, now=1.0)
+    table.quarantine(R, now=5.0)
     assert [reservation.quarantined_at for reservation in table.quarantined] == [1.0]
 
 
 def test_an_open_reservation_is_not_opened_again() -> None:
     table, _ = table_with()
     with pytest.raises(ValueError, match="open already"):
-        table.open(KEY, WRITER, "other", 1)
+        table.open(R, WRITER, "other", 1)
 
 
 @dataclass
@@ -153,8 +153,8 @@ class Fences(list[HeldFence]):
 def fenced_table() -> tuple[ReservationTable[str], Released, Fences]:
     released, fences = Released(), Fences()
     table: ReservationTable[str] = ReservationTable(released.append, fences.make)
-    table.open(KEY, WRITER, "slots", num_slots=8)
-    table.quarantine(KEY, now=1.0)
+    table.open(R, WRITER, "slots", num_slots=8)
+    table.quarantine(R, now=1.0)
     return table, released, fences
 
 
@@ -164,7 +164,7 @@ def test_slots_that_lingering_writes_may_reach_come_back_after_the_grace_and_beh
     table, released, fences = fenced_table()
     match over:
         case "lingers":
-            assert table.lingers(KEY, "first", now=100.0)
+            assert table.lingers(R, "first", now=100.0)
         case "died":
             table.writer_died("first", now=100.0)
         case "evict":
@@ -176,24 +176,24 @@ def test_slots_that_lingering_writes_may_reach_come_back_after_the_grace_and_beh
     [fence] = fences
     assert released == []
     fence.is_passed = True
-    assert table.release_expired(1e6) == [KEY]
+    assert table.release_expired(1e6) == [R]
     assert released == ["slots"]
     assert len(table) == 0
 
 
 def test_slots_whose_grace_ends_later_need_a_fence_that_is_made_later() -> None:
     table, released, fences = fenced_table()
-    table.lingers(KEY, "first", now=100.0)
+    table.lingers(R, "first", now=100.0)
     table.release_expired(110.0)
-    table.open(("r", 2), WRITER, "other", num_slots=8)
-    table.quarantine(("r", 2), now=111.0)
-    table.lingers(("r", 2), "first", now=111.0)
+    table.open(R._replace(epoch=2), WRITER, "other", num_slots=8)
+    table.quarantine(R._replace(epoch=2), now=111.0)
+    table.lingers(R._replace(epoch=2), "first", now=111.0)
     fences[0].is_passed = True
-    assert table.release_expired(120.0) == [KEY]
+    assert table.release_expired(120.0) == [R]
     assert table.release_expired(120.0) == []
     assert len(fences) == 2
     fences[1].is_passed = True
-    assert table.release_expired(121.0) == [("r", 2)]
+    assert table.release_expired(121.0) == [R._replace(epoch=2)]
     assert released == ["slots", "other"]
 
 
@@ -201,9 +201,9 @@ def test_slots_that_prove_quiet_while_a_fence_stands_are_not_freed_twice_nor_wha
     table, released, fences = fenced_table()
     table.evict("first", now=100.0)
     table.release_expired(110.0)
-    assert table.quiesced(KEY, "first")
-    table.open(KEY, WRITER, "other", num_slots=8)
-    table.quarantine(KEY, now=111.0)
+    assert table.quiesced(R, "first")
+    table.open(R, WRITER, "other", num_slots=8)
+    table.quarantine(R, now=111.0)
     fences[0].is_passed = True
     assert table.release_expired(120.0) == []
     assert released == ["slots"]
@@ -211,8 +211,8 @@ def test_slots_that_prove_quiet_while_a_fence_stands_are_not_freed_twice_nor_wha
 
 def test_only_the_writer_can_say_that_nothing_but_the_network_writes() -> None:
     table, _, _ = fenced_table()
-    assert not table.lingers(KEY, "second", now=100.0)
-    assert not table.lingers(("r", 2), "first", now=100.0)
+    assert not table.lingers(R, "second", now=100.0)
+    assert not table.lingers(R._replace(epoch=2), "first", now=100.0)
     assert table.release_expired(1e9) == []
 
 
@@ -223,17 +223,17 @@ def test_in_any_order_of_events_slots_leave_once_and_never_while_writable(events
     table, released = table_with()
     landed = 0
     for now, event in enumerate(events, start=1):
-        was_writable = table.is_writable(KEY)
+        was_writable = table.is_writable(R)
         before = len(released)
         match event:
-            case "quarantine" if KEY in table:
-                table.quarantine(KEY, now=1.0)
+            case "quarantine" if R in table:
+                table.quarantine(R, now=1.0)
             case "quiesced":
-                table.quiesced(KEY, "first")
+                table.quiesced(R, "first")
             case "lingers":
-                table.lingers(KEY, "first", now)
+                table.lingers(R, "first", now)
             case "landed" if was_writable:
-                table.landed(KEY)
+                table.landed(R)
                 landed += 1
             case "died":
                 table.writer_died("first", now)
@@ -243,4 +243,4 @@ def test_in_any_order_of_events_slots_leave_once_and_never_while_writable(events
                 table.release_expired(now + 2 * DRAIN_GRACE_S)
         if was_writable:
             assert len(released) == before
-    assert len(released) + landed + (KEY in table) == 1
+    assert len(released) + landed + (R in table) == 1

@@ -21,7 +21,7 @@ OWNER = """
 import os, sys, torch
 from hisparse.host_memory import HostMemory
 memory = HostMemory(1 << 20, shareable=True)
-tensor = memory.tensor(0, (1 << 20,), torch.uint8)
+tensor = memory.tensor(0, (1 << 20,))
 region = memory.shared()
 print(os.getpid(), region.fd, region.name, region.base, region.length, flush=True)
 for line in sys.stdin:

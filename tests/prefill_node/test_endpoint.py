@@ -15,6 +15,7 @@ from base.metrics import Metrics
 from control.messages import (
     Abort,
     Admitted,
+    AttemptId,
     BufferInfo,
     Checksum,
     Checksums,
@@ -32,27 +33,36 @@ from control.messages import (
     PrefillRequest,
     Progress,
     Quiesced,
-    Sampling,
     Session,
 )
 from engine.chunked import ChunkedPrefill, PrefillStep
+from engine.device import DeviceFailed
 from engine.paged_pool import PagedKVPool
-from prefill_node import node
+from prefill_node import endpoint
 from prefill_node.compute import Computed
-from prefill_node.entry import Key, Offer, State
-from prefill_node.node import PrefillNode
+from prefill_node.endpoint import PrefillEndpoint
+from prefill_node.job import JobState, TransferJob
+from prefill_node.model_engine import ModelEngine
+from prefill_node.offer import Offer
 from prefill_node.outgoing import Chunk, Sent
 from prefill_node.progress import ForwardProgress
+from prefill_node.sender import Surroundings
 from service.lifecycle import Lifecycle
 from tests.prefill_node.fakes import LAYOUT, FakeControl, FakeModel
 
 DECODE = Peer(role="decode", address="127.0.0.1:9", boot_id="decode")
 IDENTITY = ModelIdentity(
-    fingerprint="f", dtype="float32", num_layers=2, num_index_layers=1, item_bytes=16, index_key_bytes=8
+    fingerprint="f",
+    dtype="float32",
+    kv_format="float32",
+    num_layers=2,
+    num_index_layers=1,
+    item_bytes=16,
+    index_key_bytes=8,
 )
 TCP = (Session(transport="tcp", name="127.0.0.1:1"),)
 BUFFERS = BufferInfo(ptrs=(1, 2, 3), lengths=(1600, 1600, 800), item_lengths=(16, 16, 8))
-KEY = ("r", 1)
+R = AttemptId("decode", "r", 1)
 
 
 def checksum_of(start: int, stop: int) -> Checksum:
@@ -81,9 +91,9 @@ class HeldCompute:
     """Keeps the step until the test computes it."""
 
     def __init__(self) -> None:
-        self.step: PrefillStep[Key] | None = None
+        self.step: PrefillStep[TransferJob] | None = None
 
-    def start(self, step: PrefillStep[Key]) -> ForwardProgress:
+    def start(self, step: PrefillStep[TransferJob]) -> ForwardProgress:
         assert self.step is None, "one step at a time"
         self.step = step
         return ForwardProgress(torch.device("cpu"))
@@ -95,7 +105,7 @@ class Harness:
         self.sender = HeldSender()
         self.computing = HeldCompute()
         self.model = FakeModel()
-        self.prefill: ChunkedPrefill[Key] = ChunkedPrefill(
+        self.prefill: ChunkedPrefill[TransferJob] = ChunkedPrefill(
             self.model,  # type: ignore[arg-type]
             PagedKVPool(LAYOUT, num_pages=8, page_size=4, device=torch.device("cpu")),
             chunk_size=6,
@@ -109,28 +119,42 @@ class Harness:
             lifecycle=self.lifecycle,
             leave=lambda: setattr(self, "left", True),
         )
-        self.node = PrefillNode(
-            self.shell,  # type: ignore[arg-type]
+        self.engine = ModelEngine(
             self.prefill,
-            self.computing,  # type: ignore[arg-type]
-            self.sender,  # type: ignore[arg-type]
+            torch.device("cpu"),
+            Surroundings(reading=None, rings=None, connect=None, silence=None),  # type: ignore[arg-type]
             Offer(IDENTITY, ("tcp",), max_tokens=32, vocab_size=100),
+            self.shell.metrics,
+            wake=lambda: None,
             transfer_timeout=30.0,
         )
+        self.engine._compute = self.computing  # type: ignore[assignment]
+        self.engine._sender = self.sender  # type: ignore[assignment]
+        self.start_step = self.engine._start_step
+        self.engine._start_step = lambda: None  # type: ignore[method-assign]
+        self.endpoint = PrefillEndpoint(self.shell, self.engine)  # type: ignore[arg-type]
+
+    def tell(self) -> None:
+        """Let the endpoint say what has happened."""
+        for update in self.engine.poll():
+            self.endpoint._tell(update)
 
     def receive(self, message: Message, sender: Peer | None = None) -> None:
-        self.node._take((sender or DECODE, message))
+        self.endpoint._take(sender or DECODE, message)
+        self.tell()
 
     def start(self) -> None:
-        """Let the node start its next step."""
-        self.node._start_step()
+        """Let the engine start its next step."""
+        self.start_step()
 
     def finish(self, error: str | None = None) -> None:
         """The step that was started ends."""
         step, self.computing.step = self.computing.step, None
         assert step is not None
-        tokens = [] if error else self.prefill.compute(step)
-        self.node._take(Computed(step, tokens, error))
+        if error is None:
+            self.prefill.compute(step)
+        self.engine._report(Computed(step, error))
+        self.tell()
 
     def compute(self) -> None:
         self.start()
@@ -148,10 +172,17 @@ class Harness:
         """The writes of the oldest chunk ended. With `checksums`, one of all its positions was noted."""
         chunk = self.sender.chunks.pop(0)
         noted = [checksum_of(chunk.start, chunk.stop)] if checksums else []
-        self.node._take(Sent(chunk, 10, 1, posted_at, ended_at, waited, noted, error=error, lingering=lingering))
+        self.engine._report(Sent(chunk, 10, 1, posted_at, ended_at, waited, noted, error=error, lingering=lingering))
+        self.tell()
+
+    def housekeep(self, now: float) -> None:
+        self.endpoint._housekeep(now)
+        self.engine._stop_late_transfers(now)
+        self.tell()
 
     def script(self, *turns: Callable[[], object]) -> list[Callable[[], object]]:
-        """What happens in the turns of `node.run`, one after another; the list is empty when all of it has."""
+        """What happens in the turns of `endpoint.run`, one after another; the list is empty when all of it has."""
+        self.engine._start_step = self.start_step  # type: ignore[method-assign]
         left = list(turns)
 
         def receive(_: float) -> list[object]:
@@ -169,13 +200,11 @@ class Harness:
 
 def request(**changes: Any) -> PrefillRequest:
     fields: dict[str, Any] = {
-        "request_id": KEY[0],
-        "epoch": KEY[1],
-        "prompt_ids": tuple(range(10)),
+        "attempt": R,
+        "token_ids": tuple(range(10)),
         "destination": Destination(identity=IDENTITY, buffers=BUFFERS, sessions=TCP),
         "extents": ((0, 10),),
         "hisparse": True,
-        "sampling": Sampling(temperature=0),
     }
     return PrefillRequest(**{**fields, **changes})
 
@@ -191,27 +220,10 @@ def test_done_is_said_after_the_last_write_and_repeated_until_admitted() -> None
     [(peer, done)] = h.control.repeated.values()
     assert peer == DECODE
     assert isinstance(done, PrefillDone)
-    assert (done.token.token_id, done.num_tokens, done.transferred_bytes) == (7, 10, 20)
+    assert (done.num_tokens, done.transferred_bytes) == (10, 20)
     assert h.free_pages == 5, "pages are kept until the decode node has admitted the request"
-    h.receive(Admitted(request_id="r", epoch=1))
+    h.receive(Admitted(attempt=R))
     assert not h.control.repeated
-    assert h.free_pages == 8
-
-
-def test_a_prompt_whose_logits_mean_nothing_fails_once_its_writes_have_ended() -> None:
-    h = Harness()
-    h.model.broken = True
-    h.receive(request())
-    h.compute()
-    h.compute()
-    [(_, early)] = h.control.repeated.values()
-    h.sent()
-    h.sent()
-    [late] = h.control.take(PrefillFailed)
-    assert isinstance(early, PrefillFailed)
-    assert isinstance(late, PrefillFailed)
-    assert early.reason == late.reason == "prefill failed: the model's logits are not finite numbers"
-    assert (early.in_flight, late.in_flight) == (True, False)
     assert h.free_pages == 8
 
 
@@ -220,7 +232,7 @@ def test_a_repeated_request_is_answered_and_computed_once() -> None:
     h.receive(request())
     h.receive(request())
     assert len(h.control.take(PrefillAccepted)) == 2
-    assert h.node.queued_tokens == 10
+    assert h.engine.queued_tokens == 10
 
 
 def test_quiesced_is_said_only_when_no_write_is_in_flight() -> None:
@@ -229,31 +241,31 @@ def test_quiesced_is_said_only_when_no_write_is_in_flight() -> None:
     h.receive(request())
     h.compute()
     h.compute()
-    h.receive(Abort(request_id="r", epoch=1))
+    h.receive(Abort(attempt=R))
     assert all(chunk.cancelled() for chunk in h.sender.chunks)
     assert h.control.take(Quiesced) == []
     h.sent(error="aborted")
     assert h.control.take(Quiesced) == []
     h.sent(error="aborted")
-    assert h.control.take(Quiesced) == [Quiesced(request_id="r", epoch=1)]
+    assert h.control.take(Quiesced) == [Quiesced(attempt=R)]
     assert h.free_pages == 8
 
 
 def test_an_abort_is_answered_again_and_a_late_repeat_of_its_request_is_not_started() -> None:
     h = Harness()
     for _ in range(2):
-        h.receive(Abort(request_id="r", epoch=1))
+        h.receive(Abort(attempt=R))
     assert len(h.control.take(Quiesced)) == 2
     h.receive(request())
-    assert h.control.take(Quiesced) == [Quiesced(request_id="r", epoch=1)]
-    assert h.node.queued_tokens == 0
+    assert h.control.take(Quiesced) == [Quiesced(attempt=R)]
+    assert h.engine.queued_tokens == 0
 
 
 def test_the_next_epoch_is_another_request() -> None:
     h = Harness()
-    h.receive(Abort(request_id="r", epoch=1))
-    h.receive(request(epoch=2))
-    assert h.node.queued_tokens == 10
+    h.receive(Abort(attempt=R))
+    h.receive(request(attempt=R._replace(epoch=2)))
+    assert h.engine.queued_tokens == 10
 
 
 def test_a_request_that_moved_to_another_decode_node_is_another_one() -> None:
@@ -262,61 +274,62 @@ def test_a_request_that_moved_to_another_decode_node_is_another_one() -> None:
     second = Peer(role="decode", address="127.0.0.1:2", boot_id="second")
     h.receive(request())
     h.compute()
-    h.receive(request(), second)
-    assert h.node.num_entries == 2
-    h.receive(Abort(request_id="r", epoch=1), second)
-    assert h.control.sent[-1] == (second, Quiesced(request_id="r", epoch=1))
+    theirs = R._replace(decode="second")
+    h.receive(request(attempt=theirs), second)
+    assert len(h.engine.attempts) == 2
+    h.receive(Abort(attempt=theirs), second)
+    assert h.control.sent[-1] == (second, Quiesced(attempt=theirs))
     assert not h.sender.chunks[0].cancelled(), "the first one's own affair"
-    h.receive(Holding(keys=(KEY,)), second)
-    assert h.control.sent[-1] == (second, NotHeld(keys=(KEY,)))
-    h.receive(Holding(keys=(KEY,)))
-    assert h.control.sent[-1] == (DECODE, Progress(computed=((*KEY, 6),)))
+    h.receive(Holding(attempts=(theirs,)), second)
+    assert h.control.sent[-1] == (second, NotHeld(attempts=(theirs,)))
+    h.receive(Holding(attempts=(R,)))
+    assert h.control.sent[-1] == (DECODE, Progress(computed=((R, 6),)))
 
 
 def test_a_node_that_drains_hands_back_what_it_has_not_begun_and_finishes_the_rest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(node, "_FAREWELL_S", 0.0)
+    monkeypatch.setattr(endpoint, "_FAREWELL_S", 0.0)
     h = Harness()
     h.receive(request())
-    h.receive(request(request_id="waits"))
+    h.receive(request(attempt=R._replace(request_id="waits")))
     h.compute()
     done: list[type[Message]] = []
     turns = h.script(
-        lambda: h.receive(request(request_id="late")),
+        lambda: h.receive(request(attempt=R._replace(request_id="late"))),
         h.finish,
         h.sent,
         h.sent,
         lambda: done.extend(type(message) for _, message in h.control.repeated.values()),
-        lambda: h.receive(Admitted(request_id="r", epoch=1)),
+        lambda: h.receive(Admitted(attempt=R)),
     )
     h.lifecycle.drain()
-    h.node.run()
+    h.endpoint.run()
     assert h.left
     assert not turns, "it ended before it had nothing left"
     assert done == [PrefillDone]
     handed_back = h.control.take(PrefillFailed)
-    assert [(failed.request_id, failed.leaving, failed.in_flight) for failed in handed_back] == [
+    assert [(failed.attempt.request_id, failed.leaving, failed.in_flight) for failed in handed_back] == [
         ("waits", True, False),
         ("late", True, False),
     ]
-    assert h.node.num_entries == 0
+    assert len(h.engine.attempts) == 0
     assert h.free_pages == 8
 
 
 def test_a_node_that_ends_hands_everything_back_as_soon_as_its_writes_have_drained(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(node, "_FAREWELL_S", 0.0)
+    monkeypatch.setattr(endpoint, "_FAREWELL_S", 0.0)
     h = Harness()
     h.receive(request())
     h.compute()
-    turns = h.script(lambda: h.receive(request(request_id="late")), lambda: h.sent(error="aborted"))
+    turns = h.script(lambda: h.receive(request(attempt=R._replace(request_id="late"))), lambda: h.sent(error="aborted"))
     h.lifecycle.end()
-    h.node.run()
+    h.endpoint.run()
     assert not turns
-    assert h.node.num_entries == 0
-    assert [(failed.request_id, failed.leaving) for failed in h.control.take(PrefillFailed)] == [
+    assert len(h.engine.attempts) == 0
+    assert [(failed.attempt.request_id, failed.leaving) for failed in h.control.take(PrefillFailed)] == [
         ("late", True),
         ("r", True),
     ]
@@ -328,11 +341,11 @@ def test_a_node_with_nothing_to_do_refuses_for_a_while_before_it_leaves(
     stop: Callable[[Lifecycle], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A decode node that asked a process which is gone would keep its slots in quarantine. SIGINT is no exception."""
-    monkeypatch.setattr(node, "_FAREWELL_S", 0.2)
+    monkeypatch.setattr(endpoint, "_FAREWELL_S", 0.2)
     h = Harness()
     turns = h.script(lambda: None, lambda: h.receive(request()))
     stop(h.lifecycle)
-    h.node.run()
+    h.endpoint.run()
     assert not turns
     [failed] = h.control.take(PrefillFailed)
     assert isinstance(failed, PrefillFailed)
@@ -340,13 +353,13 @@ def test_a_node_with_nothing_to_do_refuses_for_a_while_before_it_leaves(
 
 
 def test_what_has_not_ended_by_the_drain_timeout_is_handed_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node, "_FAREWELL_S", 0.0)
+    monkeypatch.setattr(endpoint, "_FAREWELL_S", 0.0)
     h = Harness()
     h.receive(request())
     h.compute()
     turns = h.script(h.sent, h.lifecycle.end, h.finish, lambda: h.sent(error="aborted"))
     h.lifecycle.drain()
-    h.node.run()
+    h.endpoint.run()
     assert not turns
     [failed] = h.control.take(PrefillFailed)
     assert isinstance(failed, PrefillFailed)
@@ -377,13 +390,13 @@ def test_an_abort_is_heard_while_a_chunk_computes_and_answered_when_nothing_writ
     h = Harness()
     h.receive(request())
     h.start()
-    h.receive(Abort(request_id="r", epoch=1))
+    h.receive(Abort(attempt=R))
     assert h.sender.chunks[0].cancelled()
     h.sent(error="aborted")
     assert h.control.take(Quiesced) == [], "the forward pass still writes to its pages"
     assert h.free_pages == 5
     h.finish()
-    assert h.control.take(Quiesced) == [Quiesced(request_id="r", epoch=1)]
+    assert h.control.take(Quiesced) == [Quiesced(attempt=R)]
     assert h.free_pages == 8
     h.start()
     assert h.computing.step is None
@@ -391,7 +404,7 @@ def test_an_abort_is_heard_while_a_chunk_computes_and_answered_when_nothing_writ
 
 def test_done_is_said_also_when_the_last_write_ends_before_the_pass_does() -> None:
     h = Harness()
-    h.receive(request(prompt_ids=(1, 2), extents=((0, 2),)))
+    h.receive(request(token_ids=(1, 2), extents=((0, 2),)))
     h.start()
     h.sent()
     assert not h.control.repeated
@@ -402,20 +415,20 @@ def test_done_is_said_also_when_the_last_write_ends_before_the_pass_does() -> No
 
 def test_a_transfer_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     h = Harness()
-    h.receive(request(prompt_ids=(1, 2), extents=((0, 2),)))
+    h.receive(request(token_ids=(1, 2), extents=((0, 2),)))
     h.compute()
     now = time.monotonic()
-    h.node._housekeep(now + 29)
+    h.housekeep(now + 29)
     assert not h.control.repeated
-    h.node._housekeep(now + 31)
+    h.housekeep(now + 31)
     [(_, failed)] = h.control.repeated.values()
     assert isinstance(failed, PrefillFailed)
     assert failed.in_flight
     assert "transfer took longer than 30 s" in failed.reason
-    h.receive(Abort(request_id="r", epoch=1))
+    h.receive(Abort(attempt=R))
     assert not h.control.repeated
     h.sent(error="aborted")
-    assert h.control.take(Quiesced) == [Quiesced(request_id="r", epoch=1)]
+    assert h.control.take(Quiesced) == [Quiesced(attempt=R)]
 
 
 def test_more_decode_nodes_than_there_may_be_threads_are_refused_by_name() -> None:
@@ -430,9 +443,10 @@ def test_more_decode_nodes_than_there_may_be_threads_are_refused_by_name() -> No
 def test_what_is_not_held_is_said() -> None:
     h = Harness()
     h.receive(request())
-    h.receive(Holding(keys=(KEY, ("other", 3))))
-    assert h.control.take(NotHeld) == [NotHeld(keys=(("other", 3),))]
-    assert h.control.take(Progress) == [Progress(computed=((*KEY, 0),))]
+    other = AttemptId("decode", "other", 3)
+    h.receive(Holding(attempts=(R, other)))
+    assert h.control.take(NotHeld) == [NotHeld(attempts=(other,))]
+    assert h.control.take(Progress) == [Progress(computed=((R, 0),))]
 
 
 def test_a_node_says_how_far_it_is_and_which_pass_computes() -> None:
@@ -441,11 +455,11 @@ def test_a_node_says_how_far_it_is_and_which_pass_computes() -> None:
     h.receive(request())
 
     def progress() -> tuple[int, int | None]:
-        h.receive(Holding(keys=(KEY,)))
+        h.receive(Holding(attempts=(R,)))
         [said] = h.control.take(Progress)
         assert isinstance(said, Progress)
-        [(*key, computed)] = said.computed
-        assert tuple(key) == KEY
+        [(attempt, computed)] = said.computed
+        assert attempt == R
         return computed, said.current_pass
 
     seen = [progress()]
@@ -455,7 +469,7 @@ def test_a_node_says_how_far_it_is_and_which_pass_computes() -> None:
         h.finish()
         seen.append(progress())
     assert seen == [(0, None), (0, 1), (6, None), (6, 2), (10, None)]
-    assert h.node.num_entries == 1, "it is being sent"
+    assert len(h.engine.attempts) == 1, "it is being sent"
 
 
 def test_a_decode_node_is_asked_for_signs_of_life_as_soon_as_it_asks_for_a_prefill() -> None:
@@ -470,11 +484,11 @@ def test_a_silent_decode_node_is_given_up_and_that_is_said_once() -> None:
     h.control.heard[DECODE.boot_id] = now = time.monotonic()
     h.receive(request())
     h.start()
-    h.node._housekeep(now + 9)
+    h.housekeep(now + 9)
     assert not h.sender.chunks[0].cancelled()
     with structlog.testing.capture_logs() as logs:
         for seconds in (11, 13, 15):
-            h.node._housekeep(now + seconds)
+            h.housekeep(now + seconds)
     assert [line["event"] for line in logs] == ["decode node is silent"]
     assert h.sender.chunks[0].cancelled()
 
@@ -485,20 +499,20 @@ def test_nothing_is_written_to_pools_that_a_decode_process_did_not_offer_before(
     elsewhere = Destination(
         identity=IDENTITY, buffers=BUFFERS, sessions=(Session(transport="tcp", name="another-host:1"),)
     )
-    h.receive(request(request_id="other", destination=elsewhere))
+    h.receive(request(attempt=R._replace(request_id="other"), destination=elsewhere))
     (failed,) = h.control.take(PrefillFailed)
     assert "offered another destination before: sessions changed" in failed.reason  # type: ignore[attr-defined]
-    assert h.node.num_entries == 1
+    assert len(h.engine.attempts) == 1
     h.compute()
-    assert {chunk.request_id for chunk in h.sender.chunks} == {"r"}
+    assert {chunk.attempt.request_id for chunk in h.sender.chunks} == {"r"}
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
         ({"hisparse": False}, "hisparse=false"),
-        ({"prompt_ids": tuple(range(33)), "extents": ((0, 33),)}, "prompt of 33 tokens; this node takes up to 32"),
-        ({"prompt_ids": (100,)}, "token id 100 is outside the vocabulary of 100"),
+        ({"token_ids": tuple(range(33)), "extents": ((0, 33),)}, "prompt of 33 tokens; this node takes up to 32"),
+        ({"token_ids": (100,)}, "token id 100 is outside the vocabulary of 100"),
         (
             {
                 "destination": Destination(
@@ -536,7 +550,7 @@ def test_what_this_node_cannot_do_is_refused_by_name(changes: dict[str, Any], re
     [failed] = h.control.take(PrefillFailed)
     assert isinstance(failed, PrefillFailed)
     assert reason in failed.reason
-    assert h.node.num_entries == 0
+    assert len(h.engine.attempts) == 0
 
 
 def test_a_step_that_cannot_be_computed_costs_its_requests_and_no_others() -> None:
@@ -549,19 +563,19 @@ def test_a_step_that_cannot_be_computed_costs_its_requests_and_no_others() -> No
     assert isinstance(failed, PrefillFailed)
     assert "out of memory" in failed.reason
     assert h.free_pages == 8
-    h.receive(request(epoch=2))
+    h.receive(request(attempt=R._replace(epoch=2)))
     h.compute()
     h.compute()
-    assert h.node.num_entries == 1
+    assert len(h.engine.attempts) == 1
 
 
 def test_prompt_tokens_wait_until_they_are_computed() -> None:
     h = Harness()
     h.receive(request())
-    h.receive(request(request_id="behind", prompt_ids=(1, 2, 3), extents=((0, 3),)))
+    h.receive(request(attempt=R._replace(request_id="behind"), token_ids=(1, 2, 3), extents=((0, 3),)))
 
     def waiting() -> float | None:
-        h.node.refresh_metrics()
+        h.engine.refresh_metrics()
         return h.shell.metrics.registry.get_sample_value("hisparse_pd_prompt_tokens_waiting")
 
     assert waiting() == 13
@@ -581,20 +595,20 @@ def test_that_a_failed_write_may_linger_is_said_whenever_it_is_said_to_be_over()
     [(_, early)] = h.control.repeated.values()
     assert isinstance(early, PrefillFailed)
     assert (early.in_flight, early.lingering) == (True, True)
-    h.receive(Abort(request_id="r", epoch=1))
+    h.receive(Abort(attempt=R))
     h.sent()
-    quiesced = Quiesced(request_id="r", epoch=1, lingering=True)
+    quiesced = Quiesced(attempt=R, lingering=True)
     assert h.control.take(Quiesced) == [quiesced]
-    for late in (Abort(request_id="r", epoch=1), request(), Holding(keys=(KEY,))):
+    for late in (Abort(attempt=R), request(), Holding(attempts=(R,))):
         h.receive(late)
         assert h.control.take(Quiesced) == [quiesced], "the first may have been lost"
-    assert all(not held.keys for held in h.control.take(NotHeld) if isinstance(held, NotHeld))
+    assert all(not held.attempts for held in h.control.take(NotHeld) if isinstance(held, NotHeld))
     assert h.free_pages == 8, "the network needs no pages"
 
 
 def test_an_attempt_that_failed_without_an_abort_says_that_it_may_linger() -> None:
     h = Harness()
-    h.receive(request(prompt_ids=(1, 2), extents=((0, 2),)))
+    h.receive(request(token_ids=(1, 2), extents=((0, 2),)))
     h.compute()
     h.sent(error="the connection was lost", lingering=True)
     assert [failed.lingering for failed in h.control.take(PrefillFailed) if isinstance(failed, PrefillFailed)] == [True]
@@ -621,37 +635,63 @@ def test_a_prompt_waits_in_host_memory() -> None:
     step = h.prefill.plan()
     assert step is not None
     [(job, chunk)] = step.chunks
-    assert {job.prompt_ids.device.type, chunk.token_ids.device.type} == {"cpu"}
+    assert {job.token_ids.device.type, chunk.token_ids.device.type} == {"cpu"}
 
 
 def test_what_landed_is_not_computed_again() -> None:
     h = Harness()
-    h.receive(request(prompt_ids=(1, 2), extents=((0, 2),)))
+    h.receive(request(token_ids=(1, 2), extents=((0, 2),)))
     h.compute()
     h.sent()
-    [entry] = h.node._entries.values()
-    for state in (State.COMPUTING, State.SENDING, State.DONE):
-        with pytest.raises(RuntimeError, match=f"is done and cannot become {state.value}"):
-            entry.move(state)
-    entry.move(State.STOPPING)
-    with pytest.raises(RuntimeError, match="is stopping and cannot become done"):
-        entry.move(State.DONE)
+    [job] = h.engine._jobs.values()
+    for state in (JobState.COMPUTING, JobState.SENDING, JobState.SENT):
+        with pytest.raises(RuntimeError, match=f"is sent and cannot become {state.value}"):
+            job.move(state)
+    job.move(JobState.STOPPING)
+    with pytest.raises(RuntimeError, match="is stopping and cannot become sent"):
+        job.move(JobState.SENT)
+
+
+def test_a_node_whose_device_has_failed_hands_everything_back_and_ends() -> None:
+    """It would answer fast with errors, have the shortest queue, and draw all requests."""
+    h = Harness()
+    failure = DeviceFailed("cuda:0 cannot be used any more: an illegal memory access was encountered")
+    h.receive(request())
+    h.receive(request(attempt=R._replace(request_id="waits")))
+    h.start()
+    step = h.computing.step
+    assert step is not None
+
+    def break_device() -> None:
+        h.engine._report(Computed(step, "prefill failed: an illegal memory access", failure))
+
+    turns = h.script(break_device, lambda: h.sent(error="aborted"))
+    with pytest.raises(DeviceFailed, match="illegal memory access"):
+        h.endpoint.run()
+    assert not turns
+    assert h.left, "gateways hear that it takes no more"
+    assert h.engine.device_failed
+    assert [(failed.attempt.request_id, failed.leaving) for failed in h.control.take(PrefillFailed)] == [
+        ("waits", True),
+        ("r", True),
+    ]
+    assert h.free_pages == 8
 
 
 # --- checksums, chunk by chunk ---
 
 
 def chunk_done(number: int, start: int, stop: int) -> ChunkDone:
-    return ChunkDone(request_id="r", epoch=1, number=number, checksums=Checksums.of([checksum_of(start, stop)]))
+    return ChunkDone(attempt=R, number=number, checksums=Checksums.of([checksum_of(start, stop)]))
 
 
 def test_the_checksums_of_a_chunk_are_told_when_it_has_landed_and_those_of_the_last_in_the_end() -> None:
     h = Harness()
-    h.receive(request(prompt_ids=tuple(range(14)), extents=((0, 14),)))
+    h.receive(request(token_ids=tuple(range(14)), extents=((0, 14),)))
     h.start()
     h.sent(checksums=True)
     assert list(h.control.repeated.values()) == [(DECODE, chunk_done(0, 0, 6))], "whether or not the pass has ended"
-    h.receive(ChunkTaken(request_id="r", epoch=1, number=0))
+    h.receive(ChunkTaken(attempt=R, number=0))
     assert not h.control.repeated
     h.finish()
     h.compute()
@@ -663,9 +703,9 @@ def test_the_checksums_of_a_chunk_are_told_when_it_has_landed_and_those_of_the_l
     assert second == chunk_done(1, 6, 12), "it was not answered yet"
     assert isinstance(done, PrefillDone)
     assert (done.chunks, list(done.checksums.rows())) == (2, [checksum_of(12, 14)])
-    h.receive(ChunkTaken(request_id="r", epoch=1, number=1))
+    h.receive(ChunkTaken(attempt=R, number=1))
     assert len(h.control.repeated) == 1
-    h.receive(Admitted(request_id="r", epoch=1))
+    h.receive(Admitted(attempt=R))
     assert not h.control.repeated
 
 
@@ -709,15 +749,15 @@ def test_an_entry_that_ends_says_nothing_of_its_chunks_any_more(end: str) -> Non
     match end:
         case "admitted":
             h.sent(checksums=True)
-            h.receive(Admitted(request_id="r", epoch=1))
+            h.receive(Admitted(attempt=R))
         case "aborted":
-            h.receive(Abort(request_id="r", epoch=1))
+            h.receive(Abort(attempt=R))
             h.sent(error="aborted")
         case "failed":
             h.sent(error="the peer is gone")
-    assert h.node.num_entries == 0
+    assert len(h.engine.attempts) == 0
     assert not h.control.repeated
-    h.receive(ChunkTaken(request_id="r", epoch=1, number=0))
+    h.receive(ChunkTaken(attempt=R, number=0))
 
 
 def test_a_chunk_that_lands_after_an_abort_is_not_told_of() -> None:
@@ -725,11 +765,11 @@ def test_a_chunk_that_lands_after_an_abort_is_not_told_of() -> None:
     h.receive(request())
     h.compute()
     h.compute()
-    h.receive(Abort(request_id="r", epoch=1))
+    h.receive(Abort(attempt=R))
     h.sent(checksums=True)
     assert not h.control.repeated
     h.sent(error="aborted")
-    assert h.control.take(Quiesced) == [Quiesced(request_id="r", epoch=1)]
+    assert h.control.take(Quiesced) == [Quiesced(attempt=R)]
 
 
 def test_only_its_own_decode_node_answers_for_a_chunk() -> None:
@@ -738,7 +778,7 @@ def test_only_its_own_decode_node_answers_for_a_chunk() -> None:
     h.compute()
     h.sent(checksums=True)
     other = Peer(role="decode", address="127.0.0.1:2", boot_id="second")
-    h.receive(ChunkTaken(request_id="r", epoch=1, number=0), other)
-    h.receive(ChunkTaken(request_id="r", epoch=2, number=0))
-    h.receive(ChunkTaken(request_id="r", epoch=1, number=1))
+    h.receive(ChunkTaken(attempt=R, number=0), other)
+    h.receive(ChunkTaken(attempt=R._replace(epoch=2), number=0))
+    h.receive(ChunkTaken(attempt=R, number=1))
     assert list(h.control.repeated.values()) == [(DECODE, chunk_done(0, 0, 6))]

@@ -1,0 +1,102 @@
+"""The decode node's steps, one of them in flight while the next is prepared."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import structlog
+
+from base.metrics import Metrics
+from control.messages import Token
+from decode_node.request import Request
+from engine.batch import Batch
+from engine.runner import LaunchedStep, ModelRunner
+from hisparse.coordinator import HiSparseCoordinator
+
+log = structlog.get_logger(__name__)
+
+
+class Stepper:
+    """Launches a step before it takes the tokens of the one before, so that the device need not wait for the host.
+
+    In each turn of the loop: `launch`, `take`, `sample`. Whatever breaks a step would break it again, so `on_failure`
+    is called with the ids of those who were in it and the error, and others go on. Every method raises DeviceFailed if
+    the device does not work any more.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        coordinator: HiSparseCoordinator,
+        metrics: Metrics,
+        on_failure: Callable[[Sequence[str], Exception], None],
+    ) -> None:
+        self._runner = runner
+        self._coordinator = coordinator
+        self._metrics = metrics
+        self._on_failure = on_failure
+        self._launched: LaunchedStep | None = None
+        """The step whose tokens are not drawn yet."""
+        self._in_flight: LaunchedStep | None = None
+        """The step whose tokens are drawn, or will be, and were not taken yet."""
+        self._stepped: set[str] = set()
+        """Ids of those that were in a step since `take_stepped`."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no step is in flight."""
+        return self._in_flight is None and self._launched is None
+
+    def launch(self, requests: Sequence[Request]) -> None:
+        """Have the device compute one token of each request, behind what it computes now. All must have room."""
+        if not requests:
+            return
+        ids = tuple(request.request_id for request in requests)
+        batch = Batch(
+            request_ids=ids,
+            places=self._coordinator.begin_step(ids),
+            sampling=tuple(request.generate.sampling for request in requests),
+            uniforms=np.array([request.random.number(request.launched) for request in requests]),
+        )
+        for request in requests:
+            request.launched += 1
+        self._metrics.decode_batch_size.observe(len(requests))
+        self._stepped.update(ids)
+        try:
+            self._launched = self._runner.launch(batch)
+        except Exception as error:
+            self._give_up(batch, error)
+
+    def take(self) -> list[tuple[str, Token | None]]:
+        """Wait for the tokens of the step before, by request id; None where the logits were not finite numbers."""
+        step, self._in_flight = self._in_flight, None
+        if step is None:
+            return []
+        try:
+            return list(zip(step.batch.request_ids, self._runner.collect(step), strict=True))
+        except Exception as error:
+            self._give_up(step.batch, error)
+            return []
+
+    def sample(self) -> None:
+        """Have the device draw the tokens of the step that was launched, which is in flight from now on."""
+        step, self._launched = self._launched, None
+        if step is None:
+            return
+        try:
+            self._runner.sample(step)
+        except Exception as error:
+            self._give_up(step.batch, error)
+        else:
+            self._in_flight = step
+
+    def take_stepped(self) -> set[str]:
+        """Ids of those that were in a step since the last call. Those in flight are named now and by the next call
+        again: the device may not have come to them."""
+        stepped = self._stepped
+        self._stepped = set() if self._in_flight is None else set(self._in_flight.batch.request_ids)
+        return stepped
+
+    def _give_up(self, batch: Batch, error: Exception) -> None:
+        log.error("decode step failed", batch=len(batch), exc_info=error)
+        self._runner.give_up(batch)
+        self._on_failure(batch.request_ids, error)

@@ -1,0 +1,57 @@
+"""What a node does with its device besides computing: copies that do not wait, and whether it works at all."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from base.errors import ProcessFailed
+
+
+class DeviceFailed(ProcessFailed):
+    """This process cannot use its device any more."""
+
+
+def check_device(device: torch.device) -> None:
+    """Raise DeviceFailed if the device does not work any more. Waits for what was queued on it.
+
+    To be asked after an error: a CUDA context that met an illegal access, say, fails at everything from then on, while
+    others (out of memory) cost only the work that met them.
+    """
+    if device.type != "cuda":
+        return
+    try:
+        torch.cuda.synchronize(device)
+    except Exception as error:
+        first_line = next(iter(str(error).splitlines()), type(error).__name__)
+        raise DeviceFailed(f"{device} cannot be used any more: {first_line}") from error
+
+
+def upload(values: Sequence[int] | npt.NDArray[np.int64] | npt.NDArray[np.float64], into: torch.Tensor) -> None:
+    """Copy values to a tensor on a device, in the order of its work and without waiting for it."""
+    tensor = torch.as_tensor(values)
+    if into.is_cuda:  # a copy from memory that is not pinned waits until the device has come to it
+        tensor = tensor.pin_memory()
+    into.copy_(tensor, non_blocking=True)
+
+
+class Download:
+    """A copy of a tensor to the host that was queued behind the work that computes it."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        if tensor.is_cuda:
+            self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._copy.copy_(tensor, non_blocking=True)
+            # The thread that waits sleeps, so that others of the process run meanwhile.
+            self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            self._event.record()
+        else:
+            self._copy = tensor
+
+    def wait(self) -> torch.Tensor:
+        """The copy, once it is there."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._copy

@@ -1,0 +1,118 @@
+"""Computes decode steps: forward pass, sampling, and what goes to the device and comes back."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import structlog
+import torch
+
+from control.messages import Sampling, Token
+from engine.batch import Batch
+from engine.device import Download, check_device, upload
+from engine.graphs import StepGraphs
+from engine.sampling import draw, settings_of, tokens_of
+from hisparse.coordinator import HiSparseCoordinator
+from model.sparse_model import SparseModel
+
+log = structlog.get_logger(__name__)
+
+_NO_TOKEN = 0
+"""Any id that has an embedding: what is computed for padding means nothing."""
+
+
+@dataclass(eq=False)
+class LaunchedStep:
+    """A step whose forward pass is queued. drawn: its tokens on their way to the host, once sampling is queued too."""
+
+    batch: Batch
+    logits: torch.Tensor
+    drawn: Download | None = None
+
+
+class ModelRunner:
+    """Runs the steps of a decode node, without waiting for the device before `collect`.
+
+    A step takes three calls: `launch` queues its forward pass, `sample` the drawing of its tokens, `collect` waits for
+    these. A caller that launches step n + 1 before it collects step n keeps the device busy while it works itself:
+
+        launch(n + 1)    its input tokens are on the device already
+        collect(n)       waits; stream, end and admit requests
+        sample(n + 1)    with all that the host knows by now
+
+    Device state, by the row of a running request: the token that it computes next, which sampling writes, and its
+    sampling settings. A request that is in a step for nothing, since it ended in the one before, does no harm: its row
+    is reused behind that step, in the order of the device's work.
+
+    One thread uses it, with the device that it computes on as the current one.
+    """
+
+    def __init__(
+        self,
+        model: SparseModel,
+        coordinator: HiSparseCoordinator,
+        max_running: int,
+        context_length: int,
+        record: bool,
+    ) -> None:
+        """record: replay recorded steps (CUDA graphs). Raises StartupError where steps cannot be recorded."""
+        device = model.device
+        self._model = model
+        self._coordinator = coordinator
+        self._next_tokens = torch.full((max_running,), _NO_TOKEN, dtype=torch.int64, device=device)
+        self._settings = torch.zeros((max_running, 3), dtype=torch.float64, device=device)
+        self._inputs = torch.full((3, max_running), -1, dtype=torch.int64, device=device)
+        """Rows, newest positions, and the bits of random numbers; -1 for padding."""
+        self._graphs: StepGraphs | None = None
+        if record:
+            rows, newest, _ = self._inputs
+            self._graphs = StepGraphs(model, coordinator, self._next_tokens, rows, newest, context_length)
+
+    def admit(self, request_id: str, token_id: int, sampling: Sampling) -> None:
+        """Set up the row of a request that was just admitted. token_id: its newest token, which is computed next."""
+        row = self._coordinator.row(request_id)
+        upload([token_id], self._next_tokens[row : row + 1])
+        upload(np.array(settings_of(sampling, self._model.spec.vocab_size)), self._settings[row])
+
+    @torch.inference_mode()
+    def launch(self, batch: Batch) -> LaunchedStep:
+        """Queue the forward pass of a step that the coordinator has begun; its tokens' KV goes to the host."""
+        size, places = len(batch), batch.places
+        inputs = np.full(self._inputs.shape, -1, dtype=np.int64)
+        inputs[:, :size] = places.rows, places.newest, batch.uniforms.view(np.int64)
+        upload(inputs, self._inputs)
+        longest = int(places.newest.max()) + 1
+        if self._graphs is not None:
+            return LaunchedStep(batch, self._graphs.replay(size, longest))
+        rows, newest = self._inputs[0, :size], self._inputs[1, :size]
+        step = self._coordinator.cache(rows, newest, longest, lengths=tuple((places.newest + 1).tolist()))
+        logits = self._model.decode(self._next_tokens[rows], newest, step)
+        step.finish()
+        step.verify()
+        return LaunchedStep(batch, logits)
+
+    @torch.inference_mode()
+    def sample(self, step: LaunchedStep) -> None:
+        """Queue the drawing of a step's tokens, which are the input of each request's next step."""
+        rows, _, uniforms = self._inputs[:, : len(step.batch)]
+        drawn = draw(step.logits, self._settings[rows].T, uniforms.view(torch.float64), step.batch.needs)
+        self._next_tokens[rows] = drawn[:, 0].long().clamp(min=_NO_TOKEN)
+        step.drawn = Download(drawn)
+
+    def collect(self, step: LaunchedStep) -> list[Token | None]:
+        """Wait for the tokens of a sampled step, request by request; None where the logits were not finite numbers."""
+        assert step.drawn is not None, "a step is collected after it was sampled"
+        drawn = step.drawn.wait()
+        self._coordinator.step_over(step.batch.places.number)
+        return tokens_of(drawn, step.batch.sampling)
+
+    def check_device(self) -> None:
+        """After an error outside of a step: raise DeviceFailed if the device does not work any more."""
+        check_device(self._model.device)
+
+    def give_up(self, batch: Batch) -> None:
+        """A step could not be launched, sampled or collected: wait for what was queued of it, and count it as over.
+
+        Raises DeviceFailed if the device does not work any more.
+        """
+        check_device(self._model.device)
+        self._coordinator.step_over(batch.places.number)

@@ -1,0 +1,77 @@
+"""Which logits top-k and top-p leave: everything above a threshold, and some of what equals it.
+
+The likeliest 1024 tokens nearly always decide, and finding them is much cheaper than sorting a vocabulary. Where they
+do not (a top_k beyond them, or a top_p of logits so flat that they do not make it up), the threshold is found among all
+tokens. On a CUDA device a kernel does that which returns at once for rows that are decided, so the host need not know.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from model.backends.choice import triton_obstacle
+
+CANDIDATES = 1024
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """least: float32 [n, 1]. equals: int64 [n, 1], how many of the tokens that equal it stay, at least 1."""
+
+    least: torch.Tensor
+    equals: torch.Tensor
+
+
+def find_threshold(
+    scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, candidates: int = CANDIDATES
+) -> Threshold:
+    """What stays are each row's top_k likeliest tokens, and of those the fewest that make up top_p.
+
+    scaled: float32 [n, vocab], logits over temperature, less their maximum. top_k, top_p: float64 [n, 1], at least 1
+    and above 0. The likeliest token always stays; top_p counts the probabilities that top_k leaves.
+    """
+    if scaled.is_cuda and not _has_triton():
+        candidates = scaled.shape[1]
+    threshold, decided = _among_likeliest(scaled, top_k, top_p, candidates)
+    if scaled.is_cuda:
+        if candidates < scaled.shape[1]:
+            # Here, since a machine without a GPU need not have Triton.
+            from engine.triton_thresholds import find_undecided
+
+            find_undecided(scaled, top_k, top_p, decided, threshold.least, threshold.equals)
+    elif not bool(decided.all()):
+        rows = (~decided).nonzero().squeeze(1)
+        exact, _ = _among_likeliest(scaled[rows], top_k[rows], top_p[rows], scaled.shape[1])
+        threshold.least[rows], threshold.equals[rows] = exact.least, exact.equals
+    return threshold
+
+
+def _among_likeliest(
+    scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, candidates: int
+) -> tuple[Threshold, torch.Tensor]:
+    """The thresholds as far as that many likeliest tokens tell, and for which rows they do: bool [n]."""
+    vocab = scaled.shape[1]
+    # By value rather than by which tokens they are: which of equals are among the likeliest is not defined.
+    ordered = scaled.topk(min(candidates, vocab), dim=-1).values
+    ranks = torch.arange(ordered.shape[1], device=scaled.device)
+    weights = ordered.exp().double().masked_fill(ranks >= top_k, 0.0)
+    total = torch.where(
+        top_k < vocab, weights.sum(-1, keepdim=True), scaled.exp().sum(-1, keepdim=True, dtype=torch.float64)
+    )
+    likelier = weights.cumsum(dim=-1) - weights
+    stays = (ranks < top_k) & ((likelier < top_p * total) | (top_p >= 1) | (ranks == 0))
+    count = stays.sum(dim=-1, keepdim=True)
+    least = ordered.gather(1, count - 1)
+    equals = count - (ordered > least).sum(dim=-1, keepdim=True)
+    free = (top_k >= vocab) & (top_p >= 1)
+    least = least.masked_fill(free, float("-inf"))
+    decided = free | (top_k <= ordered.shape[1]) | ((top_k >= vocab) & (count < ordered.shape[1]))
+    # With all tokens at hand there is nothing left to find.
+    decided |= ordered.shape[1] == vocab
+    return Threshold(least, equals), decided.squeeze(1)
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return triton_obstacle() is None

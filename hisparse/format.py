@@ -1,0 +1,79 @@
+"""How KV is stored: the bytes of an item and of an index key, how they are written and how they are read.
+
+Pools, transfers, checksums and swap-in move bytes and know nothing else. What the bytes mean is decided here: the model
+encodes what it computed, and attention and the indexer read it through the same format.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+class KVFormat(Protocol):
+    """One format of items and index keys.
+
+    name: what nodes compare before KV passes between them. item_bytes, index_key_bytes: of one token in one layer.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def item_bytes(self) -> int: ...
+
+    @property
+    def index_key_bytes(self) -> int: ...
+
+    def encode_items(self, items: torch.Tensor) -> torch.Tensor:
+        """items: [N, item_dim] as the network computes them. Returns uint8 [N, item_bytes]."""
+        ...
+
+    def encode_index_keys(self, keys: torch.Tensor) -> torch.Tensor:
+        """keys: [N, index_dim] as the network computes them. Returns uint8 [N, index_key_bytes]."""
+        ...
+
+    def items(self, stored: torch.Tensor) -> torch.Tensor:
+        """What attention reads. stored: uint8 [..., item_bytes]. Returns [..., item_dim]."""
+        ...
+
+    def index_keys(self, stored: torch.Tensor) -> torch.Tensor:
+        """What the indexer reads. stored: uint8 [..., index_key_bytes]. Returns [..., index_dim]."""
+        ...
+
+
+@dataclass(frozen=True)
+class DenseFormat:
+    """Items and index keys as vectors of one floating-point type: encoding converts, reading is a view."""
+
+    dtype: torch.dtype
+    item_dim: int
+    index_dim: int
+
+    @property
+    def name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def item_bytes(self) -> int:
+        return self.item_dim * self.dtype.itemsize
+
+    @property
+    def index_key_bytes(self) -> int:
+        return self.index_dim * self.dtype.itemsize
+
+    def encode_items(self, items: torch.Tensor) -> torch.Tensor:
+        """See KVFormat."""
+        return items.to(self.dtype).contiguous().view(torch.uint8)
+
+    def encode_index_keys(self, keys: torch.Tensor) -> torch.Tensor:
+        """See KVFormat."""
+        return keys.to(self.dtype).contiguous().view(torch.uint8)
+
+    def items(self, stored: torch.Tensor) -> torch.Tensor:
+        """See KVFormat."""
+        return stored.view(self.dtype)
+
+    def index_keys(self, stored: torch.Tensor) -> torch.Tensor:
+        """See KVFormat."""
+        return stored.view(self.dtype)

@@ -1,0 +1,259 @@
+"""The prefill node on the control plane: takes requests, reports, and answers those who want to be sure.
+
+The protocol is in docs/protocol.md. The endpoint decides what is said and how often; what is computed and written is
+the engine's.
+"""
+
+import time
+
+import structlog
+
+from control.messages import (
+    Abort,
+    Admitted,
+    AttemptId,
+    ChunkDone,
+    ChunkTaken,
+    HeartbeatAck,
+    Holding,
+    Message,
+    Peer,
+    PrefillAccepted,
+    PrefillDone,
+    PrefillFailed,
+    PrefillRequest,
+    Progress,
+    Refused,
+    Registered,
+)
+from engine.device import DeviceFailed
+from prefill_node.decode_nodes import DecodeNodes
+from prefill_node.engine import AllSent, ChunkSent, Failing, PrefillEngine, PrefillUpdate, Stopped
+from prefill_node.finished import FinishedAttempts
+from service.lifecycle import Phase
+from service.shell import NodeShell
+
+log = structlog.get_logger(__name__)
+
+_IDLE_WAIT_S = 0.2
+_FAREWELL_S = 2.5
+"""How long a node that has nothing left still refuses requests: decode nodes hear with their next heartbeat that it
+leaves. One that asked a process which is gone could not know that nothing writes to the slots that it named."""
+_END_S = 10.0
+"""How long a node that gives everything up waits for its writes: a receiver may have stopped."""
+
+
+class PrefillEndpoint:
+    """Speaks for the engine: who asked for what, what was said and not answered yet, and what is finished."""
+
+    def __init__(self, shell: NodeShell[tuple[Peer, Message]], engine: PrefillEngine) -> None:
+        self._shell = shell
+        self._control = shell.control
+        self._engine = engine
+        self._asked_by: dict[AttemptId, Peer] = {}
+        """The decode node of every attempt that the engine holds."""
+        self._untaken: dict[AttemptId, set[int]] = {}
+        """Numbers of the chunks that were told and not answered yet."""
+        self._finished = FinishedAttempts()
+        self._decode_nodes = DecodeNodes(shell.control)
+        self._housekeeping_at = 0.0
+
+    def run(self) -> None:
+        """Serve until told to stop; finish what has begun and hand back the rest; give up what is left.
+
+        Raises DeviceFailed, once everything was handed back, if the device does not work any more.
+        """
+        try:
+            self._serve()
+        except DeviceFailed as failure:
+            self._shell.lifecycle.end()
+            self._shell.leave()
+            self._hand_back(list(self._asked_by), str(failure))
+            self._turn_until(time.monotonic() + _END_S)
+            raise
+
+    def _serve(self) -> None:
+        lifecycle = self._shell.lifecycle
+        while lifecycle.phase is Phase.SERVING:
+            self._turn()
+        self._shell.leave()
+        farewell_until = time.monotonic() + _FAREWELL_S
+        if lifecycle.phase is Phase.DRAINING:
+            not_begun = [attempt for attempt in self._asked_by if not self._engine.has_begun(attempt)]
+            self._hand_back(not_begun, "the prefill node is draining")
+        while lifecycle.phase is Phase.DRAINING and (self._asked_by or time.monotonic() < farewell_until):
+            self._turn()
+        self._hand_back(list(self._asked_by), "the prefill node is stopping")
+        self._turn_until(time.monotonic() + _END_S)
+        while time.monotonic() < farewell_until:
+            self._turn()
+
+    def _turn_until(self, deadline: float) -> None:
+        """Go on until nothing is held any more, or until that time."""
+        while self._asked_by and time.monotonic() < deadline:
+            self._turn()
+
+    def _turn(self) -> None:
+        for item in self._shell.receive(_IDLE_WAIT_S):
+            self._take(*item)
+        self._housekeep(time.monotonic())
+        self._tell_updates()
+
+    # --- what decode nodes say ---
+
+    def _take(self, sender: Peer, message: Message) -> None:
+        if isinstance(message, PrefillRequest | ChunkTaken | Admitted | Abort):
+            if message.attempt.decode != sender.boot_id:
+                log.warning("not its own attempt", sender=sender.address, **_fields(message.attempt))
+                return
+        match message:
+            case PrefillRequest():
+                self._on_request(sender, message)
+            case ChunkTaken():
+                self._on_chunk_taken(message)
+            case Admitted():
+                self._control.answered(("done", message.attempt))
+                if self._engine.release(message.attempt):
+                    self._finish(message.attempt)
+            case Abort():
+                self._on_abort(sender, message.attempt)
+            case Holding():
+                self._on_holding(sender, message)
+            case Registered() | Refused() | HeartbeatAck():
+                pass
+            case _:
+                log.warning("not for a prefill node", kind=type(message).__name__, sender=sender.address)
+
+    def _on_request(self, decode: Peer, request: PrefillRequest) -> None:
+        attempt, where = request.attempt, _fields(request.attempt)
+        if attempt in self._finished:
+            self._control.send(decode, self._finished.quiesced(attempt))
+            return
+        self._control.send(decode, PrefillAccepted(attempt=attempt))
+        if attempt in self._asked_by:
+            return
+        if not self._shell.lifecycle.serving:
+            self._refuse(decode, attempt, "the prefill node is draining")
+        elif refusal := self._engine.refusal(decode, request):
+            self._refuse(decode, attempt, refusal)
+        else:
+            self._asked_by[attempt] = decode
+            self._watch_decode_nodes()
+            self._engine.start(decode, request)
+            log.info("queued", tokens=len(request.token_ids), **where)
+
+    def _refuse(self, decode: Peer, attempt: AttemptId, reason: str) -> None:
+        log.warning("refused", reason=reason, **_fields(attempt))
+        leaving = not self._shell.lifecycle.serving
+        self._control.send(decode, PrefillFailed(attempt=attempt, reason=reason, leaving=leaving, refused=True))
+        self._finished.add(attempt)
+
+    def _on_chunk_taken(self, message: ChunkTaken) -> None:
+        untaken = self._untaken.get(message.attempt, set())
+        if message.number in untaken:
+            untaken.remove(message.number)
+            self._control.answered(("chunk", message.attempt, message.number))
+
+    def _on_abort(self, sender: Peer, attempt: AttemptId) -> None:
+        if attempt in self._asked_by:
+            self._control.answered(("failed", attempt))
+            self._engine.stop(attempt)
+        else:
+            self._finished.add(attempt)
+            self._control.send(sender, self._finished.quiesced(attempt))
+
+    def _on_holding(self, sender: Peer, message: Holding) -> None:
+        """Say how far the sender's requests are, and of which of them nothing is in flight here."""
+        own = tuple(attempt for attempt in message.attempts if attempt.decode == sender.boot_id)
+        progress = self._engine.progress(own)
+        self._control.send(
+            sender, Progress(computed=tuple(progress.computed.items()), current_pass=progress.current_pass)
+        )
+        unknown = [attempt for attempt in own if attempt not in self._asked_by]
+        for answer in self._finished.not_held(unknown):
+            self._control.send(sender, answer)
+
+    # --- what the engine says ---
+
+    def _tell_updates(self) -> None:
+        for update in self._engine.poll():
+            self._tell(update)
+
+    def _tell(self, update: PrefillUpdate) -> None:
+        attempt = update.attempt
+        decode = self._asked_by[attempt]
+        match update:
+            case ChunkSent():
+                self._untaken.setdefault(attempt, set()).add(update.number)
+                told = ChunkDone(attempt=attempt, number=update.number, checksums=update.checksums)
+                self._control.repeat(("chunk", attempt, update.number), decode, told)
+            case AllSent():
+                self._control.repeat(("done", attempt), decode, _done(update))
+            case Failing():
+                failed = self._failed(attempt, update.reason, in_flight=True, lingering=update.lingering)
+                self._control.repeat(("failed", attempt), decode, failed)
+            case Stopped():
+                self._finish(attempt, update.lingering)
+                if update.reason is None:
+                    self._control.send(decode, self._finished.quiesced(attempt))
+                else:
+                    failed = self._failed(attempt, update.reason, in_flight=False, lingering=update.lingering)
+                    self._control.send(decode, failed)
+                log.info("stopped", reason=update.reason or "aborted", lingering=update.lingering, **_fields(attempt))
+
+    def _failed(self, attempt: AttemptId, reason: str, *, in_flight: bool, lingering: bool) -> PrefillFailed:
+        return PrefillFailed(
+            attempt=attempt,
+            reason=reason,
+            in_flight=in_flight,
+            lingering=lingering,
+            leaving=not self._shell.lifecycle.serving,
+        )
+
+    def _finish(self, attempt: AttemptId, lingering: bool = False) -> None:
+        """The engine holds nothing of it any more, and nothing is repeated of it."""
+        del self._asked_by[attempt]
+        self._control.answered(("done", attempt))
+        self._control.answered(("failed", attempt))
+        for number in self._untaken.pop(attempt, ()):
+            self._control.answered(("chunk", attempt, number))
+        self._finished.add(attempt, lingering)
+
+    # --- what is watched ---
+
+    def _hand_back(self, attempts: list[AttemptId], reason: str) -> None:
+        """Give these up, so that their decode nodes go elsewhere at once."""
+        for attempt in attempts:
+            self._engine.stop(attempt, reason)
+        self._tell_updates()
+
+    def _housekeep(self, now: float) -> None:
+        """Give up what no decode node asks for any more, and the connections that nobody needs."""
+        if now < self._housekeeping_at:
+            return
+        self._housekeeping_at = now + 1.0
+        for attempt, decode in self._asked_by.items():
+            if self._decode_nodes.is_silent(decode, now) and self._engine.stop(attempt, "the decode node is silent"):
+                log.warning("decode node is silent", decode=decode.address, **_fields(attempt))
+        self._watch_decode_nodes()
+        self._engine.keep_connected(set(self._asked_by.values()))
+
+    def _watch_decode_nodes(self) -> None:
+        self._decode_nodes.watch(self._asked_by.values())
+
+
+def _done(update: AllSent) -> PrefillDone:
+    return PrefillDone(
+        attempt=update.attempt,
+        num_tokens=update.num_tokens,
+        transferred_bytes=update.num_bytes,
+        descriptors=update.descriptors,
+        transfer_seconds=update.seconds,
+        chunks=update.chunks,
+        checksums=update.checksums,
+    )
+
+
+def _fields(attempt: AttemptId) -> dict[str, object]:
+    """What log lines name of an attempt."""
+    return {"request_id": attempt.request_id, "epoch": attempt.epoch}

@@ -1,0 +1,265 @@
+"""The prefill engine of this project: computes chunks with its model and sends them, layer by layer, as they come."""
+
+import queue
+import time
+from collections.abc import Callable
+
+import structlog
+import torch
+
+from base.metrics import Metrics
+from control.messages import AttemptId, Peer, PrefillRequest
+from engine.chunked import ChunkedPrefill
+from prefill_node.compute import Computed, ComputeThread
+from prefill_node.destinations import Destinations
+from prefill_node.engine import Failing, PrefillProgress, PrefillUpdate, Stopped
+from prefill_node.job import JobState, TransferJob
+from prefill_node.offer import Offer
+from prefill_node.outgoing import Chunk, Sent
+from prefill_node.progress import ForwardProgress
+from prefill_node.sender import Sender, Surroundings
+
+log = structlog.get_logger(__name__)
+
+_DEADLINES_S = 1.0
+"""How often transfers are looked at that take too long."""
+
+
+class ModelEngine:
+    """Owns the jobs, the pages that their KV lies in, the thread that computes and those that send. A PrefillEngine.
+
+    The loop that calls it never computes and never sends: threads do, and report back through a queue, which `poll`
+    empties. `wake` is called, on any thread, when there is something in it.
+    """
+
+    def __init__(
+        self,
+        prefill: ChunkedPrefill[TransferJob],
+        device: torch.device,
+        surroundings: Surroundings,
+        offer: Offer,
+        metrics: Metrics,
+        wake: Callable[[], None],
+        transfer_timeout: float,
+    ) -> None:
+        """transfer_timeout: seconds that a request's transfer may go on after its computation."""
+        self._prefill = prefill
+        self._offer = offer
+        self._transfer_timeout = transfer_timeout
+        self._metrics = metrics
+        self._wake = wake
+        self._reports: queue.SimpleQueue[Computed | Sent] = queue.SimpleQueue()
+        self._compute = ComputeThread(prefill, device, self._report)
+        self._sender = Sender(surroundings, self._report)
+        self._destinations = Destinations()
+        self._jobs: dict[AttemptId, TransferJob] = {}
+        self._updates: list[PrefillUpdate] = []
+        self._computing = False
+        self._passes = 0
+        """Forward passes that were started."""
+        self.device_failed = False
+        """Whether there is no device to compute with any more."""
+        self._deadlines_at = 0.0
+
+    # --- what the endpoint asks ---
+
+    @property
+    def queued_tokens(self) -> int:
+        """Tokens of held attempts that are not computed yet."""
+        return self._prefill.queued_tokens
+
+    @property
+    def attempts(self) -> list[AttemptId]:
+        """Those that are held."""
+        return list(self._jobs)
+
+    def refusal(self, decode: Peer, request: PrefillRequest) -> str | None:
+        """See PrefillEngine."""
+        if refusal := self._offer.refusal(request):
+            return refusal
+        if refusal := self._destinations.contradiction(decode, request.destination):
+            return refusal
+        if not self._sender.open(decode):
+            return "this node sends to as many decode nodes as it can"
+        return None
+
+    def start(self, decode: Peer, request: PrefillRequest) -> None:
+        """See PrefillEngine."""
+        job = self._jobs[request.attempt] = TransferJob.of(request, decode)
+        self._prefill.add(job)
+
+    def holds(self, attempt: AttemptId) -> bool:
+        """See PrefillEngine."""
+        return attempt in self._jobs
+
+    def has_begun(self, attempt: AttemptId) -> bool:
+        """See PrefillEngine."""
+        return self._jobs[attempt].begun
+
+    def stop(self, attempt: AttemptId, reason: str | None = None) -> bool:
+        """See PrefillEngine."""
+        job = self._jobs[attempt]
+        if job.state is JobState.STOPPING:
+            job.failure = job.failure if reason is not None else None
+            return False
+        job.move(JobState.STOPPING)
+        job.failure = reason
+        self._prefill.forget(job)
+        if reason is not None and job.in_flight:
+            # The decode node need not wait for the end of it to look elsewhere.
+            self._updates.append(Failing(attempt, reason, job.lingering))
+        self._advance(job)
+        return True
+
+    def release(self, attempt: AttemptId) -> bool:
+        """See PrefillEngine."""
+        job = self._jobs.get(attempt)
+        if job is None or job.state is not JobState.SENT:
+            return False
+        self._end(job)
+        return True
+
+    def poll(self) -> list[PrefillUpdate]:
+        """See PrefillEngine."""
+        while not self._reports.empty():
+            match self._reports.get():
+                case Computed() as computed:
+                    self._on_computed(computed)
+                case sent:
+                    self._on_sent(sent)
+        self._stop_late_transfers(time.monotonic())
+        self._start_step()
+        updates, self._updates = self._updates, []
+        return updates
+
+    def progress(self, attempts: tuple[AttemptId, ...]) -> PrefillProgress:
+        """See PrefillEngine."""
+        held = {attempt: self._jobs[attempt].computed for attempt in attempts if attempt in self._jobs}
+        return PrefillProgress(held, self._passes if self._computing else None)
+
+    def keep_connected(self, decode_nodes: set[Peer]) -> None:
+        """See PrefillEngine."""
+        self._sender.keep_only({decode.boot_id for decode in decode_nodes})
+
+    def close(self, timeout: float) -> None:
+        """Wait so many seconds for writes to end. What is in flight then ends with the process."""
+        if not self._sender.stop(timeout):
+            log.warning("writes are still in flight; the engine's end stops them")
+
+    def refresh_metrics(self) -> None:
+        """Bring the gauges up to date for a scrape. Any thread may call it."""
+        pool = self._prefill.pool
+        self._metrics.prefill_pages.labels("free").set(pool.free_pages)
+        self._metrics.prefill_pages.labels("used").set(pool.num_pages - pool.free_pages)
+        self._metrics.prompt_tokens_waiting.set(self.queued_tokens)
+        states = [job.state for job in list(self._jobs.values())]
+        for state in JobState:
+            self._metrics.requests.labels(state.value).set(states.count(state))
+
+    # --- work ---
+
+    def _report(self, event: Computed | Sent) -> None:
+        self._reports.put(event)
+        self._wake()
+
+    def _start_step(self) -> None:
+        """Start the next forward pass, and the sending of what it computes, layer by layer."""
+        if self._computing or self.device_failed or (step := self._prefill.plan()) is None:
+            return
+        self._computing = True
+        self._passes += 1
+        progress = self._compute.start(step)
+        for job, chunk in step.chunks:
+            job.in_flight += 2  # being computed, and being sent
+            self._send(job, chunk.start, chunk.stop, progress)
+
+    def _send(self, job: TransferJob, start: int, stop: int, progress: ForwardProgress) -> None:
+        assert job.pages is not None
+        self._sender.submit(
+            Chunk(
+                attempt=job.attempt,
+                start=start,
+                stop=stop,
+                pages=job.pages,
+                slots=job.slots,
+                decode=job.decode,
+                destination=job.destination,
+                progress=progress,
+                cancelled=lambda: job.state is JobState.STOPPING,
+            )
+        )
+
+    def _on_computed(self, computed: Computed) -> None:
+        """Raises DeviceFailed."""
+        self._computing = False
+        if computed.error is None:
+            self._prefill.complete(computed.step)
+        for job, chunk in computed.step.chunks:
+            job.in_flight -= 1
+            if computed.error is not None:
+                self.stop(job.attempt, computed.error)
+                continue
+            self._metrics.prompt_tokens.inc(chunk.stop - chunk.start)
+            if job.state is JobState.COMPUTING and not job.remaining:
+                job.computed_at = time.monotonic()
+                job.move(JobState.SENDING)
+            self._advance(job)
+        if computed.device_failed is not None:
+            self.device_failed = True
+            raise computed.device_failed
+
+    def _on_sent(self, sent: Sent) -> None:
+        job = self._jobs[sent.chunk.attempt]
+        job.in_flight -= 1
+        job.lingering |= sent.lingering
+        if sent.error is None:
+            self._note_landed(job, sent)
+        elif job.state is not JobState.STOPPING:
+            self._metrics.transfer_failures.labels("write").inc()
+            self.stop(job.attempt, f"transfer failed: {sent.error}")
+            return
+        self._advance(job)
+
+    def _note_landed(self, job: TransferJob, sent: Sent) -> None:
+        """A chunk has landed. Its checksums can be verified while later chunks compute."""
+        told = job.landed(sent)
+        self._metrics.transfer_bytes.inc(sent.num_bytes)
+        self._metrics.transfer_descriptors.inc(sent.num_descriptors)
+        self._metrics.transfer_seconds.observe(sent.seconds())
+        if told is not None:
+            self._updates.append(told)
+
+    def _advance(self, job: TransferJob) -> None:
+        """Go on with a job once nothing of it is in flight: it has arrived, or it may end."""
+        if job.in_flight:
+            return
+        if job.state is JobState.STOPPING:
+            self._end(job)
+            self._updates.append(Stopped(job.attempt, job.failure, job.lingering))
+        elif job.state is JobState.SENDING:
+            assert job.computed_at is not None
+            job.move(JobState.SENT)
+            self._updates.append(job.all_sent())
+            log.info(
+                "sent",
+                request_id=job.attempt.request_id,
+                epoch=job.attempt.epoch,
+                bytes=job.num_bytes,
+                descriptors=job.num_descriptors,
+                seconds=round(job.seconds, 4),
+                after_compute=round(time.monotonic() - job.computed_at, 4),
+            )
+
+    def _end(self, job: TransferJob) -> None:
+        """The one place where a job's pages go back."""
+        self._prefill.release(job)
+        del self._jobs[job.attempt]
+
+    def _stop_late_transfers(self, now: float) -> None:
+        if now < self._deadlines_at:
+            return
+        self._deadlines_at = now + _DEADLINES_S
+        for job in list(self._jobs.values()):
+            if job.state is JobState.SENDING and now - (job.computed_at or now) > self._transfer_timeout:
+                self._metrics.transfer_failures.labels("timeout").inc()
+                self.stop(job.attempt, f"transfer took longer than {self._transfer_timeout:g} s")

@@ -1,0 +1,36 @@
+"""What a prefill node can do, and for whom."""
+
+from dataclasses import dataclass
+
+from control.messages import ModelIdentity, PrefillRequest, Transport
+
+
+@dataclass(frozen=True)
+class Offer:
+    """max_tokens: the longest prompt that the node takes."""
+
+    identity: ModelIdentity
+    transports: tuple[Transport, ...]
+    max_tokens: int
+    vocab_size: int
+
+    def refusal(self, request: PrefillRequest) -> str | None:
+        """Why a request cannot be done here, naming both values, or None."""
+        destination = request.destination
+        num_tokens = len(request.token_ids)
+        expected = self.identity.num_layers * (self.identity.item_bytes,)
+        expected += self.identity.num_index_layers * (self.identity.index_key_bytes,)
+        if not request.hisparse:
+            return "hisparse=false: this node does not write KV to resident device pages"
+        if difference := self.identity.differences(destination.identity):
+            return f"model mismatch, prefill != decode: {difference}"
+        if not set(self.transports) & set(destination.transports):
+            here, there = "|".join(self.transports), "|".join(destination.transports)
+            return f"no transport in common: {here} here, {there} at the decode node"
+        if destination.buffers.item_lengths != expected:
+            return f"destination item lengths {destination.buffers.item_lengths} != {expected}"
+        if num_tokens > self.max_tokens:
+            return f"prompt of {num_tokens} tokens; this node takes up to {self.max_tokens}"
+        if max(request.token_ids) >= self.vocab_size:
+            return f"token id {max(request.token_ids)} is outside the vocabulary of {self.vocab_size}"
+        return None
