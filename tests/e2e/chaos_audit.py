@@ -43,48 +43,53 @@ def digests(layers: Sequence[torch.Tensor], rows: Sequence[int]) -> list[str]:
 
 
 def watch_prefill(journal: Journal) -> None:
-    """Note what a prefill node computed, whenever it is about to say that a request is done."""
-    from prefill_node.entry import Entry
-    from prefill_node.node import PrefillNode
+    """Note what a prefill node computed, whenever it is about to say that all of an attempt was sent."""
+    from prefill_node.engine import AllSent
+    from prefill_node.job import TransferJob
+    from prefill_node.model_engine import ModelEngine
 
-    announce = PrefillNode._announce
+    advance = ModelEngine._advance
 
-    def noting_announce(node: PrefillNode, entry: Entry) -> None:
-        pool, pages, count = node._prefill.pool, entry.job.pages, len(entry.request.prompt_ids)
+    def noting_advance(engine: ModelEngine, job: TransferJob) -> None:
+        told = len(engine._updates)
+        advance(engine, job)
+        if not any(isinstance(update, AllSent) for update in engine._updates[told:]):
+            return
+        pool, pages = engine._prefill.pool, job.pages
         assert pages is not None
         size = pool.page_size
-        rows = [int(pages[position // size]) * size + position % size for position in range(count)]
-        request_id, epoch = entry.request.request_id, entry.request.epoch
+        rows = [int(pages[position // size]) * size + position % size for position in range(job.num_tokens)]
         journal.append(
             {
                 "stage": "computed",
-                "attempt": [entry.decode.boot_id, request_id, epoch],
-                "num_tokens": count,
+                "attempt": job.attempt,
+                "num_tokens": job.num_tokens,
                 "digests": digests([*pool.kv, *pool.index_keys], rows),
             }
         )
-        announce(node, entry)
 
-    PrefillNode._announce = noting_announce  # type: ignore[method-assign]
+    ModelEngine._advance = noting_advance  # type: ignore[method-assign]
 
 
 def watch_decode(journal: Journal) -> None:
     """Note what a decode node has of a prompt when it has landed, and when the request gives its slots back."""
-    from control.messages import PrefillDone
-    from decode_node.attempt import Attempt, Landed
+    from control.messages import AttemptId, PrefillDone
+    from decode_node.attempt import Landed, PrefillAttempt
     from decode_node.remote_prefill import RemotePrefill
-    from decode_node.request import Request, State
+    from decode_node.request import Request, RequestState
     from decode_node.scheduler import Scheduler
     from hisparse.coordinator import HiSparseCoordinator
     from hisparse.extents import HostSlots
     from hisparse.host_pool import HostKVPool
 
     pools: list[HostKVPool] = []
-    landed: dict[str, tuple[list[object], int]] = {}
+    landed: dict[str, tuple[AttemptId, int]] = {}
     """The attempt that filled each request's slots, and for how many tokens."""
     begin, land, release = HiSparseCoordinator.__init__, RemotePrefill._land, Scheduler._release
 
     def note(stage: str, request_id: str, slots: HostSlots) -> None:
+        if request_id not in landed:
+            return  # a prompt of one token: nothing was prefilled
         attempt, count = landed[request_id]
         [pool] = pools
         held = digests([*pool.kv, *pool.index_keys], slots.slots()[:count].tolist())
@@ -94,15 +99,15 @@ def watch_decode(journal: Journal) -> None:
         pools.append(host)
         begin(coordinator, host, *args, **kwargs)
 
-    def noting_land(remote: RemotePrefill, key: tuple[str, int], attempt: Attempt, message: PrefillDone) -> Landed:
-        landed[key[0]] = [remote._control.me.boot_id, *key], message.num_tokens
-        note("landed", key[0], attempt.slots)
-        return land(remote, key, attempt, message)
+    def noting_land(remote: RemotePrefill, attempt: PrefillAttempt, done: PrefillDone) -> Landed:
+        landed[attempt.id.request_id] = attempt.id, done.num_tokens
+        note("landed", attempt.id.request_id, attempt.slots)
+        return land(remote, attempt, done)
 
     def noting_release(scheduler: Scheduler, request: Request) -> None:
-        if request.state is State.RUNNING:
+        if request.state is RequestState.RUNNING:
             note("left", request.request_id, scheduler._coordinator._running[request.request_id].host_slots)
-        elif request.state in (State.LANDED, State.RETRACTED):
+        elif request.state in (RequestState.LANDED, RequestState.RETRACTED):
             assert request.host_slots is not None
             note("left", request.request_id, request.host_slots)
         release(scheduler, request)

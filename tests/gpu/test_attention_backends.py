@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from hisparse.format import DenseFormat, KVFormat
 from model.backends.protocol import AttentionBackend
 from model.backends.torch_backend import TorchBackend
-from model.indexer import IndexInputs
+from model.indexer import IndexQueries
 from model.loader import load_model
 from model.passes import PrefillChunk
 from model.sparse_model import SparseModel
@@ -18,6 +19,7 @@ from model.tiny import Family, write_tiny_checkpoint
 
 pytest.importorskip("triton")
 
+from model.backends.triton_attend import attend_rows
 from model.backends.triton_backend import TritonBackend
 
 CUDA = torch.device("cuda", 0)
@@ -32,6 +34,11 @@ SHAPES = [
     *((queries, WHOLE, k) for queries in (1, 17) for k in (1000, 2048)),
     (300, WHOLE, 130),
 ]
+
+
+def dense(dtype: torch.dtype) -> DenseFormat:
+    """Of whatever width: reading it is a view."""
+    return DenseFormat(dtype, item_dim=0, index_dim=0)
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -51,8 +58,9 @@ class Rows:
     rows: torch.Tensor
     latent_dim: int
 
-    def attend(self, backend: AttentionBackend) -> torch.Tensor:
-        return backend.attend_rows(self.queries, self.kv, self.rows, SCALING, self.latent_dim)
+    def attend(self, backend: Callable[[KVFormat], AttentionBackend]) -> torch.Tensor:
+        stored = self.kv.view(torch.uint8)
+        return backend(dense(self.kv.dtype)).attend_rows(self.queries, stored, self.rows, SCALING, self.latent_dim)
 
     def exact(self) -> torch.Tensor:
         """By definition, in float64."""
@@ -80,14 +88,14 @@ def random_rows(num_queries: int, dims: tuple[int, int, int], k: int, dtype: tor
 @pytest.mark.parametrize(("num_queries", "dims", "k"), SHAPES)
 def test_float32_agrees_with_torch(num_queries: int, dims: tuple[int, int, int], k: int) -> None:
     given = random_rows(num_queries, dims, k, torch.float32)
-    torch.testing.assert_close(given.attend(TritonBackend()), given.attend(TorchBackend()), rtol=1e-5, atol=2e-5)
+    torch.testing.assert_close(given.attend(TritonBackend), given.attend(TorchBackend), rtol=1e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize(("num_queries", "dims", "k"), SHAPES)
 def test_bfloat16_is_as_exact_as_torch(num_queries: int, dims: tuple[int, int, int], k: int) -> None:
     given = random_rows(num_queries, dims, k, torch.bfloat16)
     exact = given.exact()
-    ours, torchs = (given.attend(backend) for backend in (TritonBackend(), TorchBackend()))
+    ours, torchs = (given.attend(backend) for backend in (TritonBackend, TorchBackend))
     assert ours.dtype == torch.bfloat16
     our_error, torch_error = ((result.double() - exact).abs() for result in (ours, torchs))
     assert our_error.mean() <= 1.2 * torch_error.mean() + 1e-9
@@ -97,7 +105,7 @@ def test_bfloat16_is_as_exact_as_torch(num_queries: int, dims: tuple[int, int, i
 def test_a_query_without_rows_is_finite() -> None:
     given = random_rows(3, SMALL_SHARD, 200, torch.bfloat16)
     given.rows[1] = -1
-    attended = given.attend(TritonBackend())
+    attended = given.attend(TritonBackend)
     assert attended.isfinite().all()
     assert (attended[1] == 0).all()
 
@@ -105,7 +113,7 @@ def test_a_query_without_rows_is_finite() -> None:
 def test_no_queries() -> None:
     given = random_rows(1, TINY, 10, torch.bfloat16)
     none = Rows(given.queries[:0], given.kv, given.rows[:0], given.latent_dim)
-    assert none.attend(TritonBackend()).shape == (0, 4, 24)
+    assert none.attend(TritonBackend).shape == (0, 4, 24)
 
 
 def test_pools_of_more_than_two_to_the_31_elements() -> None:
@@ -114,14 +122,14 @@ def test_pools_of_more_than_two_to_the_31_elements() -> None:
     kv = torch.empty(last + NUM_ROWS, 576, dtype=torch.bfloat16, device=CUDA)
     kv[last:] = given.kv
     far = Rows(given.queries, kv, torch.where(given.rows < 0, -1, given.rows + last), given.latent_dim)
-    assert torch.equal(far.attend(TritonBackend()), given.attend(TritonBackend()))
+    assert torch.equal(far.attend(TritonBackend), given.attend(TritonBackend))
 
 
 def test_tensors_that_do_not_fit_together_are_refused() -> None:
     given = random_rows(2, TINY, 10, torch.bfloat16)
     for wrong in (given.kv[:, :-1], given.kv.float(), given.kv.T.contiguous().T):
         with pytest.raises(ValueError, match="expected kv"):
-            Rows(given.queries, wrong, given.rows, given.latent_dim).attend(TritonBackend())
+            attend_rows(given.queries, wrong, given.rows, SCALING, given.latent_dim)
 
 
 # Selection
@@ -129,7 +137,7 @@ def test_tensors_that_do_not_fit_together_are_refused() -> None:
 
 @dataclass(frozen=True)
 class Pages:
-    """`IndexPages` whose lengths only the device knows."""
+    """`PagedKeys` whose lengths only the device knows."""
 
     keys: torch.Tensor
     page_table: torch.Tensor
@@ -137,11 +145,10 @@ class Pages:
     lengths: None = None
 
 
-def index_inputs(tokens: int, heads: int, dim: int, dtype: torch.dtype) -> IndexInputs:
-    return IndexInputs(
+def index_queries(tokens: int, heads: int, dim: int, dtype: torch.dtype) -> IndexQueries:
+    return IndexQueries(
         queries=randn(tokens, heads, dim, dtype=dtype, seed=4),
         head_weights=randn(tokens, heads, seed=5),
-        keys=randn(tokens, dim, dtype=dtype, seed=6),
     )
 
 
@@ -156,10 +163,10 @@ def random_pages(lengths: list[int], width: int, page_size: int, dim: int, dtype
         mine[:length] = randn(length, dim, dtype=dtype, seed=8 + row)
         keys[table[row, :used]] = mine.view(used, page_size, dim)
         table[row, used:] = 0
-    return Pages(keys, table, torch.tensor(lengths, device=CUDA))
+    return Pages(keys.view(torch.uint8), table, torch.tensor(lengths, device=CUDA))
 
 
-def exact_scores(index: IndexInputs, row: int, keys: torch.Tensor) -> torch.Tensor:
+def exact_scores(index: IndexQueries, row: int, keys: torch.Tensor) -> torch.Tensor:
     query, weights = index.queries[row].double(), index.head_weights[row].double()
     return weights @ (query @ keys.double().T * query.shape[-1] ** -0.5).relu()
 
@@ -191,13 +198,13 @@ def assert_best(selected: torch.Tensor, scores: torch.Tensor, topk: int) -> None
 def test_a_decoded_token_selects_the_best_of_its_own_sequence(
     lengths: list[int], width: int, page_size: int, heads: int, dim: int, topk: int, dtype: torch.dtype
 ) -> None:
-    index = index_inputs(len(lengths), heads, dim, dtype)
+    index = index_queries(len(lengths), heads, dim, dtype)
     pages = random_pages(lengths, width, page_size, dim, dtype)
-    selected = TritonBackend().select_for_decode(index, pages, topk)
+    selected = TritonBackend(dense(dtype)).select_for_decode(index, pages, topk)
     assert selected.shape == (len(lengths), min(topk, width))
     assert selected.dtype == torch.int64
     for row, length in enumerate(lengths):
-        keys = pages.keys[pages.page_table[row]].flatten(0, 1)[:length]
+        keys = pages.keys[pages.page_table[row]].flatten(0, 1)[:length].view(dtype)
         if length == 0:
             assert (selected[row] == -1).all()
         else:
@@ -212,19 +219,23 @@ def test_a_decoded_token_selects_the_best_of_its_own_sequence(
 def test_a_prompt_token_selects_the_best_up_to_its_own(
     start: int, tokens: int, heads: int, dim: int, topk: int, dtype: torch.dtype
 ) -> None:
-    index = index_inputs(tokens, heads, dim, dtype)
+    index = index_queries(tokens, heads, dim, dtype)
     keys = randn(start + tokens, dim, dtype=dtype, seed=9)
-    selected = TritonBackend().select_for_prompt(index, keys, start, start + tokens + 50, topk)
+    selected = TritonBackend(dense(dtype)).select_for_prompt(
+        index, keys.view(torch.uint8), start, start + tokens + 50, topk
+    )
     assert selected.shape == (tokens, min(topk, start + tokens))
     for row in range(0, tokens, 7):
         assert_best(selected[row], exact_scores(index, row, keys[: start + row + 1]), topk)
 
 
 def test_a_prompt_may_be_scored_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    index, keys = index_inputs(100, 16, 32, torch.bfloat16), randn(300, 32, dtype=torch.bfloat16, seed=9)
-    whole = TritonBackend().select_for_prompt(index, keys, 200, 300, 64)
+    backend = TritonBackend(dense(torch.bfloat16))
+    index = index_queries(100, 16, 32, torch.bfloat16)
+    keys = randn(300, 32, dtype=torch.bfloat16, seed=9).view(torch.uint8)
+    whole = backend.select_for_prompt(index, keys, 200, 300, 64)
     monkeypatch.setattr("model.backends.triton_backend.SCORE_BLOCK_BYTES", 33 * 4 * 300)
-    assert torch.equal(TritonBackend().select_for_prompt(index, keys, 200, 300, 64), whole)
+    assert torch.equal(backend.select_for_prompt(index, keys, 200, 300, 64), whole)
 
 
 # CUDA graphs
@@ -243,21 +254,22 @@ def captured(work: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, to
 def test_a_replay_attends_as_an_eager_call_does(num_queries: int) -> None:
     given = random_rows(num_queries, SMALL_SHARD, 2048, torch.bfloat16)
     rows = given.rows.clone()
-    graph, result = captured(lambda: given.attend(TritonBackend()))
+    graph, result = captured(lambda: given.attend(TritonBackend))
     given.rows.copy_(rows.roll(1, dims=1).flip(0))
     given.queries.copy_(given.queries.flip(0))
     graph.replay()
-    assert torch.equal(result, given.attend(TritonBackend()))
+    assert torch.equal(result, given.attend(TritonBackend))
 
 
 def test_a_replay_selects_for_the_lengths_of_the_moment() -> None:
     lengths = [3000, 1200, 64]
-    index, pages = index_inputs(3, 64, 128, torch.bfloat16), random_pages(lengths, 4096, 64, 128, torch.bfloat16)
-    graph, result = captured(lambda: TritonBackend().select_for_decode(index, pages, 256))
+    index, pages = index_queries(3, 64, 128, torch.bfloat16), random_pages(lengths, 4096, 64, 128, torch.bfloat16)
+    backend = TritonBackend(dense(torch.bfloat16))
+    graph, result = captured(lambda: backend.select_for_decode(index, pages, 256))
     for shorter in (0, 5, 64):
         pages.seq_lens.copy_(torch.tensor(lengths) - shorter)
         graph.replay()
-        assert torch.equal(result, TritonBackend().select_for_decode(index, pages, 256))
+        assert torch.equal(result, backend.select_for_decode(index, pages, 256))
         assert (result.max(dim=1).values < pages.seq_lens.clamp(min=1)).all()
 
 
@@ -268,8 +280,13 @@ class FlatCache:
     """The prefill and the decode cache of one request, whose rows are its positions."""
 
     def __init__(self, spec: ModelSpec, capacity: int) -> None:
-        self._kv = torch.zeros(spec.num_layers, capacity, spec.item_dim, dtype=spec.dtype, device=CUDA)
-        self._keys = torch.zeros(spec.num_index_layers, capacity, spec.index_dim, dtype=spec.dtype, device=CUDA)
+        layout = spec.kv_layout
+
+        def zeros(layers: int, num_bytes: int) -> torch.Tensor:
+            return torch.zeros(layers, capacity, num_bytes, dtype=torch.uint8, device=CUDA)
+
+        self._kv = zeros(layout.num_layers, layout.item_bytes)
+        self._keys = zeros(layout.num_index_layers, layout.index_key_bytes)
         self.length = 0
 
     def rows(self, start: int, stop: int) -> torch.Tensor:
@@ -296,12 +313,13 @@ class FlatCache:
 
 
 def forced_logits(model: SparseModel, tokens: torch.Tensor, steps: int, chunk: int = 100) -> torch.Tensor:
-    """Logits after a prompt, computed in chunks, and after each of the last `steps` tokens behind it."""
+    """Logits after each of the last `steps` tokens, behind a prompt that was computed in chunks."""
     cache, prompt = FlatCache(model.spec, len(tokens)), tokens[:-steps]
     for start in range(0, len(prompt), chunk):
-        logits = [model.prefill([PrefillChunk(prompt[start : start + chunk], start, len(prompt), cache)])]
+        model.prefill([PrefillChunk(prompt[start : start + chunk], start, len(prompt) + 1, cache)])
+    logits: list[torch.Tensor] = []
     for token in tokens[-steps:]:
-        cache.length = len(prompt) + len(logits)
+        cache.length = len(prompt) + len(logits) + 1
         position = torch.tensor([cache.length - 1], device=CUDA)
         logits.append(model.decode(token[None], position, cache))
     return torch.cat(logits)
@@ -313,7 +331,7 @@ def test_a_bfloat16_model_is_as_exact_by_either_backend(family: Family, tmp_path
     exact = load_model(tmp_path / "tiny", torch.float32, CUDA)
     by_torch, by_triton = (
         load_model(tmp_path / "tiny", torch.bfloat16, CUDA, backend=backend)
-        for backend in (TorchBackend(), TritonBackend())
+        for backend in (TorchBackend(dense(torch.bfloat16)), TritonBackend(dense(torch.bfloat16)))
     )
     torch_errors, triton_errors = [], []
     for seed in range(8):

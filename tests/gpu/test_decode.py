@@ -10,16 +10,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from control.messages import Sampling
 from engine.graphs import batch_ladder, context_ladder
-from engine.sampling import SamplingParams, draw
+from engine.runner import LaunchedStep
 from hisparse.verify import SwapInMismatchError
 from model.backends.choice import choose_backend
 from model.loader import load_model, read_spec
 from model.tiny import Family, write_tiny_checkpoint
-from tests.gpu.tiered_session import CUDA, TieredSession, session
+from tests.gpu.tiered_session import CUDA, GREEDY, TieredSession, session
 
 FAMILIES: tuple[Family, ...] = ("deepseek_v32", "glm_moe_dsa")
-LENGTHS = (1, 63, 64, 65, 126, 127, 128, 129, 130, 500, 1200)  # around the top-k of 64 and the hot buffer of 128
+# Around a page, the top-k of 64 and the hot buffer of 128.
+LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 126, 127, 128, 129, 130, 500, 1200)
 NEW_TOKENS = 32
 CONTEXT = 8192
 
@@ -83,7 +85,7 @@ def test_bfloat16_is_as_close_to_float32_as_the_reference_is(checkpoint: Path, r
     model = load_model(checkpoint, torch.bfloat16, CUDA, backend=backend)
     sequences = [random_tokens(seed, 40 + 25 * seed + steps) for seed in range(12)]
     with session(model, [sequence[:-steps] for sequence in sequences], CONTEXT, record, verify=True) as ours:
-        logits = [ours.prefill()]
+        logits = [ours.prefill().clone()]
         for at in range(-steps, 0):
             forced = [int(sequence[at]) for sequence in sequences]
             logits.append(ours.decode(range(len(sequences)), forced).clone())
@@ -111,17 +113,76 @@ def waiting_is_an_error() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
+SAMPLED = (
+    Sampling(temperature=0),
+    Sampling(top_p=0.9, seed=1, top_logprobs=3),
+    Sampling(top_k=200, top_p=0.5, seed=2),
+)
+
+
 @either_way
 def test_a_step_does_not_wait_for_the_device(checkpoint: Path, record: bool) -> None:
     model = load_model(checkpoint, torch.bfloat16, CUDA)
-    with session(model, [random_tokens(1, 300), random_tokens(2, 20)], 512, record) as ours:
-        tokens = ours.prefill().argmax(-1).tolist()
-        tokens = ours.decode([0, 1], tokens).argmax(-1).tolist()
-        params = [SamplingParams(temperature=0.0), SamplingParams(top_p=0.9, seed=1, logprobs=3, want_logprobs=True)]
-        draw(ours.decode([0, 1], tokens), params, [1, 1])  # what is loaded or allocated at a first use
+    prompts = [random_tokens(seed, length) for seed, length in enumerate((300, 20, 70))]
+    with session(model, prompts, 512, record) as ours:
+        ours.prefill()
+
+        def step() -> LaunchedStep:
+            launched = ours.launch(range(3), SAMPLED)
+            ours.runner.sample(launched)
+            return launched
+
+        ours.runner.collect(step())  # what is loaded or allocated at a first use
         with waiting_is_an_error():
-            drawn = draw(ours.decode([0, 1], tokens), params, [2, 2])
-        assert drawn.tolist()[0][0] >= 0, "the greedy request has a token"
+            launched = step()
+        assert None not in ours.runner.collect(launched)
+
+
+@either_way
+def test_a_step_that_is_launched_before_the_last_was_read_computes_what_follows_it(
+    checkpoint: Path, record: bool
+) -> None:
+    """Its input tokens are on the device and nowhere else."""
+    model = load_model(checkpoint, torch.float32, CUDA)
+    prompts = [random_tokens(seed, 100 + 30 * seed) for seed in range(4)]
+    with session(model, prompts, 512, record) as ours:
+        tokens = [ours.prefill().argmax(-1).tolist()]
+        for _ in range(20):
+            tokens.append(ours.decode(range(4), tokens[-1]).argmax(-1).tolist())
+    with session(model, prompts, 512, record) as ours:
+        first = ours.prefill().argmax(-1).tolist()
+        for number, token in enumerate(first):
+            ours.runner.admit(ours.request_ids[number], token, GREEDY)
+        made, before = [first], None
+        for _ in range(20):
+            launched = ours.launch(range(4))
+            if before is not None:
+                made.append(read(ours, before))
+            ours.runner.sample(launched)
+            before = launched
+        assert before is not None
+        made.append(read(ours, before))
+    assert made == tokens
+
+
+def read(ours: TieredSession, step: LaunchedStep) -> list[int]:
+    return [token.token_id for token in ours.runner.collect(step) if token is not None]
+
+
+def test_a_row_is_reused_behind_a_step_that_has_its_last_request_for_nothing(checkpoint: Path) -> None:
+    model = load_model(checkpoint, torch.float32, CUDA)
+    prompts = [random_tokens(seed, 100 + 30 * seed) for seed in range(2)]
+    with session(model, prompts, 512, record=True) as ours:
+        expected = ours.prefill().argmax(-1).tolist()
+    with session(model, prompts, 512, record=True, verify=False) as ours:
+        ours.prefill()
+        torch.cuda.synchronize()
+        torch.cuda._sleep(400_000_000)
+        step = ours.launch([0, 1])
+        ours.coordinator.request_finished("r0")
+        ours._prefill("r0", prompts[0][:-1].to(CUDA))
+        ours.coordinator.step_over(step.batch.places.number)
+        assert int(ours.decode([0], [int(prompts[0][-1])])[0].argmax()) == expected[0]
 
 
 @either_way

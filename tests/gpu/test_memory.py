@@ -36,7 +36,7 @@ def test_a_long_prompt_needs_memory_that_grows_with_its_length_and_not_its_squar
         before = torch.cuda.memory_allocated()
         with torch.inference_mode():
             for start in range(0, length, CHUNK):
-                model.prefill([PrefillChunk(prompt[start : start + CHUNK], start, length, cache)])
+                model.prefill([PrefillChunk(prompt[start : start + CHUNK], start, length + 1, cache)])
         pool.free(pages)
         return torch.cuda.max_memory_allocated() - before
 

@@ -15,7 +15,7 @@ from hisparse.host_pool import HostKVPool
 from hisparse.swap_in import StagedKV
 from hisparse.verify import SwapInMismatchError
 from tests.hisparse.test_coordinator import violate_and_count, walk_and_leave_nothing
-from tests.hisparse.tiers_harness import LAYOUT, TOP_K, Tiers, tiers
+from tests.hisparse.tiers_harness import FORMAT, LAYOUT, TOP_K, Tiers, tiers
 
 CUDA = torch.device("cuda", 0)
 _LONG = 400_000_000
@@ -27,24 +27,26 @@ def test_after_any_walk_every_pool_is_exactly_as_full_as_at_start(seed: int) -> 
     walk_and_leave_nothing(seed, turns=150, on="cuda:0")
 
 
-def decode_one(t: Tiers, request_id: str, seed: int) -> None:
-    """Compute a token as a model does, without waiting for the device."""
+def decode_one(t: Tiers, request_id: str, seed: int) -> int:
+    """Compute a token as a model does, without waiting for the device. Returns the number of the step."""
     assert not t.coordinator.append_tokens([request_id]).short_of
-    step = t.coordinator.begin_step([request_id])
-    newest = step.lengths[0] - 1
+    places = t.coordinator.begin_step([request_id])
+    newest = int(places.newest[0])
+    step = t.coordinator.cache(t.device.upload(places.rows), t.device.upload(places.newest), newest + 1)
     for layer in range(LAYOUT.num_layers):
-        step.append(layer, t.device.upload([seed, layer, newest]).float()[None])
+        step.append(layer, FORMAT.encode_items(t.device.upload([seed, layer, newest])[None]))
     for layer in range(LAYOUT.num_index_layers):
-        step.append_index_keys(layer, t.device.upload([seed * 100 + layer, newest]).float()[None])
-    t.coordinator.finish_step(step)
+        step.append_index_keys(layer, FORMAT.encode_index_keys(t.device.upload([seed * 100 + layer, newest])[None]))
+    step.finish()
+    return places.number
 
 
 def stage(t: Tiers, request_id: str, seed: int, rows: torch.Tensor) -> HostSlots:
     """Begin to stage a prompt of nine tokens whose KV is one number everywhere, without waiting for the device."""
     slots = t.host.allocate(9)
     assert slots is not None
-    kv = torch.zeros(LAYOUT.num_layers, 9, LAYOUT.item_dim, device=CUDA).add_(seed)
-    keys = torch.zeros(LAYOUT.num_index_layers, 9, LAYOUT.index_dim, device=CUDA).add_(seed)
+    kv = torch.zeros(LAYOUT.num_layers, 9, LAYOUT.item_bytes, dtype=torch.uint8, device=CUDA).add_(seed)
+    keys = torch.zeros(LAYOUT.num_index_layers, 9, LAYOUT.index_key_bytes, dtype=torch.uint8, device=CUDA).add_(seed)
     t.coordinator.admit_request_into_staging(request_id, slots, StagedKV(list(kv), list(keys), rows, lambda: None), 9)
     return slots
 
@@ -63,7 +65,7 @@ def busy_tiers() -> Iterator[Tiers]:
     """
     with tiers(on="cuda:0", verify=False) as t:
         assert t.admit("r", seed=3, num_tokens=20)
-        decode_one(t, "r", seed=3)
+        t.coordinator.step_over(decode_one(t, "r", seed=3))
         slots = stage(t, "warm", 1, torch.arange(9, device=CUDA).clone())
         torch.cuda.synchronize()
         assert t.coordinator.poll_staging().landed == ["warm"]
@@ -81,11 +83,16 @@ def is_busy() -> bool:
 def test_slots_change_hands_only_after_their_backup_has_landed() -> None:
     """Corruption under concurrent transfers: a backup that is still queued would land on the next owner's bytes."""
     with busy_tiers() as t:
-        decode_one(t, "r", seed=3)
+        number = decode_one(t, "r", seed=3)
         assert is_busy()
         slots = t.coordinator.retract_request("r")
+        used = t.host.used
+        t.coordinator.release_host(slots)
+        assert is_busy(), "nothing waits for the device"
+        assert t.host.used == used, "nobody else gets them before the step is over"
+        torch.cuda.synchronize()
         t.check_host_copy(slots, 3, 22)
-        t.host.release(slots)
+        t.coordinator.step_over(number)
         assert t.coordinator.is_idle()
 
 
@@ -141,6 +148,7 @@ def test_a_step_queues_its_work_and_waits_for_nothing() -> None:
         for request_id, seed in (("r", 3), ("s", 2)):
             decode_one(t, request_id, seed)
         assert is_busy()
+        torch.cuda.synchronize()
         for request_id, seed, num_tokens in (("r", 3, 22), ("s", 2, 6)):
             slots = t.coordinator.retract_request(request_id)
             t.check_host_copy(slots, seed, num_tokens)
@@ -163,11 +171,12 @@ def test_what_swap_in_cannot_serve_is_counted_and_copied_from_nowhere() -> None:
 def test_verify_catches_a_resident_item_that_differs_from_its_host_copy(tier: str) -> None:
     with tiers(on="cuda:0") as t:
         assert t.admit("r", seed=1, num_tokens=9)
-        t.coordinator.append_tokens(["r"])
-        t.coordinator.begin_step(["r"]).swap_in(0, torch.tensor([[4, 9, -1]], device=CUDA))
+        step = t.begin(["r"])
+        step.swap_in(0, torch.tensor([[4, 9, -1]], device=CUDA))
+        step.verify()
         getattr(t, tier).kv[0] += 1
         with pytest.raises(SwapInMismatchError, match="layer 0, row 0: position 4"):
-            t.coordinator.begin_step(["r"]).swap_in(0, torch.tensor([[9, -1, 4]], device=CUDA))
+            step.verify()
 
 
 def test_a_pinned_pool_is_shared_with_processes_that_map_it() -> None:
@@ -178,9 +187,9 @@ def test_a_pinned_pool_is_shared_with_processes_that_map_it() -> None:
     with open(f"/proc/self/fd/{region.fd}", "r+b") as memory:
         mapping = mmap.mmap(memory.fileno(), region.length)
     offset = pool.kv[1, 7].data_ptr() - region.base
-    torch.frombuffer(mapping, dtype=torch.float32, count=3, offset=offset).copy_(torch.tensor([1.0, 2.0, 3.0]))
+    torch.frombuffer(mapping, dtype=torch.uint8, count=12, offset=offset).copy_(torch.arange(12))
     assert pool.kv.is_pinned()
     assert pool.index_keys.is_pinned()
-    assert pool.kv[1].to(CUDA, non_blocking=True)[7].tolist() == [1, 2, 3]
+    assert pool.kv[1].to(CUDA, non_blocking=True)[7].tolist() == list(range(12))
     pool.close()
     assert not pool.kv.is_pinned()

@@ -3,11 +3,13 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import numpy as np
 import torch
-from engine.decoding import Decoding, EagerDecoding
 
-from engine.graphs import GraphDecoding
+from control.messages import Sampling
+from engine.batch import Batch
 from engine.paged_pool import PagedKVPool, PagedSequence
+from engine.runner import LaunchedStep, ModelRunner
 from hisparse import HiSparseConfig, StagedKV, build_tiers, plan_sizes
 from model.passes import PrefillChunk
 from model.sparse_model import SparseModel
@@ -16,6 +18,7 @@ CUDA = torch.device("cuda", 0)
 _PAGE_SIZE = 16
 _CHUNK = 200
 _PLENTY = 2**34
+GREEDY = Sampling(temperature=0)
 
 
 class TieredSession:
@@ -38,37 +41,50 @@ class TieredSession:
             available_device_bytes=_PLENTY,
         )
         self.coordinator = build_tiers(sizes, CUDA, verify)
-        self._decoding: Decoding = EagerDecoding(model, self.coordinator)
-        if record:
-            self._decoding = GraphDecoding(model, self.coordinator, len(prompts), context_length)
+        self.runner = ModelRunner(model, self.coordinator, len(prompts), context_length, record)
 
     def prefill(self) -> torch.Tensor:
-        """Compute all prompts and bring them into the tiers. Returns the logits after each, [requests, vocab]."""
-        return torch.cat([self._prefill(*pair) for pair in zip(self.request_ids, self._prompts, strict=True)])
+        """Bring all prompts but their last tokens into the tiers, and decode these: logits [requests, vocab]."""
+        for request_id, prompt in zip(self.request_ids, self._prompts, strict=True):
+            self._prefill(request_id, prompt[:-1])
+        return self.decode(range(len(self._prompts)), [int(prompt[-1]) for prompt in self._prompts])
 
     def decode(self, numbers: Sequence[int], token_ids: Sequence[int]) -> torch.Tensor:
-        """Compute one token of each of these requests."""
-        request_ids = [self.request_ids[number] for number in numbers]
-        assert not self.coordinator.append_tokens(request_ids).short_of
-        return self._decoding.step(request_ids, token_ids)
+        """Compute one token of each of these requests. Returns its logits, which the next step may overwrite."""
+        for number, token_id in zip(numbers, token_ids, strict=True):
+            self.runner.admit(self.request_ids[number], token_id, GREEDY)
+        step = self.launch(numbers)
+        self.coordinator.step_over(step.batch.places.number)
+        return step.logits
 
-    def _prefill(self, request_id: str, prompt: torch.Tensor) -> torch.Tensor:
-        length = len(prompt)
-        pool = PagedKVPool(self._model.spec.kv_layout, -(-length // _PAGE_SIZE), _PAGE_SIZE, CUDA)
-        pages = pool.allocate(length)
+    def launch(self, numbers: Sequence[int], sampling: Sequence[Sampling] | None = None) -> LaunchedStep:
+        """Queue the forward pass of a step of these requests, behind whatever is queued."""
+        request_ids = tuple(self.request_ids[number] for number in numbers)
+        assert not self.coordinator.append_tokens(request_ids).short_of
+        batch = Batch(
+            request_ids=request_ids,
+            places=self.coordinator.begin_step(request_ids),
+            sampling=tuple(sampling or [GREEDY] * len(request_ids)),
+            uniforms=np.full(len(request_ids), 0.5),
+        )
+        return self.runner.launch(batch)
+
+    def _prefill(self, request_id: str, tokens: torch.Tensor) -> None:
+        length = len(tokens)
         slots = self.coordinator.host.allocate(length)
-        assert pages is not None
         assert slots is not None
-        cache = PagedSequence(pool, pages)
-        for start in range(0, length, _CHUNK):
-            chunk = PrefillChunk(prompt[start : start + _CHUNK], start, length, cache)
-            logits = self._model.prefill([chunk])
-        staged = StagedKV(list(pool.kv), list(pool.index_keys), cache.rows(0, length), lambda: None)
-        self.coordinator.admit_request_into_staging(request_id, slots, staged, length)
-        torch.cuda.synchronize()
-        assert self.coordinator.poll_staging().landed == [request_id]
+        if length:
+            pool = PagedKVPool(self._model.spec.kv_layout, -(-length // _PAGE_SIZE), _PAGE_SIZE, CUDA)
+            pages = pool.allocate(length)
+            assert pages is not None
+            cache = PagedSequence(pool, pages)
+            for start in range(0, length, _CHUNK):
+                self._model.prefill([PrefillChunk(tokens[start : start + _CHUNK], start, length + 1, cache)])
+            staged = StagedKV(list(pool.kv), list(pool.index_keys), cache.rows(0, length), lambda: None)
+            self.coordinator.admit_request_into_staging(request_id, slots, staged, length)
+            torch.cuda.synchronize()
+            assert self.coordinator.poll_staging().landed == [request_id]
         assert self.coordinator.admit_request_direct(request_id, slots, length)
-        return logits
 
 
 @contextmanager

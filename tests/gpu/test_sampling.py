@@ -1,0 +1,75 @@
+"""Sampling on a CUDA device: thresholds that only the whole vocabulary decides, and nothing that waits."""
+
+import pytest
+import torch
+
+from control.messages import Sampling
+from engine.sampling import RandomStream, SamplingNeeds, draw, settings_of, tokens_of
+from engine.thresholds import CANDIDATES, find_threshold
+
+pytest.importorskip("triton")
+
+CUDA = torch.device("cuda", 0)
+VOCAB = 129_280
+REQUESTS = [
+    Sampling(seed=1),
+    Sampling(temperature=0),
+    Sampling(seed=2, top_k=40, top_p=0.9),
+    Sampling(seed=3, top_p=0.99),
+    Sampling(seed=4, top_k=CANDIDATES + 1),
+    Sampling(seed=5, top_k=50_000, top_p=0.7),
+    Sampling(seed=6, top_k=VOCAB - 1, top_p=0.999),
+    Sampling(seed=7, top_p=1e-6),
+]
+
+
+def random_logits(scale: float, bfloat16: bool = False) -> torch.Tensor:
+    logits = scale * torch.randn(len(REQUESTS), VOCAB, generator=torch.Generator().manual_seed(0))
+    return logits.bfloat16().float() if bfloat16 else logits
+
+
+def settings() -> torch.Tensor:
+    return torch.tensor([settings_of(request, VOCAB) for request in REQUESTS], dtype=torch.float64).T
+
+
+@pytest.mark.parametrize("scale", [3.0, 0.3, 0.01, 0.0])
+@pytest.mark.parametrize("bfloat16", [False, True])
+def test_thresholds_are_those_of_a_sorted_vocabulary(scale: float, bfloat16: bool) -> None:
+    """Flat logits, with the many equal ones that bfloat16 has, need all of it."""
+    logits = random_logits(scale, bfloat16)
+    scaled = logits - logits.amax(-1, keepdim=True)
+    _, top_p, top_k = settings().unsqueeze(2)
+    exact = find_threshold(scaled, top_k, top_p, candidates=VOCAB)
+    found = find_threshold(scaled.to(CUDA), top_k.to(CUDA), top_p.to(CUDA))
+    for row, request in enumerate(REQUESTS):
+        kept = [(scaled[row] > t.least[row].cpu()).sum() + t.equals[row].cpu() for t in (exact, found)]
+        if request.top_k == 0 and request.top_p == 1:
+            assert found.least[row] == float("-inf")
+        else:
+            # Sums of as many numbers differ in their last bits, and so may what a top_p takes in at its border.
+            assert abs(int(kept[0]) - int(kept[1])) <= (0 if request.top_p == 1 else 1)
+
+
+@pytest.mark.parametrize("scale", [3.0, 0.01])
+def test_tokens_are_those_of_the_host(scale: float) -> None:
+    logits, needs = random_logits(scale), SamplingNeeds.of(REQUESTS)
+    same = 0
+    for index in range(8):
+        numbers = torch.tensor([RandomStream(r.seed).number(index) for r in REQUESTS], dtype=torch.float64)
+        there = draw(logits.to(CUDA), settings().to(CUDA), numbers.to(CUDA), needs)
+        here = draw(logits, settings(), numbers, needs)
+        same += sum(a == b for a, b in zip(tokens_of(there.cpu(), REQUESTS), tokens_of(here, REQUESTS), strict=True))
+    assert same >= 8 * len(REQUESTS) - 1, "but for a number that falls on a border"
+
+
+def test_drawing_waits_for_nothing_whatever_it_takes() -> None:
+    logits, needs = random_logits(0.01).to(CUDA), SamplingNeeds.of(REQUESTS)
+    on_device, numbers = settings().to(CUDA), torch.full((len(REQUESTS),), 0.5, dtype=torch.float64, device=CUDA)
+    draw(logits, on_device, numbers, needs)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        drawn = draw(logits, on_device, numbers, needs)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert None not in tokens_of(drawn.cpu(), REQUESTS)
