@@ -7,7 +7,10 @@ from typing import Annotated, Any
 
 import typer
 
-from cli import options as opt
+from cli.flags import option
+from decode_node.config import DecodeConfig
+from prefill_node.config import PrefillConfig
+from transfer.choices import ChecksumMode
 
 app = typer.Typer(help="Measure this project beside what it is built on.", no_args_is_help=True)
 
@@ -45,8 +48,8 @@ def transfer(
     overlap: Annotated[
         bool, typer.Option(help="Measure how long a prompt waits when it is sent while its chunks compute.")
     ] = True,
-    transfer_checksum: opt.Checksum = opt.TransferChecksum.SAMPLE,
-    ib_device: opt.IbDevice = "",
+    transfer_checksum: Annotated[ChecksumMode, option(PrefillConfig, "transfer_checksum")] = "sample",
+    ib_device: Annotated[str, option(PrefillConfig, "ib_device")] = "",
     json_path: Annotated[Path, typer.Option("--json", help="Where to write every figure.")] = Path(
         "bench-transfer.json"
     ),
@@ -84,7 +87,7 @@ def transfer(
         methods=parse_choices("--methods", methods, Group),
         overlap=overlap,
         ib_device=ib_device,
-        transfer_checksum=transfer_checksum.value,
+        transfer_checksum=transfer_checksum,
         json=json_path,
         png=png_path,
     )
@@ -144,7 +147,7 @@ def serving(
     model_path: Annotated[
         Path | None, typer.Option(help="Checkpoint to serve here; default: a tiny random one.")
     ] = None,
-    hisparse_config: opt.HiSparse = None,
+    hisparse_config: Annotated[str | None, option(DecodeConfig, "hisparse_config")] = None,
     compare_hisparse_config: Annotated[
         list[str] | None,
         typer.Option(help="Serve with this configuration too, one after the other; may be repeated."),

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
 
@@ -16,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from base.errors import StartupError
 from base.logs import configure_logging
+from base.version import VERSION
 from benchmarks.disturbance import Disturbance
 from benchmarks.machine import Machine, this_machine
 from benchmarks.plotting import check_installed
@@ -28,7 +28,7 @@ from benchmarks.transfer.plot import write_png
 from benchmarks.transfer.report import Report, document, print_report, write_json
 from benchmarks.transfer.target import listen
 from benchmarks.transfer.workbench import Workbench
-from transfer.checksum import ChecksumMode
+from transfer.choices import ChecksumMode
 
 Role = Literal["both", "target", "initiator"]
 
@@ -83,9 +83,9 @@ def _measure(config: TransferBench) -> Report:
     cases = config.sweep.cases(config.quick)
     disturbance = Disturbance()
     with _target(config) as link:
-        welcome = link.ask(wire.Hello(version=version("hisparse-pd")), wire.Welcome)
-        if welcome.version != version("hisparse-pd"):
-            raise StartupError(f"the target is hisparse-pd {welcome.version}, this is {version('hisparse-pd')}")
+        welcome = link.ask(wire.Hello(version=VERSION), wire.Welcome)
+        if welcome.version != VERSION:
+            raise StartupError(f"the target is hisparse-pd {welcome.version}, this is {VERSION}")
         plan = Plan(
             cases,
             rounds=config.rounds or (_QUICK_ROUNDS if config.quick else _ROUNDS),

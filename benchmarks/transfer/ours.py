@@ -22,7 +22,7 @@ from prefill_node.progress import ForwardProgress
 from prefill_node.ring import SendBuffer, SendRings
 from prefill_node.sender import Sender, Surroundings
 from prefill_node.source import HostSource
-from transfer.checksum import ChecksumMode
+from transfer.choices import ChecksumMode
 from transfer.copy_runs import stream_runs
 from transfer.planner import NO_LIMIT, Descriptors
 from transfer.routes import Transports
