@@ -1,14 +1,18 @@
 """What a field of a configuration says of the flag that sets it."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
 class Flag:
     """Metadata of a dataclass field, as in `port: Annotated[int, Flag("HTTP port.", max=65535)] = 8000`.
 
-    The flag is called as the field is unless `name` says otherwise. `min` and `max` may be reached. `env` is an
-    environment variable that is read where the flag is not given. `case_sensitive`: of the choices of a Literal.
+    A field that is a tuple is a flag that may be repeated. help: what the flag does. name: the flag, where it is not
+    called as the field. min, max: bounds, which may be reached. env: an environment variable that stands for the flag.
+    case_sensitive: of the choices of a Literal. positional: the words that belong to no flag. read: makes the value of
+    the flag's name and of the words that it was given, for tuples of something else than words.
     """
 
     help: str
@@ -18,3 +22,5 @@ class Flag:
     max: float | None = None
     env: str | None = None
     case_sensitive: bool = True
+    positional: bool = False
+    read: Callable[[str, Sequence[str] | None], Any] | None = None

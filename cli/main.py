@@ -5,7 +5,6 @@ Commands import what they run only when they run it, so that --help is quick and
 
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,7 +16,7 @@ from typer.core import TyperGroup
 from base.errors import StartupError
 from base.version import VERSION
 from cli import bench, keygen, quarantine
-from cli.config import NOT_OF_SERVE, ServeConfig
+from cli.config import ServeConfig
 from cli.flags import takes_flags
 from decode_node.config import DecodeConfig
 from gateway.config import GatewayConfig
@@ -70,7 +69,7 @@ def about(
 
 
 @app.command()
-@takes_flags()
+@takes_flags
 def prefill(config: PrefillConfig) -> None:
     """Run a prefill node: prompt in, KV out."""
     from prefill_node.process import run_prefill_node
@@ -79,7 +78,7 @@ def prefill(config: PrefillConfig) -> None:
 
 
 @app.command()
-@takes_flags()
+@takes_flags
 def decode(config: DecodeConfig) -> None:
     """Run a decode node: full KV in host memory, hot buffers on the device."""
     from decode_node.process import run_decode_node
@@ -88,23 +87,21 @@ def decode(config: DecodeConfig) -> None:
 
 
 @app.command()
-@takes_flags()
+@takes_flags
 def gateway(config: GatewayConfig) -> None:
     """Run a gateway: the OpenAI HTTP API and the registry of nodes."""
-    from gateway.keys import given_keys
     from gateway.process import run_gateway
 
-    run_gateway(replace(config, api_keys=given_keys(config.api_keys)))
+    run_gateway(config)
 
 
 @app.command()
-@takes_flags(without=NOT_OF_SERVE)
+@takes_flags
 def serve(config: ServeConfig) -> None:
     """Run a gateway with prefill and decode processes on this machine."""
     from cli.serve import plan, serve_until_stopped
-    from gateway.keys import given_keys
 
-    raise typer.Exit(serve_until_stopped(plan(replace(config, api_keys=given_keys(config.api_keys)))))
+    raise typer.Exit(serve_until_stopped(plan(config)))
 
 
 @app.command("tiny-model")

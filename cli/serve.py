@@ -22,11 +22,10 @@ from typing import IO
 import httpx
 
 from base.errors import StartupError
-from cli.config import NOT_OF_SERVE, ServeConfig
+from cli.config import ServeConfig
 from cli.flags import Flags, changed_flags
 from decode_node.config import DecodeConfig
-from gateway.config import GatewayConfig
-from gateway.keys import ENVIRONMENT
+from gateway.config import API_KEYS, GatewayConfig
 from prefill_node.config import PrefillConfig
 from service.lifecycle import DRAIN_TIMEOUT_S, STOP_SIGNALS, Lifecycle, Phase
 
@@ -35,7 +34,7 @@ _TERMINATE_S = 15.0
 _POLL_S = 0.1
 _LOOPBACK = "127.0.0.1"
 _PORTS = range(20000, 32000)
-_NOT_OF_NODES = NOT_OF_SERVE | {"host", "insecure"}
+_NOT_OF_NODES = frozenset({"host", "insecure"})
 """Nodes stay on the loopback interface."""
 _claims: deque[socket.socket] = deque(maxlen=64)
 """Names of the ports that this process chose last, held until whoever is to listen there has had time to."""
@@ -71,7 +70,7 @@ class ServePlan:
         # Only clients may come from elsewhere.
         gateway |= {"--control-host": _LOOPBACK, "--control-port": control_port}
         # Not on its command line, which anyone can see, and for no other process.
-        keys = {ENVIRONMENT: " ".join(self.api_keys)} if self.api_keys else {}
+        keys = {API_KEYS: " ".join(self.api_keys)} if self.api_keys else {}
         children = [Child("gateway", ["gateway", *arguments(gateway)], self.port, keys)]
         devices = itertools.cycle(self.devices)
         for role, count, flags in (
@@ -109,7 +108,7 @@ def plan(config: ServeConfig) -> ServePlan:
         num_prefill=config.prefill_nodes,
         num_decode=config.decode_nodes,
         # Keys travel in the environment.
-        gateway_flags=changed_flags(GatewayConfig, config, without={*NOT_OF_SERVE, "api_keys"}),
+        gateway_flags=changed_flags(GatewayConfig, config, without={"api_keys"}),
         prefill_flags=changed_flags(PrefillConfig, config, without=_NOT_OF_NODES),
         decode_flags=changed_flags(DecodeConfig, config, without=_NOT_OF_NODES),
         devices=devices_for(config.device, config.prefill_nodes + config.decode_nodes, config.mem_fraction_static),
@@ -198,7 +197,7 @@ def processes(plan: list[Child], log: IO[bytes] | None = None) -> Iterator[dict[
 
     `log` takes their output; by default it goes where this process's goes.
     """
-    public = {name: value for name, value in os.environ.items() if name != ENVIRONMENT}
+    public = {name: value for name, value in os.environ.items() if name != API_KEYS}
     children: dict[str, subprocess.Popen[bytes]] = {}
     try:
         for child in plan:

@@ -6,6 +6,11 @@ from typing import Annotated
 from base.flags import Flag
 from service.config import ControlPort, NodeConfig, Port
 
+HiSparseJson = Annotated[
+    str | None,
+    Flag("JSON: device_buffer_size, top_k, host_to_device_ratio or host_pool_gib, swap_in_block_size."),
+]
+
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeConfig(NodeConfig):
@@ -13,10 +18,7 @@ class DecodeConfig(NodeConfig):
 
     port: Port = 8020
     control_port: ControlPort = 8021
-    hisparse_config: Annotated[
-        str | None,
-        Flag("JSON: device_buffer_size, top_k, host_to_device_ratio or host_pool_gib, swap_in_block_size."),
-    ] = None
+    hisparse_config: HiSparseJson = None
     max_running_requests: Annotated[int, Flag("Requests that decode at a time.", min=1)] = 32
     max_device_slots: Annotated[int | None, Flag("Hot-buffer slots in device memory; default: from memory.", min=1)] = (
         None

@@ -1,11 +1,33 @@
 """How a gateway is configured."""
 
+import os
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
+from base.errors import StartupError
 from base.flags import Flag
 from service.config import ControlPort, Port, ProcessConfig
+
+API_KEYS = "HISPARSE_PD_API_KEY"
+"""The environment variable that has the keys of clients."""
+
+
+def given_keys(flag: str, words: Sequence[str] | None) -> tuple[str, ...]:
+    """The keys of --api-key or, without it, of the environment, separated there by white space or commas.
+
+    Raises StartupError if the environment has the variable and no key in it: whoever set it means to have one.
+    """
+    if words:
+        return tuple(words)
+    if API_KEYS not in os.environ:
+        return ()
+    keys = tuple(key for key in re.split(r"[\s,]+", os.environ[API_KEYS]) if key)
+    if not keys:
+        raise StartupError(f"{API_KEYS} is set and holds no key; unset it to serve without authentication")
+    return keys
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +45,7 @@ class GatewayConfig(ProcessConfig):
             "Key that clients must present; may be repeated. Better in the environment, HISPARSE_PD_API_KEY, or a "
             "file: a command line is public until the process has started.",
             name="--api-key",
+            read=given_keys,
         ),
     ] = field(default=(), repr=False)
     api_key_file: Annotated[

@@ -12,6 +12,7 @@ from service.lifecycle import DRAIN_TIMEOUT_S
 from transfer.choices import TransferProtocol
 
 Port = Annotated[int, Flag("HTTP port; 0 takes a free one.", min=0, max=65535)]
+IbDevice = Annotated[str, Flag("RDMA devices to use, comma-separated; default: all.")]
 ControlPort = Annotated[int, Flag("ZeroMQ port; 0 takes a free one.", min=0, max=65535)]
 
 
@@ -88,7 +89,7 @@ class NodeConfig(ProcessConfig):
     transfer_ports: Annotated[
         str, Flag("MIN-MAX: ports for Mooncake, two per engine, on every interface; see docs/operations.md.")
     ] = "15000-16999"
-    ib_device: Annotated[str, Flag("RDMA devices to use, comma-separated; default: all.")] = ""
+    ib_device: IbDevice = ""
 
     @property
     def data_host(self) -> str:

@@ -5,9 +5,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Literal
 
 from pydantic import TypeAdapter
 from rich.console import Console
@@ -18,52 +15,21 @@ from base.logs import configure_logging
 from base.version import VERSION
 from benchmarks.disturbance import Disturbance
 from benchmarks.machine import Machine, this_machine
-from benchmarks.plotting import check_installed
 from benchmarks.transfer import nixl_agent, wire
-from benchmarks.transfer.cases import Case, Protocol, Sweep
+from benchmarks.transfer.cases import Case, Protocol
+from benchmarks.transfer.config import TransferBench
+from benchmarks.transfer.groups import Group
 from benchmarks.transfer.initiator import Initiator, Plan
-from benchmarks.transfer.methods import Group
 from benchmarks.transfer.overlap import Overlap, measure_overlap
 from benchmarks.transfer.plot import write_png
 from benchmarks.transfer.report import Report, document, print_report, write_json
 from benchmarks.transfer.target import listen
 from benchmarks.transfer.workbench import Workbench
-from transfer.choices import ChecksumMode
-
-Role = Literal["both", "target", "initiator"]
 
 _QUICK_ROUNDS, _QUICK_SLOW_S = 3, 0.3
 _ROUNDS, _SLOW_S = 15, 2.0
 _LET_GO_S = 5.0
 _WIDTH = 120
-
-
-@dataclass(frozen=True, kw_only=True)
-class TransferBench:
-    """Each field is the flag of the same name. target: where an initiator finds its own. methods: empty for all."""
-
-    role: Role = "both"
-    target: str | None = None
-    host: str = "127.0.0.1"
-    port: int = 0
-    sweep: Sweep = field(default_factory=Sweep)
-    rounds: int | None = None
-    quick: bool = False
-    methods: tuple[Group, ...] = ()
-    overlap: bool = True
-    ib_device: str = ""
-    transfer_checksum: ChecksumMode = "sample"
-    json: Path = Path("bench-transfer.json")
-    png: Path = Path("bench-transfer.png")
-
-    def check(self) -> None:
-        """Raises StartupError for options that contradict each other."""
-        if self.role == "initiator" and self.target is None:
-            raise StartupError("--role initiator needs --target HOST:PORT, as `--role target` prints it")
-        if self.role != "initiator" and self.target is not None:
-            raise StartupError(f"--target is for --role initiator, not for --role {self.role}")
-        if self.role != "target":
-            check_installed()
 
 
 def run_transfer_bench(config: TransferBench) -> None:

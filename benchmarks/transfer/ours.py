@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from benchmarks.transfer.cases import Case, Protocol
-from benchmarks.transfer.methods import Group, MethodFailed, Run
+from benchmarks.transfer.groups import Group
+from benchmarks.transfer.methods import MethodFailed, Run
 from benchmarks.transfer.placement import Placement, Request
 from benchmarks.transfer.pools import buffers_of, layout
 from control.messages import BufferInfo, Destination, ModelIdentity, Peer, SharedMemory, Transport
