@@ -25,7 +25,7 @@ from base.errors import StartupError
 from cli.config import ServeConfig
 from cli.flags import Flags, changed_flags
 from decode_node.config import DecodeConfig
-from gateway.config import API_KEYS, GatewayConfig
+from gateway.config import API_KEYS_VARIABLE, GatewayConfig
 from prefill_node.config import PrefillConfig
 from service.lifecycle import DRAIN_TIMEOUT_S, STOP_SIGNALS, Lifecycle, Phase
 
@@ -70,7 +70,7 @@ class ServePlan:
         # Only clients may come from elsewhere.
         gateway |= {"--control-host": _LOOPBACK, "--control-port": control_port}
         # Not on its command line, which anyone can see, and for no other process.
-        keys = {API_KEYS: " ".join(self.api_keys)} if self.api_keys else {}
+        keys = {API_KEYS_VARIABLE: " ".join(self.api_keys)} if self.api_keys else {}
         children = [Child("gateway", ["gateway", *arguments(gateway)], self.port, keys)]
         devices = itertools.cycle(self.devices)
         for role, count, flags in (
@@ -197,7 +197,7 @@ def processes(plan: list[Child], log: IO[bytes] | None = None) -> Iterator[dict[
 
     `log` takes their output; by default it goes where this process's goes.
     """
-    public = {name: value for name, value in os.environ.items() if name != API_KEYS}
+    public = {name: value for name, value in os.environ.items() if name != API_KEYS_VARIABLE}
     children: dict[str, subprocess.Popen[bytes]] = {}
     try:
         for child in plan:

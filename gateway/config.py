@@ -11,7 +11,7 @@ from base.errors import StartupError
 from base.flags import Flag
 from service.config import ControlPort, Port, ProcessConfig
 
-API_KEYS = "HISPARSE_PD_API_KEY"
+API_KEYS_VARIABLE = "HISPARSE_PD_API_KEY"
 """The environment variable that has the keys of clients."""
 
 
@@ -22,11 +22,11 @@ def given_keys(flag: str, words: Sequence[str] | None) -> tuple[str, ...]:
     """
     if words:
         return tuple(words)
-    if API_KEYS not in os.environ:
+    if API_KEYS_VARIABLE not in os.environ:
         return ()
-    keys = tuple(key for key in re.split(r"[\s,]+", os.environ[API_KEYS]) if key)
+    keys = tuple(key for key in re.split(r"[\s,]+", os.environ[API_KEYS_VARIABLE]) if key)
     if not keys:
-        raise StartupError(f"{API_KEYS} is set and holds no key; unset it to serve without authentication")
+        raise StartupError(f"{API_KEYS_VARIABLE} is set and holds no key; unset it to serve without authentication")
     return keys
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from base.errors import StartupError
-from gateway.config import API_KEYS
+from gateway.config import API_KEYS_VARIABLE
 from service.watched import WatchedFiles
 
 _WORLD_READABLE = 0o004
@@ -21,7 +21,7 @@ class ApiKeys:
     """
 
     def __init__(self, keys: Sequence[str], file: Path | None) -> None:
-        self._fixed = [_digest(_checked(key, f"--api-key or {API_KEYS}").encode()) for key in keys]
+        self._fixed = [_digest(_checked(key, f"--api-key or {API_KEYS_VARIABLE}").encode()) for key in keys]
         self._file = None if file is None else WatchedFiles((file,), lambda: _read(file))
 
     def __len__(self) -> int:
