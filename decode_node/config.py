@@ -20,9 +20,10 @@ class DecodeConfig(NodeConfig):
     control_port: ControlPort = 8021
     hisparse_config: HiSparseJson = None
     max_running_requests: Annotated[int, Flag("Requests that decode at a time.", min=1)] = 32
-    max_device_slots: Annotated[int | None, Flag("Hot-buffer slots in device memory; default: from memory.", min=1)] = (
-        None
-    )
+    max_device_slots: Annotated[
+        int | None,
+        Flag("Hot-buffer slots in device memory; default: from memory.", min=1),
+    ] = None
     max_queued_requests: Annotated[int, Flag("Requests that may wait; beyond it clients get 429.", min=1)] = 256
     prefill_retries: Annotated[int, Flag("Further prefill attempts after a failed one.", min=0)] = 2
     prefill_timeout: Annotated[

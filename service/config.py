@@ -12,8 +12,8 @@ from service.lifecycle import DRAIN_TIMEOUT_S
 from transfer.choices import TransferProtocol
 
 Port = Annotated[int, Flag("HTTP port; 0 takes a free one.", min=0, max=65535)]
-IbDevice = Annotated[str, Flag("RDMA devices to use, comma-separated; default: all.")]
 ControlPort = Annotated[int, Flag("ZeroMQ port; 0 takes a free one.", min=0, max=65535)]
+IbDevice = Annotated[str, Flag("RDMA devices to use, comma-separated; default: all.")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,9 +24,10 @@ class ProcessConfig:
     host: Annotated[str, Flag("Address to bind HTTP and ZeroMQ to.")] = "127.0.0.1"
     port: Port = 0
     control_port: ControlPort = 0
-    advertise_host: Annotated[str | None, Flag("Address that other processes reach this one at; default: --host.")] = (
-        None
-    )
+    advertise_host: Annotated[
+        str | None,
+        Flag("Address that other processes reach this one at; default: --host."),
+    ] = None
     key_dir: Annotated[
         Path | None,
         Flag("Keys by which processes know each other; `hisparse-pd keygen`.", env="HISPARSE_PD_KEY_DIR"),
@@ -64,9 +65,10 @@ class NodeConfig(ProcessConfig):
         ),
     ] = ()
     device: Annotated[str, Flag("cpu, cuda or cuda:N; with `serve`, cuda is a GPU for each node.")] = "cpu"
-    dtype: Annotated[Literal["auto", "float32", "bfloat16"], Flag("Weights and KV; auto is the checkpoint's own.")] = (
-        "auto"
-    )
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"],
+        Flag("Weights and KV; auto is the checkpoint's own."),
+    ] = "auto"
     attention_backend: Annotated[
         Literal["auto", "triton", "torch"],
         Flag("What computes attention and its selections; auto: triton for bfloat16 on CUDA, else torch."),
@@ -76,9 +78,10 @@ class NodeConfig(ProcessConfig):
         Flag("Part of the free device memory that pools may take; default 0.8 on CUDA, 0.1 on CPU."),
     ] = None
     chunked_prefill_size: Annotated[int, Flag("Prompt tokens computed in one forward pass.", min=1)] = 2048
-    page_size: Annotated[int, Flag("Tokens per page of the prefill pool, or of a decode node's index keys.", min=1)] = (
-        64
-    )
+    page_size: Annotated[
+        int,
+        Flag("Tokens per page of the prefill pool, or of a decode node's index keys.", min=1),
+    ] = 64
     transfer_protocol: Annotated[
         TransferProtocol,
         Flag("auto: shared memory where the decode node's pool can be mapped, RDMA where both have it, else TCP."),

@@ -55,9 +55,10 @@ class ServingBench:
     vocab_size: Annotated[
         int | None, Flag("Token ids to draw from; default: the checkpoint's, 256 with --base-url.", min=1)
     ] = None
-    prompts: Annotated[Path | None, Flag('JSONL file of prompts instead: {"prompt": ..., "output_tokens": ...}.')] = (
-        None
-    )
+    prompts: Annotated[
+        Path | None,
+        Flag('JSONL file of prompts instead: {"prompt": ..., "output_tokens": ...}.'),
+    ] = None
     seed: Annotated[int, Flag("Seed of prompts and arrivals.", min=0)] = 0
     concurrency: Annotated[
         tuple[int, ...], swept("Clients that wait for their answers; default 1,4,16.", parse_numbers)
