@@ -6,10 +6,8 @@ from typing import Literal
 
 import structlog
 
-LogFormat = Literal["text", "json"]
 
-
-def configure_logging(level: str, fmt: LogFormat, process: str) -> None:
+def configure_logging(level: str, fmt: Literal["text", "json"], process: str) -> None:
     """Send structlog, the standard library's loggers and warnings to standard error, each line naming its process.
 
     Libraries whose loggers are to be heard must have been imported: they set them up then.

@@ -1,12 +1,18 @@
 """Flags that take several values: repeated, or separated by commas."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from base.errors import StartupError
+from base.flags import Flag
 
 Choice = TypeVar("Choice", bound=StrEnum)
+
+
+def swept(help_text: str, read: Callable[[str, Sequence[str] | None], Any]) -> Flag:
+    """A flag that takes several values, which `read` makes of its name and words."""
+    return Flag(f"{help_text} Several: repeat it or separate them by commas.", read=read)
 
 
 def parse_numbers(option: str, words: Sequence[str] | None) -> tuple[int, ...]:

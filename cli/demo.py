@@ -18,7 +18,8 @@ from rich.console import Console
 from rich.table import Table
 
 from base.errors import StartupError
-from cli.serve import ServePlan, free_port, processes, wait_ready
+from cli.config import ServeConfig
+from cli.serve import free_port, plan, processes, wait_ready
 
 PROMPT_TOKENS = 1500
 NEW_TOKENS = 96
@@ -68,20 +69,15 @@ def run(console: Console, directory: Path) -> int:
     write_tiny_checkpoint(model, "deepseek_v32", seed=1, index_topk=INDEX_TOPK)
     console.print(f"checkpoint: {model} (deepseek_v32, random weights, index top-k {INDEX_TOPK})")
 
-    plan = ServePlan(
-        host="127.0.0.1",
+    config = ServeConfig(
+        model_path=model,
+        served_model_name=MODEL,
         port=free_port(),
-        num_prefill=1,
-        num_decode=1,
-        gateway_flags={"--model-path": model, "--served-model-name": MODEL},
-        prefill_flags={"--model-path": model, "--transfer-protocol": "tcp", "--chunked-prefill-size": 512},
-        decode_flags={
-            "--model-path": model,
-            "--transfer-protocol": "tcp",
-            "--hisparse-config": json.dumps({"device_buffer_size": HOT_BUFFER}),
-        },
+        transfer_protocol="tcp",
+        chunked_prefill_size=512,
+        hisparse_config=json.dumps({"device_buffer_size": HOT_BUFFER}),
     )
-    children = plan.children()
+    children = plan(config).children()
     urls = {child.name: f"http://127.0.0.1:{child.http_port}" for child in children}
     log_path = directory / "log"
     with log_path.open("wb") as log, processes(children, log=log) as running:

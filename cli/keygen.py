@@ -5,8 +5,6 @@ from typing import Annotated
 
 import typer
 
-from control.keys import generate, generate_node
-
 
 def keygen(
     directory: Annotated[Path, typer.Argument(help="Where to write the keys; made if it is not there.")],
@@ -16,6 +14,8 @@ def keygen(
     ] = None,
 ) -> None:
     """Make the keys of a cluster, or with --node further ones for single nodes. Nothing is ever overwritten."""
+    from control.keys import generate, generate_node
+
     if not node:
         generate(directory)
         typer.echo(f"keys in {directory}: give it to every process as --key-dir")

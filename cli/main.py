@@ -4,27 +4,42 @@ Commands import what they run only when they run it, so that --help is quick and
 """
 
 import sys
-from collections.abc import Mapping, Sequence
-from enum import Enum
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal
 
 import typer
 from setproctitle import setproctitle
+from typer.core import TyperGroup
 
 from base.errors import ProcessFailed, StartupError
+from base.version import VERSION
 from cli import bench, keygen, quarantine
-from cli import options as opt
+from cli.config import ServeConfig
+from cli.flags import takes_flags
+from decode_node.config import DecodeConfig
+from gateway.config import GatewayConfig
+from prefill_node.config import PrefillConfig
 from service.descriptors import raise_file_limit
-from service.lifecycle import DRAIN_TIMEOUT_S, end_on_sigterm_until_served
-
-Config = TypeVar("Config")
+from service.lifecycle import end_on_sigterm_until_served
 
 _SECRET_FLAGS = ("--api-key",)
 
+
+class Commands(TyperGroup):
+    """The group of all commands. A value that a flag does not take stops the start in one line."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command that the words name. Raises StartupError if a value is refused, or a flag is missing."""
+        try:
+            return super().invoke(ctx)
+        except typer.BadParameter as error:
+            raise StartupError(_refusal(error)) from error
+
+
 app = typer.Typer(
-    help="Prefill/decode disaggregation with direct-to-DRAM KV transfer and HiSparse decoding.",
+    cls=Commands,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -35,257 +50,64 @@ app.command()(keygen.keygen)
 app.add_typer(bench.app, name="bench")
 
 
-@app.command()
-def prefill(
-    model_path: opt.ModelPath,
-    gateways: opt.Gateways = None,
-    host: opt.Host = "127.0.0.1",
-    port: opt.Port = 8010,
-    control_port: opt.ControlPort = 8011,
-    advertise_host: opt.AdvertiseHost = None,
-    key_dir: opt.KeyDir = None,
-    insecure: opt.Insecure = False,
-    device: opt.Device = "cpu",
-    dtype: opt.DtypeOption = opt.Dtype.AUTO,
-    attention_backend: opt.AttentionBackendOption = opt.AttentionBackend.AUTO,
-    context_length: opt.ContextLength = None,
-    page_size: opt.PageSize = 64,
-    chunked_prefill_size: opt.ChunkedPrefillSize = 2048,
-    max_total_tokens: opt.MaxTotalTokens = None,
-    mem_fraction_static: opt.MemFractionStatic = None,
-    transfer_protocol: opt.Protocol = opt.TransferProtocol.AUTO,
-    transfer_checksum: opt.Checksum = opt.TransferChecksum.SAMPLE,
-    transfer_timeout: opt.TransferTimeout = 60.0,
-    transfer_host: opt.TransferHost = None,
-    transfer_ports: opt.TransferPorts = "15000-16999",
-    ib_device: opt.IbDevice = "",
-    drain_timeout: opt.DrainTimeout = DRAIN_TIMEOUT_S,
-    log_level: opt.LogLevelOption = opt.LogLevel.INFO,
-    log_format: opt.LogFormatOption = opt.LogFormat.TEXT,
+def show_version(wanted: bool) -> None:
+    """Print the version, with that of the protocol between processes, and end."""
+    if wanted:
+        from control.codec import PROTOCOL_VERSION
+
+        typer.echo(f"hisparse-pd {VERSION}, wire protocol {PROTOCOL_VERSION}")
+        raise typer.Exit
+
+
+@app.callback()
+def about(
+    version: Annotated[
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
 ) -> None:
+    """Prefill/decode disaggregation with direct-to-DRAM KV transfer and HiSparse decoding."""
+
+
+@app.command()
+@takes_flags
+def prefill(config: PrefillConfig) -> None:
     """Run a prefill node: prompt in, KV out."""
-    flags = dict(locals())
-    from prefill_node.process import PrefillConfig, run_prefill_node
+    from prefill_node.process import run_prefill_node
 
-    run_prefill_node(configured(PrefillConfig, flags))
+    run_prefill_node(config)
 
 
 @app.command()
-def decode(
-    model_path: opt.ModelPath,
-    gateways: opt.Gateways = None,
-    host: opt.Host = "127.0.0.1",
-    port: opt.Port = 8020,
-    control_port: opt.ControlPort = 8021,
-    advertise_host: opt.AdvertiseHost = None,
-    key_dir: opt.KeyDir = None,
-    insecure: opt.Insecure = False,
-    device: opt.Device = "cpu",
-    dtype: opt.DtypeOption = opt.Dtype.AUTO,
-    attention_backend: opt.AttentionBackendOption = opt.AttentionBackend.AUTO,
-    context_length: opt.ContextLength = None,
-    hisparse_config: opt.HiSparse = None,
-    max_running_requests: opt.MaxRunningRequests = 32,
-    max_device_slots: opt.MaxDeviceSlots = None,
-    max_queued_requests: opt.MaxQueuedRequests = 256,
-    prefill_retries: opt.PrefillRetries = 2,
-    prefill_timeout: opt.PrefillTimeout = 120.0,
-    allow_local_prefill: opt.AllowLocalPrefill = False,
-    chunked_prefill_size: opt.ChunkedPrefillSize = 2048,
-    page_size: opt.PageSize = 64,
-    mem_fraction_static: opt.MemFractionStatic = None,
-    transfer_protocol: opt.Protocol = opt.TransferProtocol.AUTO,
-    transfer_host: opt.TransferHost = None,
-    transfer_ports: opt.TransferPorts = "15000-16999",
-    ib_device: opt.IbDevice = "",
-    debug_verify_swap_in: opt.DebugVerifySwapIn = False,
-    disable_cuda_graph: opt.DisableCudaGraph = False,
-    drain_timeout: opt.DrainTimeout = DRAIN_TIMEOUT_S,
-    log_level: opt.LogLevelOption = opt.LogLevel.INFO,
-    log_format: opt.LogFormatOption = opt.LogFormat.TEXT,
-) -> None:
+@takes_flags
+def decode(config: DecodeConfig) -> None:
     """Run a decode node: full KV in host memory, hot buffers on the device."""
-    flags = dict(locals())
-    from decode_node.process import DecodeConfig, run_decode_node
+    from decode_node.process import run_decode_node
 
-    run_decode_node(configured(DecodeConfig, flags))
+    run_decode_node(config)
 
 
 @app.command()
-def gateway(
-    model_path: opt.ModelPath,
-    served_model_name: opt.ServedModelName = None,
-    host: opt.Host = "127.0.0.1",
-    port: opt.Port = 8000,
-    control_host: opt.ControlHost = None,
-    control_port: opt.ControlPort = 8001,
-    advertise_host: opt.AdvertiseHost = None,
-    key_dir: opt.KeyDir = None,
-    insecure: opt.Insecure = False,
-    context_length: opt.ContextLength = None,
-    request_timeout: opt.RequestTimeout = 600.0,
-    api_key: opt.ApiKeyOption = None,
-    api_key_file: opt.ApiKeyFile = None,
-    ssl_certfile: opt.SslCertfile = None,
-    ssl_keyfile: opt.SslKeyfile = None,
-    max_body_mib: opt.MaxBodyMib = None,
-    max_total_body_mib: opt.MaxTotalBodyMib = 128,
-    max_concurrent_requests: opt.MaxConcurrentRequests = 1024,
-    header_timeout: opt.HeaderTimeout = 10.0,
-    drain_timeout: opt.DrainTimeout = DRAIN_TIMEOUT_S,
-    log_level: opt.LogLevelOption = opt.LogLevel.INFO,
-    log_format: opt.LogFormatOption = opt.LogFormat.TEXT,
-) -> None:
+@takes_flags
+def gateway(config: GatewayConfig) -> None:
     """Run a gateway: the OpenAI HTTP API and the registry of nodes."""
-    from gateway.keys import given_keys
-    from gateway.process import GatewayConfig, run_gateway
+    from gateway.process import run_gateway
 
-    run_gateway(
-        GatewayConfig(
-            model_path=str(model_path),
-            served_model_name=served_model_name,
-            host=host,
-            port=port,
-            control_host=control_host or host,
-            control_port=control_port,
-            advertise_host=advertise_host or control_host or host,
-            key_dir=key_dir,
-            insecure=insecure,
-            context_length=context_length,
-            request_timeout=request_timeout,
-            api_keys=given_keys(api_key),
-            api_key_file=api_key_file,
-            ssl_certfile=ssl_certfile,
-            ssl_keyfile=ssl_keyfile,
-            max_body_mib=max_body_mib,
-            max_total_body_mib=max_total_body_mib,
-            max_concurrent_requests=max_concurrent_requests,
-            header_timeout=header_timeout,
-            drain_timeout=drain_timeout,
-            log_level=log_level.value,
-            log_format=log_format.value,
-        )
-    )
+    run_gateway(config)
 
 
 @app.command()
-def serve(
-    model_path: opt.ModelPath,
-    served_model_name: opt.ServedModelName = None,
-    host: opt.Host = "127.0.0.1",
-    port: opt.Port = 8000,
-    key_dir: opt.KeyDir = None,
-    insecure: opt.Insecure = False,
-    prefill_nodes: Annotated[int, typer.Option(min=0, help="Prefill processes.")] = 1,
-    decode_nodes: Annotated[int, typer.Option(min=1, help="Decode processes.")] = 1,
-    device: opt.Device = "cpu",
-    dtype: opt.DtypeOption = opt.Dtype.AUTO,
-    attention_backend: opt.AttentionBackendOption = opt.AttentionBackend.AUTO,
-    context_length: opt.ContextLength = None,
-    hisparse_config: opt.HiSparse = None,
-    max_running_requests: opt.MaxRunningRequests = 32,
-    max_device_slots: opt.MaxDeviceSlots = None,
-    max_queued_requests: opt.MaxQueuedRequests = 256,
-    prefill_retries: opt.PrefillRetries = 2,
-    prefill_timeout: opt.PrefillTimeout = 120.0,
-    allow_local_prefill: opt.AllowLocalPrefill = False,
-    page_size: opt.PageSize = 64,
-    chunked_prefill_size: opt.ChunkedPrefillSize = 2048,
-    max_total_tokens: opt.MaxTotalTokens = None,
-    mem_fraction_static: opt.MemFractionStatic = None,
-    transfer_protocol: opt.Protocol = opt.TransferProtocol.AUTO,
-    transfer_checksum: opt.Checksum = opt.TransferChecksum.SAMPLE,
-    transfer_timeout: opt.TransferTimeout = 60.0,
-    ib_device: opt.IbDevice = "",
-    disable_cuda_graph: opt.DisableCudaGraph = False,
-    request_timeout: opt.RequestTimeout = 600.0,
-    api_key: opt.ApiKeyOption = None,
-    api_key_file: opt.ApiKeyFile = None,
-    ssl_certfile: opt.SslCertfile = None,
-    ssl_keyfile: opt.SslKeyfile = None,
-    max_body_mib: opt.MaxBodyMib = None,
-    max_total_body_mib: opt.MaxTotalBodyMib = 128,
-    max_concurrent_requests: opt.MaxConcurrentRequests = 1024,
-    header_timeout: opt.HeaderTimeout = 10.0,
-    drain_timeout: opt.DrainTimeout = DRAIN_TIMEOUT_S,
-    log_level: opt.LogLevelOption = opt.LogLevel.INFO,
-    log_format: opt.LogFormatOption = opt.LogFormat.TEXT,
-) -> None:
+@takes_flags
+def serve(config: ServeConfig) -> None:
     """Run a gateway with prefill and decode processes on this machine."""
-    from cli.serve import ServePlan, devices_for, free_port, serve_until_stopped
-    from gateway.keys import given_keys
+    from cli.serve import plan, serve_until_stopped
 
-    if prefill_nodes == 0 and not allow_local_prefill:
-        raise StartupError(
-            "--prefill-nodes 0: nothing would compute prompts; give --allow-local-prefill to let decode nodes do it"
-        )
-    both = {
-        "--model-path": model_path,
-        "--key-dir": key_dir,
-        "--dtype": dtype.value,
-        "--attention-backend": attention_backend.value,
-        "--context-length": context_length,
-        "--page-size": page_size,
-        "--chunked-prefill-size": chunked_prefill_size,
-        "--mem-fraction-static": mem_fraction_static,
-        "--transfer-protocol": transfer_protocol.value,
-        "--ib-device": ib_device or None,
-        "--drain-timeout": drain_timeout,
-        "--log-level": log_level.value,
-        "--log-format": log_format.value,
-    }
-    plan = ServePlan(
-        host=host,
-        port=port or free_port(),
-        api_keys=given_keys(api_key),
-        ssl_certfile=ssl_certfile,
-        drain_timeout=drain_timeout,
-        num_prefill=prefill_nodes,
-        num_decode=decode_nodes,
-        devices=devices_for(device, prefill_nodes + decode_nodes, mem_fraction_static),
-        gateway_flags={
-            "--model-path": model_path,
-            "--served-model-name": served_model_name,
-            "--context-length": context_length,
-            "--request-timeout": request_timeout,
-            "--api-key-file": api_key_file,
-            "--ssl-certfile": ssl_certfile,
-            "--ssl-keyfile": ssl_keyfile,
-            "--max-body-mib": max_body_mib,
-            "--max-total-body-mib": max_total_body_mib,
-            "--max-concurrent-requests": max_concurrent_requests,
-            "--header-timeout": header_timeout,
-            "--drain-timeout": drain_timeout,
-            "--key-dir": key_dir,
-            "--insecure": insecure,
-            "--log-level": log_level.value,
-            "--log-format": log_format.value,
-        },
-        prefill_flags={
-            **both,
-            "--max-total-tokens": max_total_tokens,
-            "--transfer-checksum": transfer_checksum.value,
-            "--transfer-timeout": transfer_timeout,
-        },
-        decode_flags={
-            **both,
-            "--hisparse-config": hisparse_config,
-            "--max-running-requests": max_running_requests,
-            "--max-device-slots": max_device_slots,
-            "--max-queued-requests": max_queued_requests,
-            "--prefill-retries": prefill_retries,
-            "--prefill-timeout": prefill_timeout,
-            "--allow-local-prefill": allow_local_prefill,
-            "--disable-cuda-graph": disable_cuda_graph,
-        },
-    )
-    raise typer.Exit(serve_until_stopped(plan))
+    raise typer.Exit(serve_until_stopped(plan(config)))
 
 
 @app.command("tiny-model")
 def tiny_model(
     directory: Annotated[Path, typer.Argument(help="Where to write the checkpoint.")],
-    family: Annotated[opt.Family, typer.Option(help="Model family.")] = opt.Family.DEEPSEEK_V32,
+    family: Annotated[Literal["deepseek_v32", "glm_moe_dsa"], typer.Option(help="Model family.")] = "deepseek_v32",
     seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
     layers: Annotated[int, typer.Option(help="Hidden layers.")] = 4,
     hidden_size: Annotated[int, typer.Option(help="Width of the hidden states.")] = 64,
@@ -299,7 +121,7 @@ def tiny_model(
     try:
         write_tiny_checkpoint(
             directory,
-            family.value,
+            family,
             seed,
             layers=layers,
             hidden_size=hidden_size,
@@ -309,18 +131,7 @@ def tiny_model(
         )
     except ValueError as error:
         raise StartupError(f"tiny-model: {error}") from error
-    typer.echo(f"{directory}: a {family.value} checkpoint of random weights")
-
-
-def configured(kind: type[Config], flags: Mapping[str, Any]) -> Config:
-    """The configuration whose fields are named as the flags: choices as their values, repeated flags as tuples."""
-
-    def plain(name: str, value: Any) -> Any:
-        if name == "gateways":
-            return tuple(value or ())
-        return value.value if isinstance(value, Enum) else value
-
-    return kind(**{name: plain(name, value) for name, value in flags.items()})
+    typer.echo(f"{directory}: a {family} checkpoint of random weights")
 
 
 def title(words: Sequence[str]) -> str:
@@ -346,6 +157,18 @@ def main(args: list[str] | None = None) -> None:
     except ProcessFailed as error:
         typer.echo(f"error: {error}", err=True)
         sys.exit(1)
+
+
+def _refusal(error: typer.BadParameter) -> str:
+    """Flag, value, and why it is refused."""
+    from pydantic import ValidationError
+
+    reason = error.__cause__
+    if error.param is None or not isinstance(reason, ValidationError):
+        return error.format_message()
+    first = reason.errors()[0]
+    message = first["msg"].removeprefix("Value error, ")
+    return f"{error.param.opts[0]} {first['input']}: {message[0].lower()}{message[1:]}"
 
 
 if __name__ == "__main__":

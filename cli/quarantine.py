@@ -1,27 +1,42 @@
 """`hisparse-pd quarantine`: what a decode node keeps from prefill nodes that do not answer, and how to free it."""
 
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
-from pydantic import BaseModel, ValidationError
 
 from base.errors import StartupError
-from control.keys import load_token
 
 if TYPE_CHECKING:
     import httpx
+    from pydantic import BaseModel
     from rich.table import Table
 
-    from decode_node.quarantine import QuarantineList
+    from decode_node.quarantine import QuarantinedReservation
 
-Answer = TypeVar("Answer", bound=BaseModel)
+    Columns = Mapping[str, Callable[[QuarantinedReservation], str]]
+
+Answer = TypeVar("Answer", bound="BaseModel")
 
 _TIMEOUT_S = 15.0
 """More than a node's loop has, so that it is the node who says that it is too busy."""
 
 _UNBOUNDED = 10_000
+_RESERVATION: "Columns" = {
+    "request": lambda r: r.request_id,
+    "epoch": lambda r: str(r.epoch),
+    "slots": lambda r: str(r.slots),
+    "for": lambda r: f"{r.quarantined_s:.1f} s",
+    "free in": lambda r: "" if r.free_in_s is None else f"{r.free_in_s:.1f} s",
+}
+_WRITER: "Columns" = {
+    "prefill node": lambda r: r.writer,
+    "boot id": lambda r: r.boot_id,
+    "last heard": lambda r: "unknown" if r.last_heard_s is None else f"{r.last_heard_s:.1f} s ago",
+}
+"""Of the process that may still be writing."""
 
 app = typer.Typer(name="quarantine", no_args_is_help=True)
 
@@ -40,14 +55,13 @@ def about() -> None:
 @app.command("list")
 def list_reservations(url: Url = "http://127.0.0.1:8020", key_dir: TokenDir = None) -> None:
     """Show a decode node's quarantined reservations."""
-    from rich.console import Console
-
     from decode_node.quarantine import QuarantineList
 
     found = _ask(QuarantineList, "GET", url, "/quarantine", key_dir)
-    # Through a pipe there is no width to keep to.
-    console = Console() if sys.stdout.isatty() else Console(width=_UNBOUNDED)
-    console.print(_table(found) if found.reservations else "nothing is in quarantine")
+    if found.reservations:
+        _print(found.reservations)
+    else:
+        typer.echo("nothing is in quarantine")
 
 
 @app.command()
@@ -73,6 +87,9 @@ def _ask(
 ) -> Answer:
     """A decode node's answer. Raises StartupError with its words if it refuses, or if there is no such node."""
     import httpx
+    from pydantic import ValidationError
+
+    from control.keys import load_token
 
     headers = {} if key_dir is None else {"Authorization": f"Bearer {load_token(key_dir)}"}
     try:
@@ -97,22 +114,28 @@ def _refusal(response: "httpx.Response") -> str | None:
     return None if detail == "Not Found" or not isinstance(detail, str) else detail
 
 
-def _table(found: "QuarantineList") -> "Table":
+def _print(reservations: "Sequence[QuarantinedReservation]") -> None:
+    """On a terminal a table for each prefill process, elsewhere a line for each reservation, as wide as it is."""
+    from rich.console import Console
+
+    terminal = sys.stdout.isatty()
+    console = Console(width=None if terminal else _UNBOUNDED, highlight=False)
+    console.print(f"{sum(r.slots for r in reservations)} slots in quarantine")
+    if not terminal:
+        console.print(_table(reservations, {**_RESERVATION, **_WRITER}))
+        return
+    for boot_id in dict.fromkeys(r.boot_id for r in reservations):
+        of_process = [r for r in reservations if r.boot_id == boot_id]
+        console.print("\n" + ", ".join(f"{name} {value(of_process[0])}" for name, value in _WRITER.items()))
+        console.print(_table(of_process, _RESERVATION))
+
+
+def _table(reservations: "Sequence[QuarantinedReservation]", columns: "Columns") -> "Table":
     from rich.table import Table
 
-    table = Table(title=f"{sum(r.slots for r in found.reservations)} slots in quarantine")
-    for column in ("request", "epoch", "slots", "for", "prefill node", "boot id", "last heard", "free in"):
-        # A boot id is there to be copied.
-        table.add_column(column, overflow="fold", no_wrap=column == "boot id")
-    for r in found.reservations:
-        table.add_row(
-            r.request_id,
-            str(r.epoch),
-            str(r.slots),
-            f"{r.quarantined_s:.1f} s",
-            r.writer,
-            r.boot_id,
-            "unknown" if r.last_heard_s is None else f"{r.last_heard_s:.1f} s ago",
-            "" if r.free_in_s is None else f"{r.free_in_s:.1f} s",
-        )
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in columns:
+        table.add_column(name, overflow="fold")
+    for reservation in reservations:
+        table.add_row(*(value(reservation) for value in columns.values()))
     return table

@@ -1,10 +1,9 @@
-"""The reference tables in README.md, made from the code: every flag and every metric.
+"""The tables in docs/reference.md, made from the code: every flag and every metric.
 
 `python -m cli.reference` rewrites them in place; a test checks that they are up to date.
 """
 
 import re
-import sys
 from pathlib import Path
 
 import typer
@@ -12,7 +11,7 @@ import typer
 from base.metrics import Metrics
 from cli.main import app
 
-README = Path(__file__).parent.parent / "README.md"
+REFERENCE = Path(__file__).parent.parent / "docs" / "reference.md"
 COMMANDS = ("serve", "gateway", "prefill", "decode", "tiny-model")
 
 
@@ -51,12 +50,12 @@ def metrics_table() -> str:
 
 
 def with_tables(text: str) -> str:
-    """The README's text with both tables replaced."""
+    """The text of docs/reference.md with both tables replaced."""
     for marker, table in (("flags", flags_table()), ("metrics", metrics_table())):
         block = f"<!-- {marker} -->\n{table}\n<!-- /{marker} -->"
         text, found = re.subn(rf"<!-- {marker} -->.*?<!-- /{marker} -->", lambda _: block, text, flags=re.DOTALL)  # noqa: B023
         if not found:
-            raise ValueError(f"{README} has no place for the {marker} table")
+            raise ValueError(f"{REFERENCE} has no place for the {marker} table")
     return text
 
 
@@ -69,5 +68,4 @@ def _default(value: object) -> str:
 
 
 if __name__ == "__main__":
-    README.write_text(with_tables(README.read_text()))
-    sys.exit(0)
+    REFERENCE.write_text(with_tables(REFERENCE.read_text()))

@@ -22,7 +22,11 @@ from typing import IO
 import httpx
 
 from base.errors import StartupError
-from gateway.keys import ENVIRONMENT
+from cli.config import ServeConfig
+from cli.flags import Flags, changed_flags
+from decode_node.config import DecodeConfig
+from gateway.config import API_KEYS_VARIABLE, GatewayConfig
+from prefill_node.config import PrefillConfig
 from service.lifecycle import DRAIN_TIMEOUT_S, STOP_SIGNALS, Lifecycle, Phase
 
 _PR_SET_PDEATHSIG = 1
@@ -30,15 +34,15 @@ _TERMINATE_S = 15.0
 _POLL_S = 0.1
 _LOOPBACK = "127.0.0.1"
 _PORTS = range(20000, 32000)
+_NOT_OF_NODES = frozenset({"host", "insecure"})
+"""Nodes stay on the loopback interface."""
 _claims: deque[socket.socket] = deque(maxlen=64)
 """Names of the ports that this process chose last, held until whoever is to listen there has had time to."""
-
-Flags = Mapping[str, object]
 
 
 @dataclass(frozen=True)
 class ServePlan:
-    """What to start. Flags map a flag's name to its value; None and False leave it out, True stands for itself."""
+    """What to start, with which flags."""
 
     host: str
     port: int
@@ -66,7 +70,7 @@ class ServePlan:
         # Only clients may come from elsewhere.
         gateway |= {"--control-host": _LOOPBACK, "--control-port": control_port}
         # Not on its command line, which anyone can see, and for no other process.
-        keys = {ENVIRONMENT: " ".join(self.api_keys)} if self.api_keys else {}
+        keys = {API_KEYS_VARIABLE: " ".join(self.api_keys)} if self.api_keys else {}
         children = [Child("gateway", ["gateway", *arguments(gateway)], self.port, keys)]
         devices = itertools.cycle(self.devices)
         for role, count, flags in (
@@ -90,6 +94,28 @@ class Child:
     http_port: int
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Environment variables for this process alone."""
+
+
+def plan(config: ServeConfig) -> ServePlan:
+    """What to start for these flags. Raises StartupError where nothing would compute prompts, or GPUs are too few."""
+    if config.prefill_nodes == 0 and not config.allow_local_prefill:
+        raise StartupError(
+            "--prefill-nodes 0: nothing would compute prompts; give --allow-local-prefill to let decode nodes do it"
+        )
+    return ServePlan(
+        host=config.host,
+        port=config.port or free_port(),
+        num_prefill=config.prefill_nodes,
+        num_decode=config.decode_nodes,
+        # Keys travel in the environment.
+        gateway_flags=changed_flags(GatewayConfig, config, without={"api_keys"}),
+        prefill_flags=changed_flags(PrefillConfig, config, without=_NOT_OF_NODES),
+        decode_flags=changed_flags(DecodeConfig, config, without=_NOT_OF_NODES),
+        devices=devices_for(config.device, config.prefill_nodes + config.decode_nodes, config.mem_fraction_static),
+        drain_timeout=config.drain_timeout,
+        api_keys=config.api_keys,
+        ssl_certfile=config.ssl_certfile,
+    )
 
 
 def devices_for(device: str, num_nodes: int, mem_fraction: float | None) -> tuple[str, ...]:
@@ -171,7 +197,7 @@ def processes(plan: list[Child], log: IO[bytes] | None = None) -> Iterator[dict[
 
     `log` takes their output; by default it goes where this process's goes.
     """
-    public = {name: value for name, value in os.environ.items() if name != ENVIRONMENT}
+    public = {name: value for name, value in os.environ.items() if name != API_KEYS_VARIABLE}
     children: dict[str, subprocess.Popen[bytes]] = {}
     try:
         for child in plan:

@@ -1,7 +1,6 @@
 """A decode process: what it is made of, and in which order."""
 
 from contextlib import ExitStack
-from dataclasses import dataclass
 
 import structlog
 import torch
@@ -12,6 +11,7 @@ from base.memory import available_host_bytes, device_split, human, pool_bytes
 from control.keys import load_token
 from control.membership import Membership
 from control.messages import Heartbeat, Register
+from decode_node.config import DecodeConfig
 from decode_node.destination import buffers_of, destination_of
 from decode_node.limits import Limits
 from decode_node.local_prefill import LocalPrefill
@@ -36,38 +36,20 @@ from model.loader import load_model, read_spec
 from model.sparse_model import SparseModel
 from model.spec import ModelSpec
 from service.checkpoint import identify
-from service.config import NodeConfig
 from service.shell import NodeShell
+from service.start import check, claim_transfer_ports, use_device
 from transfer.fencing import ReservationTable
 from transfer.routes import Transports
 
 log = structlog.get_logger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class DecodeConfig(NodeConfig):
-    """A decode node's options. `page_size` is that of the index keys in device memory.
-
-    prefill_timeout: seconds without acceptance or progress after which a prefill attempt is given up.
-    """
-
-    hisparse_config: str | None = None
-    max_running_requests: int = 32
-    max_device_slots: int | None = None
-    max_queued_requests: int = 256
-    prefill_retries: int = 2
-    prefill_timeout: float = 120.0
-    allow_local_prefill: bool = False
-    debug_verify_swap_in: bool = False
-    disable_cuda_graph: bool = False
-
-
 def run_decode_node(config: DecodeConfig) -> None:
     """Serve until SIGTERM or SIGINT. Raises StartupError if it cannot start; cheap checks come first."""
     configure_logging(config.log_level, config.log_format, "decode")
-    config.check()
+    check(config)
     token = None if config.key_dir is None else load_token(config.key_dir)
-    device = config.use_device()
+    device = use_device(config.device)
     dtype = resolve_dtype(config.model_path, config.dtype)
     spec = read_spec(config.model_path, dtype, config.context_length)
     checkpoint = identify(config.model_path)
@@ -76,7 +58,7 @@ def run_decode_node(config: DecodeConfig) -> None:
     with ExitStack() as at_end:
         shell: NodeShell[Event] = NodeShell("decode", config)
         at_end.callback(shell.close)
-        ports = config.claim_transfer_ports()
+        ports = claim_transfer_ports(config)
         log.info("attention backend", backend=backend.name)
         model = load_model(config.model_path, dtype, device, config.context_length, backend)
         transports = Transports(config.data_host, config.transfer_protocol, config.ib_device, ports)

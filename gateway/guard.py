@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from gateway.errors import DRAINING, ApiError
 from gateway.keys import ApiKeys
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
+OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/version"})
 """For probes and scrapes, which carry no key. Every other path needs one, whether it exists or not."""
 
 _BUSY_RETRY_S = 1.0

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from base.errors import StartupError
+from gateway.config import API_KEYS_VARIABLE
 from service.watched import WatchedFiles
 
-ENVIRONMENT = "HISPARSE_PD_API_KEY"
 _WORLD_READABLE = 0o004
 
 
@@ -21,7 +21,7 @@ class ApiKeys:
     """
 
     def __init__(self, keys: Sequence[str], file: Path | None) -> None:
-        self._fixed = [_digest(_checked(key, f"--api-key or {ENVIRONMENT}").encode()) for key in keys]
+        self._fixed = [_digest(_checked(key, f"--api-key or {API_KEYS_VARIABLE}").encode()) for key in keys]
         self._file = None if file is None else WatchedFiles((file,), lambda: _read(file))
 
     def __len__(self) -> int:
@@ -39,21 +39,6 @@ class ApiKeys:
 
     def _digests(self) -> list[bytes]:
         return self._fixed + (self._file.get() if self._file else [])
-
-
-def given_keys(flags: Sequence[str] | None) -> tuple[str, ...]:
-    """The keys of --api-key or, without it, of the environment, separated there by white space or commas.
-
-    Raises StartupError if the environment has the variable and no key in it: whoever set it means to have one.
-    """
-    if flags:
-        return tuple(flags)
-    if ENVIRONMENT not in os.environ:
-        return ()
-    keys = tuple(key for key in re.split(r"[\s,]+", os.environ[ENVIRONMENT]) if key)
-    if not keys:
-        raise StartupError(f"{ENVIRONMENT} is set and holds no key; unset it to serve without authentication")
-    return keys
 
 
 def _read(file: Path) -> list[bytes]:

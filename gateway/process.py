@@ -3,13 +3,11 @@
 import asyncio
 import signal
 import time
-from dataclasses import dataclass, field
-from pathlib import Path
 
 import structlog
 
 from base.errors import StartupError
-from base.logs import LogFormat, configure_logging
+from base.logs import configure_logging
 from base.metrics import Metrics
 from control.keys import load_keys
 from control.messages import (
@@ -25,6 +23,7 @@ from control.messages import (
 )
 from control.plane import ControlPlane
 from gateway.completer import Completer
+from gateway.config import GatewayConfig
 from gateway.errors import ApiError, draining, unavailable
 from gateway.generation import DecodeClient
 from gateway.guard import Guard, RequestLimits
@@ -36,7 +35,7 @@ from service.connection import ConnectionLimits
 from service.descriptors import raise_file_limit
 from service.exposure import check_clients, check_processes
 from service.http_server import HttpServer
-from service.lifecycle import DRAIN_TIMEOUT_S, STOP_SIGNALS, Lifecycle, Phase
+from service.lifecycle import STOP_SIGNALS, Lifecycle, Phase
 from service.status import bind_http, status_router
 from service.tls import server_tls
 
@@ -52,37 +51,6 @@ _OTHER_FILES = 256
 """File descriptors that are not for clients: the nodes' sockets, logs, code that is still to be imported."""
 _BODY_BYTES_PER_TOKEN = 16
 """A token takes about 8 as an id in JSON, 4 as English text, and up to 12 as text that JSON escapes."""
-
-
-@dataclass(frozen=True)
-class GatewayConfig:
-    """How one gateway runs. `context_length` None means the checkpoint's own; port 0 means any free port."""
-
-    model_path: str
-    served_model_name: str | None = None
-    """The name that clients use; None means `model_path`."""
-    host: str = "127.0.0.1"
-    port: int = 8000
-    control_host: str = "127.0.0.1"
-    control_port: int = 0
-    advertise_host: str = "127.0.0.1"
-    context_length: int | None = None
-    request_timeout: float = 600.0
-    key_dir: Path | None = None
-    insecure: bool = False
-    api_keys: tuple[str, ...] = field(default=(), repr=False)
-    api_key_file: Path | None = None
-    """Keys that clients must present, with `api_keys`. Neither: no authentication."""
-    ssl_certfile: Path | None = None
-    ssl_keyfile: Path | None = None
-    max_body_mib: int | None = None
-    """None: 16 bytes for each token of the context, at least 1 MiB."""
-    max_total_body_mib: int = 128
-    max_concurrent_requests: int = 1024
-    header_timeout: float = 10.0
-    drain_timeout: float = DRAIN_TIMEOUT_S
-    log_level: str = "info"
-    log_format: LogFormat = "text"
 
 
 def run_gateway(config: GatewayConfig) -> None:
@@ -109,18 +77,18 @@ class Gateway:
         tls = server_tls(config.ssl_certfile, config.ssl_keyfile)
         self.lifecycle = Lifecycle(config.drain_timeout)
         check_clients(config.host, keys is not None, config.insecure)
-        check_processes("--control-host", config.control_host, config.key_dir, config.insecure)
+        check_processes("--control-host", config.bound_control_host, config.key_dir, config.insecure)
         self._listener = bind_http(config.host, config.port)
         try:
-            tokenizer = CheckpointTokenizer(config.model_path)
+            tokenizer = CheckpointTokenizer(str(config.model_path))
             context_length = _context_length(config, tokenizer)
             limits = _request_limits(config, context_length)
             self.registry = NodeRegistry(tokenizer.identity)
             self.control = ControlPlane(
                 "gateway",
-                config.control_host,
+                config.bound_control_host,
                 config.control_port,
-                config.advertise_host,
+                config.advertised_host,
                 self._hand_over,
                 keys=None if config.key_dir is None else load_keys(config.key_dir, "gateway"),
             )
@@ -135,8 +103,7 @@ class Gateway:
         self._completer = Completer(
             tokenizer, self._client, self.registry, self.metrics, context_length, config.request_timeout
         )
-        model = config.served_model_name or config.model_path
-        app = OpenAiServer(self._completer, self._refusal, model).app()
+        app = OpenAiServer(self._completer, self._refusal, config.model_name).app()
         app.include_router(status_router(self.metrics, self._missing, self._refresh))
         self._guard = Guard(app, keys, limits, self.metrics.http_refused)
         self._http = HttpServer(
@@ -152,7 +119,7 @@ class Gateway:
             "tls": tls is not None,
             "api_keys": 0 if keys is None else len(keys),
             "control": self.control.me.address,
-            "model": model,
+            "model": config.model_name,
             "context_length": context_length,
             "vocab_size": tokenizer.vocab_size,
             "chat": tokenizer.has_chat_template,

@@ -2,6 +2,10 @@
 
 import json
 from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from typing_extensions import TypedDict  # pydantic takes the one of typing from Python 3.12 on
 
 from base.errors import StartupError
 from hisparse.residency import MAX_DEVICE_BUFFER_SIZE
@@ -25,28 +29,42 @@ class HiSparseConfig:
     swap_in_block_size: int | None = None
 
     def __post_init__(self) -> None:
-        if self.top_k < 1:
-            raise StartupError(f"hisparse-config: top_k must be at least 1, found {self.top_k}")
-        if not self.top_k <= self.device_buffer_size <= MAX_DEVICE_BUFFER_SIZE:
+        if not 1 <= self.top_k <= self.device_buffer_size <= MAX_DEVICE_BUFFER_SIZE:
             raise StartupError(
                 f"hisparse-config: device_buffer_size must be at least top_k ({self.top_k}), so that the buffer holds "
                 f"all that one step selects, and at most {MAX_DEVICE_BUFFER_SIZE}, found {self.device_buffer_size}"
             )
         if (self.host_to_device_ratio is None) == (self.host_pool_gib is None):
             raise StartupError("hisparse-config: give host_to_device_ratio or host_pool_gib, not both")
-        for key in ("host_to_device_ratio", "host_pool_gib"):
-            value = getattr(self, key)
-            if value is not None and not 0 < value < float("inf"):
-                raise StartupError(f"hisparse-config: {key} must be positive, found {value}")
-        if self.swap_in_block_size not in (None, 32, 64, 128, 256, 512, 1024):
-            raise StartupError(
-                "hisparse-config: swap_in_block_size must be a power of two from 32 to 1024, "
-                f"found {self.swap_in_block_size}"
-            )
 
 
-_INTEGERS = ("device_buffer_size", "top_k", "swap_in_block_size")
-_NUMBERS = ("host_to_device_ratio", "host_pool_gib")
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class Given(TypedDict, total=False):
+    """The JSON object: no key but these, and no value of another type."""
+
+    __pydantic_config__ = ConfigDict(strict=True, extra="forbid")  # type: ignore[misc]
+
+    device_buffer_size: int
+    top_k: int
+    host_to_device_ratio: Positive
+    host_pool_gib: Positive
+    swap_in_block_size: Literal[32, 64, 128, 256, 512, 1024]
+
+
+_GIVEN = TypeAdapter(Given)
+_REFUSALS = {
+    "json_invalid": "not valid JSON ({error}): {text}",
+    "dict_type": "expected a JSON object, found {text}",
+    "extra_forbidden": "unknown key {key!r}, the known ones are {known}",
+    "int_type": "{key} must be an integer, found {json}",
+    "float_type": "{key} must be a number, found {json}",
+    "greater_than": "{key} must be positive, found {value}",
+    "finite_number": "{key} must be positive, found {value}",
+    "literal_error": "{key} must be a power of two from 32 to 1024, found {json}",
+}
+"""What is said of each of pydantic's errors."""
 
 
 def parse_config(text: str | None, model_top_k: int) -> HiSparseConfig:
@@ -55,42 +73,24 @@ def parse_config(text: str | None, model_top_k: int) -> HiSparseConfig:
     Defaults: the model's top_k, a buffer of twice that, ratio 8. Raises StartupError for anything that is not JSON,
     unknown, of the wrong type or out of range, and for a top_k other than the model's.
     """
-    values = _read(text)
-    top_k = int(values.get("top_k", model_top_k))
-    if top_k != model_top_k:
+    try:
+        given = Given() if text is None else _GIVEN.validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        refusal = _REFUSALS.get(first["type"], first["msg"]).format(
+            key="".join(map(str, first["loc"])),
+            value=first["input"],
+            json=json.dumps(first["input"]),
+            text=text,
+            known=", ".join(sorted(Given.__annotations__)),
+            **first.get("ctx", {}),
+        )
+        raise StartupError(f"hisparse-config: {refusal}") from error
+    if (top_k := given.get("top_k", model_top_k)) != model_top_k:
         raise StartupError(
             f"hisparse-config: top_k is {top_k}, but the model selects {model_top_k} positions (its index_topk): "
             "leave top_k out"
         )
-    ratio, gib = values.get("host_to_device_ratio"), values.get("host_pool_gib")
-    block_size = values.get("swap_in_block_size")
-    if ratio is None and gib is None:
-        ratio = DEFAULT_HOST_TO_DEVICE_RATIO
-    return HiSparseConfig(
-        device_buffer_size=int(values.get("device_buffer_size", 2 * top_k)),
-        top_k=top_k,
-        host_to_device_ratio=ratio,
-        host_pool_gib=gib,
-        swap_in_block_size=None if block_size is None else int(block_size),
-    )
-
-
-def _read(text: str | None) -> dict[str, float]:
-    """The keys that were given, each known and a number of its type."""
-    if text is None:
-        return {}
-    try:
-        values = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise StartupError(f"hisparse-config: not valid JSON ({error}): {text}") from error
-    if not isinstance(values, dict):
-        raise StartupError(f"hisparse-config: expected a JSON object, found {text}")
-    for key, value in values.items():
-        if key not in _INTEGERS + _NUMBERS:
-            known = ", ".join(sorted(_INTEGERS + _NUMBERS))
-            raise StartupError(f"hisparse-config: unknown key {key!r}, the known ones are {known}")
-        wanted = int if key in _INTEGERS else (int, float)
-        if isinstance(value, bool) or not isinstance(value, wanted):
-            kind = "an integer" if key in _INTEGERS else "a number"
-            raise StartupError(f"hisparse-config: {key} must be {kind}, found {json.dumps(value)}")
-    return values
+    ratio = None if "host_pool_gib" in given else DEFAULT_HOST_TO_DEVICE_RATIO
+    defaults: dict[str, Any] = {"top_k": top_k, "device_buffer_size": 2 * top_k, "host_to_device_ratio": ratio}
+    return HiSparseConfig(**(defaults | {**given}))

@@ -102,10 +102,10 @@ class PrefillEndpoint:
     # --- what decode nodes say ---
 
     def _take(self, sender: Peer, message: Message) -> None:
-        if isinstance(message, PrefillRequest | ChunkTaken | Admitted | Abort):
-            if message.attempt.decode != sender.boot_id:
-                log.warning("not its own attempt", sender=sender.address, **_fields(message.attempt))
-                return
+        about_attempt = isinstance(message, PrefillRequest | ChunkTaken | Admitted | Abort)
+        if about_attempt and message.attempt.decode != sender.boot_id:
+            log.warning("not its own attempt", sender=sender.address, **_fields(message.attempt))
+            return
         match message:
             case PrefillRequest():
                 self._on_request(sender, message)

@@ -14,7 +14,8 @@ from prefill_node.plan import ChunkPlan, Part
 from prefill_node.progress import ForwardProgress, NotComputed
 from prefill_node.ring import BUFFER_BYTES, SendBuffer, SendRing
 from prefill_node.source import KVSource
-from transfer.checksum import ChecksumMode, digest, sampled
+from transfer.checksum import digest, sampled
+from transfer.choices import ChecksumMode
 from transfer.planner import Descriptors, Int64s
 from transfer.writer import Outcome, Pipeline, TransferError, Write
 

@@ -1,7 +1,6 @@
 """A prefill process: what it is made of, and in which order."""
 
 from contextlib import ExitStack
-from dataclasses import dataclass
 
 import structlog
 import torch
@@ -18,6 +17,7 @@ from model.backends.choice import choose_backend
 from model.dtypes import resolve_dtype
 from model.loader import load_model, read_spec
 from model.spec import ModelSpec
+from prefill_node.config import PrefillConfig
 from prefill_node.endpoint import PrefillEndpoint
 from prefill_node.job import TransferJob
 from prefill_node.model_engine import ModelEngine
@@ -27,9 +27,8 @@ from prefill_node.ring import SendRings
 from prefill_node.sender import Surroundings
 from prefill_node.source import DeviceSource, HostSource
 from service.checkpoint import identify
-from service.config import NodeConfig
 from service.shell import NodeShell
-from transfer.checksum import ChecksumMode
+from service.start import check, claim_transfer_ports, use_device
 from transfer.routes import Transports
 
 log = structlog.get_logger(__name__)
@@ -37,20 +36,11 @@ log = structlog.get_logger(__name__)
 _PROMPTS_BY_DEFAULT = 16
 
 
-@dataclass(frozen=True, kw_only=True)
-class PrefillConfig(NodeConfig):
-    """A prefill node's options. `max_total_tokens` is the size of the paged KV pool, by default from memory."""
-
-    max_total_tokens: int | None = None
-    transfer_checksum: ChecksumMode = "sample"
-    transfer_timeout: float = 60.0
-
-
 def run_prefill_node(config: PrefillConfig) -> None:
     """Serve until SIGTERM or SIGINT. Raises StartupError if it cannot start; cheap checks come first."""
     configure_logging(config.log_level, config.log_format, "prefill")
-    config.check()
-    device = config.use_device()
+    check(config)
+    device = use_device(config.device)
     dtype = resolve_dtype(config.model_path, config.dtype)
     spec = read_spec(config.model_path, dtype, config.context_length)
     checkpoint = identify(config.model_path)
@@ -58,7 +48,7 @@ def run_prefill_node(config: PrefillConfig) -> None:
     with ExitStack() as at_end:
         shell: NodeShell[tuple[Peer, Message]] = NodeShell("prefill", config)
         at_end.callback(shell.close)
-        ports = config.claim_transfer_ports()
+        ports = claim_transfer_ports(config)
         log.info("attention backend", backend=backend.name)
         model = load_model(config.model_path, dtype, device, config.context_length, backend)
         pool = PagedKVPool(spec.kv_layout, _num_pages(config, spec, device), config.page_size, device)

@@ -1,107 +1,100 @@
-"""The options that prefill and decode nodes share, read once at the edge."""
+"""How a process is configured. Each field is a flag of the command line, declared here and nowhere else.
 
-import os
-import re
+Nothing here imports more than it must: `--help` reads it.
+"""
+
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-import torch
-
-from base.errors import StartupError
-from base.logs import LogFormat
-from control.messages import ADDRESS_PATTERN
-from service.exposure import check_processes
+from base.flags import Flag
 from service.lifecycle import DRAIN_TIMEOUT_S
-from transfer.ports import ClaimedPorts, PortRange
-from transfer.routes import TransferProtocol, choose_transports, engines_among
+from transfer.choices import TransferProtocol
 
-_WILDCARDS = ("0.0.0.0", "::")
+Port = Annotated[int, Flag("HTTP port; 0 takes a free one.", min=0, max=65535)]
+ControlPort = Annotated[int, Flag("ZeroMQ port; 0 takes a free one.", min=0, max=65535)]
+IbDevice = Annotated[str, Flag("RDMA devices to use, comma-separated; default: all.")]
 
 
 @dataclass(frozen=True, kw_only=True)
-class NodeConfig:
-    """Where a node listens, whom it tells, and what it serves. Each field is the flag of the same name."""
+class ProcessConfig:
+    """What every process is told: which checkpoint it serves, where it listens, how it logs and how it stops."""
 
-    model_path: Path
-    gateways: tuple[str, ...] = ()
-    host: str = "127.0.0.1"
-    port: int = 0
-    control_port: int = 0
-    advertise_host: str | None = None
-    key_dir: Path | None = None
-    insecure: bool = False
-    device: str = "cpu"
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    attention_backend: Literal["auto", "triton", "torch"] = "auto"
-    context_length: int | None = None
-    mem_fraction_static: float | None = None
-    chunked_prefill_size: int = 2048
-    page_size: int = 64
-    transfer_protocol: TransferProtocol = "auto"
-    transfer_host: str | None = None
-    transfer_ports: str = "15000-16999"
-    ib_device: str = ""
-    drain_timeout: float = DRAIN_TIMEOUT_S
-    log_level: str = "info"
-    log_format: LogFormat = "text"
+    model_path: Annotated[Path, Flag("Hugging Face checkpoint directory (deepseek_v32 or glm_moe_dsa).")]
+    host: Annotated[str, Flag("Address to bind HTTP and ZeroMQ to.")] = "127.0.0.1"
+    port: Port = 0
+    control_port: ControlPort = 0
+    advertise_host: Annotated[
+        str | None,
+        Flag("Address that other processes reach this one at; default: --host."),
+    ] = None
+    key_dir: Annotated[
+        Path | None,
+        Flag("Keys by which processes know each other; `hisparse-pd keygen`.", env="HISPARSE_PD_KEY_DIR"),
+    ] = None
+    insecure: Annotated[
+        bool, Flag("Let other machines reach this process without keys: trust your network.", name="--insecure")
+    ] = False
+    context_length: Annotated[
+        int | None, Flag("Longest prompt plus output; default: the checkpoint's maximum.", min=2)
+    ] = None
+    drain_timeout: Annotated[
+        float, Flag("Seconds after SIGTERM in which what has begun may finish; 0, SIGINT: end at once.", min=0)
+    ] = DRAIN_TIMEOUT_S
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], Flag("Least severe level to log.", case_sensitive=False)
+    ] = "info"
+    log_format: Annotated[Literal["text", "json"], Flag("text (key=value) or json.")] = "text"
 
     @property
     def advertised_host(self) -> str:
         """The address that other processes reach this one at, except with KV."""
         return self.advertise_host or self.host
 
+
+@dataclass(frozen=True, kw_only=True)
+class NodeConfig(ProcessConfig):
+    """What prefill and decode nodes are told beside that: their gateways, device, model and transfers."""
+
+    gateways: Annotated[
+        tuple[str, ...],
+        Flag(
+            "HOST:PORT of a gateway's control port to register with, or of all gateways whose addresses the name "
+            "has; may be repeated.",
+            name="--gateway",
+        ),
+    ] = ()
+    device: Annotated[str, Flag("cpu, cuda or cuda:N; with `serve`, cuda is a GPU for each node.")] = "cpu"
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"],
+        Flag("Weights and KV; auto is the checkpoint's own."),
+    ] = "auto"
+    attention_backend: Annotated[
+        Literal["auto", "triton", "torch"],
+        Flag("What computes attention and its selections; auto: triton for bfloat16 on CUDA, else torch."),
+    ] = "auto"
+    mem_fraction_static: Annotated[
+        float | None,
+        Flag("Part of the free device memory that pools may take; default 0.8 on CUDA, 0.1 on CPU."),
+    ] = None
+    chunked_prefill_size: Annotated[int, Flag("Prompt tokens computed in one forward pass.", min=1)] = 2048
+    page_size: Annotated[
+        int,
+        Flag("Tokens per page of the prefill pool, or of a decode node's index keys.", min=1),
+    ] = 64
+    transfer_protocol: Annotated[
+        TransferProtocol,
+        Flag("auto: shared memory where the decode node's pool can be mapped, RDMA where both have it, else TCP."),
+    ] = "auto"
+    transfer_host: Annotated[
+        str | None, Flag("Address that KV is written to, on the data network; default: --advertise-host.")
+    ] = None
+    transfer_ports: Annotated[
+        str, Flag("MIN-MAX: ports for Mooncake, two per engine, on every interface; see docs/operations.md.")
+    ] = "15000-16999"
+    ib_device: IbDevice = ""
+
     @property
     def data_host(self) -> str:
         """The address that KV travels to."""
         return self.transfer_host or self.advertised_host
-
-    def use_device(self) -> torch.device:
-        """The device to run on, which from here on is the only one that this process sees: its GPU is `cuda:0` to it.
-
-        Libraries touch the first device that they see, from threads of their own, and would take memory on another
-        process's GPU. Raises StartupError if there is no such device.
-        """
-        kind, _, number = self.device.partition(":")
-        if kind == "cpu" and not number:
-            return torch.device("cpu")
-        if kind != "cuda" or not (number or "0").isdecimal():
-            raise StartupError(f"--device {self.device}: expected cpu, cuda or cuda:N")
-        found = torch.cuda.device_count()
-        if int(number or 0) >= found:
-            raise StartupError(f"--device {self.device}: this machine has {found} CUDA devices")
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(found)))
-        os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[int(number or 0)]
-        return torch.device("cuda", 0)
-
-    def claim_transfer_ports(self) -> ClaimedPorts | None:
-        """The ports of this node's transfer engines; None if it has no engine. Raises StartupError if none are free."""
-        engines = self._num_engines()
-        return ClaimedPorts(PortRange.parse(self.transfer_ports, engines), engines) if engines else None
-
-    def _num_engines(self) -> int:
-        """Raises StartupError for a transport that this machine lacks."""
-        return len(engines_among(choose_transports(self.transfer_protocol, self.ib_device)))
-
-    def check(self) -> None:
-        """Raises StartupError for values that no machine could serve, or for a transport that this one lacks."""
-        for name in ("page_size", "chunked_prefill_size"):
-            if getattr(self, name) < 1:
-                raise StartupError(f"--{name.replace('_', '-')} {getattr(self, name)}: expected at least 1")
-        if self.mem_fraction_static is not None and not 0 < self.mem_fraction_static < 1:
-            raise StartupError(f"--mem-fraction-static {self.mem_fraction_static}: expected a number between 0 and 1")
-        if self.host in _WILDCARDS and not self.advertise_host:
-            raise StartupError(f"--host {self.host} is not an address that others can reach; give --advertise-host too")
-        check_processes("--host", self.host, self.key_dir, self.insecure)
-        if self.transfer_host is not None:
-            if self.transfer_host in _WILDCARDS:
-                raise StartupError(
-                    f"--transfer-host {self.transfer_host} is not an address that others can reach; give one of the "
-                    "data network"
-                )
-            if not re.match(ADDRESS_PATTERN, f"{self.transfer_host}:0"):
-                raise StartupError(f"--transfer-host {self.transfer_host}: expected a host name or an IPv4 address")
-        PortRange.parse(self.transfer_ports, self._num_engines())
-        for gateway in self.gateways:
-            if not re.match(ADDRESS_PATTERN, gateway):
-                raise StartupError(f"--gateway {gateway}: expected HOST:PORT, the gateway's control port")

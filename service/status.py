@@ -1,4 +1,4 @@
-"""The HTTP face that every process shows to those who operate it: /health, /ready, /metrics."""
+"""The HTTP face that every process shows to those who operate it: /health, /ready, /metrics, /version."""
 
 import errno
 import socket
@@ -10,6 +10,8 @@ from prometheus_client import CONTENT_TYPE_LATEST, Counter
 
 from base.errors import StartupError
 from base.metrics import Metrics
+from base.version import VERSION
+from control.codec import PROTOCOL_VERSION
 from service.connection import ConnectionLimits
 from service.http_server import HttpServer
 
@@ -37,6 +39,10 @@ def status_router(metrics: Metrics, ready: Callable[[], str | None], refresh: Ca
     async def scrape() -> Response:
         refresh()
         return Response(metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+    @router.get("/version")
+    async def version() -> dict[str, str | int]:
+        return {"version": VERSION, "protocol": PROTOCOL_VERSION}
 
     return router
 

@@ -9,15 +9,14 @@ import ctypes
 import struct
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import xxhash
 
 from control.messages import BufferInfo, Checksum
+from transfer.choices import ChecksumMode
 from transfer.planner import Int64s
 
-ChecksumMode = Literal["off", "sample", "full"]
 Range = tuple[int, int]
 """Memory as (address, length in bytes)."""
 

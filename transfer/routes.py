@@ -7,6 +7,7 @@ import structlog
 
 from base.errors import StartupError
 from control.messages import BufferInfo, Destination, Session, Transport
+from transfer.choices import TransferProtocol
 from transfer.engine import KVTransferEngine, rdma_devices
 from transfer.incoming import IncomingCut
 from transfer.ports import ClaimedPorts
@@ -14,8 +15,6 @@ from transfer.shm import NotShared, SharedMemoryChannel
 from transfer.writer import Channel
 
 log = structlog.get_logger(__name__)
-
-TransferProtocol = Literal["auto", "rdma", "tcp", "shm"]
 
 
 class NoRoute(Exception):

@@ -11,6 +11,7 @@ from benchmarks.disturbance import Disturbance
 from benchmarks.machine import this_machine
 from benchmarks.serving.config import ServingBench
 from benchmarks.serving.measure import PointResult, measure
+from benchmarks.serving.plan import points, slo
 from benchmarks.serving.plot import write_png
 from benchmarks.serving.progress import Bar
 from benchmarks.serving.report import Report, document, print_report, write_json
@@ -38,7 +39,7 @@ def run_serving_bench(config: ServingBench) -> Report:
         results = _measure(config, services, workload)
     # Services elsewhere cannot be told from other processes.
     others = None if config.base_urls else disturbance.cores()
-    report = Report.of(results, config.slo, config.options, this_machine(), others)
+    report = Report.of(results, slo(config), config.options, this_machine(), others)
     out = Console()
     # A table that goes to a file is not squeezed into the width of a terminal that is not there.
     print_report(report, out if out.is_terminal else Console(width=_WIDTH))
@@ -52,14 +53,14 @@ def run_serving_bench(config: ServingBench) -> Report:
 
 
 def _measure(config: ServingBench, services: Sequence[Service], workload: Workload) -> list[PointResult]:
-    points = config.points
+    loads = points(config)
     results = []
-    with Bar(len(services) * sum(point.warm_up + point.requests for point in points)) as bar:
+    with Bar(len(services) * sum(point.warm_up + point.requests for point in loads)) as bar:
         for service in services:
             bar.service(service.label)
             with service.running() as endpoint:
                 results += asyncio.run(
-                    measure(endpoint, workload, points, config.request_timeout, progress=bar.request_done)
+                    measure(endpoint, workload, loads, config.request_timeout, progress=bar.request_done)
                 )
     return results
 

@@ -1,17 +1,15 @@
-"""What `hisparse-pd bench serving` is to measure, as its flags say."""
+"""How `hisparse-pd bench serving` is configured."""
 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from base.errors import StartupError
-from benchmarks.serving.load import Closed, Load, Open
-from benchmarks.serving.measure import Point
-from benchmarks.serving.metrics import Slo
-
-_WARM_UP = 4
+from base.flags import Flag
+from benchmarks.flags import parse_numbers, parse_rates, swept
+from decode_node.config import HiSparseJson
 
 
 @dataclass(frozen=True)
@@ -30,35 +28,56 @@ QUICK = Sizes(input_tokens=256, output_tokens=32, concurrency=(1, 4), requests=1
 
 @dataclass(frozen=True, kw_only=True)
 class ServingBench:
-    """Each field is the flag of the same name; None and empty ones are left to `Sizes`, or out.
+    """The flags of the benchmark. None and empty ones are left to `Sizes`, or out."""
 
-    serve_flags: of `hisparse-pd serve`, where it is started. slo_*: milliseconds. request_timeout: seconds.
-    """
-
-    base_urls: tuple[str, ...] = ()
-    model: str | None = None
-    api_key: str | None = field(default=None, repr=False)
-    extra_body: str | None = None
-    model_path: Path | None = None
-    hisparse_config: str | None = None
-    compare_hisparse_config: tuple[str, ...] = ()
-    serve_flags: tuple[str, ...] = ()
-    input_tokens: int | None = None
-    output_tokens: int | None = None
-    range_ratio: float = 0.0
-    vocab_size: int | None = None
-    prompts: Path | None = None
-    seed: int = 0
-    concurrency: tuple[int, ...] = ()
-    request_rate: tuple[float, ...] = ()
-    num_requests: int | None = None
-    warmup_requests: int | None = None
-    request_timeout: float = 600.0
-    slo_ttft_ms: float | None = None
-    slo_itl_ms: float | None = None
-    quick: bool = False
-    json: Path = Path("bench-serving.json")
-    png: Path = Path("bench-serving.png")
+    base_urls: Annotated[
+        tuple[str, ...],
+        Flag(
+            "http://HOST:PORT of an OpenAI-compatible service, or LABEL=URL; repeated to compare several. Default: a "
+            "service is started here.",
+            name="--base-url",
+        ),
+    ] = ()
+    model: Annotated[str | None, Flag("Its model; default: the only one.")] = None
+    api_key: Annotated[str | None, Flag("Key for --base-url.", env="OPENAI_API_KEY")] = field(default=None, repr=False)
+    extra_body: Annotated[str | None, Flag("JSON object: further fields of each request.")] = None
+    model_path: Annotated[Path | None, Flag("Checkpoint to serve here; default: a tiny random one.")] = None
+    hisparse_config: HiSparseJson = None
+    compare_hisparse_config: Annotated[
+        tuple[str, ...], Flag("Serve with this configuration too, one after the other; may be repeated.")
+    ] = ()
+    serve_flags: Annotated[
+        tuple[str, ...], Flag("After --: further flags of `hisparse-pd serve`.", positional=True)
+    ] = ()
+    input_tokens: Annotated[int | None, Flag("Tokens per prompt; default 1024.", min=1)] = None
+    output_tokens: Annotated[int | None, Flag("Tokens per answer; default 128.", min=1)] = None
+    range_ratio: Annotated[float, Flag("Both lengths are drawn from (1 - ratio) to (1 + ratio) times as many.")] = 0.0
+    vocab_size: Annotated[
+        int | None, Flag("Token ids to draw from; default: the checkpoint's, 256 with --base-url.", min=1)
+    ] = None
+    prompts: Annotated[
+        Path | None,
+        Flag('JSONL file of prompts instead: {"prompt": ..., "output_tokens": ...}.'),
+    ] = None
+    seed: Annotated[int, Flag("Seed of prompts and arrivals.", min=0)] = 0
+    concurrency: Annotated[
+        tuple[int, ...], swept("Clients that wait for their answers; default 1,4,16.", parse_numbers)
+    ] = ()
+    request_rate: Annotated[
+        tuple[float, ...], swept("Requests per second, at random times, instead; inf: all at once.", parse_rates)
+    ] = ()
+    num_requests: Annotated[int | None, Flag("Per load; default 64, and at least 4 per client.", min=1)] = None
+    warmup_requests: Annotated[
+        int | None, Flag("Ahead of each load, not counted; default: one per client, or 4.", min=0)
+    ] = None
+    request_timeout: Annotated[float, Flag("Seconds for a whole answer.", min=0.001)] = 600.0
+    slo_ttft_ms: Annotated[float | None, Flag("Good requests have their first token by then.")] = None
+    slo_itl_ms: Annotated[
+        float | None, Flag("Good requests have 99% of their tokens within this of the one before.")
+    ] = None
+    quick: Annotated[bool, Flag("Small requests and few, in less than a minute.", name="--quick")] = False
+    json: Annotated[Path, Flag("Where to write every figure.")] = Path("bench-serving.json")
+    png: Annotated[Path, Flag("Where to draw tokens per second and gaps.")] = Path("bench-serving.png")
 
     def check(self) -> None:
         """Raises StartupError for options that contradict each other, before anything is started."""
@@ -82,22 +101,8 @@ class ServingBench:
 
     @property
     def sizes(self) -> Sizes:
+        """What is asked for where the flags do not say."""
         return QUICK if self.quick else DEFAULT
-
-    @property
-    def loads(self) -> list[Load]:
-        if self.request_rate:
-            return [Open(rate, self.seed) for rate in self.request_rate]
-        return [Closed(count) for count in self.concurrency or self.sizes.concurrency]
-
-    @property
-    def slo(self) -> Slo:
-        ttft, itl = (None if ms is None else ms / 1e3 for ms in (self.slo_ttft_ms, self.slo_itl_ms))
-        return Slo(ttft, itl)
-
-    @property
-    def points(self) -> list[Point]:
-        return [Point(load, self._warm_up(load), self._requests(load)) for load in self.loads]
 
     @property
     def lengths(self) -> tuple[int, int]:
@@ -122,13 +127,3 @@ class ServingBench:
         if not isinstance(fields, dict):
             raise StartupError(f"--extra-body {self.extra_body}: expected a JSON object")
         return fields
-
-    def _requests(self, load: Load) -> int:
-        if self.num_requests is not None:
-            return self.num_requests
-        return max(self.sizes.requests, 4 * load.concurrency) if isinstance(load, Closed) else self.sizes.requests
-
-    def _warm_up(self, load: Load) -> int:
-        if self.warmup_requests is not None:
-            return self.warmup_requests
-        return load.concurrency if isinstance(load, Closed) else _WARM_UP

@@ -1,50 +1,22 @@
 """`hisparse-pd bench swap-in`: time per launch against misses and batch."""
 
-from dataclasses import dataclass
-from pathlib import Path
-
 import torch
 from rich.console import Console
 from rich.progress import track
 
 from base.errors import StartupError
 from benchmarks.plotting import check_installed
+from benchmarks.swap_in.config import SwapInBench
 from benchmarks.swap_in.launchers import Launcher, Ours, Peer, peer_version
 from benchmarks.swap_in.report import CaseResult, Report, Timing, print_report, write_json, write_png
-from benchmarks.swap_in.targets import BATCHES, MISSES
 from benchmarks.swap_in.timing import copy_gb_per_s, graph_us, launch_floor_us, single_us
 from benchmarks.swap_in.workload import Rotation, Shape, Tiers
 from hisparse.cuda import CudaSwapIn
 
 
-@dataclass(frozen=True, kw_only=True)
-class SwapInBench:
-    """Each field is the flag of the same name. context_length: tokens per request, all of them in the host pool."""
-
-    top_k: int = 2048
-    device_buffer_size: int = 4096
-    item_bytes: int = 1152
-    context_length: int = 16384
-    batches: tuple[int, ...] = BATCHES
-    misses: tuple[int, ...] = MISSES
-    swap_in_block_size: int | None = None
-    json: Path = Path("bench-swap-in.json")
-    png: Path = Path("bench-swap-in.png")
-
-    def check(self) -> None:
-        """Raises StartupError for what cannot be measured."""
-        if not torch.cuda.is_available():
-            raise StartupError("bench swap-in needs a CUDA device")
-        if not self.batches or min(self.batches) < 1 or not self.misses or min(self.misses) < 0:
-            raise StartupError("bench swap-in needs batches of 1 and more, and misses of 0 and more")
-        if max(self.misses) > self.top_k:
-            raise StartupError(f"{max(self.misses)} misses per request are more than top_k {self.top_k}")
-        check_installed()
-
-
 def run_swap_in_bench(config: SwapInBench, console: Console | None = None) -> Report:
     """Measure, print the tables, write JSON and PNG. Raises StartupError before anything is measured."""
-    config.check()
+    _check(config)
     console = console or Console()
     shape = Shape(config.top_k, config.device_buffer_size, config.item_bytes, config.context_length)
     tiers = Tiers(shape, max(config.batches))
@@ -84,3 +56,14 @@ def run_swap_in_bench(config: SwapInBench, console: Console | None = None) -> Re
 
 def _time(launcher: Launcher) -> Timing:
     return Timing(graph_us=graph_us(launcher), single_us=single_us(launcher))
+
+
+def _check(config: SwapInBench) -> None:
+    """Raises StartupError for what cannot be measured."""
+    if not torch.cuda.is_available():
+        raise StartupError("bench swap-in needs a CUDA device")
+    if not config.batches or min(config.batches) < 1 or not config.misses or min(config.misses) < 0:
+        raise StartupError("bench swap-in needs batches of 1 and more, and misses of 0 and more")
+    if max(config.misses) > config.top_k:
+        raise StartupError(f"{max(config.misses)} misses per request are more than top_k {config.top_k}")
+    check_installed()

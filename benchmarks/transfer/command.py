@@ -5,10 +5,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from importlib.metadata import version
-from pathlib import Path
-from typing import Literal
 
 from pydantic import TypeAdapter
 from rich.console import Console
@@ -16,54 +12,24 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from base.errors import StartupError
 from base.logs import configure_logging
+from base.version import VERSION
 from benchmarks.disturbance import Disturbance
 from benchmarks.machine import Machine, this_machine
-from benchmarks.plotting import check_installed
 from benchmarks.transfer import nixl_agent, wire
-from benchmarks.transfer.cases import Case, Protocol, Sweep
+from benchmarks.transfer.cases import Case, Protocol
+from benchmarks.transfer.config import TransferBench
+from benchmarks.transfer.groups import Group
 from benchmarks.transfer.initiator import Initiator, Plan
-from benchmarks.transfer.methods import Group
 from benchmarks.transfer.overlap import Overlap, measure_overlap
 from benchmarks.transfer.plot import write_png
 from benchmarks.transfer.report import Report, document, print_report, write_json
 from benchmarks.transfer.target import listen
 from benchmarks.transfer.workbench import Workbench
-from transfer.checksum import ChecksumMode
-
-Role = Literal["both", "target", "initiator"]
 
 _QUICK_ROUNDS, _QUICK_SLOW_S = 3, 0.3
 _ROUNDS, _SLOW_S = 15, 2.0
 _LET_GO_S = 5.0
 _WIDTH = 120
-
-
-@dataclass(frozen=True, kw_only=True)
-class TransferBench:
-    """Each field is the flag of the same name. target: where an initiator finds its own. methods: empty for all."""
-
-    role: Role = "both"
-    target: str | None = None
-    host: str = "127.0.0.1"
-    port: int = 0
-    sweep: Sweep = field(default_factory=Sweep)
-    rounds: int | None = None
-    quick: bool = False
-    methods: tuple[Group, ...] = ()
-    overlap: bool = True
-    ib_device: str = ""
-    transfer_checksum: ChecksumMode = "sample"
-    json: Path = Path("bench-transfer.json")
-    png: Path = Path("bench-transfer.png")
-
-    def check(self) -> None:
-        """Raises StartupError for options that contradict each other."""
-        if self.role == "initiator" and self.target is None:
-            raise StartupError("--role initiator needs --target HOST:PORT, as `--role target` prints it")
-        if self.role != "initiator" and self.target is not None:
-            raise StartupError(f"--target is for --role initiator, not for --role {self.role}")
-        if self.role != "target":
-            check_installed()
 
 
 def run_transfer_bench(config: TransferBench) -> None:
@@ -83,9 +49,9 @@ def _measure(config: TransferBench) -> Report:
     cases = config.sweep.cases(config.quick)
     disturbance = Disturbance()
     with _target(config) as link:
-        welcome = link.ask(wire.Hello(version=version("hisparse-pd")), wire.Welcome)
-        if welcome.version != version("hisparse-pd"):
-            raise StartupError(f"the target is hisparse-pd {welcome.version}, this is {version('hisparse-pd')}")
+        welcome = link.ask(wire.Hello(version=VERSION), wire.Welcome)
+        if welcome.version != VERSION:
+            raise StartupError(f"the target is hisparse-pd {welcome.version}, this is {VERSION}")
         plan = Plan(
             cases,
             rounds=config.rounds or (_QUICK_ROUNDS if config.quick else _ROUNDS),

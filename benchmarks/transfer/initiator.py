@@ -7,7 +7,8 @@ from typing import Protocol as Interface
 
 from benchmarks.transfer import lineup, wire
 from benchmarks.transfer.cases import Case, Protocol
-from benchmarks.transfer.methods import Group, Method, MethodFailed, Run
+from benchmarks.transfer.groups import Group
+from benchmarks.transfer.methods import Method, MethodFailed, Run
 from benchmarks.transfer.placement import Placement, place
 from benchmarks.transfer.pools import digests
 from benchmarks.transfer.results import CaseResult, MethodResult

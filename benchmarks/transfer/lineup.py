@@ -6,8 +6,9 @@ from functools import partial
 
 from benchmarks.transfer import nixl_agent, wire
 from benchmarks.transfer.cases import Case, Fragmentation, Protocol
+from benchmarks.transfer.groups import Group
 from benchmarks.transfer.memcpy import CopyThreads, memmove
-from benchmarks.transfer.methods import Group, Method, MethodFailed, Posting
+from benchmarks.transfer.methods import Method, MethodFailed, Posting
 from benchmarks.transfer.ours import COPY_THREADS, stream_runs
 from benchmarks.transfer.placement import Placement, coalesced, in_one_piece, per_page, per_token, pieces
 from benchmarks.transfer.raw_engine import RawEngine

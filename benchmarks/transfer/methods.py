@@ -3,38 +3,15 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Protocol
 
+from benchmarks.transfer.groups import Group
 from benchmarks.transfer.placement import Placement
 from transfer.planner import Descriptors
 
 
 class MethodFailed(Exception):
     """A method could not send, or sent other bytes than it should: its figures would mean nothing."""
-
-
-class Group(StrEnum):
-    """What a method stands for. Where several of a group were measured, the fastest speaks for it."""
-
-    OURS = "ours"
-    TOKEN = "token"
-    PAGE = "page"
-    CEILING = "ceiling"
-    NIXL = "nixl"
-
-    @property
-    def label(self) -> str:
-        return _LABELS[self]
-
-
-_LABELS = {
-    Group.OURS: "ours",
-    Group.TOKEN: "one descriptor per token",
-    Group.PAGE: "one descriptor per page",
-    Group.CEILING: "ceiling",
-    Group.NIXL: "NIXL over UCX",
-}
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from benchmarks.transfer.cases import Case, Protocol
-from benchmarks.transfer.methods import Group, MethodFailed, Run
+from benchmarks.transfer.groups import Group
+from benchmarks.transfer.methods import MethodFailed, Run
 from benchmarks.transfer.placement import Placement, Request
 from benchmarks.transfer.pools import buffers_of, layout
 from control.messages import AttemptId, BufferInfo, Destination, ModelIdentity, Peer, SharedMemory, Transport
@@ -22,7 +23,7 @@ from prefill_node.progress import ForwardProgress
 from prefill_node.ring import SendBuffer, SendRings
 from prefill_node.sender import Sender, Surroundings
 from prefill_node.source import HostSource
-from transfer.checksum import ChecksumMode
+from transfer.choices import ChecksumMode
 from transfer.copy_runs import stream_runs
 from transfer.planner import NO_LIMIT, Descriptors
 from transfer.routes import Transports

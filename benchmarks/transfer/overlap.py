@@ -8,7 +8,7 @@ from benchmarks.transfer import wire
 from benchmarks.transfer.cases import Protocol, short
 from benchmarks.transfer.overlap_model import LAYERS
 from benchmarks.transfer.overlap_prefill import CHUNK_TOKENS, PrefillSide, prefill_side
-from transfer.checksum import ChecksumMode
+from transfer.choices import ChecksumMode
 
 ROUNDS = 5
 SLACK = 1.5

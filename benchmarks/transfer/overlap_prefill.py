@@ -27,7 +27,7 @@ from prefill_node.sender import Surroundings
 from prefill_node.source import HostSource
 from service.config import NodeConfig
 from service.shell import NodeShell
-from transfer.checksum import ChecksumMode
+from transfer.choices import ChecksumMode
 from transfer.routes import Transports
 
 PAGE_SIZE = 64

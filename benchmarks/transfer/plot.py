@@ -8,7 +8,7 @@ from pathlib import Path
 from benchmarks.machine import Machine
 from benchmarks.plotting import new_figure
 from benchmarks.transfer.cases import Case, short
-from benchmarks.transfer.methods import Group
+from benchmarks.transfer.groups import Group
 from benchmarks.transfer.results import CaseResult
 
 _COLOURS = {

@@ -13,7 +13,7 @@ from rich.table import Table
 from benchmarks.disturbance import warning
 from benchmarks.machine import Machine
 from benchmarks.percentiles import Percentiles
-from benchmarks.transfer.methods import Group
+from benchmarks.transfer.groups import Group
 from benchmarks.transfer.overlap import Overlap
 from benchmarks.transfer.results import CaseResult, MethodResult
 

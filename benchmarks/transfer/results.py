@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from benchmarks.percentiles import Percentiles
 from benchmarks.transfer.cases import Case
-from benchmarks.transfer.methods import Group, Run
+from benchmarks.transfer.groups import Group
+from benchmarks.transfer.methods import Run
 
 
 @dataclass(frozen=True)

@@ -4,19 +4,20 @@ import socket
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
-from importlib.metadata import version
 
 import numpy as np
 import structlog
 
 from base.errors import StartupError
 from base.logs import configure_logging
+from base.version import VERSION
 from benchmarks.machine import this_machine
 from benchmarks.transfer import nixl_agent, ours, wire
 from benchmarks.transfer.overlap_decode import DecodeSide
 from benchmarks.transfer.pools import digests
 from control.messages import Destination
-from transfer.routes import TransferProtocol, Transports
+from transfer.choices import TransferProtocol
+from transfer.routes import Transports
 
 log = structlog.get_logger(__name__)
 
@@ -53,9 +54,7 @@ class Target:
     def _act(self, saying: wire.Saying) -> wire.Saying:
         match saying:
             case wire.Hello():
-                return wire.Welcome(
-                    version=version("hisparse-pd"), machine=asdict(this_machine()), has_nixl=nixl_agent.is_installed()
-                )
+                return wire.Welcome(version=VERSION, machine=asdict(this_machine()), has_nixl=nixl_agent.is_installed())
             case wire.Prepare():
                 return wire.Prepared(destination=self._prepare(saying))
             case wire.Wipe():

@@ -9,7 +9,7 @@ from benchmarks.transfer.cases import Case, Protocol
 from benchmarks.transfer.ours import Sending, source_pool
 from benchmarks.transfer.pools import buffers_of, fill
 from control.messages import BufferInfo, Destination
-from transfer.checksum import ChecksumMode
+from transfer.choices import ChecksumMode
 
 
 @dataclass(frozen=True)

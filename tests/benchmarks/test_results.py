@@ -9,7 +9,8 @@ from rich.console import Console
 from benchmarks.machine import this_machine
 from benchmarks.percentiles import Percentiles
 from benchmarks.transfer.cases import Case, Protocol
-from benchmarks.transfer.methods import Group, Run
+from benchmarks.transfer.groups import Group
+from benchmarks.transfer.methods import Run
 from benchmarks.transfer.overlap import Overlap
 from benchmarks.transfer.report import Report, document, print_report
 from benchmarks.transfer.results import CaseResult, MethodResult

@@ -9,8 +9,9 @@ import torch
 
 from benchmarks.transfer import wire
 from benchmarks.transfer.cases import Case, Fragmentation
+from benchmarks.transfer.groups import Group
 from benchmarks.transfer.initiator import Initiator, Plan
-from benchmarks.transfer.methods import Group, MethodFailed, Posting
+from benchmarks.transfer.methods import MethodFailed, Posting
 from benchmarks.transfer.ours import source_pool, stream_runs
 from benchmarks.transfer.placement import per_token, place
 from benchmarks.transfer.pools import buffers_of, digests, fill

@@ -1,5 +1,7 @@
 """Flags arrive in the configuration under their own names."""
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +10,13 @@ import pytest
 import decode_node.process
 import gateway.process
 import prefill_node.process
+from base.version import VERSION
 from cli.main import main, title
 from cli.serve import ServePlan
-from decode_node.process import DecodeConfig
-from gateway.process import GatewayConfig
-from prefill_node.process import PrefillConfig
+from control.codec import PROTOCOL_VERSION
+from decode_node.config import DecodeConfig
+from gateway.config import GatewayConfig
+from prefill_node.config import PrefillConfig
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> Any:
@@ -67,12 +71,10 @@ def test_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HISPARSE_PD_API_KEY", "the command line goes first")
     config = run(monkeypatch, "gateway", *words.split())
     assert config == GatewayConfig(
-        model_path="/m",
+        model_path=Path("/m"),
         host="10.0.0.1",
         port=8000,
-        control_host="10.0.0.1",
         control_port=8001,
-        advertise_host="10.0.0.1",
         api_keys=("a", "b"),
         api_key_file=Path("/k"),
         ssl_certfile=Path("/c"),
@@ -82,6 +84,7 @@ def test_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
         max_concurrent_requests=9,
         header_timeout=2.5,
     )
+    assert (config.model_name, config.bound_control_host, config.advertised_host) == ("/m", "10.0.0.1", "10.0.0.1")
 
 
 @pytest.mark.parametrize(("text", "keys"), [("a", ("a",)), (" a b\n", ("a", "b")), ("a,b, c", ("a", "b", "c"))])
@@ -100,6 +103,49 @@ def test_a_variable_without_a_key_is_not_taken_for_no_authentication(
             main([command, "--model-path", "/m"])
         assert ended.value.code == 2
         assert "HISPARSE_PD_API_KEY is set and holds no key" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        ("--port 70000", "--port 70000: input should be less than or equal to 65535"),
+        ("--page-size 0", "--page-size 0: input should be greater than or equal to 1"),
+        ("--drain-timeout soon", "--drain-timeout soon: input should be a valid number, unable to parse"),
+        ("--dtype int4", "--dtype int4: 'int4' is not one of 'auto', 'float32', 'bfloat16'."),
+        ("", "Missing option '--model-path'."),
+    ],
+)
+@pytest.mark.parametrize("command", ["prefill", "decode", "serve"])
+def test_a_value_that_is_refused_is_one_line_with_flag_and_value(
+    capsys: pytest.CaptureFixture[str], command: str, words: str, error: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([command, *(["--model-path", "/m"] if words else []), *words.split()])
+    assert ended.value.code == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith(f"error: {error}")
+
+
+def test_the_version_is_that_of_the_program_and_of_its_protocol(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"hisparse-pd {VERSION}, wire protocol {PROTOCOL_VERSION}\n"
+
+
+@pytest.mark.parametrize("words", [["--help"], ["serve", "--help"], ["bench", "transfer", "--help"]])
+def test_help_loads_none_of_what_takes_long(words: list[str]) -> None:
+    code = (
+        "import sys\n"
+        "from cli.main import main\n"
+        "try:\n"
+        f"    main({words!r})\n"
+        "except SystemExit:\n"
+        "    sys.exit(', '.join({'torch', 'transformers', 'zmq', 'numpy', 'fastapi'} & set(sys.modules)) or 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("words", [["decode"], ["prefill", "--model-path", "/m", "--dtype", "int4"], ["no-such"]])

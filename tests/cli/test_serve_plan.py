@@ -1,15 +1,17 @@
 """What `serve` hands to each of its processes."""
 
 import subprocess
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 from base.errors import StartupError
 from cli import serve
-from cli.main import main
+from cli.main import app, main
 from cli.serve import Child, ServePlan, devices_for, processes, serve_until_stopped
 
 
@@ -120,6 +122,65 @@ def test_what_ended_is_said_last(
         "the gateway stops",
         "error: decode-0 ended with code 2; the others were stopped",
     ]
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ServePlan]:
+    """What `serve` would start, given these words behind its model."""
+
+    def planned(*words: str) -> ServePlan:
+        plans: list[ServePlan] = []
+        monkeypatch.setattr(serve, "serve_until_stopped", lambda plan: plans.append(plan) or 0)
+        with pytest.raises(SystemExit) as ended:
+            main(["serve", "--model-path", "/m", *words])
+        assert ended.value.code == 0
+        return plans[0]
+
+    return planned
+
+
+Planned = Callable[..., ServePlan]
+GROUP: Any = typer.main.get_command(app)
+
+
+def values_of(parameter: Any) -> Iterator[list[str]]:
+    """The words of that flag with each kind of value that is not its default."""
+    if parameter.is_flag:
+        yield [parameter.opts[0]]
+    elif parameter.type_descriptor.choices:
+        yield from ([parameter.opts[0], choice] for choice in parameter.type_descriptor.choices)
+    else:
+        yield [parameter.opts[0], "7" if parameter.type_descriptor.annotation in (int, float) else "some"]
+
+
+def shared(command: str) -> Iterator[tuple[list[str], str]]:
+    """Flags of `serve` with their values, and those processes of `command` that are to get them."""
+    takers = {parameter.name for parameter in GROUP.commands[command].params} - {"help", "api_keys", "port", "device"}
+    own = {"host", "insecure"} if command != "gateway" else set()
+    for parameter in GROUP.commands["serve"].params:
+        if parameter.name in takers - own - {"model_path"}:
+            yield from ((words, command) for words in values_of(parameter))
+
+
+@pytest.mark.parametrize(
+    ("words", "command"), [each for role in ("gateway", "prefill", "decode") for each in shared(role)]
+)
+def test_a_flag_of_serve_reaches_each_process_that_takes_it(planned: Planned, words: list[str], command: str) -> None:
+    """And those processes read there what `serve` was given."""
+    given = GROUP.commands["serve"].make_context("serve", ["--model-path", "/m", *words]).params
+    for child in planned(*words).children():
+        if child.words[0] == command:
+            read = GROUP.commands[command].make_context(command, child.words[1:]).params
+            name = words[0][2:].replace("-", "_")
+            assert read[name] == given[name]
+
+
+def test_nodes_stay_on_the_loopback_interface(planned: Planned) -> None:
+    gateway, *nodes = planned("--host", "10.0.0.1", "--insecure", "--api-key", "sk-one").children()
+    assert {"--host", "--insecure"} <= set(gateway.words)
+    for node in nodes:
+        assert not {"--host", "--insecure"} & set(node.words)
+    assert not any("sk-one" in word for child in (gateway, *nodes) for word in child.words)
 
 
 def test_prompts_that_nothing_would_compute_are_refused_at_start(capsys: pytest.CaptureFixture[str]) -> None:

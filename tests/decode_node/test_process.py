@@ -7,7 +7,7 @@ import torch
 
 from base.errors import StartupError
 from decode_node import process
-from decode_node.process import DecodeConfig
+from decode_node.config import DecodeConfig
 from hisparse.config import HiSparseConfig
 from hisparse.sizing import Sizes
 from model.spec import ModelSpec

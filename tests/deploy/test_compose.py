@@ -50,7 +50,7 @@ def test_the_program_accepts_the_command_line(role: str) -> None:
     if role != "gateway":
         assert line.values["gateways"] == [f"gateway:{default('gateway', 'control_port')}"]
         # Each container has its own process ids: none can map the memory of another.
-        assert line.values["transfer_protocol"].value == "tcp"
+        assert line.values["transfer_protocol"] == "tcp"
 
 
 def test_what_is_prepared_is_what_is_used() -> None:

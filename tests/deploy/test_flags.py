@@ -8,12 +8,13 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from base.metrics import Metrics
-from cli.main import configured
-from decode_node.process import DecodeConfig
+from cli.flags import configured
+from decode_node.config import DecodeConfig
 from decode_node.request import State
 from hisparse.config import parse_config
-from prefill_node.process import PrefillConfig
+from prefill_node.config import PrefillConfig
 from service.config import NodeConfig
+from service.start import check
 from service.status import status_router
 from tests.deploy.program import DEPLOY, ROLES, default, read_shell
 from tests.deploy.rendered import OVERLAYS, command_line, container, containers, named, of_kind
@@ -29,7 +30,7 @@ def test_the_program_accepts_every_command_line(overlay: str) -> None:
         assert line.command in (role, "tiny-model")
         if line.command in CONFIGS:
             # A transport that this machine lacks is not what is asked here.
-            configured(CONFIGS[line.command], {**line.values, "transfer_protocol": "tcp", "ib_device": ""}).check()
+            check(configured(CONFIGS[line.command], {**line.values, "transfer_protocol": "tcp", "ib_device": ""}))
         if line.command == "decode":
             parse_config(line.values["hisparse_config"], model_top_k=64)
 

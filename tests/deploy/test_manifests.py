@@ -9,6 +9,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from base.version import VERSION
 from tests.deploy.program import DEPLOY, ROLES
 from tests.deploy.rendered import (
     KUBERNETES,
@@ -150,12 +151,9 @@ def test_every_mount_has_a_volume_and_caches_can_be_written(overlay: str) -> Non
 
 @every_overlay
 def test_images_have_one_version_and_it_is_the_packages(overlay: str) -> None:
-    version = next(
-        line.split('"')[1] for line in Path("pyproject.toml").read_text().splitlines() if line.startswith("version")
-    )
     target = "cpu" if overlay == "cpu-demo" else "cuda13"
     for _, each in containers(overlay):
-        assert each["image"].endswith(f"hisparse-pd:{version}-{target}")
+        assert each["image"].endswith(f"hisparse-pd:{VERSION}-{target}")
 
 
 @every_role
@@ -214,7 +212,7 @@ def test_only_such_memory_is_asked_for_as_the_program_uses(overlay: str) -> None
         assert not [mount for mount in each["volumeMounts"] if mount["mountPath"].startswith("/dev")]
         if role != "gateway" and each["name"] == role:
             # A pod has its own process ids: no pod can map the memory of another.
-            assert command_line(each).values["transfer_protocol"].value in ("tcp", "rdma")
+            assert command_line(each).values["transfer_protocol"] in ("tcp", "rdma")
 
 
 @every_node
@@ -233,7 +231,7 @@ def test_gpu_nodes_can_be_placed_beside_their_gpu(overlay: str, role: str) -> No
     rdma = overlay == "gpu-rdma"
     assert (requests.get("rdma/rdma_shared_device_a") == "1") == rdma
     assert ("feature.node.kubernetes.io/rdma.available" in spec["nodeSelector"]) == rdma
-    assert command_line(each).values["transfer_protocol"].value == ("rdma" if rdma else "tcp")
+    assert command_line(each).values["transfer_protocol"] == ("rdma" if rdma else "tcp")
 
 
 # --- life and death ---

@@ -7,7 +7,7 @@ import httpx
 import openai
 import pytest
 
-from gateway.process import GatewayConfig
+from gateway.config import GatewayConfig
 from tests.gateway.fakes import MODEL, FakeDecodeNode, FakeNode, RunningGateway, wait_until, write_checkpoint
 
 
@@ -21,7 +21,8 @@ def start_gateway(checkpoint: Path) -> Iterator[Callable[..., RunningGateway]]:
     running: list[RunningGateway] = []
 
     def start(**options: object) -> RunningGateway:
-        config = GatewayConfig(model_path=str(checkpoint), served_model_name=MODEL, port=0, **options)  # type: ignore[arg-type]
+        options = {"port": 0, "control_port": 0, **options}
+        config = GatewayConfig(model_path=checkpoint, served_model_name=MODEL, **options)  # type: ignore[arg-type]
         running.append(RunningGateway(config))
         return running[-1]
 

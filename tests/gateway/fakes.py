@@ -32,7 +32,8 @@ from control.messages import (
     Token,
 )
 from control.plane import ControlPlane, ControlPlaneFailed
-from gateway.process import Gateway, GatewayConfig
+from gateway.config import GatewayConfig
+from gateway.process import Gateway
 
 MODEL = "tiny"
 CONTEXT = 512

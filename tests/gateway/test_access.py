@@ -15,10 +15,11 @@ from fastapi import FastAPI
 
 from base.errors import StartupError
 from base.metrics import Metrics
+from gateway.config import GatewayConfig
 from gateway.errors import ApiError
 from gateway.guard import Guard, Hold, RequestLimits
 from gateway.keys import ApiKeys
-from gateway.process import Gateway, GatewayConfig
+from gateway.process import Gateway
 from service import watched
 from tests.gateway.fakes import MODEL, FakeDecodeNode, RunningGateway, wait_until
 from tests.service.raw_http import RawClient
@@ -91,7 +92,7 @@ def test_a_refusal_is_openai_s(start_gateway: Start) -> None:
 
 def test_probes_and_scrapes_need_no_key_and_everything_else_does(start_gateway: Start) -> None:
     gateway = start_gateway(api_keys=("sk-one",))
-    for path, code in (("/health", 200), ("/ready", 503), ("/metrics", 200)):
+    for path, code in (("/health", 200), ("/ready", 503), ("/metrics", 200), ("/version", 200)):
         assert httpx.get(gateway.url + path).status_code == code
     for path in ("/", "/v1", "/v1/nothing", "/v1/models/x", "/docs", "/health/", "//v1/models"):
         assert httpx.get(gateway.url + path).status_code == 401, path
@@ -145,14 +146,14 @@ def test_a_key_file_that_cannot_be_meant_stops_the_start(
 ) -> None:
     file = key_file(tmp_path, text, mode)
     with pytest.raises(StartupError, match=complaint) as error:
-        Gateway(GatewayConfig(model_path=str(checkpoint), port=0, api_key_file=file))
+        Gateway(GatewayConfig(model_path=checkpoint, port=0, control_port=0, api_key_file=file))
     assert str(file) in str(error.value)
     assert "sk-" not in str(error.value)
 
 
 def test_a_key_file_that_is_not_there_stops_the_start(checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(StartupError, match=r"--api-key-file .*: No such file"):
-        Gateway(GatewayConfig(model_path=str(checkpoint), port=0, api_key_file=tmp_path / "none"))
+        Gateway(GatewayConfig(model_path=checkpoint, port=0, control_port=0, api_key_file=tmp_path / "none"))
 
 
 @pytest.mark.parametrize("key", ["", " ", "two words", "line\nbreak"])
@@ -162,7 +163,7 @@ def test_a_key_that_no_client_could_send_is_refused(key: str) -> None:
 
 
 def test_a_configuration_does_not_show_its_keys() -> None:
-    assert "sk-secret" not in repr(GatewayConfig(model_path="m", api_keys=("sk-secret",)))
+    assert "sk-secret" not in repr(GatewayConfig(model_path=Path("m"), api_keys=("sk-secret",)))
 
 
 def test_a_body_that_declares_too_much_is_refused_before_it_is_read(start_gateway: Start) -> None:

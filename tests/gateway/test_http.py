@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from control.messages import Output, Token
-from gateway.process import GatewayConfig
+from gateway.config import GatewayConfig
 from gateway.unsupported import HARMLESS, NEUTRAL
 from tests.gateway.fakes import CONTEXT, EOS, MODEL, VOCAB, FakeDecodeNode, FakeNode, RunningGateway, wait_until
 
@@ -19,7 +19,7 @@ from tests.gateway.fakes import CONTEXT, EOS, MODEL, VOCAB, FakeDecodeNode, Fake
 @pytest.fixture(scope="module")
 def nodes(checkpoint: Path) -> Iterator[tuple[RunningGateway, FakeNode, FakeDecodeNode]]:
     """One gateway for all tests of this file: none of them may leave anything behind."""
-    gateway = RunningGateway(GatewayConfig(model_path=str(checkpoint), served_model_name=MODEL, port=0))
+    gateway = RunningGateway(GatewayConfig(model_path=checkpoint, served_model_name=MODEL, port=0, control_port=0))
     prefill = FakeNode(gateway.control_address, "prefill").start()
     decode = FakeDecodeNode(gateway.control_address)
     decode.start()

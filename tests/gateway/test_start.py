@@ -11,20 +11,21 @@ import pytest
 from transformers import AutoTokenizer
 
 from base.errors import StartupError
+from gateway.config import GatewayConfig
 from gateway.errors import ApiError
-from gateway.process import Gateway, GatewayConfig
+from gateway.process import Gateway
 from gateway.tokenizer import CheckpointTokenizer
 from tests.gateway.fakes import EOS, write_checkpoint
 
 
 def test_missing_directory(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match="no such directory"):
-        Gateway(GatewayConfig(model_path=str(tmp_path / "nowhere"), port=0))
+        Gateway(GatewayConfig(model_path=tmp_path / "nowhere", port=0, control_port=0))
 
 
 def test_missing_config(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match=r"no config\.json"):
-        Gateway(GatewayConfig(model_path=str(tmp_path), port=0))
+        Gateway(GatewayConfig(model_path=tmp_path, port=0, control_port=0))
 
 
 @pytest.mark.parametrize("damage", [None, "{", "{}"])
@@ -34,7 +35,7 @@ def test_missing_or_broken_tokenizer(tmp_path: Path, damage: str | None) -> None
     if damage is not None:
         (directory / "tokenizer.json").write_text(damage)
     with pytest.raises(StartupError, match="cannot load its tokenizer") as error:
-        Gateway(GatewayConfig(model_path=str(directory), port=0))
+        Gateway(GatewayConfig(model_path=directory, port=0, control_port=0))
     assert "\n" not in str(error.value)
 
 
@@ -42,7 +43,7 @@ def test_config_without_a_vocabulary(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path)
     (directory / "config.json").write_text(json.dumps({"model_type": "deepseek_v32"}))
     with pytest.raises(StartupError, match="vocab_size must be a positive integer, found None"):
-        Gateway(GatewayConfig(model_path=str(directory), port=0))
+        Gateway(GatewayConfig(model_path=directory, port=0, control_port=0))
 
 
 def test_model_without_a_chat_template(tmp_path: Path) -> None:
@@ -96,7 +97,7 @@ def test_token_ids_that_the_tokenizer_lacks_are_no_text(checkpoint: Path) -> Non
 
 def test_context_beyond_the_checkpoint(checkpoint: Path) -> None:
     with pytest.raises(StartupError, match="expected 2 to 512"):
-        Gateway(GatewayConfig(model_path=str(checkpoint), port=0, context_length=513))
+        Gateway(GatewayConfig(model_path=checkpoint, port=0, control_port=0, context_length=513))
 
 
 def test_ports_in_use(checkpoint: Path) -> None:
@@ -105,16 +106,18 @@ def test_ports_in_use(checkpoint: Path) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(StartupError, match="cannot bind the HTTP port"):
-            Gateway(GatewayConfig(model_path=str(checkpoint), port=port))
+            Gateway(GatewayConfig(model_path=checkpoint, port=port, control_port=0))
         with pytest.raises(StartupError, match="cannot bind the control port"):
-            Gateway(GatewayConfig(model_path=str(checkpoint), port=0, control_port=port))
+            Gateway(GatewayConfig(model_path=checkpoint, port=0, control_port=port))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_end_the_process_cleanly(checkpoint: Path, number: signal.Signals) -> None:
     code = (
-        "from gateway.process import GatewayConfig, run_gateway\n"
-        f"run_gateway(GatewayConfig(model_path={str(checkpoint)!r}, port=0))\n"
+        "from pathlib import Path\n"
+        "from gateway.config import GatewayConfig\n"
+        "from gateway.process import run_gateway\n"
+        f"run_gateway(GatewayConfig(model_path=Path({str(checkpoint)!r}), port=0, control_port=0))\n"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", code],

@@ -11,7 +11,8 @@ import trustme
 
 from base.errors import StartupError
 from cli.serve import is_ready
-from gateway.process import Gateway, GatewayConfig
+from gateway.config import GatewayConfig
+from gateway.process import Gateway
 from service import watched
 from tests.gateway.fakes import MODEL, FakeDecodeNode, FakeNode, RunningGateway, wait_until
 
@@ -188,5 +189,5 @@ def encrypted(pem: bytes) -> bytes:
 )
 def test_files_that_cannot_serve_stop_the_start(checkpoint: Path, files: Files, damage: str, complaint: str) -> None:
     with pytest.raises(StartupError, match=complaint) as error:
-        Gateway(GatewayConfig(model_path=str(checkpoint), port=0, **broken(files, damage)))
+        Gateway(GatewayConfig(model_path=checkpoint, port=0, control_port=0, **broken(files, damage)))
     assert "\n" not in str(error.value)

@@ -16,7 +16,7 @@ from prefill_node.ring import SendRings
 from prefill_node.sender import Sender, Surroundings
 from prefill_node.source import DeviceSource, HostSource
 from tests.control.test_messages import IDENTITY
-from transfer.checksum import ChecksumMode
+from transfer.choices import ChecksumMode
 from transfer.copy_runs import copy_runs
 from transfer.planner import NO_LIMIT, Descriptors
 from transfer.routes import NoRoute

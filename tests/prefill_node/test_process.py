@@ -8,7 +8,8 @@ import torch
 from base.errors import StartupError
 from model.loader import read_spec
 from model.tiny import write_tiny_checkpoint
-from prefill_node.process import PrefillConfig, _num_pages
+from prefill_node.config import PrefillConfig
+from prefill_node.process import _num_pages
 
 
 def test_a_pool_holds_a_full_context_or_the_node_does_not_start(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from base.errors import StartupError
 from service.config import NodeConfig
+from service.start import check, claim_transfer_ports
 
 
 def config(**flags: str) -> NodeConfig:
@@ -26,7 +27,7 @@ def test_kv_travels_to_the_transfer_host_or_else_to_where_everything_goes(
     flags: dict[str, str], advertised: str, data: str
 ) -> None:
     node = config(**flags)
-    node.check()
+    check(node)
     assert (node.advertised_host, node.data_host) == (advertised, data)
 
 
@@ -44,8 +45,8 @@ def test_kv_travels_to_the_transfer_host_or_else_to_where_everything_goes(
 )
 def test_what_is_no_address_and_no_range_is_refused(flags: dict[str, str], why: str) -> None:
     with pytest.raises(StartupError, match=why):
-        config(**flags).check()
+        check(config(**flags))
 
 
 def test_a_node_without_an_engine_takes_no_ports() -> None:
-    assert config(transfer_protocol="shm").claim_transfer_ports() is None
+    assert claim_transfer_ports(config(transfer_protocol="shm")) is None

@@ -1,17 +1,12 @@
 """Which device a process runs on, and that it sees no other."""
 
 import os
-from pathlib import Path
 
 import pytest
 import torch
 
 from base.errors import StartupError
-from service.config import NodeConfig
-
-
-def use(device: str) -> torch.device:
-    return NodeConfig(model_path=Path("m"), device=device).use_device()
+from service.start import use_device
 
 
 @pytest.fixture
@@ -31,13 +26,13 @@ def four_gpus(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 @pytest.mark.usefixtures("four_gpus")
 @pytest.mark.parametrize(("flag", "seen"), [("cuda", "0"), ("cuda:0", "0"), ("cuda:3", "3")])
 def test_a_process_sees_its_own_gpu_only(flag: str, seen: str) -> None:
-    assert use(flag) == torch.device("cuda", 0)
+    assert use_device(flag) == torch.device("cuda", 0)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == seen
 
 
 def test_numbers_count_what_the_process_was_given(four_gpus: pytest.MonkeyPatch) -> None:
     four_gpus.setenv("CUDA_VISIBLE_DEVICES", "2,GPU-5f1a")
-    assert use("cuda:1") == torch.device("cuda", 0)
+    assert use_device("cuda:1") == torch.device("cuda", 0)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "GPU-5f1a"
 
 
@@ -45,10 +40,10 @@ def test_numbers_count_what_the_process_was_given(four_gpus: pytest.MonkeyPatch)
 @pytest.mark.parametrize("flag", ["cuda:4", "cuda:-1", "cuda:one", "cpu:0", "mps", ""])
 def test_a_device_that_is_not_there_stops_the_start(flag: str) -> None:
     with pytest.raises(StartupError, match=f"--device {flag}: "):
-        use(flag)
+        use_device(flag)
 
 
 def test_on_a_cpu_nothing_is_hidden(four_gpus: pytest.MonkeyPatch) -> None:
     four_gpus.setenv("CUDA_VISIBLE_DEVICES", "2")
-    assert use("cpu") == torch.device("cpu")
+    assert use_device("cpu") == torch.device("cpu")
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "2"

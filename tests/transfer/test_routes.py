@@ -11,7 +11,8 @@ from control.messages import BufferInfo, Destination, Session, SharedMemory
 from tests.control.test_messages import IDENTITY
 from transfer import engine as engine_module
 from transfer import routes
-from transfer.routes import NoRoute, TransferProtocol, Transports, choose_transports
+from transfer.choices import TransferProtocol
+from transfer.routes import NoRoute, Transports, choose_transports
 from transfer.shm import NotShared
 
 BUFFERS = BufferInfo(ptrs=(4096,), lengths=(4096,), item_lengths=(64,))

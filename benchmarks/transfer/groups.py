@@ -1,0 +1,26 @@
+"""What methods are compared by."""
+
+from enum import StrEnum
+
+
+class Group(StrEnum):
+    """What a method stands for. Where several of a group were measured, the fastest speaks for it."""
+
+    OURS = "ours"
+    TOKEN = "token"
+    PAGE = "page"
+    CEILING = "ceiling"
+    NIXL = "nixl"
+
+    @property
+    def label(self) -> str:
+        return _LABELS[self]
+
+
+_LABELS = {
+    Group.OURS: "ours",
+    Group.TOKEN: "one descriptor per token",
+    Group.PAGE: "one descriptor per page",
+    Group.CEILING: "ceiling",
+    Group.NIXL: "NIXL over UCX",
+}

@@ -1,0 +1,27 @@
+"""How `hisparse-pd serve` is configured."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from base.flags import Flag
+from decode_node.config import DecodeConfig
+from gateway.config import GatewayConfig
+from prefill_node.config import PrefillConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig(GatewayConfig, PrefillConfig, DecodeConfig):
+    """The flags of all three kinds of process, which go to each that takes them, and how many nodes there are to be.
+
+    What is declared here again is no flag of `serve`: it chooses its processes' addresses.
+    """
+
+    prefill_nodes: Annotated[int, Flag("Prefill processes.", min=0)] = 1
+    decode_nodes: Annotated[int, Flag("Decode processes.", min=1)] = 1
+    control_host: str | None = None
+    control_port: int = 0
+    advertise_host: str | None = None
+    gateways: tuple[str, ...] = ()
+    transfer_host: str | None = None
+    transfer_ports: str = "15000-16999"
+    debug_verify_swap_in: bool = False

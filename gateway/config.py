@@ -1,0 +1,97 @@
+"""How a gateway is configured."""
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+from base.errors import StartupError
+from base.flags import Flag
+from service.config import ControlPort, Port, ProcessConfig
+
+API_KEYS_VARIABLE = "HISPARSE_PD_API_KEY"
+"""The environment variable that has the keys of clients."""
+
+
+def given_keys(flag: str, words: Sequence[str] | None) -> tuple[str, ...]:
+    """The keys of --api-key or, without it, of the environment, separated there by white space or commas.
+
+    Raises StartupError if the environment has the variable and no key in it: whoever set it means to have one.
+    """
+    if words:
+        return tuple(words)
+    if API_KEYS_VARIABLE not in os.environ:
+        return ()
+    keys = tuple(key for key in re.split(r"[\s,]+", os.environ[API_KEYS_VARIABLE]) if key)
+    if not keys:
+        raise StartupError(f"{API_KEYS_VARIABLE} is set and holds no key; unset it to serve without authentication")
+    return keys
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewayConfig(ProcessConfig):
+    """The flags of a gateway."""
+
+    port: Port = 8000
+    control_port: ControlPort = 8001
+    control_host: Annotated[str | None, Flag("Address to bind ZeroMQ to; default: --host.")] = None
+    served_model_name: Annotated[str | None, Flag("Model name that clients use; default: the model path.")] = None
+    request_timeout: Annotated[float, Flag("Seconds after which a request is given up with 504.", min=0.1)] = 600.0
+    api_keys: Annotated[
+        tuple[str, ...],
+        Flag(
+            "Key that clients must present; may be repeated. Better in the environment, HISPARSE_PD_API_KEY, or a "
+            "file: a command line is public until the process has started.",
+            name="--api-key",
+            read=given_keys,
+        ),
+    ] = field(default=(), repr=False)
+    api_key_file: Annotated[
+        Path | None,
+        Flag("File of keys that clients must present, one a line; read again when it changes."),
+    ] = None
+    ssl_certfile: Annotated[Path | None, Flag("Certificate chain (PEM): serve HTTPS.")] = None
+    ssl_keyfile: Annotated[Path | None, Flag("Private key (PEM) of --ssl-certfile.")] = None
+    max_body_mib: Annotated[
+        int | None,
+        Flag(
+            "Largest request body in MiB; beyond it 413. Default: 16 bytes per token of the context, at least 1 MiB.",
+            min=1,
+        ),
+    ] = None
+    max_total_body_mib: Annotated[
+        int,
+        Flag(
+            "MiB of bodies that the gateway holds at a time, a prompt token counting at least 8 bytes; beyond it "
+            "clients get 429.",
+            min=1,
+        ),
+    ] = 128
+    max_concurrent_requests: Annotated[
+        int, Flag("Requests that the gateway holds at a time; beyond it clients get 429.", min=1)
+    ] = 1024
+    header_timeout: Annotated[
+        float,
+        Flag(
+            "Seconds that a client has for a request's head, and for a TLS handshake; a body has as long, plus "
+            "1 s per 8 KiB.",
+            min=0.1,
+        ),
+    ] = 10.0
+
+    @property
+    def model_name(self) -> str:
+        """The name that clients use for the model."""
+        return self.served_model_name or str(self.model_path)
+
+    @property
+    def bound_control_host(self) -> str:
+        """The address that the control port is bound to."""
+        return self.control_host or self.host
+
+    @property
+    def advertised_host(self) -> str:
+        """The address that nodes reach the control port at."""
+        return self.advertise_host or self.bound_control_host

@@ -1,0 +1,66 @@
+"""What a node does before it binds a port or loads a model: check its configuration, choose its device."""
+
+import os
+import re
+
+import torch
+
+from base.errors import StartupError
+from control.messages import ADDRESS_PATTERN
+from service.config import NodeConfig
+from service.exposure import check_processes
+from transfer.ports import ClaimedPorts, PortRange
+from transfer.routes import choose_transports, engines_among
+
+_WILDCARDS = ("0.0.0.0", "::")
+
+
+def check(config: NodeConfig) -> None:
+    """Raises StartupError for values that no machine could serve, or for a transport that this one lacks."""
+    if config.mem_fraction_static is not None and not 0 < config.mem_fraction_static < 1:
+        raise StartupError(f"--mem-fraction-static {config.mem_fraction_static}: expected a number between 0 and 1")
+    if config.host in _WILDCARDS and not config.advertise_host:
+        raise StartupError(f"--host {config.host} is not an address that others can reach; give --advertise-host too")
+    check_processes("--host", config.host, config.key_dir, config.insecure)
+    if config.transfer_host is not None:
+        if config.transfer_host in _WILDCARDS:
+            raise StartupError(
+                f"--transfer-host {config.transfer_host} is not an address that others can reach; give one of the "
+                "data network"
+            )
+        if not re.match(ADDRESS_PATTERN, f"{config.transfer_host}:0"):
+            raise StartupError(f"--transfer-host {config.transfer_host}: expected a host name or an IPv4 address")
+    PortRange.parse(config.transfer_ports, _num_engines(config))
+    for gateway in config.gateways:
+        if not re.match(ADDRESS_PATTERN, gateway):
+            raise StartupError(f"--gateway {gateway}: expected HOST:PORT, the gateway's control port")
+
+
+def use_device(flag: str) -> torch.device:
+    """The device to run on, which from here on is the only one that this process sees: its GPU is `cuda:0` to it.
+
+    Libraries touch the first device that they see, from threads of their own, and would take memory on another
+    process's GPU. flag: the value of --device. Raises StartupError if there is no such device.
+    """
+    kind, _, number = flag.partition(":")
+    if kind == "cpu" and not number:
+        return torch.device("cpu")
+    if kind != "cuda" or not (number or "0").isdecimal():
+        raise StartupError(f"--device {flag}: expected cpu, cuda or cuda:N")
+    found = torch.cuda.device_count()
+    if int(number or 0) >= found:
+        raise StartupError(f"--device {flag}: this machine has {found} CUDA devices")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(found)))
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[int(number or 0)]
+    return torch.device("cuda", 0)
+
+
+def claim_transfer_ports(config: NodeConfig) -> ClaimedPorts | None:
+    """The ports of this node's transfer engines; None if it has no engine. Raises StartupError if none are free."""
+    engines = _num_engines(config)
+    return ClaimedPorts(PortRange.parse(config.transfer_ports, engines), engines) if engines else None
+
+
+def _num_engines(config: NodeConfig) -> int:
+    """Raises StartupError for a transport that this machine lacks."""
+    return len(engines_among(choose_transports(config.transfer_protocol, config.ib_device)))
