@@ -20,6 +20,7 @@ from cli.config import ServeConfig
 from cli.flags import takes_flags
 from decode_node.config import DecodeConfig
 from gateway.config import GatewayConfig
+from model.shapes import ShapeName
 from prefill_node.config import PrefillConfig
 from service.descriptors import raise_file_limit
 from service.lifecycle import end_on_sigterm_until_served
@@ -109,29 +110,47 @@ def tiny_model(
     directory: Annotated[Path, typer.Argument(help="Where to write the checkpoint.")],
     family: Annotated[Literal["deepseek_v32", "glm_moe_dsa"], typer.Option(help="Model family.")] = "deepseek_v32",
     seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
-    layers: Annotated[int, typer.Option(help="Hidden layers.")] = 4,
+    layers: Annotated[int | None, typer.Option(help="Hidden layers; default: 4, or all of the shape's.")] = None,
     hidden_size: Annotated[int, typer.Option(help="Width of the hidden states.")] = 64,
     index_topk: Annotated[int, typer.Option(help="Positions that a layer attends to.")] = 64,
     index_n_heads: Annotated[int, typer.Option(help="Heads of the indexer, at least 16.")] = 32,
     max_position_embeddings: Annotated[int, typer.Option(help="Context length.")] = 8192,
+    shape: Annotated[
+        ShapeName | None, typer.Option(help="Widths of a published model instead; takes --config-only.")
+    ] = None,
+    routed_experts: Annotated[
+        int | None, typer.Option(help="Experts of a layer of that shape; default: as published.")
+    ] = None,
+    config_only: Annotated[
+        bool, typer.Option("--config-only", help="Write no weights: for --load-format dummy, which needs none.")
+    ] = False,
 ) -> None:
-    """Write a complete random checkpoint, to try things out with."""
-    from model.tiny import write_tiny_checkpoint
+    """Write a complete random checkpoint, to try things out with, or the directory for a model with dummy weights."""
+    from model.shapes import published_config
+    from model.tiny import write_tiny_checkpoint, write_without_weights
 
-    try:
-        write_tiny_checkpoint(
-            directory,
-            family,
-            seed,
-            layers=layers,
-            hidden_size=hidden_size,
-            index_topk=index_topk,
-            index_n_heads=index_n_heads,
-            max_position_embeddings=max_position_embeddings,
+    if (shape is None) == config_only:
+        raise StartupError(
+            "tiny-model: --shape and --config-only go together: nobody wants random weights of that size"
         )
+    try:
+        if shape is not None:
+            write_without_weights(directory, published_config(shape, layers, routed_experts))
+        else:
+            write_tiny_checkpoint(
+                directory,
+                family,
+                seed,
+                layers=4 if layers is None else layers,
+                hidden_size=hidden_size,
+                index_topk=index_topk,
+                index_n_heads=index_n_heads,
+                max_position_embeddings=max_position_embeddings,
+            )
     except ValueError as error:
         raise StartupError(f"tiny-model: {error}") from error
-    typer.echo(f"{directory}: a {family} checkpoint of random weights")
+    what = f"a {family} checkpoint of random weights" if shape is None else f"{shape} without weights"
+    typer.echo(f"{directory}: {what}")
 
 
 def title(words: Sequence[str]) -> str:

@@ -1,7 +1,7 @@
 """Loads a Hugging Face checkpoint of a sparse-attention model, or refuses it in one line."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -12,17 +12,23 @@ from model.backends.protocol import AttentionBackend
 from model.backends.torch_backend import TorchBackend
 from model.checkpoint import fingerprint, read_json, weight_files
 from model.dtypes import DTYPES
+from model.shard import WHOLE, Shard
 from model.sparse_model import SparseModel
 from model.spec import ModelSpec
+
+LoadFormat = Literal["auto", "dummy"]
+"""Where weights come from: the checkpoint's files, or random numbers."""
 
 SUPPORTED_MODEL_TYPES = ("deepseek_v32", "glm_moe_dsa")
 
 
-def read_spec(path: Path, dtype: torch.dtype, context_length: int | None = None) -> ModelSpec:
+def read_spec(
+    path: Path, dtype: torch.dtype, context_length: int | None = None, load_format: LoadFormat = "auto"
+) -> ModelSpec:
     """Read a checkpoint's shapes and identity from its configuration and weight headers, without its weights.
 
-    `context_length` defaults to all that the model was made for. Raises StartupError where the directory is not a
-    complete checkpoint of a supported model.
+    `context_length` defaults to all that the model was made for. With load_format `dummy` there need not be weights.
+    Raises StartupError where the directory is not a complete checkpoint of a supported model.
     """
     raw = read_json(path / "config.json")
     config = _parse_config(path, raw)
@@ -44,7 +50,7 @@ def read_spec(path: Path, dtype: torch.dtype, context_length: int | None = None)
         vocab_size=config.vocab_size,
         context_length=context_length,
         dtype=dtype,
-        fingerprint=fingerprint(raw, weight_files(path)),
+        fingerprint=fingerprint(raw, weight_files(path) if load_format == "auto" else []),
     )
 
 
@@ -54,17 +60,27 @@ def load_model(
     device: torch.device,
     context_length: int | None = None,
     backend: AttentionBackend | None = None,
+    load_format: LoadFormat = "auto",
+    shard: Shard = WHOLE,
 ) -> SparseModel:
     """Load a checkpoint's weights, converted to `dtype`, onto a device. Never reaches the network.
 
     Tensor by tensor from mapped files: no more of them than a few is in host memory at a time, besides the page cache,
     unless the host is the device. Experts are fused on the device, which takes room for those of a layer or two more.
 
-    `backend` computes attention; by default torch does.
+    `backend` computes attention; by default torch does. With load_format `dummy` random weights are made on the device
+    instead, the same on every device of a kind, as in SGLang and vLLM.
 
     Raises StartupError for what `read_spec` refuses, and where weights are missing or have other shapes.
     """
-    spec = read_spec(path, dtype, context_length)
+    spec = read_spec(path, dtype, context_length, load_format)
+    network = _dummy_network(path, dtype, device) if load_format == "dummy" else _load_network(path, dtype, device)
+    if device.type == "cuda":  # what fusing left in the allocator's cache is for the pools
+        torch.cuda.empty_cache()
+    return SparseModel(network.requires_grad_(False).eval(), spec, backend or TorchBackend(spec.kv_format), shard)
+
+
+def _load_network(path: Path, dtype: torch.dtype, device: torch.device) -> Any:
     disable_progress_bar()  # not a line of a log
     try:
         network, report = AutoModelForCausalLM.from_pretrained(
@@ -75,9 +91,14 @@ def load_model(
     missing = sorted(report["missing_keys"])
     if missing:
         raise StartupError(f"{path} lacks {len(missing)} weights, which would be random: {', '.join(missing[:3])}")
-    if device.type == "cuda":  # what fusing left in the allocator's cache is for the pools
-        torch.cuda.empty_cache()
-    return SparseModel(network.requires_grad_(False).eval(), spec, backend or TorchBackend(spec.kv_format))
+    return network
+
+
+def _dummy_network(path: Path, dtype: torch.dtype, device: torch.device) -> Any:
+    config = _parse_config(path, read_json(path / "config.json"))
+    with device, torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
 def _parse_config(path: Path, raw: dict[str, Any]) -> Any:

@@ -70,11 +70,20 @@ def write_tiny_checkpoint(
             "are often exactly zero, and ties in the top-k make outputs irreproducible"
         )
     config = _config(family, layers, hidden_size, index_topk, index_n_heads, max_position_embeddings)
-    path.mkdir(parents=True, exist_ok=True)
-    _write_json(path / "config.json", config)
-    _write_json(path / "generation_config.json", {"bos_token_id": BEGIN_ID, "eos_token_id": END_ID})
+    write_without_weights(path, config)
     save_file(_weights(config, seed), path / "model.safetensors", metadata={"format": "pt"})
-    _write_tokenizer(path, max_position_embeddings)
+
+
+def write_without_weights(path: Path, config: dict[str, Any]) -> None:
+    """Write a directory with all that a checkpoint has but weights: for `--load-format dummy`.
+
+    config: of config.json; its special tokens become those of the byte-level tokenizer.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    special = {"bos_token_id": BEGIN_ID, "eos_token_id": END_ID}
+    _write_json(path / "config.json", {**config, **special})
+    _write_json(path / "generation_config.json", special)
+    _write_tokenizer(path, config["max_position_embeddings"])
 
 
 def _config(
@@ -106,8 +115,6 @@ def _config(
         "max_position_embeddings": max_positions,
         "mlp_layer_types": ["dense"] + ["sparse"] * (layers - 1),
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-        "bos_token_id": BEGIN_ID,
-        "eos_token_id": END_ID,
         # A padding token would make a zero embedding row, whose index scores all tie.
         "pad_token_id": None,
         "tie_word_embeddings": False,

@@ -102,11 +102,9 @@ class PrefillEndpoint:
     # --- what decode nodes say ---
 
     def _take(self, sender: Peer, message: Message) -> None:
-        about_attempt = isinstance(message, PrefillRequest | ChunkTaken | Admitted | Abort)
-        if about_attempt and message.attempt.decode != sender.boot_id:
-            log.warning("not its own attempt", sender=sender.address, **_fields(message.attempt))
-            return
         match message:
+            case PrefillRequest() | ChunkTaken() | Admitted() | Abort() if message.attempt.decode != sender.boot_id:
+                log.warning("not its own attempt", sender=sender.address, **_fields(message.attempt))
             case PrefillRequest():
                 self._on_request(sender, message)
             case ChunkTaken():

@@ -42,7 +42,7 @@ def run_prefill_node(config: PrefillConfig) -> None:
     check(config)
     device = use_device(config.device)
     dtype = resolve_dtype(config.model_path, config.dtype)
-    spec = read_spec(config.model_path, dtype, config.context_length)
+    spec = read_spec(config.model_path, dtype, config.context_length, config.load_format)
     checkpoint = identify(config.model_path)
     backend = choose_backend(config.attention_backend, device, spec)
     with ExitStack() as at_end:
@@ -50,7 +50,7 @@ def run_prefill_node(config: PrefillConfig) -> None:
         at_end.callback(shell.close)
         ports = claim_transfer_ports(config)
         log.info("attention backend", backend=backend.name)
-        model = load_model(config.model_path, dtype, device, config.context_length, backend)
+        model = load_model(config.model_path, dtype, device, config.context_length, backend, config.load_format)
         pool = PagedKVPool(spec.kv_layout, _num_pages(config, spec, device), config.page_size, device)
         transports = Transports(config.data_host, config.transfer_protocol, config.ib_device, ports)
         transports.register(pool.get_contiguous_buf_infos())

@@ -56,6 +56,12 @@ class ProcessConfig:
 class NodeConfig(ProcessConfig):
     """What prefill and decode nodes are told beside that: their gateways, device, model and transfers."""
 
+    load_format: Annotated[
+        Literal["auto", "dummy"],
+        Flag(
+            "auto: the checkpoint's weights; dummy: random ones, made on the device, to measure without a checkpoint."
+        ),
+    ] = "auto"
     gateways: Annotated[
         tuple[str, ...],
         Flag(

@@ -12,7 +12,7 @@ from fastapi import APIRouter
 from base.metrics import Metrics
 from cli.main import main
 from cli.serve import free_port
-from control.messages import Peer
+from control.messages import AttemptId, Peer
 from decode_node.loop_call import LoopCall
 from decode_node.quarantine import Quarantine, quarantine_router
 from service.status import StatusServer, bind_http
@@ -54,8 +54,8 @@ def node() -> Iterator[Node]:
 
 @pytest.fixture
 def quarantined(node: Node) -> Node:
-    node.table.open(("cmpl-1", 3), WRITER, "slots", num_slots=640)
-    node.table.quarantine(("cmpl-1", 3), time.monotonic() - 60)
+    node.table.open(AttemptId("decode", "cmpl-1", 3), WRITER, "slots", num_slots=640)
+    node.table.quarantine(AttemptId("decode", "cmpl-1", 3), time.monotonic() - 60)
     return node
 
 
@@ -80,8 +80,8 @@ def test_a_list_that_goes_through_a_pipe_has_a_line_per_reservation(
     """Whatever the width of the terminal, for there is none."""
     request_id = "cmpl-" + "0123456789abcdef" * 8
     writer = Peer(role="prefill", address="a-long-name.of-a-prefill-node.in-some-cluster.example.com:8011", boot_id="b")
-    node.table.open((request_id, 3), writer, "slots", num_slots=640)
-    node.table.quarantine((request_id, 3), time.monotonic() - 60)
+    node.table.open(AttemptId("decode", request_id, 3), writer, "slots", num_slots=640)
+    node.table.quarantine(AttemptId("decode", request_id, 3), time.monotonic() - 60)
     assert run("list", "--url", node.url) == 0
     [line] = [line for line in capsys.readouterr().out.splitlines() if request_id in line]
     assert writer.address in line
@@ -94,8 +94,8 @@ def test_a_list_on_a_terminal_fits_80_columns(
     other = Peer(role="prefill", address="255.255.255.255:65535", boot_id="fedcba9876543210")
     requests = [("chatcmpl-" + f"{number:032x}", WRITER if number % 2 else other) for number in range(4)]
     for request_id, writer in requests:
-        node.table.open((request_id, 3), writer, "slots", num_slots=1_048_576)
-        node.table.quarantine((request_id, 3), time.monotonic() - 3600)
+        node.table.open(AttemptId("decode", request_id, 3), writer, "slots", num_slots=1_048_576)
+        node.table.quarantine(AttemptId("decode", request_id, 3), time.monotonic() - 3600)
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.setenv("TERM", "dumb")
     monkeypatch.setenv("COLUMNS", "80")
