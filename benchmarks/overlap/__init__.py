@@ -1,0 +1,1 @@
+"""How long a decode node's device waits for its host."""

@@ -1,0 +1,131 @@
+"""`python -m benchmarks.overlap`: how long the device of a whole decode node waits for its host.
+
+A gateway and a decode node with a published model's widths, fewer layers and random weights; clients that stream. The
+node computes the prompts itself, before anything is measured.
+"""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from base.errors import StartupError
+from benchmarks.machine import this_machine
+from benchmarks.overlap.node import LONG_GAP_US, Record
+from benchmarks.program import run
+from benchmarks.serving.client import Client, Endpoint, Outcome
+from benchmarks.serving.workload import RandomPrompts
+from cli.serve import Child, die_with_parent, free_port, processes, terminate, wait_ready
+from model.shapes import ShapeName, published_config
+from model.tiny import write_without_weights
+
+_ANSWER_TOKENS = 2048
+_READY_S = 300.0
+_RECORD_S = 240.0
+_MODEL = "bench"
+
+
+def main(
+    shape: ShapeName = "deepseek-v3.2",
+    layers: Annotated[int, typer.Option(min=1)] = 16,
+    routed_experts: Annotated[int, typer.Option(min=1, help="In each layer that is a mixture of experts.")] = 32,
+    batches: Annotated[list[int], typer.Option("--batch", min=1)] = [1, 16, 64],  # noqa: B006
+    tokens: Annotated[int, typer.Option(min=1, help="Of each prompt.")] = 4096,
+    device: str = "cuda",
+    json_path: Annotated[Path, typer.Option("--json")] = Path("bench-overlap.json"),
+) -> None:
+    """Measure steps of a decode node that streams."""
+    with tempfile.TemporaryDirectory(prefix="hisparse-pd-overlap-") as directory:
+        records = measure(Path(directory), shape, layers, routed_experts, sorted(batches), tokens, device)
+    machine = this_machine()
+    document = {"machine": str(machine), "records": [vars(record) for record in records]}
+    json_path.write_text(json.dumps(document, indent=2) + "\n")
+    table = Table(title=f"{shape}, {layers} layers, {routed_experts} experts, {tokens} tokens a request")
+    columns = ("batch", "step, ms", "profiled, ms", "host, ms", "kernels", "no kernel runs", f"> {LONG_GAP_US:.0f} us")
+    for column in columns:
+        table.add_column(column, justify="right")
+    for record in records:
+        table.add_row(
+            str(record.batch),
+            f"{record.step_ms:.2f}",
+            f"{record.profiled_step_ms:.2f}",
+            f"{record.host_ms:.2f}",
+            str(record.kernels),
+            f"{record.idle:.1%}",
+            f"{record.waiting:.1%}",
+        )
+    console = Console()
+    console.print(table)
+    console.print(str(machine))
+
+
+def measure(
+    directory: Path, shape: ShapeName, layers: int, experts: int, batches: list[int], tokens: int, device: str
+) -> list[Record]:
+    """Records of these batch sizes. Raises StartupError for a node that does not start or brings none."""
+    write_without_weights(directory / "model", published_config(shape, layers, experts))
+    vocab = json.loads((directory / "model" / "config.json").read_text())["vocab_size"]
+    port, control_port = free_port(), free_port()
+    common = ["--model-path", str(directory / "model"), "--context-length", str(tokens + _ANSWER_TOKENS)]
+    gateway = ["gateway", *common, "--served-model-name", _MODEL, "--port", str(port)]
+    gateway += ["--control-port", str(control_port)]
+    decode = ["decode", *common, "--gateway", f"127.0.0.1:{control_port}", "--port", "0", "--control-port", "0"]
+    decode += ["--load-format", "dummy", "--device", device, "--allow-local-prefill", "--log-level", "warning"]
+    decode += ["--max-running-requests", str(batches[-1])]
+    records = directory / "records"
+    records.touch()
+    url = f"http://127.0.0.1:{port}"
+    with processes([Child("gateway", [*gateway, "--log-level", "warning"], port)]) as children:
+        node = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.overlap.node", str(records), *decode],
+            start_new_session=True,
+            preexec_fn=die_with_parent,
+            env=os.environ | {"TEARDOWN_CUPTI": "0"},  # else the profiler loses sight of recorded steps
+        )
+        try:
+            wait_ready(url, {**children, "decode": node}, _READY_S)
+            endpoint = Endpoint(_MODEL, url, _MODEL, extra_body={"return_token_ids": True})
+            prompts = RandomPrompts(tokens, _ANSWER_TOKENS, vocab_size=vocab)
+            return [asyncio.run(_record(endpoint, prompts, batch, records, node)) for batch in batches]
+        finally:
+            terminate([node])
+
+
+async def _record(
+    endpoint: Endpoint, prompts: RandomPrompts, batch: int, records: Path, node: "subprocess.Popen[bytes]"
+) -> Record:
+    """Have so many requests decoded until the node has written down what that took."""
+    async with Client(endpoint, timeout=2 * _RECORD_S) as client:
+        sending = [asyncio.create_task(client.send(endpoint.request(p))) for p in prompts.draw(batch, batch)]
+        try:
+            deadline = time.monotonic() + _RECORD_S
+            while time.monotonic() < deadline and node.poll() is None:
+                await asyncio.sleep(0.2)
+                written = [Record(**json.loads(line)) for line in records.read_text().splitlines()]
+                if found := next((record for record in written if record.batch == batch), None):
+                    return found
+                _check(sending)
+        finally:
+            for task in sending:
+                task.cancel()
+            await asyncio.gather(*sending, return_exceptions=True)
+    raise StartupError(f"the decode node did not come to {batch} requests that decode within {_RECORD_S:.0f} s")
+
+
+def _check(sending: "list[asyncio.Task[Outcome]]") -> None:
+    for task in sending:
+        if task.done() and (failure := task.result().failure):
+            raise StartupError(f"a request failed: {failure.kind}: {failure.message}")
+
+
+if __name__ == "__main__":
+    run(main)
