@@ -1,6 +1,6 @@
 #!/bin/sh
 # Makes a virtual environment with everything that the service and its tests need, on Debian and Ubuntu.
-# PYTHON: the interpreter to use (3.11 or 3.12). VENV: where the environment goes.
+# PYTHON: the interpreter to use (3.11, 3.12 or 3.13). VENV: where the environment goes.
 set -eu
 PYTHON=${PYTHON:-python3}
 VENV=${VENV:-.venv}
@@ -18,8 +18,8 @@ apt_install() {
     as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@" >/dev/null
 }
 
-if ! "$PYTHON" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; then
-    say "Python 3.11 or 3.12 is needed, $("$PYTHON" --version 2>&1) found; set PYTHON=/path/to/python3.12"
+if ! "$PYTHON" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; then
+    say "Python 3.11, 3.12 or 3.13 is needed, $("$PYTHON" --version 2>&1) found; set PYTHON=/path/to/python3.13"
     exit 2
 fi
 # Mooncake is linked against these, also where it only uses TCP.
