@@ -60,10 +60,11 @@ $PIP install -q -e ".[$EXTRA,dev]"
     say "Mooncake does not load; see the message above"
     exit 1
 }
-# promtool tests the alert rules. Its package would start a server, so only the program is taken out of it.
+# promtool tests the alert rules. Debian 13 has a package of that name. Before, it was part of the server's, which would
+# start a server when installed, so only the program is taken out.
 fetch_promtool() {
-    as_root apt-get update -qq && apt-get download -qq prometheus && dpkg-deb -x prometheus_*.deb . &&
-        install -m 755 usr/bin/promtool "$1"
+    as_root apt-get update -qq && { apt-get download -qq promtool || apt-get download -qq prometheus; } &&
+        dpkg-deb -x prom*.deb . && install -m 755 usr/bin/promtool "$1"
 }
 if ! command -v promtool >/dev/null && [ ! -x "$VENV/bin/promtool" ]; then
     say "fetching promtool"
