@@ -1,6 +1,6 @@
 #!/bin/sh
 # Makes a virtual environment with everything that the service and its tests need, on Debian and Ubuntu.
-# PYTHON: the interpreter to use (3.11 or 3.12). VENV: where the environment goes.
+# PYTHON: the interpreter to use (3.11, 3.12 or 3.13). VENV: where the environment goes.
 set -eu
 PYTHON=${PYTHON:-python3}
 VENV=${VENV:-.venv}
@@ -18,8 +18,8 @@ apt_install() {
     as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@" >/dev/null
 }
 
-if ! "$PYTHON" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; then
-    say "Python 3.11 or 3.12 is needed, $("$PYTHON" --version 2>&1) found; set PYTHON=/path/to/python3.12"
+if ! "$PYTHON" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; then
+    say "Python 3.11, 3.12 or 3.13 is needed, $("$PYTHON" --version 2>&1) found; set PYTHON=/path/to/python3.13"
     exit 2
 fi
 # Mooncake is linked against these, also where it only uses TCP.
@@ -60,10 +60,11 @@ $PIP install -q -e ".[$EXTRA,dev]"
     say "Mooncake does not load; see the message above"
     exit 1
 }
-# promtool tests the alert rules. Its package would start a server, so only the program is taken out of it.
+# promtool tests the alert rules. Debian 13 has a package of that name. Before, it was part of the server's, which would
+# start a server when installed, so only the program is taken out.
 fetch_promtool() {
-    as_root apt-get update -qq && apt-get download -qq prometheus && dpkg-deb -x prometheus_*.deb . &&
-        install -m 755 usr/bin/promtool "$1"
+    as_root apt-get update -qq && { apt-get download -qq promtool || apt-get download -qq prometheus; } &&
+        dpkg-deb -x prom*.deb . && install -m 755 usr/bin/promtool "$1"
 }
 if ! command -v promtool >/dev/null && [ ! -x "$VENV/bin/promtool" ]; then
     say "fetching promtool"

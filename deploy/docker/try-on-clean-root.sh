@@ -1,23 +1,36 @@
 #!/bin/bash
 # Runs the steps of the cpu image on a clean Debian in a folder, and then the demo and a gateway as its user, on a
-# read-only root: what can be tried of the image where there is no Docker. Takes root, debootstrap and some 2 GB.
-#   try-on-clean-root.sh FOLDER
-# Settings of pip in the environment hold inside too; folders in PIP_FIND_LINKS are mounted.
+# read-only root: what can be tried of the image where there is no Docker. Takes root, debootstrap and some 2 GB for
+# each release of Debian. The packages are those that the image pins, the interpreter is the release's own: Python 3.11
+# of bookworm (Debian 12), which is the image's, and 3.13 of trixie (Debian 13). Not part of the tests: it takes a few
+# minutes and the network. deploy/README.md says what was seen.
+#   try-on-clean-root.sh FOLDER [RELEASE...]     bookworm and trixie unless given; the root of each is FOLDER/RELEASE
+# Settings of pip in the environment hold inside too; folders in PIP_FIND_LINKS are mounted. TORCH_CPU_INDEX: where the
+# CPU build of torch is, if not in PyTorch's own index; empty if pip finds it without.
 set -euo pipefail
-ROOT=$(realpath -m "${1:?give a folder for the root}")
+FOLDER=$(realpath -m "${1:?give a folder for the roots}")
 REPOSITORY=$(cd "$(dirname "$0")/../.." && pwd)
 
 say() { printf '\n>> %s\n' "$*"; }
 
 if [ "${IN_NAMESPACE:-}" != 1 ]; then
-    if [ ! -e "$ROOT/etc/debian_version" ]; then
-        say "a clean root, with what the python base has: $ROOT"
-        debootstrap --variant=minbase --include=ca-certificates,python3,python3-venv bookworm "$ROOT" >"$ROOT.log"
-    fi
-    # Mounts and processes of what follows end with it.
-    IN_NAMESPACE=1 exec unshare --mount --mount-proc --pid --fork --kill-child "$0" "$ROOT"
+    shift
+    [ $# -gt 0 ] || set -- bookworm trixie
+    mkdir -p "$FOLDER"
+    for release in "$@"; do
+        root=$FOLDER/$release
+        if [ ! -e "$root/etc/debian_version" ]; then
+            say "a clean $release, with what the python base has: $root"
+            debootstrap --variant=minbase --include=ca-certificates,python3,python3-venv "$release" "$root" >"$root.log"
+        fi
+        # Mounts and processes of what follows end with it.
+        IN_NAMESPACE=1 unshare --mount --mount-proc --pid --fork --kill-child "$0" "$root"
+    done
+    say "tried: $*"
+    exit
 fi
 
+ROOT=$FOLDER
 mount --bind "$ROOT" "$ROOT"
 mount -t proc proc "$ROOT/proc"
 for device in null zero urandom random; do
@@ -74,4 +87,4 @@ done
 healthy
 kill "$(cat "/proc/$namespace/task/$namespace/children")"
 wait $namespace
-say "all of it works"
+say "all of it works with $("${AS_USER[@]}" python --version) of Debian $(cat "$ROOT/etc/debian_version")"

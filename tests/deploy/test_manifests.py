@@ -12,6 +12,7 @@ import yaml
 from base.version import VERSION
 from tests.deploy.program import DEPLOY, ROLES
 from tests.deploy.rendered import (
+    KUBECTL,
     KUBERNETES,
     OVERLAYS,
     Object,
@@ -346,7 +347,8 @@ def test_the_secrets_are_made_as_they_are_mounted(tmp_path: Path) -> None:
     for name in [*files, "api.keys", *(f"allowed/{role}.key" for role in ROLES)]:
         (tmp_path / name).write_text(name)
     script = [str(KUBERNETES / "make-secrets.sh"), str(tmp_path), str(tmp_path / "api.keys")]
-    text = subprocess.run(script, check=True, capture_output=True, text=True, timeout=60).stdout
+    environment = {**os.environ, "PATH": f"{Path(KUBECTL).parent}:{os.environ['PATH']}"}
+    text = subprocess.run(script, check=True, capture_output=True, text=True, timeout=60, env=environment).stdout
     made = {secret["metadata"]["name"]: secret for secret in yaml.safe_load_all(text)}
     assert {secret["metadata"]["namespace"] for secret in made.values()} == {"hisparse-pd"}
     used = set()
@@ -367,7 +369,7 @@ def test_tls_can_be_added(tmp_path: Path) -> None:
     base = os.path.relpath(KUBERNETES, tmp_path)
     overlay = {"resources": [f"{base}/overlays/gpu-tcp"], "components": [f"{base}/components/tls"]}
     (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(overlay))
-    command = ["kubectl", "kustomize", str(tmp_path)]
+    command = [KUBECTL, "kustomize", str(tmp_path)]
     text = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
     (gateway,) = [item for item in yaml.safe_load_all(text) if item["kind"] == "Deployment"]
     kubernetes_validate.validate(gateway, VERSIONS[0], strict=True)

@@ -1,0 +1,121 @@
+"""The wheel, built without a network: every package is in it, the kernels' sources and the license too."""
+
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from email.message import Message
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+
+from tests.deploy.program import DEPLOY, REPOSITORY
+
+PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
+VERSIONS = ("3.11", "3.12", "3.13")
+
+
+def source_files() -> list[Path]:
+    """What the repository has, relative to it: a clone's files, and those that are about to be committed."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
+    return [Path(name) for name in listed.split("\0") if name and (REPOSITORY / name).exists()]
+
+
+def packages() -> list[str]:
+    """Top-level packages that are the program's own."""
+    return sorted(
+        file.parts[0]
+        for file in source_files()
+        if len(file.parts) == 2 and file.name == "__init__.py" and file.parts[0] != "tests"
+    )
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    source = tmp_path_factory.mktemp("source")
+    for file in source_files():
+        (source / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(REPOSITORY / file, source / file)
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--no-deps",
+        "--no-index",
+        "--no-build-isolation",
+        "--wheel-dir",
+        "dist",
+        ".",
+    ]
+    done = subprocess.run(pip, cwd=source, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (file,) = (source / "dist").glob("*.whl")
+    return zipfile.ZipFile(file)
+
+
+@pytest.fixture(scope="module")
+def names(wheel: zipfile.ZipFile) -> set[str]:
+    return set(wheel.namelist())
+
+
+@pytest.fixture(scope="module")
+def metadata(wheel: zipfile.ZipFile, names: set[str]) -> Message:
+    (name,) = (each for each in names if each.endswith(".dist-info/METADATA"))
+    return Parser().parsestr(wheel.read(name).decode())
+
+
+def test_every_module_of_every_package_is_in_the_wheel(names: set[str]) -> None:
+    assert {"base", "control", "engine", "cli"} <= set(packages())
+    modules = {str(file) for file in source_files() if file.parts[0] in packages() and file.suffix == ".py"}
+    assert modules - names == set()
+
+
+def test_nothing_else_is_in_the_wheel(names: set[str]) -> None:
+    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {*packages(), "csrc"}
+
+
+def test_the_kernels_sources_are_in_the_wheel(names: set[str]) -> None:
+    sources = {str(file) for file in source_files() if file.parts[0] == "csrc" and file.suffix in (".cu", ".cuh")}
+    assert sources
+    assert sources - names == set()
+
+
+def test_the_wheel_has_its_license(names: set[str], metadata: Message) -> None:
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
+
+
+def test_the_program_is_a_command_of_the_wheel(wheel: zipfile.ZipFile, names: set[str]) -> None:
+    (entry_points,) = (name for name in names if name.endswith(".dist-info/entry_points.txt"))
+    assert "hisparse-pd = cli.main:main" in wheel.read(entry_points).decode()
+
+
+def test_every_list_of_packages_has_them_all() -> None:
+    """A package that mypy or the import contract does not know of would be checked by neither."""
+    tool = PROJECT["tool"]
+    assert set(tool["mypy"]["packages"]) == set(packages())
+    assert set(tool["importlinter"]["root_packages"]) == set(packages())
+    layers = tool["importlinter"]["contracts"][0]["layers"]
+    assert sorted(name for layer in layers for name in re.findall(r"\w+", layer)) == packages()
+
+
+def test_the_versions_of_python_are_the_same_everywhere() -> None:
+    """In the classifiers, in what pip admits, in the set-up, and in what people read."""
+    major, last = VERSIONS[-1].split(".")
+    assert PROJECT["project"]["requires-python"] == f">={VERSIONS[0]},<{major}.{int(last) + 1}"
+    minors = re.findall(
+        r"^Programming Language :: Python :: (3\.\d+)$", "\n".join(PROJECT["project"]["classifiers"]), re.M
+    )
+    assert tuple(minors) == VERSIONS
+    first, latest = (f"({version.replace('.', ', ')})" for version in (VERSIONS[0], VERSIONS[-1]))
+    setup = (DEPLOY / "setup.sh").read_text()
+    assert f"not {first} <= sys.version_info[:2] <= {latest}" in setup
+    words = f"{', '.join(VERSIONS[:-1])} or {VERSIONS[-1]}"
+    assert f"Python {words} is needed" in setup
+    assert f"with Python {words}" in (REPOSITORY / "README.md").read_text()
+    assert f"with Python {words}" in (REPOSITORY / "CONTRIBUTING.md").read_text()
