@@ -1,7 +1,8 @@
 """Copies scattered pieces of memory within this process, as fast as memory allows.
 
-Loops that are compiled when this module is imported. NumPy has no one-pass copy of runs that are scattered on both
-sides, and its gathers and scatters of rows reach a quarter of this.
+Loops that are compiled when this module is imported. That takes seconds, so only processes that copy import it: a
+decode node, which receives, does not. NumPy has no one-pass copy of runs that are scattered on both sides, and its
+gathers and scatters of rows reach a quarter of this.
 
 Two things make small pieces as fast as large ones. The processor does not guess where the next piece begins, so what
 comes a few pieces later is prefetched. And a store to memory that is not in the cache first reads it, so what this
