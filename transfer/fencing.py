@@ -17,7 +17,6 @@ from control.messages import Peer
 
 DRAIN_GRACE_S = 5.0
 """What lingers arrives by itself within that, unless the network is in trouble. Then the fence keeps it out."""
-_LOOK_S = 0.05
 
 Resource = TypeVar("Resource")
 Key = tuple[str, int]
@@ -27,7 +26,7 @@ class Fence(Protocol):
     """Stands between everything that was under way when it was made and what comes later."""
 
     def passed(self) -> bool:
-        """Whether nothing of that can land any more. Never waits."""
+        """Whether nothing of that can land any more. Asked in every turn of a loop: a look, which takes no time."""
         ...
 
 
@@ -71,7 +70,6 @@ class ReservationTable(Generic[Resource]):
         self._fence: Fence | None = None
         self._behind: list[Reservation[Resource]] = []
         """What becomes free when the fence has been passed."""
-        self._look_at = 0.0
 
     def __len__(self) -> int:
         return len(self._table)
@@ -170,10 +168,7 @@ class ReservationTable(Generic[Resource]):
             if not self._behind:
                 return []
             self._fence = self._make_fence()
-        elif now < self._look_at:
-            return []
         if not self._fence.passed():
-            self._look_at = now + _LOOK_S
             return []
         self._fence = None
         # Its writer may have been heard of meanwhile: some may be free already, and their keys used again.
