@@ -402,6 +402,9 @@ class PrefillDone(Message):
     chunks: how many chunks have a ChunkDone of their own, which may come later than this; `checksums` are of the rest.
     transfer_seconds: for how long something of it was being written, from the first post to the last confirmation;
     waits for layers to be computed, or for a sign of life of the decode node, are not in it.
+    lingering: something of it was cut and posted again. The second copy has landed; the first may land later, with the
+    same bytes at the same place. So the prompt can be used, and the decode node fences that off before its slots go to
+    somebody else.
     """
 
     request_id: Identifier
@@ -413,6 +416,7 @@ class PrefillDone(Message):
     transfer_seconds: Annotated[float, Field(ge=0)] = 0.0
     chunks: UInt = 0
     checksums: Checksums = Checksums()
+    lingering: bool = False
 
 
 class PrefillFailed(Message):

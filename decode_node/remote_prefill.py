@@ -87,7 +87,7 @@ class RemotePrefill:
     def written_to(self) -> bool:
         """Whether a prefill node that was heard lately may be writing to this node's memory."""
         now = time.monotonic()
-        writers = {reservation.writer.boot_id for reservation in self._reservations}
+        writers = {reservation.writer.boot_id for reservation in self._reservations if reservation.may_be_posted_to}
         return any(now - (self._control.last_heard(boot_id) or 0.0) < SILENCE_S for boot_id in writers)
 
     def choose(self, request: Request) -> Peer | None:
@@ -197,7 +197,7 @@ class RemotePrefill:
         """Watch writers, give up on those that are unwell and release what has become safe."""
         for key in self._reservations.release_expired(now):
             self._control.answered(("abort", key))
-            log.info("slots are free again: what may have lingered is fenced off", request_id=key[0], epoch=key[1])
+            log.info("what may have lingered is fenced off", request_id=key[0], epoch=key[1])
         if now < self._inquire_at:
             return []
         self._inquire_at = now + _INQUIRE_S
@@ -264,7 +264,7 @@ class RemotePrefill:
             self._control.send(sender, _taken(message))
         else:
             # Its last write landed, which is as good as Quiesced.
-            self._on_quiesced(sender, key)
+            self._on_quiesced(sender, key, message.lingering)
             self._control.send(sender, Admitted(request_id=key[0], epoch=key[1]))
 
     def _land_if_verified(self, key: Key, attempt: Attempt) -> list[Outcome]:
@@ -274,10 +274,13 @@ class RemotePrefill:
         return [self._land(key, attempt, done)]
 
     def _land(self, key: Key, attempt: Attempt, message: PrefillDone) -> Landed:
-        """The slots go on with their request."""
+        """The slots go on with their request. If something of it lingers, others get them only behind a fence."""
         request = attempt.request
         self._forget(key)
-        request.host_slots = self._reservations.landed(key)
+        if message.lingering:
+            request.host_slots = self._reservations.landed_lingering(key, time.monotonic())
+        else:
+            request.host_slots = self._reservations.landed(key)
         request.tried.clear()
         request.prefill_attempts = 0
         request.move(State.LANDED)
@@ -291,6 +294,7 @@ class RemotePrefill:
             descriptors=message.descriptors,
             transfer_seconds=round(message.transfer_seconds, 4),
             checksums=attempt.arrival.num_checksums,
+            lingering=message.lingering,
         )
         return Landed(request, message.token)
 

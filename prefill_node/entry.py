@@ -121,8 +121,8 @@ class Entry:
             checksums=Checksums.of(sent.checksums),
         )
 
-    def done(self) -> PrefillDone:
-        """What to tell the decode node when every write has landed."""
+    def done(self, lingering: bool) -> PrefillDone:
+        """What to tell the decode node when every write has landed. lingering: as in PrefillDone."""
         assert self.token is not None
         return PrefillDone(
             request_id=self.request.request_id,
@@ -134,6 +134,7 @@ class Entry:
             transfer_seconds=self.seconds,
             chunks=self.chunks_done,
             checksums=Checksums.of(self.last_checksums),
+            lingering=lingering,
         )
 
 

@@ -291,7 +291,7 @@ class PrefillNode:
         """Every write landed: say so until the decode node answers."""
         assert entry.computed_at is not None
         entry.move(State.DONE)
-        self._control.repeat(("done", entry.key), entry.decode, entry.done())
+        self._control.repeat(("done", entry.key), entry.decode, entry.done(self._over.lingers(entry.key)))
         log.info(
             "sent",
             request_id=entry.request.request_id,
@@ -300,6 +300,7 @@ class PrefillNode:
             descriptors=entry.num_descriptors,
             seconds=round(entry.seconds, 4),
             after_compute=round(time.monotonic() - entry.computed_at, 4),
+            lingering=self._over.lingers(entry.key),
         )
 
     # --- endings ---

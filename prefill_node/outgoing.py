@@ -52,7 +52,8 @@ class Chunk:
 class Sent:
     """A chunk's writes have all ended: landed, unless `error` says otherwise.
 
-    `lingering`: the network may still carry some of those that failed. `posted_at`, `ended_at`: of the first and the
+    `lingering`: the network may still carry bytes of those that failed, or of a first copy of one that was cut and has
+    landed when it was posted again. `posted_at`, `ended_at`: of the first and the
     last of them (time.monotonic); `waited`: seconds in between in which there was nothing to post, or no leave to.
     """
 
@@ -167,7 +168,7 @@ class Outgoing:
         """Nothing of it is in flight any more."""
         sent = self._sent
         sent.ended_at = time.monotonic()
-        sent.lingering = write.outcome.lingers
+        sent.lingering = write.lingers
         if write.outcome is not Outcome.LANDED:
             sent.error = _WHAT_FAILED[write.outcome]
         elif sent.error is None:

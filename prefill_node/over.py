@@ -25,7 +25,10 @@ class Over:
         self._keys.add(key)
 
     def note_lingering(self, key: Key) -> None:
-        """A write of it has failed, and the network may still carry it. It need not be over yet."""
+        """A write of it was cut or given up, and the network may still carry it, also if it was repeated and landed.
+
+        It need not be over yet.
+        """
         self._lingering.add(key)
 
     def lingers(self, key: Key) -> bool:

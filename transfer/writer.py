@@ -34,7 +34,7 @@ class Outcome(IntEnum):
 
     @property
     def lingers(self) -> bool:
-        """Whether some of it may still land: the network, and the receiver's kernel, keep what they have taken."""
+        """Whether bytes of it may land later: the network, and the kernels of both sides, keep what they have taken."""
         return self >= Outcome.CUT
 
 
@@ -78,7 +78,10 @@ class Write:
     on_end: Callable[[], None]
     go_on: Callable[[], bool]
     outcome: Outcome = Outcome.LANDED
-    """Of what has ended so far."""
+    """Of what has ended so far. What was cut and has landed when it was posted again counts as landed."""
+    lingers: bool = False
+    """Whether bytes of it may still land later, also if all of it has landed: a first copy that was cut stays where it
+    was, in the network or in a kernel, and lands at the same place as the second, with the same bytes."""
     in_flight: int = 0
     closed: bool = False
 
@@ -144,10 +147,12 @@ class Pipeline:
         oldest = self._posted[0]
         write = oldest.write
         outcome = oldest.pending.wait()
+        write.lingers |= outcome.lingers
         for _ in range(self.channel.attempts - 1):
             if outcome is not Outcome.CUT or not write.may_post:
                 break
             outcome = self.channel.submit(oldest.batch).wait()
+            write.lingers |= outcome.lingers
         self._posted.popleft()
         write.outcome = max(write.outcome, outcome)
         write.in_flight -= 1

@@ -67,7 +67,7 @@ class DecodeSide:
         self._remote = RemotePrefill(
             self._control,
             destination_of(pool, transports, identity(spec(tokens))),
-            ReservationTable(pool.release),
+            ReservationTable(pool.release, pool.retain),
             verifier.submit,
             Metrics(),
             patience=_TIMEOUT_S,

@@ -42,7 +42,8 @@ class LateChannel:
     posted: list[Descriptors] = field(default_factory=list)
     hold: threading.Event | None = None
     error: Exception | None = None
-    outcome: Outcome = Outcome.LANDED
+    outcomes: list[Outcome] = field(default_factory=list)
+    """How the next batches end; those that come later land."""
     closed: bool = False
     late: int = 0
     most_late: int = 0
@@ -71,7 +72,7 @@ class LateCopy:
     def wait(self) -> Outcome:
         self.channel.late -= 1
         copy_runs(self.batch)
-        return self.channel.outcome
+        return self.channel.outcomes.pop(0) if self.channel.outcomes else Outcome.LANDED
 
 
 class Sending:

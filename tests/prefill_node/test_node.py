@@ -600,6 +600,34 @@ def test_an_attempt_that_failed_without_an_abort_says_that_it_may_linger() -> No
     assert [failed.lingering for failed in h.control.take(PrefillFailed) if isinstance(failed, PrefillFailed)] == [True]
 
 
+def test_that_something_lingers_of_a_prompt_that_landed_is_said_when_it_is_done_and_ever_after() -> None:
+    """A chunk was cut and posted again: the decode node must not give the slots away before it has fenced them."""
+    h = Harness()
+    h.receive(request())
+    h.compute()
+    h.compute()
+    h.sent(lingering=True)
+    h.sent()
+    [(_, done)] = h.control.repeated.values()
+    assert isinstance(done, PrefillDone)
+    assert done.lingering
+    h.receive(Admitted(request_id="r", epoch=1))
+    h.receive(Abort(request_id="r", epoch=1))
+    assert h.control.take(Quiesced) == [Quiesced(request_id="r", epoch=1, lingering=True)]
+
+
+def test_nothing_lingers_of_a_prompt_of_which_nothing_was_cut() -> None:
+    h = Harness()
+    h.receive(request())
+    h.compute()
+    h.compute()
+    h.sent()
+    h.sent()
+    [(_, done)] = h.control.repeated.values()
+    assert isinstance(done, PrefillDone)
+    assert not done.lingering
+
+
 def test_transfer_seconds_are_those_in_which_something_was_being_written() -> None:
     """Chunks overlap, and wait for layers and for leave to write."""
     h = Harness()

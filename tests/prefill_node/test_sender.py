@@ -28,7 +28,7 @@ from tests.prefill_node.sending import (
 )
 from transfer.checksum import verify
 from transfer.planner import NO_LIMIT, Descriptors
-from transfer.writer import BATCHES_IN_FLIGHT, Pipeline, TransferError
+from transfer.writer import BATCHES_IN_FLIGHT, Outcome, Pipeline, TransferError
 
 
 @pytest.fixture
@@ -234,6 +234,18 @@ def test_a_failed_write_is_reported_and_the_next_one_goes_out(sending: Sending) 
     assert sending.send(sending.chunk()).error == "the process has ended"
     sending.channel("a").error = None
     assert sending.send(sending.chunk()).error is None
+
+
+def test_a_chunk_that_was_cut_and_has_landed_when_it_was_posted_again_may_linger(sending: Sending) -> None:
+    """Its first copy may arrive when the slots are somebody else's, and nobody was told."""
+    channel = sending.channel("a")
+    channel.attempts = 2
+    channel.outcomes = [Outcome.CUT]
+    chunk = sending.chunk()
+    sent = sending.send(chunk)
+    assert (sent.error, sent.lingering) == (None, True)
+    sending.check_bytes(chunk)
+    assert not sending.send(sending.chunk()).lingering
 
 
 def test_a_decode_node_without_a_route_costs_its_requests(sending: Sending) -> None:

@@ -150,12 +150,35 @@ def test_what_was_cut_off_is_posted_again_and_has_landed_if_that_lands() -> None
     assert channel.lengths == [3, 3, 3]
 
 
+def test_what_was_cut_off_may_land_again_also_if_it_has_landed_meanwhile() -> None:
+    """The first copy stays where it was. It arrived when its slots had been given to somebody else."""
+    channel = RecordingChannel(outcomes={1: Outcome.CUT})
+    pipeline, cut, other = Pipeline(channel), a_write(), a_write()
+    for write_ in (other, cut):
+        pipeline.post(write_, batch(1))
+    pipeline.drain()
+    assert (cut.outcome, cut.lingers) == (Outcome.LANDED, True)
+    assert (other.outcome, other.lingers) == (Outcome.LANDED, False)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "lingers"),
+    [(Outcome.LANDED, False), (Outcome.FAILED, False), (Outcome.CUT, True), (Outcome.GIVEN_UP, True)],
+)
+def test_what_was_on_its_way_when_it_failed_may_linger(outcome: Outcome, lingers: bool) -> None:
+    channel = RecordingChannel(outcomes=dict.fromkeys(range(100), outcome))
+    pipeline, write_ = Pipeline(channel), a_write()
+    pipeline.post(write_, batch(1))
+    pipeline.drain()
+    assert (write_.outcome, write_.lingers) == (outcome, lingers)
+
+
 def test_what_is_cut_off_again_and_again_is_not_posted_for_ever() -> None:
     channel = RecordingChannel(outcomes=dict.fromkeys(range(100), Outcome.CUT))
     pipeline, cut = Pipeline(channel), a_write()
     pipeline.post(cut, batch(1))
     pipeline.drain()
-    assert cut.outcome.lingers
+    assert cut.lingers
     assert len(channel.lengths) < 10
 
 
@@ -166,7 +189,7 @@ def test_what_was_cut_off_is_not_posted_again_when_it_is_no_longer_wanted() -> N
     pipeline.post(aborted, batch(1))
     pipeline.drain()
     assert channel.lengths == [1]
-    assert aborted.outcome.lingers
+    assert aborted.lingers
 
 
 def test_what_was_given_up_may_land_later_and_is_not_posted_again() -> None:
@@ -176,6 +199,5 @@ def test_what_was_given_up_may_land_later_and_is_not_posted_again() -> None:
         pipeline.post(given_up, batch(1))
     pipeline.drain()
     assert given_up.outcome is Outcome.GIVEN_UP, "the worst counts"
-    assert given_up.outcome.lingers
+    assert given_up.lingers
     assert len(channel.lengths) == 3
-    assert not Outcome.FAILED.lingers
