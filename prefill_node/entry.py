@@ -50,7 +50,8 @@ _NEXT = {
 class Entry:
     """One (request, epoch) that this node works on.
 
-    `in_flight` counts the chunks being computed and those that the sender holds. Pages are released when the entry
+    `in_flight` counts the chunks being computed, those that the sender holds, and those of which nobody knows whether
+    their writes have ended (which stay: the entry never ends). Pages are released when the entry
     ends, never earlier: until then they are written to or read.
     """
 

@@ -258,6 +258,9 @@ class PrefillNode:
 
     def _on_sent(self, sent: Sent) -> None:
         entry = self._entries[_key(sent.chunk.decode, sent.chunk)]
+        if sent.in_flight:
+            self._never_end(entry, sent)
+            return
         entry.in_flight -= 1
         if sent.lingering:
             self._over.note_lingering(entry.key)
@@ -268,6 +271,19 @@ class PrefillNode:
             self._stop_entry(entry, failure=f"transfer failed: {sent.error}")
             return
         self._advance(entry)
+
+    def _never_end(self, entry: Entry, sent: Sent) -> None:
+        """A write of it may be in flight until this process ends. So it stays, with its pages, and is never quiet."""
+        log.error(
+            "nobody knows whether a write has ended: its pages, and its slots at the decode node, are free when this "
+            "process ends; restart it",
+            request_id=entry.request.request_id,
+            epoch=entry.request.epoch,
+            decode=entry.decode.address,
+        )
+        if entry.state is not State.STOPPING:
+            self._metrics.transfer_failures.labels("write").inc()
+            self._stop_entry(entry, failure=f"transfer failed: {sent.error}")
 
     def _note_landed(self, entry: Entry, sent: Sent) -> None:
         """A chunk has landed. Its checksums can be verified while later chunks compute."""

@@ -144,11 +144,13 @@ class Harness:
         ended_at: float = 0.0,
         waited: float = 0.0,
         checksums: bool = False,
+        in_flight: bool = False,
     ) -> None:
         """The writes of the oldest chunk ended. With `checksums`, one of all its positions was noted."""
         chunk = self.sender.chunks.pop(0)
         noted = [checksum_of(chunk.start, chunk.stop)] if checksums else []
-        self.node._take(Sent(chunk, 10, 1, posted_at, ended_at, waited, noted, error=error, lingering=lingering))
+        sent = Sent(chunk, 10, 1, posted_at, ended_at, waited, noted, error, lingering, in_flight)
+        self.node._take(sent)
 
     def script(self, *turns: Callable[[], object]) -> list[Callable[[], object]]:
         """What happens in the turns of `node.run`, one after another; the list is empty when all of it has."""
@@ -598,6 +600,26 @@ def test_an_attempt_that_failed_without_an_abort_says_that_it_may_linger() -> No
     h.compute()
     h.sent(error="the connection was lost", lingering=True)
     assert [failed.lingering for failed in h.control.take(PrefillFailed) if isinstance(failed, PrefillFailed)] == [True]
+
+
+def test_an_entry_with_a_write_of_which_nobody_knows_the_end_keeps_its_pages_and_is_never_called_quiet() -> None:
+    """Not even behind a fence: Mooncake may have it queued, and send it over a connection that does not exist yet."""
+    h = Harness()
+    h.receive(request())
+    h.compute()
+    h.compute()
+    free = h.free_pages
+    h.sent(error="nobody knows whether a write has ended", in_flight=True)
+    [(_, failed)] = h.control.repeated.values()
+    assert isinstance(failed, PrefillFailed)
+    assert failed.in_flight, "the decode node goes elsewhere at once, and keeps its slots in quarantine"
+    h.sent()
+    h.receive(Abort(request_id="r", epoch=1))
+    h.receive(Holding(keys=(KEY,)))
+    assert not h.control.take(Quiesced)
+    assert not h.control.take(NotHeld)
+    assert h.free_pages == free
+    assert h.node.num_entries == 1
 
 
 def test_that_something_lingers_of_a_prompt_that_landed_is_said_when_it_is_done_and_ever_after() -> None:
