@@ -1,6 +1,8 @@
 """Control messages: one small class per kind, which validates itself.
 
-Unknown fields are ignored and missing optional ones default, so that neighbouring releases understand each other.
+Unknown fields are ignored and missing optional ones default, so that neighbouring releases understand each other. Where
+that is not enough the wire version changes, and what is marked as stable here is all that both versions understand
+(`control.codec`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +29,7 @@ class Part(BaseModel):
 
 
 class Peer(Part):
-    """A process on the control plane. A restart keeps the address and changes the boot id."""
+    """A process on the control plane. A restart keeps the address and changes the boot id. Stable."""
 
     role: Role
     address: Address
@@ -129,6 +131,7 @@ class Register(Message):
     """Node to gateway, at start and whenever the gateway does not know it. Answered by Registered or Refused.
 
     `via` is the address that the node was told to use; answers repeat it, since a gateway may call itself otherwise.
+    `via` is stable. A gateway of another wire version refuses the node.
     """
 
     via: Address
@@ -143,20 +146,27 @@ class Register(Message):
 
 
 class Registered(Message):
-    """Gateway to node: it may take requests."""
+    """Gateway to node: it may take requests. Stable.
+
+    A node takes it for a refusal if it comes in another wire version: it could not read that gateway's requests.
+    """
 
     via: Address
 
 
 class Refused(Message):
-    """Gateway to node: it may not join. The reason names both values."""
+    """Gateway to node: it may not join. The reason names both values. Stable."""
 
     via: Address
     reason: str
 
 
 class Heartbeat(Message):
-    """Node to gateway. queued_tokens: prompt tokens waiting for prefill, or KV tokens that a decode node owes."""
+    """Node to gateway. queued_tokens: prompt tokens waiting for prefill, or KV tokens that a decode node owes.
+
+    `via` is stable. A gateway of another wire version, which has taken the place of one that knew the node, answers
+    with Refused.
+    """
 
     via: Address
     ready: bool
@@ -488,13 +498,14 @@ class NotHeld(Message):
 
 
 class Ping(Message):
-    """Is this process alive? Answered by the control thread, however busy the process is."""
+    """Is this process alive? Answered by the control thread, however busy the process is. Stable: a process that has
+    taken another one's address proves that one dead also if it is of another wire version."""
 
     nonce: UInt
 
 
 class Pong(Message):
-    """It is, and the sender says which boot it is. The nonce is the ping's: it lived after that was sent."""
+    """It is, and the sender says which boot it is. The nonce is the ping's: it lived after that was sent. Stable."""
 
     nonce: UInt
 

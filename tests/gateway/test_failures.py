@@ -10,8 +10,10 @@ import openai
 import pytest
 import zmq
 
+from control.codec import PROTOCOL_VERSION
 from control.messages import FinishReason, Output, Token
 from control.plane import ControlPlaneFailed
+from tests.control.test_versions import Foreign
 from tests.gateway.fakes import CONTEXT, IDENTITY, MODEL, FakeDecodeNode, FakeNode, RunningGateway, wait_until
 
 StartDecode = Callable[..., FakeDecodeNode]
@@ -46,6 +48,21 @@ def test_a_node_of_another_dtype_is_refused(
     other.die()
     assert "dtype torch.bfloat16 != torch.float32 of" in other.refusals[0]
     assert http.post("/v1/completions", json=body()).status_code == 200
+
+
+def test_a_node_of_another_wire_version_is_refused_and_takes_no_requests(
+    gateway: RunningGateway, prefill: FakeNode, http: httpx.Client
+) -> None:
+    """A rollout of a new version showed nothing but malformed messages."""
+    newer = Foreign(PROTOCOL_VERSION + 1, "decode")
+    for kind in ("Register", "Heartbeat", "Leaving"):
+        newer.send(gateway.control_address, kind, {"via": gateway.control_address})
+    for _ in range(2):
+        _, answer = newer.receive("Refused")
+        assert f"wire version {PROTOCOL_VERSION + 1} != {PROTOCOL_VERSION} of this gateway" in str(answer["reason"])
+    wait_until(lambda: 'control_refused{reason="version"} 3.0' in http.get("/metrics").text)
+    assert http.get("/ready").json()["reason"] == "no live decode node is registered"
+    newer.close()
 
 
 def test_decode_nodes_learn_the_prefill_nodes(decode: FakeDecodeNode, prefill: FakeNode) -> None:
