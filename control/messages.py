@@ -229,7 +229,10 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class Output(Part):
-    """New tokens of one request. `start` is the index of the first one, so that a lost message is noticed."""
+    """New tokens of one request. `start` is the index of the first one, so that a lost message is noticed.
+
+    Tokens that were sent before are dropped. Where some are missing before `start`, the gateway asks for them (Resend).
+    """
 
     request_id: Identifier
     start: UInt
@@ -245,9 +248,23 @@ class Outputs(Message):
 
 
 class Ended(Message):
-    """Gateway to decode node: the Output with a finish reason has arrived. That is repeated until this answers it."""
+    """Gateway to decode node: the Output with a finish reason has arrived, and all tokens before it.
+
+    That Output is repeated until this answers it, and the tokens are kept until then.
+    """
 
     request_id: Identifier
+
+
+class Resend(Message):
+    """Gateway to decode node: tokens from index `start` on did not arrive, and later ones did.
+
+    Answered by Outputs from there on, up to the newest token, and with the finish reason if the request is over; by an
+    Output with finish reason `abort` if the decode node keeps nothing of it. Repeated until the gap is closed.
+    """
+
+    request_id: Identifier
+    start: UInt
 
 
 class Cancel(Message):
@@ -511,7 +528,7 @@ class Pong(Message):
 
 
 SENT_BY: Mapping[Role, frozenset[type[Message]]] = {
-    "gateway": frozenset({Ping, Pong, Registered, Refused, HeartbeatAck, Generate, Ended, Cancel}),
+    "gateway": frozenset({Ping, Pong, Registered, Refused, HeartbeatAck, Generate, Ended, Resend, Cancel}),
     "prefill": frozenset(
         {
             Ping,
