@@ -113,10 +113,13 @@ class _Session:
         ring, self._ring = self._ring, None
         if pipeline is None:
             return
+        used = (pipeline, ring)
+        # Until it is known that nothing of it is in flight, whatever fails meanwhile.
+        self._surroundings.kept.append(used)
         pipeline.drain()
         if pipeline.lost_track:
-            self._surroundings.kept.append((pipeline, ring))
             return
+        self._surroundings.kept.remove(used)
         if ring is not None:
             self._surroundings.rings.take_back(ring)
         pipeline.channel.close()
