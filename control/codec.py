@@ -1,17 +1,29 @@
 """Control messages on the wire.
 
-A frame is one msgpack map: protocol version, kind, sender, addressee and body. Whatever is not such a frame raises
+A frame is one msgpack map: wire version, kind, sender, addressee and body. Whatever is not such a frame raises
 `MalformedMessage`, which the control plane counts and drops.
+
+Processes of two wire versions do not work together, but each must be able to tell the other so. Therefore some of a
+frame is **stable**: it is the same in every version, and a later one must neither change it nor leave it out. Fields
+may be added to it, which older versions ignore.
+
+- The envelope: the keys `v` (the wire version, an integer), `kind`, `sender` (`role`, `address`, `boot_id`; the roles
+  that there are), `to` and `body`, as `Frame` has them.
+- Of these kinds, these fields of the body: `Register` and `Heartbeat` (`via`), `Registered` (`via`), `Refused` (`via`,
+  `reason`), `Ping` and `Pong` (`nonce`). Who may send them, too.
+- An answer to a stable message of another version is sent in that version, so that also a process understands it that
+  reads no version but its own.
 """
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated
 
 import msgpack
 from pydantic import Field, ValidationError
 
-from control.messages import SENT_BY, Message, Peer, WireModel
+from control.messages import SENT_BY, Address, Message, Peer, Ping, Pong, Refused, Registered, UInt, WireModel
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 
 class MalformedMessage(ValueError):
@@ -19,20 +31,49 @@ class MalformedMessage(ValueError):
 
 
 class Frame(WireModel):
-    """A message with its sender and the boot it is meant for; an empty `to` means whoever has the address."""
+    """A message with its sender and the boot it is meant for; an empty `to` means whoever has the address. Stable."""
 
-    v: Literal[4]
+    v: UInt
     kind: str
     sender: Peer
     to: Annotated[str, Field(max_length=128)] = ""
     body: dict[str, object]
 
 
-def encode(message: Message, sender: Peer, to: str = "") -> bytes:
-    """One frame. `to` is the boot id that may act on it."""
+class Greeting(WireModel):
+    """The stable part of Register and of Heartbeat: a node speaks to a gateway, which it was told to reach at `via`."""
+
+    via: Address
+
+
+Stable = Greeting | Registered | Refused | Ping | Pong
+_STABLE: Mapping[str, type[Stable]] = {
+    "Register": Greeting,
+    "Heartbeat": Greeting,
+    "Registered": Registered,
+    "Refused": Refused,
+    "Ping": Ping,
+    "Pong": Pong,
+}
+
+
+class OtherVersion(MalformedMessage):
+    """A frame of another wire version. `stable`: what can be understood of it, or None."""
+
+    def __init__(self, frame: Frame, stable: Stable | None) -> None:
+        super().__init__(f"wire version {frame.v} != {PROTOCOL_VERSION}")
+        self.frame = frame
+        self.stable = stable
+
+
+def encode(message: Message, sender: Peer, to: str = "", version: int = PROTOCOL_VERSION) -> bytes:
+    """One frame. `to` is the boot id that may act on it. Another `version` is for messages that are stable."""
+    kind = type(message).__name__
+    if version != PROTOCOL_VERSION and kind not in _STABLE:
+        raise ValueError(f"{kind} is not the same in wire version {version}")
     frame = {
-        "v": PROTOCOL_VERSION,
-        "kind": type(message).__name__,
+        "v": version,
+        "kind": kind,
         "sender": sender.model_dump(),
         "to": to,
         "body": message.model_dump(exclude_defaults=True),
@@ -44,15 +85,16 @@ def encode(message: Message, sender: Peer, to: str = "") -> bytes:
 def decode(data: bytes) -> tuple[Peer, str, Message]:
     """Sender, addressed boot id and message of a frame.
 
-    Raises MalformedMessage for anything that is not a well-formed frame of this protocol version.
+    Raises OtherVersion for a frame of another wire version, and MalformedMessage for anything that is no frame.
     """
     try:
         frame = Frame.model_validate(msgpack.unpackb(data, use_list=False, strict_map_key=True))
+        if frame.v != PROTOCOL_VERSION:
+            raise OtherVersion(frame, _stable_part(frame))
         kind = Message.kinds.get(frame.kind)
         if kind is None:
             raise MalformedMessage(f"unknown message kind {frame.kind[:64]!r}")
-        if kind not in SENT_BY[frame.sender.role]:
-            raise MalformedMessage(f"a {frame.sender.role} process does not send {frame.kind}")
+        _check_sender(frame, kind)
         return frame.sender, frame.to, kind.model_validate(frame.body)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
@@ -62,3 +104,17 @@ def decode(data: bytes) -> tuple[Peer, str, Message]:
         raise
     except (ValueError, TypeError, RecursionError, msgpack.exceptions.UnpackException) as error:
         raise MalformedMessage(f"not a msgpack frame: {error}") from error
+
+
+def _stable_part(frame: Frame) -> Stable | None:
+    """What a message of another version says in every version, or None if its kind is not stable."""
+    part = _STABLE.get(frame.kind)
+    if part is None:
+        return None
+    _check_sender(frame, Message.kinds[frame.kind])
+    return part.model_validate(frame.body)
+
+
+def _check_sender(frame: Frame, kind: type[Message]) -> None:
+    if kind not in SENT_BY[frame.sender.role]:
+        raise MalformedMessage(f"a {frame.sender.role} process does not send {frame.kind}")

@@ -21,8 +21,12 @@ Resolver = Callable[[str], Iterable[str]]
 
 
 def resolve(host: str) -> list[str]:
-    """Ask the system: /etc/hosts, DNS, whatever it is set up for. Blocks."""
-    found = socket.getaddrinfo(host, None, family=socket.AF_INET, type=socket.SOCK_STREAM)
+    """Ask the system: /etc/hosts, DNS, whatever it is set up for. Blocks. Raises OSError, as a Resolver does."""
+    try:
+        found = socket.getaddrinfo(host, None, family=socket.AF_INET, type=socket.SOCK_STREAM)
+    except UnicodeError as error:
+        # Python refuses what cannot be a host name (`a..b`, a label of more than 63 characters) before it asks anyone.
+        raise OSError(f"{host!r} is no host name: {error}") from error
     return [str(address[0]) for _, _, _, _, address in found]
 
 

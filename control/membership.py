@@ -32,6 +32,8 @@ class _Gateway:
     last_heard: float = field(default_factory=time.monotonic)
     missed_at: float = -math.inf
     """When it was last complained that it does not answer."""
+    refusal: str | None = None
+    """Why it refused this node the last time; None if it has taken it since."""
 
     def reached_at(self, address: str) -> Peer:
         return self.peer.model_copy(update={"address": address})
@@ -92,11 +94,15 @@ class Membership:
             if not gateway.registered:
                 log.info("registered", gateway=sender.address)
             gateway.registered = self._ever_registered = True
+            gateway.refusal = None
         elif isinstance(message, Refused):
             gateway.registered = False
             if not self._ever_registered:
                 self.refusal = f"gateway {sender.address}: {message.reason}"
-            log.error("refused by the gateway", gateway=sender.address, reason=message.reason)
+            if gateway.refusal != message.reason:
+                # The node asks every second; it is said once.
+                log.error("refused by the gateway", gateway=sender.address, reason=message.reason)
+            gateway.refusal = message.reason
         elif not message.known:
             gateway.registered = False
             if not self._leaving:

@@ -1,6 +1,8 @@
 """Control messages: one small class per kind, which validates itself.
 
-Unknown fields are ignored and missing optional ones default, so that neighbouring releases understand each other.
+Unknown fields are ignored and missing optional ones default, so that neighbouring releases understand each other. Where
+that is not enough the wire version changes, and what is marked as stable here is all that both versions understand
+(`control.codec`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +29,7 @@ class WireModel(BaseModel):
 
 
 class Peer(WireModel):
-    """A process on the control plane. A restart keeps the address and changes the boot id."""
+    """A process on the control plane. A restart keeps the address and changes the boot id. Stable."""
 
     role: Role
     address: Address
@@ -130,6 +132,7 @@ class Register(Message):
     """Node to gateway, at start and whenever the gateway does not know it. Answered by Registered or Refused.
 
     `via` is the address that the node was told to use; answers repeat it, since a gateway may call itself otherwise.
+    `via` is stable. A gateway of another wire version refuses the node.
     """
 
     via: Address
@@ -144,20 +147,27 @@ class Register(Message):
 
 
 class Registered(Message):
-    """Gateway to node: it may take requests."""
+    """Gateway to node: it may take requests. Stable.
+
+    A node takes it for a refusal if it comes in another wire version: it could not read that gateway's requests.
+    """
 
     via: Address
 
 
 class Refused(Message):
-    """Gateway to node: it may not join. The reason names both values."""
+    """Gateway to node: it may not join. The reason names both values. Stable."""
 
     via: Address
     reason: str
 
 
 class Heartbeat(Message):
-    """Node to gateway. queued_tokens: prompt tokens waiting for prefill, or KV tokens that a decode node owes."""
+    """Node to gateway. queued_tokens: prompt tokens waiting for prefill, or KV tokens that a decode node owes.
+
+    `via` is stable. A gateway of another wire version, which has taken the place of one that knew the node, answers
+    with Refused.
+    """
 
     via: Address
     ready: bool
@@ -220,7 +230,10 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class Output(WireModel):
-    """New tokens of one request. `start` is the index of the first one, so that a lost message is noticed."""
+    """New tokens of one request. `start` is the index of the first one, so that a lost message is noticed.
+
+    Tokens that were sent before are dropped. Where some are missing before `start`, the gateway asks for them (Resend).
+    """
 
     request_id: Identifier
     start: UInt
@@ -236,9 +249,23 @@ class Outputs(Message):
 
 
 class Ended(Message):
-    """Gateway to decode node: the Output with a finish reason has arrived. That is repeated until this answers it."""
+    """Gateway to decode node: the Output with a finish reason has arrived, and all tokens before it.
+
+    That Output is repeated until this answers it, and the tokens are kept until then.
+    """
 
     request_id: Identifier
+
+
+class Resend(Message):
+    """Gateway to decode node: tokens from index `start` on did not arrive, and later ones did.
+
+    Answered by Outputs from there on, up to the newest token, and with the finish reason if the request is over; by an
+    Output with finish reason `abort` if the decode node keeps nothing of it. Repeated until the gap is closed.
+    """
+
+    request_id: Identifier
+    start: UInt
 
 
 class Cancel(Message):
@@ -412,6 +439,9 @@ class PrefillDone(Message):
     chunks: how many chunks have a ChunkDone of their own, which may come later than this; `checksums` are of the rest.
     transfer_seconds: for how long something of it was being written, from the first post to the last confirmation;
     waits for layers to be computed, or for a sign of life of the decode node, are not in it.
+    lingering: something of it was cut and posted again. The second copy has landed; the first may land later, with the
+    same bytes at the same place. So the prompt can be used, and the decode node fences that off before its slots go to
+    somebody else.
     """
 
     attempt: AttemptId
@@ -421,6 +451,7 @@ class PrefillDone(Message):
     transfer_seconds: Annotated[float, Field(ge=0)] = 0.0
     chunks: UInt = 0
     checksums: Checksums = Checksums()
+    lingering: bool = False
 
 
 class PrefillFailed(Message):
@@ -490,19 +521,20 @@ class NotHeld(Message):
 
 
 class Ping(Message):
-    """Is this process alive? Answered by the control thread, however busy the process is."""
+    """Is this process alive? Answered by the control thread, however busy the process is. Stable: a process that has
+    taken another one's address proves that one dead also if it is of another wire version."""
 
     nonce: UInt
 
 
 class Pong(Message):
-    """It is, and the sender says which boot it is. The nonce is the ping's: it lived after that was sent."""
+    """It is, and the sender says which boot it is. The nonce is the ping's: it lived after that was sent. Stable."""
 
     nonce: UInt
 
 
 SENT_BY: Mapping[Role, frozenset[type[Message]]] = {
-    "gateway": frozenset({Ping, Pong, Registered, Refused, HeartbeatAck, Generate, Ended, Cancel}),
+    "gateway": frozenset({Ping, Pong, Registered, Refused, HeartbeatAck, Generate, Ended, Resend, Cancel}),
     "prefill": frozenset(
         {
             Ping,

@@ -8,6 +8,9 @@ not acted on by the process that took its address.
 With keys, connections are encrypted, and only processes of the cluster are spoken and listened to; see
 `control/access.py`.
 
+Processes of two wire versions hear no more of each other than that: a gateway refuses a node of another version, with
+both in the reason, and answers to pings are understood. All else is dropped and counted, and said once for each peer.
+
 Liveness lives here too, on the control thread: a process that computes for seconds still answers pings and still sends
 its heartbeats. Without that thread a process is deaf, so its end is meant to be the process's (`check`).
 """
@@ -27,11 +30,11 @@ import zmq
 
 from base.errors import ProcessFailed, StartupError
 from control.access import Access
-from control.codec import MalformedMessage, decode, encode
+from control.codec import PROTOCOL_VERSION, Greeting, MalformedMessage, OtherVersion, decode, encode
 from control.connections import MAX_QUEUED, Connections
 from control.keys import Keys
 from control.liveness import Answer, Liveness
-from control.messages import ADDRESS_PATTERN, Message, Peer, Ping, Pong, Role
+from control.messages import ADDRESS_PATTERN, Message, Peer, Ping, Pong, Refused, Registered, Role
 from control.repeats import Repeats
 
 log = structlog.get_logger(__name__)
@@ -122,6 +125,9 @@ class ControlPlane:
         ]
         self._watched: dict[str, Peer] = {}
         self._complained: set[str] = set()
+        self._of_other_version: set[Peer] = set()
+        """Those of which that was said."""
+        self._other_versions = 0
         self._unreachable: set[str] = set()
         """Addresses that would not take a frame and were not heard since: that was said once."""
         self._stopping = False
@@ -132,8 +138,9 @@ class ControlPlane:
 
     @property
     def refused(self) -> Mapping[str, int]:
-        """Connections and messages that were turned away, by reason. See `Access.refused`."""
-        return self._access.refused
+        """Connections and messages that were turned away, by reason: those of `Access.refused`, and `version`, messages
+        of another wire version that were not acted on."""
+        return {**self._access.refused, "version": self._other_versions}
 
     def start(self) -> None:
         self._thread.start()
@@ -241,6 +248,10 @@ class ControlPlane:
             return
         try:
             sender, to, message = decode(frame.bytes)
+        except OtherVersion as other:
+            if self._access.vouches(frame, other.frame.sender):
+                self._receive_other_version(other)
+            return
         except MalformedMessage as error:
             self.malformed += 1
             if (complaint := str(error)) not in self._complained and len(self._complained) < _MOST_COMPLAINTS:
@@ -261,6 +272,33 @@ class ControlPlane:
                 self._liveness.answered(sender, message)
             case _:
                 self._deliver(sender, message)
+
+    def _receive_other_version(self, other: OtherVersion) -> None:
+        """Do what can be done with a process of another wire version: say so, and tell who lives."""
+        sender, version = other.frame.sender, other.frame.v
+        if other.frame.to and other.frame.to != self.me.boot_id:
+            return
+        self._liveness.heard(sender)
+        self._unreachable.discard(sender.address)
+        match other.stable:
+            case Ping(nonce=nonce):
+                self._send(sender, Pong(nonce=nonce), version=version)
+                return
+            case Pong() as pong:
+                self._liveness.answered(sender, pong)
+                return
+            case Refused() as refused:
+                self._deliver(sender, refused)
+                return
+            case Greeting(via=via) if self.me.role == "gateway":
+                reason = f"{sender.role} node {sender.address} refused: {other} of this gateway"
+                self._send(sender, Refused(via=via, reason=reason), version=version)
+            case Registered(via=via):
+                self._deliver(sender, Refused(via=via, reason=str(other)))
+        self._other_versions += 1
+        if sender not in self._of_other_version and len(self._of_other_version) < _MOST_COMPLAINTS:
+            self._of_other_version.add(sender)
+            log.warning("a process of another wire version", peer=sender.address, role=sender.role, reason=str(other))
 
     def _guarded(self, action: Callable[[], None]) -> None:
         """Its bug costs one message or one turn, not the mailbox of everyone else."""
@@ -292,9 +330,9 @@ class ControlPlane:
         for repeated in self._repeats.take_due(now):
             self._guarded(partial(self._send, repeated.peer, repeated.message))
 
-    def _send(self, to: Peer, message: Message, any_boot: bool = False) -> None:
+    def _send(self, to: Peer, message: Message, any_boot: bool = False, version: int = PROTOCOL_VERSION) -> None:
         try:
-            frame = encode(message, self.me, "" if any_boot else to.boot_id)
+            frame = encode(message, self.me, "" if any_boot else to.boot_id, version)
             if len(frame) > MAX_FRAME_BYTES:
                 raise Undeliverable(f"{len(frame)} bytes; a frame has at most {MAX_FRAME_BYTES}")
             self._connections.post(to.address, frame)

@@ -22,6 +22,7 @@ from control.messages import (
     Quiesced,
     Refused,
     Registered,
+    Resend,
 )
 from decode_node.loop_call import LoopCall
 from decode_node.remote_prefill import RemotePrefill
@@ -156,6 +157,8 @@ class DecodeNode:
                 self._scheduler.cancel(message.request_id, sender)
             case Ended():
                 self._scheduler.ended(message.request_id, sender)
+            case Resend():
+                self._scheduler.resend(message.request_id, message.start, sender)
             case (
                 PrefillAccepted() | ChunkDone() | PrefillDone() | PrefillFailed() | Quiesced() | NotHeld() | Progress()
             ):

@@ -77,7 +77,9 @@ def run_decode_node(config: DecodeConfig) -> None:
         # Before the pool goes, too: it reads what has landed.
         verifier = Verifier(buffers, shell.inbox.put)
         at_end.callback(verifier.close)
-        reservations: ReservationTable[HostSlots] = ReservationTable(coordinator.host.release, fence=transports.cut)
+        reservations: ReservationTable[HostSlots] = ReservationTable(
+            coordinator.host.release, coordinator.host.retain, transports.cut
+        )
         remote = RemotePrefill(
             shell.control, destination, reservations, verifier.submit, shell.metrics, config.prefill_timeout
         )

@@ -87,7 +87,7 @@ class RemotePrefill:
     def written_to(self) -> bool:
         """Whether a prefill node that was heard lately may be writing to this node's memory."""
         now = time.monotonic()
-        writers = {reservation.writer.boot_id for reservation in self._reservations}
+        writers = {reservation.writer.boot_id for reservation in self._reservations if reservation.may_be_posted_to}
         return any(now - (self._control.last_heard(boot_id) or 0.0) < SILENCE_S for boot_id in writers)
 
     # --- attempts begin and end ---
@@ -142,10 +142,13 @@ class RemotePrefill:
         return attempt
 
     def _land(self, attempt: PrefillAttempt, done: PrefillDone) -> Landed:
-        """The slots go on with their request."""
+        """The slots go on with their request. If something of it lingers, others get them only behind a fence."""
         request = attempt.request
         self._end(attempt.id, AttemptState.LANDED)
-        request.host_slots = self._reservations.landed(attempt.id)
+        if done.lingering:
+            request.host_slots = self._reservations.landed_lingering(attempt.id, time.monotonic())
+        else:
+            request.host_slots = self._reservations.landed(attempt.id)
         request.tried.clear()
         request.prefill_attempts = 0
         request.move(RequestState.LANDED)
@@ -159,6 +162,7 @@ class RemotePrefill:
             descriptors=done.descriptors,
             transfer_seconds=round(done.transfer_seconds, 4),
             checksums=attempt.num_checksums,
+            lingering=done.lingering,
         )
         return Landed(request)
 
@@ -286,7 +290,7 @@ class RemotePrefill:
             self._control.send(sender, ChunkTaken(attempt=attempt_id, number=message.number))
         else:
             # Its last write landed, which is as good as Quiesced.
-            self._on_quiesced(sender, attempt_id)
+            self._on_quiesced(sender, attempt_id, message.lingering)
             self._control.send(sender, Admitted(attempt=attempt_id))
 
     def verified(self, result: Verified) -> list[PrefillOutcome]:
@@ -338,11 +342,7 @@ class RemotePrefill:
         """Watch writers, give up on those that are unwell and release what has become safe."""
         for attempt_id in self._reservations.release_expired(now):
             self._control.answered(("abort", attempt_id))
-            log.info(
-                "slots are free again: what may have lingered is fenced off",
-                request_id=attempt_id.request_id,
-                epoch=attempt_id.epoch,
-            )
+            log.info("what may have lingered is fenced off", request_id=attempt_id.request_id, epoch=attempt_id.epoch)
         if now < self._inquire_at:
             return []
         self._inquire_at = now + _INQUIRE_S

@@ -114,6 +114,10 @@ class Scheduler:
         """The gateway knows that the request is over."""
         self._outputs.ended(request_id, gateway)
 
+    def resend(self, request_id: str, start: int, gateway: Peer) -> None:
+        """The gateway has missed tokens from that index on."""
+        self._outputs.resend(request_id, start, gateway)
+
     def apply(self, outcomes: list[PrefillOutcome]) -> None:
         """Take the results of remote prefills."""
         for outcome in outcomes:

@@ -4,6 +4,10 @@ A request is offered to one decode node at a time. While its client has got no t
 or falls silent is passed over for the next, which begins anew; after that its failure is the request's failure.
 Whatever way a request ends here, a node that may still be working on it is told to stop.
 
+Messages may be lost. Tokens come with their index, so one that is missing shows when a later one comes. Then all from
+the missing one on are asked for again, until they have come or RESEND_FOR_S is over; what comes meanwhile of later ones
+is dropped. A node is told that a request has ended only when nothing of it is missing.
+
 What nodes give as reasons is for the log: clients learn what kind of failure it was, and the request's id.
 """
 
@@ -25,6 +29,7 @@ from control.messages import (
     Outputs,
     Peer,
     Rejected,
+    Resend,
     Sampling,
     Token,
 )
@@ -36,6 +41,8 @@ log = structlog.get_logger(__name__)
 
 SWEEP_S = 0.25
 CANCEL_FOR_S = 30.0
+RESEND_FOR_S = 10.0
+"""Without a missing token for so long, a request fails."""
 
 
 @dataclass(frozen=True)
@@ -80,23 +87,50 @@ class _Refused(_NodeFailed):
 
 
 @dataclass
+class _Gap:
+    """Tokens from index `start` on were missing when one of index `stop` came, and was dropped.
+
+    known: before which index there are tokens, as far as was heard. since: when the gap was noticed, or when tokens
+    last came that close some of it.
+    """
+
+    start: int
+    stop: int
+    known: int
+    since: float
+
+
+@dataclass
 class _Attempt:
     """A request at one decode node."""
 
     job: Job
     node: Peer
     started: float
-    events: "asyncio.Queue[Output | Exception]" = field(default_factory=asyncio.Queue)
+    events: "asyncio.Queue[Step | Exception]" = field(default_factory=asyncio.Queue)
     received: int = 0
+    """Tokens that have arrived, none missing before the last."""
+    gap: _Gap | None = None
     over: bool = False
-    """The node has said that it holds nothing of the request any more."""
+    """The node has said that it holds nothing of the request any more, and all that it said has arrived."""
     failed: bool = False
 
-    def deliver(self, output: Output) -> None:
+    def deliver(self, output: Output, now: float) -> None:
         """Take new tokens. Once it is over, nothing: the last ones are repeated until the node hears that they came."""
-        if not self.over:
-            self.over = output.finish_reason is not None
-            self.events.put_nowait(output)
+        if self.over:
+            return
+        if failure := self._failure(output):
+            self.over, self.gap = True, None
+            self.events.put_nowait(failure)
+        elif output.start > self.received:
+            known = output.start + len(output.tokens)
+            if self.gap is None or self.gap.start != self.received:
+                # The latter: of what was sent again, something was lost, too.
+                known = max(known, 0 if self.gap is None else self.gap.known)
+                self.gap = _Gap(self.received, output.start, known, now)
+            self.gap.known = max(self.gap.known, known)
+        else:
+            self._take(output, now)
 
     def fail(self, reason: Exception) -> None:
         """End the attempt after what has already arrived. The first reason counts."""
@@ -106,15 +140,26 @@ class _Attempt:
 
     async def next(self) -> Step:
         """The next new tokens. Raises _NodeFailed or ApiError."""
-        while True:
-            event = await self.events.get()
-            if isinstance(event, Exception):
-                raise event
-            step = self._step(event)
-            if step.tokens or step.finish_reason:
-                return step
+        event = await self.events.get()
+        if isinstance(event, Exception):
+            raise event
+        return event
 
-    def _step(self, output: Output) -> Step:
+    def _take(self, output: Output, now: float) -> None:
+        """What continues what has arrived, or repeats it."""
+        tokens = output.tokens[self.received - output.start :]
+        begins = self.received == 0
+        self.received += len(tokens)
+        if self.gap is not None and tokens:
+            self.gap.since = now
+            if self.received >= self.gap.known:
+                self.gap = None
+        self.over = output.finish_reason is not None
+        if tokens or self.over:
+            self.events.put_nowait(Step(tokens, output.finish_reason, begins))
+
+    def _failure(self, output: Output) -> Exception | None:
+        """What the node says ended the request before its time, or None."""
         match output.finish_reason:
             case "error":
                 log.warning(
@@ -123,15 +168,10 @@ class _Attempt:
                     node=self.node.address,
                     reason=output.error,
                 )
-                raise _failed("the request failed at its decode node", self.job)
+                return _failed("the request failed at its decode node", self.job)
             case "abort":
-                raise _NodeFailed(f"aborted by its decode node: {output.error or 'no reason given'}")
-        if output.start > self.received:
-            raise _failed(f"tokens {self.received} to {output.start - 1} were lost on the way", self.job)
-        tokens = output.tokens[self.received - output.start :]
-        begins = self.received == 0
-        self.received += len(tokens)
-        return Step(tokens, output.finish_reason, begins)
+                return _NodeFailed(f"aborted by its decode node: {output.error or 'no reason given'}")
+        return None
 
 
 class DecodeClient:
@@ -218,6 +258,9 @@ class DecodeClient:
                     attempt.fail(_NodeFailed("the decode node was restarted"))
                 elif not stopped and self._silent(attempt, now):
                     attempt.fail(_NodeFailed(f"the decode node fell silent for {SILENT_AFTER_S:g} s"))
+                elif attempt.gap is not None and now - attempt.gap.since > RESEND_FOR_S:
+                    lost = f"tokens {attempt.gap.start} to {attempt.gap.stop - 1} were lost on the way"
+                    attempt.fail(_failed(lost, attempt.job))
             for key, (node, until) in list(self._cancelling.items()):
                 if now > until:
                     log.warning("gave up cancelling a request", request_id=key[1], node=node.address)
@@ -277,6 +320,7 @@ class DecodeClient:
         request_id = attempt.job.request_id
         del self._attempts[request_id]
         self._control.answered(_generate_key(request_id, attempt.node))
+        self._control.answered(_resend_key(request_id, attempt.node))
         if not attempt.over:
             self._cancel(request_id, attempt.node)
 
@@ -292,16 +336,37 @@ class DecodeClient:
             self._control.answered(key)
 
     def _deliver_output(self, sender: Peer, output: Output) -> None:
-        if output.finish_reason is not None:
-            self._control.send(sender, Ended(request_id=output.request_id))
-        if attempt := self._attempt(output.request_id, sender):
+        attempt = self._attempt(output.request_id, sender)
+        if attempt is not None:
             self._control.answered(_generate_key(output.request_id, sender))
-            attempt.deliver(output)
-        elif output.finish_reason is not None:
+            self._take(attempt, output)
+        if output.finish_reason is None:
+            if attempt is None:
+                # Nobody here waits for it.
+                self._cancel(output.request_id, sender)
+        elif attempt is None or attempt.over:
+            self._control.send(sender, Ended(request_id=output.request_id))
             self._stop_cancelling(output.request_id, sender)
+
+    def _take(self, attempt: _Attempt, output: Output) -> None:
+        """Take new tokens, and ask for those that are missing before them."""
+        asked_from = None if attempt.gap is None else attempt.gap.start
+        attempt.deliver(output, time.monotonic())
+        missing_from = None if attempt.gap is None else attempt.gap.start
+        if missing_from == asked_from:
+            return
+        key = _resend_key(attempt.job.request_id, attempt.node)
+        if missing_from is None:
+            self._control.answered(key)
         else:
-            # Nobody here waits for it.
-            self._cancel(output.request_id, sender)
+            log.warning(
+                "tokens are missing and asked for again",
+                request_id=attempt.job.request_id,
+                node=attempt.node.address,
+                missing_from=missing_from,
+            )
+            resend = Resend(request_id=attempt.job.request_id, start=missing_from)
+            self._control.repeat(key, attempt.node, resend)
 
     def _attempt(self, request_id: str, sender: Peer) -> _Attempt | None:
         attempt = self._attempts.get(request_id)
@@ -330,6 +395,10 @@ def _failed(what: str, job: Job) -> ApiError:
 
 def _generate_key(request_id: str, node: Peer) -> tuple[str, str, str]:
     return ("generate", request_id, node.boot_id)
+
+
+def _resend_key(request_id: str, node: Peer) -> tuple[str, str, str]:
+    return ("resend", request_id, node.boot_id)
 
 
 def _cancel_key(request_id: str, node: Peer) -> tuple[str, str, str]:

@@ -186,6 +186,8 @@ class PrefillEndpoint:
                 told = ChunkDone(attempt=attempt, number=update.number, checksums=update.checksums)
                 self._control.repeat(("chunk", attempt, update.number), decode, told)
             case AllSent():
+                if update.lingering:
+                    self._finished.note_lingering(attempt)
                 self._control.repeat(("done", attempt), decode, _done(update))
             case Failing():
                 failed = self._failed(attempt, update.reason, in_flight=True, lingering=update.lingering)
@@ -249,6 +251,7 @@ def _done(update: AllSent) -> PrefillDone:
         transfer_seconds=update.seconds,
         chunks=update.chunks,
         checksums=update.checksums,
+        lingering=update.lingering,
     )
 
 

@@ -20,6 +20,7 @@ class AllSent:
     """Every write was confirmed. What the KV was read from is kept until the attempt is released.
 
     chunks: how many ChunkSent there are. checksums: of the rest. seconds: for how long something was being written.
+    lingering: as in `PrefillDone`.
     """
 
     attempt: AttemptId
@@ -29,6 +30,7 @@ class AllSent:
     seconds: float
     chunks: int
     checksums: Checksums
+    lingering: bool = False
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,17 @@ class FinishedAttempts:
         return attempt in self._attempts
 
     def add(self, attempt: AttemptId, lingering: bool = False) -> None:
-        """It is over. lingering: a write of it failed, and the network may still carry it."""
+        """It is over. lingering: see `note_lingering`."""
         self._attempts.add(attempt)
         if lingering:
-            self._lingering.add(attempt)
+            self.note_lingering(attempt)
+
+    def note_lingering(self, attempt: AttemptId) -> None:
+        """A write of it was cut or given up, and the network may still carry it, also if it was repeated and landed.
+
+        The attempt need not be over yet.
+        """
+        self._lingering.add(attempt)
 
     def lingers(self, attempt: AttemptId) -> bool:
         return attempt in self._lingering

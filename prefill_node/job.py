@@ -39,7 +39,8 @@ class TransferJob(PrefillJob):
     """An attempt that this node works on.
 
     slots: int64 [num_tokens], where each position goes. `in_flight` counts the chunks being computed and those that
-    the sender holds. Pages are released when the job ends, never earlier: until then they are written to or read.
+    the sender holds, and those of which nobody knows whether their writes have ended.
+    Pages are released when the job ends, never earlier: until then they are written to or read.
     """
 
     attempt: AttemptId
@@ -51,7 +52,7 @@ class TransferJob(PrefillJob):
     failure: str | None = None
     """Why it was given up; None if the decode node does not want it any more."""
     lingering: bool = False
-    """A write of it has failed, and the network may still carry it."""
+    """A write of it was cut or given up, and the network may still carry it, also if it was repeated and landed."""
     computed_at: float | None = None
     """When the last chunk was computed (time.monotonic): what it waits for since then is its transfer."""
     num_bytes: int = 0
@@ -109,4 +110,5 @@ class TransferJob(PrefillJob):
             seconds=self.seconds,
             chunks=self.chunks_told,
             checksums=Checksums.of(self.last_checksums),
+            lingering=self.lingering,
         )

@@ -210,8 +210,17 @@ class ModelEngine:
 
     def _on_sent(self, sent: Sent) -> None:
         job = self._jobs[sent.chunk.attempt]
-        job.in_flight -= 1
         job.lingering |= sent.lingering
+        if sent.in_flight:
+            log.error(
+                "nobody knows whether a write has ended: its pages, and its slots at the decode node, are free when "
+                "this process ends; restart it",
+                request_id=job.attempt.request_id,
+                epoch=job.attempt.epoch,
+                decode=job.decode.address,
+            )
+        else:
+            job.in_flight -= 1
         if sent.error is None:
             self._note_landed(job, sent)
         elif job.state is not JobState.STOPPING:
@@ -248,6 +257,7 @@ class ModelEngine:
                 descriptors=job.num_descriptors,
                 seconds=round(job.seconds, 4),
                 after_compute=round(time.monotonic() - job.computed_at, 4),
+                lingering=job.lingering,
             )
 
     def _end(self, job: TransferJob) -> None:

@@ -27,6 +27,7 @@ _WHAT_FAILED = {
     Outcome.FAILED: "the decode node's transport cannot be reached or refuses a write",
     Outcome.CUT: "the connection was lost",
     Outcome.GIVEN_UP: "the transport gave a write up",
+    Outcome.UNKNOWN: "nobody knows whether a write has ended",
 }
 
 
@@ -52,7 +53,10 @@ class Chunk:
 class Sent:
     """A chunk's writes have all ended: landed, unless `error` says otherwise.
 
-    `lingering`: the network may still carry some of those that failed. `posted_at`, `ended_at`: of the first and the
+    `in_flight`: of some of them nobody knows whether they have, nor ever will. They may read the chunk's pages, and
+    write to its slots, for as long as this process runs (`transfer.writer.Outcome.UNKNOWN`); `error` is set.
+    `lingering`: the network may still carry bytes of those that failed, or of a first copy of one that was cut and has
+    landed when it was posted again. `posted_at`, `ended_at`: of the first and the
     last of them (time.monotonic); `waited`: seconds in between in which there was nothing to post, or no leave to.
     """
 
@@ -65,6 +69,7 @@ class Sent:
     checksums: list[Checksum] = field(default_factory=list)
     error: str | None = None
     lingering: bool = False
+    in_flight: bool = False
 
     def seconds(self, since: float = 0.0) -> float:
         """What sending it took, or as much of that as came after `since`."""
@@ -108,7 +113,7 @@ class Reading:
 class Outgoing:
     """One chunk, posted layer by layer as its forward pass finishes them.
 
-    `report` is called when nothing of it is in flight any more.
+    `report` is called once, when all that was posted of it has ended.
     """
 
     def __init__(
@@ -164,10 +169,11 @@ class Outgoing:
             self._sent.waited += time.monotonic() - since
 
     def _end(self, write: Write) -> None:
-        """Nothing of it is in flight any more."""
+        """All that was posted of it has ended, as far as will ever be known."""
         sent = self._sent
         sent.ended_at = time.monotonic()
-        sent.lingering = write.outcome.lingers
+        sent.lingering = write.lingers
+        sent.in_flight = write.outcome is Outcome.UNKNOWN
         if write.outcome is not Outcome.LANDED:
             sent.error = _WHAT_FAILED[write.outcome]
         elif sent.error is None:
@@ -175,6 +181,9 @@ class Outgoing:
                 self._pipeline.channel.check()
             except TransferError as error:
                 sent.error = str(error)
+            except Exception as error:
+                log.exception("nobody knows whether the decode node lives", request_id=self._chunk.attempt.request_id)
+                sent.error = f"sending failed: {error}"
         if sent.error is not None and sent.error != "aborted":
             log.warning(
                 "transfer failed",

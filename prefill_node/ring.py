@@ -8,7 +8,7 @@ import torch
 
 from control.messages import BufferInfo
 from engine.paged_pool import buffer_info
-from transfer.writer import BATCHES_IN_FLIGHT, Pipeline
+from transfer.writer import BATCHES_IN_FLIGHT, Pipeline, TransferError
 
 BUFFER_BYTES = 5 << 19
 """Room for one layer of a chunk of 2048 tokens of 1152 bytes; a ring of them stays in the processor's cache."""
@@ -34,12 +34,17 @@ class SendRing:
         self._buffers = [SendBuffer(memory, memory.data_ptr()) for memory in self._memory]
 
     def take(self, pipeline: Pipeline) -> SendBuffer:
-        """One that nothing in flight is read from; waits until there is one."""
+        """One that nothing in flight is read from; waits until there is one.
+
+        Raises TransferError if there will be none: each is held by a batch of which nobody knows whether it has ended.
+        """
         while True:
             held = pipeline.held
             for buffer in self._buffers:
                 if buffer not in held:
                     return buffer
+            if pipeline.is_empty:
+                raise TransferError("no send buffer is left: it is not known of any whether its last write has ended")
             pipeline.settle_oldest()
 
     def get_contiguous_buf_infos(self) -> BufferInfo:

@@ -4,7 +4,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import structlog
 
@@ -26,13 +26,15 @@ class Surroundings:
     """What the threads of a sender share.
 
     connect: the best way to a decode node; raises NoRoute. silence: for how many seconds a decode node may have been
-    dead (`ControlPlane.silence`).
+    dead (`ControlPlane.silence`). kept: memory and channels of writes of which nobody knows whether they have ended;
+    they may be used until the process ends.
     """
 
     reading: Reading
     rings: SendRings
     connect: Callable[[Destination], Channel]
     silence: Callable[[Peer], float]
+    kept: list[object] = field(default_factory=list)
 
 
 class Sender:
@@ -42,7 +44,8 @@ class Sender:
     """
 
     def __init__(self, surroundings: Surroundings, report: Callable[[Sent], None]) -> None:
-        """report: is called once per chunk, on any thread, when nothing of it is in flight any more."""
+        """report: is called once per chunk, on any thread and whatever fails, when all that was posted of it has ended or
+        nobody will ever know."""
         self._surroundings = surroundings
         self._report = report
         self._sessions: dict[str, _Session] = {}
@@ -75,26 +78,64 @@ class Sender:
 
 
 class _Session:
-    """The thread that sends to one decode node, its way there and its send buffers."""
+    """The thread that sends to one decode node, its way there and its send buffers.
+
+    The thread ends when it is told to and not before: what fails costs the chunks concerned, each of which is reported
+    once.
+    """
 
     def __init__(self, surroundings: Surroundings, decode: Peer, report: Callable[[Sent], None]) -> None:
         self._surroundings = surroundings
-        self._report = report
+        self._report_to = report
         self._decode = decode
         self._pipeline: Pipeline | None = None
         self._ring: SendRing | None = None
+        self._unreported: dict[int, Chunk] = {}
+        """Chunks that were taken from the queue and not reported yet, by their identity."""
         self.chunks: queue.SimpleQueue[Chunk | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._work, name=f"send-{decode.address}", daemon=True)
         self.thread.start()
 
     def _work(self) -> None:
-        while (chunk := self._next()) is not None:
-            self._send(chunk)
-        if self._pipeline is not None:
-            self._pipeline.drain()
-            self._pipeline.channel.close()
-        if self._ring is not None:
-            self._surroundings.rings.take_back(self._ring)
+        while True:
+            try:
+                if (chunk := self._next()) is None:
+                    break
+                self._send(chunk)
+            except Exception as error:
+                self._give_up(error)
+        try:
+            self._close()
+        except Exception as error:
+            self._give_up(error)
+
+    def _close(self) -> None:
+        """See what was posted to its end, and give back what nothing uses any more."""
+        pipeline, self._pipeline = self._pipeline, None
+        ring, self._ring = self._ring, None
+        if pipeline is None:
+            return
+        used = (pipeline, ring)
+        # Until it is known that nothing of it is in flight, whatever fails meanwhile.
+        self._surroundings.kept.append(used)
+        pipeline.drain()
+        if pipeline.lost_track:
+            return
+        self._surroundings.kept.remove(used)
+        if ring is not None:
+            self._surroundings.rings.take_back(ring)
+        pipeline.channel.close()
+
+    def _report(self, sent: Sent) -> None:
+        """The one place where chunks are reported: once each."""
+        if self._unreported.pop(id(sent.chunk), None) is not None:
+            self._report_to(sent)
+
+    def _give_up(self, error: Exception) -> None:
+        """After a bug: of the chunks that were not reported nobody knows what is in flight."""
+        log.exception("sending failed", decode=self._decode.address, chunks=len(self._unreported))
+        for chunk in list(self._unreported.values()):
+            self._report(Sent(chunk, error=f"sending failed: {error}", in_flight=True))
 
     def _next(self) -> Chunk | None:
         """The next chunk; while there is none, what is in flight is seen to its end."""
@@ -106,20 +147,27 @@ class _Session:
         return self.chunks.get()
 
     def _send(self, chunk: Chunk) -> None:
-        report = self._report
+        self._unreported[id(chunk)] = chunk
         if chunk.cancelled():
-            report(Sent(chunk, error="aborted"))
+            self._report(Sent(chunk, error="aborted"))
             return
         try:
             pipeline = self._connected(chunk.destination)
         except NoRoute as error:
             log.warning("no route", request_id=chunk.attempt.request_id, epoch=chunk.attempt.epoch, error=str(error))
-            report(Sent(chunk, error=str(error)))
+            self._report(Sent(chunk, error=str(error)))
             return
-        outgoing = Outgoing(chunk, self._surroundings.reading, pipeline, self._lent_ring, report)
+        except Exception as error:
+            log.exception("connecting failed", request_id=chunk.attempt.request_id, decode=self._decode.address)
+            self._report(Sent(chunk, error=f"sending failed: {error}"))
+            return
+        outgoing = Outgoing(chunk, self._surroundings.reading, pipeline, self._lent_ring, self._report)
         outgoing.post(may_post=lambda: self._may_post(chunk))
 
     def _connected(self, destination: Destination) -> Pipeline:
+        if self._pipeline is not None and self._pipeline.lost_track:
+            # Some of its send buffers may be read for ever: later chunks get others, and a channel without a past.
+            self._close()
         if self._pipeline is None:
             channel = self._surroundings.connect(destination)
             self._pipeline = Pipeline(channel)

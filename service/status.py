@@ -57,10 +57,15 @@ def bind_http(host: str, port: int) -> socket.socket:
         listener.listen(1024)
     except OSError as error:
         listener.close()
-        flag = "--host" if error.errno == errno.EADDRNOTAVAIL else "--port"
+        host_is_wrong = error.errno == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror)
         raise StartupError(
-            f"cannot bind the HTTP port {host}:{port}: {error.strerror}; choose another {flag}"
+            f"cannot bind the HTTP port {host}:{port}: {error.strerror}; "
+            f"choose another {'--host' if host_is_wrong else '--port'}"
         ) from error
+    except TypeError as error:
+        # Python's word for a string that it cannot make a host name of.
+        listener.close()
+        raise StartupError(f"cannot bind the HTTP port {host!r}:{port}: {error}; choose another --host") from error
     return listener
 
 

@@ -1,7 +1,8 @@
 """Copies scattered pieces of memory within this process, as fast as memory allows.
 
-Loops that are compiled when this module is imported. NumPy has no one-pass copy of runs that are scattered on both
-sides, and its gathers and scatters of rows reach a quarter of this.
+Loops that are compiled when this module is imported. That takes seconds, so only processes that copy import it: a
+decode node, which receives, does not. NumPy has no one-pass copy of runs that are scattered on both sides, and its
+gathers and scatters of rows reach a quarter of this.
 
 Two things make small pieces as fast as large ones. The processor does not guess where the next piece begins, so what
 comes a few pieces later is prefetched. And a store to memory that is not in the cache first reads it, so what this
@@ -199,17 +200,36 @@ class JointCopy:
         self._shift = shift
         self._taken = np.zeros(1, dtype=np.int64)
         """How many pieces are being copied or have been: what the next share begins with."""
-        self._copied: list[int] = []
-        """How many of them each thread has copied that found no more."""
-        self._complete = threading.Event()
+        self._changed = threading.Condition()
+        """Guards the rest."""
+        self._copying = 0
+        """Threads that are copying."""
+        self._copied = 0
+        """Pieces that those have copied that found no more."""
+        self._over = False
 
     def help(self) -> None:
-        """Copy until nothing is left to take. Other threads run on meanwhile."""
-        self._copied.append(_copy_shares(*self._batch, self._shift, self._taken))
-        if sum(self._copied) == len(self._batch.lengths):
-            self._complete.set()
+        """Copy until nothing is left to take; nothing if the copy is over. Other threads run on meanwhile."""
+        with self._changed:
+            if self._over:
+                return
+            self._copying += 1
+        copied = 0
+        try:
+            copied = _copy_shares(*self._batch, self._shift, self._taken)
+        finally:
+            with self._changed:
+                self._copying -= 1
+                self._copied += copied
+                self._changed.notify_all()
 
     def finish(self) -> None:
-        """Copy what is left, and return when what others took is copied too."""
-        self.help()
-        self._complete.wait()
+        """Copy what is left, and return when no thread copies any more. Raises RuntimeError if one failed."""
+        try:
+            self.help()
+        finally:
+            with self._changed:
+                self._over = True
+                self._changed.wait_for(lambda: not self._copying)
+        if self._copied < len(self._batch.lengths):
+            raise RuntimeError(f"{self._copied} of {len(self._batch.lengths)} pieces were copied")

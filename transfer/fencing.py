@@ -6,8 +6,16 @@ or the request no longer wants them and they are QUARANTINED until nothing can w
 says so (`quiesced`). Or it is done with them, but something of it may linger on the way: it says that (`lingers`), or
 it is proved dead (`writer_died`) or vouched to be (`evict`). Then a grace passes, and a fence is put behind all of it.
 Silence proves nothing.
+
+Something may also linger of writes that landed: a first copy of what was cut and posted again. It brings the same
+bytes to the same slots, so the request that has them is not disturbed, and only the next owner would be. So the slots
+go on with the request, and the table holds them too (LINGERING) until a fence has been put behind that copy: they are
+free when both have let go. Such slots wait a while for a fence that is made for others. A fence cuts connections, and
+what it cuts off is posted again and lingers: if each of them asked for a fence at once, fences would follow each other
+as fast as prompts land.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -17,7 +25,8 @@ from control.messages import AttemptId, Peer
 
 DRAIN_GRACE_S = 5.0
 """What lingers arrives by itself within that, unless the network is in trouble. Then the fence keeps it out."""
-_LOOK_S = 0.05
+LANDED_CAN_WAIT_S = 25.0
+"""For so long, after the grace, slots that went on with a request wait for a fence that others need."""
 
 Resource = TypeVar("Resource")
 
@@ -26,7 +35,7 @@ class Fence(Protocol):
     """Stands between everything that was under way when it was made and what comes later."""
 
     def passed(self) -> bool:
-        """Whether nothing of that can land any more. Never waits."""
+        """Whether nothing of that can land any more. Asked in every turn of a loop: a look, which takes no time."""
         ...
 
 
@@ -39,7 +48,11 @@ class NoFence:
 
 class ReservationState(Enum):
     WRITABLE = "writable"
+    """A writer was told of the slots, and a request wants what it writes."""
     QUARANTINED = "quarantined"
+    """A writer was told of the slots, and nobody wants what it writes."""
+    LINGERING = "lingering"
+    """All has landed and a request has the slots. What was cut before may land again."""
 
 
 @dataclass
@@ -55,22 +68,39 @@ class Reservation(Generic[Resource]):
     """Since when the resource is in quarantine (time.monotonic)."""
     free_after: float | None = None
     """When what a writer has left behind is fenced off (time.monotonic); None while it may still write."""
+    can_wait_s: float = 0.0
+    """For how long after that it waits for a fence that others need, before one is made for it."""
+
+    @property
+    def may_be_posted_to(self) -> bool:
+        """Whether its writer may still post something; if not, it may only have left something behind."""
+        return self.free_after is None
+
+    def left_alone_for(self, now: float) -> float:
+        """Seconds since the grace for what was left behind ended; less than 0 if it has not."""
+        return -math.inf if self.free_after is None else now - self.free_after
 
 
 class ReservationTable(Generic[Resource]):
     """Owns every resource that a remote writer may touch. `release` takes back what is safe to use again.
 
+    `retain` adds an owner to a resource that a request has already: it takes a `release` more before it is free.
     `fence` makes a fence. One stands at a time, for all reservations whose grace had passed when it was made.
     """
 
-    def __init__(self, release: Callable[[Resource], None], fence: Callable[[], Fence] = NoFence) -> None:
+    def __init__(
+        self,
+        release: Callable[[Resource], None],
+        retain: Callable[[Resource], None],
+        fence: Callable[[], Fence] = NoFence,
+    ) -> None:
         self._release = release
+        self._retain = retain
         self._make_fence = fence
         self._table: dict[AttemptId, Reservation[Resource]] = {}
         self._fence: Fence | None = None
         self._behind: list[Reservation[Resource]] = []
         """What becomes free when the fence has been passed."""
-        self._look_at = 0.0
 
     def __len__(self) -> int:
         return len(self._table)
@@ -101,15 +131,24 @@ class ReservationTable(Generic[Resource]):
         self._table[attempt] = Reservation(attempt, writer, resource, num_slots)
 
     def landed(self, attempt: AttemptId) -> Resource:
-        """The writer confirmed its last write: the resource goes on with its request."""
-        if not self.is_writable(attempt):
-            raise ValueError(f"reservation {attempt} is not writable")
-        return self._table.pop(attempt).resource
+        """The writer confirmed its last write and nothing lingers: the resource goes on with its request."""
+        resource = self._writable(attempt).resource
+        del self._table[attempt]
+        return resource
+
+    def landed_lingering(self, attempt: AttemptId, now: float) -> Resource:
+        """The same where something may land again: the table stays an owner, beside the request, behind a fence."""
+        reservation = self._writable(attempt)
+        self._retain(reservation.resource)
+        reservation.state = ReservationState.LINGERING
+        reservation.can_wait_s = LANDED_CAN_WAIT_S
+        self._end_writing(reservation, now)
+        return reservation.resource
 
     def quarantine(self, attempt: AttemptId, now: float) -> Peer:
         """The request no longer wants the resource, and its writer may still be writing. Returns the writer."""
         reservation = self._table[attempt]
-        if reservation.state is not ReservationState.QUARANTINED:
+        if reservation.state is ReservationState.WRITABLE:
             reservation.state = ReservationState.QUARANTINED
             reservation.quarantined_at = now
         return reservation.writer
@@ -165,14 +204,11 @@ class ReservationTable(Generic[Resource]):
         A resource that lingering writes may reach comes back when its grace has passed and a fence after that.
         """
         if self._fence is None:
-            self._behind = [r for r in self.quarantined if r.free_after is not None and r.free_after <= now]
-            if not self._behind:
+            self._behind = [r for r in self if r.state is not ReservationState.WRITABLE and r.left_alone_for(now) >= 0]
+            if not any(r.left_alone_for(now) >= r.can_wait_s for r in self._behind):
                 return []
             self._fence = self._make_fence()
-        elif now < self._look_at:
-            return []
         if not self._fence.passed():
-            self._look_at = now + _LOOK_S
             return []
         self._fence = None
         # Its writer may have been heard of meanwhile: some may be free already, and their attempts named again.
@@ -181,6 +217,11 @@ class ReservationTable(Generic[Resource]):
             del self._table[reservation.attempt]
             self._release(reservation.resource)
         return [reservation.attempt for reservation in freed]
+
+    def _writable(self, attempt: AttemptId) -> Reservation[Resource]:
+        if not self.is_writable(attempt):
+            raise ValueError(f"reservation {attempt} is not writable")
+        return self._table[attempt]
 
     def _quarantined_of(self, attempt: AttemptId, boot_id: str) -> Reservation[Resource] | None:
         reservation = self._table.get(attempt)

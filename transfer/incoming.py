@@ -5,18 +5,29 @@ taken, for minutes after a partition, and the kernel here keeps what has arrived
 those bytes back. But they land only through connections that Mooncake reads, and these can be closed.
 """
 
+import errno
 import os
 import socket
 import stat
+import threading
+import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
+import structlog
+
+log = structlog.get_logger(__name__)
+
 _FDS = "/proc/self/fd"
 _TABLES = (Path("/proc/self/net/tcp"), Path("/proc/self/net/tcp6"))
 _ESTABLISHED, _SYN_RECV, _CLOSE_WAIT, _LISTEN = "01", "03", "08", "0A"
 """States as Linux numbers them (include/net/tcp_states.h): those from which bytes may come, and the listening one."""
+_NOT_THERE = (errno.ENOENT, errno.EBADF, errno.ENOTSOCK)
+"""A descriptor that was closed, or given to something else, since it was listed."""
+_LOOK_S = 0.05
+_AFTER_ERROR_S = 1.0
 
 
 class IncomingCut:
@@ -25,17 +36,48 @@ class IncomingCut:
     When it has `passed`, nothing lands any more of what was sent over those connections, however late it arrives.
     Connections do not say whose they are. So whoever writes at the time connects again and repeats what was cut off
     (`transfer.writer.Outcome.CUT`).
+
+    A thread of its own does it: the tables in /proc are as long as this machine has connections and this process
+    descriptors. It ends when the cut has passed.
     """
+
+    def __init__(self, ports: Collection[int]) -> None:
+        self._passed = threading.Event()
+        if ports:
+            threading.Thread(target=self._work, args=(CutConnections(ports),), name="cut", daemon=True).start()
+        else:
+            self._passed.set()
+
+    def passed(self) -> bool:
+        """Whether it is done: a look at what the thread has found."""
+        return self._passed.is_set()
+
+    def _work(self, connections: "CutConnections") -> None:
+        failing = False
+        while not self._passed.is_set():
+            try:
+                if connections.advance():
+                    self._passed.set()
+                else:
+                    time.sleep(_LOOK_S)
+            except Exception:
+                # What cannot be looked at is not proved: slots stay where they are until it can be.
+                if not failing:
+                    log.exception("cannot see which connections bring KV; slots stay in quarantine until that works")
+                failing = True
+                time.sleep(_AFTER_ERROR_S)
+
+
+class CutConnections:
+    """The connections to some ports of this process that are being cut, step by step."""
 
     def __init__(self, ports: Collection[int]) -> None:
         self._ports = frozenset(ports)
         self._closing: frozenset[int] | None = None
         """The inodes of the sockets that were shut down; None while there are connections that cannot be yet."""
 
-    def passed(self) -> bool:
-        """Whether it is done; does what can be done without waiting. To be asked again and again."""
-        if not self._ports:
-            return True
+    def advance(self) -> bool:
+        """Do what can be done without waiting. Whether all of them are closed. Raises OSError if nobody can say."""
         with _accepted(self._ports) as accepted:
             if self._closing is None and not _others(self._ports, accepted.keys()):
                 for connection in accepted.values():
@@ -49,12 +91,12 @@ class IncomingCut:
 
 @contextmanager
 def _accepted(ports: frozenset[int]) -> Iterator[Mapping[int, socket.socket]]:
-    """This process's connections to these ports, by inode."""
+    """This process's connections to these ports, by inode: all of them. Raises OSError if one cannot be looked at."""
     with ExitStack() as held:
         connections = {}
         for name in os.listdir(_FDS):
             # Descriptors come and go meanwhile.
-            with suppress(OSError):
+            with _suppressed_if_gone():
                 if not stat.S_ISSOCK(os.stat(f"{_FDS}/{name}").st_mode):
                     continue
                 fd = os.dup(int(name))
@@ -64,6 +106,16 @@ def _accepted(ports: frozenset[int]) -> Iterator[Mapping[int, socket.socket]]:
                 if _is_connection_to(ports, connection):
                     connections[os.fstat(fd).st_ino] = connection
         yield connections
+
+
+@contextmanager
+def _suppressed_if_gone() -> Iterator[None]:
+    """A descriptor that is there no more is none that matters; one that cannot be looked at may be one that does."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _NOT_THERE:
+            raise
 
 
 def _is_connection_to(ports: frozenset[int], candidate: socket.socket) -> bool:

@@ -11,7 +11,6 @@ from transfer.choices import TransferProtocol
 from transfer.engine import KVTransferEngine, rdma_devices
 from transfer.incoming import IncomingCut
 from transfer.ports import ClaimedPorts
-from transfer.shm import NotShared, SharedMemoryChannel
 from transfer.writer import Channel
 
 log = structlog.get_logger(__name__)
@@ -92,6 +91,9 @@ class Transports:
 
     def connect(self, destination: Destination) -> Channel:
         """The best way to a decode node. Raises NoRoute, with what was tried."""
+        # Here, since it compiles its copies: a decode node only receives, and would compile them for nothing.
+        from transfer.shm import NotShared, SharedMemoryChannel
+
         tried = []
         for transport in self.offered:
             if transport == "shm" and destination.shared is not None:

@@ -8,10 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from functools import cache
 
+import structlog
+
 from control.messages import SharedMemory, Transport
 from transfer.copy_runs import JointCopy, all_within
 from transfer.planner import NO_LIMIT, Descriptors
 from transfer.writer import Outcome, Pending, TransferError
+
+log = structlog.get_logger(__name__)
 
 COPY_THREADS = min(4, os.cpu_count() or 1)
 """That copy a batch: the one that waits for it is one of them, so that none is in the way of those that copy."""
@@ -73,8 +77,10 @@ class SharedMemoryChannel:
         if not all_within(batch, self._memory.base, self._memory.length):
             return _Refused()
         copy = _Copy(batch, shift=self._here - self._memory.base)
-        for _ in range(COPY_THREADS - 1):
-            _helpers().submit(copy.help)
+        # Without helpers (no thread can be started) the thread that waits copies all of it.
+        with suppress(RuntimeError):
+            for _ in range(COPY_THREADS - 1):
+                _helpers().submit(copy.help)
         return copy
 
     def check(self) -> None:
@@ -91,7 +97,12 @@ class SharedMemoryChannel:
 
 class _Copy(JointCopy):
     def wait(self) -> Outcome:
-        self.finish()
+        try:
+            self.finish()
+        except Exception:
+            # No thread copies any more, so nothing is in flight.
+            log.exception("a copy into shared memory failed")
+            return Outcome.FAILED
         return Outcome.LANDED
 
 

@@ -10,8 +10,12 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
 
+import structlog
+
 from control.messages import Transport
 from transfer.planner import Descriptors
+
+log = structlog.get_logger(__name__)
 
 BATCHES_IN_FLIGHT = 8
 """Enough to keep a transport busy; few enough that a ring of send buffers stays in the processor's cache."""
@@ -31,10 +35,19 @@ class Outcome(IntEnum):
     """Its connection was closed under it. Another one may carry it."""
     GIVEN_UP = 3
     """The transport heard nothing for too long and stopped waiting."""
+    UNKNOWN = 4
+    """Posting it or waiting for its end raised: it counts as in flight for as long as this process runs.
+
+    Not as lingering: a fence at the receiver holds only what is on its way. Mooncake, over TCP or RDMA, may have
+    descriptors queued that it sends over a connection which does not exist yet. So what a batch of unknown end reads
+    stays in place, and the receiver's slots are free when this process is proved to have ended. Shared memory does not
+    come to this: its copies are done by threads of this process, and when all of them have left a copy nothing of it is
+    in flight, even if one of them raised: that is FAILED.
+    """
 
     @property
     def lingers(self) -> bool:
-        """Whether some of it may still land: the network, and the receiver's kernel, keep what they have taken."""
+        """Whether bytes of it may land later: the network, and the kernels of both sides, keep what they have taken."""
         return self >= Outcome.CUT
 
 
@@ -42,7 +55,7 @@ class Pending(Protocol):
     """A batch that was posted."""
 
     def wait(self) -> Outcome:
-        """How it ended, once every one of its descriptors has."""
+        """How it ended, once every one of its descriptors has. Whatever it raises means that nobody knows."""
         ...
 
 
@@ -58,7 +71,7 @@ class Channel(Protocol):
     """How often a batch is posted that is cut off again and again."""
 
     def submit(self, batch: Descriptors) -> Pending:
-        """Post a batch. Never raises: what cannot be posted counts as failed."""
+        """Post a batch. What cannot be posted counts as failed. If this raises, nobody knows what was posted."""
         ...
 
     def check(self) -> None:
@@ -70,7 +83,7 @@ class Channel(Protocol):
 
 @dataclass(eq=False)
 class Write:
-    """Batches that belong together. `on_end` is called once, when it is closed and nothing of it is in flight.
+    """Batches that belong together. `on_end` is called once, when it is closed and all of it has ended or is UNKNOWN.
 
     `go_on` is asked before anything of it is posted: it may wait, and says whether the write is still wanted.
     """
@@ -78,7 +91,10 @@ class Write:
     on_end: Callable[[], None]
     go_on: Callable[[], bool]
     outcome: Outcome = Outcome.LANDED
-    """Of what has ended so far."""
+    """Of what has ended so far. What was cut and has landed when it was posted again counts as landed."""
+    lingers: bool = False
+    """Whether bytes of it may still land later, also if all of it has landed: a first copy that was cut stays where it
+    was, in the network or in a kernel, and lands at the same place as the second, with the same bytes."""
     in_flight: int = 0
     closed: bool = False
 
@@ -103,12 +119,15 @@ class Pipeline:
     """The batches in flight over one channel, oldest first, of one write after another.
 
     A write need not have ended before the next one is posted, so the transport never runs dry between two. One thread
-    uses it; all callbacks are called there.
+    uses it; all callbacks are called there. What a channel raises is the outcome of one batch (UNKNOWN) and goes no
+    further.
     """
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
         self._posted: deque[_Posted] = deque()
+        self._unknown: list[_Posted] = []
+        """Those whose end is unknown: what they were posted from is held for ever."""
 
     @property
     def is_empty(self) -> bool:
@@ -117,7 +136,12 @@ class Pipeline:
     @property
     def held(self) -> set[object]:
         """The buffers from which something that is in flight was posted, and None if something else is."""
-        return {posted.buffer for posted in self._posted}
+        return {posted.buffer for posted in (*self._posted, *self._unknown)}
+
+    @property
+    def lost_track(self) -> bool:
+        """Whether something may be in flight for as long as this process runs: its memory and its channel must stay."""
+        return bool(self._unknown)
 
     def post(self, write: Write, batch: Descriptors, buffer: object = None) -> bool:
         """Post a batch, in pieces that the channel takes, as long as its write goes on and nothing of that failed.
@@ -130,7 +154,7 @@ class Pipeline:
                 self.settle_oldest()
             if not write.may_post:
                 return False
-            self._posted.append(_Posted(piece, self.channel.submit(piece), write, buffer))
+            self._posted.append(_Posted(piece, self._submitted(piece), write, buffer))
             write.in_flight += 1
         return True
 
@@ -143,12 +167,16 @@ class Pipeline:
         """Wait for the oldest batch to end. What was cut off is posted again: the same bytes to the same place."""
         oldest = self._posted[0]
         write = oldest.write
-        outcome = oldest.pending.wait()
+        outcome = _awaited(oldest.pending)
+        write.lingers |= outcome.lingers
         for _ in range(self.channel.attempts - 1):
-            if outcome is not Outcome.CUT or not write.may_post:
+            if outcome is not Outcome.CUT or not _may_repeat(write):
                 break
-            outcome = self.channel.submit(oldest.batch).wait()
+            outcome = _awaited(self._submitted(oldest.batch))
+            write.lingers |= outcome.lingers
         self._posted.popleft()
+        if outcome is Outcome.UNKNOWN:
+            self._unknown.append(oldest)
         write.outcome = max(write.outcome, outcome)
         write.in_flight -= 1
         write.end_if_over()
@@ -157,3 +185,31 @@ class Pipeline:
         """Wait for everything that was posted to end."""
         while self._posted:
             self.settle_oldest()
+
+    def _submitted(self, batch: Descriptors) -> Pending:
+        try:
+            return self.channel.submit(batch)
+        except Exception:
+            log.exception("posting a batch failed: nobody knows what of it was posted")
+            return _OfUnknownEnd()
+
+
+class _OfUnknownEnd:
+    def wait(self) -> Outcome:
+        return Outcome.UNKNOWN
+
+
+def _awaited(pending: Pending) -> Outcome:
+    try:
+        return pending.wait()
+    except Exception:
+        log.exception("waiting for a batch failed: nobody knows whether it has ended")
+        return Outcome.UNKNOWN
+
+
+def _may_repeat(write: Write) -> bool:
+    try:
+        return write.may_post
+    except Exception:
+        log.exception("nobody knows whether a batch that was cut is still wanted: it is not posted again")
+        return False

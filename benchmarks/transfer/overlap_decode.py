@@ -66,7 +66,7 @@ class DecodeSide:
         self._remote = RemotePrefill(
             self._control,
             destination_of(pool, transports, identity_of(spec(tokens))),
-            ReservationTable(pool.release),
+            ReservationTable(pool.release, pool.retain),
             verifier.submit,
             Metrics(),
             patience=_TIMEOUT_S,

@@ -32,7 +32,7 @@ class Node:
 @pytest.fixture
 def node() -> Iterator[Node]:
     """A decode node as far as the command sees it: HTTP, and a loop that owns the reservations."""
-    table: ReservationTable[str] = ReservationTable(lambda _: None)
+    table: ReservationTable[str] = ReservationTable(lambda _: None, lambda _: None)
     control = FakeControl()
     inbox: queue.SimpleQueue[LoopCall | None] = queue.SimpleQueue()
 

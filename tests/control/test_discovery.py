@@ -3,7 +3,9 @@
 import threading
 from collections.abc import Iterable
 
-from control.discovery import GatewayAddresses
+import pytest
+
+from control.discovery import GatewayAddresses, resolve
 from tests.e2e.cluster import wait_until
 
 
@@ -55,6 +57,16 @@ def test_the_last_answer_stands_while_the_name_service_is_away() -> None:
     names.answers = {}
     gateways.look_up()
     assert gateways.current == {"10.0.0.1:8001"}
+
+
+@pytest.mark.parametrize("host", ["a..b", "a" * 64, "x" * 64 + ".b", "."])
+def test_a_name_that_nothing_can_have_is_one_that_cannot_be_looked_up(host: str) -> None:
+    """Python calls it a UnicodeError, which ended the thread: no other name was looked up any more either."""
+    with pytest.raises(OSError, match="is no host name"):
+        resolve(host)
+    gateways = GatewayAddresses([f"{host}:1", "localhost:8001"])
+    gateways.look_up()
+    assert gateways.current == {"127.0.0.1:8001"}
 
 
 def test_names_are_looked_up_again_and_again_on_a_thread_of_their_own() -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from control.codec import MalformedMessage, decode, encode
+from control.codec import PROTOCOL_VERSION, MalformedMessage, decode, encode
 from control.messages import (
     SENT_BY,
     AttemptId,
@@ -144,7 +144,8 @@ def test_unknown_fields_are_ignored_and_missing_optional_ones_default() -> None:
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ({"v": 1}, "v"),
+        ({"v": "5"}, "Frame: v"),
+        ({"v": 1}, f"wire version 1 != {PROTOCOL_VERSION}"),
         ({"kind": "Nonsense"}, "unknown message kind"),
         ({"body": {"request_id": 5}}, "request_id"),
         ({"body": {}}, "request_id"),

@@ -106,7 +106,7 @@ def test_garbage_is_counted_and_harms_nobody(start: Start) -> None:
 
 def test_a_peer_that_names_an_impossible_address_costs_nothing(start: Start) -> None:
     (a, _), (b, inbox) = start(), start()
-    for address in ("no-such-host.invalid:1", "127.0.0.1:99999", "a-:0"):
+    for address in ("no-such-host.invalid:1", "127.0.0.1:99999", "a-:0", "a..b:1", "a" * 64 + ":1"):
         a.send(Peer(role="decode", address=address, boot_id="x"), WORD)
     a.send(b.me, WORD)
     assert inbox.get(timeout=5) == (a.me, WORD)

@@ -25,11 +25,13 @@ from control.messages import (
     Generate,
     Leaving,
     Message,
+    Outputs,
     Peer,
     PrefillDone,
     PrefillRequest,
     Quiesced,
     Rejected,
+    Resend,
     Sampling,
 )
 from decode_node.loop_call import on_loop
@@ -241,6 +243,19 @@ def test_a_gateway_that_has_heard_of_the_end_of_a_request_is_told_no_more(runnin
     wait_until(lambda: key in running.control.repeated, timeout=10)
     running.shell.inbox.put((GATEWAY, Ended(request_id="r")))
     wait_until(lambda: key not in running.control.repeated, timeout=10)
+
+
+def test_a_gateway_that_has_missed_tokens_gets_them_again_also_after_the_end(running: Running) -> None:
+    running.ask()
+    running.write(*running.requested(epoch=1))
+    wait_until(lambda: ("ended", "r", GATEWAY.boot_id) in running.control.repeated, timeout=10)
+    streamed = [token for output in running.control.outputs() for token in output.tokens]
+    running.control.sent.clear()
+    running.shell.inbox.put((GATEWAY, Resend(request_id="r", start=1)))
+    again = wait_until(lambda: running.control.take(Outputs), timeout=10)
+    assert again[0].outputs[0].start == 1
+    assert list(again[0].outputs[0].tokens) == streamed[1:]
+    assert again[-1].outputs[-1].finish_reason is not None
 
 
 def test_slots_that_leaked_are_noticed_also_if_others_were_in_quarantine_when_the_last_request_left() -> None:

@@ -1,5 +1,7 @@
-"""What a decode process is sized to."""
+"""What a decode process is sized to, and what it does without."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -47,3 +49,10 @@ def test_pages_of_local_prefill_are_part_of_what_pools_may_take(monkeypatch: pyt
 def test_a_device_without_room_for_them_is_a_startup_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(StartupError, match=r"--allow-local-prefill takes .* --context-length"):
         planned(monkeypatch, CONTEXT_BYTES - 1, local_prefill=True)
+
+
+def test_a_decode_process_compiles_no_copies() -> None:
+    """It receives and never copies between processes; numba and what it compiles took a third of its imports."""
+    code = "import sys, decode_node.process; print(*sorted({'numba', 'transfer.copy_runs'} & sys.modules.keys()))"
+    imported = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert imported.stdout.split() == []

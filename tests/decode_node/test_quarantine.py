@@ -23,7 +23,7 @@ class Harness:
 
     def __init__(self) -> None:
         self.freed: list[str] = []
-        self.table: ReservationTable[str] = ReservationTable(self.freed.append)
+        self.table: ReservationTable[str] = ReservationTable(self.freed.append, lambda _: None)
         self.control = FakeControl()
         self.quarantine = Quarantine(self.table, self.control)  # type: ignore[arg-type]
         self.now = time.monotonic()

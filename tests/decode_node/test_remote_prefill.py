@@ -35,7 +35,7 @@ from hisparse.extents import Extent, HostSlots
 from tests.decode_node.fakes import GATEWAY, HeldVerifier, destination
 from tests.prefill_node.fakes import FakeControl
 from transfer.checksum import Mismatch
-from transfer.fencing import DRAIN_GRACE_S, ReservationTable
+from transfer.fencing import DRAIN_GRACE_S, LANDED_CAN_WAIT_S, ReservationTable
 
 FIRST = Peer(role="prefill", address="127.0.0.1:2", boot_id="first")
 SECOND = Peer(role="prefill", address="127.0.0.1:3", boot_id="second")
@@ -62,7 +62,8 @@ class Harness:
         self.clock = clock
         self.control = FakeControl()
         self.freed: list[HostSlots] = []
-        self.table: ReservationTable[HostSlots] = ReservationTable(self.freed.append)
+        self.retained: list[HostSlots] = []
+        self.table: ReservationTable[HostSlots] = ReservationTable(self.freed.append, self.retained.append)
         self.verifier = HeldVerifier()
         self.metrics = Metrics()
         self.destination = destination(num_slots=100)
@@ -87,9 +88,12 @@ class Harness:
         checksums: Checksums = NO_CHECKSUMS,
         node: Peer = FIRST,
         chunks: int = 0,
+        lingering: bool = False,
     ) -> list[Landed | Lost]:
         attempt = R._replace(epoch=epoch)
-        message = PrefillDone(attempt=attempt, num_tokens=num_tokens, chunks=chunks, checksums=checksums)
+        message = PrefillDone(
+            attempt=attempt, num_tokens=num_tokens, chunks=chunks, checksums=checksums, lingering=lingering
+        )
         return self.remote.take(node, message)
 
     def chunk(self, number: int, epoch: int = 1, node: Peer = FIRST) -> list[Landed | Lost]:
@@ -399,6 +403,37 @@ def test_what_may_linger_in_the_network_is_waited_for_and_not_asked_about_again(
     assert h.freed == []
     assert not h.control.repeated
     h.remote.tick(time.monotonic() + DRAIN_GRACE_S + 1)
+    assert h.freed == [SLOTS]
+
+
+def test_a_prompt_of_which_something_lingers_lands_and_its_slots_are_fenced_before_others_get_them(h: Harness) -> None:
+    """What was cut and posted again arrived once more, after the request had ended."""
+    h.dispatch()
+    [landed] = h.done(lingering=True)
+    assert isinstance(landed, Landed)
+    assert h.request.host_slots == SLOTS
+    assert h.retained == [SLOTS], "free when the request and the fence have both let go"
+    assert h.control.take(Admitted) == [Admitted(attempt=R)]
+    assert h.done(lingering=True) == []
+    assert not h.remote.written_to, "the node writes no more: nobody need wait for it"
+    assert not h.remote.is_idle
+    assert h.remote.quarantined_slots == 0, "the request uses them"
+    h.wait(DRAIN_GRACE_S + LANDED_CAN_WAIT_S - 1)
+    assert h.freed == []
+    h.wait(1)
+    assert h.freed == [SLOTS]
+    assert h.remote.is_idle
+
+
+def test_done_of_an_attempt_that_was_given_up_ends_the_quarantine_behind_a_fence_if_something_lingers(
+    h: Harness,
+) -> None:
+    h.dispatch()
+    h.remote.abandon(h.request)
+    assert h.done(lingering=True) == []
+    assert h.freed == []
+    assert not h.control.repeated
+    h.wait(DRAIN_GRACE_S + 1)
     assert h.freed == [SLOTS]
 
 

@@ -44,7 +44,7 @@ from hisparse.tiers import build_tiers
 from tests.decode_node.fakes import GATEWAY, destination
 from tests.prefill_node.fakes import FakeControl
 from transfer.checksum import Mismatch
-from transfer.fencing import ReservationTable
+from transfer.fencing import DRAIN_GRACE_S, LANDED_CAN_WAIT_S, ReservationTable
 
 FORMAT = DenseFormat(torch.float32, item_dim=2, index_dim=2)
 LAYOUT = KVLayout((0,), FORMAT.item_bytes, FORMAT.index_key_bytes)
@@ -97,6 +97,8 @@ class Harness:
     control: FakeControl = field(default_factory=FakeControl)
     model: CountingModel = field(default_factory=CountingModel)
     metrics: Metrics = field(default_factory=Metrics)
+    lingering: bool = False
+    """Whether the prefill node had something cut and posted again."""
     answers: dict[str, list[int]] = field(default_factory=dict)
     ended: dict[str, str] = field(default_factory=dict)
 
@@ -116,7 +118,9 @@ class Harness:
         self.coordinator: HiSparseCoordinator = build_tiers(sizes, torch.device("cpu"))
         ptrs, lengths, item_lengths = self.coordinator.host.get_contiguous_buf_infos()
         self.buffers = BufferInfo(ptrs=tuple(ptrs), lengths=tuple(lengths), item_lengths=tuple(item_lengths))
-        self.table: ReservationTable[HostSlots] = ReservationTable(self.coordinator.host.release)
+        self.table: ReservationTable[HostSlots] = ReservationTable(
+            self.coordinator.host.release, self.coordinator.host.retain
+        )
         self.remote = RemotePrefill(
             self.control,  # type: ignore[arg-type]
             destination(self.host_slots).model_copy(update={"buffers": self.buffers}),
@@ -147,7 +151,7 @@ class Harness:
         for key, (_, message) in list(self.control.repeated.items()):
             if isinstance(message, PrefillRequest) and message.attempt.request_id not in self.slow:
                 self.control.answered(key)
-                done = PrefillDone(attempt=message.attempt, num_tokens=len(message.token_ids))
+                done = PrefillDone(attempt=message.attempt, num_tokens=len(message.token_ids), lingering=self.lingering)
                 self.scheduler.apply(self.remote.take(PREFILL, done))
             elif isinstance(message, Abort) and self.quiet:
                 self.scheduler.apply(self.remote.take(PREFILL, Quiesced(attempt=message.attempt)))
@@ -354,6 +358,30 @@ def test_a_late_write_after_an_abort_hits_nobody() -> None:
     assert h.answers["other"] == list(range(4, 12))
     assert h.coordinator.host.used == 2, "still fenced"
     h.scheduler.apply(h.remote.take(PREFILL, Quiesced(attempt=AttemptId("decode", "aborted", 1))))
+    h.scheduler.check_idle()
+    assert h.coordinator.is_idle()
+
+
+def test_a_copy_that_was_cut_and_arrives_after_its_request_has_ended_hits_nobody() -> None:
+    """A batch was cut and posted again. Its first copy came when the slots had been given to the next request."""
+    h = Harness()
+    h.lingering = True
+    h.ask("r", tokens=4)
+    h.turn()
+    h.turn()
+    [reservation] = h.table
+    while h.scheduler.requests:
+        h.turn()
+    assert h.answers["r"] == list(range(4, 8))
+    host = h.coordinator.host
+    others = host.allocate(host.free)
+    assert others is not None
+    assert host.used == host.num_slots
+    written_to = set(reservation.resource.slots().tolist())
+    assert not written_to & set(others.slots().tolist())
+    assert len(written_to) + len(others) == host.num_slots, "what it has decoded is free"
+    host.release(others)
+    h.remote.tick(time.monotonic() + DRAIN_GRACE_S + LANDED_CAN_WAIT_S)
     h.scheduler.check_idle()
     assert h.coordinator.is_idle()
 

@@ -183,7 +183,8 @@ def test_whatever_goes_wrong_no_byte_is_wrong_no_slot_is_lost_and_no_request_han
     cluster.wait_ready()
     answers = complete(cluster.url, [Job(prompt.ids, MOST_TOKENS) for prompt in prompts], concurrency=4)
     assert answers == [list(prompt.answer) for prompt in prompts], "as before once nothing goes wrong any more"
-    wait_until(lambda: left_over(cluster, pages) == {}, 15, "everything to come back")
+    # Slots of which something lingers, since a connection was cut under a write, are held for 30 s.
+    wait_until(lambda: left_over(cluster, pages) == {}, 60, "everything to come back")
 
     audit = Audit.of(tmp_path / "faults")
     print(f"audited prompts: {audit.seen}")

@@ -84,7 +84,8 @@ class Site:
         assert complete(self.cluster.url, jobs, concurrency=8) == expected
         self.wait_all_free()
 
-    def wait_all_free(self, timeout: float = 30.0) -> None:
+    def wait_all_free(self, timeout: float = 60.0) -> None:
+        """Slots of which something lingers, since a connection was cut under a write, are held for 30 s."""
         wait_until(lambda: self.slots("used") == self.slots("quarantined") == 0, timeout, "all slots to be free")
 
     @contextmanager
@@ -205,7 +206,7 @@ def test_a_partition_of_20_s_between_two_nodes_costs_their_requests_a_retry_and_
         wait_until(
             lambda: site.landed(prefill, decode) > parted[prefill.name, decode.name], 60, "the pair to serve again"
         )
-    site.wait_all_free(60)
+    site.wait_all_free()
     assert decode.metric("prefill_retries_total") - retries < 10
 
 

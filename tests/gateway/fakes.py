@@ -29,6 +29,7 @@ from control.messages import (
     Register,
     Registered,
     Rejected,
+    Resend,
     Token,
 )
 from control.plane import ControlPlane, ControlPlaneFailed
@@ -178,6 +179,13 @@ class FakeDecodeNode(FakeNode):
         self.hold_after: int | None = None
         self.reject: Literal["queue_full", "too_long", "draining"] | None = None
         self.chunks: Sequence[Sequence[int]] | None = None
+        self.lost: frozenset[int] = frozenset()
+        """Numbers of the messages with tokens that are lost on the way; the other ones arrive."""
+        self.deaf_to_resend = 0
+        """How many times it does not hear that it is asked for tokens again."""
+        self.resent: list[Resend] = []
+        """What it was asked for again."""
+        self._answers: dict[str, list[Output]] = {}
         self.extra_outputs: list[Output] = []
         """Sent after the tokens; their request ids are replaced."""
         self.generated: list[Generate] = []
@@ -196,6 +204,10 @@ class FakeDecodeNode(FakeNode):
                 self.send(sender, Output(request_id=message.request_id, start=0, finish_reason="abort"))
             case Ended():
                 self.ended.append(message.request_id)
+            case Resend():
+                self.resent.append(message)
+                if len(self.resent) > self.deaf_to_resend:
+                    self._resend(sender, message)
             case _:
                 super().deliver(sender, message)
 
@@ -211,12 +223,20 @@ class FakeDecodeNode(FakeNode):
             return
         self.control.send(sender, Accepted(request_id=request.request_id))
         start = 0
-        for ids, finish in self._script(request):
+        answer = self._answers[request.request_id] = []
+        for number, (ids, finish) in enumerate(self._script(request)):
             tokens = tuple(self._token(token_id, request) for token_id in ids)
-            self.send(sender, Output(request_id=request.request_id, start=start, tokens=tokens, finish_reason=finish))
+            output = Output(request_id=request.request_id, start=start, tokens=tokens, finish_reason=finish)
+            answer.append(output)
+            if number not in self.lost:
+                self.send(sender, output)
             start += len(tokens)
         for output in self.extra_outputs:
             self.send(sender, output.model_copy(update={"request_id": request.request_id}))
+
+    def _resend(self, sender: Peer, asked: Resend) -> None:
+        outputs = self._answers[asked.request_id]
+        self.send(sender, *(output for output in outputs if output.start >= asked.start))
 
     def _script(self, request: Generate) -> list[tuple[Sequence[int], Literal["stop", "length"] | None]]:
         prompt = request.prompt_ids

@@ -10,8 +10,11 @@ import openai
 import pytest
 import zmq
 
-from control.messages import FinishReason, Output, Token
+from control.codec import PROTOCOL_VERSION
+from control.messages import FinishReason, Output, Peer, Resend, Token
 from control.plane import ControlPlaneFailed
+from gateway import generation
+from tests.control.test_versions import Foreign
 from tests.gateway.fakes import CONTEXT, IDENTITY, MODEL, FakeDecodeNode, FakeNode, RunningGateway, wait_until
 
 StartDecode = Callable[..., FakeDecodeNode]
@@ -46,6 +49,21 @@ def test_a_node_of_another_dtype_is_refused(
     other.die()
     assert "dtype torch.bfloat16 != torch.float32 of" in other.refusals[0]
     assert http.post("/v1/completions", json=body()).status_code == 200
+
+
+def test_a_node_of_another_wire_version_is_refused_and_takes_no_requests(
+    gateway: RunningGateway, prefill: FakeNode, http: httpx.Client
+) -> None:
+    """A rollout of a new version showed nothing but malformed messages."""
+    newer = Foreign(PROTOCOL_VERSION + 1, "decode")
+    for kind in ("Register", "Heartbeat", "Leaving"):
+        newer.send(gateway.control_address, kind, {"via": gateway.control_address})
+    for _ in range(2):
+        _, answer = newer.receive("Refused")
+        assert f"wire version {PROTOCOL_VERSION + 1} != {PROTOCOL_VERSION} of this gateway" in str(answer["reason"])
+    wait_until(lambda: 'control_refused{reason="version"} 3.0' in http.get("/metrics").text)
+    assert http.get("/ready").json()["reason"] == "no live decode node is registered"
+    newer.close()
 
 
 def test_decode_nodes_learn_the_prefill_nodes(decode: FakeDecodeNode, prefill: FakeNode) -> None:
@@ -368,6 +386,104 @@ def test_the_end_of_a_request_is_answered_each_time_and_counts_once(decode: Fake
     wait_until(lambda: len(decode.ended) == 2)
     assert len(set(decode.ended)) == 1
     assert decode.cancelled == []
+
+
+def script(count: int) -> list[list[int]]:
+    """The alphabet, a letter in each message."""
+    return [[ord("a") + number] for number in range(count)]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("lost", "asked_from"),
+    [({1}, [1]), ({0, 1}, [0]), ({2, 3, 5}, [2]), ({6}, [6]), ({1, 7}, [1]), (set(range(7)), [0])],
+)
+def test_tokens_that_were_lost_on_the_way_are_asked_for_again(
+    decode: FakeDecodeNode, client: openai.OpenAI, stream: bool, lost: set[int], asked_from: list[int]
+) -> None:
+    """The stream ended with an error, although the decode node had them."""
+    decode.chunks, decode.lost = script(8), frozenset(lost)
+    answer = client.completions.create(model=MODEL, prompt="x", max_tokens=8, stream=stream, logprobs=2)
+    if stream:
+        choices = [chunk.choices[0] for chunk in answer]
+        text = "".join(choice.text for choice in choices)
+        logprobs = [logprob for choice in choices if choice.logprobs for logprob in choice.logprobs.token_logprobs]
+    else:
+        [choice] = answer.choices
+        text, logprobs = choice.text, choice.logprobs.token_logprobs
+    assert text == "abcdefgh"
+    assert logprobs == [-0.5] * 8
+    assert sorted({asked.start for asked in decode.resent}) == asked_from
+    assert decode.cancelled == []
+    wait_until(lambda: set(decode.ended) == {decode.generated[0].request_id})
+
+
+def test_a_request_for_tokens_is_repeated_until_it_is_answered(decode: FakeDecodeNode, http: httpx.Client) -> None:
+    decode.chunks, decode.lost, decode.deaf_to_resend = script(4), frozenset({1}), 2
+    assert http.post("/v1/completions", json=body(max_tokens=4)).json()["choices"][0]["text"] == "abcd"
+    assert {asked.start for asked in decode.resent} == {1}
+    assert len(decode.resent) >= 3
+    wait_until(lambda: decode.ended)
+
+
+def test_what_is_lost_of_what_was_sent_again_is_asked_for_from_there(
+    decode: FakeDecodeNode, http: httpx.Client
+) -> None:
+    decode.chunks, decode.lost = script(8), frozenset({1})
+    resend = decode._resend
+
+    def some_is_lost(sender: Peer, asked: Resend) -> None:
+        if asked.start == 1:
+            for number in (1, 2, 5, 6, 7):
+                decode.send(sender, decode._answers[asked.request_id][number])
+        else:
+            resend(sender, asked)
+
+    decode._resend = some_is_lost  # type: ignore[method-assign]
+    assert http.post("/v1/completions", json=body(max_tokens=8)).json()["choices"][0]["text"] == "abcdefgh"
+    assert list(dict.fromkeys(asked.start for asked in decode.resent)) == [1, 3]
+
+
+def test_the_end_of_a_request_is_not_acknowledged_while_tokens_before_it_are_missing(
+    decode: FakeDecodeNode, http: httpx.Client
+) -> None:
+    """The decode node would forget them."""
+    decode.chunks, decode.lost, decode.deaf_to_resend = script(3), frozenset({1}), 1000
+    thread, results = in_background(lambda: http.post("/v1/completions", json=body(max_tokens=3)))
+    wait_until(lambda: len(decode.resent) > 1)
+    assert decode.ended == []
+    decode.deaf_to_resend = 0
+    thread.join()
+    assert isinstance(results[0], httpx.Response)
+    assert results[0].json()["choices"][0]["text"] == "abc"
+    wait_until(lambda: decode.ended)
+
+
+def test_tokens_that_never_come_end_the_request(
+    decode: FakeDecodeNode, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generation, "RESEND_FOR_S", 0.3)
+    decode.chunks, decode.lost, decode.deaf_to_resend = script(4), frozenset({1, 2}), 1000
+    answer = http.post("/v1/completions", json=body(max_tokens=4))
+    assert answer.status_code == 500
+    assert "tokens 1 to 2 were lost on the way" in answer.json()["error"]["message"]
+    wait_until(lambda: decode.cancelled)
+    asked = len(decode.resent)
+    decode.deaf_to_resend = 0
+    decode.lost = frozenset()
+    assert http.post("/v1/completions", json=body(max_tokens=4)).status_code == 200
+    assert len(decode.resent) == asked, "nobody asks for them any more"
+
+
+def test_what_a_node_has_given_up_is_not_waited_for(decode: FakeDecodeNode, http: httpx.Client) -> None:
+    """It answers that it keeps nothing of the request."""
+    decode.chunks, decode.lost = script(3), frozenset({1})
+    decode._resend = lambda sender, asked: decode.send(  # type: ignore[method-assign]
+        sender, Output(request_id=asked.request_id, start=0, finish_reason="abort")
+    )
+    answer = http.post("/v1/completions", json=body(max_tokens=3, stream=True))
+    assert "the request was lost at its decode node" in answer.text
+    assert len(decode.resent) == 1
 
 
 def test_a_gateway_that_can_hear_nobody_any_more_ends(gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch) -> None:

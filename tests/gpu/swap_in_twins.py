@@ -109,7 +109,9 @@ class Twins:
         """One decode step of these rows. positions: per index layer, int64 [batch, k], as they were selected."""
         newest = [self.newest[row] for row in rows]
         cpu, gpu = self.cpu.batch(rows, newest), self.gpu.batch(rows, newest)
-        items = torch.randint(0, 256, (self.layout.num_layers, len(rows), self.layout.item_bytes), generator=self.random)
+        items = torch.randint(
+            0, 256, (self.layout.num_layers, len(rows), self.layout.item_bytes), generator=self.random
+        )
         keys = torch.randint(0, 256, (self.layout.num_index_layers, len(rows), 12), generator=self.random)
         for side, batch in ((self.cpu, cpu), (self.gpu, gpu)):
             on = side.device.device

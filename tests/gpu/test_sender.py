@@ -7,6 +7,7 @@ import torch
 from control.messages import Transport
 from prefill_node.plan import ChunkPlan
 from prefill_node.progress import ForwardProgress
+from prefill_node.ring import BUFFER_BYTES, SendBuffer
 from prefill_node.source import DeviceSource, HostSource
 from tests.prefill_node.sending import NUM_PAGES, PAGE_SIZE, Sending, wait_until
 from transfer.checksum import verify
@@ -52,6 +53,38 @@ def test_a_layer_is_read_after_the_kernels_that_write_it() -> None:
     assert computing.query()
     sending.check_bytes(chunk)
     assert sending.sender.stop(timeout=5)
+
+
+def test_the_rows_of_a_part_are_uploaded_once_for_all_layers() -> None:
+    """They were uploaded for each layer, from memory that is not pinned, which waited for the device each time."""
+    layers = [torch.rand(NUM_PAGES * PAGE_SIZE, 144, device=CUDA) for _ in range(8)]
+    source = DeviceSource(layers)
+    memory = torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=True)
+    plan = ChunkPlan(np.random.default_rng(0).permutation(NUM_PAGES), PAGE_SIZE, np.arange(2400), 0, 2400)
+    first, second = plan.parts(1200)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for part in (first, second):
+            for buffer, layer in enumerate(layers):
+                source.gather(buffer, part, SendBuffer(memory, memory.data_ptr()))
+                packed = memory[: 1200 * 144 * 4].view(torch.float32).view(1200, 144)
+                assert torch.equal(packed, layer.cpu()[part.items])
+    assert [event.name.startswith("Memcpy HtoD") for event in profile.events()].count(True) == 2
+
+
+def test_rows_are_uploaded_without_waiting_for_the_device_and_go_with_their_part() -> None:
+    source = DeviceSource([torch.rand(NUM_PAGES * PAGE_SIZE, 144, device=CUDA)])
+    plan = ChunkPlan(np.arange(NUM_PAGES), PAGE_SIZE, np.arange(2400), 0, 2400)
+    warm_up, part = plan.parts(1200)
+    source._rows_of(warm_up)
+    with torch.cuda.stream(source._stream):
+        torch.cuda._sleep(_LONG)
+    rows = source._rows_of(part)
+    assert not source._stream.query()
+    source._stream.synchronize()
+    assert rows.tolist() == part.items.tolist()
+    assert len(source._rows) == 2
+    del plan, part, warm_up
+    assert len(source._rows) == 0
 
 
 def test_device_memory_has_the_same_checksum_as_host_memory() -> None:

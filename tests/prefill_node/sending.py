@@ -42,12 +42,16 @@ class LateChannel:
     posted: list[Descriptors] = field(default_factory=list)
     hold: threading.Event | None = None
     error: Exception | None = None
-    outcome: Outcome = Outcome.LANDED
+    outcomes: list[Outcome] = field(default_factory=list)
+    """How the next batches end; those that come later land."""
+    broken: str = ""
+    """What of it raises: submit, wait, check or close."""
     closed: bool = False
     late: int = 0
     most_late: int = 0
 
     def submit(self, batch: Descriptors) -> "LateCopy":
+        self.break_in("submit")
         if self.hold is not None:
             self.hold.wait(10)
         self.posted.append(batch)
@@ -55,12 +59,18 @@ class LateChannel:
         self.most_late = max(self.most_late, self.late)
         return LateCopy(self, batch)
 
+    def break_in(self, what: str) -> None:
+        if self.broken == what:
+            raise RuntimeError(f"a bug in {what}")
+
     def check(self) -> None:
+        self.break_in("check")
         if self.error is not None:
             raise self.error
 
     def close(self) -> None:
         self.closed = True
+        self.break_in("close")
 
 
 @dataclass
@@ -70,8 +80,9 @@ class LateCopy:
 
     def wait(self) -> Outcome:
         self.channel.late -= 1
+        self.channel.break_in("wait")
         copy_runs(self.batch)
-        return self.channel.outcome
+        return self.channel.outcomes.pop(0) if self.channel.outcomes else Outcome.LANDED
 
 
 class Sending:
@@ -90,16 +101,16 @@ class Sending:
         self.unreachable = False
         self.reports: queue.SimpleQueue[Sent] = queue.SimpleQueue()
         self.registered: list[BufferInfo] = []
+        self.connecting_is_broken = False
+        self.registering_is_broken = False
         self.reading = Reading(source, LAYER_OF_BUFFER, PAGE_SIZE, checksums)
-        self.sender = Sender(
-            Surroundings(
-                reading=self.reading,
-                rings=SendRings(pin=device.type == "cuda", register=self.registered.append),
-                connect=self._connect,
-                silence=lambda decode: self.silence,
-            ),
-            self.reports.put,
+        self.surroundings = Surroundings(
+            reading=self.reading,
+            rings=SendRings(pin=device.type == "cuda", register=self._register),
+            connect=self._connect,
+            silence=lambda decode: self.silence,
         )
+        self.sender = Sender(self.surroundings, self.reports.put)
 
     def destination(self) -> Destination:
         buffers = BufferInfo(
@@ -112,9 +123,16 @@ class Sending:
     def channel(self, boot: str) -> LateChannel:
         return self.channels.setdefault(boot, LateChannel(self.transport))
 
+    def _register(self, buffers: BufferInfo) -> None:
+        if self.registering_is_broken:
+            raise MemoryError("no pinned memory is left")
+        self.registered.append(buffers)
+
     def _connect(self, destination: Destination) -> LateChannel:
         if self.unreachable:
             raise NoRoute("no route: shm here, tcp at the decode node")
+        if self.connecting_is_broken:
+            raise RuntimeError("a bug in connect")
         boot = threading.current_thread().name.removeprefix("send-").removesuffix(":1")
         return self.channel(boot)
 

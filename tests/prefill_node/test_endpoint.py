@@ -168,11 +168,13 @@ class Harness:
         ended_at: float = 0.0,
         waited: float = 0.0,
         checksums: bool = False,
+        in_flight: bool = False,
     ) -> None:
         """The writes of the oldest chunk ended. With `checksums`, one of all its positions was noted."""
         chunk = self.sender.chunks.pop(0)
         noted = [checksum_of(chunk.start, chunk.stop)] if checksums else []
-        self.engine._report(Sent(chunk, 10, 1, posted_at, ended_at, waited, noted, error=error, lingering=lingering))
+        sent = Sent(chunk, 10, 1, posted_at, ended_at, waited, noted, error, lingering, in_flight)
+        self.engine._report(sent)
         self.tell()
 
     def housekeep(self, now: float) -> None:
@@ -612,6 +614,54 @@ def test_an_attempt_that_failed_without_an_abort_says_that_it_may_linger() -> No
     h.compute()
     h.sent(error="the connection was lost", lingering=True)
     assert [failed.lingering for failed in h.control.take(PrefillFailed) if isinstance(failed, PrefillFailed)] == [True]
+
+
+def test_an_attempt_with_a_write_of_which_nobody_knows_the_end_keeps_its_pages_and_is_never_called_quiet() -> None:
+    """Not even behind a fence: Mooncake may have it queued, and send it over a connection that does not exist yet."""
+    h = Harness()
+    h.receive(request())
+    h.compute()
+    h.compute()
+    free = h.free_pages
+    h.sent(error="nobody knows whether a write has ended", in_flight=True)
+    [(_, failed)] = h.control.repeated.values()
+    assert isinstance(failed, PrefillFailed)
+    assert failed.in_flight, "the decode node goes elsewhere at once, and keeps its slots in quarantine"
+    h.sent()
+    h.receive(Abort(attempt=R))
+    h.receive(Holding(attempts=(R,)))
+    assert not h.control.take(Quiesced)
+    assert not h.control.take(NotHeld)
+    assert h.free_pages == free
+    assert h.engine.attempts == [R]
+
+
+def test_that_something_lingers_of_a_prompt_that_landed_is_said_when_it_is_done_and_ever_after() -> None:
+    """A chunk was cut and posted again: the decode node must not give the slots away before it has fenced them."""
+    h = Harness()
+    h.receive(request())
+    h.compute()
+    h.compute()
+    h.sent(lingering=True)
+    h.sent()
+    [(_, done)] = h.control.repeated.values()
+    assert isinstance(done, PrefillDone)
+    assert done.lingering
+    h.receive(Admitted(attempt=R))
+    h.receive(Abort(attempt=R))
+    assert h.control.take(Quiesced) == [Quiesced(attempt=R, lingering=True)]
+
+
+def test_nothing_lingers_of_a_prompt_of_which_nothing_was_cut() -> None:
+    h = Harness()
+    h.receive(request())
+    h.compute()
+    h.compute()
+    h.sent()
+    h.sent()
+    [(_, done)] = h.control.repeated.values()
+    assert isinstance(done, PrefillDone)
+    assert not done.lingering
 
 
 def test_transfer_seconds_are_those_in_which_something_was_being_written() -> None:

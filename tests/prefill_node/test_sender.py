@@ -28,7 +28,7 @@ from tests.prefill_node.sending import (
 )
 from transfer.checksum import verify
 from transfer.planner import NO_LIMIT, Descriptors
-from transfer.writer import BATCHES_IN_FLIGHT, Pipeline, TransferError
+from transfer.writer import BATCHES_IN_FLIGHT, Outcome, Pipeline, TransferError
 
 
 @pytest.fixture
@@ -236,6 +236,18 @@ def test_a_failed_write_is_reported_and_the_next_one_goes_out(sending: Sending) 
     assert sending.send(sending.chunk()).error is None
 
 
+def test_a_chunk_that_was_cut_and_has_landed_when_it_was_posted_again_may_linger(sending: Sending) -> None:
+    """Its first copy may arrive when the slots are somebody else's, and nobody was told."""
+    channel = sending.channel("a")
+    channel.attempts = 2
+    channel.outcomes = [Outcome.CUT]
+    chunk = sending.chunk()
+    sent = sending.send(chunk)
+    assert (sent.error, sent.lingering) == (None, True)
+    sending.check_bytes(chunk)
+    assert not sending.send(sending.chunk()).lingering
+
+
 def test_a_decode_node_without_a_route_costs_its_requests(sending: Sending) -> None:
     sending.unreachable = True
     assert "no route" in (sending.send(sending.chunk()).error or "")
@@ -247,6 +259,75 @@ def test_a_bug_while_sending_costs_the_chunk_and_not_the_thread(sending: Sending
     impossible = dataclasses.replace(sending.chunk(), slots=np.arange(3))
     assert "sending failed" in (sending.send(impossible).error or "")
     assert sending.send(sending.chunk()).error is None
+
+
+@pytest.mark.parametrize("broken", ["submit", "wait", "check", "connect", "ring"])
+def test_whatever_fails_every_chunk_is_reported_once_and_the_next_ones_are_sent(sending: Sending, broken: str) -> None:
+    """The thread ended, and all that its decode node had here kept its pages for ever."""
+    match broken:
+        case "connect":
+            sending.connecting_is_broken = True
+        case "ring":
+            sending.registering_is_broken = True
+        case _:
+            sending.channel("a").broken = broken
+    chunks = [sending.chunk(start=start, stop=start + 100) for start in range(0, 300, 100)]
+    for chunk in chunks:
+        sending.sender.submit(chunk)
+    failed = [sending.reports.get(timeout=10) for _ in chunks]
+    assert [sent.chunk.start for sent in failed] == [0, 100, 200]
+    assert all(sent.error for sent in failed)
+    unknown = broken in ("submit", "wait")
+    assert [sent.in_flight for sent in failed] == [unknown] * 3, "what may be in flight is never called quiet"
+    sending.connecting_is_broken = sending.registering_is_broken = False
+    sending.channel("a").broken = ""
+    sent = sending.send(sending.chunk(start=300, stop=400))
+    assert (sent.error, sent.in_flight) == (None, False)
+    assert sending.sender.stop(timeout=5)
+    assert sending.reports.empty()
+    assert len(sending.surroundings.kept) == unknown, "what may be read stays mapped; the rest is given back"
+
+
+def test_a_channel_that_cannot_be_closed_costs_nothing(sending: Sending) -> None:
+    sending.channel("a").broken = "close"
+    assert sending.send(sending.chunk()).error is None
+    assert sending.sender.stop(timeout=5)
+    assert sending.channel("a").closed
+    again = sending.send(sending.chunk("b"))
+    assert again.error is None
+    assert len(sending.registered) == 1, "its send buffers came back"
+
+
+def test_send_buffers_that_may_be_read_for_ever_are_not_filled_again(sending: Sending) -> None:
+    channel = sending.channel("a")
+    channel.broken = "wait"
+    pipeline, ring = Pipeline(channel), SendRing(pin=False)
+    reports: list[Sent] = []
+    Outgoing(sending.chunk(), sending.reading, pipeline, lambda: ring, reports.append).post(lambda: True)
+    channel.broken = ""
+    Outgoing(sending.chunk(), sending.reading, pipeline, lambda: ring, reports.append).post(lambda: True)
+    pipeline.drain()
+    lost, refused = reports
+    assert len(channel.posted) == BATCHES_IN_FLIGHT, "as many as there are buffers"
+    assert lost.in_flight
+    assert "no send buffer is left" in (refused.error or "")
+    assert not refused.in_flight
+
+
+def test_a_bug_in_the_thread_itself_costs_the_chunks_that_it_has_taken(
+    sending: Sending, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: Pipeline) -> None:
+        raise RuntimeError("a bug")
+
+    with monkeypatch.context() as breaking:
+        breaking.setattr(Pipeline, "settle_oldest", broken)
+        sending.sender.submit(sending.chunk(stop=100))
+        sent = sending.reports.get(timeout=10)
+    assert (sent.in_flight, sent.error) == (True, "sending failed: a bug")
+    assert sending.send(sending.chunk(start=100, stop=200)).error is None
+    assert sending.sender.stop(timeout=5)
+    assert sending.reports.empty(), "its writes have ended since, which is not told a second time"
 
 
 def test_the_next_chunk_is_on_its_way_before_the_last_one_has_ended(sending: Sending) -> None:

@@ -1,15 +1,25 @@
 """Copies of scattered pieces: every byte of them, and no other."""
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.prefill_node.sending import wait_until
+from transfer import copy_runs as copy_runs_module
 from transfer.copy_runs import JointCopy, all_within, copy_runs, stream_runs
 from transfer.planner import Descriptors
+
+
+def byte_by_byte(source: np.ndarray, destination: np.ndarray) -> Descriptors:
+    """A piece for each byte."""
+    at = np.arange(len(source))
+    return Descriptors(source.ctypes.data + at, destination.ctypes.data + at, np.ones_like(at))
 
 
 def copy_together(batch: Descriptors) -> None:
@@ -75,6 +85,51 @@ def test_when_a_copy_is_finished_what_others_took_of_it_is_there_too() -> None:
             np.testing.assert_array_equal(destination, source)
             wait(late)
             copy.finish()
+
+
+def test_a_copy_of_which_a_thread_fails_is_over_when_the_others_have_left_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they write to may be used for something else then."""
+    source, destination = np.arange(100, dtype=np.uint8), np.zeros(100, dtype=np.uint8)
+    copy = JointCopy(byte_by_byte(source, destination), shift=0)
+    is_copying = threading.Event()
+    waiting, real = threading.get_ident(), copy_runs_module._copy_shares
+
+    def shares(*arguments: Any) -> int:
+        if threading.get_ident() == waiting:
+            raise MemoryError
+        is_copying.set()
+        wait_until(lambda: copy._over)
+        return int(real(*arguments))
+
+    monkeypatch.setattr(copy_runs_module, "_copy_shares", shares)
+    with ThreadPoolExecutor(1) as helpers:
+        helpers.submit(copy.help)
+        assert is_copying.wait(10)
+        with pytest.raises(MemoryError):
+            copy.finish()
+        np.testing.assert_array_equal(destination, source)
+    monkeypatch.undo()
+    destination[:] = 0
+    copy.help()
+    assert not destination.any(), "who comes late copies nothing"
+
+
+def test_a_copy_of_which_a_helper_fails_is_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waited for it waited for ever."""
+    source, destination = np.arange(100, dtype=np.uint8), np.zeros(100, dtype=np.uint8)
+    copy = JointCopy(byte_by_byte(source, destination), shift=0)
+    real = copy_runs_module._copy_shares
+
+    def fails(*arguments: Any) -> int:
+        real(*(column[:1] for column in arguments[0:3]), *arguments[3:])
+        raise MemoryError
+
+    with monkeypatch.context() as broken:
+        broken.setattr(copy_runs_module, "_copy_shares", fails)
+        with pytest.raises(MemoryError):
+            copy.help()
+    with pytest.raises(RuntimeError, match="of 100 pieces were copied"):
+        copy.finish()
 
 
 @pytest.mark.parametrize(

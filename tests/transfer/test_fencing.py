@@ -7,19 +7,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from control.messages import AttemptId, Peer
-from transfer.fencing import DRAIN_GRACE_S, ReservationTable
+from transfer.fencing import DRAIN_GRACE_S, LANDED_CAN_WAIT_S, ReservationTable
 
 WRITER = Peer(role="prefill", address="10.0.0.1:1", boot_id="first")
 R = AttemptId("decode", "r", 1)
 
 
 class Released(list[str]):
-    """What the table gave back."""
+    """What the table gave back, and what it became an owner of beside a request."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.retained: list[str] = []
 
 
 def table_with(attempt: AttemptId = R) -> tuple[ReservationTable[str], Released]:
     released = Released()
-    table: ReservationTable[str] = ReservationTable(released.append)
+    table: ReservationTable[str] = ReservationTable(released.append, released.retained.append)
     table.open(attempt, WRITER, "slots", num_slots=8)
     return table, released
 
@@ -152,7 +156,7 @@ class Fences(list[HeldFence]):
 
 def fenced_table() -> tuple[ReservationTable[str], Released, Fences]:
     released, fences = Released(), Fences()
-    table: ReservationTable[str] = ReservationTable(released.append, fences.make)
+    table: ReservationTable[str] = ReservationTable(released.append, released.retained.append, fences.make)
     table.open(R, WRITER, "slots", num_slots=8)
     table.quarantine(R, now=1.0)
     return table, released, fences
@@ -216,8 +220,60 @@ def test_only_the_writer_can_say_that_nothing_but_the_network_writes() -> None:
     assert table.release_expired(1e9) == []
 
 
+def test_slots_that_landed_while_something_lingers_are_the_requests_and_the_tables_until_a_fence_has_passed() -> None:
+    """The first copy of what was cut and posted again arrived when the slots had been given away."""
+    released, fences = Released(), Fences()
+    table: ReservationTable[str] = ReservationTable(released.append, released.retained.append, fences.make)
+    table.open(R, WRITER, "slots", num_slots=8)
+    assert table.landed_lingering(R, now=100.0) == "slots"
+    assert released.retained == ["slots"]
+    assert not table.quarantined, "a request uses them"
+    for late in (table.quiesced(R, "first"), table.lingers(R, "first", now=101.0), table.evict("first", now=101.0)):
+        assert not late
+    with pytest.raises(ValueError, match="not writable"):
+        table.landed(R)
+    alone = 100.0 + DRAIN_GRACE_S + LANDED_CAN_WAIT_S
+    assert table.release_expired(alone - 0.1) == []
+    assert not fences, "a fence cuts others, whose writes linger then"
+    assert table.release_expired(alone) == []
+    assert released == []
+    fences[0].is_passed = True
+    assert table.release_expired(alone) == [R]
+    assert released == ["slots"]
+
+
+def test_slots_that_landed_while_something_lingers_are_free_behind_a_fence_that_was_made_for_others() -> None:
+    table, released, fences = fenced_table()
+    for number, landed_at in ((2, 100.0), (3, 103.0)):
+        table.open(R._replace(epoch=number), WRITER, f"landed at {landed_at:g}", num_slots=8)
+        table.landed_lingering(R._replace(epoch=number), now=landed_at)
+    table.lingers(R, "first", now=101.0)
+    assert table.release_expired(101.0 + DRAIN_GRACE_S) == []
+    [fence] = fences
+    fence.is_passed = True
+    assert table.release_expired(108.0) == [R, R._replace(epoch=2)]
+    assert released == ["slots", "landed at 100"]
+    assert table.release_expired(103.0 + DRAIN_GRACE_S + LANDED_CAN_WAIT_S - 0.1) == [], "it has a grace of its own"
+    assert len(fences) == 1
+
+
 @given(
-    st.lists(st.sampled_from(["quarantine", "quiesced", "lingers", "landed", "died", "evict", "expire"]), max_size=12)
+    st.lists(
+        st.sampled_from(
+            [
+                "quarantine",
+                "quiesced",
+                "lingers",
+                "landed",
+                "landed lingering",
+                "died",
+                "evict",
+                "expire",
+                "expire late",
+            ]
+        ),
+        max_size=12,
+    )
 )
 def test_in_any_order_of_events_slots_leave_once_and_never_while_writable(events: list[str]) -> None:
     table, released = table_with()
@@ -235,12 +291,17 @@ def test_in_any_order_of_events_slots_leave_once_and_never_while_writable(events
             case "landed" if was_writable:
                 table.landed(R)
                 landed += 1
+            case "landed lingering" if was_writable:
+                table.landed_lingering(R, now)
+                landed += 1
             case "died":
                 table.writer_died("first", now)
             case "evict":
                 table.evict("first", now)
             case "expire":
                 table.release_expired(now + 2 * DRAIN_GRACE_S)
+            case "expire late":
+                table.release_expired(now + DRAIN_GRACE_S + LANDED_CAN_WAIT_S)
         if was_writable:
             assert len(released) == before
-    assert len(released) + landed + (R in table) == 1
+    assert len(released) + landed + (R in table) == 1 + len(released.retained), "as many owners as there should be"

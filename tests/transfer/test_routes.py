@@ -10,7 +10,7 @@ from base.errors import StartupError
 from control.messages import BufferInfo, Destination, Session, SharedMemory
 from tests.control.test_messages import IDENTITY
 from transfer import engine as engine_module
-from transfer import routes
+from transfer import routes, shm
 from transfer.choices import TransferProtocol
 from transfer.routes import NoRoute, Transports, choose_transports
 from transfer.shm import NotShared
@@ -93,10 +93,10 @@ def test_a_host_is_shared_if_the_mapping_succeeds(monkeypatch: pytest.MonkeyPatc
     def no_mapping(memory: SharedMemory) -> object:
         raise NotShared("Permission denied")
 
-    monkeypatch.setattr(routes, "SharedMemoryChannel", no_mapping)
+    monkeypatch.setattr(shm, "SharedMemoryChannel", no_mapping)
     assert Transports("h", "auto").connect(destination).transport == "tcp"
     with pytest.raises(NoRoute, match="shm: Permission denied"):
         Transports("h", "shm").connect(destination)
-    monkeypatch.setattr(routes, "SharedMemoryChannel", lambda memory: SimpleNamespace(transport="shm"))
+    monkeypatch.setattr(shm, "SharedMemoryChannel", lambda memory: SimpleNamespace(transport="shm"))
     assert Transports("h", "auto").connect(destination).transport == "shm"
     assert Transports("h", "tcp").connect(destination).transport == "tcp"

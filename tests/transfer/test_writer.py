@@ -19,6 +19,8 @@ class Recorded:
 
     def wait(self) -> Outcome:
         self.channel.in_flight.remove(self.number)
+        if self.number in self.channel.breaks_when_awaited:
+            raise RuntimeError("a bug")
         return self.channel.outcomes.get(self.number, Outcome.LANDED)
 
 
@@ -35,9 +37,13 @@ class RecordingChannel:
     in_flight: list[int] = field(default_factory=list)
     most_in_flight: int = 0
     dead: bool = False
+    breaks_when_posted: set[int] = field(default_factory=set)
+    breaks_when_awaited: set[int] = field(default_factory=set)
 
     def submit(self, batch: Descriptors) -> Recorded:
         self.lengths.append(len(batch.lengths))
+        if len(self.lengths) - 1 in self.breaks_when_posted:
+            raise RuntimeError("a bug")
         self.in_flight.append(len(self.lengths) - 1)
         self.most_in_flight = max(self.most_in_flight, len(self.in_flight))
         return Recorded(self, len(self.lengths) - 1)
@@ -150,12 +156,35 @@ def test_what_was_cut_off_is_posted_again_and_has_landed_if_that_lands() -> None
     assert channel.lengths == [3, 3, 3]
 
 
+def test_what_was_cut_off_may_land_again_also_if_it_has_landed_meanwhile() -> None:
+    """The first copy stays where it was. It arrived when its slots had been given to somebody else."""
+    channel = RecordingChannel(outcomes={1: Outcome.CUT})
+    pipeline, cut, other = Pipeline(channel), a_write(), a_write()
+    for write_ in (other, cut):
+        pipeline.post(write_, batch(1))
+    pipeline.drain()
+    assert (cut.outcome, cut.lingers) == (Outcome.LANDED, True)
+    assert (other.outcome, other.lingers) == (Outcome.LANDED, False)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "lingers"),
+    [(Outcome.LANDED, False), (Outcome.FAILED, False), (Outcome.CUT, True), (Outcome.GIVEN_UP, True)],
+)
+def test_what_was_on_its_way_when_it_failed_may_linger(outcome: Outcome, lingers: bool) -> None:
+    channel = RecordingChannel(outcomes=dict.fromkeys(range(100), outcome))
+    pipeline, write_ = Pipeline(channel), a_write()
+    pipeline.post(write_, batch(1))
+    pipeline.drain()
+    assert (write_.outcome, write_.lingers) == (outcome, lingers)
+
+
 def test_what_is_cut_off_again_and_again_is_not_posted_for_ever() -> None:
     channel = RecordingChannel(outcomes=dict.fromkeys(range(100), Outcome.CUT))
     pipeline, cut = Pipeline(channel), a_write()
     pipeline.post(cut, batch(1))
     pipeline.drain()
-    assert cut.outcome.lingers
+    assert cut.lingers
     assert len(channel.lengths) < 10
 
 
@@ -166,7 +195,7 @@ def test_what_was_cut_off_is_not_posted_again_when_it_is_no_longer_wanted() -> N
     pipeline.post(aborted, batch(1))
     pipeline.drain()
     assert channel.lengths == [1]
-    assert aborted.outcome.lingers
+    assert aborted.lingers
 
 
 def test_what_was_given_up_may_land_later_and_is_not_posted_again() -> None:
@@ -176,6 +205,41 @@ def test_what_was_given_up_may_land_later_and_is_not_posted_again() -> None:
         pipeline.post(given_up, batch(1))
     pipeline.drain()
     assert given_up.outcome is Outcome.GIVEN_UP, "the worst counts"
-    assert given_up.outcome.lingers
+    assert given_up.lingers
     assert len(channel.lengths) == 3
-    assert not Outcome.FAILED.lingers
+
+
+@pytest.mark.parametrize("broken", ["posting", "waiting", "posting again", "waiting again"])
+def test_a_batch_whose_end_nobody_knows_counts_as_in_flight_for_ever_and_costs_its_own_write_only(broken: str) -> None:
+    channel = RecordingChannel()
+    match broken:
+        case "posting":
+            channel.breaks_when_posted = {0}
+        case "waiting":
+            channel.breaks_when_awaited = {0}
+        case "posting again":
+            channel.outcomes, channel.breaks_when_posted = {0: Outcome.CUT}, {2}
+        case "waiting again":
+            channel.outcomes, channel.breaks_when_awaited = {0: Outcome.CUT}, {2}
+    pipeline = Pipeline(channel)
+    ended: list[str] = []
+    lost, other = a_write(lambda: ended.append("lost")), a_write(lambda: ended.append("other"))
+    buffers = object(), object()
+    for write_, buffer in zip((lost, other), buffers, strict=True):
+        pipeline.post(write_, batch(1), buffer)
+        pipeline.close(write_)
+    assert not pipeline.lost_track
+    pipeline.drain()
+    assert ended == ["lost", "other"]
+    assert (lost.outcome, other.outcome) == (Outcome.UNKNOWN, Outcome.LANDED)
+    assert pipeline.held == {buffers[0]}, "it may be read yet"
+    assert pipeline.lost_track
+
+
+def test_a_batch_that_was_cut_is_not_posted_again_if_nobody_knows_whether_it_is_wanted() -> None:
+    channel = RecordingChannel(outcomes={0: Outcome.CUT})
+    answers = iter([True])
+    pipeline, write_ = Pipeline(channel), a_write(go_on=lambda: next(answers))
+    pipeline.post(write_, batch(1))
+    pipeline.drain()
+    assert (write_.outcome, channel.lengths) == (Outcome.CUT, [1])

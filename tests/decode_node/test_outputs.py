@@ -1,0 +1,158 @@
+"""Tokens are streamed once, and kept for a gateway that has missed some: until it has all, and no longer."""
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from base.metrics import Metrics
+from control.messages import FinishReason, Generate, Output, Outputs, Peer, Token
+from decode_node import outputs
+from decode_node.outputs import OutputStream
+from decode_node.request import Request
+from decode_node.streamed_tokens import StreamedTokens
+from tests.decode_node.fakes import GATEWAY
+from tests.prefill_node.fakes import FakeControl
+
+OTHER = Peer(role="gateway", address="127.0.0.1:2", boot_id="other")
+KEY = ("ended", "r", GATEWAY.boot_id)
+
+
+def a_token(number: int) -> Token:
+    return Token(token_id=number, logprob=-number / 7, top_logprobs=((number, -number / 7), (number + 1, -number / 3)))
+
+
+@dataclass
+class Harness:
+    control: FakeControl = field(default_factory=FakeControl)
+
+    def __post_init__(self) -> None:
+        self.stream = OutputStream(self.control, Metrics())  # type: ignore[arg-type]
+        self.request = Request(Generate(request_id="r", prompt_ids=(1,), max_new_tokens=5000), GATEWAY)
+
+    def decode(self, count: int, finish_reason: FinishReason | None = None) -> None:
+        """So many tokens more, the last with that reason. What is streamed of them is lost on the way."""
+        for left in reversed(range(count)):
+            number = len(self.request.generated)
+            self.request.generated.append(number)
+            self.stream.token(self.request, a_token(number), None if left else finish_reason)
+        self.stream.flush()
+        self.control.sent.clear()
+
+    def resent(self, start: int, gateway: Peer = GATEWAY) -> list[Output]:
+        """What a gateway is answered that asks for the tokens from `start` on."""
+        self.stream.resend("r", start, gateway)
+        self.stream.flush()
+        assert all(to == gateway for to, _ in self.control.sent)
+        messages = self.control.take(Outputs)
+        return [output for message in messages if isinstance(message, Outputs) for output in message.outputs]
+
+    def repeats_the_end(self) -> bool:
+        return KEY in self.control.repeated
+
+
+def test_tokens_are_sent_again_with_their_log_probabilities_from_where_they_are_missing() -> None:
+    h = Harness()
+    h.decode(10)
+    [output] = h.resent(4)
+    assert output == Output(request_id="r", start=4, tokens=tuple(a_token(number) for number in range(4, 10)))
+    assert h.resent(10) == [], "nothing is missing"
+    h.decode(1)
+    [output] = h.resent(10)
+    assert output.tokens == (a_token(10),)
+
+
+def test_a_request_that_is_over_is_sent_again_with_its_end_until_its_gateway_has_all_of_it() -> None:
+    h = Harness()
+    h.decode(3, "stop")
+    outputs = h.resent(1)
+    assert [token for output in outputs[:-1] for token in output.tokens] == [a_token(1), a_token(2)]
+    assert (outputs[-1].start, outputs[-1].tokens, outputs[-1].finish_reason) == (2, (a_token(2),), "stop")
+    assert h.repeats_the_end()
+    h.stream.ended("r", GATEWAY)
+    assert not h.repeats_the_end()
+    assert h.stream.tokens_kept == 0
+    [output] = h.resent(1)
+    assert (output.tokens, output.finish_reason) == ((), "abort"), "nothing is left of it"
+
+
+def test_many_tokens_are_sent_again_in_messages_of_bounded_size() -> None:
+    h = Harness()
+    h.decode(2500)
+    answers = h.resent(10)
+    assert [output.start for output in answers] == [10, 1034, 2058]
+    assert [token.token_id for output in answers for token in output.tokens] == list(range(10, 2500))
+
+
+def test_only_the_gateway_of_a_request_gets_its_tokens() -> None:
+    h = Harness()
+    h.decode(3)
+    [output] = h.resent(0, OTHER)
+    assert (output.tokens, output.finish_reason) == ((), "abort")
+    h.stream.ended("r", OTHER)
+    assert len(h.resent(0)) == 1
+
+
+@pytest.mark.parametrize("reason", ["abort", "error"])
+def test_of_a_request_that_was_given_up_only_that_is_kept(reason: FinishReason) -> None:
+    """Its client has gone, or its gateway, or it failed: its tokens are of no use to anyone."""
+    h = Harness()
+    h.decode(100)
+    h.stream.end(h.request, reason, "why")
+    h.stream.flush()
+    assert h.stream.tokens_kept == 0
+    [output] = h.resent(50)
+    assert (output.start, output.tokens, output.finish_reason, output.error) == (100, (), reason, "why")
+
+
+def test_a_request_whose_client_left_after_its_end_is_not_kept() -> None:
+    h = Harness()
+    h.decode(100, "length")
+    h.stream.unknown("r", GATEWAY)
+    assert h.stream.tokens_kept == 0
+
+
+def test_tokens_of_a_request_that_nobody_acknowledges_are_forgotten_after_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr("decode_node.outputs.time.monotonic", lambda: now)
+    h = Harness()
+    h.decode(100, "length")
+    now += outputs._KEPT_FOR_S
+    h.stream.flush()
+    assert h.stream.tokens_kept == 100
+    now += 1
+    h.stream.flush()
+    assert h.stream.tokens_kept == 0
+    assert [output.finish_reason for output in h.resent(3)] == ["abort"]
+
+
+def test_tokens_of_a_request_that_runs_are_kept_however_long_that_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr("decode_node.outputs.time.monotonic", lambda: now)
+    h = Harness()
+    h.decode(3)
+    now += 10_000
+    h.decode(1)
+    assert h.stream.tokens_kept == 4
+
+
+tokens = st.builds(
+    Token,
+    token_id=st.integers(0, 2**31 - 1),
+    logprob=st.none() | st.floats(allow_nan=False, allow_infinity=False),
+    top_logprobs=st.lists(
+        st.tuples(st.integers(0, 2**31 - 1), st.floats(allow_nan=False, allow_infinity=False)), max_size=20
+    ).map(tuple),
+)
+
+
+@given(st.lists(tokens, max_size=10), st.integers(0, 12), st.integers(0, 12))
+def test_tokens_come_out_as_they_went_in(streamed: list[Token], start: int, stop: int) -> None:
+    kept = StreamedTokens()
+    for token in streamed:
+        kept.append(token)
+    assert len(kept) == len(streamed)
+    assert kept.between(start, stop) == tuple(streamed[start:stop])
