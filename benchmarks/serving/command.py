@@ -19,7 +19,6 @@ from benchmarks.serving.workload import RandomPrompts, Workload, read_prompts
 
 _ANY_VOCAB = 256
 """Token ids that every model has."""
-_WIDTH = 130
 
 
 class NothingAnswered(Exception):
@@ -39,9 +38,7 @@ def run_serving_bench(config: ServingBench) -> Report:
     # Services elsewhere cannot be told from other processes.
     others = None if config.base_urls else disturbance.cores()
     report = Report.of(results, config.slo, config.options, this_machine(), others)
-    out = Console()
-    # A table that goes to a file is not squeezed into the width of a terminal that is not there.
-    print_report(report, out if out.is_terminal else Console(width=_WIDTH))
+    print_report(report, Console())
     write_json(config.json, document(report))
     write_png(config.png, report)
     print(f"written: {config.json}, {config.png}", file=sys.stderr)
