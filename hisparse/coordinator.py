@@ -196,10 +196,6 @@ class HiSparseCoordinator:
         self._step = DecodeStep(self._tiers, rows, newest, max_tokens)
         return self._step
 
-    def swap_in_selected_pages(self, step: DecodeStep, layer: int, positions: torch.Tensor) -> torch.Tensor:
-        """Make the positions that a layer selected resident, and return their device slots: see DecodeStep.swap_in."""
-        return step.swap_in(layer, positions)
-
     def finish_step(self, step: DecodeStep) -> None:
         """Copy the step's new tokens to the host and count them: from here on they are evictable.
 
@@ -227,10 +223,6 @@ class HiSparseCoordinator:
     def request_finished(self, request_id: str) -> None:
         """Free all that a running request has, on the device and on the host."""
         self.host.release(self._leave(request_id).host_slots)
-
-    def num_tokens(self, request_id: str) -> int:
-        """Tokens of a running request whose KV is complete on the host."""
-        return self._request(request_id).num_tokens
 
     # Watching
 

@@ -23,7 +23,7 @@ def test_a_short_request_grows_seamlessly_into_a_long_one() -> None:
         t.coordinator.append_tokens(["short"])
         t.coordinator.begin_step(["short"]).swap_in(0, torch.tensor([[0, 1, HOT - 1, HOT]]))
         assert t.coordinator.counters().misses == 0, "its first positions stay resident when it outgrows the buffer"
-        while t.coordinator.num_tokens("short") < CONTEXT:
+        while t.tokens["short"] < CONTEXT:
             t.step(["short"], rng)
         assert t.coordinator.counters().misses > 0
         with pytest.raises(ValueError, match=f"{CONTEXT + 1} tokens asked for"):
@@ -120,7 +120,7 @@ def test_two_requests_may_share_host_slots() -> None:
         assert slots is not None
         t.host.retain(slots)
         for request_id in ("a", "b"):
-            t.seeds[request_id] = 7
+            t.seeds[request_id], t.tokens[request_id] = 7, 12
             assert t.coordinator.admit_request_direct(request_id, slots, 12)
         rng = random.Random(3)
         for _ in range(5):
@@ -140,9 +140,7 @@ def test_an_abandoned_step_leaves_no_position_resident_without_its_bytes(break_a
         for seed, request_id in enumerate(("a", "b")):
             assert t.admit(request_id, seed, num_tokens=18)
         for _ in range(4):
-            before = t.coordinator.num_tokens("a")
             assert not t.step(["a", "b"], rng, break_at_layer)
-            assert t.coordinator.num_tokens("a") == before
             if leave:
                 t.coordinator.request_finished("b")
                 assert t.admit("b", seed=9, num_tokens=18)
@@ -159,7 +157,7 @@ def test_a_step_is_of_no_use_after_its_end() -> None:
         with pytest.raises(StepError, match="finished or abandoned"):
             t.coordinator.finish_step(abandoned)
         with pytest.raises(StepError, match="before layer 1 of its group"):
-            t.coordinator.swap_in_selected_pages(current, 2, torch.tensor([[0]]))
+            current.swap_in(2, torch.tensor([[0]]))
         t.coordinator.request_finished("r")
         with pytest.raises(StepError, match="finished or abandoned"):
             current.append(0, torch.zeros(1, LAYOUT.item_dim))
@@ -248,7 +246,7 @@ class Walk:
 
     def step(self) -> None:
         chosen = self.rng.sample(self.running, self.rng.randint(0, len(self.running)))
-        ends = [r for r in chosen if self.t.coordinator.num_tokens(r) == CONTEXT]
+        ends = [r for r in chosen if self.t.tokens[r] == CONTEXT]
         for request_id in ends:
             self.finish(request_id)
         result = self.t.coordinator.append_tokens([r for r in chosen if r not in ends])
@@ -264,7 +262,7 @@ class Walk:
 
     def retract(self, request_id: str) -> None:
         self.running.remove(request_id)
-        num_tokens = self.t.coordinator.num_tokens(request_id)
+        num_tokens = self.t.tokens[request_id]
         slots = self.t.coordinator.retract_request(request_id)
         self.t.check_host_copy(slots, self.t.seeds[request_id], num_tokens)
         self.retracted[request_id] = slots, num_tokens

@@ -31,13 +31,14 @@ def index_key(seed: int, index_layer: int, position: int) -> list[float]:
 
 @dataclass
 class Tiers:
-    """A coordinator with its pools. `seeds` names the sequence that each request computes."""
+    """A coordinator with its pools. `seeds` names the sequence that each request computes, `tokens` its length."""
 
     coordinator: HiSparseCoordinator
     host: HostKVPool
     device: DeviceKVPool
     stream: CopyStream
     seeds: dict[str, int] = field(default_factory=dict)
+    tokens: dict[str, int] = field(default_factory=dict)
     staged_slots: dict[str, HostSlots] = field(default_factory=dict)
 
     def host_prompt(self, seed: int, num_tokens: int) -> HostSlots | None:
@@ -60,12 +61,14 @@ class Tiers:
             self.host.release(slots)
             return False
         self.seeds[request_id] = seed
+        self.tokens[request_id] = num_tokens
         return True
 
     def step(self, request_ids: Sequence[str], rng: random.Random, break_at_layer: int | None = None) -> bool:
         """Decode one token for each request. With `break_at_layer` the model fails before that layer's swap-in."""
         assert not self.coordinator.append_tokens(request_ids).short_of
         step = self.coordinator.begin_step(request_ids)
+        assert list(step.lengths) == [self.tokens[request_id] + 1 for request_id in request_ids]
         on = self.device.device
         positions = torch.empty(0)
         for layer, index_layer in enumerate(LAYOUT.index_layer_of):
@@ -80,7 +83,7 @@ class Tiers:
                 positions = torch.tensor([select(rng, n) for n in newest], device=on)
             if layer == break_at_layer:
                 return False
-            slots = self.coordinator.swap_in_selected_pages(step, layer, positions)
+            slots = step.swap_in(layer, positions)
             for b, (seed, row) in enumerate(zip(seeds, positions.tolist(), strict=True)):
                 for slot, position in zip(slots[b].tolist(), row, strict=True):
                     if position < 0:
@@ -88,6 +91,8 @@ class Tiers:
                     else:
                         assert step.kv(layer)[slot].tolist() == item(seed, layer, position)
         self.coordinator.finish_step(step)
+        for request_id in request_ids:
+            self.tokens[request_id] += 1
         return True
 
     def check_index_pages(self, step: DecodeStep, index_layer: int, seeds: list[int], newest: list[int]) -> None:
