@@ -259,7 +259,11 @@ def test_after_idleness_a_request_is_served_as_at_first(
 def test_a_prefill_node_that_hears_nobody_is_passed_over_and_used_again_when_it_does(
     surroundings: Surroundings, expected: Callable[[list[int], int], list[int]]
 ) -> None:
-    """A partition in one direction: it still says that it lives."""
+    """A partition in one direction: it still says that it lives.
+
+    To a decode node that it wrote to not for long, here: its pings, too, are signs of life.
+    """
+    surroundings.faults = replace(surroundings.faults, watch_s=2.0)
     surroundings.start("tcp", prefill_nodes=2)
     url = surroundings.cluster.url
     first, second = surroundings.prefill
