@@ -27,7 +27,7 @@ sanitize() {
 
 for name in "${@:-all}"; do
     case $name in all | tests)
-        step tests $PYTHON -m pytest -q -p no:cacheprovider -n "${WORKERS:-8}" --dist load tests/gpu ;;
+        step tests $PYTHON -m pytest -q -p no:cacheprovider -n "${WORKERS:-8}" --dist load -m "" tests/gpu ;;
     esac
     case $name in all | sanitizer)
         for tool in memcheck racecheck initcheck synccheck; do sanitize $tool & done

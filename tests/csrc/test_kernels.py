@@ -2,9 +2,11 @@
 
 import ctypes
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -57,8 +59,17 @@ def every_specialization() -> list[Specialization]:
     return found
 
 
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
-@pytest.mark.parametrize("kernel", every_specialization(), ids=str)
+def compilations() -> Iterator[Any]:
+    """Every specialization for every architecture. Slow ones: for others than sm_90, all but those of a usual model."""
+    usual = (CopySpecialization(1152, True), specialization())
+    for architecture, kernel in product(("sm_90", "sm_80", "sm_100"), every_specialization()):
+        is_slow = architecture != "sm_90" and kernel not in usual
+        yield pytest.param(
+            kernel, architecture, marks=pytest.mark.slow if is_slow else (), id=f"{kernel}-{architecture}"
+        )
+
+
+@pytest.mark.parametrize(("kernel", "architecture"), list(compilations()))
 def test_every_specialization_compiles(kernel: Specialization, architecture: str) -> None:
     code = compile_kernel(kernel, architecture)
     assert code.startswith(b"\x7fELF")

@@ -187,6 +187,7 @@ def test_with_10_ms_of_delay_and_1_percent_of_loss_requests_are_exact(site: Site
     site.assert_serves()
 
 
+@pytest.mark.slow
 def test_a_partition_of_20_s_between_two_nodes_costs_their_requests_a_retry_and_then_they_are_a_pair_again(
     site: Site,
 ) -> None:
