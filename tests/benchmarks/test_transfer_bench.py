@@ -92,7 +92,7 @@ def test_a_killed_initiator_takes_its_target_along() -> None:
         target = wait_until(lambda: descendants(process.pid), timeout=60, what="the target to start")
         process.kill()
         process.wait()
-        wait_until(lambda: all_gone(target), what="the target to end")
+        wait_until(lambda: all_gone(target), timeout=60, what="the target to end")
 
 
 @pytest.mark.parametrize(

@@ -195,6 +195,7 @@ def test_a_partition_of_20_s_between_two_nodes_costs_their_requests_a_retry_and_
     apart = (site.host_of(prefill), site.host_of(decode))
     retries = decode.metric("prefill_retries_total")
     with site.under_load():
+        wait_until(lambda: all(site.pairs().values()), 60, "every pair to have served")
         wait_until(lambda: decode.metric("requests", state="prefilling"), what="a prefill to be under way")
         site.network.part(*apart)
         since = time.monotonic()
