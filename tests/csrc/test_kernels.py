@@ -60,10 +60,14 @@ def every_specialization() -> list[Specialization]:
 
 
 def compilations() -> Iterator[Any]:
-    """Every specialization for every architecture. Slow ones: for others than sm_90, all but those of a usual model."""
+    """Every specialization for every architecture.
+
+    Slow ones: blocks of 32 threads, which take ten seconds to compile, and for others than sm_90 all but what a usual
+    model takes.
+    """
     usual = (CopySpecialization(1152, True), specialization())
     for architecture, kernel in product(("sm_90", "sm_80", "sm_100"), every_specialization()):
-        is_slow = architecture != "sm_90" and kernel not in usual
+        is_slow = kernel.block_size == 32 or (architecture != "sm_90" and kernel not in usual)
         yield pytest.param(
             kernel, architecture, marks=pytest.mark.slow if is_slow else (), id=f"{kernel}-{architecture}"
         )
