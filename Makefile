@@ -7,7 +7,11 @@ STAMP := $(VENV)/.installed
 # Small models on few cores: one thread per process beats several that wait for each other.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup demo test test-gpu lint format clean
+PYTEST := $(BIN)/python -m pytest
+# Files are not divided: their tests share processes.
+IN_PARALLEL := -n auto --dist loadfile --no-loadscope-reorder
+
+.PHONY: setup demo test test-slow test-gpu lint format clean
 
 setup: $(STAMP)
 
@@ -19,10 +23,13 @@ demo: setup
 	$(BIN)/python -m cli.demo
 
 test: setup
-	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
+	$(PYTEST) $(IN_PARALLEL)
+
+test-slow: setup
+	$(PYTEST) $(IN_PARALLEL) -m slow
 
 test-gpu: setup
-	$(BIN)/python -m pytest tests/gpu
+	$(PYTEST) -m "" tests/gpu
 
 lint: setup
 	$(BIN)/ruff format --check .

@@ -67,10 +67,6 @@ class ChunkedPrefill(Generic[Job]):
         # Copies: heartbeats ask while the owner changes the queues.
         return sum(job.remaining for job in (*list(self._waiting), *list(self._running)))
 
-    @property
-    def has_work(self) -> bool:
-        return bool(self._waiting or self._running)
-
     def fits(self, num_tokens: int) -> bool:
         """Whether that many tokens can ever be computed here."""
         return self.pool.pages_for(num_tokens) <= self.pool.num_pages

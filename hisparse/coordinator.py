@@ -205,10 +205,6 @@ class HiSparseCoordinator:
         """What the model runs against in one step, or in all replays of a recorded one: see DecodeStep."""
         return DecodeStep(self._tiers, rows, newest, max_tokens, lengths)
 
-    def swap_in_selected_pages(self, step: DecodeStep, layer: int, positions: torch.Tensor) -> torch.Tensor:
-        """Make the positions that a layer selected resident, and return their device slots: see DecodeStep.swap_in."""
-        return step.swap_in(layer, positions)
-
     def step_over(self, number: int) -> None:
         """The device has carried out the steps up to this one, or given them up: it writes nothing more for them."""
         self._over = max(self._over, number)
@@ -239,10 +235,6 @@ class HiSparseCoordinator:
     def row(self, request_id: str) -> int:
         """The row of a running request in the device tables."""
         return self._request(request_id).row
-
-    def num_tokens(self, request_id: str) -> int:
-        """Tokens of a running request whose KV is on the host when the steps that were begun are over."""
-        return self._request(request_id).num_tokens
 
     # Watching
 

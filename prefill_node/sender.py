@@ -44,8 +44,8 @@ class Sender:
     """
 
     def __init__(self, surroundings: Surroundings, report: Callable[[Sent], None]) -> None:
-        """report: is called once per chunk, on any thread and whatever fails, when all that was posted of it has ended or
-        nobody will ever know."""
+        """report: is called once per chunk, on any thread and whatever fails, when all that was posted of it has ended,
+        as far as can be known."""
         self._surroundings = surroundings
         self._report = report
         self._sessions: dict[str, _Session] = {}

@@ -3,7 +3,8 @@
 import os
 
 from tests.skips import pytest_runtest_makereport
+from tests.slow import pytest_collection_modifyitems
 
-__all__ = ["pytest_runtest_makereport"]
+__all__ = ["pytest_collection_modifyitems", "pytest_runtest_makereport"]
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -47,7 +47,7 @@ def main(
         raise StartupError("the decode step benchmark needs a CUDA device")
     check_installed()
     device = torch.device("cuda", torch.cuda.current_device())
-    shape, console = Shape(), Console(width=160)
+    shape, console = Shape(), Console()
     bench = DecodeStepBench(shape, build_network(shape, device), device, steps, console)
     streams = use_streams(device)
     for batch in batches:

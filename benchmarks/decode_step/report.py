@@ -36,37 +36,58 @@ def ordered(results: list[CaseResult]) -> list[CaseResult]:
 
 
 def print_results(results: list[CaseResult], shape: Shape, console: Console) -> None:
-    """Two lines per batch and selection, and what the columns mean."""
-    table = Table(box=None, pad_edge=False)
-    headings = ["batch", "selection", "KV", "KV GiB", "misses", "hit %", "step ms", "ratio", *PARTS, REST, "GB/s"]
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
-    steps = {(r.batch, r.selection, r.tier): r.timing.median_ms for r in results}
-    for result in ordered(results):
-        timing, parts = result.timing, result.timing.parts
-        resident = steps.get((result.batch, result.selection, RESIDENT))
-        table.add_row(
-            str(result.batch),
-            result.selection,
-            result.tier,
-            f"{result.kv_bytes / GIB:.1f}",
-            f"{timing.misses:.0f}",
-            f"{100 * timing.hit_rate:.1f}",
-            f"{timing.median_ms:.2f}",
-            f"{timing.median_ms / resident:.2f}" if resident and result.tier == HISPARSE else "",
-            *(f"{parts[part]:.2f}" for part in (*PARTS, REST)),
-            f"{timing.num_bytes / parts['swap-in'] / 1e6:.0f}" if timing.num_bytes and parts["swap-in"] else "",
-        )
-    console.print(table)
+    """Steps and their parts in tables of 80 columns at most, two lines per batch and selection; and what they mean."""
+    console.print(_steps(results), "")
+    console.print(_parts(results), "")
     console.print(
         f"{shape.layers} layers, hidden {shape.hidden}, {shape.heads} heads, top-k {shape.top_k}, bfloat16, "
-        f"{shape.context} tokens per request, {torch.cuda.get_device_name()}. step: median of replayed graphs, by the "
+        f"{shape.context} tokens per request, {torch.cuda.get_device_name()}. ms: median of replayed graphs, by the "
         "host's clock. Parts: milliseconds of kernels in replays, by their names; rest: what is left of the step "
         "(projections, feed-forward, storing and backing up new tokens, gaps). misses: per request and layer. GB/s: "
         "bytes swapped in, by the time in the swap-in kernel. selection: how many positions of each request and layer "
         "are new in each step, the others staying the same, or the random model's own.",
         highlight=False,
     )
+
+
+def _steps(results: list[CaseResult]) -> Table:
+    table = _table("steps", "KV GiB", "misses", "hit %", "ms", "ratio")
+    steps = {(r.batch, r.selection, r.tier): r.timing.median_ms for r in results}
+    for result in ordered(results):
+        timing = result.timing
+        resident = steps.get((result.batch, result.selection, RESIDENT))
+        table.add_row(
+            *_case(result),
+            f"{result.kv_bytes / GIB:.1f}",
+            f"{timing.misses:.0f}",
+            f"{100 * timing.hit_rate:.1f}",
+            f"{timing.median_ms:.2f}",
+            f"{timing.median_ms / resident:.2f}" if resident and result.tier == HISPARSE else "",
+        )
+    return table
+
+
+def _parts(results: list[CaseResult]) -> Table:
+    table = _table("parts of a step, ms", *PARTS, REST, "GB/s")
+    for result in ordered(results):
+        timing, parts = result.timing, result.timing.parts
+        table.add_row(
+            *_case(result),
+            *(f"{parts[part]:.2f}" for part in (*PARTS, REST)),
+            f"{timing.num_bytes / parts['swap-in'] / 1e6:.0f}" if timing.num_bytes and parts["swap-in"] else "",
+        )
+    return table
+
+
+def _table(title: str, *headings: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for heading in ("batch", "selection", "KV", *headings):
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
+
+
+def _case(result: CaseResult) -> tuple[str, str, str]:
+    return str(result.batch), result.selection, result.tier
 
 
 def write_json(path: Path, results: list[CaseResult], shape: Shape) -> None:

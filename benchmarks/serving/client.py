@@ -81,7 +81,6 @@ class Client:
 
     def __init__(self, endpoint: Endpoint, timeout: float) -> None:
         """timeout: seconds for a whole request."""
-        self._endpoint = endpoint
         self._url = f"{endpoint.base_url}/v1/completions"
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_S),

@@ -20,7 +20,6 @@ from benchmarks.serving.workload import RandomPrompts, Workload, read_prompts
 
 _ANY_VOCAB = 256
 """Token ids that every model has."""
-_WIDTH = 130
 
 
 class NothingAnswered(Exception):
@@ -40,9 +39,7 @@ def run_serving_bench(config: ServingBench) -> Report:
     # Services elsewhere cannot be told from other processes.
     others = None if config.base_urls else disturbance.cores()
     report = Report.of(results, slo(config), config.options, this_machine(), others)
-    out = Console()
-    # A table that goes to a file is not squeezed into the width of a terminal that is not there.
-    print_report(report, out if out.is_terminal else Console(width=_WIDTH))
+    print_report(report, Console())
     write_json(config.json, document(report))
     write_png(config.png, report)
     print(f"written: {config.json}, {config.png}", file=sys.stderr)

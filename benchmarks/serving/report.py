@@ -68,9 +68,9 @@ class Report:
 
 
 def print_report(report: Report, console: Console) -> None:
-    """A table of rates, one of times, and what is to be known of them."""
-    console.print(_rates(report), "")
-    console.print(_times(report), "")
+    """Tables of 80 columns at most: requests, rates, times; and what is to be known of them."""
+    for table in (_requests(report), _rates(report), _latencies(report), _gaps(report)):
+        console.print(table, "")
     for point in report.points:
         for remark in remarks(point):
             console.print(f"[yellow]{point.label}, {point.load}: {remark}[/yellow]", highlight=False)
@@ -101,53 +101,76 @@ def _example(point: PointReport, kind: str) -> str:
     return next(failure.message for failure in failures if failure and failure.kind == kind)
 
 
-def _rates(report: Report) -> Table:
-    columns: dict[str, Callable[[PointReport], str]] = {
-        "answered": lambda point: str(point.summary.answered),
-        "failed": lambda point: str(sum(point.summary.failed.values())),
-        "seconds": lambda point: f"{point.summary.seconds:.1f}",
-        "in flight": lambda point: f"{point.summary.in_flight:.1f}",
-        "requests/s": lambda point: f"{point.summary.requests_per_s:.2f}",
-        "input tokens/s": lambda point: f"{point.summary.input_tokens_per_s:.0f}",
-        "output tokens/s": lambda point: f"{point.summary.output_tokens_per_s:.0f}",
-    }
-    if report.slo:
-        columns["good requests/s"] = lambda point: f"{point.summary.goodput:.2f}"
-    columns["client cores"] = lambda point: f"{point.result.client_cores:.2f}"
-    return _table(report, "rates", columns)
+_Column = tuple[str, Callable[[PointReport], str]]
+"""A heading, and what stands below it."""
 
 
-def _times(report: Report) -> Table:
+def _requests(report: Report) -> Table:
     return _table(
         report,
-        "times, ms: p50 / p90 / p99",
-        {
-            "TTFT": lambda point: _ms(point.summary.ttft),
-            "ITL": lambda point: _ms(point.summary.itl),
-            "TPOT": lambda point: _ms(point.summary.tpot),
-            "end to end": lambda point: _ms(point.summary.latency),
-        },
+        "requests",
+        ("answered", lambda point: str(point.summary.answered)),
+        ("failed", lambda point: str(sum(point.summary.failed.values()))),
+        ("seconds", lambda point: f"{point.summary.seconds:.1f}"),
+        ("in flight", lambda point: f"{point.summary.in_flight:.1f}"),
+        ("client cores", lambda point: f"{point.result.client_cores:.2f}"),
     )
 
 
-def _table(report: Report, title: str, columns: Mapping[str, Callable[[PointReport], str]]) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+def _rates(report: Report) -> Table:
+    good: list[_Column] = [("good\nrequests", lambda point: f"{point.summary.goodput:.2f}")] if report.slo else []
+    return _table(
+        report,
+        "rates, per second",
+        ("requests", lambda point: f"{point.summary.requests_per_s:.2f}"),
+        *good,
+        ("input\ntokens", lambda point: f"{point.summary.input_tokens_per_s:.0f}"),
+        ("output\ntokens", lambda point: f"{point.summary.output_tokens_per_s:.0f}"),
+    )
+
+
+def _latencies(report: Report) -> Table:
+    columns = *_spread("TTFT", lambda summary: summary.ttft), *_spread("end to end", lambda summary: summary.latency)
+    return _table(report, "times of a request, ms", *columns)
+
+
+def _gaps(report: Report) -> Table:
+    columns = *_spread("ITL", lambda summary: summary.itl), *_spread("TPOT", lambda summary: summary.tpot)
+    return _table(report, "times between tokens, ms", *columns)
+
+
+def _spread(name: str, of: Callable[[Summary], Percentiles | None]) -> list[_Column]:
+    """A column for each percentile, the first with the name above it."""
+
+    def column(which: Callable[[Percentiles], float]) -> Callable[[PointReport], str]:
+        def cell(point: PointReport) -> str:
+            seconds = of(point.summary)
+            return "-" if seconds is None else f"{1000 * which(seconds):.1f}"
+
+        return cell
+
+    return [
+        (f"{name}\np50", column(lambda seconds: seconds.p50)),
+        ("\np90", column(lambda seconds: seconds.p90)),
+        ("\np99", column(lambda seconds: seconds.p99)),
+    ]
+
+
+def _table(report: Report, title: str, *columns: _Column) -> Table:
+    """A service's name wraps, so that figures are whole in 80 columns."""
+    table = Table(
+        title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, collapse_padding=True
+    )
     table.add_column("load", justify="right", no_wrap=True)
     several = len({point.label for point in report.points}) > 1
     if several:
-        table.add_column("service")
-    for heading in columns:
+        table.add_column("service", overflow="fold")
+    for heading, _ in columns:
         table.add_column(heading, justify="right", no_wrap=True)
     for point in report.by_load:
         label = [point.label] if several else []
-        table.add_row(str(point.load), *label, *(cell(point) for cell in columns.values()))
+        table.add_row(str(point.load), *label, *(cell(point) for _, cell in columns))
     return table
-
-
-def _ms(seconds: Percentiles | None) -> str:
-    if seconds is None:
-        return "-"
-    return " / ".join(f"{1000 * value:.1f}" for value in (seconds.p50, seconds.p90, seconds.p99))
 
 
 def document(report: Report) -> dict[str, Any]:

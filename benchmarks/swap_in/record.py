@@ -114,7 +114,7 @@ def _prefill(prefill: ChunkedPrefill[PrefillJob], coordinator: HiSparseCoordinat
 
 def _by_layer(selected: list[torch.Tensor], spec: ModelSpec) -> dict[int, torch.Tensor]:
     """Selections come layer after layer, step after step."""
-    layers = max(spec.index_layer_of) + 1
+    layers = spec.num_index_layers
     k = max(positions.shape[1] for positions in selected)
     rows = [torch.nn.functional.pad(positions[0], (0, k - positions.shape[1]), value=-1) for positions in selected]
     return {layer: torch.stack(rows[layer::layers]) for layer in range(layers)}

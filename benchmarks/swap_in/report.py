@@ -67,16 +67,18 @@ class Report:
 
 
 def print_report(report: Report, console: Console) -> None:
-    """A line per case, and what the columns mean."""
+    """Tables of 80 columns at most, a line per case, and what the columns mean."""
     shape = report.shape
     console.print(
         f"swap-in: top-k {shape.top_k}, {shape.hot_size} hot slots, items of {shape.item_bytes} B, "
         f"{report.block_size} threads per block, {report.device}",
         highlight=False,
     )
-    console.print(_table(report), "")
+    for table in (_times(report), _beside_stated(report), _beside_peer(report)):
+        if table.row_count:
+            console.print(table, "")
     console.print(
-        "us per launch. graph: in CUDA graph replays; single: between two events, of which "
+        "graph: in CUDA graph replays; single: between two events, of which "
         f"{report.floor_us:.1f} us are launch and events. resolve: without the fetch, single, less that floor. "
         f"PCIe: what the copy engine needs for the bytes ({report.copy_gb_per_s:.1f} GB/s, measured now). "
         f"stated: SGLang 0.5.23 on an H200 as the design has it, with a floor of {STATED_FLOOR_US:.0f} us; "
@@ -87,51 +89,57 @@ def print_report(report: Report, console: Console) -> None:
     console.print(str(this_machine()), highlight=False)
 
 
-def _table(report: Report) -> Table:
-    table = Table(box=None, pad_edge=False)
-    headings = [
-        "batch x misses",
-        "blocks",
-        "graph",
-        "single",
-        "resolve",
-        "PCIe",
-        "GB/s",
-        "stated",
-        "ratio",
-        "target",
-        "",
-    ]
-    if report.peer_version:
-        headings += [f"{PEER} graph", f"{PEER} single", "ratio graph", "ratio single"]
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
+def _times(report: Report) -> Table:
+    table = _table("us per launch", "blocks", "graph", "single", "resolve", "PCIe", "GB/s")
     for result in report.results:
-        table.add_row(*_cells(report, result))
+        ours = result.swap_in
+        table.add_row(
+            _case(result),
+            str(result.cluster),
+            f"{ours.graph_us:.1f}",
+            f"{ours.single_us:.1f}",
+            f"{result.resolve.single_us - report.floor_us:.1f}",
+            f"{report.pcie_us(result):.1f}",
+            f"{result.num_bytes / ours.graph_us / 1e3:.1f}",
+        )
     return table
 
 
-def _cells(report: Report, result: CaseResult) -> list[str]:
-    ours = result.swap_in
-    stated, ratio = report.stated_us(result), report.ratio_to_stated(result)
-    wanted = target(result.batch, result.misses)
-    cells = [
-        f"{result.batch} x {result.misses}",
-        str(result.cluster),
-        f"{ours.graph_us:.1f}",
-        f"{ours.single_us:.1f}",
-        f"{result.resolve.single_us - report.floor_us:.1f}",
-        f"{report.pcie_us(result):.1f}",
-        f"{result.num_bytes / ours.graph_us / 1e3:.1f}",
-        "" if stated is None else f"{stated:.0f}",
-        "" if ratio is None else f"{ratio:.2f}",
-        "" if ratio is None else f"{wanted:.2f}",
-        "" if ratio is None else "ok" if ratio >= wanted else "missed",
-    ]
-    if result.peer:
-        cells += [f"{result.peer.graph_us:.1f}", f"{result.peer.single_us:.1f}"]
-        cells += [f"{result.peer.graph_us / ours.graph_us:.2f}", f"{result.peer.single_us / ours.single_us:.2f}"]
-    return cells
+def _beside_stated(report: Report) -> Table:
+    """Without rows where nothing was stated for this shape."""
+    table = _table(f"beside {PEER} as stated, us", "stated", "single", "ratio", "target", "")
+    for result in report.results:
+        stated, ratio = report.stated_us(result), report.ratio_to_stated(result)
+        if stated is None or ratio is None:
+            continue
+        wanted = target(result.batch, result.misses)
+        single = f"{result.swap_in.single_us:.1f}"
+        verdict = "ok" if ratio >= wanted else "missed"
+        table.add_row(_case(result), f"{stated:.0f}", single, f"{ratio:.2f}", f"{wanted:.2f}", verdict)
+    return table
+
+
+def _beside_peer(report: Report) -> Table:
+    """Without rows where the peer is not installed."""
+    title = f"beside {PEER} {report.peer_version}, measured now, us"
+    table = _table(title, "its graph", "its single", "ratio, graph", "ratio, single")
+    for result in report.results:
+        ours, peer = result.swap_in, result.peer
+        if peer is not None:
+            ratios = f"{peer.graph_us / ours.graph_us:.2f}", f"{peer.single_us / ours.single_us:.2f}"
+            table.add_row(_case(result), f"{peer.graph_us:.1f}", f"{peer.single_us:.1f}", *ratios)
+    return table
+
+
+def _table(title: str, *headings: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for heading in ("batch x misses", *headings):
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
+
+
+def _case(result: CaseResult) -> str:
+    return f"{result.batch} x {result.misses}"
 
 
 def write_json(path: Path, report: Report) -> None:

@@ -29,7 +29,6 @@ from benchmarks.transfer.workbench import Workbench
 _QUICK_ROUNDS, _QUICK_SLOW_S = 3, 0.3
 _ROUNDS, _SLOW_S = 15, 2.0
 _LET_GO_S = 5.0
-_WIDTH = 120
 
 
 def run_transfer_bench(config: TransferBench) -> None:
@@ -96,9 +95,7 @@ def _overlaps(config: TransferBench, link: wire.Link, plan: Plan, bar: "_Bar") -
 
 
 def _publish(config: TransferBench, report: Report) -> None:
-    out = Console()
-    # A table that goes to a file is not squeezed into the width of a terminal that is not there.
-    print_report(report, out if out.is_terminal else Console(width=_WIDTH))
+    print_report(report, Console())
     write_json(config.json, document(report))
     write_png(config.png, report.results, report.machines["initiator"])
     print(f"written: {config.json}, {config.png}", file=sys.stderr)

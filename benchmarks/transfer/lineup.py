@@ -59,23 +59,23 @@ def _by_engine(raw: RawEngine, case: Case, placement: Placement, pools: Pools) -
     for how, post in (("polled", raw.submit_and_poll), ("synchronous", raw.call_synchronously)):
         write = partial(post, session)
         plan = partial(per_token, placement, pools.source, pools.target)
-        yield Posting(f"one per token, {how}", Group.TOKEN, placement, plan, write)
+        yield Posting(f"per token, {how}", Group.TOKEN, placement, plan, write)
         if has_whole_pages(case):
             plan = partial(per_page, placement, case.page_size, pools.source, pools.target)
-            yield Posting(f"one per page, {how}", Group.PAGE, placement, plan, write)
+            yield Posting(f"per page, {how}", Group.PAGE, placement, plan, write)
         plan = partial(pieces, case.concurrency * case.tokens, pools.source, pools.target)
-        yield Posting(f"1 MiB pieces, {how}", Group.CEILING, in_one_piece(case), plan, write)
+        yield Posting(f"1 MiB, {how}", Group.CEILING, in_one_piece(case), plan, write)
 
 
 def _by_memcpy(case: Case, placement: Placement, pools: Pools, threads: CopyThreads) -> Iterator[Method]:
     """Copies of each size by as many threads as this project uses."""
     plan = partial(per_token, placement, pools.source, pools.target)
-    yield Posting("one copy per token", Group.TOKEN, placement, plan, partial(threads.copy, how=stream_runs))
+    yield Posting("copy per token", Group.TOKEN, placement, plan, partial(threads.copy, how=stream_runs))
     if has_whole_pages(case):
         plan = partial(per_page, placement, case.page_size, pools.source, pools.target)
-        yield Posting("one copy per page", Group.PAGE, placement, plan, partial(threads.copy, how=stream_runs))
+        yield Posting("copy per page", Group.PAGE, placement, plan, partial(threads.copy, how=stream_runs))
     plan = partial(pieces, case.concurrency * case.tokens, pools.source, pools.target)
-    name = f"memcpy of 1 MiB pieces, {COPY_THREADS} threads"
+    name = f"memcpy, {COPY_THREADS} threads"
     yield Posting(name, Group.CEILING, in_one_piece(case), plan, partial(threads.copy, how=memmove))
 
 

@@ -19,16 +19,7 @@ from benchmarks.transfer.results import CaseResult, MethodResult
 
 SCHEMA = 1
 
-_COLUMNS = (
-    ("p50 ms", 8),
-    ("p90 ms", 8),
-    ("p99 ms", 8),
-    ("GB/s", 5),
-    ("descriptors", 11),
-    ("plan ms", 7),
-    ("of ceiling", 10),
-    ("runs", 4),
-)
+_COLUMNS = ("p50", "p90", "p99", "GB/s", "descriptors", "plan", "ceiling", "runs")
 
 
 @dataclass(frozen=True)
@@ -43,13 +34,17 @@ class Report:
 
 
 def print_report(report: Report, console: Console) -> None:
-    """A table per case, a summary of all, the overlaps and the machines."""
+    """Tables of 80 columns at most, one per case and a summary of all, the overlaps and the machines."""
     for result in report.results:
         console.print(table(result), "")
     console.print(summary(report.results), "")
     for overlap in report.overlaps:
         console.print(str(overlap), highlight=False)
-    console.print("* the ceiling: what the others are a part of. Of each method's bytes, every one was compared.")
+    console.print(
+        "* the ceiling: what others are a part of. plan: the time for planning alone. per page, per token: descriptors "
+        "or copies of that size. Of each method's bytes, every one was compared.",
+        highlight=False,
+    )
     for role, machine in report.machines.items():
         console.print(f"{role}: {machine}", highlight=False)
     if report.others is not None and (text := warning(report.others)):
@@ -57,11 +52,8 @@ def print_report(report: Report, console: Console) -> None:
 
 
 def table(result: CaseResult) -> Table:
-    """A line per method of one case. The ceiling has a star."""
-    table = Table(title=str(result.case), title_justify="left", title_style="bold", box=None, pad_edge=False)
-    table.add_column("", min_width=32)
-    for heading, width in _COLUMNS:
-        table.add_column(heading, justify="right", no_wrap=True, min_width=width)
+    """A line per method of one case, times in ms. The ceiling has a star."""
+    table = _table(f"{result.case}, ms", "", *_COLUMNS)
     ceiling = result.best(Group.CEILING)
     for method in result.methods:
         table.add_row(method.name + (" *" if method is ceiling else ""), *_figures(result, method))
@@ -70,15 +62,24 @@ def table(result: CaseResult) -> Table:
 
 def summary(results: Sequence[CaseResult]) -> Table:
     """A line per case: this project's way beside the best of each other kind, as quotients of median latencies."""
-    table = Table(title="ours, beside the others", title_justify="left", title_style="bold", box=None, pad_edge=False)
-    table.add_column("speed as a part of that of")
-    for heading in ("p50 ms", "ceiling", "per page", "per token", "NIXL"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    title = "ours, beside the others: p50 in ms, and speed as a part of that of"
+    table = _table(title, "", "p50", "ceiling", "per page", "per token", "NIXL")
     for result in results:
         if (ours := result.best(Group.OURS)) is None:
             continue
         ratios = [result.ratio(ours, group) for group in (Group.CEILING, Group.PAGE, Group.TOKEN, Group.NIXL)]
         table.add_row(str(result.case), f"{1000 * ours.seconds.p50:.1f}", *(_times(ratio) for ratio in ratios))
+    return table
+
+
+def _table(title: str, subject: str, *headings: str) -> Table:
+    """What the lines are about wraps, so that figures are whole in 80 columns."""
+    table = Table(
+        title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, collapse_padding=True
+    )
+    table.add_column(subject, overflow="fold")
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
     return table
 
 

@@ -52,7 +52,7 @@ def test_on_what_a_model_selected_the_policy_is_never_a_point_worse_than_exact_l
     assert len(files) == layers
     for file in files:
         trace, first = load_trace(file)
-        assert (trace.shape, first) == ((60, 64), 500)
+        assert (trace.shape, first) == ((60, 64), 499)
         newest = first + np.arange(60)[:, None]
         assert ((trace >= 0) & (trace <= newest)).all()
         assert all(len(set(row)) == 64 for row in trace.tolist())

@@ -75,6 +75,7 @@ def test_two_processes_that_were_started_apart(tmp_path: Path) -> None:
         assert target.wait(timeout=10) == 0, "the target ends with its initiator"
 
 
+@pytest.mark.slow
 def test_an_interrupt_leaves_no_process_behind(tmp_path: Path) -> None:
     with started(ENDLESS, cwd=tmp_path, stderr=subprocess.PIPE, start_new_session=True) as process:
         target = wait_until(lambda: descendants(process.pid), timeout=60, what="the target to start")
@@ -85,12 +86,13 @@ def test_an_interrupt_leaves_no_process_behind(tmp_path: Path) -> None:
         assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_killed_initiator_takes_its_target_along() -> None:
     with started(ENDLESS, stderr=subprocess.DEVNULL) as process:
         target = wait_until(lambda: descendants(process.pid), timeout=60, what="the target to start")
         process.kill()
         process.wait()
-        wait_until(lambda: all_gone(target), what="the target to end")
+        wait_until(lambda: all_gone(target), timeout=60, what="the target to end")
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,11 @@
 
 import ctypes
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -57,8 +59,21 @@ def every_specialization() -> list[Specialization]:
     return found
 
 
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
-@pytest.mark.parametrize("kernel", every_specialization(), ids=str)
+def compilations() -> Iterator[Any]:
+    """Every specialization for every architecture.
+
+    Slow ones: blocks of 32 threads, which take ten seconds to compile, and for others than sm_90 all but what a usual
+    model takes.
+    """
+    usual = (CopySpecialization(1152, True), specialization())
+    for architecture, kernel in product(("sm_90", "sm_80", "sm_100"), every_specialization()):
+        is_slow = kernel.block_size == 32 or (architecture != "sm_90" and kernel not in usual)
+        yield pytest.param(
+            kernel, architecture, marks=pytest.mark.slow if is_slow else (), id=f"{kernel}-{architecture}"
+        )
+
+
+@pytest.mark.parametrize(("kernel", "architecture"), list(compilations()))
 def test_every_specialization_compiles(kernel: Specialization, architecture: str) -> None:
     code = compile_kernel(kernel, architecture)
     assert code.startswith(b"\x7fELF")

@@ -47,10 +47,10 @@ def metric_value(exposition: str, name: str, labels: Mapping[str, str]) -> float
 
 @dataclass(frozen=True)
 class Place:
-    """Where a process runs: `host` is its address; `prefix` is put before its command, and `words` behind it."""
+    """Where a process runs: `host` is its address; `inside` takes it there, `words` are put behind its command."""
 
     host: str = "127.0.0.1"
-    prefix: tuple[str, ...] = ()
+    inside: Callable[[], None] | None = None
     words: tuple[str, ...] = ()
 
 
@@ -179,7 +179,7 @@ class Cluster:
         self, words: list[str], log_path: Path, module: str, environment: Mapping[str, str], place: Place
     ) -> Process:
         here = [words[0], "--host", place.host, *words[1:], *place.words]
-        return self.spawn(Command(module, here, environment, log_path, place.prefix))
+        return self.spawn(Command(module, here, environment, log_path, place.inside))
 
 
 @dataclass(frozen=True)

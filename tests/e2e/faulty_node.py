@@ -25,6 +25,7 @@ from cli.main import main as run_command
 from control import connections
 from control.messages import Destination, Transport
 from control.plane import ControlPlane
+from prefill_node import decode_nodes
 from tests.e2e import chaos_audit
 from transfer.planner import Descriptors
 from transfer.routes import Transports
@@ -55,6 +56,8 @@ class Faults:
     """Write down every batch that is posted."""
     idle_close_s: float | None = None
     """After how long unused connections to other processes' mailboxes are closed; None: as usual."""
+    watch_s: float | None = None
+    """For how long a prefill node goes on pinging a decode node that it wrote to; None: as usual."""
 
     def environment(self) -> dict[str, str]:
         return {_ENVIRONMENT: json.dumps(vars(self))}
@@ -213,6 +216,8 @@ def main(words: list[str]) -> None:
     faults = Faults.of_this_process()
     if faults.idle_close_s is not None:
         connections.IDLE_CLOSE_S = faults.idle_close_s
+    if faults.watch_s is not None:
+        decode_nodes._WATCHED_FOR_S = faults.watch_s
     UnreliableControl(faults).install()
     audit = chaos_audit.Journal(chaos_audit.audit_path(faults.directory))
     if words[0] == "prefill":

@@ -21,7 +21,8 @@ import psutil
 from tests.e2e.wire import finish_packets
 from tests.skips import impossible
 
-_CLONE_NEWNET = 0x40000000
+_CLONE_NEWNET, _CLONE_NEWNS = 0x40000000, 0x20000
+_MS_BIND, _MS_REC, _MS_PRIVATE = 0x1000, 0x4000, 1 << 18
 _PREFIX = "hispd"
 _NAMESPACES = Path("/run/netns")
 _NOBODY = "02:00:00:00:00:00"
@@ -40,6 +41,36 @@ def why_not(*tools: str) -> str | None:
     except subprocess.CalledProcessError as error:
         return impossible(f"{' '.join(error.cmd)}: {error.stderr.strip()}")
     return None
+
+
+@dataclass(frozen=True)
+class Inside:
+    """Called: this thread, and those that it starts from then on, have their sockets in that network namespace."""
+
+    namespace: Path
+
+    def __call__(self) -> None:
+        inside = os.open(self.namespace, os.O_RDONLY)
+        try:
+            _enter(inside)
+        finally:
+            os.close(inside)
+
+
+@dataclass(frozen=True)
+class HostsFile:
+    """Called in a process of one thread: from then on it sees that file in place of /etc/hosts, and only it does."""
+
+    path: Path
+
+    def __call__(self) -> None:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if (
+            libc.unshare(_CLONE_NEWNS)
+            or libc.mount(None, b"/", None, _MS_REC | _MS_PRIVATE, None)
+            or libc.mount(bytes(self.path), b"/etc/hosts", None, _MS_BIND, None)
+        ):
+            raise OSError(ctypes.get_errno(), f"mounting {self.path} over /etc/hosts")
 
 
 @dataclass
@@ -73,17 +104,20 @@ class Host:
         self.run("ip", "address", "add", f"{address}/24", "dev", network)
         self.addresses[network] = address
 
+    @property
+    def inside(self) -> "Inside":
+        """Takes a process here that calls it."""
+        return Inside(_NAMESPACES / self.namespace)
+
     @contextmanager
     def entered(self) -> Iterator[None]:
         """This thread, and those that it starts meanwhile, have their sockets on this host."""
         before = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
-        inside = os.open(_NAMESPACES / self.namespace, os.O_RDONLY)
         try:
-            _enter(inside)
+            self.inside()
             yield
         finally:
             _enter(before)
-            os.close(inside)
             os.close(before)
 
 

@@ -11,7 +11,8 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Protocol
 
@@ -37,13 +38,16 @@ class Process(Protocol):
 
 @dataclass(frozen=True)
 class Command:
-    """`python -m module words`, behind a prefix that may take it to another host."""
+    """`python -m module words`. `inside` is called in the process before anything else: it may take it to another host.
+
+    A fork gets it pickled.
+    """
 
     module: str
     words: Sequence[str]
     environment: Mapping[str, str]
     log_path: Path
-    prefix: tuple[str, ...] = ()
+    inside: Callable[[], None] | None = None
 
     @property
     def whole_environment(self) -> dict[str, str]:
@@ -56,17 +60,24 @@ Spawn = Callable[[Command], Process]
 def execute(command: Command) -> Process:
     with command.log_path.open("ab") as log:
         return subprocess.Popen(
-            [*command.prefix, sys.executable, "-m", command.module, *command.words],
+            [sys.executable, "-m", command.module, *command.words],
             stdout=log,
             stderr=log,
             env=command.whole_environment,
             start_new_session=True,
+            preexec_fn=command.inside,
         )
 
 
 def fork(command: Command) -> Process:
-    """Not for what uses a GPU, and executed all the same if it has a prefix."""
-    return execute(command) if command.prefix else _Forked(command)
+    """Not for what uses a GPU."""
+    return _Forked(command)
+
+
+def start_fork_server() -> None:
+    """Start it now, if it does not run yet: on the host of whoever asks first, where all forks are to begin with."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(_IMPORTED)
+    forkserver.ensure_running()
 
 
 _IMPORTED = [
@@ -75,6 +86,7 @@ _IMPORTED = [
     "prefill_node.process",
     "decode_node.process",
     "tests.e2e.faulty_node",
+    "tests.e2e.hosts",
     "tests.e2e.spawn",
     "uvicorn.protocols.http.auto",
     "transformers.models.deepseek_v32.modeling_deepseek_v32",
@@ -88,10 +100,10 @@ class _Forked:
 
     def __init__(self, command: Command) -> None:
         command.log_path.touch()
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_IMPORTED)
-        arguments = (command.module, list(command.words), command.whole_environment, str(command.log_path))
-        self._process = context.Process(target=_run, args=arguments, daemon=True)
+        start_fork_server()
+        # Whole, since the fork server's is as old as the server.
+        whole = replace(command, environment=command.whole_environment)
+        self._process = multiprocessing.get_context("forkserver").Process(target=_run, args=(whole,), daemon=True)
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
@@ -117,14 +129,16 @@ class _Forked:
         self.send_signal(signal.SIGKILL)
 
 
-def _run(module: str, words: list[str], environment: dict[str, str], log_path: str) -> None:
+def _run(command: Command) -> None:
     os.setsid()
     die_with_parent()
-    log = os.open(log_path, os.O_WRONLY | os.O_APPEND)
+    log = os.open(command.log_path, os.O_WRONLY | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(log, stream)
     os.close(log)
+    if command.inside is not None:
+        command.inside()
     os.environ.clear()
-    os.environ.update(environment)
-    sys.argv = [module, *words]
-    importlib.import_module(module).main(words)
+    os.environ.update(command.environment)
+    sys.argv = [command.module, *command.words]
+    importlib.import_module(command.module).main(command.words)

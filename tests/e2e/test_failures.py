@@ -46,8 +46,8 @@ def test_a_prefill_node_that_is_told_to_stop_at_once_hands_its_requests_back(
     start_cluster: Callable[..., Cluster], references: dict[str, Reference]
 ) -> None:
     cluster = start_cluster()
-    first = cluster.prefill("prefill-0", chunked_prefill_size=64)
-    second = cluster.prefill("prefill-1", chunked_prefill_size=64)
+    first = cluster.prefill("prefill-0", chunked_prefill_size=16)
+    second = cluster.prefill("prefill-1", chunked_prefill_size=16)
     decode = cluster.decode(hisparse_config=HOT_BUFFER)
     cluster.wait_ready()
     prompt = PROMPT * 4

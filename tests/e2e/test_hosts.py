@@ -21,6 +21,7 @@ from control.keys import generate, load_token
 from tests.e2e.cluster import Cluster, Job, Node, Place, complete, wait_until
 from tests.e2e.conftest import TOKEN_BYTES, Reference
 from tests.e2e.hosts import Host, Network, why_not
+from tests.e2e.spawn import fork, start_fork_server
 from tests.e2e.test_parity import prompts
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=why_not() or "")
@@ -39,7 +40,7 @@ class Site:
         self.reference = reference
         self.keys = directory / "keys"
         generate(self.keys)
-        self.cluster = Cluster(model_path, directory, places=self._place)
+        self.cluster = Cluster(model_path, directory, places=self._place, spawn=fork)
         for name in ("gateway", "client"):
             network.host(name, "control")
         for name in (*PREFILL, *DECODE):
@@ -144,7 +145,7 @@ class Site:
     def _place(self, name: str) -> Place:
         host = self.network.hosts[name]
         words = ("--transfer-host", host.addresses["data"]) if "data" in host.addresses else ()
-        return Place(host.addresses["control"], host.prefix, words)
+        return Place(host.addresses["control"], host.inside, words)
 
 
 @pytest.fixture(scope="module")
@@ -152,6 +153,7 @@ def site(
     checkpoints: dict[str, Path], references: dict[str, Reference], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Site]:
     directory = tmp_path_factory.mktemp("hosts")
+    start_fork_server()  # on the machine: the client's host ends with these tests
     with Network("control", "data") as network:
         made = Site(network, checkpoints["deepseek_v32"], directory, references["deepseek_v32"])
         with network.hosts["client"].entered(), made.cluster:
@@ -186,6 +188,7 @@ def test_with_10_ms_of_delay_and_1_percent_of_loss_requests_are_exact(site: Site
     site.assert_serves()
 
 
+@pytest.mark.slow
 def test_a_partition_of_20_s_between_two_nodes_costs_their_requests_a_retry_and_then_they_are_a_pair_again(
     site: Site,
 ) -> None:
@@ -193,6 +196,7 @@ def test_a_partition_of_20_s_between_two_nodes_costs_their_requests_a_retry_and_
     apart = (site.host_of(prefill), site.host_of(decode))
     retries = decode.metric("prefill_retries_total")
     with site.under_load():
+        wait_until(lambda: all(site.pairs().values()), 60, "every pair to have served")
         wait_until(lambda: decode.metric("requests", state="prefilling"), what="a prefill to be under way")
         site.network.part(*apart)
         since = time.monotonic()

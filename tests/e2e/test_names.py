@@ -13,6 +13,8 @@ import pytest
 from cli.serve import free_port
 from tests.e2e.cluster import Cluster, Job, Place, complete, wait_until
 from tests.e2e.conftest import Reference
+from tests.e2e.hosts import HostsFile
+from tests.e2e.spawn import fork
 from tests.skips import impossible
 
 PROMPT = [7, 3, 9, 200, 41] * 40
@@ -36,8 +38,7 @@ class Hosts:
         self.path.write_text("\n".join([*lines, ""]))
 
     def place(self, name: str) -> Place:
-        mounted = 'mount --bind "$0" /etc/hosts && exec "$@"'
-        return Place(self.at.get(name, "127.0.0.1"), prefix=(*_UNSHARE, "sh", "-c", mounted, str(self.path)))
+        return Place(self.at.get(name, "127.0.0.1"), HostsFile(self.path))
 
 
 @pytest.fixture
@@ -51,7 +52,7 @@ def hosts(tmp_path: Path) -> Hosts:
 
 @pytest.fixture
 def cluster(checkpoints: dict[str, Path], tmp_path: Path, hosts: Hosts) -> Iterator[Cluster]:
-    with Cluster(checkpoints["deepseek_v32"], tmp_path, places=hosts.place) as cluster:
+    with Cluster(checkpoints["deepseek_v32"], tmp_path, places=hosts.place, spawn=fork) as cluster:
         yield cluster
 
 

@@ -2,7 +2,9 @@
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import product
+from typing import Any
 
 import pytest
 
@@ -11,7 +13,7 @@ from tests.e2e.conftest import FAMILIES, Reference
 
 HOT_BUFFER = json.dumps({"device_buffer_size": 128})
 NEW_TOKENS = 64
-LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 500, 3000)
+LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 500, 1500)
 
 
 def prompts(lengths: tuple[int, ...], seed: int = 0) -> list[list[int]]:
@@ -21,6 +23,13 @@ def prompts(lengths: tuple[int, ...], seed: int = 0) -> list[list[int]]:
 
 ALONE = prompts(LENGTHS)
 TOGETHER = ALONE + prompts((2, 17, 100, 127, 128, 129, 130, 200, 256, 300), seed=1)
+
+
+def configurations() -> Iterator[Any]:
+    """Of a node, for each family; every other pair is slow: each configuration and each family remains."""
+    nodes = [(1, 100, "tcp", "tcp"), (16, 512, "auto", "shm"), (64, 333, "tcp", "tcp")]
+    for number, (node, family) in enumerate(product(nodes, FAMILIES)):
+        yield pytest.param(*node, family, marks=pytest.mark.slow if number in (1, 2, 5) else ())
 
 
 def assert_exact(
@@ -35,20 +44,16 @@ def assert_exact(
         assert answer == reference.generate(prompt, new_tokens), f"prompt of {len(prompt)} tokens"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(
-    ("page_size", "chunk", "protocol", "transport"),
-    [(1, 100, "tcp", "tcp"), (16, 512, "auto", "shm"), (64, 333, "tcp", "tcp")],
-)
+@pytest.mark.parametrize(("page_size", "chunk", "protocol", "transport", "family"), list(configurations()))
 def test_greedy_tokens_equal_transformers(
     start_cluster: Callable[..., Cluster],
     references: dict[str, Reference],
     device: str,
-    family: str,
     page_size: int,
     chunk: int,
     protocol: str,
     transport: str,
+    family: str,
 ) -> None:
     cluster = start_cluster(family)
     prefill = cluster.prefill(
@@ -73,3 +78,16 @@ def test_greedy_tokens_equal_transformers(
     assert "checksums=0" not in decode.log
     assert decode.metric("swap_in_misses_total") > 0
     assert decode.metric("host_slots", state="used") == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_prompt_of_many_chunks_equals_transformers(
+    start_cluster: Callable[..., Cluster], references: dict[str, Reference], device: str, family: str
+) -> None:
+    cluster = start_cluster(family)
+    cluster.prefill(device=device, chunked_prefill_size=100, transfer_checksum="full")
+    cluster.decode(device=device, hisparse_config=HOT_BUFFER, debug_verify_swap_in=True)
+    cluster.wait_ready()
+
+    assert_exact(cluster, references[family], prompts((3000, 2999), seed=6), concurrency=2)

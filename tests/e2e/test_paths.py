@@ -11,7 +11,7 @@ from tests.e2e.conftest import FAMILIES, TOKEN_BYTES, Reference
 from tests.e2e.test_parity import ALONE, HOT_BUFFER, TOGETHER, assert_exact, prompts
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [FAMILIES[0], pytest.param(FAMILIES[1], marks=pytest.mark.slow)])
 def test_a_node_that_prefills_for_itself_says_the_same(
     start_cluster: Callable[..., Cluster], references: dict[str, Reference], device: str, family: str
 ) -> None:
@@ -34,7 +34,7 @@ def test_clients_that_leave_during_local_prefill_or_staging_leave_nothing_behind
     cluster = start_cluster()
     decode = cluster.decode(hisparse_config=HOT_BUFFER, allow_local_prefill=True, chunked_prefill_size=64)
     cluster.wait_ready()
-    body = {"model": "tiny", "prompt": ALONE[-1], "max_tokens": 3000, "ignore_eos": True}
+    body = {"model": "tiny", "prompt": prompts((3000,))[0], "max_tokens": 3000, "ignore_eos": True}
     for patience in (0.3, 0.6, 1.5):
         aborted = decode.metric("requests_finished_total", reason="abort")
         with pytest.raises(httpx.ReadTimeout):
@@ -47,7 +47,7 @@ def test_clients_that_leave_during_local_prefill_or_staging_leave_nothing_behind
     assert_exact(cluster, references["deepseek_v32"], [ALONE[4]], concurrency=1)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [FAMILIES[1], pytest.param(FAMILIES[0], marks=pytest.mark.slow)])
 def test_requests_that_were_retracted_say_the_same(
     start_cluster: Callable[..., Cluster], references: dict[str, Reference], device: str, family: str
 ) -> None:

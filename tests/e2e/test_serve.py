@@ -58,7 +58,14 @@ def all_gone(processes: list[psutil.Process]) -> bool:
     return not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGKILL,
+        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
+    ],
+)
 def test_however_serve_ends_its_processes_end_too(
     serve: Callable[..., tuple["subprocess.Popen[bytes]", str]], references: dict[str, Reference], number: int
 ) -> None:
@@ -73,6 +80,7 @@ def test_however_serve_ends_its_processes_end_too(
     wait_until(lambda: all_gone(children), what="the processes to be gone")
 
 
+@pytest.mark.slow
 def test_serve_over_https_with_a_key_that_nobody_else_sees(
     serve: Callable[..., tuple["subprocess.Popen[bytes]", str]], tmp_path: Path, log: Path
 ) -> None:
@@ -103,6 +111,7 @@ def test_serve_over_https_with_a_key_that_nobody_else_sees(
     assert not any(secret.encode() in Path(f"/proc/{member.pid}/environ").read_bytes() for member in family)
 
 
+@pytest.mark.slow
 def test_when_one_process_ends_serve_says_which_and_ends_the_others(
     serve: Callable[..., tuple["subprocess.Popen[bytes]", str]],
 ) -> None:
@@ -139,6 +148,7 @@ def test_the_demo_prints_its_summary_and_leaves_nothing_behind() -> None:
     assert all_gone(children)
 
 
+@pytest.mark.slow
 def test_the_demo_can_be_stopped() -> None:
     demo = subprocess.Popen([sys.executable, "-m", "cli.demo"], stdout=subprocess.DEVNULL, env=ENVIRONMENT)
     wait_until(lambda: len(children_of(demo)) == 3, what="the demo's processes")  # type: ignore[arg-type]

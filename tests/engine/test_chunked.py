@@ -83,7 +83,7 @@ def test_a_forgotten_job_keeps_its_pages_until_it_is_released() -> None:
     prefill.add(a)
     compute(prefill)
     prefill.forget(a)
-    assert not prefill.has_work
+    assert prefill.plan() is None
     assert prefill.pool.free_pages == 8 - 5
     prefill.release(a)
     prefill.release(a)

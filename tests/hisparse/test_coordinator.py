@@ -22,7 +22,7 @@ def test_a_short_request_grows_seamlessly_into_a_long_one() -> None:
         assert t.coordinator.counters().misses == 0, "while it fits the hot buffer everything is a hit"
         t.step(["short"], rng, selected=[0, 1, HOT - 1, HOT])
         assert t.coordinator.counters().misses == 0, "its first positions stay resident when it outgrows the buffer"
-        while t.coordinator.num_tokens("short") < CONTEXT:
+        while t.tokens["short"] < CONTEXT:
             t.step(["short"], rng)
         assert t.coordinator.counters().misses > 0
         with pytest.raises(ValueError, match=f"{CONTEXT + 1} tokens asked for"):
@@ -118,7 +118,7 @@ def test_two_requests_may_share_host_slots() -> None:
         assert slots is not None
         t.host.retain(slots)
         for request_id in ("a", "b"):
-            t.seeds[request_id] = 7
+            t.seeds[request_id], t.tokens[request_id] = 7, 12
             assert t.coordinator.admit_request_direct(request_id, slots, 12)
         rng = random.Random(3)
         for _ in range(5):
@@ -152,7 +152,7 @@ def test_layers_swap_in_in_turn() -> None:
         assert t.admit("r", seed=1, num_tokens=9)
         step = t.begin(["r"])
         with pytest.raises(StepError, match="before layer 1 of its group"):
-            t.coordinator.swap_in_selected_pages(step, 2, torch.tensor([[0]]))
+            step.swap_in(2, torch.tensor([[0]]))
         step.swap_in(1, torch.tensor([[0]]))
         with pytest.raises(StepError, match="layer 1 swapped in twice"):
             step.swap_in(1, torch.tensor([[0]]))
@@ -188,6 +188,7 @@ def test_host_slots_are_free_only_when_the_steps_that_write_to_them_are_over(lea
 def test_a_request_may_begin_with_no_tokens() -> None:
     with tiers() as t:
         t.seeds["r"] = 4
+        t.tokens["r"] = 0
         assert t.coordinator.admit_request_direct("r", HostSlots(()), 0)
         rng = random.Random(0)
         for _ in range(2 * HOT):
@@ -281,7 +282,7 @@ class Walk:
 
     def step(self) -> None:
         chosen = self.rng.sample(self.running, self.rng.randint(0, len(self.running)))
-        ends = [r for r in chosen if self.t.coordinator.num_tokens(r) == CONTEXT]
+        ends = [r for r in chosen if self.t.tokens[r] == CONTEXT]
         for request_id in ends:
             self.finish(request_id)
         result = self.t.coordinator.append_tokens([r for r in chosen if r not in ends])
@@ -299,7 +300,7 @@ class Walk:
 
     def retract(self, request_id: str) -> None:
         self.running.remove(request_id)
-        num_tokens = self.t.coordinator.num_tokens(request_id)
+        num_tokens = self.t.tokens[request_id]
         slots = self.t.coordinator.retract_request(request_id)
         self.t.check_host_copy(slots, self.t.seeds[request_id], num_tokens)
         self.retracted[request_id] = slots, num_tokens

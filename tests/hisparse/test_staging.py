@@ -36,7 +36,7 @@ def test_a_staged_request_decodes_after_its_copy() -> None:
         assert pages.released == 1
         assert t.coordinator.poll_staging().landed == []
         t.check_host_copy(slots, 4, 9)
-        t.seeds["r"] = 4
+        t.seeds["r"], t.tokens["r"] = 4, 9
         assert t.coordinator.admit_request_direct("r", slots, 9)
         t.step(["r"], random.Random(0))
         t.coordinator.request_finished("r")

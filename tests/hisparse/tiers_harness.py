@@ -34,13 +34,14 @@ def index_key(seed: int, index_layer: int, position: int) -> list[float]:
 
 @dataclass
 class Tiers:
-    """A coordinator with its pools. `seeds` names the sequence that each request computes."""
+    """A coordinator with its pools. `seeds` names the sequence that each request computes, `tokens` its length."""
 
     coordinator: HiSparseCoordinator
     host: HostKVPool
     device: DeviceKVPool
     stream: CopyStream
     seeds: dict[str, int] = field(default_factory=dict)
+    tokens: dict[str, int] = field(default_factory=dict)
     staged_slots: dict[str, HostSlots] = field(default_factory=dict)
 
     def host_prompt(self, seed: int, num_tokens: int) -> HostSlots | None:
@@ -63,6 +64,7 @@ class Tiers:
             self.host.release(slots)
             return False
         self.seeds[request_id] = seed
+        self.tokens[request_id] = num_tokens
         return True
 
     def step(
@@ -92,7 +94,7 @@ class Tiers:
             if layer == break_at_layer:
                 self.coordinator.step_over(places.number)
                 return False
-            slots = self.coordinator.swap_in_selected_pages(step, layer, positions)
+            slots = step.swap_in(layer, positions)
             for b, (seed, row) in enumerate(zip(seeds, positions.tolist(), strict=True)):
                 for slot, position in zip(slots[b].tolist(), row, strict=True):
                     if position < 0:
@@ -113,6 +115,9 @@ class Tiers:
     def _begin(self, request_ids: Sequence[str]) -> tuple[DecodeStep, StepPlaces]:
         assert not self.coordinator.append_tokens(request_ids).short_of
         places = self.coordinator.begin_step(request_ids)
+        assert places.newest.tolist() == [self.tokens[request_id] for request_id in request_ids]
+        for request_id in request_ids:
+            self.tokens[request_id] += 1
         rows, newest = (torch.from_numpy(numbers).to(self.device.device) for numbers in (places.rows, places.newest))
         lengths = tuple((places.newest + 1).tolist())
         return self.coordinator.cache(rows, newest, max(lengths), lengths), places

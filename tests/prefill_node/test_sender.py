@@ -353,8 +353,10 @@ def test_a_sender_that_is_stopped_sees_what_it_has_posted_to_its_end(sending: Se
 
 def test_what_has_ended_is_reported_while_the_next_chunk_waits_for_its_layer(sending: Sending) -> None:
     sending.sender.submit(sending.chunk())
-    sending.sender.submit(sending.chunk(progress=ForwardProgress(CPU), cancelled=lambda: False))
+    given_up = threading.Event()
+    sending.sender.submit(sending.chunk(progress=ForwardProgress(CPU), cancelled=given_up.is_set))
     assert sending.reports.get(timeout=10).error is None
+    given_up.set()
 
 
 def test_threads_are_bounded_and_end_when_no_request_needs_them(sending: Sending) -> None:

@@ -11,7 +11,7 @@ import trustme
 from fastapi import Response
 
 from base.metrics import Metrics
-from service import status
+from service import http_server, status
 from service.connection import ConnectionLimits, GuardedConnection
 from service.http_server import HttpServer
 from service.status import StatusServer, bind_http, status_router
@@ -20,6 +20,7 @@ from tests.service.raw_http import RawClient
 
 HUGE = 8 << 20
 """More than the kernel buffers of a connection hold."""
+KEEP_ALIVE_S = 1
 
 
 class Served:
@@ -34,6 +35,8 @@ class Served:
         listener = bind_http("127.0.0.1", 0)
         self.port: int = listener.getsockname()[1]
         self.server = StatusServer(listener, router, refused=self.metrics.http_refused, limits=limits)
+        # uvicorn's, 5 s in the service: here too it is longer than what the tests allow for a head.
+        self.server._server.config.timeout_keep_alive = KEEP_ALIVE_S
         self.server.start()
 
     async def _hello(self) -> str:
@@ -119,7 +122,7 @@ def test_the_time_for_a_head_starts_again_with_each_request(serve: Callable[...,
 
 
 def test_a_connection_between_requests_has_the_keep_alive_time(serve: Callable[..., Served]) -> None:
-    """uvicorn's, 5 s: longer than a head may take here. It is no refusal."""
+    """Longer than a head may take. It is no refusal."""
     served = serve(header_timeout=0.2)
     with RawClient(served.port) as client:
         client.get("/health")
@@ -305,6 +308,7 @@ def serve_tls(serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch) -> 
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     trustme.CA().issue_cert("localhost").configure_cert(context)
     monkeypatch.setattr(status, "HttpServer", partial(HttpServer, tls=lambda: context))
+    monkeypatch.setattr(http_server, "_TLS_SHUTDOWN_S", 0.5)
     return serve
 
 

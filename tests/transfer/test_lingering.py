@@ -232,6 +232,8 @@ def test_a_write_after_a_cut_finds_its_way_although_every_connection_that_moonca
     assert pair.write(64) is Outcome.LANDED
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("impatient")
 def test_a_write_to_a_process_that_has_ended_may_linger(start: Callable[..., Pair]) -> None:
     pair = start()
     assert pair.write(64) is Outcome.LANDED

@@ -53,7 +53,7 @@ class Owner:
         self.process.communicate()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def owner() -> Iterator[Owner]:
     owner = Owner()
     yield owner
@@ -81,11 +81,12 @@ def test_every_byte_lands_where_it_should_and_nowhere_else(owner: Owner) -> None
 
 @pytest.mark.parametrize(("start", "length"), [(-1, 10), (SIZE - 5, 10)])
 def test_an_address_outside_the_memory_is_refused(owner: Owner, start: int, length: int) -> None:
-    source = np.ones(100, dtype=np.uint8)
+    before = owner.content(0, 10)
+    source = ~np.frombuffer(before, dtype=np.uint8)
     channel = SharedMemoryChannel(owner.memory)
     with pytest.raises(TransferError):
         write(channel, [batch(source, owner.memory.base, [(0, 0, 10), (0, start, length)])])
-    assert owner.content(0, 10) == bytes(10)
+    assert owner.content(0, 10) == before
 
 
 @pytest.mark.parametrize("change", [{"name": "another"}, {"fd": 0}, {"pid": os.getpid()}, {"pid": 2**22 + 1}])
@@ -107,8 +108,9 @@ def test_a_refusal_leaves_no_descriptor_behind(owner: Owner, change: dict[str, o
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_write_to_an_owner_that_ended_is_an_error(owner: Owner) -> None:
+def test_a_write_to_an_owner_that_ended_is_an_error() -> None:
     """The mapping outlives its owner; what is copied there is lost."""
+    owner = Owner()
     channel = SharedMemoryChannel(owner.memory)
     owner.kill()
     with pytest.raises(TransferError, match="has ended"):
