@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
+from model.backends.device import fuses
+
 
 @dataclass(frozen=True)
 class Rope:
@@ -11,7 +13,8 @@ class Rope:
 
     Both methods take x of shape [N, heads, rope_dim] and return the pairs' first members in the first half and their
     second members in the second half. They differ in where they find a pair in the input: next to each other
-    (interleaved), or half the width apart (half-split).
+    (interleaved), or half the width apart (half-split). `before` and `after`, [N, heads, any width], are put in front
+    of the result and behind it.
     """
 
     cos: torch.Tensor
@@ -23,14 +26,26 @@ class Rope:
         half = cos.shape[-1] // 2
         return cls(cos[:, None, :half], sin[:, None, :half])
 
-    def interleaved(self, x: torch.Tensor) -> torch.Tensor:
-        return self._rotate(x[..., 0::2], x[..., 1::2])
+    def interleaved(
+        self, x: torch.Tensor, before: torch.Tensor | None = None, after: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return self._rotate(x, before, after, interleaved=True)
 
-    def half_split(self, x: torch.Tensor) -> torch.Tensor:
-        first, second = x.chunk(2, dim=-1)
-        return self._rotate(first, second)
+    def half_split(
+        self, x: torch.Tensor, before: torch.Tensor | None = None, after: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return self._rotate(x, before, after, interleaved=False)
 
-    def _rotate(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    def _rotate(
+        self, x: torch.Tensor, before: torch.Tensor | None, after: torch.Tensor | None, interleaved: bool
+    ) -> torch.Tensor:
+        if fuses(x):
+            # Here, since a machine without a GPU need not have Triton.
+            from model.backends.triton_rope import rotate
+
+            return rotate(x, self.cos, self.sin, before, after, interleaved)
+        first, second = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
         rotated_first = first * self.cos - second * self.sin
         rotated_second = second * self.cos + first * self.sin
-        return torch.cat((rotated_first, rotated_second), dim=-1)
+        parts = (before, rotated_first, rotated_second, after)
+        return torch.cat([part for part in parts if part is not None], dim=-1)

@@ -1,14 +1,12 @@
 """Which attention backend a node runs, chosen once from its configuration."""
 
-import importlib
-import os
-import shutil
 from typing import Literal
 
 import structlog
 import torch
 
 from base.errors import StartupError
+from model.backends.device import triton_obstacle
 from model.backends.protocol import AttentionBackend
 from model.backends.torch_backend import TorchBackend
 from model.spec import ModelSpec
@@ -41,17 +39,6 @@ def choose_backend(name: BackendName, device: torch.device, spec: ModelSpec) -> 
     from model.backends.triton_backend import TritonBackend
 
     return TritonBackend(spec.kv_format)
-
-
-def triton_obstacle() -> str | None:
-    """Why this machine cannot compile Triton kernels; None if it can."""
-    try:
-        importlib.import_module("triton")
-    except ImportError as error:
-        return f"needs the package triton, which cannot be imported ({error})"
-    if not (os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")):
-        return "needs a C compiler at run time, and there is none (CC, cc, gcc or clang)"
-    return None
 
 
 def _obstacle(device: torch.device, spec: ModelSpec) -> str | None:
