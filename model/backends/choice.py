@@ -17,6 +17,7 @@ log = structlog.get_logger(__name__)
 _MAX_LATENT_DIM = 512
 _MAX_ROPE_DIM = 64
 _MAX_INDEX_DIM = 128
+_MAX_TOPK = 8192
 
 BackendName = Literal["auto", "triton", "torch"]
 
@@ -51,6 +52,7 @@ def _obstacle(device: torch.device, spec: ModelSpec) -> str | None:
         ("kv_lora_rank", spec.latent_dim, _MAX_LATENT_DIM),
         ("qk_rope_head_dim", spec.item_dim - spec.latent_dim, _MAX_ROPE_DIM),
         ("index_head_dim", spec.index_dim, _MAX_INDEX_DIM),
+        ("index_topk", spec.index_topk, _MAX_TOPK),
     ):
         if size > limit:
             return f"takes a {what} of at most {limit}, not {size}"
