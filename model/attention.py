@@ -45,7 +45,7 @@ class LatentAttention:
         """The KV items [N, item_dim] of normed hidden states [N, hidden_size]."""
         compressed = self._module.kv_a_proj_with_mqa(hidden).unsqueeze(1)
         latent, key_rope = compressed.split((self.latent_dim, self._rope_dim), dim=-1)
-        return rope.interleaved(key_rope, before=self._latent_norm(latent)).squeeze(1)
+        return rope.rotate(key_rope, self._latent_norm(latent), interleaved=True, beside_first=True).squeeze(1)
 
     def queries(self, hidden: torch.Tensor, rope: Rope) -> AttentionQueries:
         """The queries of normed hidden states [N, hidden_size]."""
@@ -54,7 +54,7 @@ class LatentAttention:
         queries = module.q_b_proj(latents).view(len(hidden), -1, self._nope_dim + self._rope_dim)
         query_nope, query_rope = queries.split((self._nope_dim, self._rope_dim), dim=-1)
         absorbed = torch.einsum("nhd,hdr->nhr", query_nope, self._key_map)
-        return AttentionQueries(rope.interleaved(query_rope, before=absorbed), latents)
+        return AttentionQueries(rope.rotate(query_rope, absorbed, interleaved=True, beside_first=True), latents)
 
     def output(self, latents: torch.Tensor) -> torch.Tensor:
         """Map each head's attended latent, shape [N, heads, latent_dim], to hidden states [N, hidden_size]."""

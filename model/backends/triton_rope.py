@@ -9,114 +9,85 @@ _MAX_HEADS = 8
 
 
 def rotate(
-    x: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    before: torch.Tensor | None,
-    after: torch.Tensor | None,
-    interleaved: bool,
+    x: torch.Tensor, beside: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, beside_first: bool
 ) -> torch.Tensor:
-    """What `model.rope.Rope` describes: [before | rotated x | after], each [N, heads, its width], rounded as there.
-
-    cos, sin: [N, 1, rope_dim / 2]. Raises ValueError for tensors that do not fit together.
-    """
+    """`model.rope.Rope.rotate`, rounded as there. Raises ValueError for tensors that do not fit together."""
     tokens, heads, rope_dim = x.shape
-    front, back = (x[..., :0] if part is None else part for part in (before, after))
-    inputs = (x, front, back)
-    angles = (tokens, 1, rope_dim // 2)
-    if any(part.shape[:2] != x.shape[:2] or part.dtype != x.dtype or part.stride(2) != 1 for part in inputs) or any(
-        part.shape != angles or part.dtype != x.dtype or part.stride() != cos.stride() or part.stride(2) != 1
-        for part in (cos, sin)
-    ):
+    half, width = rope_dim // 2, beside.shape[-1]
+    parts = (x, beside, cos, sin)
+    fits = beside.shape[:2] == x.shape[:2] and cos.shape == sin.shape == (tokens, 1, half)
+    if not fits or any(part.stride(2) != 1 or part.dtype != x.dtype for part in parts):
         raise ValueError(
-            f"expected parts [{tokens}, {heads}, any] of {x.dtype} with contiguous rows and angles {angles}, found "
-            f"{[(tuple(part.shape), part.dtype, part.stride()) for part in (*inputs, cos, sin)]}"
+            f"expected x and beside [{tokens}, {heads}, any], cos and sin [{tokens}, 1, {half}], of {x.dtype} in "
+            f"contiguous rows, found {[(tuple(part.shape), part.dtype, part.stride()) for part in parts]}"
         )
-    out = x.new_empty(tokens, heads, front.shape[2] + rope_dim + back.shape[2])
+    out = x.new_empty(tokens, heads, rope_dim + width)
     block_heads = min(triton.next_power_of_2(heads), _MAX_HEADS)
     if tokens:
         with torch.cuda.device(x.device):
             _rotate[(tokens, triton.cdiv(heads, block_heads))](
                 x,
+                beside,
                 cos,
                 sin,
-                front,
-                back,
                 out,
                 *x.stride()[:2],
+                *beside.stride()[:2],
                 cos.stride(0),
-                *front.stride()[:2],
-                *back.stride()[:2],
+                sin.stride(0),
                 heads,
-                rope_dim // 2,
-                front.shape[2],
-                back.shape[2],
+                half,
+                width,
                 interleaved,
+                beside_first,
                 block_heads,
-                block_half=triton.next_power_of_2(rope_dim // 2),
-                block_front=triton.next_power_of_2(max(1, front.shape[2])),
-                block_back=triton.next_power_of_2(max(1, back.shape[2])),
+                block_half=triton.next_power_of_2(half),
+                block_width=triton.next_power_of_2(width),
             )
     return out
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _copy(source: tl.tensor, target: tl.tensor, real_head: tl.tensor, width: tl.constexpr, block: tl.constexpr) -> None:
-    """Rows of `width` elements. source, target: pointers [heads, 1] to where each begins."""
-    column = tl.arange(0, block)[None, :]
-    real = real_head[:, None] & (column < width)
-    tl.store(target + column, tl.load(source + column, mask=real), mask=real)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
 def _rotate(
     x: tl.tensor,
+    beside: tl.tensor,
     cos: tl.tensor,
     sin: tl.tensor,
-    front: tl.tensor,
-    back: tl.tensor,
     out: tl.tensor,
     x_token: tl.tensor,
     x_head: tl.tensor,
-    angle_token: tl.tensor,
-    front_token: tl.tensor,
-    front_head: tl.tensor,
-    back_token: tl.tensor,
-    back_head: tl.tensor,
+    beside_token: tl.tensor,
+    beside_head: tl.tensor,
+    cos_token: tl.tensor,
+    sin_token: tl.tensor,
     heads: tl.constexpr,
     half: tl.constexpr,
-    front_dim: tl.constexpr,
-    back_dim: tl.constexpr,
+    width: tl.constexpr,
     interleaved: tl.constexpr,
+    beside_first: tl.constexpr,
     block_heads: tl.constexpr,
     block_half: tl.constexpr,
-    block_front: tl.constexpr,
-    block_back: tl.constexpr,
+    block_width: tl.constexpr,
 ) -> None:
     """One token, some heads. Names with _token and _head: strides."""
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * block_heads + tl.arange(0, block_heads)
-    real_head = head < heads
-    pair = tl.arange(0, block_half)
-    real = real_head[:, None] & (pair < half)[None, :]
-    dtype = out.dtype.element_ty
+    head = (tl.program_id(1) * block_heads + tl.arange(0, block_heads))[:, None]
+    pair, column = tl.arange(0, block_half)[None, :], tl.arange(0, block_width)[None, :]
+    real, real_column = (head < heads) & (pair < half), (head < heads) & (column < width)
+    row = out + (token * heads + head) * (2 * half + width)
 
-    angle = token * angle_token + pair
-    c = tl.load(cos + angle, mask=pair < half)[None, :].to(tl.float32)
-    s = tl.load(sin + angle, mask=pair < half)[None, :].to(tl.float32)
-    row = x + token * x_token + head[:, None] * x_head
-    first = tl.load(row + (2 * pair if interleaved else pair)[None, :], mask=real).to(tl.float32)
-    second = tl.load(row + (2 * pair + 1 if interleaved else half + pair)[None, :], mask=real).to(tl.float32)
+    c = tl.load(cos + token * cos_token + pair, mask=pair < half).to(tl.float32)
+    s = tl.load(sin + token * sin_token + pair, mask=pair < half).to(tl.float32)
+    begin = x + token * x_token + head * x_head
+    first = tl.load(begin + (2 * pair if interleaved else pair), mask=real).to(tl.float32)
+    second = tl.load(begin + (2 * pair + 1 if interleaved else half + pair), mask=real).to(tl.float32)
     # Products are rounded before they are added, as torch rounds them.
+    dtype = out.dtype.element_ty
     rotated_first = (first * c).to(dtype).to(tl.float32) - (second * s).to(dtype).to(tl.float32)
     rotated_second = (second * c).to(dtype).to(tl.float32) + (first * s).to(dtype).to(tl.float32)
+    roped = row + (width if beside_first else 0) + pair
+    tl.store(roped, rotated_first, mask=real)
+    tl.store(roped + half, rotated_second, mask=real)
 
-    place = out + (token * heads + head[:, None]) * (front_dim + 2 * half + back_dim)
-    tl.store(place + front_dim + pair[None, :], rotated_first, mask=real)
-    tl.store(place + front_dim + half + pair[None, :], rotated_second, mask=real)
-    if front_dim > 0:
-        begin = front + token * front_token + head[:, None] * front_head
-        _copy(begin, place, real_head, front_dim, block_front)
-    if back_dim > 0:
-        begin = back + token * back_token + head[:, None] * back_head
-        _copy(begin, place + front_dim + 2 * half, real_head, back_dim, block_back)
+    passed = tl.load(beside + token * beside_token + head * beside_head + column, mask=real_column)
+    tl.store(row + (0 if beside_first else 2 * half) + column, passed, mask=real_column)

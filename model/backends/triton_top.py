@@ -10,7 +10,9 @@ import triton.language as tl
 
 MAX_K = 8192
 _CHUNK = 16384
-"""At least twice MAX_K, so that each round halves the row at least, and below 2**16, so that two counts share a word."""
+"""At least twice MAX_K, so that each round halves the row, and below 2**16, so that a word holds two counts."""
+_LEAST_CHUNK = 2048
+"""Less would only be more variants to compile."""
 _ELEMENTS_PER_WARP = 512
 
 
@@ -26,7 +28,7 @@ def top_positions(scores: torch.Tensor, k: int) -> torch.Tensor:
         raise ValueError(f"expected contiguous float32 scores and k from 1 to {MAX_K}, found {scores.dtype} and k {k}")
     positions: torch.Tensor | None = None
     while rows:
-        block = min(triton.next_power_of_2(width), _CHUNK)
+        block = min(max(triton.next_power_of_2(width), _LEAST_CHUNK), _CHUNK)
         chunks = triton.cdiv(width, block)
         selected = torch.empty(rows, chunks * k, dtype=torch.int64, device=scores.device)
         best = scores.new_empty(selected.shape if chunks > 1 else 0)
@@ -41,7 +43,7 @@ def top_positions(scores: torch.Tensor, k: int) -> torch.Tensor:
                 block,
                 first=positions is None,
                 last=chunks == 1,
-                num_warps=max(1, min(16, block // _ELEMENTS_PER_WARP)),
+                num_warps=min(16, block // _ELEMENTS_PER_WARP),
             )
         if chunks == 1:
             return selected
@@ -49,14 +51,14 @@ def top_positions(scores: torch.Tensor, k: int) -> torch.Tensor:
     return torch.empty(0, k, dtype=torch.int64, device=scores.device)
 
 
-@triton.jit(do_not_specialize=["width"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["width", "k"])  # type: ignore[untyped-decorator]
 def _select(
     scores: tl.tensor,
     positions: tl.tensor,
     best: tl.tensor,
     selected: tl.tensor,
     width: tl.tensor,
-    k: tl.constexpr,
+    k: tl.tensor,
     block: tl.constexpr,
     first: tl.constexpr,
     last: tl.constexpr,
