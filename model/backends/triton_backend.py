@@ -16,7 +16,7 @@ SCORE_BLOCK_BYTES = 64 << 20
 class TritonBackend:
     """Never waits for the device. See AttentionBackend.
 
-    What is selected among equal scores is not defined: it may differ from what the torch backend selects.
+    Of equal scores it selects the first, which may differ from what the torch backend selects.
     """
 
     name = "triton"
