@@ -5,12 +5,11 @@ do not (a top_k beyond them, or a top_p of logits so flat that they do not make 
 tokens. On a CUDA device a kernel does that which returns at once for rows that are decided, so the host need not know.
 """
 
-import functools
 from dataclasses import dataclass
 
 import torch
 
-from model.backends.choice import triton_obstacle
+from model.backends.device import has_triton
 
 CANDIDATES = 1024
 
@@ -31,7 +30,7 @@ def find_threshold(
     scaled: float32 [n, vocab], logits over temperature, less their maximum. top_k, top_p: float64 [n, 1], at least 1
     and above 0. The likeliest token always stays; top_p counts the probabilities that top_k leaves.
     """
-    if scaled.is_cuda and not _has_triton():
+    if scaled.is_cuda and not has_triton():
         candidates = scaled.shape[1]
     threshold, decided = _among_likeliest(scaled, top_k, top_p, candidates)
     if scaled.is_cuda:
@@ -70,8 +69,3 @@ def _among_likeliest(
     # With all tokens at hand there is nothing left to find.
     decided |= ordered.shape[1] == vocab
     return Threshold(least, equals), decided.squeeze(1)
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return triton_obstacle() is None
