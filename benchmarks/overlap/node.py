@@ -188,7 +188,7 @@ def main() -> None:
     clock = WaitClock()
     Download.wait = clock.timed(Download.wait)  # type: ignore[method-assign]
     if step_ms > 0:
-        process.ModelRunner = partial(StubRunner, step_ms / 1e3, clock)  # type: ignore[attr-defined]
+        process.ModelRunner = partial(StubRunner, step_ms / 1e3, clock)  # type: ignore[assignment, attr-defined]
     recorder = Recorder(records, clock)
     turn = DecodeNode._turn
 

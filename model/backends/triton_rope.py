@@ -11,7 +11,7 @@ _MAX_HEADS = 8
 def rotate(
     x: torch.Tensor, beside: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, beside_first: bool
 ) -> torch.Tensor:
-    """`model.rope.Rope.rotate`, rounded as there. Raises ValueError for tensors that do not fit together."""
+    """`model.rope.Rope.rotate`, but for the rounding of products. Raises ValueError for tensors."""
     tokens, heads, rope_dim = x.shape
     half, width = rope_dim // 2, beside.shape[-1]
     parts = (x, beside, cos, sin)
@@ -81,13 +81,9 @@ def _rotate(
     begin = x + token * x_token + head * x_head
     first = tl.load(begin + (2 * pair if interleaved else pair), mask=real).to(tl.float32)
     second = tl.load(begin + (2 * pair + 1 if interleaved else half + pair), mask=real).to(tl.float32)
-    # Products are rounded before they are added, as torch rounds them.
-    dtype = out.dtype.element_ty
-    rotated_first = (first * c).to(dtype).to(tl.float32) - (second * s).to(dtype).to(tl.float32)
-    rotated_second = (second * c).to(dtype).to(tl.float32) + (first * s).to(dtype).to(tl.float32)
     roped = row + (width if beside_first else 0) + pair
-    tl.store(roped, rotated_first, mask=real)
-    tl.store(roped + half, rotated_second, mask=real)
+    tl.store(roped, first * c - second * s, mask=real)
+    tl.store(roped + half, second * c + first * s, mask=real)
 
     passed = tl.load(beside + token * beside_token + head * beside_head + column, mask=real_column)
     tl.store(row + (0 if beside_first else 2 * half) + column, passed, mask=real_column)

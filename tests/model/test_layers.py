@@ -8,7 +8,7 @@ from transformers import AutoConfig
 from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32MoE, DeepseekV32RMSNorm
 from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaMoE
 
-from model.experts import feed_forward
+from model.experts import MixtureOfExperts, feed_forward
 from model.norm import RMSNorm
 from model.router import Router
 
@@ -63,6 +63,16 @@ def test_a_mixture_of_experts_computes_what_the_reference_computes(module: type)
     ours = feed_forward(reference)
     assert ours is not reference
     assert torch.equal(ours(hidden), reference(hidden[None])[0])
+
+
+def test_grouped_experts_are_the_references() -> None:
+    reference = mixture(DeepseekV32MoE, 32, 8, 8, 4, True).bfloat16()
+    hidden = randn(20, 48).bfloat16()
+    weights, ids = Router.of(reference.gate).route(hidden)
+    expected = reference.experts(hidden, ids, weights)
+    torch.testing.assert_close(
+        MixtureOfExperts(reference)._grouped(hidden, ids, weights), expected, rtol=0.02, atol=0.05
+    )
 
 
 def test_a_norm_is_the_references_in_float32() -> None:

@@ -93,6 +93,8 @@ class Sending:
     ) -> None:
         rows = NUM_PAGES * PAGE_SIZE
         self.layers = [torch.rand(rows, dim, device=device) for dim in (ITEM_DIM, ITEM_DIM, 8)]
+        if device.type == "cuda":
+            torch.cuda.synchronize()  # the forward pass that is said to be over has written them
         source = HostSource(self.layers) if device.type == "cpu" else DeviceSource(self.layers)
         self.target = [torch.zeros(NUM_SLOTS, layer.shape[1]) for layer in self.layers]
         self.channels: dict[str, LateChannel] = {}
