@@ -27,26 +27,21 @@ from tests.gpu.test_attention_backends import CUDA, captured, generator, randn
     ("tokens", "heads", "rope_dim", "width"),
     [(1, 1, 64, 512), (64, 128, 64, 512), (64, 64, 64, 64), (3, 20, 10, 7), (300, 3, 16, 48)],
 )
-def test_rotation_is_that_of_torch(
+def test_rotation_is_that_of_torch_rounded_once(
     tokens: int, heads: int, rope_dim: int, width: int, beside_first: bool, interleaved: bool, dtype: torch.dtype
 ) -> None:
     """Of parts of wider tensors, and beside one whose heads come before its tokens."""
     angles = 6 * torch.rand(tokens, rope_dim // 2, device=CUDA, generator=generator())
     both = torch.cat((angles, angles), -1)
-    here = Rope.from_angles(both.cos().to(dtype).cpu(), both.sin().to(dtype).cpu())
+    rope = Rope.from_angles(both.cos().to(dtype), both.sin().to(dtype))
     x = randn(tokens, heads, rope_dim + 6, dtype=dtype, seed=1)[..., 6:]
     beside = randn(heads, tokens, width, dtype=dtype, seed=2).transpose(0, 1)
-    there = rotate(x, beside, here.cos.to(CUDA), here.sin.to(CUDA), interleaved, beside_first)
-    expected = here.rotate(x.cpu(), beside.cpu(), interleaved=interleaved, beside_first=beside_first)
-    # A product may be added without being rounded before: off by as much as rounding it moves it.
-    step = 2**-8 if dtype == torch.bfloat16 else 2**-23
-    first, second = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
-    bound = step * (first.abs() + second.abs()).float().cpu().repeat(1, 1, 2)
-    at = width if beside_first else 0
-    off = (there.cpu().float() - expected.float()).abs()
-    assert (off[..., at : at + rope_dim] <= bound).all()
-    off[..., at : at + rope_dim] = 0
-    assert not off.any(), "what is beside it is copied"
+    rotated = rotate(x, beside, rope.cos, rope.sin, interleaved, beside_first)
+    exact = Rope(rope.cos.double(), rope.sin.double()).rotate(
+        x.double(), beside.double(), interleaved=interleaved, beside_first=beside_first
+    )
+    step = 2**-8 if dtype == torch.bfloat16 else 1e-6
+    torch.testing.assert_close(rotated.double(), exact, rtol=step, atol=1e-6)
 
 
 def test_parts_that_do_not_fit_together_are_refused() -> None:
@@ -184,7 +179,9 @@ def test_grouped_experts_compute_what_each_expert_computes(tokens: int) -> None:
         for weight, number in zip(weights[token], ids[token].tolist(), strict=True):
             gate, up = (module.experts.gate_up_proj[number].double() @ hidden[token].double()).chunk(2)
             expected[token] += weight * (module.experts.down_proj[number].double() @ (F.silu(gate) * up))
-    torch.testing.assert_close(MixtureOfExperts(module)(hidden).double(), expected, rtol=0.03, atol=0.03)
+    off = MixtureOfExperts(module)(hidden).double() - expected
+    assert off.norm() <= 0.01 * expected.norm()
+    assert off.abs().max() <= 0.03 * expected.abs().max()
 
 
 # Norms
