@@ -125,11 +125,10 @@ class Message(WireModel):
 
 
 class Register(Message):
-    """Node to gateway, at start and whenever the gateway does not know the node. Registered or Refused answers it.
+    """Node to gateway, at start and whenever the gateway does not know it. Registered or Refused answers it.
 
-    via: the address at which the node was told to find the gateway, which answers repeat, since a gateway may call
-    itself otherwise; stable. max_request_tokens: the longest prompt that a prefill node takes, and the longest prompt
-    with its output that a decode node does. local_prefill: whether a decode node can compute prompts itself.
+    via: where the node was told to find the gateway, which may name itself otherwise; stable. max_request_tokens: the
+    longest prompt (prefill), or prompt and output (decode). local_prefill: whether a decode node computes prompts.
     """
 
     via: Address
@@ -156,10 +155,9 @@ class Refused(Message):
 
 
 class Heartbeat(Message):
-    """Node to gateway, every second. HeartbeatAck answers it, or Refused by a gateway of another wire version.
+    """Node to gateway, every second. HeartbeatAck answers it, or Refused from another wire version. via: stable.
 
-    via: stable. queued_tokens: prompt tokens that wait at a prefill node, or KV tokens that the requests of a decode
-    node hold or may come to hold.
+    queued_tokens: prompt tokens that wait (prefill), or KV tokens that requests hold or may come to hold (decode).
     """
 
     via: Address
@@ -171,8 +169,7 @@ class Heartbeat(Message):
 class HeartbeatAck(Message):
     """Gateway to node. A node that is not `known` registers again.
 
-    For decode nodes: prefill_nodes, the one with the least load first; longest_prompts, as in Generate; leaving, the
-    boot ids of prefill nodes that take no more requests.
+    prefill_nodes: the least loaded first. longest_prompts: see Generate. leaving: boot ids of prefill nodes.
     """
 
     via: Address
@@ -358,8 +355,7 @@ class PrefillRequest(Message):
     """Decode node to prefill node: compute these tokens and write their KV to these slots.
 
     token_ids: all tokens of the sequence but the last, which the decode node computes. extents: (start, length) runs of
-    destination slots in the order of positions. hisparse: whether the slots are in host memory.
-    Repeated until PrefillAccepted, or whatever else ends the attempt.
+    slots in the order of positions. hisparse: whether the slots are in host memory. Repeated until PrefillAccepted.
     """
 
     attempt: AttemptId

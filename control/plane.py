@@ -127,8 +127,7 @@ class ControlPlane:
 
     @property
     def refused(self) -> Mapping[str, int]:
-        """Connections and messages that were refused, by reason: those of `Access.refused`, and `version`, messages of
-        another wire version that were not acted on."""
+        """What was refused, by reason: see `Access.refused`, and `version` for messages of another wire version."""
         return {**self._access.refused, "version": self._other_versions}
 
     def start(self) -> None:

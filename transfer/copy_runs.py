@@ -146,14 +146,6 @@ def _copy_all(sources: Any, destinations: Any, lengths: Any) -> None:
         _memcpy(destinations[i], sources[i], lengths[i])
 
 
-@numba.njit("boolean(int64[:], int64[:], int64, int64)")  # type: ignore[untyped-decorator]
-def _all_within(starts: Any, lengths: Any, base: int, size: int) -> bool:
-    outside = 0
-    for i in range(len(lengths)):
-        outside += not 0 <= starts[i] - base <= size - lengths[i]
-    return outside == 0
-
-
 @numba.njit("int64(int64[:], int64[:], int64[:], int64, int64[:])", nogil=True)  # type: ignore[untyped-decorator]
 def _copy_shares(sources: Any, destinations: Any, lengths: Any, shift: int, taken: Any) -> int:
     share, copied = max(1, len(lengths) // _SHARES), 0
@@ -170,8 +162,8 @@ def _copy_shares(sources: Any, destinations: Any, lengths: Any, shift: int, take
 
 def all_within(batch: Descriptors, base: int, length: int) -> bool:
     """Whether every destination lies within [base, base + length)."""
-    within: bool = _all_within(batch.destinations, batch.lengths, base, length)
-    return within
+    offsets = batch.destinations - base
+    return bool(np.all((offsets >= 0) & (offsets <= length - batch.lengths)))
 
 
 def copy_runs(batch: Descriptors) -> None:

@@ -11,7 +11,6 @@ import random
 import re
 import socket
 from collections.abc import Iterable
-from dataclasses import dataclass
 from ipaddress import ip_address
 
 import psutil
@@ -24,39 +23,26 @@ _HANDED_OUT = range(32768, 61000)
 _UNPRIVILEGED = range(1024, 65536)
 
 
-@dataclass(frozen=True)
-class PortRange:
-    """Ports from `first` to `last`, both included."""
-
-    first: int
-    last: int
-
-    def __str__(self) -> str:
-        return f"{self.first}-{self.last}"
-
-    def __len__(self) -> int:
-        return self.last - self.first + 1
-
-    @classmethod
-    def parse(cls, text: str, engines: int) -> "PortRange":
-        """Read MIN-MAX for that many engines. Raises StartupError if it cannot work."""
-        match = re.fullmatch(r"(\d{1,5})-(\d{1,5})", text)
-        if match is None:
-            raise StartupError(f"--transfer-ports {text}: expected MIN-MAX, as in 15000-15015")
-        ports = cls(int(match[1]), int(match[2]))
-        if ports.first not in _UNPRIVILEGED or ports.last not in _UNPRIVILEGED or ports.first > ports.last:
-            raise StartupError(f"--transfer-ports {text}: expected MIN-MAX from 1024 to 65535, the smaller first")
-        if ports.first < _HANDED_OUT.stop and ports.last >= _HANDED_OUT.start:
-            raise StartupError(
-                f"--transfer-ports {text}: Mooncake takes none from {_HANDED_OUT.start} to {_HANDED_OUT.stop - 1}, "
-                "which systems hand out to outgoing connections; choose others"
-            )
-        if len(ports) < engines * PORTS_PER_ENGINE:
-            raise StartupError(
-                f"--transfer-ports {text}: {len(ports)} ports, but {engines * PORTS_PER_ENGINE} are needed, "
-                f"{PORTS_PER_ENGINE} per engine"
-            )
-        return ports
+def parse_ports(text: str, engines: int) -> range:
+    """Read MIN-MAX, both included, for that many engines. Raises StartupError if it cannot work."""
+    match = re.fullmatch(r"(\d{1,5})-(\d{1,5})", text)
+    if match is None:
+        raise StartupError(f"--transfer-ports {text}: expected MIN-MAX, as in 15000-15015")
+    first, last = int(match[1]), int(match[2])
+    if first not in _UNPRIVILEGED or last not in _UNPRIVILEGED or first > last:
+        raise StartupError(f"--transfer-ports {text}: expected MIN-MAX from 1024 to 65535, the smaller first")
+    if first < _HANDED_OUT.stop and last >= _HANDED_OUT.start:
+        raise StartupError(
+            f"--transfer-ports {text}: Mooncake takes none from {_HANDED_OUT.start} to {_HANDED_OUT.stop - 1}, "
+            "which systems hand out to outgoing connections; choose others"
+        )
+    ports = range(first, last + 1)
+    if len(ports) < engines * PORTS_PER_ENGINE:
+        raise StartupError(
+            f"--transfer-ports {text}: {len(ports)} ports, but {engines * PORTS_PER_ENGINE} are needed, "
+            f"{PORTS_PER_ENGINE} per engine"
+        )
+    return ports
 
 
 class ClaimedPorts:
@@ -65,7 +51,7 @@ class ClaimedPorts:
     Until this process ends, no other that claims ports gets them. Raises StartupError if the range has none left.
     """
 
-    def __init__(self, within: PortRange, engines: int) -> None:
+    def __init__(self, within: range, engines: int) -> None:
         self._claim, self._held = _claim(within, engines * PORTS_PER_ENGINE)
         self._ports = range(min(self._held), max(self._held) + 1)
         os.environ["MC_MIN_RPC_PORT"] = str(self._ports[0])
@@ -104,9 +90,9 @@ def reachable_addresses() -> list[str]:
     )
 
 
-def _claim(within: PortRange, count: int) -> tuple[socket.socket, dict[int, socket.socket]]:
+def _claim(within: range, count: int) -> tuple[socket.socket, dict[int, socket.socket]]:
     """The socket whose name claims that many neighbouring ports, and the sockets that hold them, by port."""
-    starts = list(range(within.first, within.last - count + 2, count))
+    starts = within[: len(within) - count + 1 : count]
     # At random: the ports of a process that has just ended are not free for a minute.
     for first in random.sample(starts, len(starts)):
         claim = _named(first)
@@ -118,8 +104,8 @@ def _claim(within: PortRange, count: int) -> tuple[socket.socket, dict[int, sock
         for socket_ in (claim, *held.values()):
             socket_.close()
     raise StartupError(
-        f"--transfer-ports {within}: no {count} neighbouring ports are free; a process that ends leaves its own taken "
-        "for a minute. Give a larger range"
+        f"--transfer-ports {within[0]}-{within[-1]}: no {count} neighbouring ports are free; a process that ends "
+        "leaves its own taken for a minute. Give a larger range"
     )
 
 
