@@ -8,7 +8,6 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Self
 
 import structlog
 
@@ -36,10 +35,6 @@ class _Gateway:
     """When it was last logged that it does not answer."""
     refusal: str | None = None
     """Why it refused this node the last time; None if it has registered it since."""
-
-    @classmethod
-    def at(cls, address: str) -> Self:
-        return cls(Peer(role="gateway", address=address, boot_id="unknown"))
 
 
 class Membership:
@@ -136,7 +131,10 @@ class Membership:
     def _take_in(self, listed: frozenset[str]) -> None:
         """Add the gateways that are new, and forget those that are neither listed nor heard."""
         now = time.monotonic()
-        gateways = {address: self._gateways.get(address) or _Gateway.at(address) for address in sorted(listed)}
+        gateways = {
+            address: self._gateways.get(address) or _Gateway(Peer(role="gateway", address=address, boot_id="unknown"))
+            for address in sorted(listed)
+        }
         for address, gateway in self._gateways.items():
             if address in listed or now - gateway.last_heard <= FORGOTTEN_AFTER_S:
                 gateways[address] = gateway

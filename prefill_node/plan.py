@@ -25,7 +25,7 @@ class Part:
         table is walked from end to end, and not all over."""
         if item_bytes not in self._direct:
             runs = self._runs.in_order_of_destinations()
-            self._direct[item_bytes] = runs.descriptors(0, 0, item_bytes).cut(self._most_bytes)
+            self._direct[item_bytes] = runs.descriptors(item_bytes).cut(self._most_bytes)
         return self._direct[item_bytes]
 
     def packed(self, item_bytes: int) -> tuple[Descriptors, Descriptors]:
@@ -33,8 +33,8 @@ class Part:
         if item_bytes not in self._packed:
             into, out = self._runs.pack()
             self._packed[item_bytes] = (
-                into.descriptors(0, 0, item_bytes),
-                out.descriptors(0, 0, item_bytes).cut(self._most_bytes),
+                into.descriptors(item_bytes),
+                out.descriptors(item_bytes).cut(self._most_bytes),
             )
         return self._packed[item_bytes]
 

@@ -116,13 +116,9 @@ class Runs:
         out = Runs(first, self.destinations[begins], np.diff(first, append=stops[-1:]))
         return Runs(self.sources, packed, self.lengths), out
 
-    def descriptors(self, source_base: int, destination_base: int, item_bytes: int) -> Descriptors:
-        """The runs of one layer as addresses."""
-        return Descriptors(
-            source_base + self.sources * item_bytes,
-            destination_base + self.destinations * item_bytes,
-            self.lengths * item_bytes,
-        )
+    def descriptors(self, item_bytes: int) -> Descriptors:
+        """The same in bytes, as offsets in buffers of that item size."""
+        return Descriptors(self.sources * item_bytes, self.destinations * item_bytes, self.lengths * item_bytes)
 
 
 def expand_extents(extents: tuple[tuple[int, int], ...], num_positions: int | None = None) -> Int64s:
