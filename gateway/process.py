@@ -137,7 +137,7 @@ class Gateway:
         self.control.start()
         log.info("gateway starts", **self._sizes)
         sweeping = asyncio.create_task(self._client.sweep())
-        serving = asyncio.create_task(self._http.serve(sockets=[self._listener]))
+        serving = asyncio.create_task(self._http.serve())
         stopping = asyncio.create_task(self._drained())
         await asyncio.wait((serving, stopping, sweeping), return_when=asyncio.FIRST_COMPLETED)
         log.info("gateway stops", requests=self._client.in_flight)
