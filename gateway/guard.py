@@ -1,7 +1,6 @@
-"""What a request must pass before the API sees it: a key, a bounded body, a place among those being served."""
+"""Middleware in front of the API: checks the key, bounds bodies, and bounds the requests that are served at a time."""
 
 import math
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from prometheus_client import Counter
@@ -13,14 +12,14 @@ from gateway.errors import DRAINING, ApiError
 from gateway.keys import ApiKeys
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/version"})
-"""For probes and scrapes, which carry no key. Every other path needs one, whether it exists or not."""
+"""For probes and scrapes, which have no key. Every other path needs one, whether it exists or not."""
 
 _BUSY_RETRY_S = 1.0
 
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """`max_total_bytes`: of all requests that are served; one counts with its body, or its prompt if that is more."""
+    """max_total_bytes: of all requests being served. A request counts with its body, or its prompt if that is more."""
 
     max_body_bytes: int
     max_concurrent_requests: int
@@ -28,11 +27,11 @@ class RequestLimits:
 
 
 _BYTES_PER_TOKEN = 8
-"""What a prompt token counts: as much as an id in JSON, so that a request counts alike however its prompt came."""
+"""Of a prompt token: as much as an id takes in JSON, so that a prompt counts the same as text and as ids."""
 
 
-class Hold:
-    """What one request takes of the bytes that all requests may have."""
+class RequestBytes:
+    """The bytes that one request counts with."""
 
     def __init__(self, guard: "Guard") -> None:
         self._guard = guard
@@ -50,7 +49,7 @@ class Hold:
 
 
 class Guard:
-    """ASGI middleware. `keys` None: everyone may ask. Refusals are counted in `refused` by reason."""
+    """ASGI middleware. keys: None lets everyone in. refused: counts refusals by reason."""
 
     def __init__(self, app: ASGIApp, keys: ApiKeys | None, limits: RequestLimits, refused: Counter) -> None:
         self._app = app
@@ -58,7 +57,7 @@ class Guard:
         self._limits = limits
         self._refused = refused
         self.serving = 0
-        """Requests let in and not answered to the end."""
+        """Requests that were admitted and are not answered completely."""
         self.held = 0
         """Their bytes."""
 
@@ -66,18 +65,18 @@ class Guard:
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
             await self._app(scope, receive, send)
             return
-        hold = Hold(self)
+        counted = RequestBytes(self)
         try:
-            self._admit(Request(scope), hold)
+            self._admit(Request(scope), counted)
         except ApiError as error:
             await error_response(error)(scope, receive, send)
             return
         self.serving += 1
         try:
-            await self._app({**scope, "hold": hold}, self._bounded(receive, hold), send)
+            await self._app({**scope, "counted": counted}, self._bounded(receive, counted), send)
         finally:
             self.serving -= 1
-            self.held -= hold.held
+            self.held -= counted.held
 
     def take(self, size: int) -> None:
         """Raises ApiError (429) if all requests together would hold too many bytes."""
@@ -85,8 +84,8 @@ class Guard:
             raise self._refusal("too_many_bytes", _busy("holds as many bytes of requests as it may"))
         self.held += size
 
-    def _admit(self, request: Request, hold: Hold) -> None:
-        """Raises ApiError if the request goes no further. Nothing is said about limits to those without a key."""
+    def _admit(self, request: Request, counted: RequestBytes) -> None:
+        """Raises ApiError if the request is refused. The key comes first: others learn nothing about the limits."""
         if self._keys is not None and not self._keys.accept(request.headers.get("authorization", "").encode("latin-1")):
             raise self._refusal("api_key", _no_key(request))
         declared = request.headers.get("content-length")
@@ -94,10 +93,10 @@ class Guard:
             raise self._too_large()
         if self.serving >= self._limits.max_concurrent_requests:
             raise self._refusal("too_many_requests", _busy(f"serves {self.serving} requests already"))
-        hold.body(int(declared or 0))
+        counted.body(int(declared or 0))
 
-    def _bounded(self, receive: Receive, hold: Hold) -> Callable[[], Awaitable[Message]]:
-        """Raises ApiError once more of the body has come than is allowed: not every body declares its length."""
+    def _bounded(self, receive: Receive, counted: RequestBytes) -> Receive:
+        """`receive` that raises ApiError for a body that is too large: not every body declares its length."""
         received = 0
 
         async def bounded() -> Message:
@@ -106,7 +105,7 @@ class Guard:
             received += len(message.get("body", b""))
             if received > self._limits.max_body_bytes:
                 raise self._too_large()
-            hold.body(received)
+            counted.body(received)
             return message
 
         return bounded
@@ -121,14 +120,14 @@ class Guard:
 
 
 def error_response(error: ApiError) -> Response:
-    """The answer that tells a client about the error."""
+    """The HTTP response for an error."""
     headers = {}
     if error.retry_after is not None:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     if error.code == DRAINING:
-        # The client's next attempt takes a new connection, which leads to whoever serves then.
+        # A new connection leads the client's next attempt to a gateway that serves.
         headers["Connection"] = "close"
     return JSONResponse(error.body(), status_code=error.status, headers=headers)
 

@@ -1,4 +1,4 @@
-"""The two response formats of the OpenAI API, whole and in chunks."""
+"""The two response formats of OpenAI's API, whole and in chunks."""
 
 import time
 from abc import ABC, abstractmethod
@@ -7,6 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from control.messages import Token
+from gateway.api import GenerationRequest
+from gateway.attempt import TokenizedRequest
 from gateway.choice import Delta
 from gateway.tokenizer import CheckpointTokenizer
 
@@ -14,46 +16,37 @@ Json = dict[str, Any]
 
 
 class ResponseFormat(ABC):
-    """Renders one answer. Counts what it has rendered, so each delta is to be passed once, in order."""
+    """Renders one answer. Counts the tokens that it renders, so each delta must be passed once, in order."""
 
     kind: str
     chunk_kind: str
 
     def __init__(
-        self,
-        request_id: str,
-        model: str,
-        prompt_tokens: int,
-        tokenizer: CheckpointTokenizer,
-        *,
-        logprobs: bool,
-        token_ids: bool,
-        include_usage: bool,
+        self, request: GenerationRequest, tokenized: TokenizedRequest, model: str, tokenizer: CheckpointTokenizer
     ) -> None:
-        self.request_id = request_id
-        self._head: Json = {"id": request_id, "created": int(time.time()), "model": model}
-        self._prompt_tokens = prompt_tokens
+        self.request_id = tokenized.request_id
+        self._head: Json = {"id": self.request_id, "created": int(time.time()), "model": model}
+        self._prompt_tokens = len(tokenized.prompt_ids)
         self._completion_tokens = 0
         self._tokenizer = tokenizer
-        self._logprobs = logprobs
-        self._token_ids = token_ids
-        self._include_usage = include_usage
+        self._logprobs = tokenized.sampling.top_logprobs is not None
+        self._token_ids = bool(request.return_token_ids)
+        self._include_usage = request.include_usage
 
     def whole(self, deltas: Sequence[Delta]) -> Json:
         """The answer to a request that does not stream."""
         text = "".join(delta.text for delta in deltas)
-        # A stop string is no part of the text.
+        # The text ends before the stop string, but offsets count it.
         within = [replace(d, offsets=tuple(min(offset, len(text)) for offset in d.offsets)) for d in deltas]
         choice = self._choice(within) | self._whole_text(text)
         return self._head | {"object": self.kind, "choices": [choice], "usage": self._usage()}
 
     def opening(self) -> Json | None:
-        """The chunk that comes before any text, if the format has one."""
+        """The chunk before any text, if the format has one."""
         return None
 
     def chunk(self, delta: Delta) -> Json:
-        choice = self._choice([delta]) | self._chunk_text(delta.text)
-        return self._chunk([choice])
+        return self._chunk([self._choice([delta]) | self._chunk_text(delta.text)])
 
     def usage_chunk(self) -> Json | None:
         """The last chunk, if the client asked for usage."""
@@ -118,7 +111,7 @@ class CompletionFormat(ResponseFormat):
         by_text: dict[str, float | None] = {}
         for token_id, logprob in by_id.items():
             piece = self._tokenizer.piece(token_id)
-            # Several tokens may look alike, such as parts of characters.
+            # Several tokens may have the same text, such as parts of characters.
             by_text[f"token_id:{token_id}" if piece in by_text else piece] = logprob
         return by_text
 

@@ -1,4 +1,4 @@
-"""The HTTP face of the gateway: routes, streaming, errors as OpenAI error objects."""
+"""The /v1 routes: completions, chat completions and models, streaming, and error responses."""
 
 import asyncio
 import json
@@ -15,9 +15,9 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.api import ChatCompletionRequest, CompletionRequest
 from gateway.choice import Delta
-from gateway.completer import Asked, Completer
+from gateway.completer import ApiRequest, Completer
 from gateway.errors import ApiError
-from gateway.guard import Hold, error_response
+from gateway.guard import RequestBytes, error_response
 from gateway.responses import ChatFormat, CompletionFormat, ResponseFormat
 
 log = structlog.get_logger(__name__)
@@ -26,14 +26,9 @@ _CLIENT_LEFT = 499
 
 
 class OpenAiServer:
-    """Answers the /v1 routes. `refusal` says why no request is taken now, or None."""
+    """Answers the /v1 routes. `refusal` returns why no request can be taken now, or None."""
 
-    def __init__(
-        self,
-        completer: Completer,
-        refusal: Callable[[], ApiError | None],
-        model: str,
-    ) -> None:
+    def __init__(self, completer: Completer, refusal: Callable[[], ApiError | None], model: str) -> None:
         self._completer = completer
         self._refusal = refusal
         self._model = model
@@ -64,30 +59,22 @@ class OpenAiServer:
     async def _chat_completions(self, request: Request) -> Response:
         return await self._answer(request, ChatCompletionRequest, ChatFormat)
 
-    async def _answer(self, http: Request, kind: type[Asked], format_kind: type[ResponseFormat]) -> Response:
+    async def _answer(self, http: Request, kind: type[ApiRequest], format_kind: type[ResponseFormat]) -> Response:
         body = await http.body()
-        return await _unless_client_leaves(http, self._generate(body, kind, format_kind, http.scope["hold"]))
+        return await _unless_client_leaves(http, self._generate(body, kind, format_kind, http.scope["counted"]))
 
     async def _generate(
-        self, body: bytes, kind: type[Asked], format_kind: type[ResponseFormat], hold: Hold
+        self, body: bytes, kind: type[ApiRequest], format_kind: type[ResponseFormat], counted: RequestBytes
     ) -> Response:
-        """The whole answer, or a stream once its first tokens are there: until then an error has an HTTP status."""
-        request, job = await self._completer.job(body, kind, self._check_model)
-        hold.prompt(len(job.prompt_ids))
+        """The complete answer, or a stream once it has its first tokens: until then an error has an HTTP status."""
+        request, tokenized = await self._completer.tokenize(body, kind, self._check_model)
+        counted.prompt(len(tokenized.prompt_ids))
         if refusal := self._refusal():
             raise refusal
-        answer = format_kind(
-            job.request_id,
-            self._model,
-            len(job.prompt_ids),
-            self._completer.tokenizer,
-            logprobs=job.sampling.top_logprobs is not None,
-            token_ids=bool(request.return_token_ids),
-            include_usage=request.include_usage,
-        )
+        answer = format_kind(request, tokenized, self._model, self._completer.tokenizer)
         if not request.stream:
-            return JSONResponse(answer.whole(await self._completer.whole(job, request.stops)))
-        deltas = self._completer.deltas(job, request.stops)
+            return JSONResponse(answer.whole(await self._completer.whole(tokenized, request.stop)))
+        deltas = self._completer.deltas(tokenized, request.stop)
         first = await anext(deltas)
         return EventStream(_events(answer, first, deltas), deltas)
 
@@ -111,7 +98,7 @@ class OpenAiServer:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events. However the response ends, the answer behind it is closed at once."""
+    """Server-sent events. However the response ends, the answer is closed at once, which frees its decode node."""
 
     def __init__(self, events: AsyncGenerator[str, None], answer: AsyncGenerator[Delta, None]) -> None:
         super().__init__(
@@ -175,7 +162,7 @@ async def _api_error(_: Request, error: Exception) -> Response:
 
 
 async def _client_left(_: Request, error: Exception) -> Response:
-    """In the middle of its request's body. Nobody reads this answer."""
+    """The client left in the middle of its body: nobody reads this answer."""
     return Response(status_code=_CLIENT_LEFT)
 
 
