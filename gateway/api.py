@@ -15,7 +15,6 @@ from gateway.errors import ApiError, context_length_exceeded, shown
 from gateway.registry import Capacity
 from gateway.unsupported import HARMLESS, NEUTRAL, OF_MESSAGES, OF_STREAMS, refuse
 
-_DEFAULT_COMPLETION_TOKENS = 16
 _MAX_STOPS = 16
 _MAX_STOP_CHARS = 256
 _SEED_MASK = 2**63 - 1
@@ -46,15 +45,9 @@ def _stops(value: object) -> list[str]:
     if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
         raise PydanticCustomError("stop_type", "expected a string or a list of strings")
     if len(stops) > _MAX_STOPS:
-        raise PydanticCustomError(
-            "too_many_stops",
-            "expected at most {limit} stop strings, found {found}",
-            {"limit": _MAX_STOPS, "found": len(stops)},
-        )
+        raise PydanticCustomError("stops", f"expected at most {_MAX_STOPS} stop strings, found {len(stops)}")
     if any(not 0 < len(stop) <= _MAX_STOP_CHARS for stop in stops):
-        raise PydanticCustomError(
-            "stop_length", "expected stop strings of 1 to {limit} characters", {"limit": _MAX_STOP_CHARS}
-        )
+        raise PydanticCustomError("stop_length", f"expected stop strings of 1 to {_MAX_STOP_CHARS} characters")
     return stops
 
 
@@ -69,6 +62,8 @@ class GenerationRequest(BaseModel, ABC):
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="allow")
     prompt_field: ClassVar[str]
+    default_tokens: ClassVar[int | None]
+    """How many tokens to generate by default; None: as many as the context has room for."""
     neutral: ClassVar[dict[str, tuple[Any, ...]]]
     """Like `unsupported.NEUTRAL`, for this endpoint alone."""
 
@@ -106,10 +101,6 @@ class GenerationRequest(BaseModel, ABC):
         return self.max_tokens
 
     @abstractmethod
-    def default_tokens(self, room: int) -> int:
-        """How many tokens to generate by default. room: how many the context has room for."""
-
-    @abstractmethod
     def requested_logprobs(self) -> int | None:
         """How many alternatives to report with each token; None: no log probabilities."""
 
@@ -139,7 +130,7 @@ class GenerationRequest(BaseModel, ABC):
             )
         asked = self.requested_tokens()
         if asked is None:
-            return self.default_tokens(room)
+            return room if self.default_tokens is None else min(room, self.default_tokens)
         if asked > room:
             raise context_length_exceeded(
                 f"The maximum context length is {capacity.context} tokens, but {prompt_tokens + asked} were requested "
@@ -153,13 +144,11 @@ class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
 
     prompt_field = "prompt"
+    default_tokens = 16
     neutral: ClassVar = {"add_special_tokens": (True,)}
 
     prompt: Annotated[str | list[int], PlainValidator(_prompt)]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-
-    def default_tokens(self, room: int) -> int:
-        return min(_DEFAULT_COMPLETION_TOKENS, room)
 
     def requested_logprobs(self) -> int | None:
         return self.logprobs
@@ -195,6 +184,7 @@ class ChatCompletionRequest(GenerationRequest):
     """POST /v1/chat/completions."""
 
     prompt_field = "messages"
+    default_tokens = None
     neutral: ClassVar = {"add_special_tokens": (False,)}
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
@@ -216,9 +206,6 @@ class ChatCompletionRequest(GenerationRequest):
 
     def requested_tokens(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-
-    def default_tokens(self, room: int) -> int:
-        return room
 
     def requested_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None

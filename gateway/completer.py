@@ -3,10 +3,10 @@
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import structlog
 
@@ -14,6 +14,7 @@ from base.metrics import Metrics
 from gateway.api import ChatCompletionRequest, CompletionRequest, check_token_ids, parse
 from gateway.attempt import TokenizedRequest
 from gateway.choice import Choice, Delta
+from gateway.config import GatewayConfig
 from gateway.decode_client import DecodeClient
 from gateway.errors import ApiError, timed_out
 from gateway.registry import Capacity, NodeRegistry
@@ -36,12 +37,10 @@ class _RequestStats:
     arrived: float
     tokens: int = 0
     ttft: float | None = None
-    last: float = field(init=False)
+    last: float = 0.0
+    """When the last token arrived (time.monotonic)."""
     reason: str = "cancelled"
     """Why it ended. Nobody sets it when the client cancels."""
-
-    def __post_init__(self) -> None:
-        self.last = self.arrived
 
     def add(self, count: int) -> None:
         if not count:
@@ -66,19 +65,20 @@ class Completer:
 
     def __init__(
         self,
+        config: GatewayConfig,
         tokenizer: CheckpointTokenizer,
         client: DecodeClient,
         registry: NodeRegistry,
         metrics: Metrics,
         context_length: int,
-        request_timeout: float,
     ) -> None:
+        self.model = config.model_name
         self.tokenizer = tokenizer
         self._client = client
         self._registry = registry
         self._metrics = metrics
         self._context_length = context_length
-        self._request_timeout = request_timeout
+        self._request_timeout = config.request_timeout
         self._small = ThreadPoolExecutor(_THREADS, thread_name_prefix="small")
         self._large = ThreadPoolExecutor(_THREADS, thread_name_prefix="large")
 
@@ -87,20 +87,21 @@ class Completer:
         """The largest request that can be served now."""
         return self._registry.capacity(self._context_length, time.monotonic())
 
-    async def tokenize(
-        self, body: bytes, kind: type[ApiRequest], check_model: Callable[[str | None], None]
-    ) -> tuple[ApiRequest, TokenizedRequest]:
-        """Parse, check and tokenize a request. Raises ApiError (504 if that takes longer than a request may).
+    def check_model(self, model: str | None) -> None:
+        """Raises ApiError (404) for a model that is not served. None stands for the one that is."""
+        if model is not None and model != self.model:
+            message = f"the model {model!r} does not exist; this server serves {self.model!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
 
-        check_model: raises ApiError for a model that is not served.
-        """
+    async def tokenize(self, body: bytes, kind: type[ApiRequest]) -> tuple[ApiRequest, TokenizedRequest]:
+        """Parse, check and tokenize a request. Raises ApiError (504 if that takes longer than a request may)."""
         arrived = time.monotonic()
         capacity = self.capacity
         threads = self._small if len(body) <= _SMALL_BYTES else self._large
 
         def read() -> tuple[ApiRequest, tuple[int, ...], int]:
             request = parse(kind, body)
-            check_model(request.model)
+            self.check_model(request.model)
             prompt_ids = tuple(self._prompt_ids(request, capacity))
             return request, prompt_ids, request.max_new_tokens(len(prompt_ids), capacity)
 
@@ -154,11 +155,8 @@ class Completer:
                         # The node does not know stop strings: closing the stream makes it stop.
                         await answer.aclose()
                     yield delta
-        except ApiError as error:
-            stats.reason = error.code or "error"
-            raise
-        except Exception:
-            stats.reason = "error"
+        except Exception as error:
+            stats.reason = (isinstance(error, ApiError) and error.code) or "error"
             raise
         finally:
             self._metrics.requests_finished.labels(reason=stats.reason).inc()

@@ -1,8 +1,11 @@
 """Errors that clients are told, as OpenAI error objects."""
 
+import math
 from typing import Any
 
-DRAINING = "draining"
+from starlette.responses import JSONResponse, Response
+
+_DRAINING = "draining"
 _TYPES = {429: "rate_limit_error", 503: "service_unavailable_error", 504: "timeout_error"}
 
 
@@ -29,6 +32,17 @@ class ApiError(Exception):
         kind = _TYPES.get(self.status) or ("invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
+    def response(self) -> Response:
+        headers = {}
+        if self.retry_after is not None:
+            headers["Retry-After"] = str(max(1, math.ceil(self.retry_after)))
+        if self.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        if self.code == _DRAINING:
+            # A new connection leads the client's next attempt to a gateway that serves.
+            headers["Connection"] = "close"
+        return JSONResponse(self.body(), status_code=self.status, headers=headers)
+
 
 def shown(value: object) -> str:
     """The value as an error message shows it: its beginning, if it is long."""
@@ -46,7 +60,7 @@ def timed_out() -> ApiError:
 
 def draining() -> ApiError:
     """This gateway is about to stop; another one takes the request."""
-    return ApiError(503, "the gateway is shutting down", code=DRAINING, retry_after=1.0)
+    return ApiError(503, "the gateway is shutting down", code=_DRAINING, retry_after=1.0)
 
 
 def unavailable(message: str) -> ApiError:

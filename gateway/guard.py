@@ -1,14 +1,12 @@
 """Middleware in front of the API: checks the key, bounds bodies, and bounds the requests that are served at a time."""
 
-import math
 from dataclasses import dataclass
 
 from prometheus_client import Counter
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.errors import DRAINING, ApiError
+from gateway.errors import ApiError
 from gateway.keys import ApiKeys
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/version"})
@@ -69,7 +67,7 @@ class Guard:
         try:
             self._admit(Request(scope), counted)
         except ApiError as error:
-            await error_response(error)(scope, receive, send)
+            await error.response()(scope, receive, send)
             return
         self.serving += 1
         try:
@@ -81,19 +79,22 @@ class Guard:
     def take(self, size: int) -> None:
         """Raises ApiError (429) if all requests together would hold too many bytes."""
         if self.held + size > self._limits.max_total_bytes:
-            raise self._refusal("too_many_bytes", _busy("holds as many bytes of requests as it may"))
+            raise self._busy("too_many_bytes", "holds as many bytes of requests as it may")
         self.held += size
 
     def _admit(self, request: Request, counted: RequestBytes) -> None:
         """Raises ApiError if the request is refused. The key comes first: others learn nothing about the limits."""
-        if self._keys is not None and not self._keys.accept(request.headers.get("authorization", "").encode("latin-1")):
-            raise self._refusal("api_key", _no_key(request))
-        declared = request.headers.get("content-length")
-        if declared is not None and int(declared) > self._limits.max_body_bytes:
-            raise self._too_large()
+        authorization = request.headers.get("authorization")
+        if self._keys is not None and not self._keys.accept((authorization or "").encode("latin-1")):
+            message = "the API key is not one of this server's"
+            if authorization is None:
+                message = "no API key: expected the header 'Authorization: Bearer KEY'"
+            raise self._refusal("api_key", ApiError(401, message, code="invalid_api_key"))
+        declared = int(request.headers.get("content-length", 0))
+        self._check_size(declared)
         if self.serving >= self._limits.max_concurrent_requests:
-            raise self._refusal("too_many_requests", _busy(f"serves {self.serving} requests already"))
-        counted.body(int(declared or 0))
+            raise self._busy("too_many_requests", f"serves {self.serving} requests already")
+        counted.body(declared)
 
     def _bounded(self, receive: Receive, counted: RequestBytes) -> Receive:
         """`receive` that raises ApiError for a body that is too large: not every body declares its length."""
@@ -103,43 +104,22 @@ class Guard:
             nonlocal received
             message = await receive()
             received += len(message.get("body", b""))
-            if received > self._limits.max_body_bytes:
-                raise self._too_large()
+            self._check_size(received)
             counted.body(received)
             return message
 
         return bounded
 
-    def _too_large(self) -> ApiError:
-        text = f"the request body is larger than {self._limits.max_body_bytes} bytes"
-        return self._refusal("body_too_large", ApiError(413, text, code="request_too_large"))
+    def _check_size(self, size: int) -> None:
+        """Raises ApiError (413) if a body of that size is too large."""
+        if size > self._limits.max_body_bytes:
+            text = f"the request body is larger than {self._limits.max_body_bytes} bytes"
+            raise self._refusal("body_too_large", ApiError(413, text, code="request_too_large"))
+
+    def _busy(self, reason: str, state: str) -> ApiError:
+        text = f"this gateway {state}; try again later"
+        return self._refusal(reason, ApiError(429, text, code="too_many_requests", retry_after=_BUSY_RETRY_S))
 
     def _refusal(self, reason: str, error: ApiError) -> ApiError:
         self._refused.labels(reason=reason).inc()
         return error
-
-
-def error_response(error: ApiError) -> Response:
-    """The HTTP response for an error."""
-    headers = {}
-    if error.retry_after is not None:
-        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
-    if error.status == 401:
-        headers["WWW-Authenticate"] = "Bearer"
-    if error.code == DRAINING:
-        # A new connection leads the client's next attempt to a gateway that serves.
-        headers["Connection"] = "close"
-    return JSONResponse(error.body(), status_code=error.status, headers=headers)
-
-
-def _busy(state: str) -> ApiError:
-    message = f"this gateway {state}; try again later"
-    return ApiError(429, message, code="too_many_requests", retry_after=_BUSY_RETRY_S)
-
-
-def _no_key(request: Request) -> ApiError:
-    if "authorization" in request.headers:
-        message = "the API key is not one of this server's"
-    else:
-        message = "no API key: expected the header 'Authorization: Bearer KEY'"
-    return ApiError(401, message, code="invalid_api_key")

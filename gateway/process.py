@@ -90,10 +90,8 @@ class Gateway:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping: asyncio.Event = asyncio.Event()
         self._client = DecodeClient(self.control, self.registry)
-        self._completer = Completer(
-            tokenizer, self._client, self.registry, self.metrics, context_length, config.request_timeout
-        )
-        app = OpenAiServer(self._completer, self._refusal, config.model_name).app()
+        self._completer = Completer(config, tokenizer, self._client, self.registry, self.metrics, context_length)
+        app = OpenAiServer(self._completer, self._refusal).app()
         app.include_router(status_router(self.metrics, self._missing, self._refresh))
         self._guard = Guard(app, keys, limits, self.metrics.http_refused)
         self._http = HttpServer(

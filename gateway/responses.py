@@ -3,7 +3,6 @@
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from control.messages import Token
@@ -36,9 +35,14 @@ class ResponseFormat(ABC):
     def whole(self, deltas: Sequence[Delta]) -> Json:
         """The answer to a request that does not stream."""
         text = "".join(delta.text for delta in deltas)
-        # The text ends before the stop string, but offsets count it.
-        within = [replace(d, offsets=tuple(min(offset, len(text)) for offset in d.offsets)) for d in deltas]
-        choice = self._choice(within) | self._whole_text(text)
+        answer = Delta(
+            text,
+            tokens=tuple(token for delta in deltas for token in delta.tokens),
+            # The text ends before the stop string, but offsets count it.
+            offsets=tuple(min(offset, len(text)) for delta in deltas for offset in delta.offsets),
+            finish_reason=deltas[-1].finish_reason,
+        )
+        choice = self._choice(answer) | self._whole_text(text)
         return self._head | {"object": self.kind, "choices": [choice], "usage": self._usage()}
 
     def opening(self) -> Json | None:
@@ -46,7 +50,7 @@ class ResponseFormat(ABC):
         return None
 
     def chunk(self, delta: Delta) -> Json:
-        return self._chunk([self._choice([delta]) | self._chunk_text(delta.text)])
+        return self._chunk([self._choice(delta) | self._chunk_text(delta.text)])
 
     def usage_chunk(self) -> Json | None:
         """The last chunk, if the client asked for usage."""
@@ -58,16 +62,15 @@ class ResponseFormat(ABC):
         chunk = self._head | {"object": self.chunk_kind, "choices": choices}
         return chunk | {"usage": None} if self._include_usage else chunk
 
-    def _choice(self, deltas: Sequence[Delta]) -> Json:
-        tokens = [token for delta in deltas for token in delta.tokens]
-        self._completion_tokens += len(tokens)
+    def _choice(self, delta: Delta) -> Json:
+        self._completion_tokens += len(delta.tokens)
         choice: Json = {
             "index": 0,
-            "logprobs": self._render_logprobs(deltas) if self._logprobs else None,
-            "finish_reason": deltas[-1].finish_reason,
+            "logprobs": self._render_logprobs(delta) if self._logprobs else None,
+            "finish_reason": delta.finish_reason,
         }
         if self._token_ids:
-            choice["token_ids"] = [token.token_id for token in tokens]
+            choice["token_ids"] = [token.token_id for token in delta.tokens]
         return choice
 
     def _usage(self) -> Json:
@@ -84,7 +87,7 @@ class ResponseFormat(ABC):
     def _chunk_text(self, text: str) -> Json: ...
 
     @abstractmethod
-    def _render_logprobs(self, deltas: Sequence[Delta]) -> Json: ...
+    def _render_logprobs(self, delta: Delta) -> Json: ...
 
 
 class CompletionFormat(ResponseFormat):
@@ -96,13 +99,12 @@ class CompletionFormat(ResponseFormat):
     def _chunk_text(self, text: str) -> Json:
         return {"text": text}
 
-    def _render_logprobs(self, deltas: Sequence[Delta]) -> Json:
-        tokens = [token for delta in deltas for token in delta.tokens]
+    def _render_logprobs(self, delta: Delta) -> Json:
         return {
-            "tokens": [self._tokenizer.piece(token.token_id) for token in tokens],
-            "token_logprobs": [token.logprob for token in tokens],
-            "top_logprobs": [self._alternatives(token) for token in tokens],
-            "text_offset": [offset for delta in deltas for offset in delta.offsets],
+            "tokens": [self._tokenizer.piece(token.token_id) for token in delta.tokens],
+            "token_logprobs": [token.logprob for token in delta.tokens],
+            "top_logprobs": [self._alternatives(token) for token in delta.tokens],
+            "text_offset": list(delta.offsets),
         }
 
     def _alternatives(self, token: Token) -> dict[str, float | None]:
@@ -130,12 +132,11 @@ class ChatFormat(ResponseFormat):
     def _chunk_text(self, text: str) -> Json:
         return {"delta": {"content": text} if text else {}}
 
-    def _render_logprobs(self, deltas: Sequence[Delta]) -> Json:
+    def _render_logprobs(self, delta: Delta) -> Json:
         return {
             "content": [
                 self._entry(token.token_id, token.logprob)
                 | {"top_logprobs": [self._entry(*alternative) for alternative in token.top_logprobs]}
-                for delta in deltas
                 for token in delta.tokens
             ],
             "refusal": None,
