@@ -22,20 +22,20 @@ def takes_flags(run: Callable[[Config], None]) -> Callable[..., None]:
         run(configured(kind, values))
 
     command.__name__, command.__doc__ = run.__name__, run.__doc__
-    command.__signature__ = Signature([flag.parameter for flag in declared(kind)])  # type: ignore[attr-defined]
+    command.__signature__ = Signature([flag.parameter for flag in declared_flags(kind)])  # type: ignore[attr-defined]
     return command
 
 
 def configured(kind: type[Config], values: Mapping[str, Any]) -> Config:
     """The configuration with the values that typer read, by field. Raises StartupError for an invalid value."""
-    flags = {flag.field.name: flag for flag in declared(kind)}
+    flags = {flag.field.name: flag for flag in declared_flags(kind)}
     return kind(**{name: flags[name].value(value) for name, value in values.items()})
 
 
 def changed_flags(kind: type, config: object, without: Collection[str] = ()) -> Flags:
     """The flags of `kind` with the values of `config` that are not the default. without: fields that are left out."""
     flags: dict[str, object] = {}
-    for flag in declared(kind):
+    for flag in declared_flags(kind):
         value = getattr(config, flag.field.name)
         if flag.field.name not in without and value != flag.field.default:
             flags |= {f"--no-{flag.name[2:]}": True} if value is False else {flag.name: value}
@@ -43,7 +43,7 @@ def changed_flags(kind: type, config: object, without: Collection[str] = ()) -> 
 
 
 @dataclass(frozen=True)
-class Declared:
+class DeclaredFlag:
     """A field of a configuration and the flag that sets it."""
 
     field: Field[Any]
@@ -88,9 +88,9 @@ class Declared:
         )
 
 
-def declared(kind: type) -> Iterator[Declared]:
+def declared_flags(kind: type) -> Iterator[DeclaredFlag]:
     """The fields of a configuration that are flags, in order."""
     hints = get_type_hints(kind, include_extras=True)
     for field in fields(kind):
         for flag in getattr(hints[field.name], "__metadata__", ()):
-            yield Declared(field, hints[field.name].__origin__, flag)
+            yield DeclaredFlag(field, hints[field.name].__origin__, flag)

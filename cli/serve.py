@@ -27,7 +27,7 @@ from cli.flags import Flags, changed_flags
 from decode_node.config import DecodeConfig
 from gateway.config import API_KEYS_VARIABLE, GatewayConfig
 from prefill_node.config import PrefillConfig
-from service.lifecycle import DRAIN_TIMEOUT_S, STOP_SIGNALS, Lifecycle, Phase
+from service.lifecycle import STOP_SIGNALS, Lifecycle, Phase
 
 _PR_SET_PDEATHSIG = 1
 _TERMINATE_S = 15.0
@@ -41,48 +41,6 @@ _claims: deque[socket.socket] = deque(maxlen=64)
 
 
 @dataclass(frozen=True)
-class ServePlan:
-    """What `serve` starts."""
-
-    host: str
-    port: int
-    num_prefill: int
-    num_decode: int
-    gateway_flags: Flags
-    prefill_flags: Flags
-    decode_flags: Flags
-    devices: tuple[str, ...] = ("cpu",)
-    """The nodes' devices, taken in turn."""
-    drain_timeout: float = DRAIN_TIMEOUT_S
-    api_keys: tuple[str, ...] = field(default=(), repr=False)
-    ssl_certfile: Path | None = None
-    """The gateway's certificate; None for HTTP."""
-
-    @property
-    def url(self) -> str:
-        """The gateway's address on this machine."""
-        host = _LOOPBACK if self.host in ("0.0.0.0", "::") else self.host
-        return f"{'https' if self.ssl_certfile else 'http'}://{host}:{self.port}"
-
-    def children(self) -> list["Child"]:
-        """The processes, the gateway first, on ports that are free now."""
-        control_port = free_port()
-        gateway = {**self.gateway_flags, "--host": self.host, "--port": self.port}
-        # Other machines reach the gateway's HTTP port only.
-        gateway |= {"--control-host": _LOOPBACK, "--control-port": control_port}
-        # In the environment of this process alone: anyone can see a command line.
-        keys = {API_KEYS_VARIABLE: " ".join(self.api_keys)} if self.api_keys else {}
-        children = [Child("gateway", ["gateway", *arguments(gateway)], self.port, keys)]
-        nodes = [("prefill", number, self.prefill_flags) for number in range(self.num_prefill)]
-        nodes += [("decode", number, self.decode_flags) for number in range(self.num_decode)]
-        for (role, number, flags), device in zip(nodes, itertools.cycle(self.devices), strict=False):
-            port = free_port()
-            own = {"--gateway": f"{_LOOPBACK}:{control_port}", "--port": port, "--control-port": 0, "--device": device}
-            children.append(Child(f"{role}-{number}", [role, *arguments({**flags, **own})], port))
-        return children
-
-
-@dataclass(frozen=True)
 class Child:
     """A process to start. words: its command line after `hisparse-pd`."""
 
@@ -93,25 +51,48 @@ class Child:
     """Environment variables that no other process gets."""
 
 
+@dataclass(frozen=True)
+class ServePlan:
+    """What `serve` starts. port: the gateway's HTTP port. devices: the nodes' devices, taken in turn."""
+
+    config: ServeConfig
+    port: int
+    devices: tuple[str, ...]
+
+    @property
+    def url(self) -> str:
+        """The gateway's address on this machine."""
+        host = _LOOPBACK if self.config.host in ("0.0.0.0", "::") else self.config.host
+        return f"{'https' if self.config.ssl_certfile else 'http'}://{host}:{self.port}"
+
+    def children(self) -> list[Child]:
+        """The processes, the gateway first, on ports that are free now."""
+        config, control_port = self.config, free_port()
+        gateway = {**changed_flags(GatewayConfig, config, without={"api_keys"}), "--port": self.port}
+        # Other machines reach the gateway's HTTP port only.
+        gateway |= {"--host": config.host, "--control-host": _LOOPBACK, "--control-port": control_port}
+        # In the environment of this process alone: anyone can see a command line.
+        keys = {API_KEYS_VARIABLE: " ".join(config.api_keys)} if config.api_keys else {}
+        children = [Child("gateway", ["gateway", *arguments(gateway)], self.port, keys)]
+        prefill = changed_flags(PrefillConfig, config, without=_NOT_OF_NODES)
+        decode = changed_flags(DecodeConfig, config, without=_NOT_OF_NODES)
+        nodes = [("prefill", number, prefill) for number in range(config.prefill_nodes)]
+        nodes += [("decode", number, decode) for number in range(config.decode_nodes)]
+        for (role, number, flags), device in zip(nodes, itertools.cycle(self.devices), strict=False):
+            port = free_port()
+            own = {"--gateway": f"{_LOOPBACK}:{control_port}", "--port": port, "--control-port": 0, "--device": device}
+            children.append(Child(f"{role}-{number}", [role, *arguments({**flags, **own})], port))
+        return children
+
+
 def plan(config: ServeConfig) -> ServePlan:
     """What to start for these flags. Raises StartupError if nothing would compute prompts, or if GPUs are too few."""
     if config.prefill_nodes == 0 and not config.allow_local_prefill:
         raise StartupError(
             "--prefill-nodes 0: nothing would compute prompts; give --allow-local-prefill to let decode nodes do it"
         )
-    return ServePlan(
-        host=config.host,
-        port=config.port or free_port(),
-        num_prefill=config.prefill_nodes,
-        num_decode=config.decode_nodes,
-        gateway_flags=changed_flags(GatewayConfig, config, without={"api_keys"}),
-        prefill_flags=changed_flags(PrefillConfig, config, without=_NOT_OF_NODES),
-        decode_flags=changed_flags(DecodeConfig, config, without=_NOT_OF_NODES),
-        devices=devices_for(config.device, config.prefill_nodes + config.decode_nodes, config.mem_fraction_static),
-        drain_timeout=config.drain_timeout,
-        api_keys=config.api_keys,
-        ssl_certfile=config.ssl_certfile,
-    )
+    devices = devices_for(config.device, config.prefill_nodes + config.decode_nodes, config.mem_fraction_static)
+    return ServePlan(config, config.port or free_port(), devices)
 
 
 def devices_for(device: str, num_nodes: int, mem_fraction: float | None) -> tuple[str, ...]:
@@ -156,7 +137,7 @@ def serve_until_stopped(plan: ServePlan) -> int:
     On SIGTERM the gateway drains while the nodes serve on. On SIGINT everything ends at once. The process that ended is
     named last, after the output of the others.
     """
-    lifecycle = Lifecycle(plan.drain_timeout)
+    lifecycle = Lifecycle(plan.config.drain_timeout)
     woken = threading.Event()
 
     def on_signal(number: int, frame: FrameType | None) -> None:
@@ -171,7 +152,7 @@ def serve_until_stopped(plan: ServePlan) -> int:
         while not ended and not woken.wait(_POLL_S):
             polled = ((name, child.poll()) for name, child in children.items())
             ended = next(((name, code) for name, code in polled if code is not None), None)
-            if not ended and not announced and is_ready(plan.url, plan.ssl_certfile):
+            if not ended and not announced and is_ready(plan.url, plan.config.ssl_certfile):
                 announced = True
                 print(f"ready: OpenAI API at {plan.url}/v1", flush=True)
         gateway = children["gateway"]
