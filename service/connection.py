@@ -76,9 +76,9 @@ class GuardedConnection(H11Protocol):
         self._limits = limits
         self._refused = refused
         self._closed = closed
-        self._awaited: Literal["header", "body"] | None = None
+        self._expected: Literal["header", "body"] | None = None
         """The part of a request that has a deadline now."""
-        self._awaited_since = 0.0
+        self._expected_since = 0.0
         self._received = 0
         """Bytes since then."""
         self._unwanted = 0
@@ -88,23 +88,23 @@ class GuardedConnection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._await("header")
+        self._expect("header")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._await(None)
-        self._reader_returned()
+        self._expect(None)
+        self._reader_caught_up()
         self._unset_keepalive_if_required()
         self._closed()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._awaited is None and self.conn.their_state is h11.IDLE:
-            self._await("header")
+        if self._expected is None and self.conn.their_state is h11.IDLE:
+            self._expect("header")
         self._received += len(data)
         if self.conn.our_state is h11.DONE and self.conn.their_state is h11.SEND_BODY:
             self._unwanted += len(data)
             if self._unwanted > _UNWANTED_BYTES:
-                self._await(None)
+                self._expect(None)
                 self.flow.pause_reading()
                 self._request_timer = self.loop.call_later(_LINGER_S, self._close)
                 return
@@ -113,29 +113,29 @@ class GuardedConnection(H11Protocol):
     def handle_events(self) -> None:
         super().handle_events()
         if self.conn.their_state is h11.SEND_BODY:
-            if self._awaited != "body":
-                self._await("body")
+            if self._expected != "body":
+                self._expect("body")
         elif self.conn.their_state is not h11.IDLE:
-            self._await(None)
+            self._expect(None)
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._await_reader()
+        self._expect_reader()
 
     def resume_writing(self) -> None:
         super().resume_writing()
         if not self.transport.is_closing():
-            self._reader_returned()
+            self._reader_caught_up()
 
     def on_response_complete(self) -> None:
         self._unwanted = 0
         super().on_response_complete()
         if self.transport.is_closing():
-            self._await_reader()
+            self._expect_reader()
 
     def timeout_keep_alive_handler(self) -> None:
         super().timeout_keep_alive_handler()
-        self._await_reader()
+        self._expect_reader()
 
     def send_400_response(self, msg: str) -> None:
         self._count("malformed")
@@ -144,22 +144,22 @@ class GuardedConnection(H11Protocol):
         # Otherwise the request was answered before its body turned out to be malformed.
         self._close()
 
-    def _await(self, part: Literal["header", "body"] | None) -> None:
+    def _expect(self, part: Literal["header", "body"] | None) -> None:
         """Start the deadline of this part of a request, or cancel the deadline if None."""
         if self._request_timer is not None:
             self._request_timer.cancel()
             self._request_timer = None
-        self._awaited = part
+        self._expected = part
         if part is not None:
-            self._awaited_since = self.loop.time()
+            self._expected_since = self.loop.time()
             self._received = 0
             self._request_timer = self.loop.call_later(self._limits.header_timeout, self._check_deadline)
 
     def _check_deadline(self) -> None:
         allowed = self._limits.header_timeout
-        if self._awaited == "body":
+        if self._expected == "body":
             allowed += self._received / _BODY_FLOOR
-        left = self._awaited_since + allowed - self.loop.time()
+        left = self._expected_since + allowed - self.loop.time()
         if self.flow.read_paused:
             # The application is slow, not the client.
             left = max(left, self._limits.header_timeout)
@@ -169,8 +169,8 @@ class GuardedConnection(H11Protocol):
             self._time_out()
 
     def _time_out(self) -> None:
-        part, silent = self._awaited, self._awaited == "header" and not self._received
-        self._await(None)
+        part, silent = self._expected, self._expected == "header" and not self._received
+        self._expect(None)
         self._count(f"{part}_timeout")
         if not silent and self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             self._send_408(f"the request's {part} did not arrive in time")
@@ -188,12 +188,12 @@ class GuardedConnection(H11Protocol):
         for event in (head, h11.Data(data=body), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
 
-    def _await_reader(self) -> None:
+    def _expect_reader(self) -> None:
         """Start the deadline for the client to read what is written: a connection closes only after that."""
         if self._reader_timer is None:
             self._reader_timer = self.loop.call_later(self._limits.reader_timeout, self._give_up_on_reader)
 
-    def _reader_returned(self) -> None:
+    def _reader_caught_up(self) -> None:
         if self._reader_timer is not None:
             self._reader_timer.cancel()
             self._reader_timer = None
@@ -204,7 +204,7 @@ class GuardedConnection(H11Protocol):
 
     def _close(self) -> None:
         self.transport.close()
-        self._await_reader()
+        self._expect_reader()
 
     def _count(self, reason: str) -> None:
         self._refused.labels(reason=reason).inc()
