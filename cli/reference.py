@@ -1,4 +1,4 @@
-"""The tables in docs/reference.md, made from the code: every flag and every metric.
+"""The tables of flags and metrics in docs/reference.md, made from the code.
 
 `python -m cli.reference` rewrites them in place; a test checks that they are up to date.
 """

@@ -17,6 +17,7 @@ from hisparse.sizing import GIB, Sizes, plan_sizes
 
 OPERATIONS = Path(__file__).parent.parent / "docs" / "operations.md"
 _BLOCK = re.compile(r"(<!-- sizing -->\n).*?(<!-- /sizing -->)", re.DOTALL)
+_FRACTION = DEFAULT_FRACTION["cuda"]
 
 
 FORMAT = DenseFormat(torch.bfloat16, item_dim=512 + 64, index_dim=128)
@@ -29,6 +30,8 @@ class Example:
     """Machines of eight H200 each, and a model with the attention of DeepSeek-V3.2 that fits one of them.
 
     device_gib: what CUDA reports as free on an idle H200. reserved_gib: host memory for all else on the machine.
+    prompt_rate: prompt tokens per second of a prefill process, an assumption to be measured. miss_rate: selected items
+    that are not in the hot buffer, an assumption to be read off the metrics.
     """
 
     layout: KVLayout = LAYOUT
@@ -43,9 +46,7 @@ class Example:
     running: int = 40
     pool_gib: float = 216.0
     prompt_rate: int = 10_000
-    """Prompt tokens per second of one prefill process: an assumption, to be measured."""
     miss_rate: float = 0.05
-    """Selected items that are not in the hot buffer: an assumption, to be read off the metrics."""
 
     @property
     def buffer_size(self) -> int:
@@ -55,10 +56,10 @@ class Example:
     @property
     def pool_bytes(self) -> int:
         """Device memory that pools may take, once the weights are loaded."""
-        return int((self.device_gib - self.weights_gib) * GIB * DEFAULT_FRACTION["cuda"])
+        return int((self.device_gib - self.weights_gib) * GIB * _FRACTION)
 
     def sizes(self, running: int, pool_gib: float) -> Sizes:
-        """A decode process's pools for so many running requests and a host pool of that size."""
+        """A decode process's pools for that many running requests and a host pool of that size."""
         return plan_sizes(
             HiSparseConfig(self.buffer_size, self.top_k, host_to_device_ratio=None, host_pool_gib=pool_gib),
             self.layout,
@@ -70,7 +71,7 @@ class Example:
         )
 
     def most_running(self) -> int:
-        """Requests of full length that device memory runs with full hot buffers, were there host memory for them."""
+        """Requests of full length that device memory holds with full hot buffers, if host memory is no limit."""
         running = 1
         while True:
             sizes = self.sizes(running + 1, pool_gib=self.host_gib)
@@ -81,91 +82,49 @@ class Example:
 
 def example_block(example: Example) -> str:
     """The example as a command and a table."""
-    layout, sizes = example.layout, example.sizes(example.running, example.pool_gib)
+    x, layout, sizes = example, example.layout, example.sizes(example.running, example.pool_gib)
     token, item, key = layout.token_bytes, layout.item_bytes, layout.index_key_bytes
-    per_request = sizes.device_bytes / example.running
-    context_bytes = example.context * token
-    prefill_tokens = example.pool_bytes // token
-    rate = example.prompt_rate * token
-    misses = int(example.running * example.top_k * example.miss_rate) * layout.num_layers * item
-    rows = [
-        ("one item; one index key", f"{FORMAT.item_dim} x 2 B; {FORMAT.index_dim} x 2 B", f"{item} B; {key} B"),
-        (
-            "one token",
-            f"{layout.num_layers} x {item} B + {layout.num_index_layers} x {key} B",
-            f"{token:,} B",
-        ),
-        ("one request of full length, in host memory", f"{example.context:,} x {token:,} B", _gib(context_bytes)),
-        (
-            "host pool of a decode process",
-            "`host_pool_gib`",
-            f"{_gib(sizes.host_bytes)}, {sizes.num_host_slots:,} slots",
-        ),
-        (
-            "requests of full length that it holds",
-            f"{_gib(sizes.host_bytes)} / {_gib(context_bytes)}",
-            f"{sizes.num_host_slots // example.context}",
-        ),
-        (
-            f"host pools of the machine's {example.gpus} decode processes",
-            f"of {example.host_gib:,.0f} GiB, {example.reserved_gib:.0f} kept for the rest",
-            _gib(example.gpus * sizes.host_bytes),
-        ),
-        (
-            "device memory for pools",
-            f"{DEFAULT_FRACTION['cuda']} x ({example.device_gib:.0f} - {example.weights_gib:.0f}) GiB",
-            _gib(example.pool_bytes),
-        ),
-        (
-            "hot buffers",
-            f"{example.running} x {sizes.num_device_slots // example.running} x {layout.num_layers} x {item} B",
-            _gib(sizes.hot_bytes),
-        ),
-        (
-            "index keys",
-            f"{sizes.num_index_pages:,} pages x {example.page_size} x {layout.num_index_layers} x {key} B",
-            _gib(sizes.index_bytes),
-        ),
-        ("tables", f"{example.running} rows", _gib(sizes.table_bytes)),
-        ("device memory of a running request", "hot buffer, index keys, tables", _gib(per_request)),
-        (
-            "requests of full length that HBM would run; with all of their KV in HBM",
-            f"{_gib(example.pool_bytes)} / {_gib(per_request)}; / {_gib(context_bytes)}",
-            f"{example.most_running()}; {example.pool_bytes // context_bytes}",
-        ),
-        (
-            "KV pool of a prefill process",
-            f"{_gib(example.pool_bytes)} / {token:,} B",
-            f"{prefill_tokens:,} tokens, {prefill_tokens // example.context} prompts of full length",
-        ),
-        (
-            f"network of a prefill process at {example.prompt_rate:,} tokens/s",
-            f"{example.prompt_rate:,} x {token:,} B",
-            f"{rate / 1e9:.2f} GB/s, {8 * rate / 1e9:.1f} Gbit/s",
-        ),
-        (
-            f"network of a machine with {example.gpus} of them",
-            f"{example.gpus} x {8 * rate / 1e9:.1f} Gbit/s",
-            f"{example.gpus * 8 * rate / 1e9:.0f} Gbit/s",
-        ),
-        (
-            "a prompt of full length over 25; 100; 400 Gbit/s",
-            f"{context_bytes / 1e9:.2f} GB at line rate",
-            "; ".join(f"{8 * context_bytes / gbit / 1e9:.2f} s" for gbit in (25, 100, 400)),
-        ),
-        (
-            f"PCIe for a decode step of {example.running} at {example.miss_rate:.0%} misses",
-            f"{example.running} x {example.top_k} x {example.miss_rate:g} x {layout.num_layers} x {item} B",
-            f"{misses / 1e6:.0f} MB",
-        ),
-    ]
-    config = f'{{"device_buffer_size": {example.buffer_size}, "host_pool_gib": {example.pool_gib:g}}}'
-    command = (
-        f"hisparse-pd decode --device cuda:0 --context-length {example.context} "
-        f"--max-running-requests {example.running} \\\n    --hisparse-config '{config}' ..."
-    )
-    table = "\n".join(f"| {what} | {how} | {result} |" for what, how, result in rows)
-    return f"```\n{command}\n```\n\n| | how | |\n| --- | --- | --- |\n{table}\n"
+    layers, index_layers = layout.num_layers, layout.num_index_layers
+    context_bytes = x.context * token
+    request_bytes = sizes.device_bytes / x.running
+    host, pool, context, request = map(_gib, (sizes.host_bytes, x.pool_bytes, context_bytes, request_bytes))
+    slots = sizes.num_device_slots // x.running
+    prefill_tokens = x.pool_bytes // token
+    rate = x.prompt_rate * token
+    gbit = f"{8 * rate / 1e9:.1f} Gbit/s"
+    seconds = "; ".join(f"{8 * context_bytes / line / 1e9:.2f} s" for line in (25, 100, 400))
+    misses = int(x.running * x.top_k * x.miss_rate) * layers * item
+    return f"""```
+hisparse-pd decode --device cuda:0 --context-length {x.context} --max-running-requests {x.running} \\
+    --hisparse-config '{{"device_buffer_size": {x.buffer_size}, "host_pool_gib": {x.pool_gib:g}}}' ...
+```
+
+| | how | |
+| --- | --- | --- |
+| one item; one index key | {FORMAT.item_dim} x 2 B; {FORMAT.index_dim} x 2 B | {item} B; {key} B |
+| one token | {layers} x {item} B + {index_layers} x {key} B | {token:,} B |
+| one request of full length, in host memory | {x.context:,} x {token:,} B | {context} |
+| host pool of a decode process | `host_pool_gib` | {host}, {sizes.num_host_slots:,} slots |
+| requests of full length that it holds | {host} / {context} | {sizes.num_host_slots // x.context} |
+| host pools of the machine's {x.gpus} decode processes \
+| of {x.host_gib:,.0f} GiB, {x.reserved_gib:.0f} kept for the rest | {_gib(x.gpus * sizes.host_bytes)} |
+| device memory for pools | {_FRACTION} x ({x.device_gib:.0f} - {x.weights_gib:.0f}) GiB | {pool} |
+| hot buffers | {x.running} x {slots} x {layers} x {item} B | {_gib(sizes.hot_bytes)} |
+| index keys \
+| {sizes.num_index_pages:,} pages x {x.page_size} x {index_layers} x {key} B | {_gib(sizes.index_bytes)} |
+| tables | {x.running} rows | {_gib(sizes.table_bytes)} |
+| device memory of a running request | hot buffer, index keys, tables | {request} |
+| requests of full length that HBM would run; with all of their KV in HBM \
+| {pool} / {request}; / {context} | {x.most_running()}; {x.pool_bytes // context_bytes} |
+| KV pool of a prefill process \
+| {pool} / {token:,} B | {prefill_tokens:,} tokens, {prefill_tokens // x.context} prompts of full length |
+| network of a prefill process at {x.prompt_rate:,} tokens/s \
+| {x.prompt_rate:,} x {token:,} B | {rate / 1e9:.2f} GB/s, {gbit} |
+| network of a machine with {x.gpus} of them | {x.gpus} x {gbit} | {x.gpus * 8 * rate / 1e9:.0f} Gbit/s |
+| a prompt of full length over 25; 100; 400 Gbit/s | {context_bytes / 1e9:.2f} GB at line rate | {seconds} |
+| PCIe for a decode step of {x.running} at {x.miss_rate:.0%} misses \
+| {x.running} x {x.top_k} x {x.miss_rate:g} x {layers} x {item} B | {misses / 1e6:.0f} MB |
+"""
 
 
 def with_example(text: str) -> str:
