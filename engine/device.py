@@ -1,9 +1,5 @@
 """What a node does with its device besides computing: copies that do not wait, and whether it works at all."""
 
-from collections.abc import Sequence
-
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from base.errors import ProcessFailed
@@ -26,14 +22,6 @@ def check_device(device: torch.device) -> None:
     except Exception as error:
         first_line = next(iter(str(error).splitlines()), type(error).__name__)
         raise DeviceFailed(f"{device} cannot be used any more: {first_line}") from error
-
-
-def upload(values: Sequence[int] | npt.NDArray[np.int64] | npt.NDArray[np.float64], into: torch.Tensor) -> None:
-    """Copy values to a tensor on a device, in the order of its work and without waiting for it."""
-    tensor = torch.as_tensor(values)
-    if into.is_cuda:  # a copy from memory that is not pinned waits until the device has come to it
-        tensor = tensor.pin_memory()
-    into.copy_(tensor, non_blocking=True)
 
 
 class Download:

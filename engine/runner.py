@@ -8,10 +8,11 @@ import torch
 
 from control.messages import Sampling, Token
 from engine.batch import Batch
-from engine.device import Download, check_device, upload
+from engine.device import Download, check_device
 from engine.graphs import StepGraphs
 from engine.sampling import draw, settings_of, tokens_of
 from hisparse.coordinator import HiSparseCoordinator
+from hisparse.device_pool import upload
 from model.sparse_model import SparseModel
 
 log = structlog.get_logger(__name__)

@@ -1,7 +1,7 @@
 """How KV is stored: the bytes of an item and of an index key, how they are written and how they are read.
 
-Pools, transfers, checksums and swap-in move bytes and know nothing else. What the bytes mean is decided here: the model
-encodes what it computed, and attention and the indexer read it through the same format.
+Pools, transfers, checksums and swap-in only move bytes. A format defines what the bytes mean: the model encodes what it
+computed, and attention and the indexer read it through the same format.
 """
 
 from dataclasses import dataclass
@@ -63,17 +63,13 @@ class DenseFormat:
         return self.index_dim * self.dtype.itemsize
 
     def encode_items(self, items: torch.Tensor) -> torch.Tensor:
-        """See KVFormat."""
         return items.to(self.dtype).contiguous().view(torch.uint8)
 
     def encode_index_keys(self, keys: torch.Tensor) -> torch.Tensor:
-        """See KVFormat."""
         return keys.to(self.dtype).contiguous().view(torch.uint8)
 
     def items(self, stored: torch.Tensor) -> torch.Tensor:
-        """See KVFormat."""
         return stored.view(self.dtype)
 
     def index_keys(self, stored: torch.Tensor) -> torch.Tensor:
-        """See KVFormat."""
         return stored.view(self.dtype)

@@ -1,7 +1,4 @@
-"""Compiling the kernels of csrc/ with NVRTC, and keeping what was compiled on disk.
-
-No compiler and no GPU are needed: NVRTC is a library, and it is told the architecture.
-"""
+"""Compiles the kernels of csrc/ with NVRTC, a library that needs no GPU, and caches the machine code on disk."""
 
 import hashlib
 import os
@@ -28,9 +25,9 @@ class KernelCompileError(RuntimeError):
 def cubin(specialization: Specialization, architecture: str, cache: Path | None = None) -> bytes:
     """Machine code of a specialised kernel for an architecture such as "sm_90".
 
-    Looked for in `cache` (default: `cache_directory()`), else compiled (some 0.5 s) and left there. Files there are
-    named by a digest of everything that the code depends on, so they never go stale, and begin with a digest of what
-    follows, so that a damaged one is noticed and replaced. Raises KernelCompileError.
+    Read from `cache` (default: `cache_directory()`), else compiled (some 0.5 s) and written there. A file's name has a
+    digest of everything that the code depends on, so no file goes stale. A file begins with a digest of the rest, so
+    that a damaged one is noticed and replaced. Raises KernelCompileError.
     """
     directory = cache_directory() if cache is None else cache
     path = directory / f"{specialization.entry}-{_key(specialization, architecture)}.cubin"
@@ -92,7 +89,7 @@ def _read(path: Path) -> bytes | None:
 
 
 def _write(path: Path, code: bytes) -> None:
-    """Put code into the cache, whole or not at all: several processes may start at once, and may be killed."""
+    """Write code to the cache, whole or not at all: several processes may write at once, and may be killed."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, temporary = tempfile.mkstemp(dir=path.parent)
