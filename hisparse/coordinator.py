@@ -126,11 +126,9 @@ class HiSparseCoordinator:
         if row is None:
             return False
         self.device.set_host_slots(row, 0, host_slots.slots())
-        if num_tokens:
-            self._backend.load_index_keys(row, num_tokens)
+        self._backend.load_index_keys(row, num_tokens)
         if num_tokens <= self.device.device_buffer_size:
-            if num_tokens:
-                self._backend.preload(row, num_tokens)
+            self._backend.preload(row, num_tokens)
             self._residency.reset_short(row)
         else:
             self._residency.reset_empty(row)
