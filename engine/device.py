@@ -1,4 +1,4 @@
-"""What a node does with its device besides computing: copies that do not wait, and whether it works at all."""
+"""Copies from the device that do not wait, and a check whether the device still works."""
 
 import torch
 
@@ -10,10 +10,10 @@ class DeviceFailed(ProcessFailed):
 
 
 def check_device(device: torch.device) -> None:
-    """Raise DeviceFailed if the device does not work any more. Waits for what was queued on it.
+    """Wait for what was queued on the device. Raises DeviceFailed if the device does not work any more.
 
-    To be asked after an error: a CUDA context that met an illegal access, say, fails at everything from then on, while
-    others (out of memory) cost only the work that met them.
+    Call it after an error: after some (an illegal access) a CUDA context fails at everything, others (out of memory)
+    cost only the work that met them.
     """
     if device.type != "cuda":
         return
@@ -25,7 +25,7 @@ def check_device(device: torch.device) -> None:
 
 
 class Download:
-    """A copy of a tensor to the host that was queued behind the work that computes it."""
+    """A copy of a tensor to the host, queued behind the work that computes it."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._event: torch.cuda.Event | None = None

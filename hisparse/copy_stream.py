@@ -10,11 +10,9 @@ class CopyEvent(Protocol):
 
     def done(self) -> bool:
         """Whether the copy is over and touches no memory any more. It may have failed."""
-        ...
 
     def result(self) -> None:
         """Block until the copy is over, and raise what it raised."""
-        ...
 
 
 class CopyStream(Protocol):
@@ -22,11 +20,9 @@ class CopyStream(Protocol):
 
     def submit(self, copy: Callable[[], None]) -> CopyEvent:
         """Queue a copy and return at once."""
-        ...
 
     def close(self) -> None:
         """Finish what is queued and stop."""
-        ...
 
 
 class CpuCopyStream:

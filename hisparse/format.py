@@ -27,19 +27,15 @@ class KVFormat(Protocol):
 
     def encode_items(self, items: torch.Tensor) -> torch.Tensor:
         """items: [N, item_dim] as the network computes them. Returns uint8 [N, item_bytes]."""
-        ...
 
     def encode_index_keys(self, keys: torch.Tensor) -> torch.Tensor:
         """keys: [N, index_dim] as the network computes them. Returns uint8 [N, index_key_bytes]."""
-        ...
 
     def items(self, stored: torch.Tensor) -> torch.Tensor:
         """What attention reads. stored: uint8 [..., item_bytes]. Returns [..., item_dim]."""
-        ...
 
     def index_keys(self, stored: torch.Tensor) -> torch.Tensor:
         """What the indexer reads. stored: uint8 [..., index_key_bytes]. Returns [..., index_dim]."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -42,14 +42,6 @@ def locate_newest(device: DeviceKVPool, rows: torch.Tensor, newest: torch.Tensor
 
 
 @dataclass(frozen=True)
-class GroupPlan:
-    """The swap-in plan of one index layer in one step, and the layers of its group that were not fetched yet."""
-
-    plan: SwapInPlan
-    to_fetch: list[int]
-
-
-@dataclass(frozen=True)
 class Tiers:
     """What steps work on. verify: check every swap-in against the host copy, which is slow."""
 
@@ -82,7 +74,9 @@ class DecodeStep:
         self.batch = locate_newest(device, self.rows, self.newest)
         self.seq_lens = self.newest + 1
         self._page_table = device.page_table[self.rows.clamp(min=0), : -(-self.max_tokens // device.index_page_size)]
-        self._plans: dict[int, GroupPlan] = {}
+        self._plans: dict[int, SwapInPlan] = {}
+        self._to_fetch: list[int] = []
+        """Layers whose selection is resolved, but whose items were not fetched yet."""
         self._to_verify: list[SwappedIn] = []
 
     def append(self, layer: int, items: torch.Tensor) -> None:
@@ -108,16 +102,16 @@ class DecodeStep:
         index_layer = layout.index_layer_of[layer]
         layers = layout.layers_of(index_layer)
         if layer == layers[0] and index_layer not in self._plans:
-            plan = self.tiers.backend.resolve(index_layer, self.batch, positions)
-            self._plans[index_layer] = GroupPlan(plan, layers)
-        group = self._plans.get(index_layer)
-        if group is None or layer not in group.to_fetch:
+            self._plans[index_layer] = self.tiers.backend.resolve(index_layer, self.batch, positions)
+            self._to_fetch += layers
+        if layer not in self._to_fetch:
             raise StepError(f"layer {layer} swapped in twice in a step, or before layer {layers[0]} of its group")
-        self.tiers.backend.fetch(group.plan, layer)
-        group.to_fetch.remove(layer)
+        plan = self._plans[index_layer]
+        self.tiers.backend.fetch(plan, layer)
+        self._to_fetch.remove(layer)
         if self.tiers.verify:
-            self._to_verify.append(SwappedIn(layer, positions, group.plan.slots))
-        return group.plan.slots
+            self._to_verify.append(SwappedIn(layer, positions, plan.slots))
+        return plan.slots
 
     def kv(self, layer: int) -> torch.Tensor:
         """The layer's device items, uint8 [num_slots, item_bytes]."""
@@ -125,8 +119,8 @@ class DecodeStep:
 
     def finish(self) -> None:
         """Copy the new tokens to the host, all layers at once. Raises StepError if a layer swapped nothing in."""
-        if unfetched := [layer for group in self._plans.values() for layer in group.to_fetch]:
-            raise StepError(f"layers {unfetched} did not swap in what residency says that they have")
+        if self._to_fetch:
+            raise StepError(f"layers {self._to_fetch} did not swap in what residency says that they have")
         self.tiers.backend.backup(self.batch)
         self._plans.clear()  # a recorded step lives on, and plans are large
 

@@ -3,7 +3,6 @@
 import hashlib
 import os
 import tempfile
-from contextlib import suppress
 from pathlib import Path
 
 import structlog
@@ -92,14 +91,9 @@ def _write(path: Path, code: bytes) -> None:
     """Write code to the cache, whole or not at all: several processes may write at once, and may be killed."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent)
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(hashlib.sha256(code).digest() + code)
-            os.replace(temporary, path)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(temporary)
-            raise
-    except OSError as error:  # it will be compiled again next time, and that is all
+        with tempfile.TemporaryDirectory(dir=path.parent) as directory:
+            whole = Path(directory) / path.name
+            whole.write_bytes(hashlib.sha256(code).digest() + code)
+            whole.replace(path)
+    except OSError as error:  # the kernel will be compiled again next time
         log.warning("compiled kernel not cached", path=str(path), error=str(error))
