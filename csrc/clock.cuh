@@ -41,7 +41,7 @@ struct HotPiece {
     }
 };
 
-// What every thread knows of the clock once the sums are taken. at_hand: the kinds below the hand.
+// The clock, the same in every thread, once the sums are taken. at_hand: the kinds below the hand.
 struct Clock {
     int misses;
     int hand;

@@ -33,7 +33,7 @@ class Misses {
     }
 
   public:
-    bool repeated;  // whether the list had to be looked at again: then indices have ranks
+    bool repeated;  // whether the list may have repeats: then indices have ranks
 
     __device__ __forceinline__ Misses(const Request& request, const Shared& shared) : request_(request), shared_(shared) {}
 
@@ -53,7 +53,7 @@ class Misses {
         copy_async_bytes<8>(shared_.host_slot + miss, request_.host_slot_of + position);
     }
 
-    // A barrier of the block, after which it is known whether equals may have met.
+    // A barrier of the block, which sets `repeated`.
     __device__ __forceinline__ void meet() { repeated = __syncthreads_or(met_); }
 
     // Strike the repeats off the list, whose distinct misses get ranks. Returns how many these are. All threads come

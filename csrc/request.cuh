@@ -65,20 +65,20 @@ struct Selected {
 // only when those have been read.
 struct Shared {
     u8* memory;
-    u64* selected = at<u64>(SHARED_SELECTED);         // [TOP_K], Selected
-    u64* arrived = at<u64>(SHARED_ARRIVED);           // [1], of `selected`
-    i64* host_slot = at<i64>(SHARED_SELECTED);        // [TOP_K], of each distinct miss that this block fetches; over `selected`
-    i32* position_at = at<i32>(SHARED_POSITION_AT);   // [HOT_SIZE]
-    i32* miss_position = position_at;                 // [TOP_K], the misses in top-k order; over `position_at`, like the next two
+    u64* selected = at<u64>(SHARED_SELECTED);        // [TOP_K], Selected
+    u64* arrived = at<u64>(SHARED_ARRIVED);          // [1], of `selected`
+    i64* host_slot = at<i64>(SHARED_SELECTED);       // [TOP_K], of this block's distinct misses; over `selected`
+    i32* position_at = at<i32>(SHARED_POSITION_AT);  // [HOT_SIZE]
+    i32* miss_position = position_at;                // [TOP_K], misses in top-k order; over `position_at`, like the next two
     u16* victims = at<u16>(SHARED_POSITION_AT + 4 * TOP_K);  // [TOP_K], hot index that each distinct miss takes
-    u16* rank = victims + TOP_K;                      // [TOP_K], of each miss among the distinct ones, if there are repeats
-    i64* granules = at<i64>(SHARED_GRANULES);         // [GRANULES]
-    u32* seen = at<u32>(SHARED_SEEN);                 // [SEEN] bits, of positions that are missing
-    i32* buckets = at<i32>(SHARED_SEEN);              // [BUCKETS]; over `seen`
-    u8* protect = at<u8>(SHARED_PROTECT);             // [HOT_SIZE], 1 for this step's hits
-    u32* totals = at<u32>(SHARED_TOTALS);             // [WARPS], what each warp counted
-    u32* kinds = at<u32>(SHARED_KINDS);               // [WARPS], and the Kinds of its hot indices
-    u32* at_hand = at<u32>(SHARED_AT_HAND);           // [1], Kinds below the hand among the hot indices of its warp
+    u16* rank = victims + TOP_K;                     // [TOP_K], of each miss among the distinct ones, if there are repeats
+    i64* granules = at<i64>(SHARED_GRANULES);        // [GRANULES]
+    u32* seen = at<u32>(SHARED_SEEN);                // [SEEN] bits, of positions that are missing
+    i32* buckets = at<i32>(SHARED_SEEN);             // [BUCKETS]; over `seen`
+    u8* protect = at<u8>(SHARED_PROTECT);            // [HOT_SIZE], 1 for this step's hits
+    u32* totals = at<u32>(SHARED_TOTALS);            // [WARPS], what each warp counted
+    u32* kinds = at<u32>(SHARED_KINDS);              // [WARPS], and the Kinds of its hot indices
+    u32* at_hand = at<u32>(SHARED_AT_HAND);          // [1], Kinds below the hand among the hot indices of its warp
 
     __device__ __forceinline__ explicit Shared(u8* dynamic) : memory(dynamic) {}
 

@@ -83,12 +83,12 @@ def plan_sizes(
                 f"slots (in granules of {granule}: {per_request})"
             )
         asked = min(asked, max_device_slots // granule * granule)
-    pages_per_row = _ceil_div(context_length, index_page_size)
+    pages_per_row = -(-context_length // index_page_size)
     table_bytes = max_running_requests * _row_table_bytes(config, layout, context_length, pages_per_row)
 
     def sized(device_slots: int) -> Sizes:
         host_slots = _host_slots(config, layout, device_slots)
-        pages = _ceil_div(host_slots, index_page_size) + max_running_requests
+        pages = -(-host_slots // index_page_size) + max_running_requests
         return Sizes(
             config=config,
             layout=layout,
@@ -153,7 +153,7 @@ def describe(sizes: Sizes) -> list[str]:
 def _slots_per_request(config: HiSparseConfig, context_length: int) -> int:
     """Hot slots of a full buffer, or of `context_length` tokens if these are fewer."""
     granule = hot_granule(config.device_buffer_size)
-    return _ceil_div(min(config.device_buffer_size + 1, context_length), granule) * granule
+    return -(-min(config.device_buffer_size + 1, context_length) // granule) * granule
 
 
 def _host_slots(config: HiSparseConfig, layout: KVLayout, device_slots: int) -> int:
@@ -165,11 +165,7 @@ def _host_slots(config: HiSparseConfig, layout: KVLayout, device_slots: int) -> 
 
 def _row_table_bytes(config: HiSparseConfig, layout: KVLayout, context_length: int, pages_per_row: int) -> int:
     """Bytes of a row's tables: those of DeviceKVPool (int64), and Residency's in every index layer."""
-    granules = _ceil_div(config.device_buffer_size + 1, hot_granule(config.device_buffer_size))
+    granules = -(-(config.device_buffer_size + 1) // hot_granule(config.device_buffer_size))
     tables = 8 * (granules + pages_per_row + context_length)
     residency = 2 * context_length + (4 + 1) * config.device_buffer_size + 4
     return tables + layout.num_index_layers * residency
-
-
-def _ceil_div(dividend: int, divisor: int) -> int:
-    return -(-dividend // divisor)
