@@ -75,10 +75,8 @@ class HostKVPool:
 
     def get_contiguous_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
         """Addresses, lengths and item lengths in bytes: one buffer per layer of kv, then one per index layer."""
-        buffers = [*self.kv.unbind(0), *self.index_keys.unbind(0)]
-        item_lengths = [self.layout.item_bytes] * self.layout.num_layers
-        item_lengths += [self.layout.index_key_bytes] * self.layout.num_index_layers
-        return [b.data_ptr() for b in buffers], [b.nbytes for b in buffers], item_lengths
+        buffers = [*self.kv, *self.index_keys]
+        return [b.data_ptr() for b in buffers], [b.nbytes for b in buffers], [b.shape[1] for b in buffers]
 
     def shared(self) -> SharedRegion | None:
         """How another process of this host maps the pool; None if it is not shareable."""
