@@ -32,7 +32,7 @@ def upload(values: Sequence[int] | npt.NDArray[Any], into: torch.Tensor) -> torc
 
 
 class _OwnedSlots:
-    """Which row owns which slots of one allocator.
+    """Slots that rows own, and the device table that says which.
 
     table: int64 [rows, width] on the device. Entry i of a row is `unit` times the i-th slot that the row owns, `vacant`
     if it owns fewer. counts: how many slots each row owns.
