@@ -58,11 +58,13 @@ class StepPlaces:
 
 @dataclass(eq=False)
 class _RunningRequest:
-    """num_tokens: tokens whose KV is on the host when the steps that were begun are over."""
+    """num_tokens: tokens whose KV is on the host when the steps that were begun are over. room: for how many tokens it
+    has host slots, index pages and hot slots."""
 
     row: int
     host_slots: HostSlots
     num_tokens: int
+    room: int
 
 
 class HiSparseCoordinator:
@@ -132,7 +134,7 @@ class HiSparseCoordinator:
             self._residency.reset_short(row)
         else:
             self._residency.reset_empty(row)
-        self._running[request_id] = _RunningRequest(row, host_slots, num_tokens)
+        self._running[request_id] = _RunningRequest(row, host_slots, num_tokens, room=num_tokens)
         return True
 
     def admit_request_into_staging(
@@ -185,7 +187,7 @@ class HiSparseCoordinator:
             raise ValueError(f"a step needs distinct requests, found {list(request_ids)}")
         requests = [self._request(request_id) for request_id in request_ids]
         for request_id, request in zip(request_ids, requests, strict=True):
-            if not self._has_room(request):
+            if request.room <= request.num_tokens:
                 raise StepError(f"request {request_id} has no room for token {request.num_tokens}: append_tokens first")
         self._begun += 1
         places = StepPlaces(
@@ -307,12 +309,10 @@ class HiSparseCoordinator:
                 f"and a context of {self.device.max_context}"
             )
 
-    def _has_room(self, request: _RunningRequest) -> bool:
-        needed = request.num_tokens + 1
-        return len(request.host_slots) >= needed and self.device.has_room(request.row, needed)
-
     def _grow(self, request: _RunningRequest) -> Tier | None:
-        """Room for one more token, or the tier that lacks it (and nothing taken)."""
+        """Make room for one more token. Returns the tier that is short (nothing taken), None if there is room."""
+        if request.room > request.num_tokens:
+            return None
         held = len(request.host_slots)
         host_is_short = held < request.num_tokens + 1
         if host_is_short and not self.host.free:
@@ -325,6 +325,7 @@ class HiSparseCoordinator:
             assert grown is not None, "as many are free"
             self.device.set_host_slots(request.row, held, grown.slots()[held:])
             request.host_slots = grown
+        request.room = request.num_tokens + 1
         return None
 
     def _leave(self, request_id: str) -> _RunningRequest:

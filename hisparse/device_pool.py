@@ -162,11 +162,6 @@ class DeviceKVPool:
             self._granules.grow(row, min(grown, owned + self._granules.allocator.free))
         return True
 
-    def has_room(self, row: int, num_tokens: int) -> bool:
-        """Whether the row owns what `grow` would give it."""
-        pages, granules = self._pages_for(num_tokens), self._granules_for(num_tokens)
-        return self._pages.counts[row] >= pages and self._granules.counts[row] >= granules
-
     def slots_for(self, num_tokens: int) -> int:
         """Hot slots that a request of so many tokens needs."""
         return self._granules_for(num_tokens) * self.hot_granule
