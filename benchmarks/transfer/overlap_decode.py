@@ -12,7 +12,7 @@ from benchmarks.transfer.methods import MethodFailed
 from benchmarks.transfer.overlap_model import spec
 from control.messages import ChunkDone, Generate, Message, Peer, PrefillDone
 from control.plane import ControlPlane
-from decode_node.attempt import Landed, Lost, PartNumber, PrefillOutcome, part_of
+from decode_node.attempt import Landed, Lost, ChunkNumber, PrefillOutcome, chunk_of
 from decode_node.destination import buffers_of, destination_of
 from decode_node.remote_prefill import PrefillMessage, RemotePrefill
 from decode_node.request import Request
@@ -98,7 +98,7 @@ class DecodeSide:
     def _landed(self, request: Request) -> tuple[PrefillDone, int]:
         """Serve messages, as a node's loop does, until the request's KV is there: (what was said then, checksums)."""
         done: PrefillDone | None = None
-        checksums: dict[PartNumber, int] = {}
+        checksums: dict[ChunkNumber, int] = {}
         deadline = time.monotonic() + _TIMEOUT_S
         while time.monotonic() < deadline:
             outcomes = self._remote.tick(time.monotonic())
@@ -111,7 +111,7 @@ class DecodeSide:
                     outcomes += self._remote.verified(item)
                 case (sender, message):
                     if isinstance(message, ChunkDone | PrefillDone):
-                        checksums[part_of(message)] = len(message.checksums)
+                        checksums[chunk_of(message)] = len(message.checksums)
                     if isinstance(message, PrefillDone):
                         done = message
                     outcomes += self._taken(sender, message)

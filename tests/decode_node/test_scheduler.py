@@ -165,7 +165,7 @@ class Harness:
             ids += [token.token_id for token in output.tokens]
             if output.finish_reason:
                 self.ended[output.request_id] = output.finish_reason
-                self.scheduler.ended(output.request_id, GATEWAY)
+                self.scheduler.outputs.ended(output.request_id, GATEWAY)
         self.control.take(Outputs)
 
     def run(self, turns: int = 2000) -> None:
@@ -331,7 +331,7 @@ def test_a_request_that_waits_for_a_prefill_node_can_be_cancelled_and_its_slots_
     h.scheduler.turn()
     assert h.state("a") is RequestState.PREFILLING
     h.scheduler.cancel("a", GATEWAY)
-    assert h.remote.quarantined_slots == 2
+    assert h.remote.abandoned.num_slots == 2
     assert h.coordinator.host.used == 2
 
 
@@ -449,7 +449,7 @@ def test_the_end_of_a_request_is_said_until_its_gateway_has_heard_it() -> None:
     assert isinstance(message, Outputs)
     [output] = message.outputs
     assert (output.start, output.finish_reason) == (2, "length")
-    h.scheduler.ended("a", GATEWAY)
+    h.scheduler.outputs.ended("a", GATEWAY)
     assert not h.control.repeated
 
 
@@ -512,13 +512,14 @@ def test_a_prompt_that_cannot_be_copied_to_the_host_ends_its_request_alone() -> 
     request.move(RequestState.LOCAL_PREFILL)
     request.move(RequestState.STAGING)
     failed = [(request, RuntimeError("an illegal address"))]
-    h.scheduler._local = SimpleNamespace(  # type: ignore[assignment]
+    local = SimpleNamespace(
         has_work=True,
         is_idle=True,
         step=lambda: None,
         staged=lambda: ([], [failed.pop()] if failed else []),
         cancel=lambda request: False,
     )
+    h.scheduler._local = h.scheduler._slots._local = local  # type: ignore[assignment]
     h.run()
     assert h.ended == {"staged": "error", "other": "length"}
 
@@ -548,7 +549,7 @@ def test_a_prompt_that_no_node_takes_now_does_not_hold_up_shorter_ones() -> None
     h.ask("long", prompt=(1, 2, 3, 4))
     h.ask("short", prompt=(1, 2, 3))
     h.scheduler.turn()
-    assert [request.request_id for request in h.scheduler.in_state(RequestState.PREFILLING)] == ["short"]
+    assert [request.request_id for request in h.scheduler.requests.in_state(RequestState.PREFILLING)] == ["short"]
 
 
 # --- host slots run out while prefills are under way ---
@@ -563,7 +564,7 @@ def test_an_older_request_keeps_its_kv_when_host_slots_run_out_and_a_younger_one
     for _ in range(200):
         h.turn()
     assert h.state("b") is RequestState.WAITING, "its attempt was given up"
-    assert h.remote.quarantined_slots == 370
+    assert h.remote.abandoned.num_slots == 370
     assert h.state("a") is RequestState.RUNNING
     assert h.scheduler.requests["a"].epoch == 1, "it was never prefilled again"
     got = len(h.answers["a"])
