@@ -1,4 +1,4 @@
-"""A decode process: what it is made of, and in which order."""
+"""Puts a decode process together."""
 
 from contextlib import ExitStack
 
@@ -133,7 +133,7 @@ def run_decode_node(config: DecodeConfig) -> None:
 
 
 def _plan(config: DecodeConfig, hisparse: HiSparseConfig, spec: ModelSpec, device: torch.device) -> Sizes:
-    """Size the tiers and say what was sized to what."""
+    """Size the tiers and log the sizes."""
     if split := device_split(device, config.mem_fraction_static):
         log.info("sized", what=split)
     for_pools = pool_bytes(device, config.mem_fraction_static)

@@ -139,7 +139,7 @@ def quarantine_router(
 
     @router.post("/evict")
     def evict(boot_id: str, force: bool = False) -> Eviction:
-        """404: nothing is quarantined for that boot id. 409: the process lives, and evicting it would corrupt memory."""
+        """404: nothing is quarantined for that boot id. 409: the process lives and may still write."""
         try:
             return on_loop(post, lambda: quarantine.evict(boot_id, force), timeout)
         except NothingQuarantined as error:

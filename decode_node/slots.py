@@ -42,7 +42,7 @@ class SlotManager:
         self._metrics = metrics
 
     def reserve_host(self, num_tokens: int) -> HostSlots | None:
-        """Host slots for a prompt, or None. Running requests must still have room to grow, or they would soon drop it."""
+        """Host slots for a prompt, or None. Leaves running requests room to grow: for that they would soon drop it."""
         host = self._coordinator.host
         if host.free - num_tokens < HOST_GRANULE * self._coordinator.num_running:
             return None

@@ -1,4 +1,4 @@
-"""What a prefill node's endpoint asks of whatever computes prompts and writes their KV to decode nodes."""
+"""What a prefill node's endpoint asks of the engine that computes prompts and writes their KV to decode nodes."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -8,7 +8,7 @@ from control.messages import AttemptId, Checksums, Peer, PrefillRequest
 
 @dataclass(frozen=True)
 class ChunkSent:
-    """Every write of a chunk before the last was confirmed. number: of the chunks that have checksums, from 0."""
+    """Every write of a chunk before the last was confirmed. number: counts chunks with checksums, from 0."""
 
     attempt: AttemptId
     number: int
@@ -17,9 +17,9 @@ class ChunkSent:
 
 @dataclass(frozen=True)
 class AllSent:
-    """Every write was confirmed. What the KV was read from is kept until the attempt is released.
+    """Every write of the attempt was confirmed. The engine keeps the KV until the attempt is released.
 
-    chunks: how many ChunkSent there are. checksums: of the rest. seconds: for how long something was being written.
+    chunks: how many ChunkSent there are. checksums: of the last chunk. seconds: how long something was being written.
     lingering: as in `PrefillDone`.
     """
 
@@ -35,10 +35,7 @@ class AllSent:
 
 @dataclass(frozen=True)
 class Failing:
-    """The attempt will not be completed, and something of it is in flight: `Stopped` follows when nothing is.
-
-    lingering: as in `Stopped`, as far as is known.
-    """
+    """The attempt failed while writes of it are in flight. `Stopped` follows when none is. lingering: so far."""
 
     attempt: AttemptId
     reason: str
@@ -47,10 +44,10 @@ class Failing:
 
 @dataclass(frozen=True)
 class Stopped:
-    """Nothing of an attempt that was not completed is in flight, and nothing is kept of it.
+    """Nothing of an uncompleted attempt is in flight, and the engine keeps nothing of it.
 
-    reason: why it failed; None if it was stopped without one. lingering: some of its writes have failed without an
-    answer, and what the network holds of them may still land.
+    reason: why it failed; None if it was aborted. lingering: bytes of failed writes may still land, since the network
+    holds them.
     """
 
     attempt: AttemptId
@@ -63,58 +60,50 @@ PrefillUpdate = ChunkSent | AllSent | Failing | Stopped
 
 @dataclass(frozen=True)
 class PrefillProgress:
-    """computed: tokens of each attempt that is held. current_pass: number of the forward pass that is under way."""
+    """computed: tokens of each held attempt. current_pass: number of the forward pass that is running."""
 
     computed: dict[AttemptId, int]
     current_pass: int | None
 
 
 class PrefillEngine(Protocol):
-    """Takes prompts and where their KV is to go, and says what is done. One loop calls it.
-
-    An attempt is held from `start` until `release` or `Stopped`.
-    """
+    """Holds an attempt from `start` until `release` or `Stopped`. One loop calls it."""
 
     def refusal(self, decode: Peer, request: PrefillRequest) -> str | None:
-        """Why a request cannot be done here, naming both values, or None."""
+        """Why the engine cannot serve a request, naming both values, or None."""
         ...
 
     def start(self, decode: Peer, request: PrefillRequest) -> None:
-        """Compute the KV of a request that is not refused, and write it where the request says."""
+        """Compute the KV of a request that was not refused, and write it where the request says."""
         ...
 
-    def holds(self, attempt: AttemptId) -> bool: ...
-
     def has_begun(self, attempt: AttemptId) -> bool:
-        """Whether anything of an attempt that is held was computed or is being computed."""
+        """Whether any token of a held attempt was computed or is being computed."""
         ...
 
     def stop(self, attempt: AttemptId, reason: str | None = None) -> bool:
-        """Compute and write no more of it; `Failing`, if there is a reason, and `Stopped` follow.
+        """Compute and write no more of a held attempt. `Stopped` follows; before it `Failing`, if there is a reason.
 
-        False if it was stopped before; without a reason, `Stopped` has none then either.
+        False if it was stopped before. A second call without a reason makes `Stopped` come without one.
         """
         ...
 
     def release(self, attempt: AttemptId) -> bool:
-        """The decode node has the KV of an attempt whose writes were all confirmed: nothing is kept of it any more.
-
-        False if they were not: then nothing changes.
-        """
+        """Forget an attempt whose KV the decode node has. False, and nothing changes, before `AllSent`."""
         ...
 
     def poll(self) -> list[PrefillUpdate]:
-        """Go on with what can go on, and return what has happened since the last call. Never waits.
+        """Do what can be done now, and return what has happened since the last call. Never waits.
 
-        To be called in every turn of the loop, which is woken when something has happened. Raises DeviceFailed if the
-        device does not work any more.
+        To be called in every turn of the loop, which the engine wakes. Raises DeviceFailed if the device does not work
+        any more.
         """
         ...
 
     def progress(self, attempts: tuple[AttemptId, ...]) -> PrefillProgress:
-        """How far it is with those of these attempts that it holds."""
+        """The progress of those of these attempts that are held."""
         ...
 
     def keep_connected(self, decode_nodes: set[Peer]) -> None:
-        """Give up the connections to other decode nodes once nothing waits for them."""
+        """Close the connections to other decode nodes, once nothing waits to be sent there."""
         ...

@@ -1,4 +1,4 @@
-"""A chunk on its way to a decode node: what is posted, in which order, and from where."""
+"""Posts the writes of one chunk: from where, and in which order."""
 
 import time
 from collections import deque
@@ -10,7 +10,7 @@ from enum import Enum
 import structlog
 
 from control.messages import AttemptId, Checksum, Destination, Peer, Transport
-from prefill_node.plan import ChunkPlan, Part
+from prefill_node.plan import ChunkPart, ChunkPlan
 from prefill_node.progress import ForwardProgress, NotComputed
 from prefill_node.ring import BUFFER_BYTES, SendBuffer, SendRing
 from prefill_node.source import KVSource
@@ -22,7 +22,7 @@ from transfer.writer import Outcome, Pipeline, TransferError, Write
 log = structlog.get_logger(__name__)
 
 _IN_PLACE_BYTES = 32 << 20
-"""In one batch: an abort is heard between batches."""
+"""Of one batch at most: aborts take effect between batches."""
 _WHAT_FAILED = {
     Outcome.FAILED: "the decode node's transport cannot be reached or refuses a write",
     Outcome.CUT: "the connection was lost",
@@ -35,7 +35,8 @@ _WHAT_FAILED = {
 class Chunk:
     """Positions [start, stop) of a request, to be written to the destination slots of those positions.
 
-    `progress` is the forward pass that computes them. `cancelled` is asked again and again while they are sent.
+    pages, slots: of the whole request. progress: of the forward pass that computes the chunk. cancelled: asked again
+    and again while the chunk is sent.
     """
 
     attempt: AttemptId
@@ -50,14 +51,14 @@ class Chunk:
 
 
 @dataclass
-class Sent:
-    """A chunk's writes have all ended: landed, unless `error` says otherwise.
+class SendReport:
+    """All writes of a chunk have ended. They landed unless `error` says otherwise.
 
-    `in_flight`: of some of them nobody knows whether they have, nor ever will. They may read the chunk's pages, and
-    write to its slots, for as long as this process runs (`transfer.writer.Outcome.UNKNOWN`); `error` is set.
-    `lingering`: the network may still carry bytes of those that failed, or of a first copy of one that was cut and has
-    landed when it was posted again. `posted_at`, `ended_at`: of the first and the
-    last of them (time.monotonic); `waited`: seconds in between in which there was nothing to post, or no leave to.
+    in_flight: it is not known of some writes whether they have ended. They may read the chunk's pages and write to its
+    slots for as long as this process runs (`transfer.writer.Outcome.UNKNOWN`); `error` is set.
+    lingering: the network may still carry bytes of writes that failed, or a first copy of writes that were repeated.
+    posted_at, ended_at: of the first and the last write (time.monotonic). waited: seconds in between in which there was
+    nothing to post, or posting was not allowed.
     """
 
     chunk: Chunk
@@ -72,14 +73,14 @@ class Sent:
     in_flight: bool = False
 
     def seconds(self, since: float = 0.0) -> float:
-        """What sending it took, or as much of that as came after `since`."""
+        """How long it was being sent, not counting time before `since`."""
         if self.posted_at is None:
             return 0.0
         return max(0.0, self.ended_at - max(self.posted_at, since) - self.waited)
 
 
 class Gather(Enum):
-    """When items are packed into send buffers before they go out."""
+    """When items are packed into send buffers before they are sent."""
 
     NEVER = "never"
     WHERE_IT_PAYS = "where source pages are scattered and destination slots are not"
@@ -87,8 +88,8 @@ class Gather(Enum):
 
 
 def gather_policy(transport: Transport, source_in_host_memory: bool) -> Gather:
-    """A NIC reads any memory in place. A processor copies: out of device memory slowly, so the device packs first;
-    over TCP descriptor by descriptor, so fewer are faster; into shared memory piece by piece, which costs nothing.
+    """A NIC reads any memory in place. A processor copies. It reads device memory slowly, so the device packs first.
+    Over TCP each descriptor costs time, so fewer are faster; into shared memory scattered copies cost nothing.
     """
     if transport == "rdma":
         return Gather.NEVER
@@ -99,7 +100,7 @@ def gather_policy(transport: Transport, source_in_host_memory: bool) -> Gather:
 
 @dataclass(frozen=True)
 class Reading:
-    """How KV is read for sending. layer_of_buffer: the layer after which each of the source's buffers is complete."""
+    """How KV is read for sending. layer_of_buffer: the layer that completes each of the source's buffers."""
 
     source: KVSource
     layer_of_buffer: tuple[int, ...]
@@ -110,10 +111,10 @@ class Reading:
         return sorted(range(len(self.layer_of_buffer)), key=lambda buffer: self.layer_of_buffer[buffer])
 
 
-class Outgoing:
-    """One chunk, posted layer by layer as its forward pass finishes them.
+class OutgoingChunk:
+    """Posts a chunk layer by layer as its forward pass finishes the layers.
 
-    `report` is called once, when all that was posted of it has ended.
+    `ring` lends the lane's send buffers if they are needed. `report` is called once, when all writes have ended.
     """
 
     def __init__(
@@ -122,20 +123,19 @@ class Outgoing:
         reading: Reading,
         pipeline: Pipeline,
         ring: Callable[[], SendRing],
-        report: Callable[[Sent], None],
+        report: Callable[[SendReport], None],
     ) -> None:
-        """`ring` lends this thread's send buffers; it is called if they are needed."""
         self._chunk = chunk
         self._reading = reading
         self._pipeline = pipeline
         self._lend_ring = ring
         self._report = report
-        self._sent = Sent(chunk)
+        self._sent = SendReport(chunk)
 
     def post(self, may_post: Callable[[], bool]) -> None:
-        """Post all of it, or as much as is wanted. Never raises: what goes wrong is reported.
+        """Post all writes, until the chunk is no longer wanted. Never raises: errors are reported.
 
-        `may_post` is asked before each write; it may wait.
+        may_post: asked before each write; it may wait.
         """
         write = Write(on_end=lambda: self._end(write), go_on=lambda: self._go_on(may_post))
         try:
@@ -148,8 +148,8 @@ class Outgoing:
         except NotComputed:
             self._sent.error = "aborted"
         except Exception as error:
-            # A bug costs the request, not the thread: the node waits for a report of every chunk.
-            log.exception("sending failed", request_id=self._chunk.attempt.request_id)
+            # A bug costs the request, not the lane: the node waits for a report of every chunk.
+            log.exception("sending failed", **self._chunk.attempt.log_fields)
             self._sent.error = f"sending failed: {error}"
         self._pipeline.close(write)
 
@@ -162,14 +162,14 @@ class Outgoing:
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
-        """Time that is not spent on sending. Before the first write there is none that is."""
+        """Count the time as waiting, unless nothing was posted yet."""
         since = time.monotonic()
         yield
         if self._sent.posted_at is not None:
             self._sent.waited += time.monotonic() - since
 
     def _end(self, write: Write) -> None:
-        """All that was posted of it has ended, as far as will ever be known."""
+        """All writes have ended, as far as will ever be known."""
         sent = self._sent
         sent.ended_at = time.monotonic()
         sent.lingering = write.lingers
@@ -182,20 +182,15 @@ class Outgoing:
             except TransferError as error:
                 sent.error = str(error)
             except Exception as error:
-                log.exception("nobody knows whether the decode node lives", request_id=self._chunk.attempt.request_id)
+                log.exception("nobody knows whether the decode node lives", **self._chunk.attempt.log_fields)
                 sent.error = f"sending failed: {error}"
         if sent.error is not None and sent.error != "aborted":
-            log.warning(
-                "transfer failed",
-                request_id=self._chunk.attempt.request_id,
-                epoch=self._chunk.attempt.epoch,
-                decode=self._chunk.decode.address,
-                error=sent.error,
-            )
+            decode, fields = self._chunk.decode.address, self._chunk.attempt.log_fields
+            log.warning("transfer failed", decode=decode, error=sent.error, **fields)
         self._report(sent)
 
     def _batches(self) -> Iterator[tuple[Descriptors, SendBuffer | None]]:
-        """What to post, and the send buffers that it is read from."""
+        """What to post, and the send buffer that it is read from, if any."""
         chunk, reading = self._chunk, self._reading
         channel = self._pipeline.channel
         plan = ChunkPlan(chunk.pages, reading.page_size, chunk.slots, chunk.start, chunk.stop, channel.max_bytes)
@@ -207,7 +202,7 @@ class Outgoing:
                 yield batch, None
 
     def _packed(self, plan: ChunkPlan, ring: SendRing) -> Iterator[tuple[Descriptors, SendBuffer]]:
-        """Part by part by way of send buffers."""
+        """Each part by way of a send buffer."""
         source, targets = self._reading.source, self._chunk.destination.buffers.ptrs
         for buffer in self._reading.buffers_in_order():
             self._await_layer(buffer)
@@ -223,9 +218,9 @@ class Outgoing:
                 yield out.at(into.address, targets[buffer]), into
 
     def _in_place(self, plan: ChunkPlan) -> Iterator[Descriptors]:
-        """From where it lies, as many buffers at a time as are complete."""
+        """Straight from the pool, as many buffers at a time as are complete."""
         source, targets = self._reading.source, self._chunk.destination.buffers.ptrs
-        for buffers in self._complete():
+        for buffers in self._complete_buffers():
             item_bytes = source.buffers.item_lengths[buffers[0]]
             for part in plan.parts(max(1, _IN_PLACE_BYTES // item_bytes)):
                 for buffer in buffers:
@@ -235,8 +230,8 @@ class Outgoing:
                     [source.buffers.ptrs[buffer] for buffer in buffers], [targets[buffer] for buffer in buffers]
                 )
 
-    def _complete(self) -> Iterator[list[int]]:
-        """All buffers, in order, those of one item size together that are complete at the same time and fit a batch."""
+    def _complete_buffers(self) -> Iterator[list[int]]:
+        """All buffers, in order; complete ones of one item size together, as far as they fit a batch."""
         item_lengths = self._reading.source.buffers.item_lengths
         num_items = self._chunk.stop - self._chunk.start
         ahead = deque(self._reading.buffers_in_order())
@@ -259,12 +254,12 @@ class Outgoing:
     def _await_layer(self, buffer: int) -> None:
         if self._is_complete(buffer):
             return
-        # The wait may be long: what was posted before, of other chunks too, is reported when it ends.
+        # The wait may be long. Meanwhile earlier writes, also those of other chunks, must be reported when they end.
         self._pipeline.drain()
         with self._waiting():
             self._chunk.progress.wait(self._reading.layer_of_buffer[buffer], self._chunk.cancelled)
 
-    def _checked(self, buffer: int, part: Part) -> tuple[int, int] | None:
+    def _checked(self, buffer: int, part: ChunkPart) -> tuple[int, int] | None:
         return sampled(self._reading.checksums, part.start, part.stop, buffer)
 
     def _note(self, buffer: int, positions: tuple[int, int], value: int) -> None:

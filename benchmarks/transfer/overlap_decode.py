@@ -12,7 +12,7 @@ from benchmarks.transfer.methods import MethodFailed
 from benchmarks.transfer.overlap_model import spec
 from control.messages import ChunkDone, Generate, Message, Peer, PrefillDone
 from control.plane import ControlPlane
-from decode_node.attempt import Landed, Lost, ChunkNumber, PrefillOutcome, chunk_of
+from decode_node.attempt import ChunkNumber, Landed, Lost, PrefillOutcome, chunk_of
 from decode_node.destination import buffers_of, destination_of
 from decode_node.remote_prefill import PrefillMessage, RemotePrefill
 from decode_node.request import Request

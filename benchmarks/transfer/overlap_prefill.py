@@ -23,7 +23,7 @@ from prefill_node.model_engine import ModelEngine
 from prefill_node.offer import Offer
 from prefill_node.outgoing import Reading
 from prefill_node.ring import SendRings
-from prefill_node.sender import Surroundings
+from prefill_node.sender import SendResources
 from prefill_node.source import HostSource
 from service.config import NodeConfig
 from service.shell import NodeShell
@@ -63,7 +63,7 @@ def prefill_side(
         engine = ModelEngine(
             prefill,
             _CPU,
-            Surroundings(
+            SendResources(
                 reading=Reading(
                     source=HostSource([*pool.kv, *pool.index_keys]),
                     layer_of_buffer=pool.layout.layer_of_buffer,
