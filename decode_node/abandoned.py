@@ -54,12 +54,12 @@ class AbandonedAttempts:
     def on_quiesced(self, sender: Peer, attempt_id: AttemptId, lingering: bool = False) -> None:
         """The sender has nothing of the attempt in flight. That counts only if the sender is the writer itself."""
         if lingering:
-            if self._reservations.lingers(attempt_id, sender.boot_id, time.monotonic()):
-                self._control.answered(("abort", attempt_id))
-                log.info("quiet, but for what the network may still carry", **attempt_id.log_fields)
-        elif self._reservations.quiesced(attempt_id, sender.boot_id):
+            counts = self._reservations.lingers(attempt_id, sender.boot_id, time.monotonic())
+        else:
+            counts = self._reservations.quiesced(attempt_id, sender.boot_id)
+        if counts:
             self._control.answered(("abort", attempt_id))
-            log.info("quarantine lifted", **attempt_id.log_fields)
+            log.info("prefill node has stopped writing", lingering=lingering, **attempt_id.log_fields)
 
     def release_expired(self, now: float) -> None:
         """Release the slots that a fence protects from what may linger. To be called in every turn of the loop."""

@@ -7,19 +7,15 @@ from hisparse.host_pool import HostKVPool
 from transfer.routes import Transports
 
 
-def buffers_of(host: HostKVPool) -> BufferInfo:
-    """The pool's buffers, for registration with transports."""
-    ptrs, lengths, item_lengths = host.get_contiguous_buf_infos()
-    return BufferInfo(ptrs=tuple(ptrs), lengths=tuple(lengths), item_lengths=tuple(item_lengths))
-
-
 def destination_of(host: HostKVPool, transports: Transports, identity: ModelIdentity) -> Destination:
-    """What a prefill node needs to write into the pool, whose buffers are registered with the transports.
+    """What a prefill node needs to write into the pool. The caller registers the buffers with the transports.
 
     Processes of the same host can map a shareable pool instead, by this process's id and the memory's file descriptor.
     """
+    ptrs, lengths, item_lengths = host.get_contiguous_buf_infos()
+    buffers = BufferInfo(ptrs=tuple(ptrs), lengths=tuple(lengths), item_lengths=tuple(item_lengths))
     region = host.shared()
     shared = None
     if region is not None:
         shared = SharedMemory(pid=os.getpid(), fd=region.fd, name=region.name, base=region.base, length=region.length)
-    return Destination(identity=identity, buffers=buffers_of(host), sessions=transports.sessions, shared=shared)
+    return Destination(identity=identity, buffers=buffers, sessions=transports.sessions, shared=shared)

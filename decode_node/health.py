@@ -3,7 +3,6 @@
 import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from control.messages import Peer
 from control.plane import ControlPlane
@@ -17,19 +16,20 @@ TRIAL_AFTER_S = 10.0
 """So long after its last failure such a node gets one request on trial."""
 _REMEMBERED = 4096
 
-Fault = TypeVar("Fault")
-
 
 @dataclass
-class _Failures:
-    """A node's failures in a row: of which requests, when the last was, and which request is on trial there."""
+class _Faults:
+    """What is wrong with a node. Failures count in a row, each request once."""
 
-    requests: set[str] = field(default_factory=set)
-    last_at: float = 0.0
+    silent_since: float | None = None
+    """When it was found silent (time.monotonic)."""
+    is_stuck: bool = False
+    stuck_in: int | None = None
+    """The forward pass that it was found stuck in; None if it reported none."""
+    failed_requests: set[str] = field(default_factory=set)
+    failed_at: float = 0.0
     trial: str | None = None
-
-    def may_be_asked(self, now: float) -> bool:
-        return len(self.requests) < FAILURES or (self.trial is None and now - self.last_at >= TRIAL_AFTER_S)
+    """The request that tries the node again after failures."""
 
 
 class Health:
@@ -41,16 +41,12 @@ class Health:
     def __init__(self, control: ControlPlane, patience: float) -> None:
         self._control = control
         self._patience = patience
-        self._silent: OrderedDict[Peer, float] = OrderedDict()
-        """When each was found silent (time.monotonic)."""
-        self._stuck: OrderedDict[Peer, int | None] = OrderedDict()
-        """The forward pass that each was found stuck in; None if it reported none."""
-        self._failing: OrderedDict[Peer, _Failures] = OrderedDict()
+        self._faults: OrderedDict[Peer, _Faults] = OrderedDict()
 
     @property
     def stuck(self) -> set[Peer]:
         """Nodes that answer pings and make no progress. Only their answer to Holding shows that this is over."""
-        return set(self._stuck)
+        return {node for node, faults in self._faults.items() if faults.is_stuck}
 
     def trouble(self, attempt: PrefillAttempt, now: float) -> str | None:
         """Why an attempt should be given up, or None. A silent or stuck node is then passed over until it recovers."""
@@ -63,49 +59,50 @@ class Health:
             return f"prefill node {node.address} is silent"
         if now - attempt.progressed_at <= self._patience:
             return None
-        _remember(self._stuck, node, attempt.current_pass)
+        faults = self._faults_of(node)
+        faults.is_stuck, faults.stuck_in = True, attempt.current_pass
         missing = "not accepted it" if attempt.state is AttemptState.REQUESTED else "made no progress"
         return f"prefill node {node.address} has {missing} for {self._patience:g} s"
 
     def suspect(self, node: Peer, now: float) -> None:
         """Pass the node over until it answers a ping that is sent later: it was silent although it has work."""
-        _remember(self._silent, node, now)
+        self._faults_of(node).silent_since = now
 
     def is_well(self, node: Peer) -> bool:
         """Whether no fault of the node is known."""
-        since = self._silent.get(node)
-        if since is not None and (self._control.alive_after(node.boot_id) or 0.0) > since:
-            del self._silent[node]
-        failing = self._failing.get(node)
-        may_be_asked = failing is None or failing.may_be_asked(time.monotonic())
-        return node not in self._silent and node not in self._stuck and may_be_asked
+        faults = self._faults.get(node, _Faults())
+        if faults.silent_since is not None and (self._control.alive_after(node.boot_id) or 0.0) > faults.silent_since:
+            faults.silent_since = None
+        may_be_tried = faults.trial is None and time.monotonic() - faults.failed_at >= TRIAL_AFTER_S
+        is_failing = len(faults.failed_requests) >= FAILURES and not may_be_tried
+        return not (faults.silent_since is not None or faults.is_stuck or is_failing)
 
     def begun(self, node: Peer, request_id: str) -> None:
         """The node was asked to prefill a request. If the node is passed over for failures, this is its trial."""
-        failing = self._failing.get(node)
-        if failing is not None and len(failing.requests) >= FAILURES:
-            failing.trial = request_id
+        faults = self._faults.get(node)
+        if faults is not None and len(faults.failed_requests) >= FAILURES:
+            faults.trial = request_id
 
     def failed(self, node: Peer, request_id: str) -> None:
         """The node failed a request: it said so, or what it sent was wrong."""
-        failing = self._failing.get(node) or _Failures()
-        failing.requests.add(request_id)
-        failing.last_at = time.monotonic()
-        _remember(self._failing, node, failing)
+        faults = self._faults_of(node)
+        faults.failed_requests.add(request_id)
+        faults.failed_at = time.monotonic()
 
     def ended(self, attempt: PrefillAttempt) -> None:
         """Take the end of an attempt: one that landed clears its node's failures, any other ends a trial."""
-        failing = self._failing.get(attempt.node)
+        if (faults := self._faults.get(attempt.node)) is None:
+            return
         if attempt.state is AttemptState.LANDED:
-            self._failing.pop(attempt.node, None)
-        elif failing is not None and failing.trial == attempt.id.request_id:
-            failing.trial = None
+            faults.failed_requests.clear()
+        if attempt.state is AttemptState.LANDED or faults.trial == attempt.id.request_id:
+            faults.trial = None
 
     def note_pass(self, node: Peer, current_pass: int | None) -> None:
         """The node reports its forward pass. Another one than it was stuck in shows that it makes progress again."""
-        stuck_in = self._stuck.get(node)
-        if stuck_in is None or stuck_in != current_pass:
-            self._stuck.pop(node, None)
+        faults = self._faults.get(node)
+        if faults is not None and (faults.stuck_in is None or faults.stuck_in != current_pass):
+            faults.is_stuck = False
 
     def is_dead(self, writer: Peer, asked_after: float) -> bool:
         """Whether the process is proved to have ended, so that it writes nothing more.
@@ -122,8 +119,7 @@ class Health:
         answer = self._control.answer_at(node.address)
         return answer is not None and answer.boot_id != node.boot_id and answer.asked_at > asked_after
 
-
-def _remember(faults: OrderedDict[Peer, Fault], node: Peer, fault: Fault) -> None:
-    faults[node] = fault
-    if len(faults) > _REMEMBERED:
-        faults.popitem(last=False)
+    def _faults_of(self, node: Peer) -> _Faults:
+        if node not in self._faults and len(self._faults) >= _REMEMBERED:
+            self._faults.popitem(last=False)
+        return self._faults.setdefault(node, _Faults())

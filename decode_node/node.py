@@ -8,24 +8,17 @@ from control.membership import Membership
 from control.messages import (
     Accepted,
     Cancel,
-    ChunkDone,
     Ended,
     Generate,
     HeartbeatAck,
     Message,
-    NotHeld,
     Peer,
-    PrefillAccepted,
-    PrefillDone,
-    PrefillFailed,
-    Progress,
-    Quiesced,
     Refused,
     Registered,
     Resend,
 )
 from decode_node.loop_call import LoopCall
-from decode_node.remote_prefill import RemotePrefill
+from decode_node.remote_prefill import PrefillMessage, RemotePrefill
 from decode_node.request import RequestState
 from decode_node.scheduler import Scheduler
 from decode_node.verifier import Verified
@@ -159,9 +152,7 @@ class DecodeNode:
                 self._scheduler.outputs.ended(message.request_id, sender)
             case Resend():
                 self._scheduler.outputs.resend(message.request_id, message.start, sender)
-            case (
-                PrefillAccepted() | ChunkDone() | PrefillDone() | PrefillFailed() | Quiesced() | NotHeld() | Progress()
-            ):
+            case _ if isinstance(message, PrefillMessage):
                 self._scheduler.apply(self._remote.take(sender, message))
             case HeartbeatAck():
                 self._remote.nodes.learn(sender.address, message.prefill_nodes, message.longest_prompts)

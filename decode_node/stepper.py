@@ -1,6 +1,7 @@
 """Runs decode steps: one is in flight while the next is prepared."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import structlog
@@ -60,32 +61,25 @@ class Stepper:
             request.launched += 1
         self._metrics.decode_batch_size.observe(len(requests))
         self._stepped.update(ids)
-        try:
+        with self._guarded(batch):
             self._launched = self._runner.launch(batch)
-        except Exception as error:
-            self._give_up(batch, error)
 
     def take(self) -> list[tuple[str, Token | None]]:
         """Wait for the tokens of the step in flight: (request id, token or None if its logits were not finite)."""
         step, self._in_flight = self._in_flight, None
-        if step is None:
-            return []
-        try:
-            return list(zip(step.batch.request_ids, self._runner.collect(step), strict=True))
-        except Exception as error:
-            self._give_up(step.batch, error)
-            return []
+        tokens: list[tuple[str, Token | None]] = []
+        if step is not None:
+            with self._guarded(step.batch):
+                tokens = list(zip(step.batch.request_ids, self._runner.collect(step), strict=True))
+        return tokens
 
     def sample(self) -> None:
         """Queue the sampling of the step that was launched, which is in flight from now on."""
         step, self._launched = self._launched, None
         if step is None:
             return
-        try:
+        with self._guarded(step.batch):
             self._runner.sample(step)
-        except Exception as error:
-            self._give_up(step.batch, error)
-        else:
             self._in_flight = step
 
     def take_stepped(self) -> set[str]:
@@ -95,7 +89,12 @@ class Stepper:
         self._stepped = set() if self._in_flight is None else set(self._in_flight.batch.request_ids)
         return stepped
 
-    def _give_up(self, batch: Batch, error: Exception) -> None:
-        log.error("decode step failed", batch=len(batch), exc_info=error)
-        self._runner.give_up(batch)
-        self._on_failure(batch.request_ids, error)
+    @contextmanager
+    def _guarded(self, batch: Batch) -> Iterator[None]:
+        """An error costs the requests of the batch, and is not raised."""
+        try:
+            yield
+        except Exception as error:
+            log.exception("decode step failed", batch=len(batch))
+            self._runner.give_up(batch)
+            self._on_failure(batch.request_ids, error)

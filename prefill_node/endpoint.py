@@ -27,7 +27,7 @@ from control.messages import (
 )
 from engine.device import DeviceFailed
 from prefill_node.decode_nodes import DecodeNodes
-from prefill_node.engine import AllSent, ChunkSent, Failing, PrefillEngine, PrefillUpdate, Stopped
+from prefill_node.engine import Failing, PrefillEngine, PrefillUpdate, Stopped
 from prefill_node.finished import FinishedAttempts
 from service.lifecycle import Phase
 from service.shell import NodeShell
@@ -179,14 +179,13 @@ class PrefillEndpoint:
         attempt = update.attempt
         decode = self._asked_by[attempt]
         match update:
-            case ChunkSent():
+            case ChunkDone():
                 self._unacknowledged.setdefault(attempt, set()).add(update.number)
-                chunk_done = ChunkDone(attempt=attempt, number=update.number, checksums=update.checksums)
-                self._control.repeat(("chunk", attempt, update.number), decode, chunk_done)
-            case AllSent():
+                self._control.repeat(("chunk", attempt, update.number), decode, update)
+            case PrefillDone():
                 if update.lingering:
                     self._finished.note_lingering(attempt)
-                self._control.repeat(("done", attempt), decode, _done(update))
+                self._control.repeat(("done", attempt), decode, update)
             case Failing():
                 failed = self._failed(attempt, update.reason, in_flight=True, lingering=update.lingering)
                 self._control.repeat(("failed", attempt), decode, failed)
@@ -238,16 +237,3 @@ class PrefillEndpoint:
 
     def _watch_decode_nodes(self) -> None:
         self._decode_nodes.watch(self._asked_by.values())
-
-
-def _done(update: AllSent) -> PrefillDone:
-    return PrefillDone(
-        attempt=update.attempt,
-        num_tokens=update.num_tokens,
-        transferred_bytes=update.num_bytes,
-        descriptors=update.descriptors,
-        transfer_seconds=update.seconds,
-        chunks=update.chunks,
-        checksums=update.checksums,
-        lingering=update.lingering,
-    )

@@ -3,34 +3,7 @@
 from dataclasses import dataclass
 from typing import Protocol
 
-from control.messages import AttemptId, Checksums, Peer, PrefillRequest
-
-
-@dataclass(frozen=True)
-class ChunkSent:
-    """Every write of a chunk before the last was confirmed. number: counts chunks with checksums, from 0."""
-
-    attempt: AttemptId
-    number: int
-    checksums: Checksums
-
-
-@dataclass(frozen=True)
-class AllSent:
-    """Every write of the attempt was confirmed. The engine keeps the KV until the attempt is released.
-
-    chunks: how many ChunkSent there are. checksums: of the last chunk. seconds: how long something was being written.
-    lingering: as in `PrefillDone`.
-    """
-
-    attempt: AttemptId
-    num_tokens: int
-    num_bytes: int
-    descriptors: int
-    seconds: float
-    chunks: int
-    checksums: Checksums
-    lingering: bool = False
+from control.messages import AttemptId, ChunkDone, Peer, PrefillDone, PrefillRequest
 
 
 @dataclass(frozen=True)
@@ -55,7 +28,9 @@ class Stopped:
     lingering: bool
 
 
-PrefillUpdate = ChunkSent | AllSent | Failing | Stopped
+PrefillUpdate = ChunkDone | PrefillDone | Failing | Stopped
+"""What the engine tells the endpoint of an attempt. ChunkDone and PrefillDone are for the decode node as they are. The
+engine keeps the KV after PrefillDone until the attempt is released."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +64,7 @@ class PrefillEngine(Protocol):
         ...
 
     def release(self, attempt: AttemptId) -> bool:
-        """Forget an attempt whose KV the decode node has. False, and nothing changes, before `AllSent`."""
+        """Forget an attempt whose KV the decode node has. False, and nothing changes, before `PrefillDone`."""
         ...
 
     def poll(self) -> list[PrefillUpdate]:

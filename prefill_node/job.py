@@ -6,9 +6,17 @@ from typing import Self
 
 import torch
 
-from control.messages import AttemptId, Checksum, Checksums, Destination, Peer, PrefillRequest
+from control.messages import (
+    AttemptId,
+    Checksum,
+    Checksums,
+    ChunkDone,
+    Destination,
+    Peer,
+    PrefillDone,
+    PrefillRequest,
+)
 from engine.chunked import PrefillJob
-from prefill_node.engine import AllSent, ChunkSent
 from prefill_node.outgoing import Chunk, SendReport
 from prefill_node.progress import ForwardProgress
 from transfer.planner import Int64s, expand_extents
@@ -62,7 +70,7 @@ class TransferJob(PrefillJob):
     """How long something of it was being written. Chunks overlap: one is posted before the one before has ended."""
     written_until: float = 0.0
     chunks_announced: int = 0
-    """Chunks that have a ChunkSent of their own."""
+    """Chunks that have a ChunkDone of their own."""
     last_checksums: list[Checksum] = field(default_factory=list)
     """Of the prompt's last chunk."""
 
@@ -97,8 +105,8 @@ class TransferJob(PrefillJob):
             cancelled=lambda: self.state is JobState.STOPPING,
         )
 
-    def landed(self, report: SendReport) -> ChunkSent | None:
-        """Count a chunk that has landed. Returns its checksums for the decode node, unless `all_sent` brings them."""
+    def landed(self, report: SendReport) -> ChunkDone | None:
+        """Count a chunk that has landed. Returns its checksums for the decode node, unless `done` brings them."""
         self.num_bytes += report.num_bytes
         self.num_descriptors += report.num_descriptors
         self.seconds += report.seconds(since=self.written_until)
@@ -110,16 +118,16 @@ class TransferJob(PrefillJob):
             return None
         number = self.chunks_announced
         self.chunks_announced += 1
-        return ChunkSent(self.attempt, number, Checksums.of(report.checksums))
+        return ChunkDone(attempt=self.attempt, number=number, checksums=Checksums.of(report.checksums))
 
-    def all_sent(self) -> AllSent:
-        """The update for when every write has landed."""
-        return AllSent(
+    def done(self) -> PrefillDone:
+        """What the decode node needs to know when every write has landed."""
+        return PrefillDone(
             attempt=self.attempt,
             num_tokens=self.num_tokens,
-            num_bytes=self.num_bytes,
+            transferred_bytes=self.num_bytes,
             descriptors=self.num_descriptors,
-            seconds=self.seconds,
+            transfer_seconds=self.seconds,
             chunks=self.chunks_announced,
             checksums=Checksums.of(self.last_checksums),
             lingering=self.lingering,

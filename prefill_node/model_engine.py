@@ -201,8 +201,8 @@ class ModelEngine(PrefillEngine):
         self._metrics.transfer_bytes.inc(report.num_bytes)
         self._metrics.transfer_descriptors.inc(report.num_descriptors)
         self._metrics.transfer_seconds.observe(report.seconds())
-        if chunk_sent := job.landed(report):
-            self._updates.append(chunk_sent)
+        if chunk_done := job.landed(report):
+            self._updates.append(chunk_done)
 
     def _advance(self, job: TransferJob) -> None:
         """Once nothing of a job is in flight, end it if it was stopped, or announce that all was sent."""
@@ -214,7 +214,7 @@ class ModelEngine(PrefillEngine):
         elif job.state is JobState.SENDING:
             assert job.computed_at is not None
             job.move(JobState.SENT)
-            self._updates.append(job.all_sent())
+            self._updates.append(job.done())
             log.info(
                 "sent",
                 bytes=job.num_bytes,

@@ -13,7 +13,7 @@ from benchmarks.transfer.overlap_model import spec
 from control.messages import ChunkDone, Generate, Message, Peer, PrefillDone
 from control.plane import ControlPlane
 from decode_node.attempt import ChunkNumber, Landed, Lost, PrefillOutcome, chunk_of
-from decode_node.destination import buffers_of, destination_of
+from decode_node.destination import destination_of
 from decode_node.remote_prefill import PrefillMessage, RemotePrefill
 from decode_node.request import Request
 from decode_node.verifier import Verified, Verifier
@@ -56,16 +56,16 @@ class DecodeSide:
         self._coordinator = _tiers(tokens, "shm" in transports.offered)
         self._at_end.callback(self._coordinator.close)
         pool = self._coordinator.host
-        buffers = buffers_of(pool)
-        transports.register(buffers)
-        self._at_end.callback(transports.unregister, buffers)
+        destination = destination_of(pool, transports, identity_of(spec(tokens)))
+        transports.register(destination.buffers)
+        self._at_end.callback(transports.unregister, destination.buffers)
         self._control = ControlPlane("decode", host, 0, host, deliver=lambda *item: self._inbox.put(item))
         self._at_end.callback(self._control.stop)
-        verifier = Verifier(buffers, self._inbox.put)
+        verifier = Verifier(destination.buffers, self._inbox.put)
         self._at_end.callback(verifier.close)
         self._remote = RemotePrefill(
             self._control,
-            destination_of(pool, transports, identity_of(spec(tokens))),
+            destination,
             ReservationTable(pool.release, pool.retain),
             verifier.submit,
             Metrics(),

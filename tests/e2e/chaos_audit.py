@@ -44,7 +44,7 @@ def digests(layers: Sequence[torch.Tensor], rows: Sequence[int]) -> list[str]:
 
 def watch_prefill(journal: Journal) -> None:
     """Note what a prefill node computed, whenever it is about to say that all of an attempt was sent."""
-    from prefill_node.engine import AllSent
+    from control.messages import PrefillDone
     from prefill_node.job import TransferJob
     from prefill_node.model_engine import ModelEngine
 
@@ -53,7 +53,7 @@ def watch_prefill(journal: Journal) -> None:
     def noting_advance(engine: ModelEngine, job: TransferJob) -> None:
         told = len(engine._updates)
         advance(engine, job)
-        if not any(isinstance(update, AllSent) for update in engine._updates[told:]):
+        if not any(isinstance(update, PrefillDone) for update in engine._updates[told:]):
             return
         pool, pages = engine._prefill.pool, job.pages
         assert pages is not None
