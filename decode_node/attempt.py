@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
+from typing import NamedTuple
 
 from control.messages import AttemptId, ChunkDone, Peer, PrefillDone
 from decode_node.request import Request
@@ -149,19 +150,8 @@ def _beyond(number: int, chunks: int) -> str | None:
     return f"chunk {number} landed, of {chunks} that there can be" if number >= chunks else None
 
 
-@dataclass(frozen=True)
-class Landed:
-    """The KV of all tokens but the newest is in host memory."""
-
-    request: Request
-
-
-@dataclass(frozen=True)
-class Lost:
+class Lost(NamedTuple):
     """The attempt failed; the request holds nothing any more."""
 
     request: Request
     reason: str
-
-
-PrefillOutcome = Landed | Lost

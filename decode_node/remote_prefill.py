@@ -1,4 +1,4 @@
-"""Has prompts prefilled by other nodes, and says what became of each attempt.
+"""Has prompts prefilled by other nodes, and says which attempts were lost.
 
 The reservation table owns the slots of an attempt from before the prefill node learns of them until they have landed
 or nothing can write to them any more, whatever happens to the request in between. An attempt lands when the prefill
@@ -29,7 +29,7 @@ from control.messages import (
 )
 from control.plane import ControlPlane
 from decode_node.abandoned import AbandonedAttempts
-from decode_node.attempt import AttemptState, Landed, Lost, PrefillAttempt, PrefillOutcome, chunk_of
+from decode_node.attempt import AttemptState, Lost, PrefillAttempt, chunk_of
 from decode_node.health import Health
 from decode_node.prefill_nodes import PrefillNodes
 from decode_node.request import Request, RequestState
@@ -122,7 +122,7 @@ class RemotePrefill:
         self._control.answered(("prefill", attempt_id))
         return attempt
 
-    def _land(self, attempt: PrefillAttempt, done: PrefillDone) -> Landed:
+    def _land(self, attempt: PrefillAttempt, done: PrefillDone) -> None:
         """The request gets the slots. If a write may linger, their next owner gets them only behind a fence."""
         request = attempt.request
         self._end(attempt.id, AttemptState.LANDED)
@@ -144,9 +144,8 @@ class RemotePrefill:
             lingering=done.lingering,
             **attempt.id.log_fields,
         )
-        return Landed(request)
 
-    def _lose(self, attempt_id: AttemptId, reason: str, leaving: bool = False) -> list[PrefillOutcome]:
+    def _lose(self, attempt_id: AttemptId, reason: str, leaving: bool = False) -> list[Lost]:
         """The node stopped working on an attempt. That fails the attempt unless the node had announced everything.
 
         leaving: the node shuts down and hands its requests back, which counts neither as a failure nor as an attempt.
@@ -160,56 +159,56 @@ class RemotePrefill:
         log.info("prefill handed back", node=attempt.node.address, reason=reason, **attempt_id.log_fields)
         return self._give_back(attempt, reason)
 
-    def _fail(self, attempt: PrefillAttempt, reason: str, kind: str = "prefill") -> list[PrefillOutcome]:
+    def _fail(self, attempt: PrefillAttempt, reason: str, kind: str = "prefill") -> list[Lost]:
         """End an attempt that is still wanted. kind: the metrics' word for the reason."""
         self._metrics.transfer_failures.labels(kind).inc()
         log.warning("prefill attempt failed", reason=reason, **attempt.id.log_fields)
         return self._give_back(attempt, reason)
 
-    def _give_back(self, attempt: PrefillAttempt, reason: str) -> list[PrefillOutcome]:
+    def _give_back(self, attempt: PrefillAttempt, reason: str) -> list[Lost]:
         self.abandon(attempt.request)
         attempt.request.move(RequestState.WAITING)
         return [Lost(attempt.request, reason)]
 
     # --- what prefill nodes say ---
 
-    def take(self, sender: Peer, message: PrefillMessage) -> list[PrefillOutcome]:
+    def take(self, sender: Peer, message: PrefillMessage) -> list[Lost]:
         """Act on a prefill node's message. Only the node that was asked for an attempt may speak of it."""
         if isinstance(message, Progress):
             self._on_progress(sender, message)
             return []
-        outcomes: list[PrefillOutcome] = []
+        lost: list[Lost] = []
         for attempt_id in message.attempts if isinstance(message, NotHeld) else (message.attempt,):
             attempt = self._attempts.get(attempt_id)
             if attempt is None or attempt.node.boot_id == sender.boot_id:
-                outcomes += self._on(sender, attempt_id, message)
+                lost += self._on(sender, attempt_id, message)
             else:
                 log.warning("from a node that was not asked", node=sender.address, **attempt_id.log_fields)
-        return outcomes
+        return lost
 
-    def _on(self, sender: Peer, attempt_id: AttemptId, message: PrefillMessage) -> list[PrefillOutcome]:
-        outcomes: list[PrefillOutcome] = []
+    def _on(self, sender: Peer, attempt_id: AttemptId, message: PrefillMessage) -> list[Lost]:
+        lost: list[Lost] = []
         match message:
             case PrefillAccepted():
                 self._control.answered(("prefill", attempt_id))
                 if attempt_id in self._attempts:
                     self._attempts[attempt_id].accept(time.monotonic())
             case ChunkDone() | PrefillDone():
-                outcomes = self._on_arrival(sender, attempt_id, message)
+                lost = self._on_arrival(sender, attempt_id, message)
             case PrefillFailed():
                 if message.leaving:
                     self.nodes.retire(sender.boot_id)
                 elif attempt_id in self._attempts and not message.refused:
                     self.health.failed(sender, attempt_id.request_id)
-                outcomes = self._lose(attempt_id, message.reason, message.leaving)
+                lost = self._lose(attempt_id, message.reason, message.leaving)
                 self.abandoned.on_failed(sender, message)
             case Quiesced():
-                outcomes = self._lose(attempt_id, "the prefill node gave it up")
+                lost = self._lose(attempt_id, "the prefill node gave it up")
                 self.abandoned.on_quiesced(sender, attempt_id, message.lingering)
             case NotHeld():
-                outcomes = self._lose(attempt_id, "the prefill node does not know it")
+                lost = self._lose(attempt_id, "the prefill node does not know it")
                 self.abandoned.on_quiesced(sender, attempt_id)
-        return outcomes
+        return lost
 
     def _on_progress(self, sender: Peer, message: Progress) -> None:
         self.health.note_pass(sender, message.current_pass)
@@ -220,9 +219,7 @@ class RemotePrefill:
 
     # --- arrival and verification ---
 
-    def _on_arrival(
-        self, sender: Peer, attempt_id: AttemptId, message: ChunkDone | PrefillDone
-    ) -> list[PrefillOutcome]:
+    def _on_arrival(self, sender: Peer, attempt_id: AttemptId, message: ChunkDone | PrefillDone) -> list[Lost]:
         """A chunk has landed, or the whole prompt has."""
         attempt = self._attempts.get(attempt_id)
         if attempt is not None:
@@ -236,7 +233,9 @@ class RemotePrefill:
             self._control.send(sender, Admitted(attempt=attempt_id))
         if isinstance(message, ChunkDone):
             self._control.send(sender, ChunkTaken(attempt=attempt_id, number=message.number))
-        return [] if attempt is None else self._land_if_verified(attempt)
+        if attempt is not None:
+            self._land_if_verified(attempt)
+        return []
 
     def _is_taken(self, attempt: PrefillAttempt, message: ChunkDone | PrefillDone) -> bool:
         """Whether the message's checksums will be verified. If the verifier is too busy, the node repeats them."""
@@ -249,14 +248,15 @@ class RemotePrefill:
         attempt.take(message, time.monotonic())
         return True
 
-    def verified(self, result: Verified) -> list[PrefillOutcome]:
+    def verified(self, result: Verified) -> list[Lost]:
         """Take the result of a verification. It changes nothing if the attempt was given up meanwhile."""
         attempt = self._attempts.get(result.attempt_id)
         if attempt is None:
             return []
         if result.reason is None:
             attempt.verified(result.chunk)
-            return self._land_if_verified(attempt)
+            self._land_if_verified(attempt)
+            return []
         if not result.mismatches:
             return self._fail(attempt, result.reason, "verification")
         log.error(
@@ -270,25 +270,26 @@ class RemotePrefill:
         self.health.failed(attempt.node, attempt.id.request_id)
         return self._fail(attempt, result.reason, "checksum")
 
-    def _land_if_verified(self, attempt: PrefillAttempt) -> list[PrefillOutcome]:
-        return [self._land(attempt, attempt.done)] if attempt.done is not None and attempt.is_verified else []
+    def _land_if_verified(self, attempt: PrefillAttempt) -> None:
+        if attempt.done is not None and attempt.is_verified:
+            self._land(attempt, attempt.done)
 
     # --- what is watched ---
 
-    def tick(self, now: float) -> list[PrefillOutcome]:
+    def tick(self, now: float) -> list[Lost]:
         """Release slots that have become safe, give up attempts whose node is unwell, and ask nodes for progress."""
         self.abandoned.release_expired(now)
         if now < self._inquire_at:
             return []
         self._inquire_at = now + _INQUIRE_S
         self._control.watch(self.nodes.known | {reservation.writer for reservation in self._reservations})
-        outcomes: list[PrefillOutcome] = []
+        lost: list[Lost] = []
         for attempt_id, attempt in list(self._attempts.items()):
             if attempt.needs_node and (trouble := self.health.trouble(attempt, now)):
-                outcomes += self._lose(attempt_id, trouble)
+                lost += self._lose(attempt_id, trouble)
         self.abandoned.look_for_dead_writers(now)
         self._ask_for_progress()
-        return outcomes
+        return lost
 
     def _ask_for_progress(self) -> None:
         asked: dict[Peer, list[AttemptId]] = {node: [] for node in self.health.stuck & self.nodes.known}

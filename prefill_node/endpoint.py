@@ -22,12 +22,13 @@ from control.messages import (
     PrefillFailed,
     PrefillRequest,
     Progress,
+    Quiesced,
     Refused,
     Registered,
 )
 from engine.device import DeviceFailed
 from prefill_node.decode_nodes import DecodeNodes
-from prefill_node.engine import Failing, PrefillEngine, PrefillUpdate, Stopped
+from prefill_node.engine import PrefillEngine, PrefillUpdate
 from prefill_node.finished import FinishedAttempts
 from service.lifecycle import Phase
 from service.shell import NodeShell
@@ -186,26 +187,20 @@ class PrefillEndpoint:
                 if update.lingering:
                     self._finished.note_lingering(attempt)
                 self._control.repeat(("done", attempt), decode, update)
-            case Failing():
-                failed = self._failed(attempt, update.reason, in_flight=True, lingering=update.lingering)
-                self._control.repeat(("failed", attempt), decode, failed)
-            case Stopped():
-                self._finish(attempt, update.lingering)
-                if update.reason is None:
-                    self._control.send(decode, self._finished.quiesced(attempt))
+            case PrefillFailed():
+                failed = update.model_copy(update={"leaving": not self._shell.lifecycle.serving})
+                if update.in_flight:
+                    self._control.repeat(("failed", attempt), decode, failed)
                 else:
-                    failed = self._failed(attempt, update.reason, in_flight=False, lingering=update.lingering)
+                    self._stopped(attempt, update.reason, update.lingering)
                     self._control.send(decode, failed)
-                log.info("stopped", reason=update.reason or "aborted", lingering=update.lingering, **attempt.log_fields)
+            case Quiesced():
+                self._stopped(attempt, "aborted", update.lingering)
+                self._control.send(decode, self._finished.quiesced(attempt))
 
-    def _failed(self, attempt: AttemptId, reason: str, *, in_flight: bool, lingering: bool) -> PrefillFailed:
-        return PrefillFailed(
-            attempt=attempt,
-            reason=reason,
-            in_flight=in_flight,
-            lingering=lingering,
-            leaving=not self._shell.lifecycle.serving,
-        )
+    def _stopped(self, attempt: AttemptId, reason: str, lingering: bool) -> None:
+        self._finish(attempt, lingering)
+        log.info("stopped", reason=reason, lingering=lingering, **attempt.log_fields)
 
     def _finish(self, attempt: AttemptId, lingering: bool = False) -> None:
         """The engine no longer holds the attempt: repeat nothing of it any more."""

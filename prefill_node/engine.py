@@ -3,34 +3,14 @@
 from dataclasses import dataclass
 from typing import Protocol
 
-from control.messages import AttemptId, ChunkDone, Peer, PrefillDone, PrefillRequest
+from control.messages import AttemptId, ChunkDone, Peer, PrefillDone, PrefillFailed, PrefillRequest, Quiesced
 
+PrefillUpdate = ChunkDone | PrefillDone | PrefillFailed | Quiesced
+"""What the engine says of an attempt, for its decode node.
 
-@dataclass(frozen=True)
-class Failing:
-    """The attempt failed while writes of it are in flight. `Stopped` follows when none is. lingering: so far."""
-
-    attempt: AttemptId
-    reason: str
-    lingering: bool
-
-
-@dataclass(frozen=True)
-class Stopped:
-    """Nothing of an uncompleted attempt is in flight, and the engine keeps nothing of it.
-
-    reason: why it failed; None if it was aborted. lingering: bytes of failed writes may still land, since the network
-    holds them.
-    """
-
-    attempt: AttemptId
-    reason: str | None
-    lingering: bool
-
-
-PrefillUpdate = ChunkDone | PrefillDone | Failing | Stopped
-"""What the engine tells the endpoint of an attempt. ChunkDone and PrefillDone are for the decode node as they are. The
-engine keeps the KV after PrefillDone until the attempt is released."""
+After PrefillDone it keeps the KV until the attempt is released. After PrefillFailed with `in_flight` another follows
+when no write is in flight. After PrefillFailed without it, or Quiesced, it keeps nothing of the attempt.
+"""
 
 
 @dataclass(frozen=True)
@@ -42,7 +22,7 @@ class PrefillProgress:
 
 
 class PrefillEngine(Protocol):
-    """Holds an attempt from `start` until `release` or `Stopped`. One loop calls it."""
+    """Holds an attempt from `start` until its `release`, or until it was stopped and has ended. One loop calls it."""
 
     def refusal(self, decode: Peer, request: PrefillRequest) -> str | None:
         """Why the engine cannot serve a request, naming both values, or None."""
@@ -57,9 +37,9 @@ class PrefillEngine(Protocol):
         ...
 
     def stop(self, attempt: AttemptId, reason: str | None = None) -> bool:
-        """Compute and write no more of a held attempt. `Stopped` follows; before it `Failing`, if there is a reason.
+        """Compute and write no more of a held attempt. PrefillFailed with the reason follows; without one, Quiesced.
 
-        False if it was stopped before. A second call without a reason makes `Stopped` come without one.
+        False if it was stopped before. A second call without a reason takes the reason back.
         """
         ...
 

@@ -8,11 +8,11 @@ import structlog
 import torch
 
 from base.metrics import Metrics
-from control.messages import AttemptId, Peer, PrefillRequest
+from control.messages import AttemptId, Peer, PrefillFailed, PrefillRequest, Quiesced
 from engine.chunked import ChunkedPrefill
 from prefill_node.compute import Computed, ComputeThread
 from prefill_node.destinations import Destinations
-from prefill_node.engine import Failing, PrefillEngine, PrefillProgress, PrefillUpdate, Stopped
+from prefill_node.engine import PrefillEngine, PrefillProgress, PrefillUpdate
 from prefill_node.job import JobState, TransferJob
 from prefill_node.offer import Offer
 from prefill_node.outgoing import SendReport
@@ -95,7 +95,7 @@ class ModelEngine(PrefillEngine):
         self._prefill.forget(job)
         if reason is not None and job.in_flight:
             # So the decode node can ask another prefill node at once.
-            self._updates.append(Failing(attempt, reason, job.lingering))
+            self._updates.append(_failed(job, reason, in_flight=True))
         self._advance(job)
         return True
 
@@ -210,7 +210,10 @@ class ModelEngine(PrefillEngine):
             return
         if job.state is JobState.STOPPING:
             self._end(job)
-            self._updates.append(Stopped(job.attempt, job.failure, job.lingering))
+            if job.failure is None:
+                self._updates.append(Quiesced(attempt=job.attempt, lingering=job.lingering))
+            else:
+                self._updates.append(_failed(job, job.failure, in_flight=False))
         elif job.state is JobState.SENDING:
             assert job.computed_at is not None
             job.move(JobState.SENT)
@@ -238,3 +241,7 @@ class ModelEngine(PrefillEngine):
             if job.state is JobState.SENDING and now - (job.computed_at or now) > self._transfer_timeout:
                 self._metrics.transfer_failures.labels("timeout").inc()
                 self.stop(job.attempt, f"transfer took longer than {self._transfer_timeout:g} s")
+
+
+def _failed(job: TransferJob, reason: str, in_flight: bool) -> PrefillFailed:
+    return PrefillFailed(attempt=job.attempt, reason=reason, in_flight=in_flight, lingering=job.lingering)

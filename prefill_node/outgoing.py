@@ -5,17 +5,15 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from enum import Enum
 
 import structlog
 
-from control.messages import AttemptId, Checksum, Destination, Peer, Transport
-from prefill_node.plan import ChunkPart, ChunkPlan
+from control.messages import AttemptId, Checksum, Destination, Peer
+from prefill_node.plan import ChunkPart, ChunkPlan, Gather, gather_policy
 from prefill_node.progress import ForwardProgress, NotComputed
 from prefill_node.ring import BUFFER_BYTES, SendBuffer, SendRing
-from prefill_node.source import KVSource
+from prefill_node.source import Reading
 from transfer.checksum import digest, sampled
-from transfer.choices import ChecksumMode
 from transfer.planner import Descriptors, Int64s
 from transfer.writer import Outcome, Pipeline, TransferError, Write
 
@@ -77,38 +75,6 @@ class SendReport:
         if self.posted_at is None:
             return 0.0
         return max(0.0, self.ended_at - max(self.posted_at, since) - self.waited)
-
-
-class Gather(Enum):
-    """When items are packed into send buffers before they are sent."""
-
-    NEVER = "never"
-    WHERE_IT_PAYS = "where source pages are scattered and destination slots are not"
-    ALWAYS = "always"
-
-
-def gather_policy(transport: Transport, source_in_host_memory: bool) -> Gather:
-    """A NIC reads any memory in place. A processor copies. It reads device memory slowly, so the device packs first.
-    Over TCP each descriptor costs time, so fewer are faster; into shared memory scattered copies cost nothing.
-    """
-    if transport == "rdma":
-        return Gather.NEVER
-    if not source_in_host_memory:
-        return Gather.ALWAYS
-    return Gather.WHERE_IT_PAYS if transport == "tcp" else Gather.NEVER
-
-
-@dataclass(frozen=True)
-class Reading:
-    """How KV is read for sending. layer_of_buffer: the layer that completes each of the source's buffers."""
-
-    source: KVSource
-    layer_of_buffer: tuple[int, ...]
-    page_size: int
-    checksums: ChecksumMode
-
-    def buffers_in_order(self) -> list[int]:
-        return sorted(range(len(self.layer_of_buffer)), key=lambda buffer: self.layer_of_buffer[buffer])
 
 
 class OutgoingChunk:

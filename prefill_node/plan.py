@@ -1,7 +1,10 @@
 """Plans how a chunk is sent: positions paired with slots, cut into parts, once for all layers."""
 
+from enum import Enum
+
 import numpy as np
 
+from control.messages import Transport
 from transfer.planner import NO_LIMIT, Descriptors, Int64s, Runs, expand_pages, plan_runs
 
 
@@ -75,3 +78,22 @@ class ChunkPlan:
                 for stop in [start + runs.num_items]
             ]
         return self._parts[most_items]
+
+
+class Gather(Enum):
+    """When items are packed into send buffers before they are sent."""
+
+    NEVER = "never"
+    WHERE_IT_PAYS = "where source pages are scattered and destination slots are not"
+    ALWAYS = "always"
+
+
+def gather_policy(transport: Transport, source_in_host_memory: bool) -> Gather:
+    """A NIC reads any memory in place. A processor copies. It reads device memory slowly, so the device packs first.
+    Over TCP each descriptor costs time, so fewer are faster; into shared memory scattered copies cost nothing.
+    """
+    if transport == "rdma":
+        return Gather.NEVER
+    if not source_in_host_memory:
+        return Gather.ALWAYS
+    return Gather.WHERE_IT_PAYS if transport == "tcp" else Gather.NEVER

@@ -22,10 +22,9 @@ from prefill_node.endpoint import PrefillEndpoint
 from prefill_node.job import TransferJob
 from prefill_node.model_engine import ModelEngine
 from prefill_node.offer import Offer
-from prefill_node.outgoing import Reading
 from prefill_node.ring import SendRings
 from prefill_node.sender import SendResources
-from prefill_node.source import DeviceSource, HostSource
+from prefill_node.source import DeviceSource, HostSource, Reading
 from service.checkpoint import identify
 from service.shell import NodeShell
 from service.start import check, claim_transfer_ports, use_device

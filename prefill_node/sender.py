@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 import structlog
 
 from control.messages import Destination, Peer
-from prefill_node.outgoing import Chunk, OutgoingChunk, Reading, SendReport, gather_policy
+from prefill_node.outgoing import Chunk, OutgoingChunk, SendReport
+from prefill_node.plan import gather_policy
 from prefill_node.ring import SendRing, SendRings
+from prefill_node.source import Reading
 from transfer.routes import NoRoute
 from transfer.writer import Channel, Pipeline
 

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
@@ -12,6 +13,7 @@ from engine.paged_pool import buffer_info
 from prefill_node.plan import ChunkPart
 from prefill_node.ring import SendBuffer
 from transfer.checksum import digest, item_ranges
+from transfer.choices import ChecksumMode
 from transfer.copy_runs import copy_runs, stream_runs
 
 _pack = copy_runs if (os.cpu_count() or 1) > 2 else stream_runs
@@ -91,3 +93,16 @@ class DeviceSource:
             packed = layer.index_select(0, rows)
             into[: packed.nbytes].copy_(packed.view(torch.uint8).flatten(), non_blocking=True)
         self._stream.synchronize()
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How KV is read for sending. layer_of_buffer: the layer that completes each of the source's buffers."""
+
+    source: KVSource
+    layer_of_buffer: tuple[int, ...]
+    page_size: int
+    checksums: ChecksumMode
+
+    def buffers_in_order(self) -> list[int]:
+        return sorted(range(len(self.layer_of_buffer)), key=lambda buffer: self.layer_of_buffer[buffer])

@@ -17,12 +17,12 @@ from benchmarks.transfer.pools import buffers_of, layout
 from control.messages import AttemptId, BufferInfo, Destination, ModelIdentity, Peer, SharedMemory, Transport
 from engine.paged_pool import PagedKVPool
 from hisparse.host_pool import HostKVPool
-from prefill_node.outgoing import Chunk, Reading, SendReport
+from prefill_node.outgoing import Chunk, SendReport
 from prefill_node.plan import ChunkPart
 from prefill_node.progress import ForwardProgress
 from prefill_node.ring import SendBuffer, SendRings
 from prefill_node.sender import Sender, SendResources
-from prefill_node.source import HostSource
+from prefill_node.source import HostSource, Reading
 from transfer.choices import ChecksumMode
 from transfer.copy_runs import stream_runs
 from transfer.planner import NO_LIMIT, Descriptors

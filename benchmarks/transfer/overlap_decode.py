@@ -12,10 +12,10 @@ from benchmarks.transfer.methods import MethodFailed
 from benchmarks.transfer.overlap_model import spec
 from control.messages import ChunkDone, Generate, Message, Peer, PrefillDone
 from control.plane import ControlPlane
-from decode_node.attempt import ChunkNumber, Landed, Lost, PrefillOutcome, chunk_of
+from decode_node.attempt import ChunkNumber, Lost, chunk_of
 from decode_node.destination import destination_of
 from decode_node.remote_prefill import PrefillMessage, RemotePrefill
-from decode_node.request import Request
+from decode_node.request import Request, RequestState
 from decode_node.verifier import Verified, Verifier
 from engine.identity import identity_of
 from hisparse.config import HiSparseConfig
@@ -101,28 +101,27 @@ class DecodeSide:
         checksums: dict[ChunkNumber, int] = {}
         deadline = time.monotonic() + _TIMEOUT_S
         while time.monotonic() < deadline:
-            outcomes = self._remote.tick(time.monotonic())
+            lost = self._remote.tick(time.monotonic())
             try:
                 item = self._inbox.get(timeout=_PATIENCE_S)
             except queue.Empty:
                 continue
             match item:
                 case Verified():
-                    outcomes += self._remote.verified(item)
+                    lost += self._remote.verified(item)
                 case (sender, message):
                     if isinstance(message, ChunkDone | PrefillDone):
                         checksums[chunk_of(message)] = len(message.checksums)
                     if isinstance(message, PrefillDone):
                         done = message
-                    outcomes += self._taken(sender, message)
-            for outcome in outcomes:
-                if isinstance(outcome, Lost):
-                    raise MethodFailed(f"the prefill was lost: {outcome.reason}")
-                if isinstance(outcome, Landed) and done is not None:
-                    return done, sum(checksums.values())
+                    lost += self._taken(sender, message)
+            if lost:
+                raise MethodFailed(f"the prefill was lost: {lost[0].reason}")
+            if request.state is RequestState.LANDED and done is not None:
+                return done, sum(checksums.values())
         raise MethodFailed(f"{request.request_id} did not land within {_TIMEOUT_S:.0f} s")
 
-    def _taken(self, sender: Peer, message: Message) -> list[PrefillOutcome]:
+    def _taken(self, sender: Peer, message: Message) -> list[Lost]:
         return self._remote.take(sender, message) if isinstance(message, PrefillMessage) else []
 
 

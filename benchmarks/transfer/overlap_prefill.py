@@ -21,10 +21,9 @@ from prefill_node.endpoint import PrefillEndpoint
 from prefill_node.job import TransferJob
 from prefill_node.model_engine import ModelEngine
 from prefill_node.offer import Offer
-from prefill_node.outgoing import Reading
 from prefill_node.ring import SendRings
 from prefill_node.sender import SendResources
-from prefill_node.source import HostSource
+from prefill_node.source import HostSource, Reading
 from service.config import NodeConfig
 from service.shell import NodeShell
 from transfer.choices import ChecksumMode

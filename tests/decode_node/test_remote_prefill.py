@@ -2,6 +2,8 @@
 
 import itertools
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 
@@ -26,7 +28,7 @@ from control.messages import (
     Progress,
     Quiesced,
 )
-from decode_node.attempt import Landed, Lost
+from decode_node.attempt import Lost
 from decode_node.health import SILENCE_S
 from decode_node.remote_prefill import RemotePrefill
 from decode_node.request import Request, RequestState
@@ -57,6 +59,13 @@ class Clock:
         monkeypatch.setattr("decode_node.remote_prefill.time.monotonic", lambda: self.now)
 
 
+@dataclass(frozen=True)
+class Landed:
+    """A call made this request land."""
+
+    request: Request
+
+
 class Harness:
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -81,6 +90,13 @@ class Harness:
     def dispatch(self, node: Peer = FIRST) -> None:
         self.remote.dispatch(self.request, node, SLOTS)
 
+    def outcomes(self, call: Callable[[], list[Lost]]) -> list[Landed | Lost]:
+        """What a call changed."""
+        before = self.request.state
+        lost = call()
+        has_landed = before is not self.request.state is RequestState.LANDED
+        return [*lost, *([Landed(self.request)] if has_landed else [])]
+
     def done(
         self,
         epoch: int = 1,
@@ -94,12 +110,12 @@ class Harness:
         message = PrefillDone(
             attempt=attempt, num_tokens=num_tokens, chunks=chunks, checksums=checksums, lingering=lingering
         )
-        return self.remote.take(node, message)
+        return self.outcomes(lambda: self.remote.take(node, message))
 
     def chunk(self, number: int, epoch: int = 1, node: Peer = FIRST) -> list[Landed | Lost]:
         """A chunk has landed. Whether that was answered, `taken` tells."""
         message = ChunkDone(attempt=R._replace(epoch=epoch), number=number, checksums=CHUNK_CHECKSUMS)
-        return self.remote.take(node, message)
+        return self.outcomes(lambda: self.remote.take(node, message))
 
     def taken(self) -> list[int]:
         """The chunks that need not be said again, since the last call."""
@@ -110,7 +126,8 @@ class Harness:
     def verified(self, *mismatches: Mismatch, error: str | None = None) -> list[Landed | Lost]:
         """What came of the oldest verification."""
         oldest = self.verifier.waiting.pop(0)
-        return self.remote.verified(Verified(oldest.attempt.id, oldest.chunk, len(CHECKSUMS), mismatches, error))
+        verified = Verified(oldest.attempt.id, oldest.chunk, len(CHECKSUMS), mismatches, error)
+        return self.outcomes(lambda: self.remote.verified(verified))
 
     def accepted(self) -> None:
         self.remote.take(FIRST, PrefillAccepted(attempt=R))
@@ -118,7 +135,7 @@ class Harness:
     def progress(self, computed: int = 0, current_pass: int | None = None) -> None:
         assert self.remote.take(FIRST, Progress(computed=((R, computed),), current_pass=current_pass)) == []
 
-    def wait(self, seconds: float) -> list[Landed | Lost]:
+    def wait(self, seconds: float) -> list[Lost]:
         """Time passes, in which both nodes are heard."""
         self.clock.now += seconds
         self.control.heard |= {"first": self.clock.now, "second": self.clock.now}

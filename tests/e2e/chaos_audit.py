@@ -74,7 +74,7 @@ def watch_prefill(journal: Journal) -> None:
 def watch_decode(journal: Journal) -> None:
     """Note what a decode node has of a prompt when it has landed, and when the request gives its slots back."""
     from control.messages import AttemptId, PrefillDone
-    from decode_node.attempt import Landed, PrefillAttempt
+    from decode_node.attempt import PrefillAttempt
     from decode_node.remote_prefill import RemotePrefill
     from decode_node.request import Request, RequestState
     from decode_node.slots import SlotManager
@@ -99,10 +99,10 @@ def watch_decode(journal: Journal) -> None:
         pools.append(host)
         begin(coordinator, host, *args, **kwargs)
 
-    def noting_land(remote: RemotePrefill, attempt: PrefillAttempt, done: PrefillDone) -> Landed:
+    def noting_land(remote: RemotePrefill, attempt: PrefillAttempt, done: PrefillDone) -> None:
         landed[attempt.id.request_id] = attempt.id, done.num_tokens
         note("landed", attempt.id.request_id, attempt.slots)
-        return land(remote, attempt, done)
+        land(remote, attempt, done)
 
     def noting_release(manager: SlotManager, request: Request) -> None:
         if request.state is RequestState.RUNNING:

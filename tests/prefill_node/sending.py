@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from control.messages import AttemptId, BufferInfo, Destination, Peer, Transport
-from prefill_node.outgoing import Chunk, Reading, SendReport
+from prefill_node.outgoing import Chunk, SendReport
 from prefill_node.progress import ForwardProgress
 from prefill_node.ring import SendRings
 from prefill_node.sender import Sender, SendResources
-from prefill_node.source import DeviceSource, HostSource
+from prefill_node.source import DeviceSource, HostSource, Reading
 from tests.control.test_messages import IDENTITY
 from transfer.choices import ChecksumMode
 from transfer.copy_runs import copy_runs

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from control.messages import Peer, Transport
-from prefill_node.outgoing import Chunk, OutgoingChunk, Reading, SendReport
+from prefill_node.outgoing import Chunk, OutgoingChunk, SendReport
 from prefill_node.plan import ChunkPart
 from prefill_node.progress import ForwardProgress
 from prefill_node.ring import SendBuffer, SendRing
 from prefill_node.sender import MAX_LANES
+from prefill_node.source import Reading
 from tests.prefill_node.sending import (
     CPU,
     LAYER_OF_BUFFER,
