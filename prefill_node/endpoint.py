@@ -21,7 +21,6 @@ from control.messages import (
     PrefillDone,
     PrefillFailed,
     PrefillRequest,
-    Progress,
     Quiesced,
     Refused,
     Registered,
@@ -147,10 +146,8 @@ class PrefillEndpoint:
         self._finished.add(attempt)
 
     def _on_chunk_taken(self, message: ChunkTaken) -> None:
-        unacknowledged = self._unacknowledged.get(message.attempt, set())
-        if message.number in unacknowledged:
-            unacknowledged.remove(message.number)
-            self._control.answered(("chunk", message.attempt, message.number))
+        self._unacknowledged.get(message.attempt, set()).discard(message.number)
+        self._control.answered(("chunk", message.attempt, message.number))
 
     def _on_abort(self, sender: Peer, attempt: AttemptId) -> None:
         if attempt in self._asked_by:
@@ -163,9 +160,7 @@ class PrefillEndpoint:
     def _on_holding(self, sender: Peer, message: Holding) -> None:
         """Report the progress of the sender's attempts, and which of them are not here."""
         own = tuple(attempt for attempt in message.attempts if attempt.decode == sender.boot_id)
-        progress = self._engine.progress(own)
-        computed = tuple(progress.computed.items())
-        self._control.send(sender, Progress(computed=computed, current_pass=progress.current_pass))
+        self._control.send(sender, self._engine.progress(own))
         unknown = [attempt for attempt in own if attempt not in self._asked_by]
         for answer in self._finished.not_held(unknown):
             self._control.send(sender, answer)

@@ -1,9 +1,8 @@
 """What a prefill node's endpoint asks of the engine that computes prompts and writes their KV to decode nodes."""
 
-from dataclasses import dataclass
 from typing import Protocol
 
-from control.messages import AttemptId, ChunkDone, Peer, PrefillDone, PrefillFailed, PrefillRequest, Quiesced
+from control.messages import AttemptId, ChunkDone, Peer, PrefillDone, PrefillFailed, PrefillRequest, Progress, Quiesced
 
 PrefillUpdate = ChunkDone | PrefillDone | PrefillFailed | Quiesced
 """What the engine says of an attempt, for its decode node.
@@ -11,14 +10,6 @@ PrefillUpdate = ChunkDone | PrefillDone | PrefillFailed | Quiesced
 After PrefillDone it keeps the KV until the attempt is released. After PrefillFailed with `in_flight` another follows
 when no write is in flight. After PrefillFailed without it, or Quiesced, it keeps nothing of the attempt.
 """
-
-
-@dataclass(frozen=True)
-class PrefillProgress:
-    """computed: tokens of each held attempt. current_pass: number of the forward pass that is running."""
-
-    computed: dict[AttemptId, int]
-    current_pass: int | None
 
 
 class PrefillEngine(Protocol):
@@ -55,7 +46,7 @@ class PrefillEngine(Protocol):
         """
         ...
 
-    def progress(self, attempts: tuple[AttemptId, ...]) -> PrefillProgress:
+    def progress(self, attempts: tuple[AttemptId, ...]) -> Progress:
         """The progress of those of these attempts that are held."""
         ...
 

@@ -8,11 +8,11 @@ import structlog
 import torch
 
 from base.metrics import Metrics
-from control.messages import AttemptId, Peer, PrefillFailed, PrefillRequest, Quiesced
+from control.messages import AttemptId, Peer, PrefillFailed, PrefillRequest, Progress, Quiesced
 from engine.chunked import ChunkedPrefill
 from prefill_node.compute import Computed, ComputeThread
 from prefill_node.destinations import Destinations
-from prefill_node.engine import PrefillEngine, PrefillProgress, PrefillUpdate
+from prefill_node.engine import PrefillEngine, PrefillUpdate
 from prefill_node.job import JobState, TransferJob
 from prefill_node.offer import Offer
 from prefill_node.outgoing import SendReport
@@ -118,9 +118,9 @@ class ModelEngine(PrefillEngine):
         updates, self._updates = self._updates, []
         return updates
 
-    def progress(self, attempts: tuple[AttemptId, ...]) -> PrefillProgress:
-        held = {attempt: self._jobs[attempt].computed for attempt in attempts if attempt in self._jobs}
-        return PrefillProgress(held, self._passes if self._computing else None)
+    def progress(self, attempts: tuple[AttemptId, ...]) -> Progress:
+        computed = tuple((attempt, self._jobs[attempt].computed) for attempt in attempts if attempt in self._jobs)
+        return Progress(computed=computed, current_pass=self._passes if self._computing else None)
 
     def keep_connected(self, decode_nodes: set[Peer]) -> None:
         self._sender.keep_only({decode.boot_id for decode in decode_nodes})

@@ -96,7 +96,7 @@ class OutgoingChunk:
         self._pipeline = pipeline
         self._lend_ring = ring
         self._report = report
-        self._sent = SendReport(chunk)
+        self._result = SendReport(chunk)
 
     def post(self, may_post: Callable[[], bool]) -> None:
         """Post all writes, until the chunk is no longer wanted. Never raises: errors are reported.
@@ -106,24 +106,24 @@ class OutgoingChunk:
         write = Write(on_end=lambda: self._end(write), go_on=lambda: self._go_on(may_post))
         try:
             for batch, buffer in self._batches():
-                self._sent.num_bytes += int(batch.lengths.sum())
-                self._sent.num_descriptors += len(batch.lengths)
+                self._result.num_bytes += int(batch.lengths.sum())
+                self._result.num_descriptors += len(batch.lengths)
                 if not self._pipeline.post(write, batch, buffer):
-                    self._sent.error = "aborted"
+                    self._result.error = "aborted"
                     break
         except NotComputed:
-            self._sent.error = "aborted"
+            self._result.error = "aborted"
         except Exception as error:
             # A bug costs the request, not the lane: the node waits for a report of every chunk.
             log.exception("sending failed", **self._chunk.attempt.log_fields)
-            self._sent.error = f"sending failed: {error}"
+            self._result.error = f"sending failed: {error}"
         self._pipeline.close(write)
 
     def _go_on(self, may_post: Callable[[], bool]) -> bool:
         with self._waiting():
             goes_on = may_post()
-        if goes_on and self._sent.posted_at is None:
-            self._sent.posted_at = time.monotonic()
+        if goes_on and self._result.posted_at is None:
+            self._result.posted_at = time.monotonic()
         return goes_on
 
     @contextmanager
@@ -131,29 +131,29 @@ class OutgoingChunk:
         """Count the time as waiting, unless nothing was posted yet."""
         since = time.monotonic()
         yield
-        if self._sent.posted_at is not None:
-            self._sent.waited += time.monotonic() - since
+        if self._result.posted_at is not None:
+            self._result.waited += time.monotonic() - since
 
     def _end(self, write: Write) -> None:
         """All writes have ended, as far as will ever be known."""
-        sent = self._sent
-        sent.ended_at = time.monotonic()
-        sent.lingering = write.lingers
-        sent.in_flight = write.outcome is Outcome.UNKNOWN
+        result = self._result
+        result.ended_at = time.monotonic()
+        result.lingering = write.lingers
+        result.in_flight = write.outcome is Outcome.UNKNOWN
         if write.outcome is not Outcome.LANDED:
-            sent.error = _WHAT_FAILED[write.outcome]
-        elif sent.error is None:
+            result.error = _WHAT_FAILED[write.outcome]
+        elif result.error is None:
             try:
                 self._pipeline.channel.check()
             except TransferError as error:
-                sent.error = str(error)
+                result.error = str(error)
             except Exception as error:
                 log.exception("nobody knows whether the decode node lives", **self._chunk.attempt.log_fields)
-                sent.error = f"sending failed: {error}"
-        if sent.error is not None and sent.error != "aborted":
+                result.error = f"sending failed: {error}"
+        if result.error is not None and result.error != "aborted":
             decode, fields = self._chunk.decode.address, self._chunk.attempt.log_fields
-            log.warning("transfer failed", decode=decode, error=sent.error, **fields)
-        self._report(sent)
+            log.warning("transfer failed", decode=decode, error=result.error, **fields)
+        self._report(result)
 
     def _batches(self) -> Iterator[tuple[Descriptors, SendBuffer | None]]:
         """What to post, and the send buffer that it is read from, if any."""
@@ -176,10 +176,10 @@ class OutgoingChunk:
             for part in plan.parts(max(1, BUFFER_BYTES // item_bytes)):
                 into = ring.take(self._pipeline)
                 source.gather(buffer, part, into)
-                if positions := self._checked(buffer, part):
+                if positions := self._sampled(buffer, part):
                     start, stop = positions
                     at = into.address + (start - part.start) * item_bytes
-                    self._note(buffer, positions, digest([(at, (stop - start) * item_bytes)]))
+                    self._add_checksum(buffer, positions, digest([(at, (stop - start) * item_bytes)]))
                 _, out = part.packed(item_bytes)
                 yield out.at(into.address, targets[buffer]), into
 
@@ -190,8 +190,8 @@ class OutgoingChunk:
             item_bytes = source.buffers.item_lengths[buffers[0]]
             for part in plan.parts(max(1, _IN_PLACE_BYTES // item_bytes)):
                 for buffer in buffers:
-                    if positions := self._checked(buffer, part):
-                        self._note(buffer, positions, source.digest(buffer, part, *positions))
+                    if positions := self._sampled(buffer, part):
+                        self._add_checksum(buffer, positions, source.digest(buffer, part, *positions))
                 yield part.direct(item_bytes).at_each(
                     [source.buffers.ptrs[buffer] for buffer in buffers], [targets[buffer] for buffer in buffers]
                 )
@@ -225,9 +225,9 @@ class OutgoingChunk:
         with self._waiting():
             self._chunk.progress.wait(self._reading.layer_of_buffer[buffer], self._chunk.cancelled)
 
-    def _checked(self, buffer: int, part: ChunkPart) -> tuple[int, int] | None:
+    def _sampled(self, buffer: int, part: ChunkPart) -> tuple[int, int] | None:
         return sampled(self._reading.checksums, part.start, part.stop, buffer)
 
-    def _note(self, buffer: int, positions: tuple[int, int], value: int) -> None:
+    def _add_checksum(self, buffer: int, positions: tuple[int, int], value: int) -> None:
         start, stop = positions
-        self._sent.checksums.append(Checksum(buffer=buffer, start=start, stop=stop, digest=value))
+        self._result.checksums.append(Checksum(buffer=buffer, start=start, stop=stop, digest=value))
