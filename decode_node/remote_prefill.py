@@ -170,7 +170,7 @@ class RemotePrefill:
         attempt.request.move(RequestState.WAITING)
         return [Lost(attempt.request, reason)]
 
-    # --- what prefill nodes say ---
+    # --- messages of prefill nodes ---
 
     def take(self, sender: Peer, message: PrefillMessage) -> list[Lost]:
         """Act on a prefill node's message. Only the node that was asked for an attempt may speak of it."""
@@ -274,7 +274,7 @@ class RemotePrefill:
         if attempt.done is not None and attempt.is_verified:
             self._land(attempt, attempt.done)
 
-    # --- what is watched ---
+    # --- housekeeping ---
 
     def tick(self, now: float) -> list[Lost]:
         """Release slots that have become safe, give up attempts whose node is unwell, and ask nodes for progress."""

@@ -64,7 +64,7 @@ class Scheduler:
         """Whether the last turn could do nothing for any request that has landed."""
         self._draining = False
 
-    # --- what comes in ---
+    # --- messages of gateways and lost attempts ---
 
     def add(self, generate: Generate, gateway: Peer) -> Rejected | None:
         """Queue a request, or say why not. A repeated message changes nothing, even after the request has ended."""
@@ -88,7 +88,7 @@ class Scheduler:
         return None
 
     def _queue_has_room(self) -> bool:
-        """Whether another request may wait. Those that need not wait any longer are started first."""
+        """Whether another request may wait. If not, first start the requests that need not wait any longer."""
         if len(self.requests.in_state(RequestState.WAITING)) >= self._limits.max_waiting:
             self._start_prefills()
         return len(self.requests.in_state(RequestState.WAITING)) < self._limits.max_waiting
@@ -122,7 +122,7 @@ class Scheduler:
         return not self._stalled and bool(self.requests.in_state(*ready))
 
     def turn(self) -> None:
-        """Raises DeviceFailed if the device does not work any more."""
+        """Move every request on by at most one step. Raises DeviceFailed if the device does not work any more."""
         self._start_prefills()
         self._advance_local_prefill()
         admitted = self._admit()
@@ -242,7 +242,7 @@ class Scheduler:
         self._ended.add(request.request_id)
         log.info("finished", request_id=request.request_id, reason=reason, tokens=len(request.generated), error=error)
 
-    # --- what it holds ---
+    # --- state ---
 
     def take_stepped(self) -> list[Request]:
         """Requests, retracted ones included, that were in a step since the last call and have not ended."""

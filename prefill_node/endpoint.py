@@ -98,7 +98,7 @@ class PrefillEndpoint:
         self._housekeep(time.monotonic())
         self._send_updates()
 
-    # --- what decode nodes say ---
+    # --- messages of decode nodes ---
 
     def _take(self, sender: Peer, message: Message) -> None:
         match message:
@@ -165,7 +165,7 @@ class PrefillEndpoint:
         for answer in self._finished.not_held(unknown):
             self._control.send(sender, answer)
 
-    # --- what the engine says ---
+    # --- updates of the engine ---
 
     def _send_updates(self) -> None:
         for update in self._engine.poll():
@@ -206,7 +206,7 @@ class PrefillEndpoint:
             self._control.answered(("chunk", attempt, number))
         self._finished.add(attempt, lingering)
 
-    # --- what is watched ---
+    # --- housekeeping ---
 
     def _hand_back(self, attempts: list[AttemptId], reason: str) -> None:
         """Fail these attempts, so that their decode nodes ask another prefill node at once."""

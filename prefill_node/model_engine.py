@@ -60,7 +60,7 @@ class ModelEngine(PrefillEngine):
         """Whether the device does not work any more."""
         self._deadlines_at = 0.0
 
-    # --- what the endpoint asks ---
+    # --- PrefillEngine ---
 
     @property
     def queued_tokens(self) -> int:
