@@ -350,6 +350,11 @@ class AttemptId(NamedTuple):
     request_id: Identifier
     epoch: UInt
 
+    @property
+    def log_fields(self) -> dict[str, object]:
+        """What log lines name of it."""
+        return {"request_id": self.request_id, "epoch": self.epoch}
+
 
 class PrefillRequest(Message):
     """Decode node to prefill node: compute these tokens and write their KV to these slots.

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from model.norm import RMSNorm
 from model.rope import Rope
 
 
@@ -34,27 +35,29 @@ class LatentAttention:
         self.latent_dim: int = module.kv_lora_rank
         self._nope_dim: int = module.qk_nope_head_dim
         self._rope_dim: int = module.qk_rope_head_dim
+        self._latent_norm = RMSNorm(module.kv_a_layernorm)
+        self._query_norm = RMSNorm(module.q_a_layernorm)
         per_head = module.kv_b_proj.weight.view(-1, self._nope_dim + module.v_head_dim, self.latent_dim)
         self._key_map = per_head[:, : self._nope_dim]
         self._value_map = per_head[:, self._nope_dim :]
 
     def items(self, hidden: torch.Tensor, rope: Rope) -> torch.Tensor:
         """The KV items [N, item_dim] of normed hidden states [N, hidden_size]."""
-        module = self._module
-        latent, key_rope = module.kv_a_proj_with_mqa(hidden).split((self.latent_dim, self._rope_dim), dim=-1)
-        roped_key = rope.interleaved(key_rope.unsqueeze(1)).squeeze(1)
-        return torch.cat((module.kv_a_layernorm(latent), roped_key), dim=-1)
+        compressed = self._module.kv_a_proj_with_mqa(hidden).unsqueeze(1)
+        latent, key_rope = compressed.split((self.latent_dim, self._rope_dim), dim=-1)
+        return rope.rotate(key_rope, self._latent_norm(latent), interleaved=True, beside_first=True).squeeze(1)
 
     def queries(self, hidden: torch.Tensor, rope: Rope) -> AttentionQueries:
         """The queries of normed hidden states [N, hidden_size]."""
         module = self._module
-        latents = module.q_a_layernorm(module.q_a_proj(hidden))
+        latents = self._query_norm(module.q_a_proj(hidden))
         queries = module.q_b_proj(latents).view(len(hidden), -1, self._nope_dim + self._rope_dim)
         query_nope, query_rope = queries.split((self._nope_dim, self._rope_dim), dim=-1)
         absorbed = torch.einsum("nhd,hdr->nhr", query_nope, self._key_map)
-        return AttentionQueries(torch.cat((absorbed, rope.interleaved(query_rope)), dim=-1), latents)
+        return AttentionQueries(rope.rotate(query_rope, absorbed, interleaved=True, beside_first=True), latents)
 
     def output(self, latents: torch.Tensor) -> torch.Tensor:
         """Map each head's attended latent, shape [N, heads, latent_dim], to hidden states [N, hidden_size]."""
-        values = torch.einsum("nhr,hvr->nhv", latents, self._value_map)
+        values = latents.new_empty(*latents.shape[:2], self._value_map.shape[1])
+        torch.bmm(latents.transpose(0, 1), self._value_map.transpose(1, 2), out=values.transpose(0, 1))
         return self._module.o_proj(values.flatten(1))  # type: ignore[no-any-return]

@@ -49,5 +49,4 @@ class Indexer:
     def _rotate(self, x: torch.Tensor, rope: Rope) -> torch.Tensor:
         rope_dim = self._module.qk_rope_head_dim
         roped, passed = x[..., :rope_dim], x[..., rope_dim:]
-        roped = rope.interleaved(roped) if self._interleaved else rope.half_split(roped)
-        return torch.cat((roped, passed), dim=-1)
+        return rope.rotate(roped, passed, interleaved=self._interleaved, beside_first=False)

@@ -4,15 +4,12 @@ from dataclasses import dataclass
 
 import torch
 
+from model.backends.device import fuses
+
 
 @dataclass(frozen=True)
 class Rope:
-    """The rotation of N tokens: cos and sin of each pair's angle, shape [N, 1, rope_dim / 2], in the model's dtype.
-
-    Both methods take x of shape [N, heads, rope_dim] and return the pairs' first members in the first half and their
-    second members in the second half. They differ in where they find a pair in the input: next to each other
-    (interleaved), or half the width apart (half-split).
-    """
+    """The rotation of N tokens: cos and sin of each pair's angle, shape [N, 1, rope_dim / 2], in the model's dtype."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -23,14 +20,17 @@ class Rope:
         half = cos.shape[-1] // 2
         return cls(cos[:, None, :half], sin[:, None, :half])
 
-    def interleaved(self, x: torch.Tensor) -> torch.Tensor:
-        return self._rotate(x[..., 0::2], x[..., 1::2])
+    def rotate(self, x: torch.Tensor, beside: torch.Tensor, *, interleaved: bool, beside_first: bool) -> torch.Tensor:
+        """x, [N, heads, rope_dim], rotated, and behind it or in front of it `beside`, [N, heads, any width], as it is.
 
-    def half_split(self, x: torch.Tensor) -> torch.Tensor:
-        first, second = x.chunk(2, dim=-1)
-        return self._rotate(first, second)
+        The pairs' first members come out in the first half and their second members in the second half. In the input
+        a pair lies next to each other (interleaved), or half the width apart (half-split).
+        """
+        if fuses(x):
+            # Here, since a machine without a GPU need not have Triton.
+            from model.backends.triton_rope import rotate
 
-    def _rotate(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-        rotated_first = first * self.cos - second * self.sin
-        rotated_second = second * self.cos + first * self.sin
-        return torch.cat((rotated_first, rotated_second), dim=-1)
+            return rotate(x, beside, self.cos, self.sin, interleaved, beside_first)
+        first, second = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
+        rotated = (first * self.cos - second * self.sin, second * self.cos + first * self.sin)
+        return torch.cat((beside, *rotated) if beside_first else (*rotated, beside), dim=-1)

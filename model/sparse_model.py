@@ -13,7 +13,9 @@ import torch
 from model.attention import LatentAttention
 from model.backends.protocol import AttentionBackend
 from model.cache import DecodeCache
+from model.experts import feed_forward
 from model.indexer import Indexer
+from model.norm import RMSNorm
 from model.passes import DecodePass, ForwardPass, LayerQueries, PrefillChunk, PrefillPass
 from model.rope import Rope
 from model.shard import WHOLE, Shard
@@ -36,6 +38,7 @@ class SparseModel:
         self._network = network
         self._backend = backend
         interleaved = spec.model_type == "glm_moe_dsa"
+        self._final_norm = RMSNorm(network.model.norm)
         self._layers = [_Layer(module, interleaved) for module in network.model.layers]
 
     @torch.no_grad()
@@ -58,7 +61,7 @@ class SparseModel:
         Returns float32 logits, shape [batch, vocab_size].
         """
         hidden = self._forward(token_ids, positions, DecodePass(cache, self.spec.index_topk, self._backend))
-        logits: torch.Tensor = self._network.lm_head(self._network.model.norm(hidden))
+        logits: torch.Tensor = self._network.lm_head(self._final_norm(hidden))
         return logits.float()
 
     @contextmanager
@@ -120,9 +123,9 @@ class _Layer:
     """The parts of one transformers decoder layer."""
 
     def __init__(self, module: Any, interleaved: bool) -> None:
-        self.input_norm = module.input_layernorm
+        self.input_norm = RMSNorm(module.input_layernorm)
         self.attention = LatentAttention(module.self_attn)
         indexer = module.self_attn.indexer
         self.indexer = Indexer(indexer, interleaved) if indexer is not None else None
-        self.mlp_norm = module.post_attention_layernorm
-        self.mlp = module.mlp
+        self.mlp_norm = RMSNorm(module.post_attention_layernorm)
+        self.mlp = feed_forward(module.mlp)

@@ -1,4 +1,4 @@
-"""What a node does before it binds a port or loads a model: check its configuration, choose its device."""
+"""What a node does before it binds a port or loads a model: check its configuration, choose device and ports."""
 
 import os
 import re
@@ -16,7 +16,7 @@ _WILDCARDS = ("0.0.0.0", "::")
 
 
 def check(config: NodeConfig) -> None:
-    """Raises StartupError for values that no machine could serve, or for a transport that this one lacks."""
+    """Raises StartupError for invalid values, or for a transport that this machine lacks."""
     if config.mem_fraction_static is not None and not 0 < config.mem_fraction_static < 1:
         raise StartupError(f"--mem-fraction-static {config.mem_fraction_static}: expected a number between 0 and 1")
     if config.host in _WILDCARDS and not config.advertise_host:
@@ -37,10 +37,10 @@ def check(config: NodeConfig) -> None:
 
 
 def use_device(flag: str) -> torch.device:
-    """The device to run on, which from here on is the only one that this process sees: its GPU is `cuda:0` to it.
+    """The device that --device names. Hides all other GPUs from this process, so a GPU is always `cuda:0`.
 
     Libraries touch the first device that they see, from threads of their own, and would take memory on another
-    process's GPU. flag: the value of --device. Raises StartupError if there is no such device.
+    process's GPU. Raises StartupError if there is no such device.
     """
     kind, _, number = flag.partition(":")
     if kind == "cpu" and not number:

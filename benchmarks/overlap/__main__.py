@@ -1,7 +1,8 @@
 """`python -m benchmarks.overlap`: how long the device of a whole decode node waits for its host.
 
 A gateway and a decode node with a published model's widths, fewer layers and random weights; clients that stream. The
-node computes the prompts itself, before anything is measured.
+node computes the prompts itself, before anything is measured. `--host-only` needs no device: it measures what the host
+does in one turn of the node's loop.
 """
 
 import asyncio
@@ -26,12 +27,13 @@ from benchmarks.serving.client import Client, Endpoint, Outcome
 from benchmarks.serving.workload import RandomPrompts
 from cli.serve import Child, die_with_parent, free_port, processes, terminate, wait_ready
 from model.shapes import ShapeName, published_config
-from model.tiny import write_without_weights
+from model.tiny import write_tiny_checkpoint, write_without_weights
 
 _ANSWER_TOKENS = 2048
 _READY_S = 300.0
 _RECORD_S = 240.0
 _MODEL = "bench"
+_STUB_STEP_MS = 20.0
 
 
 def main(
@@ -41,52 +43,57 @@ def main(
     batches: Annotated[list[int], typer.Option("--batch", min=1)] = [1, 16, 64],  # noqa: B006
     tokens: Annotated[int, typer.Option(min=1, help="Of each prompt.")] = 4096,
     device: str = "cuda",
+    host_only: Annotated[
+        bool, typer.Option("--host-only", help="A tiny model, and a stub for its steps: what the host alone takes.")
+    ] = False,
     json_path: Annotated[Path, typer.Option("--json")] = Path("bench-overlap.json"),
 ) -> None:
     """Measure steps of a decode node that streams."""
     with tempfile.TemporaryDirectory(prefix="hisparse-pd-overlap-") as directory:
-        records = measure(Path(directory), shape, layers, routed_experts, sorted(batches), tokens, device)
+        model = Path(directory) / "model"
+        if host_only:
+            write_tiny_checkpoint(model, "deepseek_v32", seed=0)
+        else:
+            write_without_weights(model, published_config(shape, layers, routed_experts))
+        records = measure(model, sorted(batches), tokens, device, _STUB_STEP_MS if host_only else 0)
     machine = this_machine()
     document = {"machine": str(machine), "records": [vars(record) for record in records]}
     json_path.write_text(json.dumps(document, indent=2) + "\n")
-    table = Table(title=f"{shape}, {layers} layers, {routed_experts} experts, {tokens} tokens a request")
-    columns = ("batch", "step, ms", "profiled, ms", "host, ms", "kernels", "no kernel runs", f"> {LONG_GAP_US:.0f} us")
+    what = "a stub of a model" if host_only else f"{shape}, {layers} layers, {routed_experts} experts"
+    table = Table(title=f"{what}, {tokens} tokens a request")
+    columns = ["batch", "step, ms", "host, ms", "p90"]
+    if not host_only:
+        columns += ["kernels", "no kernel runs", f"> {LONG_GAP_US:.0f} us"]
     for column in columns:
         table.add_column(column, justify="right")
     for record in records:
-        table.add_row(
-            str(record.batch),
-            f"{record.step_ms:.2f}",
-            f"{record.profiled_step_ms:.2f}",
-            f"{record.host_ms:.2f}",
-            str(record.kernels),
-            f"{record.idle:.1%}",
-            f"{record.waiting:.1%}",
-        )
+        times = (f"{ms:.2f}" for ms in (record.step_ms, record.host_ms, record.host_p90_ms))
+        device_cells = (str(record.kernels), f"{record.idle:.1%}", f"{record.waiting:.1%}")
+        table.add_row(str(record.batch), *times, *(() if host_only else device_cells))
     console = Console()
     console.print(table)
     console.print(str(machine))
 
 
-def measure(
-    directory: Path, shape: ShapeName, layers: int, experts: int, batches: list[int], tokens: int, device: str
-) -> list[Record]:
-    """Records of these batch sizes. Raises StartupError for a node that does not start or brings none."""
-    write_without_weights(directory / "model", published_config(shape, layers, experts))
-    vocab = json.loads((directory / "model" / "config.json").read_text())["vocab_size"]
+def measure(model: Path, batches: list[int], tokens: int, device: str, stub_step_ms: float) -> list[Record]:
+    """Records of these batch sizes, ascending. Raises StartupError for a node that does not start or brings none.
+
+    stub_step_ms: what a step takes of which nothing is computed; 0: steps are computed.
+    """
+    vocab = json.loads((model / "config.json").read_text())["vocab_size"]
     port, control_port = free_port(), free_port()
-    common = ["--model-path", str(directory / "model"), "--context-length", str(tokens + _ANSWER_TOKENS)]
+    common = ["--model-path", str(model), "--context-length", str(tokens + _ANSWER_TOKENS)]
     gateway = ["gateway", *common, "--served-model-name", _MODEL, "--port", str(port)]
     gateway += ["--control-port", str(control_port)]
     decode = ["decode", *common, "--gateway", f"127.0.0.1:{control_port}", "--port", "0", "--control-port", "0"]
     decode += ["--load-format", "dummy", "--device", device, "--allow-local-prefill", "--log-level", "warning"]
     decode += ["--max-running-requests", str(batches[-1])]
-    records = directory / "records"
+    records = model / "records"
     records.touch()
     url = f"http://127.0.0.1:{port}"
     with processes([Child("gateway", [*gateway, "--log-level", "warning"], port)]) as children:
         node = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.overlap.node", str(records), *decode],
+            [sys.executable, "-m", "benchmarks.overlap.node", str(records), str(stub_step_ms), *decode],
             start_new_session=True,
             preexec_fn=die_with_parent,
             env=os.environ | {"TEARDOWN_CUPTI": "0"},  # else the profiler loses sight of recorded steps

@@ -1,7 +1,8 @@
-"""A decode node that notes what its device and its loop do: `python -m benchmarks.overlap.node RECORDS decode FLAG...`.
+"""A decode node that records its steps: `python -m benchmarks.overlap.node RECORDS STEP_MS decode FLAG...`.
 
-Once its batch has stood still for some turns, it takes the times of the next ones, then those of every kernel in as
-many more, and appends a line to the file RECORDS.
+Once its batch has been the same for some turns, it takes the times of the next ones, then those of every kernel in as
+many more, and appends a line to the file RECORDS. With a STEP_MS above 0 nothing is computed: a stub takes so many
+milliseconds for a step.
 """
 
 import json
@@ -9,15 +10,23 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from control.messages import Token
+from decode_node import process
 from decode_node.node import DecodeNode
 from decode_node.scheduler import Scheduler
+from engine.batch import Batch
+from engine.device import Download
+from engine.runner import LaunchedStep, ModelRunner
+from engine.sampling import tokens_of
 
 STEADY_TURNS = 20
 STEPS = 50
@@ -31,30 +40,73 @@ LONG_GAP_US = 10.0
 class Record:
     """What the steps of one batch size took.
 
-    step_ms: from one step to the next, without the profiler; profiled_step_ms: with it. host_ms: processor time of the
-    loop's thread in a turn. idle: part of the time in which no kernel ran; waiting: in which none ran for longer than
-    LONG_GAP_US. kernels: in a step.
+    step_ms: from one step to the next, without the profiler; profiled_step_ms: with it. host_ms: a turn of the loop
+    without its wait for the device, median and 9th decile. idle: part of the time in which no kernel ran; waiting: in
+    which none ran for longer than LONG_GAP_US. kernels: in a step. What the profiler finds is 0 with a stub.
     """
 
     batch: int
     step_ms: float
-    profiled_step_ms: float
     host_ms: float
-    idle: float
-    waiting: float
-    kernels: int
+    host_p90_ms: float
+    profiled_step_ms: float = 0.0
+    idle: float = 0.0
+    waiting: float = 0.0
+    kernels: int = 0
+
+
+class WaitClock:
+    """Adds up how long the loop waits for the device."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def timed(self, wait: Callable[..., Any]) -> Callable[..., Any]:
+        """The same function, whose time counts as waiting."""
+
+        def waited(*args: Any) -> Any:
+            begun = time.perf_counter()
+            try:
+                return wait(*args)
+            finally:
+                self.seconds += time.perf_counter() - begun
+
+        return waited
+
+
+class StubRunner(ModelRunner):
+    """Takes a fixed time for every step and answers the same token."""
+
+    def __init__(self, step_s: float, clock: WaitClock, *args: Any, **fields: Any) -> None:
+        super().__init__(*args, **fields)
+        self._step_s = step_s
+        self._wait = clock.timed(time.sleep)
+        self._over_at = 0.0
+
+    def launch(self, batch: Batch) -> LaunchedStep:
+        return LaunchedStep(batch, torch.empty(0))
+
+    def sample(self, step: LaunchedStep) -> None:
+        self._over_at = max(self._over_at, time.perf_counter()) + self._step_s
+
+    def collect(self, step: LaunchedStep) -> list[Token | None]:
+        self._wait(max(0.0, self._over_at - time.perf_counter()))
+        self._coordinator.step_over(step.batch.places.number)
+        return tokens_of(torch.full((len(step.batch), 1), 5.0), step.batch.sampling)
 
 
 class Recorder:
     """Stands between the loop and its turns. Writes one record for each batch size that stands still."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, clock: WaitClock) -> None:
         self._path = path
+        self._clock = clock
         self._recorded: set[int] = set()
         self._batch = 0
         self._steady = 0
-        with profile(activities=[ProfilerActivity.CUDA]):
-            torch.cuda.synchronize()  # steps that were recorded before the profiler's first use are opaque to it
+        if torch.cuda.is_available():
+            with profile(activities=[ProfilerActivity.CUDA]):
+                torch.cuda.synchronize()  # steps that were recorded before the profiler's first use are opaque to it
 
     def turn(self, scheduler: Scheduler, turn: Callable[[], None]) -> None:
         """Take one turn, or record many."""
@@ -70,11 +122,23 @@ class Recorder:
                 file.write(json.dumps(asdict(record)) + "\n")
 
     def _record(self, turn: Callable[[], None]) -> Record:
-        ends, host = [time.perf_counter()], [time.thread_time()]
+        ends, waits = [time.perf_counter()], [self._clock.seconds]
         for _ in range(STEPS):
             turn()
             ends.append(time.perf_counter())
-            host.append(time.thread_time())
+            waits.append(self._clock.seconds)
+        turns = [after - before for before, after in pairwise(ends)]
+        waited = [after - before for before, after in pairwise(waits)]
+        host = [took - wait for took, wait in zip(turns, waited, strict=True)]
+        record = Record(
+            batch=self._batch,
+            step_ms=1e3 * statistics.median(turns),
+            host_ms=1e3 * statistics.median(host),
+            host_p90_ms=1e3 * statistics.quantiles(host, n=10)[-1],
+        )
+        return self._profiled(record, turn) if torch.cuda.is_available() else record
+
+    def _profiled(self, record: Record, turn: Callable[[], None]) -> Record:
         with profile(activities=[ProfilerActivity.CUDA]) as profiler:
             for _ in range(_WARM_UP):
                 turn()
@@ -93,11 +157,9 @@ class Recorder:
         )
         idle, waiting = gaps(kernels)
         span = kernels[-1][1] - kernels[0][0]
-        return Record(
-            batch=self._batch,
-            step_ms=1e3 * statistics.median(b - a for a, b in pairwise(ends)),
+        return replace(
+            record,
             profiled_step_ms=span / STEPS / 1e6,
-            host_ms=1e3 * statistics.median(b - a for a, b in pairwise(host)),
             idle=idle / span,
             waiting=waiting / span,
             kernels=round(len(kernels) / STEPS),
@@ -122,7 +184,12 @@ def gaps(kernels: list[tuple[int, int]]) -> tuple[int, int]:
 def main() -> None:
     from cli.main import main as run
 
-    recorder = Recorder(Path(sys.argv.pop(1)))
+    records, step_ms = Path(sys.argv.pop(1)), float(sys.argv.pop(1))
+    clock = WaitClock()
+    Download.wait = clock.timed(Download.wait)  # type: ignore[method-assign]
+    if step_ms > 0:
+        process.ModelRunner = partial(StubRunner, step_ms / 1e3, clock)  # type: ignore[assignment, attr-defined]
+    recorder = Recorder(records, clock)
     turn = DecodeNode._turn
 
     def recorded_turn(node: DecodeNode) -> None:

@@ -1,14 +1,12 @@
 """Which attention backend a node runs, chosen once from its configuration."""
 
-import importlib
-import os
-import shutil
 from typing import Literal
 
 import structlog
 import torch
 
 from base.errors import StartupError
+from model.backends.device import triton_obstacle
 from model.backends.protocol import AttentionBackend
 from model.backends.torch_backend import TorchBackend
 from model.spec import ModelSpec
@@ -19,6 +17,7 @@ log = structlog.get_logger(__name__)
 _MAX_LATENT_DIM = 512
 _MAX_ROPE_DIM = 64
 _MAX_INDEX_DIM = 128
+_MAX_TOPK = 8192
 
 BackendName = Literal["auto", "triton", "torch"]
 
@@ -43,17 +42,6 @@ def choose_backend(name: BackendName, device: torch.device, spec: ModelSpec) -> 
     return TritonBackend(spec.kv_format)
 
 
-def triton_obstacle() -> str | None:
-    """Why this machine cannot compile Triton kernels; None if it can."""
-    try:
-        importlib.import_module("triton")
-    except ImportError as error:
-        return f"needs the package triton, which cannot be imported ({error})"
-    if not (os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")):
-        return "needs a C compiler at run time, and there is none (CC, cc, gcc or clang)"
-    return None
-
-
 def _obstacle(device: torch.device, spec: ModelSpec) -> str | None:
     """Why the Triton backend cannot compute this model on this device; None if it can."""
     if device.type != "cuda":
@@ -64,6 +52,7 @@ def _obstacle(device: torch.device, spec: ModelSpec) -> str | None:
         ("kv_lora_rank", spec.latent_dim, _MAX_LATENT_DIM),
         ("qk_rope_head_dim", spec.item_dim - spec.latent_dim, _MAX_ROPE_DIM),
         ("index_head_dim", spec.index_dim, _MAX_INDEX_DIM),
+        ("index_topk", spec.index_topk, _MAX_TOPK),
     ):
         if size > limit:
             return f"takes a {what} of at most {limit}, not {size}"

@@ -5,6 +5,7 @@ import torch
 from hisparse.format import KVFormat
 from model.backends.triton_attend import attend_rows
 from model.backends.triton_index import decode_scores, prompt_scores
+from model.backends.triton_top import top_positions
 from model.cache import PagedKeys
 from model.indexer import IndexQueries
 
@@ -15,7 +16,7 @@ SCORE_BLOCK_BYTES = 64 << 20
 class TritonBackend:
     """Never waits for the device. See AttentionBackend.
 
-    What is selected among equal scores is not defined: it may differ from what the torch backend selects.
+    Of equal scores it selects the first, which may differ from what the torch backend selects.
     """
 
     name = "triton"
@@ -36,21 +37,12 @@ class TritonBackend:
         keys = self.format.index_keys(keys)
         num_queries, num_keys = len(index.queries), len(keys)
         block = max(1, SCORE_BLOCK_BYTES // (4 * num_keys))
-        positions = torch.arange(start, start + num_queries, device=keys.device).unsqueeze(1)
         selections = []
         for begin in range(0, num_queries, block):
             part = slice(begin, begin + block)
-            selected = _top(prompt_scores(index[part], keys, start + begin), topk)
-            selections.append(selected.masked_fill_(selected > positions[part], -1))
+            selections.append(top_positions(prompt_scores(index[part], keys, start + begin), topk))
         return torch.cat(selections)
 
     def select_for_decode(self, index: IndexQueries, pages: PagedKeys, topk: int) -> torch.Tensor:
         """See AttentionBackend; k is min(topk, positions that the page table has room for), whatever the lengths."""
-        scores = decode_scores(index, pages, self.format.index_keys(pages.keys))
-        selected = _top(scores, topk)
-        return selected.masked_fill_(selected >= pages.seq_lens.unsqueeze(1), -1)
-
-
-def _top(scores: torch.Tensor, topk: int) -> torch.Tensor:
-    # Nobody asks in which order they rank, and to sort them takes a third of the time.
-    return scores.topk(min(topk, scores.shape[1]), dim=-1, sorted=False).indices
+        return top_positions(decode_scores(index, pages, self.format.index_keys(pages.keys)), topk)

@@ -13,16 +13,16 @@ import pytest
 import yaml
 
 from base.metrics import TRANSFER_FAILURES, Metrics
-from decode_node.request import State as DecodeState
+from decode_node.request import RequestState
 from deploy.monitoring.generate import HERE, dashboard, files
-from prefill_node.entry import State as PrefillState
+from prefill_node.job import JobState
 
 TARGET_LABELS = {"job", "instance", "component"}
 """What the scrape configuration adds to every series."""
 KUBERNETES = HERE.parent / "kubernetes" / "base"
 VALUES = {
     "component": {"gateway", "prefill", "decode"},
-    "state": {state.value for kind in (DecodeState, PrefillState) for state in kind},
+    "state": {state.value for kind in (RequestState, JobState) for state in kind},
     "pool": {"device", "host"},
     "reason": {*TRANSFER_FAILURES, "queue_full"},
 }

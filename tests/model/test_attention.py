@@ -26,9 +26,11 @@ def test_the_two_rope_layouts_differ_only_in_the_order_of_their_input() -> None:
     rope = Rope.from_angles(torch.cat((angles, angles), -1).cos(), torch.cat((angles, angles), -1).sin())
     pairs = torch.randn(5, 2, 4, 2, generator=generator)
 
-    interleaved = rope.interleaved(pairs.flatten(-2))
-    half_split = rope.half_split(pairs.transpose(-1, -2).flatten(-2))
+    beside = torch.randn(5, 2, 3, generator=generator)
+
+    interleaved = rope.rotate(pairs.flatten(-2), beside, interleaved=True, beside_first=True)
+    half_split = rope.rotate(pairs.transpose(-1, -2).flatten(-2), beside, interleaved=False, beside_first=False)
     rotated = torch.view_as_complex(pairs) * torch.polar(torch.ones_like(angles), angles).unsqueeze(1)
 
-    torch.testing.assert_close(interleaved, torch.cat((rotated.real, rotated.imag), -1))
-    torch.testing.assert_close(half_split, interleaved)
+    torch.testing.assert_close(interleaved, torch.cat((beside, rotated.real, rotated.imag), -1))
+    torch.testing.assert_close(half_split, torch.cat((rotated.real, rotated.imag, beside), -1))

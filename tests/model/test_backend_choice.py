@@ -74,6 +74,7 @@ def test_triton_is_refused_where_it_cannot_run(
         ({"latent_dim": 1024, "item_dim": 1088}, "kv_lora_rank of at most 512, not 1024"),
         ({"latent_dim": 48, "item_dim": 176}, "qk_rope_head_dim of at most 64, not 128"),
         ({"index_dim": 256}, "index_head_dim of at most 128, not 256"),
+        ({"index_topk": 10000}, "index_topk of at most 8192, not 10000"),
     ],
 )
 def test_shapes_that_no_program_holds_are_refused(

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from control.messages import AttemptId, BufferInfo, Destination, Peer, Transport
-from prefill_node.outgoing import Chunk, Reading, Sent
+from prefill_node.outgoing import Chunk, SendReport
 from prefill_node.progress import ForwardProgress
 from prefill_node.ring import SendRings
-from prefill_node.sender import Sender, Surroundings
-from prefill_node.source import DeviceSource, HostSource
+from prefill_node.sender import Sender, SendResources
+from prefill_node.source import DeviceSource, HostSource, Reading
 from tests.control.test_messages import IDENTITY
 from transfer.choices import ChecksumMode
 from transfer.copy_runs import copy_runs
@@ -93,24 +93,26 @@ class Sending:
     ) -> None:
         rows = NUM_PAGES * PAGE_SIZE
         self.layers = [torch.rand(rows, dim, device=device) for dim in (ITEM_DIM, ITEM_DIM, 8)]
+        if device.type == "cuda":
+            torch.cuda.synchronize()  # the forward pass that is said to be over has written them
         source = HostSource(self.layers) if device.type == "cpu" else DeviceSource(self.layers)
         self.target = [torch.zeros(NUM_SLOTS, layer.shape[1]) for layer in self.layers]
         self.channels: dict[str, LateChannel] = {}
         self.transport = transport
         self.silence = 0.0
         self.unreachable = False
-        self.reports: queue.SimpleQueue[Sent] = queue.SimpleQueue()
+        self.reports: queue.SimpleQueue[SendReport] = queue.SimpleQueue()
         self.registered: list[BufferInfo] = []
         self.connecting_is_broken = False
         self.registering_is_broken = False
         self.reading = Reading(source, LAYER_OF_BUFFER, PAGE_SIZE, checksums)
-        self.surroundings = Surroundings(
+        self.resources = SendResources(
             reading=self.reading,
             rings=SendRings(pin=device.type == "cuda", register=self._register),
             connect=self._connect,
             silence=lambda decode: self.silence,
         )
-        self.sender = Sender(self.surroundings, self.reports.put)
+        self.sender = Sender(self.resources, self.reports.put)
 
     def destination(self) -> Destination:
         buffers = BufferInfo(
@@ -162,7 +164,7 @@ class Sending:
             cancelled=cancelled,
         )
 
-    def send(self, chunk: Chunk) -> Sent:
+    def send(self, chunk: Chunk) -> SendReport:
         self.sender.submit(chunk)
         return self.reports.get(timeout=10)
 

@@ -1,0 +1,138 @@
+"""A prefill node that fails at everything fails fast, and has the shortest queue: it must not draw all requests."""
+
+import time
+
+import pytest
+
+from base.metrics import Metrics
+from control.messages import Generate, Peer, PrefillDone, PrefillFailed
+from decode_node.attempt import Landed, Lost
+from decode_node.health import FAILURES, TRIAL_AFTER_S
+from decode_node.remote_prefill import RemotePrefill
+from decode_node.request import Request, RequestState
+from hisparse.extents import Extent, HostSlots
+from tests.decode_node.fakes import GATEWAY, HeldVerifier, destination
+from tests.prefill_node.fakes import FakeControl
+from transfer.fencing import ReservationTable
+
+BROKEN = Peer(role="prefill", address="127.0.0.1:2", boot_id="broken")
+OTHER = Peer(role="prefill", address="127.0.0.1:3", boot_id="other")
+SLOTS = HostSlots((Extent(0, 3),))
+
+
+class Node:
+    """A decode node's remote prefills. The gateway always names the broken node first."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = time.monotonic()
+        monkeypatch.setattr("decode_node.remote_prefill.time.monotonic", lambda: self.now)
+        table: ReservationTable[HostSlots] = ReservationTable(lambda slots: None, lambda slots: None)
+        self.remote = RemotePrefill(
+            FakeControl(),  # type: ignore[arg-type]
+            destination(num_slots=100),
+            table,
+            HeldVerifier().submit,
+            Metrics(),
+            patience=60.0,
+        )
+        self.asked = 0
+
+    def request(self) -> Request:
+        """A new one."""
+        self.asked += 1
+        prompt = tuple(range(1, 5))
+        generate = Generate(
+            request_id=f"r{self.asked}", prompt_ids=prompt, max_new_tokens=4, prefill_nodes=(BROKEN, OTHER)
+        )
+        return Request(generate, GATEWAY)
+
+    def ask(self, request: Request | None = None) -> tuple[Request, Peer]:
+        """Have a request prefilled by the node that is chosen for it."""
+        request = request or self.request()
+        node = self.remote.choose(request)
+        assert node is not None
+        self.remote.dispatch(request, node, SLOTS)
+        return request, node
+
+    def fail(self, request: Request, node: Peer, **fields: bool) -> None:
+        attempt = request.attempt(self.remote._control.me.boot_id)
+        [lost] = self.remote.take(node, PrefillFailed(attempt=attempt, reason="no device", **fields))
+        assert isinstance(lost, Lost)
+
+    def land(self, request: Request, node: Peer) -> None:
+        attempt = request.attempt(self.remote._control.me.boot_id)
+        [landed] = self.remote.take(node, PrefillDone(attempt=attempt, num_tokens=request.kv_tokens))
+        assert isinstance(landed, Landed)
+
+    def fail_so_often(self, times: int) -> None:
+        for _ in range(times):
+            request, node = self.ask()
+            assert node == BROKEN
+            self.fail(request, node)
+
+
+@pytest.fixture
+def node(monkeypatch: pytest.MonkeyPatch) -> Node:
+    return Node(monkeypatch)
+
+
+def test_a_node_that_failed_three_different_requests_in_a_row_is_passed_over(node: Node) -> None:
+    node.fail_so_often(FAILURES)
+    assert [node.ask()[1] for _ in range(3)] == [OTHER] * 3
+
+
+def test_one_request_that_fails_again_and_again_says_little_of_the_node(node: Node) -> None:
+    """Its prompt may be what nobody can compute."""
+    request, asked = node.ask()
+    for _ in range(2 * FAILURES):
+        node.fail(request, asked)
+        request.tried.clear()
+        assert request.state is RequestState.WAITING
+        request, asked = node.ask(request)
+        assert asked == BROKEN
+
+
+def test_what_a_node_refuses_is_no_failure(node: Node) -> None:
+    for _ in range(2 * FAILURES):
+        request, asked = node.ask()
+        assert asked == BROKEN
+        node.fail(request, asked, refused=True)
+
+
+def test_a_success_in_between_begins_the_count_anew(node: Node) -> None:
+    node.fail_so_often(FAILURES - 1)
+    node.land(*node.ask())
+    node.fail_so_often(FAILURES - 1)
+    assert node.ask()[1] == BROKEN
+
+
+def test_after_ten_seconds_it_gets_one_request_and_after_a_success_all_of_them(node: Node) -> None:
+    node.fail_so_often(FAILURES)
+    node.now += TRIAL_AFTER_S - 0.1
+    assert node.ask()[1] == OTHER
+    node.now += 0.1
+    trial, asked = node.ask()
+    assert asked == BROKEN
+    assert [node.ask()[1] for _ in range(3)] == [OTHER] * 3, "the others wait for how the trial ends"
+    node.land(trial, asked)
+    assert [node.ask()[1] for _ in range(3)] == [BROKEN] * 3
+
+
+def test_after_a_trial_that_failed_it_waits_for_ten_seconds_more(node: Node) -> None:
+    node.fail_so_often(FAILURES)
+    node.now += TRIAL_AFTER_S
+    trial, asked = node.ask()
+    assert asked == BROKEN
+    node.fail(trial, asked)
+    assert node.ask()[1] == OTHER
+    node.now += TRIAL_AFTER_S
+    assert node.ask()[1] == BROKEN
+
+
+def test_a_trial_that_is_given_up_is_not_waited_for(node: Node) -> None:
+    node.fail_so_often(FAILURES)
+    node.now += TRIAL_AFTER_S
+    trial, asked = node.ask()
+    assert asked == BROKEN
+    node.remote.abandon(trial)
+    assert node.ask()[1] == BROKEN

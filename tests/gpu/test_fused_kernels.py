@@ -1,0 +1,198 @@
+"""The kernels that stand for chains of small operations, against these operations in plain torch."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("triton")
+
+from model.backends.triton_choose import choose_experts
+from model.backends.triton_rope import rotate
+from model.backends.triton_top import MAX_K, top_positions
+from model.experts import MixtureOfExperts
+from model.norm import RMSNorm
+from model.rope import Rope
+from model.router import Router
+from tests.gpu.test_attention_backends import CUDA, captured, generator, randn
+
+# Rotation
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("beside_first", [False, True])
+@pytest.mark.parametrize(
+    ("tokens", "heads", "rope_dim", "width"),
+    [(1, 1, 64, 512), (64, 128, 64, 512), (64, 64, 64, 64), (3, 20, 10, 7), (300, 3, 16, 48)],
+)
+def test_rotation_is_that_of_torch_rounded_once(
+    tokens: int, heads: int, rope_dim: int, width: int, beside_first: bool, interleaved: bool, dtype: torch.dtype
+) -> None:
+    """Of parts of wider tensors, and beside one whose heads come before its tokens."""
+    angles = 6 * torch.rand(tokens, rope_dim // 2, device=CUDA, generator=generator())
+    both = torch.cat((angles, angles), -1)
+    rope = Rope.from_angles(both.cos().to(dtype), both.sin().to(dtype))
+    x = randn(tokens, heads, rope_dim + 6, dtype=dtype, seed=1)[..., 6:]
+    beside = randn(heads, tokens, width, dtype=dtype, seed=2).transpose(0, 1)
+    rotated = rotate(x, beside, rope.cos, rope.sin, interleaved, beside_first)
+    exact = Rope(rope.cos.double(), rope.sin.double()).rotate(
+        x.double(), beside.double(), interleaved=interleaved, beside_first=beside_first
+    )
+    step = 2**-8 if dtype == torch.bfloat16 else 1e-6
+    torch.testing.assert_close(rotated.double(), exact, rtol=step, atol=1e-6)
+
+
+def test_parts_that_do_not_fit_together_are_refused() -> None:
+    x, beside, angles = randn(2, 3, 8), randn(2, 3, 5), randn(2, 1, 4)
+    for wrong in ((x, beside[:1], angles), (x, beside.bfloat16(), angles), (x, beside, angles[..., :2])):
+        with pytest.raises(ValueError, match="expected x and beside"):
+            rotate(*wrong, wrong[2], True, True)
+
+
+# Routing
+
+
+def router(experts: int, top_k: int, groups: int, top_groups: int, normalise: bool = True) -> Router:
+    weight = (0.03 * randn(experts, 1024, seed=3)).bfloat16()
+    return Router(weight, 0.1 * randn(experts, seed=4), top_k, groups, top_groups, normalise, scale=2.5)
+
+
+@pytest.mark.parametrize(
+    ("experts", "top_k", "groups", "top_groups", "normalise"),
+    [(32, 8, 8, 4, True), (256, 8, 8, 4, True), (256, 8, 1, 1, True), (30, 5, 3, 2, False), (8, 2, 1, 1, True)],
+)
+@pytest.mark.parametrize("tokens", [1, 64, 1000])
+def test_a_token_gets_the_experts_that_torch_chooses(
+    tokens: int, experts: int, top_k: int, groups: int, top_groups: int, normalise: bool
+) -> None:
+    rule = router(experts, top_k, groups, top_groups, normalise)
+    logits = randn(tokens, experts, seed=5)
+    weights, ids = choose_experts(logits, rule)
+    their_weights, their_ids = rule.choose(logits)
+    assert ids.dtype == torch.int64
+    same = (ids.sort(-1).values == their_ids.sort(-1).values).all(-1)
+    assert same.float().mean() >= 0.99, "but for scores that differ in the last bit of a sigmoid"
+    empty = torch.zeros_like(logits)
+    ours, theirs = empty.scatter(1, ids, weights), empty.scatter(1, their_ids, their_weights)
+    torch.testing.assert_close(ours[same], theirs[same], rtol=1e-5, atol=1e-6)
+
+
+def test_bfloat16_is_routed_by_float32_logits() -> None:
+    rule = router(256, 8, 8, 4)
+    hidden = randn(200, 1024, dtype=torch.bfloat16, seed=6)
+    weights, ids = rule.route(hidden)
+    their_weights, their_ids = rule.choose(F.linear(hidden.float(), rule.weight.float()))
+    same = (ids.sort(-1).values == their_ids.sort(-1).values).all(-1)
+    assert same.float().mean() >= 0.98, "but for scores that are equal as far as sums are exact"
+    assert weights.dtype == torch.float32
+    torch.testing.assert_close(weights.sort(-1).values[same], their_weights.sort(-1).values[same], rtol=1e-4, atol=1e-5)
+
+
+def test_logits_that_are_no_numbers_choose_experts_that_exist() -> None:
+    rule = router(256, 8, 8, 4)
+    logits = torch.full((3, 256), float("nan"), device=CUDA)
+    logits[1, 7:] = 1.0
+    _, ids = choose_experts(logits, rule)
+    assert ((ids >= 0) & (ids < 256)).all()
+
+
+# The largest
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "k"),
+    [
+        (1, 1, 5),
+        (3, 100, 64),
+        (2, 2048, 2048),
+        (64, 5000, 512),
+        (64, 32512, 2048),
+        (2, 131072, 2048),
+        (1, 300_000, MAX_K),
+    ],
+)
+@pytest.mark.parametrize("kind", ["random", "equal", "short"])
+def test_the_largest_are_found_and_of_equal_ones_the_first(rows: int, width: int, k: int, kind: str) -> None:
+    scores = randn(rows, width)
+    if kind == "equal":
+        scores = scores.round() + 0.0  # no negative zeros
+    lengths = torch.full((rows,), width, device=CUDA)
+    if kind == "short":
+        lengths = torch.randint(0, width + 1, (rows,), device=CUDA, generator=generator(1))
+        scores[torch.arange(width, device=CUDA) >= lengths[:, None]] = float("-inf")
+    selected = top_positions(scores, k)
+    assert selected.shape == (rows, min(k, width))
+    for row in range(rows):
+        count = min(k, int(lengths[row]))
+        expected = scores[row].sort(descending=True, stable=True).indices[:count].sort().values
+        assert torch.equal(selected[row, :count], expected)
+        assert (selected[row, count:] == -1).all()
+
+
+def test_zeros_of_either_sign_infinities_and_extremes_are_in_order() -> None:
+    values = [float("inf"), 3e38, 1e-45, 0.0, -1e-45, -3e38]
+    scores = torch.tensor([values], device=CUDA)
+    for k in range(1, len(values) + 1):
+        assert top_positions(scores, k)[0].tolist() == list(range(k))
+
+
+def test_a_replay_selects_from_the_scores_of_the_moment() -> None:
+    scores = randn(4, 40_000)
+    graph, selected = captured(lambda: top_positions(scores, 100))
+    scores.copy_(scores.flip(1))
+    graph.replay()
+    assert torch.equal(selected, top_positions(scores, 100))
+
+
+def test_more_than_a_chunk_can_give_is_refused() -> None:
+    with pytest.raises(ValueError, match=f"k from 1 to {MAX_K}"):
+        top_positions(randn(1, 2 * MAX_K), MAX_K + 1)
+
+
+# Experts
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 700])
+def test_grouped_experts_compute_what_each_expert_computes(tokens: int) -> None:
+    experts, top_k, hidden_dim, width = 16, 4, 256, 128
+    module = torch.nn.Module()
+    module.experts = torch.nn.Module()
+    module.experts.num_experts = experts
+    module.experts.gate_up_proj = 0.1 * randn(experts, 2 * width, hidden_dim, dtype=torch.bfloat16, seed=1)
+    module.experts.down_proj = 0.1 * randn(experts, hidden_dim, width, dtype=torch.bfloat16, seed=2)
+    module.shared_experts = torch.zeros_like
+    module.gate = SimpleNamespace(
+        weight=0.1 * randn(experts, hidden_dim, dtype=torch.bfloat16, seed=3),
+        e_score_correction_bias=0.1 * randn(experts, seed=4),
+        top_k=top_k,
+        num_group=1,
+        topk_group=1,
+        norm_topk_prob=True,
+        routed_scaling_factor=2.5,
+    )
+    hidden = randn(tokens, hidden_dim, dtype=torch.bfloat16, seed=5)
+    weights, ids = Router.of(module.gate).route(hidden)
+    expected = torch.zeros(tokens, hidden_dim, dtype=torch.float64, device=CUDA)
+    for token in range(tokens):
+        for weight, number in zip(weights[token], ids[token].tolist(), strict=True):
+            gate, up = (module.experts.gate_up_proj[number].double() @ hidden[token].double()).chunk(2)
+            expected[token] += weight * (module.experts.down_proj[number].double() @ (F.silu(gate) * up))
+    off = MixtureOfExperts(module)(hidden).double() - expected
+    assert off.norm() <= 0.01 * expected.norm()
+    assert off.abs().max() <= 0.03 * expected.abs().max()
+
+
+# Norms
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_norm_is_rounded_once(dtype: torch.dtype) -> None:
+    module = torch.nn.RMSNorm(7168, eps=1e-6, device=CUDA, dtype=dtype).requires_grad_(False)
+    module.weight.copy_(1 + 0.1 * randn(7168))
+    module.variance_epsilon = module.eps
+    norm, hidden = RMSNorm(module), randn(64, 7168, dtype=dtype, seed=1)
+    exact = hidden.double() * (hidden.double().pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * module.weight.double()
+    step = 2**-8 if dtype == torch.bfloat16 else 1e-6
+    torch.testing.assert_close(norm(hidden).double(), exact, rtol=step, atol=1e-6)

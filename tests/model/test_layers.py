@@ -1,0 +1,92 @@
+"""The parts of a layer against the modules of transformers whose weights they use."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32MoE, DeepseekV32RMSNorm
+from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaMoE
+
+from model.experts import MixtureOfExperts, feed_forward
+from model.norm import RMSNorm
+from model.router import Router
+
+# experts, of which a token gets, groups, of which a token gets, weights are normalised
+ROUTERS = [(32, 8, 8, 4, True), (256, 8, 8, 4, True), (256, 8, 1, 1, True), (12, 3, 4, 2, False), (8, 8, 1, 1, True)]
+
+
+def randn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def mixture(module: type, experts: int, top_k: int, groups: int, top_groups: int, normalise: bool) -> Any:
+    config = AutoConfig.for_model(
+        "glm_moe_dsa" if module is GlmMoeDsaMoE else "deepseek_v32",
+        hidden_size=48,
+        moe_intermediate_size=16,
+        n_routed_experts=experts,
+        num_experts_per_tok=top_k,
+        n_group=groups,
+        topk_group=top_groups,
+        norm_topk_prob=normalise,
+        routed_scaling_factor=2.5,
+    )
+    config._experts_implementation = "eager"
+    made = module(config).eval().requires_grad_(False)
+    for number, parameter in enumerate(made.parameters()):
+        parameter.copy_(0.2 * randn(*parameter.shape, seed=number))
+    made.gate.e_score_correction_bias.copy_(0.1 * randn(experts, seed=99))
+    return made
+
+
+@pytest.mark.parametrize("module", [DeepseekV32MoE, GlmMoeDsaMoE])
+@pytest.mark.parametrize("shape", ROUTERS)
+def test_a_token_gets_the_experts_and_weights_of_the_reference(
+    module: type, shape: tuple[int, int, int, int, bool]
+) -> None:
+    gate = mixture(module, *shape).gate
+    hidden = randn(50, 48)
+    _, their_weights, their_ids = gate(hidden)
+    weights, ids = Router.of(gate).route(hidden)
+    assert torch.equal(ids, their_ids)
+    assert torch.equal(weights, their_weights)
+    assert shape[2] == 1 or not torch.equal(
+        ids, Router.of(mixture(module, *shape[:2], 1, 1, True).gate).route(hidden)[1]
+    )
+
+
+@pytest.mark.parametrize("module", [DeepseekV32MoE, GlmMoeDsaMoE])
+def test_a_mixture_of_experts_computes_what_the_reference_computes(module: type) -> None:
+    reference = mixture(module, 32, 8, 8, 4, True)
+    hidden = randn(20, 48)
+    ours = feed_forward(reference)
+    assert ours is not reference
+    assert torch.equal(ours(hidden), reference(hidden[None])[0])
+
+
+def test_grouped_experts_are_the_references() -> None:
+    reference = mixture(DeepseekV32MoE, 32, 8, 8, 4, True).bfloat16()
+    hidden = randn(20, 48).bfloat16()
+    weights, ids = Router.of(reference.gate).route(hidden)
+    expected = reference.experts(hidden, ids, weights)
+    torch.testing.assert_close(
+        MixtureOfExperts(reference)._grouped(hidden, ids, weights), expected, rtol=0.02, atol=0.05
+    )
+
+
+def test_a_norm_is_the_references_in_float32() -> None:
+    module = DeepseekV32RMSNorm(48, eps=1e-3).requires_grad_(False)
+    module.weight.copy_(1 + 0.1 * randn(48))
+    hidden = 0.03 * randn(20, 2, 48, seed=1)
+    assert torch.equal(RMSNorm(module)(hidden), module(hidden))
+
+
+def test_a_norm_rounds_no_more_than_the_reference_in_bfloat16() -> None:
+    module = DeepseekV32RMSNorm(48, eps=1e-3).requires_grad_(False)
+    module.weight.copy_(1 + 0.1 * randn(48))
+    hidden = randn(200, 48, seed=1).bfloat16()
+    rounded = module.bfloat16()
+    exact = RMSNorm(rounded.double())(hidden.double())
+    errors = [(norm(hidden).double() - exact).abs().mean() for norm in (RMSNorm(rounded.bfloat16()), rounded)]
+    assert 0 < errors[0] <= errors[1]
