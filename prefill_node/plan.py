@@ -28,15 +28,15 @@ class ChunkPart:
         table is walked from end to end, and not all over."""
         if item_bytes not in self._direct:
             runs = self._runs.in_order_of_destinations()
-            self._direct[item_bytes] = runs.descriptors(0, 0, item_bytes).cut(self._most_bytes)
+            self._direct[item_bytes] = runs.descriptors(item_bytes).cut(self._most_bytes)
         return self._direct[item_bytes]
 
     def packed(self, item_bytes: int) -> tuple[Descriptors, Descriptors]:
         """By way of a send buffer, as offsets in bytes: from source items into it, and from it to slots."""
         if item_bytes not in self._packed:
             into, out = self._runs.pack()
-            out_descriptors = out.descriptors(0, 0, item_bytes).cut(self._most_bytes)
-            self._packed[item_bytes] = into.descriptors(0, 0, item_bytes), out_descriptors
+            out_descriptors = out.descriptors(item_bytes).cut(self._most_bytes)
+            self._packed[item_bytes] = into.descriptors(item_bytes), out_descriptors
         return self._packed[item_bytes]
 
 

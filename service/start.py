@@ -9,7 +9,7 @@ from base.errors import StartupError
 from control.messages import ADDRESS_PATTERN
 from service.config import NodeConfig
 from service.exposure import check_processes
-from transfer.ports import ClaimedPorts, PortRange
+from transfer.ports import ClaimedPorts, parse_ports
 from transfer.routes import choose_transports, engines_among
 
 _WILDCARDS = ("0.0.0.0", "::")
@@ -30,7 +30,7 @@ def check(config: NodeConfig) -> None:
             )
         if not re.match(ADDRESS_PATTERN, f"{config.transfer_host}:0"):
             raise StartupError(f"--transfer-host {config.transfer_host}: expected a host name or an IPv4 address")
-    PortRange.parse(config.transfer_ports, _num_engines(config))
+    parse_ports(config.transfer_ports, _num_engines(config))
     for gateway in config.gateways:
         if not re.match(ADDRESS_PATTERN, gateway):
             raise StartupError(f"--gateway {gateway}: expected HOST:PORT, the gateway's control port")
@@ -58,7 +58,7 @@ def use_device(flag: str) -> torch.device:
 def claim_transfer_ports(config: NodeConfig) -> ClaimedPorts | None:
     """The ports of this node's transfer engines; None if it has no engine. Raises StartupError if none are free."""
     engines = _num_engines(config)
-    return ClaimedPorts(PortRange.parse(config.transfer_ports, engines), engines) if engines else None
+    return ClaimedPorts(parse_ports(config.transfer_ports, engines), engines) if engines else None
 
 
 def _num_engines(config: NodeConfig) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from base.metrics import Metrics
-from control.liveness import Answer
+from control.liveness import AnsweredPing
 from control.messages import (
     Abort,
     Admitted,
@@ -143,7 +143,7 @@ class Harness:
 
     def answer(self, boot_id: str, asked_at: float) -> None:
         """Whoever has FIRST's address answers a ping that was sent then."""
-        self.control.answers[FIRST.address] = Answer(boot_id, asked_at)
+        self.control.answers[FIRST.address] = AnsweredPing(boot_id, asked_at)
 
     def failures(self, reason: str) -> float:
         return float(self.metrics.transfer_failures.labels(reason)._value.get())
@@ -456,7 +456,7 @@ def test_done_of_an_attempt_that_was_given_up_ends_the_quarantine_behind_a_fence
 
 def test_the_restart_of_another_node_proves_nothing(h: Harness) -> None:
     h.dispatch()
-    h.control.answers[SECOND.address] = Answer("reborn", h.clock.now + 0.5)
+    h.control.answers[SECOND.address] = AnsweredPing("reborn", h.clock.now + 0.5)
     assert h.wait(1) == []
     assert h.table.is_writable(R)
 
