@@ -1,4 +1,4 @@
-"""What a field of a configuration says of the flag that sets it."""
+"""Metadata of a configuration's field: the flag that sets it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -9,10 +9,10 @@ from typing import Any
 class Flag:
     """Metadata of a dataclass field, as in `port: Annotated[int, Flag("HTTP port.", max=65535)] = 8000`.
 
-    A field that is a tuple is a flag that may be repeated. help: what the flag does. name: the flag, where it is not
-    called as the field. min, max: bounds, which may be reached. env: an environment variable that stands for the flag.
-    case_sensitive: of the choices of a Literal. positional: the words that belong to no flag. read: makes the value of
-    the flag's name and of the words that it was given, for tuples of something else than words.
+    A field that is a tuple is a flag that may be repeated. name: the flag, if it is not named as the field. min, max:
+    bounds, both allowed. env: an environment variable that sets the same. case_sensitive: whether the choices of a
+    Literal are. positional: the words that belong to no flag. read: makes the value, for tuples of something else than
+    words, from the flag's name and the words that it was given.
     """
 
     help: str

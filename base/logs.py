@@ -2,16 +2,19 @@
 
 import logging
 import sys
+from collections.abc import Hashable
 from typing import Literal
 
 import structlog
 
+_MOST_COMPLAINTS = 100
+
 
 def configure_logging(level: str, fmt: Literal["text", "json"], process: str) -> None:
-    """Send structlog, the standard library's loggers and warnings to standard error, each line naming its process.
+    """Send structlog, the standard library's loggers and warnings to standard error. Each line names its process.
 
-    Libraries whose loggers are to be heard must have been imported: they set them up then.
-    level: a standard level name in any case. fmt: key=value text for people or one JSON object per line.
+    Import libraries before: they set up their loggers then.
+    level: a standard level name in any case. fmt: key=value text, or one JSON object per line.
     """
 
     def add_process(_: object, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
@@ -41,11 +44,11 @@ def configure_logging(level: str, fmt: Literal["text", "json"], process: str) ->
     for name in ("httpx", "httpcore", "uvicorn", "transformers", "huggingface_hub"):
         library = logging.getLogger(name)
         library.setLevel(logging.WARNING)
-        # Some print by themselves, in a format of their own.
+        # Some have handlers of their own, with another format.
         library.handlers.clear()
         library.propagate = True
     logging.captureWarnings(True)
-    # Its warnings are what clients did wrong: counted, and no reason for a line each.
+    # Its warnings tell what clients did wrong, which metrics count.
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     structlog.configure(
         processors=[
@@ -56,3 +59,17 @@ def configure_logging(level: str, fmt: Literal["text", "json"], process: str) ->
         logger_factory=structlog.stdlib.LoggerFactory(),
         cache_logger_on_first_use=True,
     )
+
+
+class Complaints:
+    """What was logged already, so that whoever repeats a mistake fills no log. Bounded: after 100, nothing is new."""
+
+    def __init__(self) -> None:
+        self._made: set[Hashable] = set()
+
+    def is_new(self, complaint: Hashable) -> bool:
+        """Whether to log it."""
+        if complaint in self._made or len(self._made) >= _MOST_COMPLAINTS:
+            return False
+        self._made.add(complaint)
+        return True

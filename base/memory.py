@@ -1,4 +1,4 @@
-"""How much memory a node may plan with, and where it lies."""
+"""How much memory a node may use for its pools, and which processors are near it."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,16 +12,16 @@ _PCI_DEVICES = Path("/sys/bus/pci/devices")
 
 
 def pool_bytes(device: torch.device, fraction: float | None) -> int:
-    """Bytes for pools on the device: that fraction of what is free now (default 0.1 on CPU, 0.8 on CUDA).
+    """Bytes for pools on the device: that fraction of what is free now.
 
-    On a CPU the "device" pools share the machine's memory with the host pool, hence the smaller default.
+    By default 0.8 on CUDA, and 0.1 on a CPU, where the "device" pools share memory with the host pool.
     """
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_host_bytes()
     return int(free * (fraction or DEFAULT_FRACTION[device.type]))
 
 
 def device_split(device: torch.device, fraction: float | None) -> str | None:
-    """What a CUDA device's memory goes to once the weights are loaded; None on a CPU, which shares it."""
+    """A line that says what a CUDA device's memory is used for, once the weights are loaded; None on a CPU."""
     if device.type != "cuda":
         return None
     free, total = torch.cuda.mem_get_info(device)
@@ -34,15 +34,15 @@ def device_split(device: torch.device, fraction: float | None) -> str | None:
 
 
 def available_host_bytes() -> int:
-    """Bytes of main memory that can be had without swapping, and without passing the limit of a container."""
+    """Bytes of main memory that are free without swapping and within the limit of a container."""
     available: int = psutil.virtual_memory().available
     return min([available, *cgroup_available()])
 
 
 def cgroup_available(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> Iterator[int]:
-    """Bytes that are left under each limit that this process's control groups (version 2) have.
+    """Bytes left under each limit of this process's control groups (version 2).
 
-    File pages that were not used for long count as free: they are dropped before anything else happens.
+    Inactive file pages count as free: the kernel drops them first.
     """
     try:
         lines = own.read_text().splitlines()
@@ -58,10 +58,7 @@ def cgroup_available(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/pro
 
 
 def cpus_near(device: torch.device) -> set[int] | None:
-    """The processors on whose memory node a CUDA device is, of those that this process may use.
-
-    None where that is no preference: on a CPU, or where the machine does not say.
-    """
+    """The processors near a CUDA device that this process may use. None on a CPU, or if the machine does not say."""
     if device.type != "cuda":
         return None
     gpu: Any = torch.cuda.get_device_properties(device)  # torch's own types lack its PCI address
@@ -74,7 +71,7 @@ def cpus_near(device: torch.device) -> set[int] | None:
 
 
 def parse_cpu_list(text: str) -> set[int]:
-    """The numbers in a list such as "0-3,8,10-11". Raises ValueError for anything else."""
+    """The processors in a list such as "0-3,8,10-11". Raises ValueError for anything else."""
     cpus: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
@@ -83,7 +80,7 @@ def parse_cpu_list(text: str) -> set[int]:
 
 
 def human(num_bytes: float) -> str:
-    """A number of bytes in the largest unit that it is at least one of."""
+    """A number of bytes as text, such as "1.50 GiB"."""
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if num_bytes >= size:
             return f"{num_bytes / size:.2f} {unit}"
@@ -91,7 +88,7 @@ def human(num_bytes: float) -> str:
 
 
 def _left(directory: Path) -> int | None:
-    """What is left under one group's limit; None if it has none."""
+    """Bytes left under one group's limit; None if it has none."""
     try:
         limit = (directory / "memory.max").read_text().strip()
         if limit == "max":

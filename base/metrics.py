@@ -1,4 +1,4 @@
-"""Every metric of every process, in one place. A process exports all of them; what it never sets stays 0."""
+"""Every metric of every process. A process exports all of them; those that it never sets stay 0."""
 
 from collections.abc import Mapping
 
@@ -17,8 +17,8 @@ _LATENCY = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 TRANSFER_FAILURES = ("prefill", "write", "timeout", "checksum", "verification")
-"""Why transfers fail: the prefill node failed or fell silent, a write failed, it took too long, what arrived is not
-what was sent, or it could not be verified."""
+"""Why transfers fail: the prefill node failed or is silent, a write failed, it took too long, what arrived is not what
+was sent, or it could not be verified."""
 
 
 class Metrics:
@@ -83,7 +83,7 @@ class Metrics:
             "control_refused", "Connections and messages refused on the control port since the start.", "reason"
         )
         self.nodes = gauge("nodes", "Registered nodes by role, as the gateway sees them.", "role")
-        # From 0: an increase from nothing at all to 1 is none to Prometheus, and one of these is worth an alert.
+        # From 0: Prometheus sees no increase from a missing series to 1, and one of these is worth an alert.
         for reason in TRANSFER_FAILURES:
             self.transfer_failures.labels(reason)
         for pool in ("device", "host"):
@@ -91,7 +91,7 @@ class Metrics:
         self.requests_finished.labels("queue_full")
 
     def note_control(self, malformed: int, dropped: int, refused: Mapping[str, int]) -> None:
-        """Set what the control plane counts itself, before a scrape."""
+        """Set what the control plane has counted, before a scrape."""
         self.control_malformed.set(malformed)
         self.control_dropped.set(dropped)
         for reason, number in refused.items():

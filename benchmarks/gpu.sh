@@ -3,7 +3,7 @@
 # Run in the repository's root: sh benchmarks/gpu.sh DIRECTORY [STEP...]; without steps, all of them. Logs, JSON and PNG go
 # to the directory; the tables and one line per step come last. Exit code 1 if a step failed.
 set -u
-OUT=${1:?usage: gpu.sh DIRECTORY [tests|sanitizer|swap-in|attention|decode-step...]}
+OUT=${1:?usage: gpu.sh DIRECTORY [tests|sanitizer|swap-in|attention|decode-step|overlap...]}
 shift
 PYTHON=${PYTHON:-python3}
 SUMMARY=$OUT/summary
@@ -42,10 +42,11 @@ for name in "${@:-all}"; do
         step decode-step $PYTHON -m benchmarks.decode_step \
             --json "$OUT/bench-decode-step.json" --png "$OUT/bench-decode-step.png" ;;
     esac
+    case $name in all | overlap) step overlap $PYTHON -m benchmarks.overlap --json "$OUT/bench-overlap.json" ;; esac
 done
 
 test -f "$OUT/tests.log" && grep -E '^(FAILED|ERROR) ' "$OUT/tests.log"
-for name in swap-in attention decode-step; do
+for name in swap-in attention decode-step overlap; do
     test -f "$OUT/$name.log" && tail -n 45 "$OUT/$name.log"
 done
 cat "$SUMMARY"

@@ -1,4 +1,4 @@
-"""`hisparse-pd bench`: measurements. Each command prints a table and writes JSON and a PNG."""
+"""`hisparse-pd bench`: benchmarks. Each command prints a table and writes JSON and a PNG."""
 
 import sys
 from collections.abc import Iterator
@@ -44,7 +44,7 @@ def serving(config: ServingBench) -> None:
     """Put load on a service: this one, started here, or any that speaks OpenAI's completions API."""
     from benchmarks.plotting import check_installed
 
-    # The same extra brings the HTTP client, which the next lines import.
+    # The next import needs the same optional packages.
     check_installed()
     from benchmarks.serving.command import NothingAnswered, run_serving_bench
 
@@ -54,7 +54,7 @@ def serving(config: ServingBench) -> None:
 
 @contextmanager
 def _ended_by(failure: type[Exception]) -> Iterator[None]:
-    """Such a failure is one line and exit code 1, Ctrl-C is exit code 130."""
+    """Exit with one line and code 1 on this failure, and with code 130 on Ctrl-C."""
     try:
         yield
     except failure as error:

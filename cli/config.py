@@ -1,4 +1,4 @@
-"""How `hisparse-pd serve` is configured."""
+"""Configuration of `hisparse-pd serve`."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -11,9 +11,9 @@ from prefill_node.config import PrefillConfig
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig(GatewayConfig, PrefillConfig, DecodeConfig):
-    """The flags of all three kinds of process, which go to each that takes them, and how many nodes there are to be.
+    """The flags of all three kinds of process, each passed to those that take it, and the numbers of nodes.
 
-    What is declared here again is no flag of `serve`: it chooses its processes' addresses.
+    Fields that are declared again, without a Flag, are not flags of `serve`: it chooses the addresses itself.
     """
 
     prefill_nodes: Annotated[int, Flag("Prefill processes.", min=0)] = 1

@@ -1,4 +1,4 @@
-"""`make demo`: a tiny checkpoint, three processes, one streamed completion, and what it cost.
+"""`make demo`: a tiny checkpoint, three processes, one streamed completion, and a summary of its cost.
 
 The prompt is several times longer than the hot buffer, so that decoding has to swap in from host memory.
 """
@@ -9,7 +9,6 @@ import random
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
@@ -29,26 +28,9 @@ MODEL = "tiny"
 _READY_S = 120.0
 
 
-@dataclass
-class Streamed:
-    """What a client saw of one completion."""
-
-    started: float
-    times: list[float] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-
-    @property
-    def ttft(self) -> float:
-        return self.times[0] - self.started
-
-    @property
-    def inter_token(self) -> float:
-        return (self.times[-1] - self.times[0]) / max(1, len(self.times) - 1)
-
-
 def main() -> int:
     console = Console()
-    # A tiny model on few cores: threads that wait for each other would only slow it down.
+    # More threads would slow down a tiny model.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory(prefix="hisparse-pd-demo-") as directory:
         try:
@@ -85,17 +67,20 @@ def run(console: Console, directory: Path) -> int:
         try:
             wait_ready(urls["gateway"], running, _READY_S)
             console.print(f"prompt of {PROMPT_TOKENS} tokens, hot buffer of {HOT_BUFFER}; {NEW_TOKENS} new tokens:")
-            streamed = stream_completion(console, urls["gateway"])
+            times = stream_completion(console, urls["gateway"])
             prefill, decode = read_metrics(urls["prefill-0"]), read_metrics(urls["decode-0"])
         except (StartupError, httpx.HTTPError):
             console.print(log_path.read_text()[-4000:], markup=False)
             raise
-    console.print(summary(streamed, prefill, decode))
+    console.print(summary(times, prefill, decode))
     return 0
 
 
-def stream_completion(console: Console, base_url: str) -> Streamed:
-    """Ask for a greedy completion of a random prompt and print its token ids as they arrive."""
+def stream_completion(console: Console, base_url: str) -> list[float]:
+    """Ask for a greedy completion of a random prompt and print its token ids as they arrive.
+
+    Returns when it was asked for and when each token arrived (time.monotonic).
+    """
     rng = random.Random(0)
     body = {
         "model": MODEL,
@@ -106,7 +91,7 @@ def stream_completion(console: Console, base_url: str) -> Streamed:
         "return_token_ids": True,
         "stream": True,
     }
-    streamed = Streamed(time.monotonic())
+    times = [time.monotonic()]
     with httpx.stream("POST", f"{base_url}/v1/completions", json=body, timeout=60) as response:
         response.raise_for_status()
         for line in response.iter_lines():
@@ -114,28 +99,28 @@ def stream_completion(console: Console, base_url: str) -> Streamed:
                 continue
             for choice in json.loads(line.removeprefix("data: "))["choices"]:
                 for token_id in choice.get("token_ids") or ():
-                    streamed.times.append(time.monotonic())
-                    streamed.token_ids.append(token_id)
+                    times.append(time.monotonic())
                     console.print(token_id, end=" ", highlight=False)
     console.print()
-    return streamed
+    return times
 
 
 def read_metrics(base_url: str) -> dict[str, float]:
-    """A process's metrics by sample name, without prefix; samples with labels are left out."""
+    """A process's metrics without labels, by name without prefix."""
     text = httpx.get(f"{base_url}/metrics", timeout=10).text
     samples = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
     return {s.name.removeprefix("hisparse_pd_"): s.value for s in samples if not s.labels}
 
 
-def summary(streamed: Streamed, prefill: dict[str, float], decode: dict[str, float]) -> Table:
-    """What happened, from the client's clock and the processes' metrics."""
+def summary(times: list[float], prefill: dict[str, float], decode: dict[str, float]) -> Table:
+    """The cost of the completion, from the client's clock and the processes' metrics."""
+    asked, first, last = times[0], times[1], times[-1]
     hits, misses = decode["swap_in_hits_total"], decode["swap_in_misses_total"]
     transferred, seconds = prefill["transfer_bytes_total"], prefill["transfer_seconds_sum"]
     table = Table(title="summary", show_header=False)
-    table.add_row("tokens", f"{PROMPT_TOKENS} prompt, {len(streamed.token_ids)} generated")
-    table.add_row("time to first token", f"{streamed.ttft * 1e3:.0f} ms")
-    table.add_row("time between tokens", f"{streamed.inter_token * 1e3:.1f} ms")
+    table.add_row("tokens", f"{PROMPT_TOKENS} prompt, {len(times) - 1} generated")
+    table.add_row("time to first token", f"{(first - asked) * 1e3:.0f} ms")
+    table.add_row("time between tokens", f"{(last - first) / max(1, len(times) - 2) * 1e3:.1f} ms")
     table.add_row(
         "KV transferred",
         f"{transferred / 1e6:.2f} MB in {prefill['transfer_descriptors_total']:.0f} writes, "

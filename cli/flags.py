@@ -1,4 +1,4 @@
-"""Commands made of configurations: the fields of a dataclass are the flags of its command."""
+"""Makes commands of configurations: each annotated field of a dataclass is a flag."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields
@@ -11,34 +11,31 @@ from base.flags import Flag
 
 Config = TypeVar("Config")
 Flags = Mapping[str, object]
-"""A flag's name with its value; None and False leave the flag out, True stands for itself."""
+"""Values by flag. True gives the flag without a value; None and False leave it out."""
 
 
 def takes_flags(run: Callable[[Config], None]) -> Callable[..., None]:
-    """Makes a command for typer of a function with one parameter, `config`: the flags of that configuration."""
+    """A typer command that makes the configuration from its flags and passes it to `run` as `config`."""
     kind: type[Config] = get_type_hints(run)["config"]
 
     def command(**values: Any) -> None:
         run(configured(kind, values))
 
     command.__name__, command.__doc__ = run.__name__, run.__doc__
-    command.__signature__ = Signature([flag.parameter for flag in declared(kind)])  # type: ignore[attr-defined]
+    command.__signature__ = Signature([flag.parameter for flag in declared_flags(kind)])  # type: ignore[attr-defined]
     return command
 
 
 def configured(kind: type[Config], values: Mapping[str, Any]) -> Config:
-    """The configuration with the values that typer read, by the names of fields. Raises StartupError for bad words."""
-    flags = {flag.field.name: flag for flag in declared(kind)}
+    """The configuration with the values that typer read, by field. Raises StartupError for an invalid value."""
+    flags = {flag.field.name: flag for flag in declared_flags(kind)}
     return kind(**{name: flags[name].value(value) for name, value in values.items()})
 
 
 def changed_flags(kind: type, config: object, without: Collection[str] = ()) -> Flags:
-    """The flags that give a process of that kind what `config` has, where that is not the default anyway.
-
-    without: fields that are not given.
-    """
+    """The flags of `kind` with the values of `config` that are not the default. without: fields that are left out."""
     flags: dict[str, object] = {}
-    for flag in declared(kind):
+    for flag in declared_flags(kind):
         value = getattr(config, flag.field.name)
         if flag.field.name not in without and value != flag.field.default:
             flags |= {f"--no-{flag.name[2:]}": True} if value is False else {flag.name: value}
@@ -46,8 +43,8 @@ def changed_flags(kind: type, config: object, without: Collection[str] = ()) -> 
 
 
 @dataclass(frozen=True)
-class Declared:
-    """A field of a configuration, with the flag that sets it."""
+class DeclaredFlag:
+    """A field of a configuration and the flag that sets it."""
 
     field: Field[Any]
     type: Any
@@ -55,19 +52,19 @@ class Declared:
 
     @property
     def name(self) -> str:
-        """The flag as it is written."""
+        """The flag on the command line."""
         return self.flag.name or f"--{self.field.name.replace('_', '-')}"
 
     @property
     def parameter(self) -> Parameter:
-        """A parameter that typer makes the flag of."""
+        """The parameter that typer makes the flag from."""
         default = {MISSING: Parameter.empty, (): None}.get(self.field.default, self.field.default)
         read_as: Any = list[str] if self._repeated else self.type
         annotation = Annotated[read_as, self._option]
         return Parameter(self.field.name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
     def value(self, given: Any) -> Any:
-        """The field's value for what typer read."""
+        """The field's value, from what typer read."""
         if self.flag.read:
             return self.flag.read(self.name, given)
         return tuple(given or ()) if self._repeated else given
@@ -91,9 +88,9 @@ class Declared:
         )
 
 
-def declared(kind: type) -> Iterator[Declared]:
-    """The fields of a configuration that are flags, in their order."""
+def declared_flags(kind: type) -> Iterator[DeclaredFlag]:
+    """The fields of a configuration that are flags, in order."""
     hints = get_type_hints(kind, include_extras=True)
     for field in fields(kind):
         for flag in getattr(hints[field.name], "__metadata__", ()):
-            yield Declared(field, hints[field.name].__origin__, flag)
+            yield DeclaredFlag(field, hints[field.name].__origin__, flag)

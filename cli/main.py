@@ -1,6 +1,6 @@
-"""`hisparse-pd`: reads flags once into a typed configuration and starts a process.
+"""The command `hisparse-pd`: reads flags into a typed configuration and starts a process.
 
-Commands import what they run only when they run it, so that --help is quick and each process loads what it needs.
+Commands import what they need when they run, so that --help is fast.
 """
 
 import sys
@@ -29,10 +29,10 @@ _SECRET_FLAGS = ("--api-key",)
 
 
 class Commands(TyperGroup):
-    """The group of all commands. A value that a flag does not take stops the start in one line."""
+    """The group of all commands. An invalid flag is an error of one line."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command that the words name. Raises StartupError if a value is refused, or a flag is missing."""
+        """Run a command. Raises StartupError if a value is invalid or a flag is missing."""
         try:
             return super().invoke(ctx)
         except typer.BadParameter as error:
@@ -52,7 +52,7 @@ app.add_typer(bench.app, name="bench")
 
 
 def show_version(wanted: bool) -> None:
-    """Print the version, with that of the protocol between processes, and end."""
+    """Print the versions of the program and of the wire protocol, and exit."""
     if wanted:
         from control.codec import PROTOCOL_VERSION
 
@@ -154,7 +154,7 @@ def tiny_model(
 
 
 def title(words: Sequence[str]) -> str:
-    """The command line without its secrets, for those who list processes."""
+    """The command line without its secrets, as the process's title."""
     shown = ["hisparse-pd"]
     for before, word in pairwise(["", *words]):
         flag, equals, _ = word.partition("=")
@@ -164,22 +164,19 @@ def title(words: Sequence[str]) -> str:
 
 
 def main(args: list[str] | None = None) -> None:
-    """Run a command. An error that stops start-up is one line on standard error and exit code 2, a later one 1."""
+    """Run a command. An error is one line on standard error; the exit code is 2 at start-up and 1 later."""
     setproctitle(title(sys.argv[1:] if args is None else args))
     end_on_sigterm_until_served()
     raise_file_limit()
     try:
         app(args=args)
-    except StartupError as error:
+    except (StartupError, ProcessFailed) as error:
         typer.echo(f"error: {error}", err=True)
-        sys.exit(2)
-    except ProcessFailed as error:
-        typer.echo(f"error: {error}", err=True)
-        sys.exit(1)
+        sys.exit(2 if isinstance(error, StartupError) else 1)
 
 
 def _refusal(error: typer.BadParameter) -> str:
-    """Flag, value, and why it is refused."""
+    """The flag, its value, and why that is invalid."""
     from pydantic import ValidationError
 
     reason = error.__cause__

@@ -1,4 +1,4 @@
-"""`hisparse-pd quarantine`: what a decode node keeps from prefill nodes that do not answer, and how to free it."""
+"""`hisparse-pd quarantine`: lists and frees slots of a decode node that a lost prefill node may still write to."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 Answer = TypeVar("Answer", bound="BaseModel")
 
 _TIMEOUT_S = 15.0
-"""More than a node's loop has, so that it is the node who says that it is too busy."""
+"""Longer than the node waits for its own loop, so that the node reports that it is too busy."""
 
-_UNBOUNDED = 10_000
+_NO_WRAP = 10_000
 _RESERVATION: "Columns" = {
     "request": lambda r: r.request_id,
     "epoch": lambda r: str(r.epoch),
@@ -36,7 +36,7 @@ _WRITER: "Columns" = {
     "boot id": lambda r: r.boot_id,
     "last heard": lambda r: "unknown" if r.last_heard_s is None else f"{r.last_heard_s:.1f} s ago",
 }
-"""Of the process that may still be writing."""
+"""Columns about the process that may still be writing."""
 
 app = typer.Typer(name="quarantine", no_args_is_help=True)
 
@@ -85,7 +85,7 @@ def evict(
 def _ask(
     answer: type[Answer], method: str, url: str, path: str, key_dir: Path | None, params: dict[str, str] | None = None
 ) -> Answer:
-    """A decode node's answer. Raises StartupError with its words if it refuses, or if there is no such node."""
+    """A decode node's answer. Raises StartupError with the node's reason if it refuses, or if there is none."""
     import httpx
     from pydantic import ValidationError
 
@@ -106,7 +106,7 @@ def _ask(
 
 
 def _refusal(response: "httpx.Response") -> str | None:
-    """Why a decode node refuses, in its own words, or None if this is not a decode node's answer."""
+    """The decode node's reason for refusing, or None if this is not a decode node's answer."""
     try:
         detail = response.json()["detail"]
     except (ValueError, KeyError, TypeError):
@@ -115,11 +115,11 @@ def _refusal(response: "httpx.Response") -> str | None:
 
 
 def _print(reservations: "Sequence[QuarantinedReservation]") -> None:
-    """On a terminal a table for each prefill process, elsewhere a line for each reservation, as wide as it is."""
+    """On a terminal a table for each prefill process, otherwise an unwrapped line for each reservation."""
     from rich.console import Console
 
     terminal = sys.stdout.isatty()
-    console = Console(width=None if terminal else _UNBOUNDED, highlight=False)
+    console = Console(width=None if terminal else _NO_WRAP, highlight=False)
     console.print(f"{sum(r.slots for r in reservations)} slots in quarantine")
     if not terminal:
         console.print(_table(reservations, {**_RESERVATION, **_WRITER}))

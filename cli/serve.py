@@ -1,4 +1,4 @@
-"""`hisparse-pd serve`: a gateway, prefill and decode processes on one machine, started and stopped together."""
+"""`hisparse-pd serve`: starts and stops a gateway, prefill and decode processes on this machine."""
 
 import contextlib
 import ctypes
@@ -27,7 +27,7 @@ from cli.flags import Flags, changed_flags
 from decode_node.config import DecodeConfig
 from gateway.config import API_KEYS_VARIABLE, GatewayConfig
 from prefill_node.config import PrefillConfig
-from service.lifecycle import DRAIN_TIMEOUT_S, STOP_SIGNALS, Lifecycle, Phase
+from service.lifecycle import STOP_SIGNALS, Lifecycle, Phase
 
 _PR_SET_PDEATHSIG = 1
 _TERMINATE_S = 15.0
@@ -35,93 +35,70 @@ _POLL_S = 0.1
 _LOOPBACK = "127.0.0.1"
 _PORTS = range(20000, 32000)
 _NOT_OF_NODES = frozenset({"host", "insecure"})
-"""Nodes stay on the loopback interface."""
+"""Flags that nodes do not get: they stay on the loopback interface."""
 _claims: deque[socket.socket] = deque(maxlen=64)
-"""Names of the ports that this process chose last, held until whoever is to listen there has had time to."""
-
-
-@dataclass(frozen=True)
-class ServePlan:
-    """What to start, with which flags."""
-
-    host: str
-    port: int
-    num_prefill: int
-    num_decode: int
-    gateway_flags: Flags
-    prefill_flags: Flags
-    decode_flags: Flags
-    devices: tuple[str, ...] = ("cpu",)
-    """What nodes run on, taken in turn."""
-    drain_timeout: float = DRAIN_TIMEOUT_S
-    api_keys: tuple[str, ...] = field(default=(), repr=False)
-    ssl_certfile: Path | None = None
-    """The certificate that the gateway serves HTTPS with, if it does."""
-
-    @property
-    def url(self) -> str:
-        """Where the gateway answers, seen from this machine."""
-        return f"{'https' if self.ssl_certfile else 'http'}://{reachable(self.host)}:{self.port}"
-
-    def children(self) -> list["Child"]:
-        """Every process, the gateway first, on ports that are free now."""
-        control_port = free_port()
-        gateway = {**self.gateway_flags, "--host": self.host, "--port": self.port}
-        # Only clients may come from elsewhere.
-        gateway |= {"--control-host": _LOOPBACK, "--control-port": control_port}
-        # Not on its command line, which anyone can see, and for no other process.
-        keys = {API_KEYS_VARIABLE: " ".join(self.api_keys)} if self.api_keys else {}
-        children = [Child("gateway", ["gateway", *arguments(gateway)], self.port, keys)]
-        devices = itertools.cycle(self.devices)
-        for role, count, flags in (
-            ("prefill", self.num_prefill, self.prefill_flags),
-            ("decode", self.num_decode, self.decode_flags),
-        ):
-            for number in range(count):
-                port = free_port()
-                own = {"--gateway": f"{_LOOPBACK}:{control_port}", "--port": port, "--control-port": 0}
-                own["--device"] = next(devices)
-                children.append(Child(f"{role}-{number}", [role, *arguments({**flags, **own})], port))
-        return children
+"""Claims on the last ports that `free_port` returned, held until a process has had time to listen there."""
 
 
 @dataclass(frozen=True)
 class Child:
-    """A process to start: its name, its command line after `hisparse-pd`, its HTTP port, and its secrets."""
+    """A process to start. words: its command line after `hisparse-pd`."""
 
     name: str
     words: list[str]
     http_port: int
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Environment variables for this process alone."""
+    """Environment variables that no other process gets."""
+
+
+@dataclass(frozen=True)
+class ServePlan:
+    """What `serve` starts. port: the gateway's HTTP port. devices: the nodes' devices, taken in turn."""
+
+    config: ServeConfig
+    port: int
+    devices: tuple[str, ...]
+
+    @property
+    def url(self) -> str:
+        """The gateway's address on this machine."""
+        host = _LOOPBACK if self.config.host in ("0.0.0.0", "::") else self.config.host
+        return f"{'https' if self.config.ssl_certfile else 'http'}://{host}:{self.port}"
+
+    def children(self) -> list[Child]:
+        """The processes, the gateway first, on ports that are free now."""
+        config, control_port = self.config, free_port()
+        gateway = {**changed_flags(GatewayConfig, config, without={"api_keys"}), "--port": self.port}
+        # Other machines reach the gateway's HTTP port only.
+        gateway |= {"--host": config.host, "--control-host": _LOOPBACK, "--control-port": control_port}
+        # In the environment of this process alone: anyone can see a command line.
+        keys = {API_KEYS_VARIABLE: " ".join(config.api_keys)} if config.api_keys else {}
+        children = [Child("gateway", ["gateway", *arguments(gateway)], self.port, keys)]
+        prefill = changed_flags(PrefillConfig, config, without=_NOT_OF_NODES)
+        decode = changed_flags(DecodeConfig, config, without=_NOT_OF_NODES)
+        nodes = [("prefill", number, prefill) for number in range(config.prefill_nodes)]
+        nodes += [("decode", number, decode) for number in range(config.decode_nodes)]
+        for (role, number, flags), device in zip(nodes, itertools.cycle(self.devices), strict=False):
+            port = free_port()
+            own = {"--gateway": f"{_LOOPBACK}:{control_port}", "--port": port, "--control-port": 0, "--device": device}
+            children.append(Child(f"{role}-{number}", [role, *arguments({**flags, **own})], port))
+        return children
 
 
 def plan(config: ServeConfig) -> ServePlan:
-    """What to start for these flags. Raises StartupError where nothing would compute prompts, or GPUs are too few."""
+    """What to start for these flags. Raises StartupError if nothing would compute prompts, or if GPUs are too few."""
     if config.prefill_nodes == 0 and not config.allow_local_prefill:
         raise StartupError(
             "--prefill-nodes 0: nothing would compute prompts; give --allow-local-prefill to let decode nodes do it"
         )
-    return ServePlan(
-        host=config.host,
-        port=config.port or free_port(),
-        num_prefill=config.prefill_nodes,
-        num_decode=config.decode_nodes,
-        # Keys travel in the environment.
-        gateway_flags=changed_flags(GatewayConfig, config, without={"api_keys"}),
-        prefill_flags=changed_flags(PrefillConfig, config, without=_NOT_OF_NODES),
-        decode_flags=changed_flags(DecodeConfig, config, without=_NOT_OF_NODES),
-        devices=devices_for(config.device, config.prefill_nodes + config.decode_nodes, config.mem_fraction_static),
-        drain_timeout=config.drain_timeout,
-        api_keys=config.api_keys,
-        ssl_certfile=config.ssl_certfile,
-    )
+    devices = devices_for(config.device, config.prefill_nodes + config.decode_nodes, config.mem_fraction_static)
+    return ServePlan(config, config.port or free_port(), devices)
 
 
 def devices_for(device: str, num_nodes: int, mem_fraction: float | None) -> tuple[str, ...]:
-    """The devices that `serve --device` means: with `cuda` every GPU, one node each; with any other value that one.
+    """The devices that `serve --device` means: all GPUs for `cuda`, one node each, otherwise the device itself.
 
-    Nodes share GPUs only if someone said how much each takes. Raises StartupError if there are too few.
+    Raises StartupError if there are fewer GPUs than nodes and --mem-fraction-static does not say how they share them.
     """
     if device != "cuda":
         return (device,)
@@ -138,13 +115,13 @@ def devices_for(device: str, num_nodes: int, mem_fraction: float | None) -> tupl
 
 def count_gpus() -> int:
     """GPUs that this process sees."""
-    import torch  # which takes seconds, and no other device needs it here
+    import torch  # takes seconds, and only `cuda` needs it
 
     return torch.cuda.device_count()
 
 
 def arguments(flags: Flags) -> list[str]:
-    """Command-line arguments that say the same as the flags."""
+    """The flags as words of a command line."""
     words = []
     for name, value in flags.items():
         if value is True:
@@ -155,13 +132,12 @@ def arguments(flags: Flags) -> list[str]:
 
 
 def serve_until_stopped(plan: ServePlan) -> int:
-    """Run the plan until SIGTERM or SIGINT (0) or until a process ends by itself (its exit code, at least 1).
+    """Run the plan until SIGTERM or SIGINT (returns 0), or until a process ends (returns its exit code, at least 1).
 
-    Which one that was is the last thing said, behind what the others say while they are stopped.
-    On SIGTERM the gateway finishes what its clients wait for, while the nodes serve on; these have nothing left then.
-    On SIGINT everything ends at once.
+    On SIGTERM the gateway drains while the nodes serve on. On SIGINT everything ends at once. The process that ended is
+    named last, after the output of the others.
     """
-    lifecycle = Lifecycle(plan.drain_timeout)
+    lifecycle = Lifecycle(plan.config.drain_timeout)
     woken = threading.Event()
 
     def on_signal(number: int, frame: FrameType | None) -> None:
@@ -176,7 +152,7 @@ def serve_until_stopped(plan: ServePlan) -> int:
         while not ended and not woken.wait(_POLL_S):
             polled = ((name, child.poll()) for name, child in children.items())
             ended = next(((name, code) for name, code in polled if code is not None), None)
-            if not ended and not announced and is_ready(plan.url, plan.ssl_certfile):
+            if not ended and not announced and is_ready(plan.url, plan.config.ssl_certfile):
                 announced = True
                 print(f"ready: OpenAI API at {plan.url}/v1", flush=True)
         gateway = children["gateway"]
@@ -193,10 +169,7 @@ def serve_until_stopped(plan: ServePlan) -> int:
 
 @contextlib.contextmanager
 def processes(plan: list[Child], log: IO[bytes] | None = None) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
-    """Start the processes, and end all of them on the way out, also if this process is killed.
-
-    `log` takes their output; by default it goes where this process's goes.
-    """
+    """Start the processes, and end them at the end, also if this process is killed. log: the file for their output."""
     public = {name: value for name, value in os.environ.items() if name != API_KEYS_VARIABLE}
     children: dict[str, subprocess.Popen[bytes]] = {}
     try:
@@ -215,9 +188,9 @@ def processes(plan: list[Child], log: IO[bytes] | None = None) -> Iterator[dict[
 
 
 def terminate(children: list["subprocess.Popen[bytes]"]) -> None:
-    """End these at once, without draining; SIGKILL for what is left after a while.
+    """End the processes without draining, with SIGKILL after a while.
 
-    SIGTERM ends a process that does not handle signals yet, and SIGINT one that does and would drain.
+    SIGTERM ends a process that does not handle signals yet; SIGINT ends one that does and would drain.
     """
     for child in children:
         for number in STOP_SIGNALS:
@@ -233,14 +206,14 @@ def terminate(children: list["subprocess.Popen[bytes]"]) -> None:
 
 
 def free_port() -> int:
-    """A TCP port that is free on the loopback interface now, and that nobody else who asks here gets soon.
+    """A TCP port that is free on the loopback interface, and that this function returns to no other process soon.
 
-    From below the range that systems hand out for outgoing connections, one of which could take it before its use.
+    It is below the range for outgoing connections, one of which could take it before its use.
     """
     for port in random.sample(_PORTS, len(_PORTS)):
         claim = socket.socket(socket.AF_UNIX)
         with socket.socket() as probe, contextlib.suppress(OSError):
-            claim.bind(f"\0hisparse-pd/port/{port}")  # a name that only one process can have
+            claim.bind(f"\0hisparse-pd/port/{port}")  # only one process can have a name
             probe.bind((_LOOPBACK, port))
             _claims.append(claim)
             return port
@@ -249,7 +222,7 @@ def free_port() -> int:
 
 
 def is_ready(base_url: str, certfile: Path | None = None) -> bool:
-    """Whether the process at that address says that it can serve. Over HTTPS it must have this very certificate."""
+    """Whether the process at that address can serve. certfile: the certificate that it must have, over HTTPS."""
     try:
         trust = True if certfile is None else _only(certfile)
         return httpx.get(f"{base_url}/ready", timeout=2.0, verify=trust).status_code == 200
@@ -258,7 +231,7 @@ def is_ready(base_url: str, certfile: Path | None = None) -> bool:
 
 
 def wait_ready(base_url: str, children: Mapping[str, "subprocess.Popen[bytes]"], timeout: float) -> None:
-    """Wait until the gateway can serve. Raises StartupError if a process ends first or the time is over."""
+    """Wait until the gateway can serve. Raises StartupError if a process ends first, or on timeout."""
     deadline = time.monotonic() + timeout
     while not is_ready(base_url):
         for name, child in children.items():
@@ -269,13 +242,8 @@ def wait_ready(base_url: str, children: Mapping[str, "subprocess.Popen[bytes]"],
         time.sleep(_POLL_S)
 
 
-def reachable(host: str) -> str:
-    """An address at which a process bound to `host` can be reached from this machine."""
-    return "127.0.0.1" if host in ("0.0.0.0", "::") else host
-
-
 def _only(certfile: Path) -> ssl.SSLContext:
-    """Trusts this certificate, whoever signed it, for whatever name: the process is asked by its address."""
+    """Trusts this certificate alone, whoever signed it and whatever its name: the process is asked by its address."""
     trust = ssl.create_default_context(cafile=str(certfile))
     trust.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     trust.check_hostname = False
@@ -283,5 +251,5 @@ def _only(certfile: Path) -> ssl.SSLContext:
 
 
 def die_with_parent() -> None:
-    """This process is killed when the thread ends that started it."""
+    """In a new process: have it killed when the thread that started it ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,18 +1,8 @@
-"""Control messages on the wire.
+"""Control messages on the wire: one msgpack map per frame, with wire version, kind, sender, addressee and body.
 
-A frame is one msgpack map: wire version, kind, sender, addressee and body. Whatever is not such a frame raises
-`MalformedMessage`, which the control plane counts and drops.
-
-Processes of two wire versions do not work together, but each must be able to tell the other so. Therefore some of a
-frame is **stable**: it is the same in every version, and a later one must neither change it nor leave it out. Fields
-may be added to it, which older versions ignore.
-
-- The envelope: the keys `v` (the wire version, an integer), `kind`, `sender` (`role`, `address`, `boot_id`; the roles
-  that there are), `to` and `body`, as `Frame` has them.
-- Of these kinds, these fields of the body: `Register` and `Heartbeat` (`via`), `Registered` (`via`), `Refused` (`via`,
-  `reason`), `Ping` and `Pong` (`nonce`). Who may send them, too.
-- An answer to a stable message of another version is sent in that version, so that also a process understands it that
-  reads no version but its own.
+Whatever is not such a frame raises `MalformedMessage`, which the control plane counts and drops. Processes of two wire
+versions do not work together, but each can tell the other so: docs/protocol.md, "Stable parts", says what of a frame is
+the same in every version. A stable part must not change.
 """
 
 from collections.abc import Mapping
@@ -31,7 +21,7 @@ class MalformedMessage(ValueError):
 
 
 class Frame(WireModel):
-    """A message with its sender and the boot it is meant for; an empty `to` means whoever has the address. Stable."""
+    """A message, its sender and the boot that it is meant for. An empty `to`: whoever has the address. Stable."""
 
     v: UInt
     kind: str
@@ -41,7 +31,7 @@ class Frame(WireModel):
 
 
 class Greeting(WireModel):
-    """The stable part of Register and of Heartbeat: a node speaks to a gateway, which it was told to reach at `via`."""
+    """The stable part of Register and of Heartbeat."""
 
     via: Address
 
@@ -58,7 +48,7 @@ _STABLE: Mapping[str, type[Stable]] = {
 
 
 class OtherVersion(MalformedMessage):
-    """A frame of another wire version. `stable`: what can be understood of it, or None."""
+    """A frame of another wire version. stable: its stable part, or None if its kind has none."""
 
     def __init__(self, frame: Frame, stable: Stable | None) -> None:
         super().__init__(f"wire version {frame.v} != {PROTOCOL_VERSION}")
@@ -67,7 +57,7 @@ class OtherVersion(MalformedMessage):
 
 
 def encode(message: Message, sender: Peer, to: str = "", version: int = PROTOCOL_VERSION) -> bytes:
-    """One frame. `to` is the boot id that may act on it. Another `version` is for messages that are stable."""
+    """One frame. to: the boot id that may act on it. version: another than this one is for stable kinds only."""
     kind = type(message).__name__
     if version != PROTOCOL_VERSION and kind not in _STABLE:
         raise ValueError(f"{kind} is not the same in wire version {version}")
@@ -107,7 +97,6 @@ def decode(data: bytes) -> tuple[Peer, str, Message]:
 
 
 def _stable_part(frame: Frame) -> Stable | None:
-    """What a message of another version says in every version, or None if its kind is not stable."""
     part = _STABLE.get(frame.kind)
     if part is None:
         return None

@@ -1,4 +1,4 @@
-"""The connections to other processes' mailboxes: one for each address, made when it is first written to."""
+"""The connections to other processes' mailboxes: one per address, made when it is first written to."""
 
 import time
 from dataclasses import dataclass
@@ -8,14 +8,14 @@ import zmq
 from control.access import Access
 
 MAX_QUEUED = 1000
-"""Frames that wait for one peer; those beyond are dropped and counted. What must arrive is repeated anyway."""
+"""Frames that wait for one peer. Those beyond are dropped and counted: what must arrive is repeated."""
 IDLE_CLOSE_S = 60.0
 STUCK_S = 2.0
-"""A connection that took nothing for so long is made anew with the next frame: ZeroMQ gives one up for good when the
-other side breaks its protocol, as a process does that expects keys and is shown none."""
+"""A connection that took nothing for so long is made anew with the next frame. ZeroMQ gives a connection up for good if
+the other side breaks its protocol, for example by expecting keys where none are shown."""
 _UNACKNOWLEDGED_MS = 3000
-"""A connection on which nothing arrives for so long is made anew: TCP waits longer before each further attempt, and
-after a partition it would take up to as long again as that has lasted."""
+"""A connection without acknowledgements for so long is made anew. TCP doubles its pauses: after a partition it would
+take as long again as the partition lasted."""
 _CONNECT_MS = 2000
 
 
@@ -27,16 +27,12 @@ class _Connection:
 
 
 class Connections:
-    """By address. The control thread owns them."""
+    """One connection per address. The control thread owns them."""
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", access: Access) -> None:
         self._context = context
         self._access = access
         self._by_address: dict[str, _Connection] = {}
-
-    @property
-    def addresses(self) -> list[str]:
-        return list(self._by_address)
 
     def post(self, address: str, frame: bytes) -> None:
         """Queue a frame. Raises zmq.ZMQError if the queue is full or nothing can be connected to the address."""
@@ -54,8 +50,8 @@ class Connections:
             raise
 
     def close(self) -> None:
-        """Close all; what is queued is sent if that takes but a moment."""
-        for address in self.addresses:
+        """Close all. What is queued is sent if that takes at most 200 ms."""
+        for address in list(self._by_address):
             self._close(address)
 
     def _connect(self, address: str) -> "zmq.Socket[bytes]":

@@ -1,7 +1,7 @@
-"""Which gateways there are: every address that the names which a node was given stand for, now.
+"""Finds the gateways: every address that the names in `--gateway` have now.
 
-A name may have several addresses (a headless Service in Kubernetes has one for each replica), and they change while
-the node runs. Looking a name up may take seconds, so that it has a thread of its own: others only read the last answer.
+A name may have several addresses (a headless Service in Kubernetes has one per replica), which change while the node
+runs. A lookup may take seconds, so a thread of its own does it, and others read the last answer.
 """
 
 import ipaddress
@@ -14,62 +14,53 @@ import structlog
 log = structlog.get_logger(__name__)
 
 LOOK_UP_S = 5.0
-"""How often names are looked up again."""
-
 Resolver = Callable[[str], Iterable[str]]
-"""The IPv4 addresses of a host name. Raises OSError if there are none or nobody can say."""
+"""The IPv4 addresses of a host name. Raises OSError if there are none or the lookup fails."""
 
 
 def resolve(host: str) -> list[str]:
-    """Ask the system: /etc/hosts, DNS, whatever it is set up for. Blocks. Raises OSError, as a Resolver does."""
+    """The system's Resolver: /etc/hosts, DNS, whatever it is set up for. Blocks."""
     try:
         found = socket.getaddrinfo(host, None, family=socket.AF_INET, type=socket.SOCK_STREAM)
     except UnicodeError as error:
-        # Python refuses what cannot be a host name (`a..b`, a label of more than 63 characters) before it asks anyone.
+        # What cannot be a host name (`a..b`, a label of more than 63 characters).
         raise OSError(f"{host!r} is no host name: {error}") from error
     return [str(address[0]) for _, _, _, _, address in found]
 
 
 class GatewayAddresses:
-    """The addresses of all gateways, kept up to date by a thread from `start` to `stop`.
+    """The addresses of all gateways, which a thread keeps up to date from `start` to `stop`.
 
-    Where a lookup fails the last answer stands: that the name service is away says nothing about gateways.
+    If a lookup fails the last answer stands: a name service that is away says nothing about gateways.
     """
 
     def __init__(self, names: Sequence[str], resolver: Resolver = resolve, every: float = LOOK_UP_S) -> None:
         """names: HOST:PORT each. every: seconds between lookups."""
         self._resolver = resolver
         self._every = every
-        self._answers = {name: frozenset([name]) if _is_address(name) else frozenset() for name in names}
-        self._current: frozenset[str] = frozenset().union(*self._answers.values())
+        self._numeric = frozenset(filter(_is_address, names))
+        self._answers: dict[str, frozenset[str]] = {name: frozenset() for name in names if name not in self._numeric}
         self._failing: set[str] = set()
+        self.expected = bool(names)
+        """Whether the node was told of any gateway."""
+        self.current = self._numeric
+        """HOST:PORT of every gateway with a numeric host; empty until a name has been looked up."""
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="discovery", daemon=True)
 
-    @property
-    def expected(self) -> bool:
-        """Whether the node was told of any gateway."""
-        return bool(self._answers)
-
-    @property
-    def current(self) -> frozenset[str]:
-        """HOST:PORT of every gateway with a numeric host; empty until a name has been looked up."""
-        return self._current
-
     def start(self) -> None:
-        if any(not _is_address(name) for name in self._answers):
+        if self._answers:
             self._thread.start()
 
     def stop(self) -> None:
-        """Look nothing up any more. Does not wait for a lookup that is under way. Idempotent."""
+        """End the thread. Does not wait for a lookup that is under way. Idempotent."""
         self._stopping.set()
 
     def look_up(self) -> None:
         """Look all names up once."""
         for name in self._answers:
-            if not _is_address(name):
-                self._look_up(name)
-        self._current = frozenset().union(*self._answers.values())
+            self._look_up(name)
+        self.current = self._numeric.union(*self._answers.values())
 
     def _run(self) -> None:
         while True:
@@ -93,7 +84,7 @@ class GatewayAddresses:
 
 
 def _is_address(name: str) -> bool:
-    """Whether the host of HOST:PORT is a number, which needs no lookup."""
+    """Whether the host of HOST:PORT is numeric, and needs no lookup."""
     try:
         ipaddress.ip_address(name.rpartition(":")[0])
     except ValueError:

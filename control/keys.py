@@ -1,12 +1,12 @@
 """The keys of a cluster: what a key directory holds, how it is made and how a process reads it.
 
-    cluster.key_secret    the cluster's pair: what a mailbox shows to prove that it is one of the cluster's
+    cluster.key_secret    the cluster's key pair, by which a mailbox proves that it is one of the cluster's
     cluster.key           its public half, which no process needs
-    ROLE.key_secret       the pair of the process: what it shows to the mailboxes that it writes to
-    allowed/NAME.key      the public keys that may connect, each with the role that it stands for
-    operator.token        what an operator shows to a decode node's /quarantine
+    ROLE.key_secret       a process's key pair, which it shows to the mailboxes that it writes to
+    allowed/NAME.key      the public keys that may connect, each with its role
+    operator.token        the token that an operator shows to a decode node's /quarantine
 
-The files have the format of pyzmq's zmq.auth. No error quotes what they hold.
+The files have the format of pyzmq's zmq.auth. Errors do not quote their contents.
 """
 
 import os
@@ -42,7 +42,7 @@ class KeyPair:
 
 @dataclass(frozen=True)
 class Keys:
-    """What one process needs to speak to others and to be spoken to."""
+    """The keys that one process uses."""
 
     cluster: KeyPair
     own: KeyPair
@@ -50,7 +50,7 @@ class Keys:
 
 
 class AllowList:
-    """The public keys that may connect, as the files of a directory say at the moment."""
+    """The public keys that may connect, as the files of a directory have them."""
 
     def __init__(self, directory: Path) -> None:
         """Raises StartupError if the directory cannot be read."""
@@ -64,15 +64,15 @@ class AllowList:
             raise StartupError(f"cannot read the allowed keys in {directory}: {error.strerror}") from error
 
     def role_of(self, public: str) -> Role | None:
-        """The role that a key stands for, or None if it is not allowed."""
+        """The role of a key, or None if it is not allowed."""
         return self._roles.get(public)
 
     def file_of(self, public: str) -> str | None:
-        """The name of the file that allows a key, or allowed it while this process ran; None if there was none."""
+        """The file that allows a key, or has allowed it while this process ran; None if there was none."""
         return self._files.get(public)
 
     def refresh(self) -> None:
-        """Take note of what was changed in the directory. While it cannot be read, what was read last stands."""
+        """Read the directory again if it changed. While it cannot be read, what was read last stands."""
         try:
             self._read()
         except OSError as error:
@@ -100,7 +100,7 @@ class AllowList:
 
 
 def load_keys(directory: Path, role: Role) -> Keys:
-    """The keys of a process of that role. Raises StartupError if one is missing, malformed or open to every user."""
+    """The keys of a process of that role. Raises StartupError if one is missing, malformed or readable by everyone."""
     keys = Keys(
         cluster=_pair(directory / "cluster.key_secret"),
         own=_pair(directory / f"{role}.key_secret"),
@@ -117,7 +117,7 @@ def load_keys(directory: Path, role: Role) -> Keys:
 
 
 def load_token(directory: Path) -> str:
-    """The operator's token. Raises StartupError if it is missing, empty or open to every user."""
+    """The operator's token. Raises StartupError if it is missing, empty or readable by everyone."""
     path = directory / "operator.token"
     token = _read_secret(path).strip()
     if not token:
@@ -126,9 +126,9 @@ def load_token(directory: Path) -> str:
 
 
 def generate(directory: Path) -> None:
-    """Make a cluster's keys: its pair, a pair for every role, and the operator's token.
+    """Make a cluster's key pair, a pair for every role, and the operator's token.
 
-    Raises StartupError, and writes nothing, if one of the files is there already.
+    Raises StartupError, and writes nothing, if one of the files exists.
     """
     cluster, own = _new_pair(), {role: _new_pair() for role in ROLES}
     secret_files = {directory / "cluster.key_secret": _secret_file(cluster)}
@@ -140,9 +140,9 @@ def generate(directory: Path) -> None:
 
 
 def generate_node(directory: Path, node: str) -> Path:
-    """Make a pair for one node, ROLE:NAME, so that it can be revoked alone; returns where its secret is.
+    """Make a key pair for one node, ROLE:NAME, so that it can be revoked alone. Returns the file of its secret.
 
-    Raises StartupError, and writes nothing, if there is one of that name or there are no cluster keys.
+    Raises StartupError, and writes nothing, if one of that name exists or there are no cluster keys.
     """
     role_name, _, name = node.partition(":")
     role = next((role for role in ROLES if role == role_name), None)
@@ -198,7 +198,7 @@ def _pair(path: Path) -> KeyPair:
 
 
 def _read_secret(path: Path) -> str:
-    """What a file holds that only its owner, or a group, may read."""
+    """The text of a file that only its owner or a group may read. Raises StartupError."""
     try:
         if path.stat().st_mode & 0o007:
             raise StartupError(f"every user of this machine can get at {path}; chmod o-rwx {path}")

@@ -1,34 +1,28 @@
-"""What is known of who lives: whose frames were read, and which pings were answered.
+"""Which processes live: whose frames were read, and which pings were answered.
 
-A frame says that its sender lived when it wrote it. That may be long before it is read: a process that was stopped
-finds in its mailbox what others said before they died. An answered ping says more: whoever answers it has lived after
-it was sent. When that was is known by the clock of this process alone.
+A frame says only that its sender lived when it wrote it: a process that was stopped finds in its mailbox what others
+said before they died. Whoever answers a ping has lived after it was sent, by the clock of the process that asks.
 """
 
 import secrets
 import time
-from dataclasses import dataclass, field, replace
+from collections import OrderedDict
+from dataclasses import dataclass, replace
 
+from base.tombstones import remember
 from control.messages import Peer, Ping, Pong
 
 _ANSWERED_WITHIN_S = 30.0
-"""An answer that is later than this proves nothing that anyone asks about."""
+"""A later answer proves nothing that anyone asks about."""
 _REMEMBERED = 4096
-_FORGOTTEN_AFTER_S = 60.0
 
 
 @dataclass(frozen=True)
-class Answer:
-    """A ping was answered: process `boot_id` lived after `asked_at` (time.monotonic), when the ping was sent."""
+class AnsweredPing:
+    """Process `boot_id` lived after `asked_at` (time.monotonic), when the ping that it answered was sent."""
 
     boot_id: str
     asked_at: float
-
-
-@dataclass(frozen=True)
-class _Asked:
-    address: str
-    at: float
 
 
 @dataclass(frozen=True)
@@ -36,76 +30,61 @@ class _Signs:
     """heard: when the last frame was read. answer: to the latest ping that was answered."""
 
     heard: float
-    answer: Answer | None = None
+    answer: AnsweredPing | None = None
 
 
-@dataclass
+_NONE = _Signs(0.0)
+
+
 class Liveness:
-    """Signs of life, by process and by address. The control thread takes them in, any thread may ask."""
+    """Signs of life, by process and by address. The control thread notes them.
 
-    _asked: dict[int, _Asked] = field(default_factory=dict)
-    """Pings that were not answered yet, by nonce, the oldest first."""
-    _boots: dict[str, _Signs] = field(default_factory=dict)
-    _addresses: dict[str, _Signs] = field(default_factory=dict)
+    Any thread may ask: a look into a table is one operation, which needs no lock.
+    """
+
+    def __init__(self) -> None:
+        self._asked: dict[int, tuple[str, float]] = {}
+        """Address and time of the pings that were not answered yet, by nonce, the oldest first."""
+        self._boots: OrderedDict[str, _Signs] = OrderedDict()
+        self._addresses: OrderedDict[str, _Signs] = OrderedDict()
 
     def last_heard(self, boot_id: str) -> float | None:
         """When a frame of that process was last read (time.monotonic), or None."""
-        signs = self._boots.get(boot_id)
-        return None if signs is None else signs.heard
+        return self._boots.get(boot_id, _NONE).heard or None
 
     def last_heard_at(self, address: str) -> float | None:
         """When a frame of whoever calls itself by that address was last read."""
-        signs = self._addresses.get(address)
-        return None if signs is None else signs.heard
+        return self._addresses.get(address, _NONE).heard or None
 
     def alive_after(self, boot_id: str) -> float | None:
         """A time after which that process certainly lived: when it was sent the latest ping that it answered."""
-        signs = self._boots.get(boot_id)
-        return None if signs is None or signs.answer is None else signs.answer.asked_at
+        answer = self._boots.get(boot_id, _NONE).answer
+        return None if answer is None else answer.asked_at
 
-    def answer_at(self, address: str) -> Answer | None:
-        """Who answered at that address: to the latest ping that was sent there and answered."""
-        signs = self._addresses.get(address)
-        return None if signs is None else signs.answer
+    def answer_at(self, address: str) -> AnsweredPing | None:
+        """The answer to the latest ping to that address that was answered."""
+        return self._addresses.get(address, _NONE).answer
 
     def ask(self, address: str) -> Ping:
-        """A ping for whoever has that address. Only who gets it knows how to answer it."""
+        """A ping for whoever has that address. Nobody else knows its nonce."""
         now = time.monotonic()
-        while self._asked and now - next(iter(self._asked.values())).at > _ANSWERED_WITHIN_S:
+        while self._asked and now - next(iter(self._asked.values()))[1] > _ANSWERED_WITHIN_S:
             del self._asked[next(iter(self._asked))]
         nonce = secrets.randbits(63)
-        self._asked[nonce] = _Asked(address, now)
+        self._asked[nonce] = (address, now)
         return Ping(nonce=nonce)
 
     def heard(self, sender: Peer) -> None:
         """A frame of this process was read."""
-        self._boots = _noted(self._boots, sender.boot_id)
-        self._addresses = _noted(self._addresses, sender.address)
+        for table, key in ((self._boots, sender.boot_id), (self._addresses, sender.address)):
+            remember(table, key, replace(table.get(key, _NONE), heard=time.monotonic()), _REMEMBERED)
 
     def answered(self, sender: Peer, pong: Pong) -> None:
-        """This process, which was just heard, answered a ping; one that was never sent, or long ago, proves nothing."""
-        asked = self._asked.pop(pong.nonce, None)
-        if asked is None:
+        """This process, which was just heard, answered a ping. One that was never sent, or long ago, proves nothing."""
+        if (asked := self._asked.pop(pong.nonce, None)) is None:
             return
-        answer = Answer(sender.boot_id, asked.at)
-        _answer(self._boots, sender.boot_id, answer)
-        _answer(self._addresses, asked.address, answer)
-
-
-def _noted(table: dict[str, _Signs], key: str) -> dict[str, _Signs]:
-    """The table with a frame noted; what was silent for long is forgotten when there is much."""
-    now = time.monotonic()
-    known = table.get(key)
-    if known is None and len(table) >= _REMEMBERED:
-        table = {other: signs for other, signs in table.items() if now - signs.heard < _FORGOTTEN_AFTER_S}
-    table[key] = _Signs(now) if known is None else replace(known, heard=now)
-    return table
-
-
-def _answer(table: dict[str, _Signs], key: str, answer: Answer) -> None:
-    """Note an answer, unless a later ping was answered before it came."""
-    known = table.get(key)
-    if known is None:
-        table[key] = _Signs(time.monotonic(), answer)
-    elif known.answer is None or known.answer.asked_at <= answer.asked_at:
-        table[key] = replace(known, answer=answer)
+        address, asked_at = asked
+        for table, key in ((self._boots, sender.boot_id), (self._addresses, address)):
+            known = table.get(key, _NONE)
+            if known.answer is None or known.answer.asked_at <= asked_at:
+                remember(table, key, replace(known, answer=AnsweredPing(sender.boot_id, asked_at)), _REMEMBERED)

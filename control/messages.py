@@ -1,8 +1,8 @@
-"""Control messages: one small class per kind, which validates itself.
+"""Control messages: one class per kind, which validates itself.
 
-Unknown fields are ignored and missing optional ones default, so that neighbouring releases understand each other. Where
-that is not enough the wire version changes, and what is marked as stable here is all that both versions understand
-(`control.codec`).
+docs/protocol.md has the protocol: who repeats what until what answers it, the states, and what of a frame is the same
+in every wire version. Whoever changes a field here changes that page and, unless old processes may ignore the change,
+`PROTOCOL_VERSION`. Unknown fields are ignored, and missing optional ones take their defaults.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,24 +19,36 @@ Identifier = Annotated[str, Field(min_length=1, max_length=128)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenIds = Annotated[tuple[TokenId, ...], Field(max_length=2**24)]
 ADDRESS_LIMIT = 2**63
-"""Addresses are computed with in signed integers of 64 bits: no memory that is named may end past it."""
+"""No memory may end past it: address arithmetic is in signed integers of 64 bits."""
 
 
 class WireModel(BaseModel):
-    """A frozen piece of a message; wrong types are errors, not conversions."""
+    """A frozen piece of a message. A value of the wrong type is an error and is not converted."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False)
 
 
 class Peer(WireModel):
-    """A process on the control plane. A restart keeps the address and changes the boot id. Stable."""
+    """A process on the control plane: HOST:PORT of its mailbox, and an id that each start draws anew. Stable."""
 
     role: Role
     address: Address
     boot_id: Identifier
 
 
-class ModelIdentity(WireModel):
+class Identity(WireModel):
+    """What two processes must agree on, field by field."""
+
+    def differences(self, other: Self) -> str:
+        """The fields in which the two differ, with both values, or an empty string. An empty field fits every value."""
+        return ", ".join(
+            f"{name} {mine} != {theirs}"
+            for name in type(self).model_fields
+            if (mine := getattr(self, name)) != (theirs := getattr(other, name)) and "" not in (mine, theirs)
+        )
+
+
+class ModelIdentity(Identity):
     """What two nodes must agree on before KV may pass between them. Page sizes may differ."""
 
     fingerprint: Identifier
@@ -47,36 +59,20 @@ class ModelIdentity(WireModel):
     item_bytes: UInt
     index_key_bytes: UInt
 
-    def differences(self, other: "ModelIdentity") -> str:
-        """The fields in which the two differ, with both values, or an empty string."""
-        return ", ".join(
-            f"{name} {getattr(self, name)} != {getattr(other, name)}"
-            for name in ModelIdentity.model_fields
-            if getattr(self, name) != getattr(other, name)
-        )
 
-
-class CheckpointIdentity(WireModel):
+class CheckpointIdentity(Identity):
     """What a gateway, which has no weights, and a node must agree on: the same ids must mean the same text to both.
 
-    Digests of config.json and tokenizer.json; one is empty where the process has no such file, and then says nothing.
+    config, tokenizer: digests of config.json and tokenizer.json, empty where the process has no such file.
     """
 
     vocab_size: UInt
     config: Annotated[str, Field(max_length=128)]
     tokenizer: Annotated[str, Field(max_length=128)] = ""
 
-    def differences(self, other: "CheckpointIdentity") -> str:
-        """The fields in which the two differ, with both values, or an empty string."""
-        return ", ".join(
-            f"{name} {mine} != {theirs}"
-            for name in CheckpointIdentity.model_fields
-            if (mine := getattr(self, name)) != (theirs := getattr(other, name)) and "" not in (mine, theirs)
-        )
-
 
 class BufferInfo(WireModel):
-    """One registered buffer per layer: base address, length and bytes per item."""
+    """Buffers, one per layer and then one per index layer: base address, length in bytes, bytes per item."""
 
     ptrs: tuple[UInt, ...]
     lengths: tuple[UInt, ...]
@@ -116,7 +112,7 @@ class Token(WireModel):
 
 
 class Message(WireModel):
-    """Base of all kinds; the class name is the kind on the wire."""
+    """Base of all kinds. The class name is the kind on the wire."""
 
     kinds: ClassVar[dict[str, type["Message"]]] = {}
 
@@ -129,14 +125,13 @@ class Message(WireModel):
 
 
 class Register(Message):
-    """Node to gateway, at start and whenever the gateway does not know it. Answered by Registered or Refused.
+    """Node to gateway, at start and whenever the gateway does not know it. Registered or Refused answers it.
 
-    `via` is the address that the node was told to use; answers repeat it, since a gateway may call itself otherwise.
-    `via` is stable. A gateway of another wire version refuses the node.
+    via: where the node was told to find the gateway, which may name itself otherwise; stable. max_request_tokens: the
+    longest prompt (prefill), or prompt and output (decode). local_prefill: whether a decode node computes prompts.
     """
 
     via: Address
-
     role: Literal["prefill", "decode"]
     identity: ModelIdentity
     transports: tuple[Transport, ...]
@@ -147,10 +142,7 @@ class Register(Message):
 
 
 class Registered(Message):
-    """Gateway to node: it may take requests. Stable.
-
-    A node takes it for a refusal if it comes in another wire version: it could not read that gateway's requests.
-    """
+    """Gateway to node: it may take requests. In another wire version it counts as a refusal. Stable."""
 
     via: Address
 
@@ -163,10 +155,9 @@ class Refused(Message):
 
 
 class Heartbeat(Message):
-    """Node to gateway. queued_tokens: prompt tokens waiting for prefill, or KV tokens that a decode node owes.
+    """Node to gateway, every second. HeartbeatAck answers it, or Refused from another wire version. via: stable.
 
-    `via` is stable. A gateway of another wire version, which has taken the place of one that knew the node, answers
-    with Refused.
+    queued_tokens: prompt tokens that wait (prefill), or KV tokens that requests hold or may come to hold (decode).
     """
 
     via: Address
@@ -176,10 +167,9 @@ class Heartbeat(Message):
 
 
 class HeartbeatAck(Message):
-    """Gateway to node. A node that is not known registers again. Decode nodes learn the prefill nodes from it.
+    """Gateway to node. A node that is not `known` registers again.
 
-    longest_prompts: as in Generate. leaving: boot ids of prefill nodes that said so. None of them will take another
-    request.
+    prefill_nodes: the least loaded first. longest_prompts: see Generate. leaving: boot ids of prefill nodes.
     """
 
     via: Address
@@ -197,9 +187,9 @@ class Leaving(Message):
 
 
 class Generate(Message):
-    """Gateway to decode node, which owns the request from here on.
+    """Gateway to decode node: take this request. Repeated until Accepted, Rejected or Outputs answers it.
 
-    Prefill nodes come in order of preference; longest_prompts: the most tokens that each takes, by its boot id.
+    prefill_nodes: in order of preference. longest_prompts: the most tokens that each takes, by its boot id.
     """
 
     request_id: Identifier
@@ -212,13 +202,13 @@ class Generate(Message):
 
 
 class Accepted(Message):
-    """Decode node to gateway: the request is queued here."""
+    """Decode node to gateway: it has the request."""
 
     request_id: Identifier
 
 
 class Rejected(Message):
-    """Decode node to gateway: the request was not taken and nothing of it is kept."""
+    """Decode node to gateway: it has not taken the request. retry_after: seconds."""
 
     request_id: Identifier
     code: Literal["queue_full", "too_long", "draining"]
@@ -230,10 +220,7 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class Output(WireModel):
-    """New tokens of one request. `start` is the index of the first one, so that a lost message is noticed.
-
-    Tokens that were sent before are dropped. Where some are missing before `start`, the gateway asks for them (Resend).
-    """
+    """New tokens of one request. start: index of the first one among the generated tokens, so that a loss shows."""
 
     request_id: Identifier
     start: UInt
@@ -243,26 +230,19 @@ class Output(WireModel):
 
 
 class Outputs(Message):
-    """Decode node to gateway: what one step produced for that gateway's requests."""
+    """Decode node to gateway: new tokens of its requests. One that ends a request is repeated until Ended."""
 
     outputs: tuple[Output, ...]
 
 
 class Ended(Message):
-    """Gateway to decode node: the Output with a finish reason has arrived, and all tokens before it.
-
-    That Output is repeated until this answers it, and the tokens are kept until then.
-    """
+    """Gateway to decode node: the Output with a finish reason has arrived, and all tokens before it."""
 
     request_id: Identifier
 
 
 class Resend(Message):
-    """Gateway to decode node: tokens from index `start` on did not arrive, and later ones did.
-
-    Answered by Outputs from there on, up to the newest token, and with the finish reason if the request is over; by an
-    Output with finish reason `abort` if the decode node keeps nothing of it. Repeated until the gap is closed.
-    """
+    """Gateway to decode node: send the tokens from index `start` on again. Repeated until the gap is closed."""
 
     request_id: Identifier
     start: UInt
@@ -278,7 +258,7 @@ class Cancel(Message):
 
 
 class Session(WireModel):
-    """A Mooncake engine that takes writes, by the name that it has for other engines of its transport."""
+    """A Mooncake engine that takes writes. name: the HOST:PORT by which other engines of its transport find it."""
 
     transport: Literal["rdma", "tcp"]
     name: Identifier
@@ -287,7 +267,7 @@ class Session(WireModel):
 class SharedMemory(WireModel):
     """Memory that processes of the same host may map: descriptor `fd` of process `pid`, a memfd named `name`.
 
-    The name is random, so that only that memory has it. `base`: the owner's address of its first byte.
+    The name is random, so that no other memory has it. base: the owner's address of its first byte. length: in bytes.
     """
 
     pid: Annotated[int, Field(ge=1, lt=2**31)]
@@ -304,10 +284,7 @@ class SharedMemory(WireModel):
 
 
 class Destination(WireModel):
-    """Where a decode node wants KV written: its pools, and the ways to reach them.
-
-    `shared` holds all buffers.
-    """
+    """Where a decode node wants KV written: its pool's buffers, and the ways to reach them. `shared` holds them all."""
 
     identity: ModelIdentity
     buffers: BufferInfo
@@ -330,10 +307,7 @@ class Destination(WireModel):
 
 
 class Checksum(NamedTuple):
-    """xxh3, 64 bits, of the items of positions [start, stop) in buffer number `buffer`, in the order of positions.
-
-    It covers what was sent and says nothing of how either side splits it, so sender and receiver may cut differently.
-    """
+    """xxh3, 64 bits, of the items of positions [start, stop) in buffer number `buffer`, in the order of positions."""
 
     buffer: int
     start: int
@@ -342,7 +316,7 @@ class Checksum(NamedTuple):
 
 
 class Checksums(WireModel):
-    """Column by column: a long prompt has thousands, and as many objects would take longer to read than to verify."""
+    """Checksums as columns: a long prompt has thousands, and reading objects would take longer than verifying."""
 
     buffers: tuple[UInt, ...] = ()
     starts: tuple[UInt, ...] = ()
@@ -370,23 +344,23 @@ class Checksums(WireModel):
 
 
 class AttemptId(NamedTuple):
-    """One try to prefill a request: the same from the first message about it to the last.
-
-    decode: boot id of the decode node. epoch: counts the tries of that node for this request, from 1. A request that
-    moves to another decode node keeps its id, and each decode node counts epochs of its own.
-    """
+    """One try to prefill a request. decode: boot id of the decode node. epoch: counts its tries, from 1."""
 
     decode: Identifier
     request_id: Identifier
     epoch: UInt
 
+    @property
+    def log_fields(self) -> dict[str, object]:
+        """What log lines name of it."""
+        return {"request_id": self.request_id, "epoch": self.epoch}
+
 
 class PrefillRequest(Message):
     """Decode node to prefill node: compute these tokens and write their KV to these slots.
 
-    `token_ids` are all tokens of the sequence but the last, which the decode node computes. `extents` are (start,
-    length) runs of destination slots in the order of positions; they are reserved for this attempt until the prefill
-    node says that no write of it is in flight.
+    token_ids: all tokens of the sequence but the last, which the decode node computes. extents: (start, length) runs of
+    slots in the order of positions. hisparse: whether the slots are in host memory. Repeated until PrefillAccepted.
     """
 
     attempt: AttemptId
@@ -409,7 +383,7 @@ class PrefillRequest(Message):
 
 
 class PrefillAccepted(Message):
-    """Prefill node to decode node: it works on the attempt, or has taken it up before."""
+    """Prefill node to decode node: it has the request, or had it before."""
 
     attempt: AttemptId
 
@@ -417,8 +391,8 @@ class PrefillAccepted(Message):
 class ChunkDone(Message):
     """Prefill node to decode node: every write of a chunk before the last was confirmed. Repeated until ChunkTaken.
 
-    Only sent with checksums, so that they can be verified while later chunks compute. `number`: of those that are sent
-    for the attempt, in whatever order they land, from 0.
+    Only chunks with checksums have one: the decode node verifies them while later chunks compute. number: counts these
+    messages of the attempt from 0, in the order in which their chunks landed.
     """
 
     attempt: AttemptId
@@ -427,21 +401,18 @@ class ChunkDone(Message):
 
 
 class ChunkTaken(Message):
-    """Decode node to prefill node: that ChunkDone need not be said again. Its checksums may not be verified yet."""
+    """Decode node to prefill node: that ChunkDone has arrived. Its checksums may not be verified yet."""
 
     attempt: AttemptId
     number: UInt
 
 
 class PrefillDone(Message):
-    """Prefill node to decode node, after the last write was confirmed. Repeated until Admitted.
+    """Prefill node to decode node: every write was confirmed, and nothing is in flight. Repeated until Admitted.
 
-    chunks: how many chunks have a ChunkDone of their own, which may come later than this; `checksums` are of the rest.
-    transfer_seconds: for how long something of it was being written, from the first post to the last confirmation;
-    waits for layers to be computed, or for a sign of life of the decode node, are not in it.
-    lingering: something of it was cut and posted again. The second copy has landed; the first may land later, with the
-    same bytes at the same place. So the prompt can be used, and the decode node fences that off before its slots go to
-    somebody else.
+    chunks: how many ChunkDone the attempt has; they may come later. checksums: of the rest. transfer_seconds: how long
+    something of it was being written, without waits for layers or for a lease. lingering: a write was cut and posted
+    again; the second copy has landed, and the first may still land, with the same bytes at the same place.
     """
 
     attempt: AttemptId
@@ -457,10 +428,9 @@ class PrefillDone(Message):
 class PrefillFailed(Message):
     """Prefill node to decode node: the attempt will not be completed here.
 
-    Without `in_flight` it says as much as Quiesced, which has the same `lingering`. With it, posted writes have not all
-    ended yet: it is repeated until Abort, which Quiesced answers in time. `leaving`: the node hands the request back
-    because it is about to stop, and will take no other. `refused`: this node cannot do what was asked for; that is no
-    sign that something is wrong with it.
+    in_flight: posted writes have not all ended; then it is repeated until Abort, and Quiesced follows when they have.
+    Otherwise it says as much as Quiesced. lingering: as in Quiesced. leaving: the node is about to stop and takes no
+    other request. refused: the node cannot do what was asked for, which is no sign that something is wrong with it.
     """
 
     attempt: AttemptId
@@ -472,7 +442,7 @@ class PrefillFailed(Message):
 
 
 class Admitted(Message):
-    """Decode node to prefill node: the KV arrived, its source pages may go."""
+    """Decode node to prefill node: the KV is here and verified, or not wanted any more. Its source pages may go."""
 
     attempt: AttemptId
 
@@ -486,8 +456,7 @@ class Abort(Message):
 class Quiesced(Message):
     """Prefill node to decode node: no write of this attempt is in flight, and none will follow.
 
-    `lingering`: some have failed without an answer, and what the network holds of them may still land. The decode node
-    fences that off before it uses the slots again.
+    lingering: a write failed without an answer, and what the network holds of it may still land.
     """
 
     attempt: AttemptId
@@ -495,16 +464,16 @@ class Quiesced(Message):
 
 
 class Holding(Message):
-    """Decode node to prefill node: how far are these attempts? Answered by Progress, and NotHeld."""
+    """Decode node to prefill node: how far are these attempts? Answered by Progress, and NotHeld or Quiesced."""
 
     attempts: tuple[AttemptId, ...] = ()
 
 
 class Progress(Message):
-    """Prefill node to decode node: how far it is with what it was asked about.
+    """Prefill node to decode node: how far it is with the attempts that it was asked about and holds.
 
-    computed: each attempt that it holds with the number of its tokens that are computed. current_pass: the number of
-    the forward pass that is under way, whoever's prompts it computes; None if none is.
+    computed: the number of computed tokens of each. current_pass: the number of the forward pass that is under way,
+    whatever it computes; None if none is.
     """
 
     computed: tuple[tuple[AttemptId, UInt], ...] = ()
@@ -512,7 +481,7 @@ class Progress(Message):
 
 
 class NotHeld(Message):
-    """Prefill node to decode node: these have nothing in flight here, which is as good as Quiesced."""
+    """Prefill node to decode node: of these attempts nothing is in flight here. As good as Quiesced."""
 
     attempts: tuple[AttemptId, ...] = ()
 
@@ -521,52 +490,22 @@ class NotHeld(Message):
 
 
 class Ping(Message):
-    """Is this process alive? Answered by the control thread, however busy the process is. Stable: a process that has
-    taken another one's address proves that one dead also if it is of another wire version."""
+    """Is this process alive? Its control thread answers, however busy the process is. Stable."""
 
     nonce: UInt
 
 
 class Pong(Message):
-    """It is, and the sender says which boot it is. The nonce is the ping's: it lived after that was sent. Stable."""
+    """The process lived after the ping with this nonce was sent; the sender says which boot it is. Stable."""
 
     nonce: UInt
 
 
+_ANY: frozenset[type[Message]] = frozenset({Ping, Pong})
+_NODE: frozenset[type[Message]] = _ANY | {Register, Heartbeat, Leaving}
 SENT_BY: Mapping[Role, frozenset[type[Message]]] = {
-    "gateway": frozenset({Ping, Pong, Registered, Refused, HeartbeatAck, Generate, Ended, Resend, Cancel}),
-    "prefill": frozenset(
-        {
-            Ping,
-            Pong,
-            Register,
-            Heartbeat,
-            Leaving,
-            PrefillAccepted,
-            ChunkDone,
-            PrefillDone,
-            PrefillFailed,
-            Quiesced,
-            NotHeld,
-            Progress,
-        }
-    ),
-    "decode": frozenset(
-        {
-            Ping,
-            Pong,
-            Register,
-            Heartbeat,
-            Leaving,
-            Accepted,
-            Rejected,
-            Outputs,
-            PrefillRequest,
-            ChunkTaken,
-            Admitted,
-            Abort,
-            Holding,
-        }
-    ),
+    "gateway": _ANY | {Registered, Refused, HeartbeatAck, Generate, Ended, Resend, Cancel},
+    "prefill": _NODE | {PrefillAccepted, ChunkDone, PrefillDone, PrefillFailed, Quiesced, NotHeld, Progress},
+    "decode": _NODE | {Accepted, Rejected, Outputs, PrefillRequest, ChunkTaken, Admitted, Abort, Holding},
 }
 """What each role may send. Anything else from it is malformed."""

@@ -1,18 +1,11 @@
-"""The control plane: typed messages between processes over ZeroMQ.
+"""The control plane: typed messages between processes over ZeroMQ. docs/protocol.md has the protocol.
 
-Every process binds one PULL socket, its mailbox, and connects a PUSH socket to each mailbox that it writes to.
-Delivery is at most once; what must arrive is sent with `repeat`, which sends it again until `answered` says stop, so
-every handler is idempotent. A frame names the boot that it is meant for: one queued for a process that has died is
-not acted on by the process that took its address.
+Every process binds one PULL socket, its mailbox, and connects a PUSH socket to each mailbox that it writes to. Delivery
+is at most once. What must arrive is sent with `repeat` until `answered`, so every handler is idempotent. A frame names
+the boot that it is meant for, so a process does not act on what was sent to the one before it at its address.
 
-With keys, connections are encrypted, and only processes of the cluster are spoken and listened to; see
-`control/access.py`.
-
-Processes of two wire versions hear no more of each other than that: a gateway refuses a node of another version, with
-both in the reason, and answers to pings are understood. All else is dropped and counted, and said once for each peer.
-
-Liveness lives here too, on the control thread: a process that computes for seconds still answers pings and still sends
-its heartbeats. Without that thread a process is deaf, so its end is meant to be the process's (`check`).
+Pings are answered and heartbeats sent on the control thread, so a process that computes for seconds is not taken for
+dead. Without that thread a process is deaf: when it ends, the process should end (`check`).
 """
 
 import math
@@ -29,23 +22,24 @@ import structlog
 import zmq
 
 from base.errors import ProcessFailed, StartupError
+from base.logs import Complaints
 from control.access import Access
 from control.codec import PROTOCOL_VERSION, Greeting, MalformedMessage, OtherVersion, decode, encode
 from control.connections import MAX_QUEUED, Connections
 from control.keys import Keys
-from control.liveness import Answer, Liveness
+from control.liveness import Liveness
 from control.messages import ADDRESS_PATTERN, Message, Peer, Ping, Pong, Refused, Registered, Role
 from control.repeats import Repeats
 
 log = structlog.get_logger(__name__)
 
 MAX_FRAME_BYTES = 64 << 20
-"""A larger frame ends its connection. The largest that is needed: a prompt of a million tokens whose slots all lie
-apart takes 5 bytes per token and 7 per slot."""
+"""A larger frame ends its connection. The largest that is needed is a prompt of a million tokens whose slots all lie
+apart: 5 bytes per token and 7 per slot."""
 PING_S = 0.5
 _KEYS_S = 1.0
 _KEEPALIVE_S = 60
-_MOST_COMPLAINTS = 100
+_MOST_UNREACHABLE = 100
 
 
 @dataclass
@@ -55,21 +49,16 @@ class _Periodic:
     due: float = 0.0
 
 
-class Undeliverable(Exception):
-    """A message that no peer would take."""
-
-
 class ControlPlaneFailed(ProcessFailed):
-    """The control thread has ended by itself: this process hears nobody and nobody hears it."""
+    """The control thread has ended by itself: this process hears nobody, and nobody hears it."""
 
 
 class ControlPlane:
     """One process's mailbox and its connections to others.
 
-    A thread of its own owns the sockets. `send`, `repeat` and `answered` may be called from any thread; they hand over
-    through a queue. `deliver` is called on the control thread for each valid message and must not block.
-
-    Without `keys`, nothing is encrypted, and anyone who reaches the port may speak to this process.
+    The control thread owns the sockets. Any thread may call the public methods, which hand over through a queue.
+    `deliver` is called on the control thread for each valid message and must not block.
+    Without `keys`, nothing is encrypted, and anyone who reaches the port may write to this process.
     Raises StartupError if the port is taken.
     """
 
@@ -86,16 +75,15 @@ class ControlPlane:
             raise StartupError(f"--advertise-host {advertise_host}: expected a host name or an IPv4 address")
         self._deliver = deliver
         self._context = zmq.Context(io_threads=1)
-        # Of the sockets between threads, which must never make one wait.
+        # For the sockets between threads, which must never make one wait.
         self._context.setsockopt(zmq.SNDHWM, 0)
         self._context.setsockopt(zmq.RCVHWM, 0)
-        self._access = Access(self._context, keys)
         self._mailbox = self._context.socket(zmq.PULL)
         self._mailbox.setsockopt(zmq.RCVHWM, MAX_QUEUED)
         self._mailbox.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         self._mailbox.setsockopt(zmq.LINGER, 0)
-        self._access.protect(self._mailbox)
-        # Of a peer that a partition took away, the old connection would stay beside the new one.
+        self._access = Access(self._context, self._mailbox, keys)
+        # Otherwise the old connection of a peer stays beside the new one after a partition.
         self._mailbox.setsockopt(zmq.TCP_KEEPALIVE, 1)
         self._mailbox.setsockopt(zmq.TCP_KEEPALIVE_IDLE, _KEEPALIVE_S)
         try:
@@ -118,18 +106,19 @@ class ControlPlane:
         """Guards _wake_sender: ZeroMQ sockets are not thread safe."""
         self._connections = Connections(self._context, self._access)
         self._liveness = Liveness()
+        self.last_heard = self._liveness.last_heard
+        self.answer_at = self._liveness.answer_at
+        self.alive_after = self._liveness.alive_after
         self._repeats = Repeats(self._liveness.last_heard_at)
         self._periodic: list[_Periodic] = [
-            _Periodic(self._ping_watched, PING_S),
+            _Periodic(lambda: self._ping(self._watched.values()), PING_S),
             _Periodic(self._access.refresh, _KEYS_S),
         ]
         self._watched: dict[str, Peer] = {}
-        self._complained: set[str] = set()
-        self._of_other_version: set[Peer] = set()
-        """Those of which that was said."""
+        self._malformed_complaints, self._version_complaints = Complaints(), Complaints()
         self._other_versions = 0
         self._unreachable: set[str] = set()
-        """Addresses that would not take a frame and were not heard since: that was said once."""
+        """Addresses that did not take a frame, which was logged, and were not heard since."""
         self._stopping = False
         self._failure: BaseException | None = None
         self.malformed = 0
@@ -138,15 +127,14 @@ class ControlPlane:
 
     @property
     def refused(self) -> Mapping[str, int]:
-        """Connections and messages that were turned away, by reason: those of `Access.refused`, and `version`, messages
-        of another wire version that were not acted on."""
+        """What was refused, by reason: see `Access.refused`, and `version` for messages of another wire version."""
         return {**self._access.refused, "version": self._other_versions}
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self) -> None:
-        """Send what was handed over before, then close; also if it was never started. Idempotent."""
+        """Send what was handed over before, then close, also if it was never started. Idempotent."""
         if self._thread.is_alive():
             self._hand_over(self._request_stop)
             self._thread.join()
@@ -160,33 +148,24 @@ class ControlPlane:
     def repeat(
         self, key: Hashable, to: Peer, message: Message, *, every: float = 0.5, give_up_after: float = math.inf
     ) -> None:
-        """Send now and again every so many seconds until `answered(key)`; less often while the peer is silent."""
+        """Send now and every so many seconds until `answered(key)`, less often while the peer is silent.
+
+        It replaces what was repeated under the key.
+        """
         self._hand_over(lambda: self._repeats.add(key, to, message, every, give_up_after))
 
     def answered(self, key: Hashable) -> None:
-        """Stop repeating; harmless if nothing is repeated under the key."""
+        """Stop repeating. Harmless if nothing is repeated under the key."""
         self._hand_over(lambda: self._repeats.forget(key))
 
     def periodically(self, every: float, action: Callable[[], None]) -> None:
-        """Run an action on the control thread every so many seconds, the first time at once. It must not block."""
+        """Run an action, which must not block, on the control thread: now and every so many seconds."""
         self._hand_over(lambda: self._periodic.append(_Periodic(action, every)))
 
     def watch(self, peers: Iterable[Peer]) -> None:
-        """Ping these processes from now on, and no others. Whoever has the address answers, so that a restart shows."""
+        """Ping these processes from now on, and no others. Whoever has the address answers, so a restart shows."""
         watched = {peer.boot_id: peer for peer in peers}
         self._hand_over(lambda: self._replace_watched(watched))
-
-    def last_heard(self, boot_id: str) -> float | None:
-        """When a frame of that boot was last read (time.monotonic), or None. It may have been sent long before."""
-        return self._liveness.last_heard(boot_id)
-
-    def answer_at(self, address: str) -> Answer | None:
-        """Who answered the latest ping to that address that was answered, and when that ping was sent; or None."""
-        return self._liveness.answer_at(address)
-
-    def alive_after(self, boot_id: str) -> float | None:
-        """A time (time.monotonic) after which that process certainly lived, as a ping that it answered proves."""
-        return self._liveness.alive_after(boot_id)
 
     def is_revoked(self, peer: Peer) -> bool:
         """Whether the key that this process spoke with is not allowed any more."""
@@ -195,13 +174,13 @@ class ControlPlane:
     def silence(self, peer: Peer) -> float:
         """For how many seconds that process may have been dead: since it was sent the latest ping that it answered.
 
-        Infinite if it has answered none. What else is heard of it does not count, since that may be old.
+        Infinite if it has answered none. Its other messages do not count: they may be old.
         """
-        alive = self._liveness.alive_after(peer.boot_id)
+        alive = self.alive_after(peer.boot_id)
         return math.inf if alive is None else time.monotonic() - alive
 
     def check(self) -> None:
-        """Raise ControlPlaneFailed if the control thread has ended by itself. Whoever owns the process asks."""
+        """Raise ControlPlaneFailed if the control thread has ended by itself. The process's main loop asks."""
         if self._failure is not None:
             raise ControlPlaneFailed(f"the control thread has ended: {self._failure!r}") from self._failure
 
@@ -254,17 +233,15 @@ class ControlPlane:
             return
         except MalformedMessage as error:
             self.malformed += 1
-            if (complaint := str(error)) not in self._complained and len(self._complained) < _MOST_COMPLAINTS:
-                self._complained.add(complaint)
-                log.warning("dropped a malformed control message", error=complaint, bytes=len(frame.bytes))
+            if self._malformed_complaints.is_new(str(error)):
+                log.warning("dropped a malformed control message", error=str(error), bytes=len(frame.bytes))
             return
         if not self._access.vouches(frame, sender):
             return
-        if to and to != self.me.boot_id:
+        if not self._is_for_me(to):
             log.info("dropped a message for an earlier boot", kind=type(message).__name__, sender=sender.address)
             return
-        self._liveness.heard(sender)
-        self._unreachable.discard(sender.address)
+        self._heard(sender)
         match message:
             case Ping():
                 self._send(sender, Pong(nonce=message.nonce))
@@ -274,12 +251,11 @@ class ControlPlane:
                 self._deliver(sender, message)
 
     def _receive_other_version(self, other: OtherVersion) -> None:
-        """Do what can be done with a process of another wire version: say so, and tell who lives."""
+        """Act on what is the same in all wire versions, and drop the rest."""
         sender, version = other.frame.sender, other.frame.v
-        if other.frame.to and other.frame.to != self.me.boot_id:
+        if not self._is_for_me(other.frame.to):
             return
-        self._liveness.heard(sender)
-        self._unreachable.discard(sender.address)
+        self._heard(sender)
         match other.stable:
             case Ping(nonce=nonce):
                 self._send(sender, Pong(nonce=nonce), version=version)
@@ -296,24 +272,27 @@ class ControlPlane:
             case Registered(via=via):
                 self._deliver(sender, Refused(via=via, reason=str(other)))
         self._other_versions += 1
-        if sender not in self._of_other_version and len(self._of_other_version) < _MOST_COMPLAINTS:
-            self._of_other_version.add(sender)
+        if self._version_complaints.is_new(sender):
             log.warning("a process of another wire version", peer=sender.address, role=sender.role, reason=str(other))
 
+    def _is_for_me(self, to: str) -> bool:
+        return to in ("", self.me.boot_id)
+
+    def _heard(self, sender: Peer) -> None:
+        self._liveness.heard(sender)
+        self._unreachable.discard(sender.address)
+
     def _guarded(self, action: Callable[[], None]) -> None:
-        """Its bug costs one message or one turn, not the mailbox of everyone else."""
+        """Call it. A bug in it costs one message or one turn, not the mailbox."""
         try:
             action()
         except Exception:
             log.exception("control handler failed")
 
     def _replace_watched(self, watched: dict[str, Peer]) -> None:
-        new = watched.keys() - self._watched.keys()
+        new = [peer for boot_id, peer in watched.items() if boot_id not in self._watched]
         self._watched = watched
-        self._ping([watched[boot_id] for boot_id in new])
-
-    def _ping_watched(self) -> None:
-        self._ping(self._watched.values())
+        self._ping(new)
 
     def _ping(self, peers: Iterable[Peer]) -> None:
         for peer in peers:
@@ -331,16 +310,16 @@ class ControlPlane:
             self._guarded(partial(self._send, repeated.peer, repeated.message))
 
     def _send(self, to: Peer, message: Message, any_boot: bool = False, version: int = PROTOCOL_VERSION) -> None:
+        frame = encode(message, self.me, "" if any_boot else to.boot_id, version)
         try:
-            frame = encode(message, self.me, "" if any_boot else to.boot_id, version)
             if len(frame) > MAX_FRAME_BYTES:
-                raise Undeliverable(f"{len(frame)} bytes; a frame has at most {MAX_FRAME_BYTES}")
+                raise ValueError(f"{len(frame)} bytes; a frame has at most {MAX_FRAME_BYTES}")
             self._connections.post(to.address, frame)
-        except (zmq.ZMQError, Undeliverable) as error:
+        except (zmq.ZMQError, ValueError) as error:
             # A full queue, or an address that cannot be connected to: a peer names its own, so it may be anything.
             self.undeliverable += 1
             if to.address not in self._unreachable:
-                if len(self._unreachable) >= _MOST_COMPLAINTS:
+                if len(self._unreachable) >= _MOST_UNREACHABLE:
                     self._unreachable.clear()
                 self._unreachable.add(to.address)
                 log.warning("undeliverable", to=to.address, kind=type(message).__name__, error=str(error))
@@ -349,7 +328,7 @@ class ControlPlane:
         with self._wake_lock:
             self._wake_sender.close()
         self._wake_receiver.close()
-        self._access.close(self._mailbox)
+        self._access.close()
         self._mailbox.close()
         self._connections.close()
         self._context.term()

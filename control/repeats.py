@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from control.messages import Message, Peer
 
 SLOWEST_S = 5.0
-"""How often a message to a peer is repeated that was not heard for long."""
+"""The longest pause between two sendings, to a peer that has been silent for long."""
 
 
 @dataclass
@@ -23,10 +23,12 @@ class Repeated:
 
 
 class Repeats:
-    """What is to be sent again, and when. The less often, the longer its peer has been silent."""
+    """What is sent again, and when: less often while its peer is silent, in pauses of half of that silence.
+
+    last_heard_at: when whoever has an address was last heard (time.monotonic).
+    """
 
     def __init__(self, last_heard_at: Callable[[str], float | None]) -> None:
-        """last_heard_at: when whoever has an address was last heard."""
         self._last_heard_at = last_heard_at
         self._table: dict[Hashable, Repeated] = {}
 
@@ -35,7 +37,7 @@ class Repeats:
         return min((repeated.due for repeated in self._table.values()), default=float("inf"))
 
     def add(self, key: Hashable, peer: Peer, message: Message, every: float, give_up_after: float) -> None:
-        """Send it now, and again, in place of what was repeated under that key."""
+        """Repeat a message, in place of what was repeated under that key."""
         now = time.monotonic()
         self._table[key] = Repeated(peer, message, every, since=now, until=now + give_up_after)
 
@@ -43,14 +45,14 @@ class Repeats:
         self._table.pop(key, None)
 
     def take_given_up(self, now: float) -> list[Repeated]:
-        """Those that were repeated for as long as they may be, which ends here."""
+        """Remove and return those that have been repeated for as long as they may be."""
         over = {key: repeated for key, repeated in self._table.items() if now > repeated.until}
         for key in over:
             del self._table[key]
         return list(over.values())
 
     def take_due(self, now: float) -> Iterator[Repeated]:
-        """Those that are to be sent now, in the order in which they came."""
+        """Those that are to be sent now, in the order in which they were added."""
         for repeated in list(self._table.values()):
             if repeated.due <= now:
                 repeated.due = now + self._pause(repeated, now)

@@ -11,8 +11,7 @@
 struct Kinds {
     u32 packed;
 
-    __device__ __forceinline__ Kinds() : packed(0) {}
-    __device__ __forceinline__ explicit Kinds(u32 both) : packed(both) {}
+    __device__ __forceinline__ explicit Kinds(u32 both = 0) : packed(both) {}
     __device__ __forceinline__ Kinds(u32 clear, u32 set) : packed(__popc(clear) | __popc(set) << 16) {}
     __device__ __forceinline__ Kinds operator+(Kinds other) const { return Kinds(packed + other.packed); }
     __device__ __forceinline__ Kinds operator-(Kinds other) const { return Kinds(packed - other.packed); }
@@ -42,7 +41,7 @@ struct HotPiece {
     }
 };
 
-// What every thread knows of the clock once the sums are taken. at_hand: the kinds below the hand.
+// The clock, the same in every thread, once the sums are taken. at_hand: the kinds below the hand.
 struct Clock {
     int misses;
     int hand;

@@ -28,14 +28,14 @@ __device__ __forceinline__ u32 shared_address(const void* in_shared) {
     return static_cast<u32>(__cvta_generic_to_shared(in_shared));
 }
 
-// One thread's part of `copy_async`, and what waits for all of this thread's.
+// One thread's part of `copy_async`, and the wait for all copies of this thread.
 template <int BYTES>
 __device__ __forceinline__ void copy_async_bytes(void* to, const void* from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_address(to)), "l"(from), "n"(BYTES) : "memory");
 }
 __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// The blocks that work together on one request; their number is a power of two. Before Hopper there are no clusters, and a cluster is one block.
+// The blocks that work together on one request; their number is a power of two. Before Hopper it is one.
 struct Cluster {
     int rank;
     int size;
@@ -50,15 +50,15 @@ struct Cluster {
 #endif
     }
 
-    // Say that this thread has come so far. Orders no memory accesses, so it costs no fence; but what has been read, and
-    // used, is read before anything that others do when they have waited for it.
+    // Signal that this thread has come here. This orders no memory accesses, so it needs no fence. But what this thread
+    // has read and used was read before anything that others do after `wait_for_all`.
     __device__ __forceinline__ void arrive() const {
 #if __CUDA_ARCH__ >= 900
         if (size > 1) __cluster_barrier_arrive_relaxed();
 #endif
     }
 
-    // Wait until all threads of all blocks have.
+    // Wait until all threads of all blocks have called `arrive`.
     __device__ __forceinline__ void wait_for_all() const {
 #if __CUDA_ARCH__ >= 900
         if (size > 1) __cluster_barrier_wait();
@@ -71,9 +71,9 @@ struct Cluster {
     __device__ __forceinline__ bool is_mine(int i) const { return (i & (size - 1)) == rank; }
 };
 
-// An array in shared memory that the blocks of a cluster fill together, each in the shared memory of all, in words of 8
-// bytes. Every block counts what arrives (with a transaction barrier, `mbarrier`): a barrier of the cluster would do,
-// but waits for all that its threads have written anywhere.
+// An array of 8-byte words in the shared memory of every block of a cluster; each block writes its words to all blocks.
+// Every block counts what arrives (with a transaction barrier, `mbarrier`). A barrier of the cluster would do, but waits
+// for all that its threads have written anywhere.
 class Mailbox {
     u64* words_;
     u64* arrived_;
@@ -83,7 +83,7 @@ class Mailbox {
     __device__ __forceinline__ Mailbox(u64* words, u64* arrived, const Cluster& cluster)
         : words_(words), arrived_(arrived), alone_(cluster.size == 1) {}
 
-    // To be called before the block says that it has begun.
+    // Call before `Cluster::arrive`.
     __device__ __forceinline__ void open() const {
 #if __CUDA_ARCH__ >= 900
         if (!alone_ && threadIdx.x == 0) {
@@ -95,7 +95,7 @@ class Mailbox {
 #endif
     }
 
-    // Expect so many words. To be called when the block has met at a barrier since; some may have arrived by then.
+    // Expect so many words. Call after `open` and a barrier; some words may have arrived by then.
     __device__ __forceinline__ void expect(int words) const {
 #if __CUDA_ARCH__ >= 900
         if (!alone_ && threadIdx.x == 0) {
@@ -106,7 +106,7 @@ class Mailbox {
 #endif
     }
 
-    // Write a word in the mailbox of a block, which must have begun.
+    // Write a word to the mailbox of a block that has called `arrive`.
     __device__ __forceinline__ void send(int peer, int at, u64 value) const {
 #if __CUDA_ARCH__ >= 900
         if (!alone_) {

@@ -81,32 +81,19 @@ class WarpCopy {
     int count_ = 0;
     uint4 loaded_[ITEMS][LOADS];
 
-    __device__ __forceinline__ void load(int step) {
+    // Call `body` with each vector of this lane in a step: its register, and its address in the memory of `base`.
+    template <typename Byte, typename Body>
+    __device__ __forceinline__ void each_vector(int step, Byte* base, i64 slot_of_lane, Body body) {
         const int first = step / SEGMENTS * ITEMS;
         const int vector = step % SEGMENTS * LOADS * WARP + lane_id();
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
-            const i64 from = __shfl_sync(ALL_LANES, from_, first + i);
-            const u8* item = from_base_ + from * ITEM_BYTES;
+            const i64 slot = __shfl_sync(ALL_LANES, slot_of_lane, first + i);
+            Byte* item = base + slot * ITEM_BYTES;
 #pragma unroll
             for (int j = 0; j < LOADS; ++j) {
                 const int at = vector + j * WARP;
-                if (first + i < count_ && from >= 0 && at < VECTORS) loaded_[i][j] = load16(item + 16 * at);
-            }
-        }
-    }
-
-    __device__ __forceinline__ void store(int step) {
-        const int first = step / SEGMENTS * ITEMS;
-        const int vector = step % SEGMENTS * LOADS * WARP + lane_id();
-#pragma unroll
-        for (int i = 0; i < ITEMS; ++i) {
-            const i64 to = __shfl_sync(ALL_LANES, to_, first + i);
-            u8* item = to_base_ + to * ITEM_BYTES;
-#pragma unroll
-            for (int j = 0; j < LOADS; ++j) {
-                const int at = vector + j * WARP;
-                if (first + i < count_ && to >= 0 && at < VECTORS) store16(item + 16 * at, loaded_[i][j]);
+                if (first + i < count_ && slot >= 0 && at < VECTORS) body(loaded_[i][j], item + 16 * at);
             }
         }
     }
@@ -124,8 +111,8 @@ class WarpCopy {
         if (ALIGNED) {
             const int steps = ceil_div(count_, ITEMS) * SEGMENTS;
             for (int step = 0; step < steps; ++step) {
-                load(step);
-                store(step);
+                each_vector(step, from_base_, from_, [](uint4& vector, const u8* from) { vector = load16(from); });
+                each_vector(step, to_base_, to_, [](uint4 vector, u8* to) { store16(to, vector); });
             }
         } else {
             for (int i = 0; i < count_; ++i) {

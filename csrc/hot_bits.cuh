@@ -1,5 +1,5 @@
-// Every thread has a run of hot indices. What is known of them lies in memory as bytes, 0 or 1, and is worked on as bits of
-// one word or a few ("pieces").
+// Every thread has a run of hot indices. Their flags are bytes of 0 or 1 in memory, and bits of one or a few words
+// ("pieces") in registers.
 #pragma once
 
 #include "common.cuh"

@@ -1,9 +1,9 @@
 // The misses of one request, in top-k order, and which of them are distinct.
 //
-// Nearly always all are: an indexer's top-k has no position twice. So it is made certain first, at the price of one
-// atomic operation per miss: every missing position sets its bit in a bitmap, and who finds it set has met an equal, or a
-// position that shares its bit, where the bitmap is smaller than the context. Bits are cleared one by one, by those that
-// are about to set them. Only when two have met is there a second, slower look.
+// Nearly always all are: an indexer's top-k has no position twice. One atomic operation per miss checks that: every
+// missing position sets its bit in a bitmap. A position that finds its bit set equals another one, or shares its bit with
+// one where the bitmap is smaller than the context; only then are equals looked for in a hash table, which is slower. The
+// bitmap is never cleared as a whole: each position clears its bit before it sets it.
 #pragma once
 
 #include "request.cuh"
@@ -13,13 +13,13 @@ class Misses {
     const Shared& shared_;
     bool met_ = false;
 
-    // Misses are dealt out to threads singly: of a short list most warps have none.
+    // Consecutive misses go to consecutive threads, so that most warps have none of a short list.
     static __device__ __forceinline__ int index(int j) { return j * THREADS + threadIdx.x; }
 
     __device__ __forceinline__ u32* seen(i32 position) const { return shared_.seen + (position & (SEEN - 1)) / 32; }
 
-    // The bucket in which a position's equals meet: a hash table with linear probing (Knuth, The Art of Computer Programming,
-    // vol. 3, 6.4, algorithm L; its hash function is Fibonacci's). A bucket has the smallest index of its position.
+    // The bucket of a miss's position, which equal positions share. A hash table with linear probing (Knuth, The Art of
+    // Computer Programming, vol. 3, 6.4, algorithm L) and Fibonacci hashing; a bucket has the smallest index of its position.
     __device__ i32* enter(int index) const {
         const i32 position = shared_.miss_position[index];
         for (u32 at = static_cast<u32>(position) * 2654435769u >> (32 - BUCKET_BITS);; at = (at + 1) & (BUCKETS - 1)) {
@@ -33,7 +33,7 @@ class Misses {
     }
 
   public:
-    bool repeated;  // whether the list had to be looked at again: then indices have ranks
+    bool repeated;  // whether the list may have repeats: then indices have ranks
 
     __device__ __forceinline__ Misses(const Request& request, const Shared& shared) : request_(request), shared_(shared) {}
 
@@ -53,7 +53,7 @@ class Misses {
         copy_async_bytes<8>(shared_.host_slot + miss, request_.host_slot_of + position);
     }
 
-    // A barrier of the block, after which it is known whether equals may have met.
+    // A barrier of the block, which sets `repeated`.
     __device__ __forceinline__ void meet() { repeated = __syncthreads_or(met_); }
 
     // Strike the repeats off the list, whose distinct misses get ranks. Returns how many these are. All threads come

@@ -1,4 +1,4 @@
-// What a swap-in is given, what one request has of it, and the shared memory that a block works in.
+// The parameters of a swap-in, one request's part of them, and the layout of a block's shared memory.
 #pragma once
 
 #include "clock.cuh"
@@ -44,7 +44,7 @@ __device__ __forceinline__ i64 slot_at(const i64* granules, u32 hot) {
     return first < 0 ? -1 : first + hot % HOT_GRANULE;
 }
 
-// Each thread has PLACES places of the top-k order, and each warp a run of them, in chunks of its width.
+// Each warp has PLACES chunks of WARP consecutive places of the top-k order, and each of its threads one place per chunk.
 constexpr int PLACES = ceil_div(TOP_K, THREADS);
 
 __device__ __forceinline__ int chunk(int j) { return warp_id() * PLACES + j; }
@@ -61,45 +61,36 @@ struct Selected {
     __device__ __forceinline__ i32 last_hot() const { return static_cast<i32>(packed >> 32); }
 };
 
-// Dynamic shared memory. The offsets are those of hisparse/cuda/specialization.py; what is only written when something
-// else has been read lies over it.
+// Dynamic shared memory, at the offsets of hisparse/cuda/specialization.py. Some arrays lie over others: they are written
+// only when those have been read.
 struct Shared {
-    u64* selected;       // [TOP_K], Selected
-    u64* arrived;        // [1], of `selected`
-    i64* host_slot;      // [TOP_K], of each distinct miss that this block fetches; over `selected`
-    i32* position_at;    // [HOT_SIZE]
-    i32* miss_position;  // [TOP_K], the misses in top-k order; over `position_at`, like the next two
-    u16* victims;        // [TOP_K], hot index that each distinct miss takes
-    u16* rank;           // [TOP_K], of each miss among the distinct ones, if there are repeats
-    i64* granules;       // [GRANULES]
-    u32* seen;           // [SEEN] bits, of positions that are missing
-    i32* buckets;        // [BUCKETS]; over `seen`
-    u8* protect;         // [HOT_SIZE], 1 for this step's hits
-    u32* totals;         // [WARPS], what each warp counted
-    u32* kinds;          // [WARPS], and the Kinds of its hot indices
-    u32* at_hand;        // [1], Kinds below the hand among the hot indices of its warp
+    u8* memory;
+    u64* selected = at<u64>(SHARED_SELECTED);        // [TOP_K], Selected
+    u64* arrived = at<u64>(SHARED_ARRIVED);          // [1], of `selected`
+    i64* host_slot = at<i64>(SHARED_SELECTED);       // [TOP_K], of this block's distinct misses; over `selected`
+    i32* position_at = at<i32>(SHARED_POSITION_AT);  // [HOT_SIZE]
+    i32* miss_position = position_at;                // [TOP_K], misses in top-k order; over `position_at`, like the next two
+    u16* victims = at<u16>(SHARED_POSITION_AT + 4 * TOP_K);  // [TOP_K], hot index that each distinct miss takes
+    u16* rank = victims + TOP_K;                     // [TOP_K], of each miss among the distinct ones, if there are repeats
+    i64* granules = at<i64>(SHARED_GRANULES);        // [GRANULES]
+    u32* seen = at<u32>(SHARED_SEEN);                // [SEEN] bits, of positions that are missing
+    i32* buckets = at<i32>(SHARED_SEEN);             // [BUCKETS]; over `seen`
+    u8* protect = at<u8>(SHARED_PROTECT);            // [HOT_SIZE], 1 for this step's hits
+    u32* totals = at<u32>(SHARED_TOTALS);            // [WARPS], what each warp counted
+    u32* kinds = at<u32>(SHARED_KINDS);              // [WARPS], and the Kinds of its hot indices
+    u32* at_hand = at<u32>(SHARED_AT_HAND);          // [1], Kinds below the hand among the hot indices of its warp
 
-    __device__ __forceinline__ explicit Shared(u8* memory)
-        : selected(reinterpret_cast<u64*>(memory + SHARED_SELECTED)),
-          arrived(reinterpret_cast<u64*>(memory + SHARED_ARRIVED)),
-          host_slot(reinterpret_cast<i64*>(memory + SHARED_SELECTED)),
-          position_at(reinterpret_cast<i32*>(memory + SHARED_POSITION_AT)),
-          miss_position(position_at),
-          victims(reinterpret_cast<u16*>(miss_position + TOP_K)),
-          rank(victims + TOP_K),
-          granules(reinterpret_cast<i64*>(memory + SHARED_GRANULES)),
-          seen(reinterpret_cast<u32*>(memory + SHARED_SEEN)),
-          buckets(reinterpret_cast<i32*>(memory + SHARED_SEEN)),
-          protect(memory + SHARED_PROTECT),
-          totals(reinterpret_cast<u32*>(memory + SHARED_TOTALS)),
-          kinds(reinterpret_cast<u32*>(memory + SHARED_KINDS)),
-          at_hand(reinterpret_cast<u32*>(memory + SHARED_AT_HAND)) {}
+    __device__ __forceinline__ explicit Shared(u8* dynamic) : memory(dynamic) {}
+
+    template <typename T>
+    __device__ __forceinline__ T* at(int offset) const {
+        return reinterpret_cast<T*>(memory + offset);
+    }
 };
 
-// Sums over the block's warps of what each of them wrote, once the block has met at a barrier. Up to 32 bits, in which
-// several sums may share out their bits.
+// Sums over the block's warps of the numbers that they wrote before a barrier. A number may be several packed into 32 bits.
 struct Totals {
-    u32 up_to;  // this lane's: the sum of the warps up to the one of the lane's number
+    u32 up_to;  // lane i: the sum over warps 0 .. i
 
     __device__ __forceinline__ explicit Totals(const u32* of_warps) {
         const int lane = lane_id();

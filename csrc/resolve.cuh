@@ -1,11 +1,11 @@
-// Resolve, for one request: what is known of each selected position, and the clock's sums.
+// Resolve, for one request: where each selected position is, and the sums that the clock needs.
 #pragma once
 
 #include "misses.cuh"
 #include "request.cuh"
 
-// Look up this block's share of the selected positions and tell all blocks; load the rest of the state meanwhile. Ends when
-// all is known and the block has met at a barrier. Returns this thread's violations.
+// Look up this block's share of the selected positions and send them to all blocks; load the rest of the state meanwhile.
+// Returns this thread's violations, after a barrier of the block behind which everything has arrived.
 __device__ __forceinline__ u32 look_up(const Request& request, const i64 (&loaded)[PLACES], const Cluster& cluster,
                                        const Mailbox& mailbox, const Shared& shared) {
     i32 position[PLACES], last_hot[PLACES];
@@ -34,7 +34,7 @@ __device__ __forceinline__ u32 look_up(const Request& request, const i64 (&loade
     return violations;
 }
 
-// What a thread knows of its places. Every block of a cluster has the same, and shares out looking up and writing.
+// A thread's places. They are the same in every block of a cluster; looking up and writing are shared between the blocks.
 struct Places {
     i32 hot[PLACES];       // HOT_SIZE for the newest position, NONE if nothing is selected or it is missing
     i32 position[PLACES];  // NONE if nothing is selected

@@ -8,7 +8,7 @@ class WarpMisses {
     const Request& request_;
     const Shared& shared_;
     const Cluster& cluster_;
-    int begin_, end_;  // of the block's
+    int begin_, end_;  // among the block's misses
 
     __device__ __forceinline__ int miss(int of_block) const { return of_block << cluster_.log2_size() | cluster_.rank; }
 
@@ -20,8 +20,8 @@ class WarpMisses {
         end_ = (warp_id() + 1) * of_block / WARPS;
     }
 
-    // Record that they have taken their victims' places, and list what has to be copied. Returns violations: misses that
-    // have no host or hot slot.
+    // Record that they have taken their victims' places, and list what has to be copied. Returns violations: misses
+    // without a host slot or a hot slot.
     __device__ __forceinline__ u32 settle() const {
         u32 violations = 0;
         for (int of_block = begin_ + lane_id(); of_block < end_; of_block += WARP) {

@@ -1,14 +1,14 @@
 // Swap-in: decide hits and victims of one decode step in one index layer (resolve), and bring the missing items of one
 // layer from pinned host memory (fetch). The policy is that of hisparse/residency.py.
 //
-// A cluster of blocks serves one request. Each of its blocks looks up its share of the selected positions and tells the
-// others, then all of them run the clock, each for itself, and then each writes and fetches its share of the misses, which
-// takes that all have read the state by then. So a lone request still keeps enough loads in flight to fill the PCIe link.
+// A cluster of blocks serves one request, so that a lone request still keeps enough loads in flight to fill the PCIe link.
+// Each block looks up its share of the selected positions and sends it to the others. Every block then runs the whole clock
+// for itself. When all have read the old state, each block writes and fetches its share of the misses.
 #include "copy_item.cuh"
 #include "resolve.cuh"
 #include "settle.cuh"
 
-// Padding selects nothing, and what a short request selects is resident where its position says.
+// Padding selects nothing. A short request has each position at the hot index of the same number.
 __device__ void resolve_unmanaged(const SwapInParams& p, const Request& request, const POSITION_T* positions,
                                   const Cluster& cluster, bool padding) {
     u32 hits = 0, violations = 0;
@@ -32,7 +32,7 @@ __device__ __forceinline__ void load_positions(const POSITION_T* positions, int 
     for (int j = 0; j < PLACES; ++j) loaded[j] = cluster.is_mine(chunk(j)) && place(j) < k ? positions[place(j)] : NONE;
 }
 
-// One block per processor is enough, and says so: else the compiler makes room for two by spilling registers.
+// One block per processor is enough. Without the bound the compiler spills registers to make room for two.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) swap_in(const __grid_constant__ SwapInParams p) {
     extern __shared__ __align__(16) u8 memory[];
     const Shared shared(memory);

@@ -1,61 +1,55 @@
-"""Which prefill nodes do what they were asked to, and which are dead: judged by what is heard of them."""
+"""Which prefill nodes are unwell or dead, judged by what is heard of them."""
 
 import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from control.messages import Peer
 from control.plane import ControlPlane
 from decode_node.attempt import AttemptState, PrefillAttempt
 
 SILENCE_S = 2.5
-"""After so many seconds without a sign of life a node that has work is taken for unwell, though not for dead."""
+"""A node that has work and was not heard for so long counts as unwell, though not as dead."""
 FAILURES = 3
-"""A node that failed so many different requests in a row is passed over: it may fail at everything, and fast."""
+"""A node that failed so many different requests in a row is passed over."""
 TRIAL_AFTER_S = 10.0
-"""So long after its last failure such a node gets one request, and whatever it is asked if that succeeds."""
+"""So long after its last failure such a node gets one request on trial."""
 _REMEMBERED = 4096
-
-Fault = TypeVar("Fault")
 
 
 @dataclass
-class _Failures:
-    """A node's failures in a row: of which requests, when the last was, and which request tries the node again."""
+class _Faults:
+    """What is wrong with a node. Failures count in a row, each request once."""
 
-    requests: set[str] = field(default_factory=set)
-    last_at: float = 0.0
+    silent_since: float | None = None
+    """When it was found silent (time.monotonic)."""
+    is_stuck: bool = False
+    stuck_in: int | None = None
+    """The forward pass that it was found stuck in; None if it reported none."""
+    failed_requests: set[str] = field(default_factory=set)
+    failed_at: float = 0.0
     trial: str | None = None
-
-    def may_be_asked(self, now: float) -> bool:
-        if len(self.requests) < FAILURES:
-            return True
-        return self.trial is None and now - self.last_at >= TRIAL_AFTER_S
+    """The request that tries the node again after failures."""
 
 
 class Health:
-    """What was found wrong with prefill nodes, until it shows that it is wrong no more. One loop calls it.
+    """Remembers the faults of prefill nodes until the nodes show that the faults are over. One loop calls it.
 
-    `patience`: seconds that a node may take to accept a request, or to get on with those that it computes.
+    `patience`: seconds that a node may take to accept a request, or to make progress with those that it computes.
     """
 
     def __init__(self, control: ControlPlane, patience: float) -> None:
         self._control = control
         self._patience = patience
-        self._silent: OrderedDict[Peer, float] = OrderedDict()
-        """When each was found silent (time.monotonic)."""
-        self._stuck: OrderedDict[Peer, int | None] = OrderedDict()
-        """The forward pass that each was found stuck in; None if it has not told of one."""
-        self._failing: OrderedDict[Peer, _Failures] = OrderedDict()
+        self._faults: OrderedDict[Peer, _Faults] = OrderedDict()
 
     @property
     def stuck(self) -> set[Peer]:
-        """Nodes that answer pings and do not get on. Only their answer to Holding shows that this is over."""
-        return set(self._stuck)
+        """Nodes that answer pings and make no progress. Only their answer to Holding shows that this is over."""
+        return {node for node, faults in self._faults.items() if faults.is_stuck}
 
     def trouble(self, attempt: PrefillAttempt, now: float) -> str | None:
-        """Why an attempt is not waited for any longer, or None. Its node is passed over for as long as that lasts."""
+        """Why an attempt should be given up, or None. A silent or stuck node is then passed over until it recovers."""
         node = attempt.node
         heard = max(self._control.last_heard(node.boot_id) or 0.0, attempt.dispatched_at)
         if self._replaced_after(node, attempt.dispatched_at):
@@ -65,71 +59,67 @@ class Health:
             return f"prefill node {node.address} is silent"
         if now - attempt.progressed_at <= self._patience:
             return None
-        _remember(self._stuck, node, attempt.current_pass)
+        faults = self._faults_of(node)
+        faults.is_stuck, faults.stuck_in = True, attempt.current_pass
         missing = "not accepted it" if attempt.state is AttemptState.REQUESTED else "made no progress"
         return f"prefill node {node.address} has {missing} for {self._patience:g} s"
 
     def suspect(self, node: Peer, now: float) -> None:
-        """The node was silent although it has work. It is passed over until it answers a ping that is sent later."""
-        _remember(self._silent, node, now)
+        """Pass the node over until it answers a ping that is sent later: it was silent although it has work."""
+        self._faults_of(node).silent_since = now
 
     def is_well(self, node: Peer) -> bool:
-        """Whether nothing is wrong with a node, as far as is known."""
-        since = self._silent.get(node)
-        if since is not None and (self._control.alive_after(node.boot_id) or 0.0) > since:
-            del self._silent[node]
-        failing = self._failing.get(node)
-        return (
-            node not in self._silent
-            and node not in self._stuck
-            and (failing is None or failing.may_be_asked(time.monotonic()))
-        )
+        """Whether no fault of the node is known."""
+        faults = self._faults.get(node, _Faults())
+        if faults.silent_since is not None and (self._control.alive_after(node.boot_id) or 0.0) > faults.silent_since:
+            faults.silent_since = None
+        may_be_tried = faults.trial is None and time.monotonic() - faults.failed_at >= TRIAL_AFTER_S
+        is_failing = len(faults.failed_requests) >= FAILURES and not may_be_tried
+        return not (faults.silent_since is not None or faults.is_stuck or is_failing)
 
     def begun(self, node: Peer, request_id: str) -> None:
-        """A node was asked to prefill a request. If it is one that failed, this tries it."""
-        failing = self._failing.get(node)
-        if failing is not None and len(failing.requests) >= FAILURES:
-            failing.trial = request_id
+        """The node was asked to prefill a request. If the node is passed over for failures, this is its trial."""
+        faults = self._faults.get(node)
+        if faults is not None and len(faults.failed_requests) >= FAILURES:
+            faults.trial = request_id
 
     def failed(self, node: Peer, request_id: str) -> None:
-        """A node did not do what it was asked to, by its own word or by what arrived."""
-        failing = self._failing.get(node) or _Failures()
-        failing.requests.add(request_id)
-        failing.last_at = time.monotonic()
-        _remember(self._failing, node, failing)
+        """The node failed a request: it said so, or what it sent was wrong."""
+        faults = self._faults_of(node)
+        faults.failed_requests.add(request_id)
+        faults.failed_at = time.monotonic()
 
     def ended(self, attempt: PrefillAttempt) -> None:
-        """An attempt is over: its node may be tried by another request, or does its work again."""
-        failing = self._failing.get(attempt.node)
+        """Take the end of an attempt: one that landed clears its node's failures, any other ends a trial."""
+        if (faults := self._faults.get(attempt.node)) is None:
+            return
         if attempt.state is AttemptState.LANDED:
-            self._failing.pop(attempt.node, None)
-        elif failing is not None and failing.trial == attempt.id.request_id:
-            failing.trial = None
+            faults.failed_requests.clear()
+        if attempt.state is AttemptState.LANDED or faults.trial == attempt.id.request_id:
+            faults.trial = None
 
     def note_pass(self, node: Peer, current_pass: int | None) -> None:
-        """A node says which forward pass is under way. If it is not the one that it hung in, it gets on again."""
-        hung_in = self._stuck.get(node)
-        if hung_in is None or hung_in != current_pass:
-            self._stuck.pop(node, None)
+        """The node reports its forward pass. Another one than it was stuck in shows that it makes progress again."""
+        faults = self._faults.get(node)
+        if faults is not None and (faults.stuck_in is None or faults.stuck_in != current_pass):
+            faults.is_stuck = False
 
     def is_dead(self, writer: Peer, asked_after: float) -> bool:
-        """Whether it is proved that a process has ended which may write to slots that are not wanted any more.
+        """Whether the process is proved to have ended, so that it writes nothing more.
 
-        The proof is another process that answers at its address, to a ping that was sent after that time: an answer to
-        an earlier one may be by the process before the writer. And the writer itself has been silent until then, or
-        else two that live were given the same address.
+        The proof: another process at its address answered a ping that was sent after `asked_after` (an earlier answer
+        may come from the process before the writer), and after the writer had been silent for SILENCE_S (otherwise
+        both may live, with the same address by mistake).
         """
         heard = self._control.last_heard(writer.boot_id)
-        silent_since = asked_after if heard is None else max(asked_after, heard + SILENCE_S)
-        return self._replaced_after(writer, silent_since)
+        return self._replaced_after(writer, asked_after if heard is None else max(asked_after, heard + SILENCE_S))
 
     def _replaced_after(self, node: Peer, asked_after: float) -> bool:
-        """Whether another process has answered a ping to the node's address that was sent after that time."""
+        """Whether another process at the node's address answered a ping that was sent after that time."""
         answer = self._control.answer_at(node.address)
         return answer is not None and answer.boot_id != node.boot_id and answer.asked_at > asked_after
 
-
-def _remember(found: OrderedDict[Peer, Fault], node: Peer, fault: Fault) -> None:
-    found[node] = fault
-    if len(found) > _REMEMBERED:
-        found.popitem(last=False)
+    def _faults_of(self, node: Peer) -> _Faults:
+        if node not in self._faults and len(self._faults) >= _REMEMBERED:
+            self._faults.popitem(last=False)
+        return self._faults.setdefault(node, _Faults())

@@ -1,4 +1,4 @@
-"""What a decode node takes on."""
+"""Which requests a decode node accepts."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from control.messages import Generate
 
 @dataclass(frozen=True)
 class Limits:
-    """host_slots: of the whole host pool. max_waiting: requests that hold nothing yet; beyond it they are rejected."""
+    """host_slots: of the whole host pool. max_waiting: requests in state WAITING; more are rejected."""
 
     context_length: int
     vocab_size: int

@@ -1,4 +1,4 @@
-"""Prompts that the decode node computes itself: chunks into device pages, then a copy to the host tier."""
+"""Computes prompts on the decode node: chunks into device pages, then a copy to the host tier."""
 
 from dataclasses import dataclass
 
@@ -12,15 +12,13 @@ from hisparse.swap_in import StagedKV
 
 @dataclass(eq=False)
 class LocalJob(PrefillJob):
-    """A request's tokens, to be computed on this node."""
-
     request: Request
 
 
 class LocalPrefill:
-    """Owns the requests in states LOCAL_PREFILL and STAGING, and the device pages that their prompts lie in.
+    """Owns the requests in states LOCAL_PREFILL and STAGING, and the device pages of their prompts.
 
-    Forward passes are queued behind decode steps, one at a time, and nobody waits for them.
+    Forward passes are queued behind decode steps, one at a time. The loop never waits for them.
     """
 
     def __init__(self, prefill: ChunkedPrefill[LocalJob], coordinator: HiSparseCoordinator) -> None:
@@ -29,11 +27,11 @@ class LocalPrefill:
         self._jobs: dict[str, LocalJob] = {}
         self._staging: dict[str, Request] = {}
         self._queued: torch.cuda.Event | None = None
-        """The end of the pass that was queued last, on a CUDA device."""
+        """The end of the last forward pass, on a CUDA device."""
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` and `staged` have something to do: also for aborted copies, which end in `staged`."""
+        """Whether `step` or `staged` has something to do. Aborted copies end in `staged`, too."""
         return bool(self._jobs or self._coordinator.num_staging)
 
     @property
@@ -45,14 +43,14 @@ class LocalPrefill:
         return self._prefill.fits(num_tokens)
 
     def start(self, request: Request) -> None:
-        """Compute a request that holds host slots for its tokens."""
+        """Compute the prompt of a request that holds host slots for it."""
         request.move(RequestState.LOCAL_PREFILL)
         job = LocalJob(torch.tensor(request.tokens[:-1]), request)
         self._jobs[request.request_id] = job
         self._prefill.add(job)
 
     def cancel(self, request: Request) -> bool:
-        """Give a computing or staging request up. Whether its host slots are still the caller's to release."""
+        """Give up a computing or staging request. Whether the caller must release its host slots."""
         if request.state is RequestState.STAGING:
             del self._staging[request.request_id]
             self._coordinator.abort_staging_request(request.request_id)
@@ -62,7 +60,7 @@ class LocalPrefill:
         return True
 
     def step(self) -> None:
-        """Queue one chunk, unless the one before is still being computed. What it completes is copied to the host."""
+        """Queue one chunk, unless the one before is still being computed. Finished prompts are copied to the host."""
         if self._queued is not None and not self._queued.query():  # type: ignore[no-untyped-call]
             return
         if (step := self._prefill.plan()) is None:
@@ -77,8 +75,8 @@ class LocalPrefill:
                 self._stage(self._jobs.pop(job.request.request_id))
 
     def staged(self) -> tuple[list[Request], list[tuple[Request, Exception]]]:
-        """Requests whose copy is over: those that landed, which have their host slots back, and those whose copy
-        failed, which hold nothing and are for the caller to end."""
+        """Requests whose copy has ended: those that landed and own their host slots again, and those whose copy failed,
+        which the caller must end."""
         staged = self._coordinator.poll_staging()
         landed = [self._staging.pop(request_id) for request_id in staged.landed]
         for request in landed:

@@ -1,4 +1,4 @@
-"""Work that another thread wants done on the node's loop, since the loop owns the state that it concerns."""
+"""Runs an action of another thread on the node's loop, which owns the state that the action needs."""
 
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -9,20 +9,20 @@ Result = TypeVar("Result")
 
 
 class LoopBusy(Exception):
-    """The loop did not get to it in time. Nothing was done and nothing will be."""
+    """The loop did not begin the action in time, and never will."""
 
 
 @dataclass(frozen=True)
 class LoopCall:
-    """An event for the node's inbox; `run` never raises."""
+    """An action in the node's inbox. `run` never raises."""
 
     run: Callable[[], None]
 
 
 def on_loop(post: Callable[[LoopCall], None], action: Callable[[], Result], timeout: float) -> Result:
-    """Have the loop carry out `action`, and wait for its result or its exception.
+    """Have the loop run `action`, and wait for its result or its exception.
 
-    post: puts an event into the loop's inbox. Raises LoopBusy after `timeout` seconds in which it was not begun.
+    post: puts an event into the loop's inbox. Raises LoopBusy if the action was not begun within `timeout` seconds.
     """
     result: Future[Result] = Future()
 

@@ -1,4 +1,4 @@
-"""The decode node's loop: receive, take a turn, stream."""
+"""The decode node's loop: receive messages, prefill, decode, stream."""
 
 import time
 
@@ -8,24 +8,17 @@ from control.membership import Membership
 from control.messages import (
     Accepted,
     Cancel,
-    ChunkDone,
     Ended,
     Generate,
     HeartbeatAck,
     Message,
-    NotHeld,
     Peer,
-    PrefillAccepted,
-    PrefillDone,
-    PrefillFailed,
-    Progress,
-    Quiesced,
     Refused,
     Registered,
     Resend,
 )
 from decode_node.loop_call import LoopCall
-from decode_node.remote_prefill import RemotePrefill
+from decode_node.remote_prefill import PrefillMessage, RemotePrefill
 from decode_node.request import RequestState
 from decode_node.scheduler import Scheduler
 from decode_node.verifier import Verified
@@ -41,14 +34,14 @@ _IDLE_WAIT_S = 0.1
 _BUSY_PREFILL_WAIT_S = 0.02
 _GATEWAY_SILENCE_S = 30.0
 _FAREWELL_S = 0.5
-"""How long a node that has nothing left still says so: gateways may have sent requests before they heard of it."""
+"""How long an empty node still refuses requests before it ends: gateways may not know yet that it leaves."""
 
 Event = Verified | LoopCall
-"""What other threads of this process put into the loop's inbox."""
+"""What other threads put into the loop's inbox."""
 
 
 class DecodeNode:
-    """Brings messages to the scheduler and the remote prefills, and gives both their turns."""
+    """Takes messages to the scheduler and to the remote prefills, and gives each its turn."""
 
     def __init__(
         self,
@@ -66,16 +59,16 @@ class DecodeNode:
         self._coordinator = coordinator
         self._membership = membership
         self._exported = SwapInCounters(0, 0, 0, 0)
-        """What /metrics was told of swap-in; of the thread that refreshes it."""
+        """The swap-in counters that /metrics has; only the thread that refreshes metrics uses it."""
         self._violations = 0
-        """How many swap-in violations the loop knows of."""
+        """Swap-in violations that the loop has handled."""
         self._housekeeping_at = 0.0
         self._was_busy = False
 
     def run(self) -> None:
-        """Serve until told to stop; finish what streams and hand over the rest; end what is left.
+        """Serve until told to stop; then finish what streams, hand over the rest, and end what is left.
 
-        Raises DeviceFailed, once every client has its error, if the device does not work any more.
+        Raises DeviceFailed, after every client has got its error, if the device does not work any more.
         """
         try:
             self._run()
@@ -91,7 +84,7 @@ class DecodeNode:
         self._shell.leave()
         farewell_until = time.monotonic() + _FAREWELL_S
         self._scheduler.hand_over("the decode node is stopping")
-        while lifecycle.phase is Phase.DRAINING and (self._holds_something or time.monotonic() < farewell_until):
+        while lifecycle.phase is Phase.DRAINING and (self._must_stay or time.monotonic() < farewell_until):
             self._turn()
         self._scheduler.end_all("the decode node is stopping")
 
@@ -99,24 +92,24 @@ class DecodeNode:
         for item in self._shell.receive(self._patience()):
             self._take(item)
         now = time.monotonic()
-        self._scheduler.apply(self._remote.tick(now))
+        self._scheduler.retry(self._remote.tick(now))
         self._housekeep(now)
         self._scheduler.turn()
         self._check_idle()
 
     @property
-    def _holds_something(self) -> bool:
-        """Requests, or slots that a live prefill node may be writing to: its writes would fail if they went."""
-        return bool(self._scheduler.requests) or self._remote.written_to
+    def _must_stay(self) -> bool:
+        """Whether there are requests, or slots that a live prefill node may be writing to: its writes would fail."""
+        return bool(self._scheduler.requests) or self._remote.abandoned.written_to
 
     def refresh_metrics(self) -> None:
-        """Bring the gauges and counters up to date for a scrape. One thread calls it, which need not be the loop's."""
+        """Update gauges and counters for a scrape. Always called by the same thread, which need not be the loop's."""
         host, device, metrics = self._coordinator.host, self._coordinator.device, self._metrics
-        quarantined = self._remote.quarantined_slots
+        quarantined = self._remote.abandoned.num_slots
         metrics.host_slots.labels("free").set(host.free)
         metrics.host_slots.labels("quarantined").set(quarantined)
         metrics.host_slots.labels("used").set(host.used - quarantined)
-        metrics.quarantine_seconds.set(self._remote.quarantine_seconds(time.monotonic()))
+        metrics.quarantine_seconds.set(self._remote.abandoned.oldest_seconds(time.monotonic()))
         metrics.kv_tokens_outstanding.set(self._scheduler.outstanding_tokens)
         metrics.device_slots.labels("free").set(device.free_slots)
         metrics.device_slots.labels("used").set(device.used_slots)
@@ -140,7 +133,7 @@ class DecodeNode:
     def _take(self, item: tuple[Peer, Message] | Event) -> None:
         match item:
             case Verified():
-                self._scheduler.apply(self._remote.verified(item))
+                self._scheduler.retry(self._remote.verified(item))
             case LoopCall():
                 item.run()
             case (sender, message):
@@ -156,13 +149,11 @@ class DecodeNode:
             case Cancel():
                 self._scheduler.cancel(message.request_id, sender)
             case Ended():
-                self._scheduler.ended(message.request_id, sender)
+                self._scheduler.outputs.ended(message.request_id, sender)
             case Resend():
-                self._scheduler.resend(message.request_id, message.start, sender)
-            case (
-                PrefillAccepted() | ChunkDone() | PrefillDone() | PrefillFailed() | Quiesced() | NotHeld() | Progress()
-            ):
-                self._scheduler.apply(self._remote.take(sender, message))
+                self._scheduler.outputs.resend(message.request_id, message.start, sender)
+            case _ if isinstance(message, PrefillMessage):
+                self._scheduler.retry(self._remote.take(sender, message))
             case HeartbeatAck():
                 self._remote.nodes.learn(sender.address, message.prefill_nodes, message.longest_prompts)
                 self._remote.nodes.retire(*message.leaving)
@@ -172,24 +163,23 @@ class DecodeNode:
                 log.warning("not for a decode node", kind=type(message).__name__, sender=sender.address)
 
     def _housekeep(self, now: float) -> None:
-        """Once a second, end the requests whose tokens nobody would read, and those whose tokens may be wrong."""
+        """Once a second, end requests whose gateway is gone and requests whose tokens may be wrong."""
         if now < self._housekeeping_at:
             return
         self._housekeeping_at = now + 1.0
-        self._end_unread(now)
+        self._end_without_gateway(now)
         self._end_violated()
 
-    def _end_unread(self, now: float) -> None:
-        """End the requests of gateways that are gone."""
+    def _end_without_gateway(self, now: float) -> None:
         for request in list(self._scheduler.requests.values()):
             if self._membership.gateway_lost(request.gateway, now, _GATEWAY_SILENCE_S):
                 log.warning("gateway is gone", request_id=request.request_id, gateway=request.gateway.address)
                 self._scheduler.end(request, "abort")
 
     def _end_violated(self) -> None:
-        """If swap-in met violations since the last time, end what has decoded since then: nobody knows whose they were.
+        """If there were swap-in violations since the last look, end every request that was in a step since then.
 
-        Whoever is in a step in flight is a suspect now and the next time.
+        Nobody knows which of them had the violations. Requests in a step in flight are suspects the next time, too.
         """
         suspects = self._scheduler.take_stepped()
         violations = self._coordinator.counters().violations - self._violations
@@ -201,7 +191,7 @@ class DecodeNode:
             self._scheduler.end(request, "error", f"its tokens may be wrong (swap-in violations: {violations})")
 
     def _check_idle(self) -> None:
-        """When nothing is held any more, for a request or after one, see that nothing was left behind."""
+        """Check for leaked slots whenever the last request has gone."""
         busy = self._scheduler.holds_something
         if self._was_busy and not busy:
             self._scheduler.check_idle()

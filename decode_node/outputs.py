@@ -1,11 +1,11 @@
-"""Streams tokens back to the gateways that asked for them.
+"""Streams tokens to gateways.
 
-A message that is lost shows by the index of the next token: the gateway asks for what it has missed (`Resend`), so all
-tokens of a request are kept until it says that it has them (`Ended`). After the last one nothing would show that it was
-lost, so the output that ends a request is repeated until then.
+A gateway notices a lost message by the index of the next token and asks for what it has missed (`Resend`). So a
+request's tokens are kept until the gateway says that it has all (`Ended`). Nothing would follow the last output, so
+that one is repeated until then.
 
-What is kept is bounded: a running request has at most its `max_new_tokens`, one that has ended is forgotten after
-`_KEPT_FOR_S`, and one that was given up (its client or its gateway has gone, or it failed) keeps its last output only.
+What is kept is bounded: a running request has at most `max_new_tokens`; an ended one is forgotten after `_KEPT_FOR_S`;
+one that was given up (client or gateway gone, or an error) keeps its last output only.
 """
 
 import time
@@ -23,25 +23,23 @@ from decode_node.streamed_tokens import StreamedTokens
 log = structlog.get_logger(__name__)
 
 _KEPT_FOR_S = 30.0
-"""How long a gateway that does not answer is told of the end of a request, and may ask for its tokens: it is gone, or
-has given up by then."""
+"""How long the end of a request is repeated, and its tokens are kept. By then a silent gateway is gone or gave up."""
 _TOKENS_AGAIN = 1024
-"""In one message, at most: with twenty alternatives each they take some 300 KB."""
+"""Tokens in one message at most when they are sent again: with twenty alternatives each they take some 300 KB."""
 
-Key = tuple[str, str, str]
+StreamKey = tuple[str, str, str]
 
 
 @dataclass
 class _Stream:
-    """What a gateway was sent of a request."""
+    """What a gateway was sent of a request. last: the output that ended it."""
 
     tokens: StreamedTokens = field(default_factory=StreamedTokens)
     last: Output | None = None
-    """The output that ended it."""
 
 
 class OutputStream:
-    """Collects what one turn of the loop produced and sends one message per gateway."""
+    """Collects the outputs of one turn of the loop and sends one message per gateway."""
 
     def __init__(self, control: ControlPlane, metrics: Metrics) -> None:
         self._control = control
@@ -49,15 +47,10 @@ class OutputStream:
         self._pending: dict[Peer, list[Output]] = defaultdict(list)
         self._last: dict[Peer, list[Output]] = defaultdict(list)
         """Outputs that end a request."""
-        self._streams: dict[Key, _Stream] = {}
+        self._streams: dict[StreamKey, _Stream] = {}
         """Of requests of which the gateway may have missed something."""
-        self._over_since: OrderedDict[Key, float] = OrderedDict()
-        """When those of them that are over have ended (time.monotonic), the first to end first."""
-
-    @property
-    def tokens_kept(self) -> int:
-        """Tokens that a gateway may ask for again."""
-        return sum(len(stream.tokens) for stream in self._streams.values())
+        self._ended_at: OrderedDict[StreamKey, float] = OrderedDict()
+        """When the ended ones among them ended (time.monotonic), earliest first."""
 
     def token(self, request: Request, token: Token, finish_reason: FinishReason | None) -> None:
         """Stream a token that was just appended to the request."""
@@ -69,28 +62,36 @@ class OutputStream:
         request.last_token_at = now
         self._metrics.generated_tokens.inc()
         self._stream_of(request).tokens.append(token)
-        self._add(request, len(request.generated) - 1, (token,), finish_reason)
+        output = Output(
+            request_id=request.request_id,
+            start=len(request.generated) - 1,
+            tokens=(token,),
+            finish_reason=finish_reason,
+        )
+        self._add(request, output)
 
     def end(self, request: Request, finish_reason: FinishReason, error: str | None = None) -> None:
-        """Say that no more tokens will come. Those that came are of no use to the gateway any more."""
+        """End the stream of a request that was given up. The gateway needs none of its tokens any more."""
         self._stream_of(request).tokens = StreamedTokens()
-        self._add(request, len(request.generated), (), finish_reason, error)
+        start = len(request.generated)
+        output = Output(request_id=request.request_id, start=start, finish_reason=finish_reason, error=error)
+        self._add(request, output)
 
     def unknown(self, request_id: str, gateway: Peer) -> None:
-        """Answer for a request that is not here, or not any more: nothing of it is left."""
+        """Answer for a request that is not here, or not any more, with an abort."""
         self._forget(_key(request_id, gateway))
         self._pending[gateway].append(Output(request_id=request_id, start=0, finish_reason="abort"))
 
     def ended(self, request_id: str, gateway: Peer) -> None:
-        """The gateway has all of the request and knows that it is over."""
+        """The gateway has all tokens of the request and knows that it ended."""
         key = _key(request_id, gateway)
         self._control.answered(key)
         self._forget(key)
 
     def resend(self, request_id: str, start: int, gateway: Peer) -> None:
-        """The gateway has missed tokens: send those from `start` on again, and the end of the request if it is over.
+        """Send the tokens from `start` on again, and the end of the request if it has ended.
 
-        If nothing is kept of it, an abort: it cannot be completed.
+        If nothing of it is kept, send an abort: the gateway cannot complete it.
         """
         stream = self._streams.get(_key(request_id, gateway))
         if stream is None:
@@ -115,38 +116,26 @@ class OutputStream:
                 self._control.repeat(key, gateway, Outputs(outputs=(output,)), give_up_after=_KEPT_FOR_S)
         self._pending.clear()
         self._last.clear()
-        self._forget_old(time.monotonic())
+        now = time.monotonic()
+        while self._ended_at and now - next(iter(self._ended_at.values())) > _KEPT_FOR_S:
+            self._forget(next(iter(self._ended_at)))
 
     def _stream_of(self, request: Request) -> _Stream:
         return self._streams.setdefault(_key(request.request_id, request.gateway), _Stream())
 
-    def _add(
-        self,
-        request: Request,
-        start: int,
-        tokens: tuple[Token, ...],
-        finish_reason: FinishReason | None,
-        error: str | None = None,
-    ) -> None:
-        output = Output(
-            request_id=request.request_id, start=start, tokens=tokens, finish_reason=finish_reason, error=error
-        )
-        if finish_reason is None:
+    def _add(self, request: Request, output: Output) -> None:
+        if output.finish_reason is None:
             self._pending[request.gateway].append(output)
         else:
             self._last[request.gateway].append(output)
             self._stream_of(request).last = output
-            self._over_since[_key(request.request_id, request.gateway)] = time.monotonic()
-            self._metrics.requests_finished.labels(finish_reason).inc()
+            self._ended_at[_key(request.request_id, request.gateway)] = time.monotonic()
+            self._metrics.requests_finished.labels(output.finish_reason).inc()
 
-    def _forget(self, key: Key) -> None:
+    def _forget(self, key: StreamKey) -> None:
         self._streams.pop(key, None)
-        self._over_since.pop(key, None)
-
-    def _forget_old(self, now: float) -> None:
-        while self._over_since and now - next(iter(self._over_since.values())) > _KEPT_FOR_S:
-            self._forget(next(iter(self._over_since)))
+        self._ended_at.pop(key, None)
 
 
-def _key(request_id: str, gateway: Peer) -> Key:
+def _key(request_id: str, gateway: Peer) -> StreamKey:
     return "ended", request_id, gateway.boot_id

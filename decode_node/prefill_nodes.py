@@ -1,4 +1,4 @@
-"""Which prefill node is asked next: those that gateways name, in a request's order, without those that are unwell."""
+"""Which prefill node to ask next, among those that gateways list."""
 
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -10,12 +10,12 @@ from control.plane import ControlPlane
 from decode_node.health import Health
 
 _FORGOTTEN_AFTER_S = 30.0
-"""What a gateway said counts so long while others go on saying something. They do every second."""
+"""A gateway's list is dropped when the gateway was silent for so long while others still send theirs every second."""
 
 
 @dataclass(frozen=True)
-class _Said:
-    """What a gateway said of prefill nodes, and when. `longest_prompts`: tokens that a boot takes, as far as known."""
+class _GatewayList:
+    """The prefill nodes that a gateway listed, and when. longest_prompts: tokens that a boot takes, as far as known."""
 
     at: float
     nodes: tuple[Peer, ...]
@@ -23,48 +23,47 @@ class _Said:
 
 
 class PrefillNodes:
-    """The prefill nodes that gateways know, and which of them may be asked. One loop calls it."""
+    """The prefill nodes that gateways list, and which of them may be asked. One loop calls it."""
 
     def __init__(self, control: ControlPlane, health: Health) -> None:
         self._control = control
         self._health = health
-        self._by_gateway: dict[str, _Said] = {}
-        """The last to speak comes last."""
+        self._by_gateway: dict[str, _GatewayList] = {}
+        """The newest comes last."""
         self._retired: Tombstones[str] = Tombstones()
-        """Boots that said that they take no more requests."""
+        """Boots that take no more requests."""
 
     @property
     def known(self) -> set[Peer]:
-        return {node for said in self._by_gateway.values() for node in said.nodes}
+        return {node for listed in self._by_gateway.values() for node in listed.nodes}
 
     def learn(self, gateway: str, nodes: tuple[Peer, ...], longest_prompts: Mapping[str, int]) -> None:
-        """The prefill nodes that the gateway at that address knows, in order of preference, and what they take.
+        """Take the list of the gateway at that address, in order of preference.
 
-        What a gateway that has died once said is older than what others say, and then forgotten; if all are silent,
-        their last words stand.
+        Lists of gateways that have gone silent are dropped, but not if all are silent: then the last lists stand.
         """
         now = time.monotonic()
         others = {
-            other: said
-            for other, said in self._by_gateway.items()
-            if other != gateway and now - said.at < _FORGOTTEN_AFTER_S
+            other: listed
+            for other, listed in self._by_gateway.items()
+            if other != gateway and now - listed.at < _FORGOTTEN_AFTER_S
         }
-        self._by_gateway = {**others, gateway: _Said(now, nodes, longest_prompts)}
+        self._by_gateway = {**others, gateway: _GatewayList(now, nodes, longest_prompts)}
 
     def retire(self, *boot_ids: str) -> None:
-        """These processes leave: none of them is asked again, whoever still names it."""
+        """Never ask these processes again, whoever still lists them: they are shutting down."""
         for boot_id in boot_ids:
             self._retired.add(boot_id)
 
     def choose(self, ranking: Sequence[Peer], tried: Collection[str], prompt_tokens: int) -> Peer | None:
         """The next node to try for a request with this ranking, which has tried these boots; None if there is none.
 
-        The request's own ranking comes first, as far as gateways still know the nodes; then what else they know; a
-        node that no gateway names any more comes last, and one whose key was revoked never. If none of them takes so
-        long a prompt, they are asked all the same, and say so.
+        The request's own ranking comes first, as far as gateways still list the nodes; then other listed nodes; then
+        unlisted ones of the ranking. A node whose key was revoked is never asked. If none of them takes so long a
+        prompt, one is asked anyway, and its refusal names the limit.
         """
-        current = {node.address: node for said in self._by_gateway.values() for node in said.nodes}
-        longest = {boot: tokens for said in self._by_gateway.values() for boot, tokens in said.longest_prompts.items()}
+        current = {node.address: node for listed in self._by_gateway.values() for node in listed.nodes}
+        longest = {boot: most for listed in self._by_gateway.values() for boot, most in listed.longest_prompts.items()}
         ranked = [current[node.address] for node in ranking if node.address in current]
         ranked += [*current.values(), *(node for node in ranking if node.address not in current)]
         able = [node for node in ranked if longest.get(node.boot_id, prompt_tokens) >= prompt_tokens]

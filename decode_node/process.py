@@ -1,4 +1,4 @@
-"""A decode process: what it is made of, and in which order."""
+"""Puts a decode process together."""
 
 from contextlib import ExitStack
 
@@ -12,7 +12,7 @@ from control.keys import load_token
 from control.membership import Membership
 from control.messages import Heartbeat, Register
 from decode_node.config import DecodeConfig
-from decode_node.destination import buffers_of, destination_of
+from decode_node.destination import destination_of
 from decode_node.limits import Limits
 from decode_node.local_prefill import LocalPrefill
 from decode_node.node import DecodeNode, Event
@@ -69,13 +69,12 @@ def run_decode_node(config: DecodeConfig) -> None:
             shareable="shm" in transports.offered,
         )
         at_end.callback(coordinator.close)
-        buffers = buffers_of(coordinator.host)
-        transports.register(buffers)
-        # Before the pool goes: late writes are refused from here on.
-        at_end.callback(transports.unregister, buffers)
         destination = destination_of(coordinator.host, transports, identity_of(spec))
-        # Before the pool goes, too: it reads what has landed.
-        verifier = Verifier(buffers, shell.inbox.put)
+        transports.register(destination.buffers)
+        # Before the pool is closed: late writes are refused from then on.
+        at_end.callback(transports.unregister, destination.buffers)
+        # Closed before the pool, too, which it reads.
+        verifier = Verifier(destination.buffers, shell.inbox.put)
         at_end.callback(verifier.close)
         reservations: ReservationTable[HostSlots] = ReservationTable(
             coordinator.host.release, coordinator.host.retain, transports.cut
@@ -133,11 +132,11 @@ def run_decode_node(config: DecodeConfig) -> None:
 
 
 def _plan(config: DecodeConfig, hisparse: HiSparseConfig, spec: ModelSpec, device: torch.device) -> Sizes:
-    """Size the tiers and say what was sized to what."""
+    """Size the tiers and log the sizes."""
     if split := device_split(device, config.mem_fraction_static):
         log.info("sized", what=split)
     for_pools = pool_bytes(device, config.mem_fraction_static)
-    for_local_prefill = _local_prefill_bytes(config, spec)
+    for_local_prefill = _local_prefill_tokens(config, spec) * spec.kv_layout.token_bytes
     if for_local_prefill > for_pools:
         raise StartupError(
             f"--allow-local-prefill takes {human(for_local_prefill)} of device memory for one full context, but pools "
@@ -158,24 +157,16 @@ def _plan(config: DecodeConfig, hisparse: HiSparseConfig, spec: ModelSpec, devic
     return sizes
 
 
-def _local_prefill_pages(config: DecodeConfig, spec: ModelSpec) -> int:
-    """Device pages for one full context: local prefill is the fallback, not the way to serve many."""
-    return -(-spec.context_length // config.page_size) if config.allow_local_prefill else 0
-
-
-def _local_prefill_bytes(config: DecodeConfig, spec: ModelSpec) -> int:
-    """What these pages take of the device memory for pools."""
-    return _local_prefill_pages(config, spec) * config.page_size * spec.kv_layout.token_bytes
+def _local_prefill_tokens(config: DecodeConfig, spec: ModelSpec) -> int:
+    """Device pages, in tokens, for one full context: local prefill is a fallback, not the way to serve many."""
+    return -(-spec.context_length // config.page_size) * config.page_size if config.allow_local_prefill else 0
 
 
 def _local_prefill(config: DecodeConfig, model: SparseModel, coordinator: HiSparseCoordinator) -> LocalPrefill | None:
     if not config.allow_local_prefill:
         return None
-    pages = _local_prefill_pages(config, model.spec)
+    pages = _local_prefill_tokens(config, model.spec) // config.page_size
     pool = PagedKVPool(model.spec.kv_layout, pages, config.page_size, model.device)
-    log.info(
-        "sized",
-        what=f"local prefill: {pages} pages of {config.page_size} tokens, "
-        f"{human(pool.kv.nbytes + pool.index_keys.nbytes)} (one full context)",
-    )
+    memory = human(pool.kv.nbytes + pool.index_keys.nbytes)
+    log.info("sized", what=f"local prefill: {pages} pages of {config.page_size} tokens, {memory} (one full context)")
     return LocalPrefill(ChunkedPrefill(model, pool, config.chunked_prefill_size), coordinator)

@@ -1,7 +1,7 @@
-"""What an operator sees of the quarantine, and can do about a prefill node that will never answer.
+"""Lets an operator list the quarantine and evict what a dead prefill node has left in it.
 
-The slots of a node that is gone for good, and whose address nobody takes, stay in quarantine: silence proves nothing.
-Someone who knows better can evict them.
+If a prefill node is gone for good and no process takes its address, its slots would stay in quarantine for ever, since
+silence proves nothing. An operator who knows that it is gone can evict them.
 """
 
 import secrets
@@ -26,7 +26,7 @@ _LOOP_TIMEOUT_S = 10.0
 
 
 class QuarantinedReservation(BaseModel):
-    """Slots that a prefill node may still be writing to although nobody wants what it writes."""
+    """Slots of an abandoned attempt that a prefill node may still be writing to."""
 
     request_id: str
     epoch: int
@@ -37,9 +37,9 @@ class QuarantinedReservation(BaseModel):
     """The prefill node's control address."""
     boot_id: str
     last_heard_s: float | None
-    """Seconds since anything was heard of that process; None if nothing was for long."""
+    """Seconds since that process was last heard; None if that is too long ago to be known."""
     free_in_s: float | None
-    """Seconds until the slots are free, where the process is proved dead or evicted; None otherwise."""
+    """Seconds until the slots are free, if the process is proved dead or evicted; None otherwise."""
 
 
 class QuarantineList(BaseModel):
@@ -47,7 +47,7 @@ class QuarantineList(BaseModel):
 
 
 class Eviction(BaseModel):
-    """What an eviction will free, after the grace for what the network still carries."""
+    """What an eviction frees, after the grace for writes that the network still carries."""
 
     boot_id: str
     reservations: int
@@ -57,7 +57,7 @@ class Eviction(BaseModel):
 
 
 class NothingQuarantined(Exception):
-    """No quarantined reservation names this process."""
+    """No quarantined reservation has this writer."""
 
 
 class WriterAlive(Exception):
@@ -65,24 +65,23 @@ class WriterAlive(Exception):
 
 
 class Quarantine:
-    """Reads and evicts for an operator. The node's loop calls it: the reservations are the loop's."""
+    """Lists and evicts quarantined reservations. The node's loop, which owns them, calls it."""
 
     def __init__(self, reservations: ReservationTable[Any], control: ControlPlane) -> None:
         self._reservations = reservations
         self._control = control
 
     def list(self) -> QuarantineList:
-        """All quarantined reservations, the longest first."""
+        """All quarantined reservations, oldest first."""
         now = time.monotonic()
         oldest_first = sorted(self._reservations.quarantined, key=lambda r: r.quarantined_at or now)
         return QuarantineList(reservations=[self._describe(reservation, now) for reservation in oldest_first])
 
     def evict(self, boot_id: str, force: bool = False) -> Eviction:
-        """Free what is quarantined for a process that is gone for good, after the drain grace.
+        """Free, after the drain grace, what is quarantined for a process that is gone for good.
 
-        That process must not run any more, nor come back to life: if it still writes, it corrupts the memory of other
-        requests. So one that was heard within the last SILENCE_S seconds is evicted only by `force`.
-        Raises NothingQuarantined or WriterAlive; then nothing has changed.
+        If that process still writes, it corrupts the memory of other requests. So one that was heard within the last
+        SILENCE_S seconds is evicted only with `force`. Raises NothingQuarantined or WriterAlive, and changes nothing.
         """
         now = time.monotonic()
         mine = [r for r in self._reservations.quarantined if r.writer.boot_id == boot_id]
@@ -127,8 +126,7 @@ def quarantine_router(
 ) -> APIRouter:
     """GET /quarantine and POST /quarantine/evict?boot_id=...&force=....
 
-    Both are carried out by the node's loop, which `post` reaches; 503 if it does not get to it in time.
-    With a token, 401 for whoever does not show it.
+    The node's loop, which `post` reaches, carries both out; 503 if it is too busy. token: 401 without it.
     """
     router = APIRouter(prefix="/quarantine", dependencies=[] if token is None else [Depends(_bearer_of(token))])
 
@@ -141,7 +139,7 @@ def quarantine_router(
 
     @router.post("/evict")
     def evict(boot_id: str, force: bool = False) -> Eviction:
-        """404: nothing is quarantined for that boot id. 409: it lives, and evicting it would corrupt memory."""
+        """404: nothing is quarantined for that boot id. 409: the process lives and may still write."""
         try:
             return on_loop(post, lambda: quarantine.evict(boot_id, force), timeout)
         except NothingQuarantined as error:
@@ -155,7 +153,7 @@ def quarantine_router(
 
 
 def _bearer_of(token: str) -> Callable[..., None]:
-    """A dependency that lets only those pass who show the token."""
+    """A dependency that refuses requests without the token."""
 
     def check(shown: Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))]) -> None:
         if shown is None or not secrets.compare_digest(shown.credentials.encode(), token.encode()):

@@ -14,7 +14,7 @@ class RequestState(Enum):
     """Where a request is, and with that who holds its host slots."""
 
     WAITING = "waiting"
-    """It holds nothing and waits for host slots and a place to be prefilled."""
+    """It holds nothing and waits to be prefilled."""
     PREFILLING = "prefilling"
     """A prefill node may be writing to its slots: the reservation table holds them."""
     LOCAL_PREFILL = "local_prefill"
@@ -26,11 +26,12 @@ class RequestState(Enum):
     RUNNING = "running"
     """It decodes: the coordinator holds its slots."""
     RETRACTED = "retracted"
-    """It gave its device slots up; its KV is complete in host memory and the request holds its slots."""
+    """It lost its device slots; its KV is complete in host memory and the request holds its slots."""
     FINISHED = "finished"
-    """Nothing is held for it."""
+    """It holds nothing."""
 
 
+_GIVEN_UP = {RequestState.WAITING, RequestState.FINISHED}
 _NEXT = {
     RequestState.WAITING: {
         RequestState.PREFILLING,
@@ -38,21 +39,21 @@ _NEXT = {
         RequestState.LANDED,
         RequestState.FINISHED,
     },
-    RequestState.PREFILLING: {RequestState.LANDED, RequestState.WAITING, RequestState.FINISHED},
-    RequestState.LOCAL_PREFILL: {RequestState.STAGING, RequestState.WAITING, RequestState.FINISHED},
-    RequestState.STAGING: {RequestState.LANDED, RequestState.WAITING, RequestState.FINISHED},
-    RequestState.LANDED: {RequestState.RUNNING, RequestState.WAITING, RequestState.FINISHED},
-    RequestState.RUNNING: {RequestState.RETRACTED, RequestState.WAITING, RequestState.FINISHED},
-    RequestState.RETRACTED: {RequestState.RUNNING, RequestState.WAITING, RequestState.FINISHED},
+    RequestState.PREFILLING: {RequestState.LANDED, *_GIVEN_UP},
+    RequestState.LOCAL_PREFILL: {RequestState.STAGING, *_GIVEN_UP},
+    RequestState.STAGING: {RequestState.LANDED, *_GIVEN_UP},
+    RequestState.LANDED: {RequestState.RUNNING, *_GIVEN_UP},
+    RequestState.RUNNING: {RequestState.RETRACTED, *_GIVEN_UP},
+    RequestState.RETRACTED: {RequestState.RUNNING, *_GIVEN_UP},
     RequestState.FINISHED: set(),
 }
 
 
 @dataclass(eq=False)
 class Request:
-    """`generated` are the ids streamed so far. Every token but the last of prompt + generated has its KV stored.
+    """A request and its tokens. The KV of every token but the newest is stored.
 
-    `launched`: tokens that steps were launched for, those included that are not read yet.
+    generated: ids of the tokens streamed so far. launched: tokens for which steps were launched, read or not.
     """
 
     generate: Generate
@@ -71,7 +72,7 @@ class Request:
 
     @cached_property
     def random(self) -> RandomStream:
-        """The numbers by which its tokens are drawn."""
+        """The random numbers that its tokens are sampled with."""
         return RandomStream(self.generate.sampling.seed)
 
     @property
@@ -94,12 +95,12 @@ class Request:
 
     @property
     def most_kv_tokens(self) -> int:
-        """Host slots that it can come to need."""
+        """Host slots that it may come to need."""
         return len(self.generate.prompt_ids) + self.generate.max_new_tokens - 1
 
     @property
     def wants_step(self) -> bool:
-        """Whether it gets another token after those that steps were launched for, unless one of these ends it."""
+        """Whether another step should be launched for it, unless a token that is not read yet ends it."""
         return self.launched < self.generate.max_new_tokens
 
     def attempt(self, decode: str) -> AttemptId:
@@ -116,6 +117,12 @@ class Request:
         """Why the newest token ends the request, or None."""
         if self.generated[-1] in self.generate.stop_token_ids:
             return "stop"
-        if len(self.generated) >= self.generate.max_new_tokens:
-            return "length"
-        return None
+        return "length" if len(self.generated) >= self.generate.max_new_tokens else None
+
+
+class RequestTable(dict[str, Request]):
+    """The requests of a decode node by id, in order of arrival."""
+
+    def in_state(self, *states: RequestState) -> list[Request]:
+        """Requests in these states, oldest first."""
+        return [request for request in self.values() if request.state in states]

@@ -1,6 +1,7 @@
-"""The decode node's steps, one of them in flight while the next is prepared."""
+"""Runs decode steps: one is in flight while the next is prepared."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import structlog
@@ -18,9 +19,8 @@ log = structlog.get_logger(__name__)
 class Stepper:
     """Launches a step before it takes the tokens of the one before, so that the device need not wait for the host.
 
-    In each turn of the loop: `launch`, `take`, `sample`. Whatever breaks a step would break it again, so `on_failure`
-    is called with the ids of those who were in it and the error, and others go on. Every method raises DeviceFailed if
-    the device does not work any more.
+    Each turn of the loop calls `launch`, `take` and `sample`. A failed step is not repeated: `on_failure` gets the ids
+    of its requests and the error. Every method raises DeviceFailed if the device does not work any more.
     """
 
     def __init__(
@@ -35,11 +35,11 @@ class Stepper:
         self._metrics = metrics
         self._on_failure = on_failure
         self._launched: LaunchedStep | None = None
-        """The step whose tokens are not drawn yet."""
+        """The step whose tokens are not sampled yet."""
         self._in_flight: LaunchedStep | None = None
-        """The step whose tokens are drawn, or will be, and were not taken yet."""
+        """The step whose tokens are being sampled and were not taken yet."""
         self._stepped: set[str] = set()
-        """Ids of those that were in a step since `take_stepped`."""
+        """Ids of requests that were in a step since `take_stepped`."""
 
     @property
     def is_idle(self) -> bool:
@@ -47,7 +47,7 @@ class Stepper:
         return self._in_flight is None and self._launched is None
 
     def launch(self, requests: Sequence[Request]) -> None:
-        """Have the device compute one token of each request, behind what it computes now. All must have room."""
+        """Queue a step that computes one token of each request. All must have room for it."""
         if not requests:
             return
         ids = tuple(request.request_id for request in requests)
@@ -61,42 +61,40 @@ class Stepper:
             request.launched += 1
         self._metrics.decode_batch_size.observe(len(requests))
         self._stepped.update(ids)
-        try:
+        with self._guarded(batch):
             self._launched = self._runner.launch(batch)
-        except Exception as error:
-            self._give_up(batch, error)
 
     def take(self) -> list[tuple[str, Token | None]]:
-        """Wait for the tokens of the step before, by request id; None where the logits were not finite numbers."""
+        """Wait for the tokens of the step in flight: (request id, token or None if its logits were not finite)."""
         step, self._in_flight = self._in_flight, None
-        if step is None:
-            return []
-        try:
-            return list(zip(step.batch.request_ids, self._runner.collect(step), strict=True))
-        except Exception as error:
-            self._give_up(step.batch, error)
-            return []
+        tokens: list[tuple[str, Token | None]] = []
+        if step is not None:
+            with self._guarded(step.batch):
+                tokens = list(zip(step.batch.request_ids, self._runner.collect(step), strict=True))
+        return tokens
 
     def sample(self) -> None:
-        """Have the device draw the tokens of the step that was launched, which is in flight from now on."""
+        """Queue the sampling of the step that was launched, which is in flight from now on."""
         step, self._launched = self._launched, None
         if step is None:
             return
-        try:
+        with self._guarded(step.batch):
             self._runner.sample(step)
-        except Exception as error:
-            self._give_up(step.batch, error)
-        else:
             self._in_flight = step
 
     def take_stepped(self) -> set[str]:
-        """Ids of those that were in a step since the last call. Those in flight are named now and by the next call
-        again: the device may not have come to them."""
+        """Ids of requests that were in a step since the last call. Those in flight are also in the next call's result:
+        the device may not have computed them yet."""
         stepped = self._stepped
         self._stepped = set() if self._in_flight is None else set(self._in_flight.batch.request_ids)
         return stepped
 
-    def _give_up(self, batch: Batch, error: Exception) -> None:
-        log.error("decode step failed", batch=len(batch), exc_info=error)
-        self._runner.give_up(batch)
-        self._on_failure(batch.request_ids, error)
+    @contextmanager
+    def _guarded(self, batch: Batch) -> Iterator[None]:
+        """An error costs the requests of the batch, and is not raised."""
+        try:
+            yield
+        except Exception as error:
+            log.exception("decode step failed", batch=len(batch))
+            self._runner.give_up(batch)
+            self._on_failure(batch.request_ids, error)

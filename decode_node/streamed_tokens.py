@@ -1,4 +1,4 @@
-"""The tokens of one request that were streamed, kept so that those which a gateway has missed can be sent again."""
+"""Keeps the streamed tokens of one request, so that those which a gateway has missed can be sent again."""
 
 import math
 from array import array
@@ -7,7 +7,7 @@ from control.messages import Token
 
 
 class StreamedTokens:
-    """Tokens by index, in little memory: 20 bytes each, and 12 for each alternative. As objects they take kilobytes."""
+    """Tokens by index, in arrays: 20 bytes each and 12 for each alternative. As objects they would take kilobytes."""
 
     def __init__(self) -> None:
         self._ids = array("i")
@@ -16,7 +16,7 @@ class StreamedTokens:
         self._top_ids = array("i")
         self._top_logprobs = array("d")
         self._top_stops = array("q")
-        """Where in the two before the alternatives of each token end."""
+        """Where each token's alternatives end in _top_ids and _top_logprobs."""
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -30,7 +30,7 @@ class StreamedTokens:
         self._top_stops.append(len(self._top_ids))
 
     def between(self, start: int, stop: int) -> tuple[Token, ...]:
-        """Those with an index in [start, stop), as far as there are any."""
+        """The tokens with an index in [start, stop) that there are."""
         return tuple(self._token(index) for index in range(start, min(stop, len(self))))
 
     def _token(self, index: int) -> Token:

@@ -1,4 +1,4 @@
-"""Hashes what a prefill node says it wrote, beside the loop: hundreds of megabytes must not hold up decoding."""
+"""Verifies checksums of arrived KV on a thread of its own: hashing hundreds of megabytes must not delay decoding."""
 
 import queue
 import threading
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import structlog
 
 from control.messages import AttemptId, BufferInfo, Checksums
-from decode_node.attempt import PartNumber, PrefillAttempt
+from decode_node.attempt import ChunkNumber, PrefillAttempt
 from transfer.checksum import Mismatch, verify
 
 log = structlog.get_logger(__name__)
@@ -19,19 +19,19 @@ _MAX_NAMED = 4
 
 @dataclass(frozen=True)
 class Verification:
-    """What to verify: the checksums of one part of an attempt, over the slots of its positions."""
+    """The checksums of one chunk of an attempt, to be verified."""
 
     attempt: PrefillAttempt
-    part: PartNumber
+    chunk: ChunkNumber
     checksums: Checksums
 
 
 @dataclass(frozen=True)
 class Verified:
-    """What came of it. `error` says why it could not be carried out."""
+    """The result of a verification. error: why it could not be carried out."""
 
     attempt_id: AttemptId
-    part: PartNumber
+    chunk: ChunkNumber
     num_checksums: int
     mismatches: tuple[Mismatch, ...] = ()
     error: str | None = None
@@ -46,15 +46,15 @@ class Verified:
         return None
 
     def examples(self) -> list[str]:
-        """The first few mismatches in words: buffer, positions, digests, and the first few of their addresses."""
+        """The first few mismatches: buffer, positions, digests, and the first few of their addresses."""
         return [_describe(mismatch) for mismatch in self.mismatches[:_MAX_NAMED]]
 
 
 class Verifier:
-    """One thread with a bounded queue. It owns nothing: of an attempt it reads the id and where its positions lie.
+    """One thread with a bounded queue. `report` is called on that thread, once for each accepted verification.
 
-    `report` is called on that thread, once for each verification that was taken. The slots may meanwhile be given up
-    and used by others: they are only read, and the result of an attempt that nobody waits for any more means nothing.
+    The slots of an attempt may be given up and reused while they are hashed. They are only read, and nobody uses the
+    result of an attempt that was given up.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Verifier:
         self._thread.start()
 
     def submit(self, verification: Verification) -> bool:
-        """Queue it. False if too many are waiting: then nothing was taken."""
+        """Queue a verification. False, and nothing is queued, if too many are waiting."""
         try:
             self._waiting.put_nowait(verification)
         except queue.Full:
@@ -76,7 +76,7 @@ class Verifier:
         return True
 
     def close(self) -> None:
-        """Report nothing more and return when no buffer is read any more."""
+        """Report nothing more, and return when no buffer is read any more."""
         self._closing.set()
         self._waiting.put(None)
         self._thread.join()
@@ -90,20 +90,22 @@ class Verifier:
                 self._report(verified)
 
     def _verify(self, verification: Verification) -> Verified:
-        attempt, part, count = verification.attempt, verification.part, len(verification.checksums)
+        attempt, chunk, checksums = verification.attempt, verification.chunk, verification.checksums
+        mismatches: list[Mismatch] = []
+        error = None
         try:
             mismatches = verify(
-                verification.checksums.rows(),
+                checksums.rows(),
                 self._buffers,
                 attempt.positions,
                 attempt.num_tokens,
                 go_on=lambda: not self._closing.is_set(),
             )
-        except Exception as error:
-            # It costs the attempt, which is made again elsewhere, and not the thread.
-            log.exception("verification failed", request_id=attempt.id.request_id, epoch=attempt.id.epoch)
-            return Verified(attempt.id, part, count, error=str(error))
-        return Verified(attempt.id, part, count, tuple(mismatches))
+        except Exception as failure:
+            # Only this attempt fails, and is repeated elsewhere; the thread goes on.
+            log.exception("verification failed", **attempt.id.log_fields)
+            error = str(failure)
+        return Verified(attempt.id, chunk, len(checksums), tuple(mismatches), error)
 
 
 def _describe(mismatch: Mismatch) -> str:

@@ -1,4 +1,4 @@
-"""Chunked prefill: prompts computed piece by piece, several requests in one forward pass."""
+"""Chunked prefill: prompts computed in chunks, several requests in one forward pass."""
 
 from collections import deque
 from collections.abc import Callable
@@ -15,10 +15,10 @@ from transfer.planner import Int64s
 
 @dataclass(eq=False)
 class PrefillJob:
-    """Tokens whose KV is to be computed: all of a sequence but its last one, which a decode step computes.
+    """The tokens of a prompt whose KV is to be computed: all but the last, which a decode step computes.
 
-    token_ids: int64, in host memory; whoever computes takes them to the device. computed: how many of them are. pages:
-    of the pool, from the first chunk until the job is released.
+    token_ids: int64, in host memory. computed: how many of them are computed. pages, cache: set from the first chunk
+    until the job is released.
     """
 
     token_ids: torch.Tensor
@@ -35,32 +35,30 @@ class PrefillJob:
         return self.num_tokens - self.computed
 
 
-Job = TypeVar("Job", bound=PrefillJob)
+JobT = TypeVar("JobT", bound=PrefillJob)
 
 
 @dataclass(frozen=True)
-class PrefillStep(Generic[Job]):
+class PrefillStep(Generic[JobT]):
     """The chunks of one forward pass."""
 
-    chunks: list[tuple[Job, PrefillChunk]]
+    chunks: list[tuple[JobT, PrefillChunk]]
 
 
-class ChunkedPrefill(Generic[Job]):
-    """Computes jobs first come, first served, `chunk_size` tokens per step over as many jobs as fit.
+class ChunkedPrefill(Generic[JobT]):
+    """Computes jobs first come, first served: `chunk_size` tokens per step, of as many jobs as that takes.
 
-    A job gets the pages of all its tokens before its first chunk, so a started job always ends. Its pages stay until
-    `release`, which also takes back a job that was not finished.
-
-    A step is planned, computed and completed. One thread owns the jobs; `compute` touches none of them and may run on
-    another, as long as no job of the step is released before it ends.
+    A job gets the pages of all its tokens before its first chunk, so a started job always ends. It keeps them until
+    `release`. A step is planned, computed and completed. One thread owns the jobs; only `compute` may run on another,
+    as long as no job of the step is released before it ends.
     """
 
     def __init__(self, model: SparseModel, pool: PagedKVPool, chunk_size: int) -> None:
         self._model = model
         self._chunk_size = chunk_size
         self.pool = pool
-        self._waiting: deque[Job] = deque()
-        self._running: deque[Job] = deque()
+        self._waiting: deque[JobT] = deque()
+        self._running: deque[JobT] = deque()
 
     @property
     def queued_tokens(self) -> int:
@@ -71,35 +69,35 @@ class ChunkedPrefill(Generic[Job]):
         """Whether that many tokens can ever be computed here."""
         return self.pool.pages_for(num_tokens) <= self.pool.num_pages
 
-    def add(self, job: Job) -> None:
+    def add(self, job: JobT) -> None:
         self._waiting.append(job)
 
-    def forget(self, job: Job) -> None:
+    def forget(self, job: JobT) -> None:
         """Compute no more of the job; its pages stay until `release`."""
         for queue in (self._waiting, self._running):
             if job in queue:
                 queue.remove(job)
 
-    def release(self, job: Job) -> None:
+    def release(self, job: JobT) -> None:
         """Free the job's pages, finished or not."""
         self.forget(job)
         if job.pages is not None:
             self.pool.free(job.pages)
             job.pages = job.cache = None
 
-    def plan(self) -> PrefillStep[Job] | None:
-        """The next step, or None if no job can go on. It must be completed, or its jobs released, before another."""
+    def plan(self) -> PrefillStep[JobT] | None:
+        """The next step, or None if no job can go on. Complete it, or release its jobs, before planning another."""
         self._start_waiting()
         chunks = self._take_chunks()
         return PrefillStep(chunks) if chunks else None
 
     @torch.inference_mode()
-    def compute(self, step: PrefillStep[Job], on_layer: Callable[[int], None] = lambda _: None) -> None:
+    def compute(self, step: PrefillStep[JobT], on_layer: Callable[[int], None] = lambda _: None) -> None:
         """Queue the step's forward pass. `on_layer` is called when the kernels that write a layer's KV are queued."""
         self._model.prefill([chunk for _, chunk in step.chunks], on_layer)
 
-    def complete(self, step: PrefillStep[Job]) -> None:
-        """Note what a step computed. Jobs that were forgotten meanwhile stay so."""
+    def complete(self, step: PrefillStep[JobT]) -> None:
+        """Count a step's tokens as computed."""
         for job, chunk in step.chunks:
             job.computed = chunk.stop
             if not job.remaining and job in self._running:
@@ -114,7 +112,7 @@ class ChunkedPrefill(Generic[Job]):
             job.cache = PagedSequence(self.pool, job.pages)
             self._running.append(self._waiting.popleft())
 
-    def _take_chunks(self) -> list[tuple[Job, PrefillChunk]]:
+    def _take_chunks(self) -> list[tuple[JobT, PrefillChunk]]:
         budget = self._chunk_size
         taken = []
         for job in self._running:

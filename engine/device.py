@@ -1,9 +1,5 @@
-"""What a node does with its device besides computing: copies that do not wait, and whether it works at all."""
+"""Copies from the device that do not wait, and a check whether the device still works."""
 
-from collections.abc import Sequence
-
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from base.errors import ProcessFailed
@@ -14,10 +10,10 @@ class DeviceFailed(ProcessFailed):
 
 
 def check_device(device: torch.device) -> None:
-    """Raise DeviceFailed if the device does not work any more. Waits for what was queued on it.
+    """Wait for what was queued on the device. Raises DeviceFailed if the device does not work any more.
 
-    To be asked after an error: a CUDA context that met an illegal access, say, fails at everything from then on, while
-    others (out of memory) cost only the work that met them.
+    Call it after an error: after some (an illegal access) a CUDA context fails at everything, others (out of memory)
+    cost only the work that met them.
     """
     if device.type != "cuda":
         return
@@ -28,16 +24,8 @@ def check_device(device: torch.device) -> None:
         raise DeviceFailed(f"{device} cannot be used any more: {first_line}") from error
 
 
-def upload(values: Sequence[int] | npt.NDArray[np.int64] | npt.NDArray[np.float64], into: torch.Tensor) -> None:
-    """Copy values to a tensor on a device, in the order of its work and without waiting for it."""
-    tensor = torch.as_tensor(values)
-    if into.is_cuda:  # a copy from memory that is not pinned waits until the device has come to it
-        tensor = tensor.pin_memory()
-    into.copy_(tensor, non_blocking=True)
-
-
 class Download:
-    """A copy of a tensor to the host that was queued behind the work that computes it."""
+    """A copy of a tensor to the host, queued behind the work that computes it."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._event: torch.cuda.Event | None = None

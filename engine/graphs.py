@@ -1,4 +1,4 @@
-"""Decode steps as CUDA graphs: recorded at start for a ladder of sizes, replayed for the batch of the moment."""
+"""Decode steps as CUDA graphs: recorded at start for a ladder of batch and context sizes, then replayed."""
 
 import time
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from model.sparse_model import SparseModel
 log = structlog.get_logger(__name__)
 
 _LEAST_TOKENS = 2048
-"""Contexts below this are not told apart: scoring them costs little."""
+"""Shorter contexts are not recorded apart: scoring so few tokens costs little."""
 _CONTEXT_RATIO = 4
 """A sequence is scored over at most this many times its length."""
 
@@ -31,11 +31,10 @@ class _RecordedStep:
 class StepGraphs:
     """Replays the smallest recorded step that has room for the batch and for its longest sequence.
 
-    A replay launches in one go what a step launches from Python kernel by kernel. All that differs from one step to the
-    next is in the tensors that it was recorded with; where tokens lie is looked up by the graph itself. Entries that a
-    batch does not fill are padding, for which no kernel stores, selects or copies anything.
-
-    The graphs share one pool of memory, since only one is replayed at a time.
+    A replay launches all kernels of a step at once. Everything that differs between steps is in the tensors that the
+    step was recorded with; the graph itself looks up where tokens lie. Entries that a batch does not fill are padding,
+    for which no kernel stores, selects or copies anything. All graphs share one pool of memory, since only one runs at
+    a time.
     """
 
     def __init__(
@@ -48,7 +47,7 @@ class StepGraphs:
         context_length: int,
     ) -> None:
         """next_tokens: int64 [rows of the device tables], the token that each computes next. rows, newest: int64
-        [largest batch], below 0 for padding. Raises StartupError where a step cannot be recorded."""
+        [largest batch], below 0 for padding. Raises StartupError if a step cannot be recorded."""
         self._model = model
         self._coordinator = coordinator
         self._next_tokens = next_tokens
@@ -81,13 +80,13 @@ class StepGraphs:
 
     @torch.inference_mode()
     def _record(self, batch: int, context: int) -> None:
-        """Record a step of padding. Raises StartupError where the device or the model does not let it be recorded."""
+        """Record a step of padding."""
         started = time.monotonic()
         graph = torch.cuda.CUDAGraph()
         try:
-            # Once without recording: what is loaded or chosen at a first use must be there by then.
+            # Once without recording: a first use loads kernels, which is not possible while recording.
             self._compute(batch, context)
-            # Other threads of the process may go on to use the device as they like.
+            # thread_local: other threads of the process may go on using the device.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 step = self._compute(batch, context)
         except RuntimeError as error:
@@ -119,7 +118,7 @@ def batch_ladder(largest: int) -> list[int]:
 
 
 def context_ladder(longest: int) -> list[int]:
-    """The longest context, and fractions of it for those whose requests are all short; ascending."""
+    """The longest context and fractions of it, for batches of short requests; ascending."""
     ladder = [longest]
     while ladder[0] >= _CONTEXT_RATIO * _LEAST_TOKENS:
         ladder.insert(0, -(-ladder[0] // _CONTEXT_RATIO))

@@ -1,11 +1,11 @@
-"""What a node says of its model to those whose KV it takes or sends."""
+"""The identity of a node's model, which prefill and decode nodes compare."""
 
 from control.messages import ModelIdentity
 from model.spec import ModelSpec
 
 
 def identity_of(spec: ModelSpec) -> ModelIdentity:
-    """What two nodes must have in common before KV passes between them."""
+    """Everything that must be equal on two nodes before KV passes between them."""
     layout = spec.kv_layout
     return ModelIdentity(
         fingerprint=spec.fingerprint,

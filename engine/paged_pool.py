@@ -63,13 +63,12 @@ def buffer_info(layers: Sequence[torch.Tensor]) -> BufferInfo:
 def _zeros(shape: tuple[int, int, int], device: torch.device) -> torch.Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, dtype=torch.uint8, device=device)
-    # In large memory pages, if the machine has them: scattered tokens are found faster there.
-    memory = HostMemory(math.prod(shape), shareable=False, populated=False)
-    return memory.tensor(0, shape)
+    # In large memory pages, if the machine has them: they make access to scattered tokens faster.
+    return HostMemory(math.prod(shape), shareable=False, populated=False).tensor(0, shape)
 
 
 class PagedSequence:
-    """One request's pages, as the model's PrefillCache. Whoever first computes with them takes them to the device."""
+    """One request's pages, as the model's PrefillCache. Page numbers are copied to the device at their first use."""
 
     def __init__(self, pool: PagedKVPool, pages: Int64s) -> None:
         self._pool = pool

@@ -8,21 +8,22 @@ import torch
 
 from control.messages import Sampling, Token
 from engine.batch import Batch
-from engine.device import Download, check_device, upload
+from engine.device import Download, check_device
 from engine.graphs import StepGraphs
-from engine.sampling import draw, settings_of, tokens_of
+from engine.sampling import SamplingNeeds, draw, settings_of, tokens_of
 from hisparse.coordinator import HiSparseCoordinator
+from hisparse.device_pool import upload
 from model.sparse_model import SparseModel
 
 log = structlog.get_logger(__name__)
 
 _NO_TOKEN = 0
-"""Any id that has an embedding: what is computed for padding means nothing."""
+"""The token id of padding: any id that has an embedding."""
 
 
 @dataclass(eq=False)
 class LaunchedStep:
-    """A step whose forward pass is queued. drawn: its tokens on their way to the host, once sampling is queued too."""
+    """A step whose forward pass is queued. drawn: the copy of its tokens to the host, once sampling is queued too."""
 
     batch: Batch
     logits: torch.Tensor
@@ -30,18 +31,18 @@ class LaunchedStep:
 
 
 class ModelRunner:
-    """Runs the steps of a decode node, without waiting for the device before `collect`.
+    """Runs the steps of a decode node. Only `collect` waits for the device.
 
     A step takes three calls: `launch` queues its forward pass, `sample` the drawing of its tokens, `collect` waits for
-    these. A caller that launches step n + 1 before it collects step n keeps the device busy while it works itself:
+    the tokens. A caller that launches step n + 1 before it collects step n keeps the device busy meanwhile:
 
         launch(n + 1)    its input tokens are on the device already
         collect(n)       waits; stream, end and admit requests
         sample(n + 1)    with all that the host knows by now
 
     Device state, by the row of a running request: the token that it computes next, which sampling writes, and its
-    sampling settings. A request that is in a step for nothing, since it ended in the one before, does no harm: its row
-    is reused behind that step, in the order of the device's work.
+    sampling settings. A request that ended in step n is still in step n + 1. That does no harm, because the device
+    reuses its row only after that step.
 
     One thread uses it, with the device that it computes on as the current one.
     """
@@ -75,7 +76,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> LaunchedStep:
-        """Queue the forward pass of a step that the coordinator has begun; its tokens' KV goes to the host."""
+        """Queue the forward pass of a step that the coordinator has begun, and the copy of its new KV to the host."""
         size, places = len(batch), batch.places
         inputs = np.full(self._inputs.shape, -1, dtype=np.int64)
         inputs[:, :size] = places.rows, places.newest, batch.uniforms.view(np.int64)
@@ -94,7 +95,8 @@ class ModelRunner:
     def sample(self, step: LaunchedStep) -> None:
         """Queue the drawing of a step's tokens, which are the input of each request's next step."""
         rows, _, uniforms = self._inputs[:, : len(step.batch)]
-        drawn = draw(step.logits, self._settings[rows].T, uniforms.view(torch.float64), step.batch.needs)
+        needs = SamplingNeeds.of(step.batch.sampling)
+        drawn = draw(step.logits, self._settings[rows].T, uniforms.view(torch.float64), needs)
         self._next_tokens[rows] = drawn[:, 0].long().clamp(min=_NO_TOKEN)
         step.drawn = Download(drawn)
 
@@ -106,13 +108,10 @@ class ModelRunner:
         return tokens_of(drawn, step.batch.sampling)
 
     def check_device(self) -> None:
-        """After an error outside of a step: raise DeviceFailed if the device does not work any more."""
+        """Call after an error outside of a step. Raises DeviceFailed if the device does not work any more."""
         check_device(self._model.device)
 
     def give_up(self, batch: Batch) -> None:
-        """A step could not be launched, sampled or collected: wait for what was queued of it, and count it as over.
-
-        Raises DeviceFailed if the device does not work any more.
-        """
+        """Wait for what was queued of a step that failed, and count it as over. Raises DeviceFailed, see above."""
         check_device(self._model.device)
         self._coordinator.step_over(batch.places.number)

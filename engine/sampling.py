@@ -1,10 +1,10 @@
 """Picks the next token of each request from its logits.
 
-Randomness is counter-based: the i-th token of a request depends on its seed, on i and on its logits, and on nothing
-else. So a request may change its node or its batch in the middle and still go on with the same random stream.
+Randomness is counter-based: the i-th token of a request depends only on its seed, on i and on its logits. So a request
+keeps its random stream when it changes its node or its batch.
 
-Nothing here waits for a device. Logits stay float32. Sums over them are float64, so that how the device cuts a sum,
-which depends on the batch, cannot move a token.
+Nothing here waits for a device. Logits stay float32. Sums over them are float64: the order in which a device adds
+depends on the batch, and must not change a token.
 """
 
 from collections.abc import Sequence
@@ -17,14 +17,14 @@ from control.messages import Sampling, Token
 from engine.thresholds import Threshold, find_threshold
 
 NOT_FINITE = -1
-"""Stands for the token of a row whose logits are not all finite numbers."""
+"""The token id of a row whose logits are not all finite numbers."""
 _NUMBERS_AHEAD = 64
 
 
 @dataclass(frozen=True)
 class SamplingNeeds:
-    """What the sampling of a batch takes. top_logprobs: the most alternatives that a request reports; None: no
-    request reports log probabilities."""
+    """What to compute for a batch. random: some request draws at random. restricted: with top_k or top_p. top_logprobs:
+    the most alternatives that a request reports; None: no request reports log probabilities."""
 
     random: bool
     restricted: bool
@@ -32,7 +32,6 @@ class SamplingNeeds:
 
     @classmethod
     def of(cls, requests: Sequence[Sampling]) -> "SamplingNeeds":
-        """What these requests take together."""
         drawn = [sampling for sampling in requests if sampling.temperature > 0]
         reported = [sampling.top_logprobs for sampling in requests if sampling.top_logprobs is not None]
         return cls(
@@ -51,7 +50,7 @@ class RandomStream:
         self._numbers: list[float] = []
 
     def number(self, index: int) -> float:
-        """For token number `index`: a number in [0, 1)."""
+        """The random number in [0, 1) of token `index`."""
         if not 0 <= index - self._first < len(self._numbers):
             # A block has four words; the first of each is used.
             words = np.random.Philox(key=self._seed, counter=index).random_raw(4 * _NUMBERS_AHEAD)[::4]
@@ -60,7 +59,7 @@ class RandomStream:
 
 
 def settings_of(sampling: Sampling, vocab_size: int) -> tuple[float, float, float]:
-    """What the device keeps of a request: temperature, top_p, top_k. Temperature 0 is greedy."""
+    """A request's sampling settings on the device: temperature (0 is greedy), top_p, top_k."""
     top_k = min(sampling.top_k, vocab_size) if sampling.top_k > 0 else vocab_size
     return sampling.temperature, sampling.top_p, top_k
 
@@ -75,13 +74,13 @@ def draw(logits: torch.Tensor, settings: torch.Tensor, uniforms: torch.Tensor, n
     token_ids = logits.argmax(dim=-1)
     if needs.random:
         temperature, top_p, top_k = settings.unsqueeze(2)
-        # Relative to the maximum, so that a tiny temperature cannot overflow; greedy rows are computed for nothing.
+        # Relative to the maximum, so that a tiny temperature cannot overflow. Greedy rows are computed and not used.
         divisor = temperature.float().clamp(min=torch.finfo(torch.float32).tiny)
         scaled = (logits - logits.amax(dim=-1, keepdim=True)) / divisor
         if needs.restricted:
             scaled = _restrict(scaled, find_threshold(scaled, top_k, top_p))
         token_ids = torch.where(temperature.squeeze(1) > 0, _invert(scaled, uniforms.unsqueeze(1)), token_ids)
-    # Last, and whatever was found: NaN makes every comparison before this one meaningless.
+    # Last, because NaN makes every comparison above meaningless.
     token_ids = token_ids.masked_fill(~logits.isfinite().all(dim=-1), NOT_FINITE)
     columns = [token_ids.unsqueeze(1)]
     if needs.top_logprobs is not None:
@@ -90,12 +89,12 @@ def draw(logits: torch.Tensor, settings: torch.Tensor, uniforms: torch.Tensor, n
 
 
 def tokens_of(drawn: torch.Tensor, requests: Sequence[Sampling]) -> list[Token | None]:
-    """What was drawn, once it is on the host, request by request; None where the logits were not finite numbers."""
+    """The tokens that `draw` returned, on the host by now; None where the logits were not finite numbers."""
     return [_token(row, sampling.top_logprobs) for row, sampling in zip(drawn.tolist(), requests, strict=True)]
 
 
 def _restrict(scaled: torch.Tensor, threshold: Threshold) -> torch.Tensor:
-    """Set to -inf what is below the threshold, and of what equals it all but the first in the vocabulary."""
+    """Set to -inf the logits below the threshold, and those equal to it except the first `threshold.equals` of them."""
     equal = scaled == threshold.least
     keep = (scaled > threshold.least) | (equal & (equal.cumsum(dim=-1) <= threshold.equals))
     return scaled.masked_fill(~keep, float("-inf"))

@@ -1,8 +1,8 @@
-"""Which logits top-k and top-p leave: everything above a threshold, and some of what equals it.
+"""The threshold that top-k and top-p set: logits above it stay, and some of those equal to it.
 
-The likeliest 1024 tokens nearly always decide, and finding them is much cheaper than sorting a vocabulary. Where they
-do not (a top_k beyond them, or a top_p of logits so flat that they do not make it up), the threshold is found among all
-tokens. On a CUDA device a kernel does that which returns at once for rows that are decided, so the host need not know.
+The likeliest 1024 tokens nearly always decide it, and finding them is much cheaper than sorting a vocabulary. If they
+do not (top_k is larger, or the logits are so flat that they have less than top_p), all tokens are searched. On a CUDA
+device a kernel does that, and returns at once for decided rows, so the host need not know which rows are decided.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class Threshold:
 def find_threshold(
     scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, candidates: int = CANDIDATES
 ) -> Threshold:
-    """What stays are each row's top_k likeliest tokens, and of those the fewest that make up top_p.
+    """The threshold that keeps each row's top_k likeliest tokens, and of those the fewest that make up top_p.
 
     scaled: float32 [n, vocab], logits over temperature, less their maximum. top_k, top_p: float64 [n, 1], at least 1
     and above 0. The likeliest token always stays; top_p counts the probabilities that top_k leaves.
@@ -49,7 +49,7 @@ def find_threshold(
 def _among_likeliest(
     scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, candidates: int
 ) -> tuple[Threshold, torch.Tensor]:
-    """The thresholds as far as that many likeliest tokens tell, and for which rows they do: bool [n]."""
+    """The thresholds by that many likeliest tokens, and which rows they decide: bool [n]."""
     vocab = scaled.shape[1]
     # By value rather than by which tokens they are: which of equals are among the likeliest is not defined.
     ordered = scaled.topk(min(candidates, vocab), dim=-1).values

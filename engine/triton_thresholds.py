@@ -1,8 +1,8 @@
 """The threshold of top-k and top-p among a whole vocabulary, as a Triton kernel.
 
-One program per row, which returns at once where the row is decided. Scaled logits are at most 0, so the bits of their
-magnitudes are in the order of their sizes, and both thresholds are found by bisection over these bits: 31 passes over
-the row each, out of the cache. That is slow (some 1 ms) and rare.
+One program per row, which returns at once if the row is decided. Scaled logits are at most 0, so the bits of their
+magnitudes, read as integers, sort as the magnitudes do. Both thresholds are found by bisection over these bits, in 31
+passes over the row each. That is slow (some 1 ms) and rare.
 """
 
 import torch
@@ -23,18 +23,9 @@ def find_undecided(
 ) -> None:
     """Fill in `least` and `equals` of the rows that are not `decided`; see engine.thresholds. Waits for nothing."""
     rows, vocab = scaled.shape
+    given = [tensor.contiguous() for tensor in (scaled, top_k, top_p, decided)]
     with torch.cuda.device(scaled.device):
-        _find[(rows,)](
-            scaled.contiguous(),
-            top_k.contiguous(),
-            top_p.contiguous(),
-            decided.contiguous(),
-            least,
-            equals,
-            vocab,
-            block=_BLOCK,
-            num_warps=16,
-        )
+        _find[(rows,)](*given, least, equals, vocab, block=_BLOCK, num_warps=16)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -1,22 +1,20 @@
-"""Request bodies of the OpenAI API: which fields exist, what they may hold, and what is said when they do not.
+"""Request bodies of OpenAI's API, validated.
 
-Types are strict: "5" is no integer and neither is true. A field that is not named here must ask for nothing
-(`gateway.unsupported`).
+Types are strict: neither "5" nor true is an integer. Fields that are not declared here are for `gateway.unsupported`.
 """
 
 import secrets
 from abc import ABC, abstractmethod
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from control.messages import Sampling, TokenId
-from gateway.errors import ApiError, context_length_exceeded
+from gateway.errors import ApiError, context_length_exceeded, shown
 from gateway.registry import Capacity
 from gateway.unsupported import HARMLESS, NEUTRAL, OF_MESSAGES, OF_STREAMS, refuse
 
-_DEFAULT_COMPLETION_TOKENS = 16
 _MAX_STOPS = 16
 _MAX_STOP_CHARS = 256
 _SEED_MASK = 2**63 - 1
@@ -24,11 +22,11 @@ _SEED_MASK = 2**63 - 1
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 TemplateName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,63}$")]
 TemplateValue = bool | int | float | Annotated[str, Field(max_length=_MAX_STOP_CHARS)] | None
-"""Switches for a chat template, and no structures: what it does with those nobody has thought about."""
+"""Switches for a chat template. Structures are refused: templates are not written to be safe with them."""
 
 
 def _prompt(value: object) -> str | list[int]:
-    """One prompt, which may come as a list of one prompt."""
+    """A prompt, which may come as a list of one prompt."""
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
         value = value[0]
     if isinstance(value, list) and any(isinstance(element, str | list) for element in value):
@@ -47,15 +45,9 @@ def _stops(value: object) -> list[str]:
     if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
         raise PydanticCustomError("stop_type", "expected a string or a list of strings")
     if len(stops) > _MAX_STOPS:
-        raise PydanticCustomError(
-            "too_many_stops",
-            "expected at most {limit} stop strings, found {found}",
-            {"limit": _MAX_STOPS, "found": len(stops)},
-        )
+        raise PydanticCustomError("stops", f"expected at most {_MAX_STOPS} stop strings, found {len(stops)}")
     if any(not 0 < len(stop) <= _MAX_STOP_CHARS for stop in stops):
-        raise PydanticCustomError(
-            "stop_length", "expected stop strings of 1 to {limit} characters", {"limit": _MAX_STOP_CHARS}
-        )
+        raise PydanticCustomError("stop_length", f"expected stop strings of 1 to {_MAX_STOP_CHARS} characters")
     return stops
 
 
@@ -66,12 +58,14 @@ class StreamOptions(BaseModel):
 
 
 class GenerationRequest(BaseModel, ABC):
-    """What both endpoints take. An explicit null means the default everywhere, as in OpenAI's API."""
+    """The fields of both endpoints. As in OpenAI's API, null means the default."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="allow")
     prompt_field: ClassVar[str]
+    default_tokens: ClassVar[int | None]
+    """How many tokens to generate by default; None: as many as the context has room for."""
     neutral: ClassVar[dict[str, tuple[Any, ...]]]
-    """What asks for nothing at this endpoint, beside what does so at both."""
+    """Like `unsupported.NEUTRAL`, for this endpoint alone."""
 
     model: str | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -79,7 +73,7 @@ class GenerationRequest(BaseModel, ABC):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     seed: Int64 | None = None
-    stop: Annotated[object, AfterValidator(_stops)] = None
+    stop: Annotated[list[str], PlainValidator(_stops)] = []
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=_MAX_STOPS)] | None = None
@@ -93,35 +87,22 @@ class GenerationRequest(BaseModel, ABC):
         return self
 
     @property
-    def stops(self) -> list[str]:
-        return _stops(self.stop)
-
-    @property
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
     def refuse_unsupported(self) -> None:
-        """Raises ApiError for a field that asks for what is not done here."""
+        """Raises ApiError for a field that asks for what is not implemented."""
         fields = {name: value for name, value in (self.model_extra or {}).items() if name not in HARMLESS}
         refuse(fields, {**NEUTRAL, **self.neutral})
         if self.stream_options is not None:
             refuse(self.stream_options.model_extra or {}, OF_STREAMS, "stream_options.")
 
-    @property
-    def token_ids(self) -> list[int]:
-        """The prompt, where it came as token ids."""
-        return []
-
     def requested_tokens(self) -> int | None:
         return self.max_tokens
 
     @abstractmethod
-    def default_tokens(self, room: int) -> int:
-        """How many tokens to generate where the request does not say; `room` is what the context leaves."""
-
-    @abstractmethod
     def requested_logprobs(self) -> int | None:
-        """How many alternatives to report with each token, or None for no log probabilities."""
+        """How many alternatives to report with each token; None: no log probabilities."""
 
     def sampling(self) -> Sampling:
         return Sampling(
@@ -133,7 +114,7 @@ class GenerationRequest(BaseModel, ABC):
         )
 
     def max_new_tokens(self, prompt_tokens: int, capacity: Capacity) -> int:
-        """How many tokens to generate. Raises ApiError if that is more than the service can take."""
+        """How many tokens to generate. Raises ApiError if prompt or output is longer than `capacity`."""
         room = capacity.context - prompt_tokens
         if room < 1:
             raise context_length_exceeded(
@@ -149,7 +130,7 @@ class GenerationRequest(BaseModel, ABC):
             )
         asked = self.requested_tokens()
         if asked is None:
-            return self.default_tokens(room)
+            return room if self.default_tokens is None else min(room, self.default_tokens)
         if asked > room:
             raise context_length_exceeded(
                 f"The maximum context length is {capacity.context} tokens, but {prompt_tokens + asked} were requested "
@@ -163,24 +144,18 @@ class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
 
     prompt_field = "prompt"
+    default_tokens = 16
     neutral: ClassVar = {"add_special_tokens": (True,)}
 
-    prompt: Annotated[object, AfterValidator(_prompt)]
+    prompt: Annotated[str | list[int], PlainValidator(_prompt)]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-
-    @property
-    def token_ids(self) -> list[int]:
-        return self.prompt if isinstance(self.prompt, list) else []
-
-    def default_tokens(self, room: int) -> int:
-        return min(_DEFAULT_COMPLETION_TOKENS, room)
 
     def requested_logprobs(self) -> int | None:
         return self.logprobs
 
 
 def _content(value: object) -> str:
-    """A message's text, which may come in parts."""
+    """The text of a message, which may come in parts."""
     parts = value if isinstance(value, list) else [{"type": "text", "text": value or ""}]
     texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
     if len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
@@ -189,12 +164,12 @@ def _content(value: object) -> str:
 
 
 class ChatMessage(BaseModel):
-    """One message. The template gets all of it: what is not named here must ask for nothing."""
+    """One message. Fields that are not declared here are for `gateway.unsupported`."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[object, AfterValidator(_content)] = ""
+    content: Annotated[str, PlainValidator(_content)] = ""
     name: str | None = None
     reasoning_content: str | None = None
     tool_call_id: str | None = None
@@ -202,13 +177,14 @@ class ChatMessage(BaseModel):
     def rendered(self) -> dict[str, str]:
         """The message as chat templates expect it."""
         others = self.model_dump(include={"name", "reasoning_content", "tool_call_id"}, exclude_none=True)
-        return {"role": self.role, "content": str(self.content), **others}
+        return {"role": self.role, "content": self.content, **others}
 
 
 class ChatCompletionRequest(GenerationRequest):
     """POST /v1/chat/completions."""
 
     prompt_field = "messages"
+    default_tokens = None
     neutral: ClassVar = {"add_special_tokens": (False,)}
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
@@ -231,9 +207,6 @@ class ChatCompletionRequest(GenerationRequest):
     def requested_tokens(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
-    def default_tokens(self, room: int) -> int:
-        return room
-
     def requested_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
@@ -250,8 +223,7 @@ def parse(kind: type[_Request], body: bytes) -> _Request:
         field = ".".join(str(part) for part in first["loc"])
         message = f"{field}: {first['msg']}" if field else first["msg"]
         if field and first["type"] != "missing":
-            found = repr(first["input"])
-            message += f", found {found if len(found) <= 80 else found[:77] + '...'}"
+            message += f", found {shown(first['input'])}"
         raise ApiError(400, message, param=field or None) from error
     request.refuse_unsupported()
     return request

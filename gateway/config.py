@@ -1,4 +1,4 @@
-"""How a gateway is configured."""
+"""Configuration of a gateway."""
 
 import os
 import re
@@ -12,13 +12,13 @@ from base.flags import Flag
 from service.config import ControlPort, Port, ProcessConfig
 
 API_KEYS_VARIABLE = "HISPARSE_PD_API_KEY"
-"""The environment variable that has the keys of clients."""
+"""The environment variable with the API keys of clients."""
 
 
 def given_keys(flag: str, words: Sequence[str] | None) -> tuple[str, ...]:
-    """The keys of --api-key or, without it, of the environment, separated there by white space or commas.
+    """The keys of --api-key or, without it, of the environment, where white space or commas separate them.
 
-    Raises StartupError if the environment has the variable and no key in it: whoever set it means to have one.
+    Raises StartupError if the environment variable is set and holds no key.
     """
     if words:
         return tuple(words)
@@ -88,10 +88,10 @@ class GatewayConfig(ProcessConfig):
 
     @property
     def bound_control_host(self) -> str:
-        """The address that the control port is bound to."""
+        """The address to bind the control port to."""
         return self.control_host or self.host
 
     @property
     def advertised_host(self) -> str:
-        """The address that nodes reach the control port at."""
+        """The address of the control port for nodes."""
         return self.advertise_host or self.bound_control_host

@@ -1,36 +1,35 @@
-"""From token ids to text, a piece at a time: the detokenizer and the stop-string matcher."""
+"""From token ids to text as they arrive: the detokenizer and the stop-string matcher."""
 
 from collections.abc import Callable, Sequence
 
 _INCOMPLETE = "\ufffd"
 _WINDOW = 16
-"""Tokens decoded together before the window moves on; twice as many where the text at its end stays uncertain."""
+"""Tokens decoded together before the window moves; twice as many while the text at its end is uncertain."""
 _OVERLAP = 6
-"""Tokens kept when it moves: enough to give the next token its context (a leading space, a split character)."""
+"""Tokens kept when the window moves, as context for the next token: a leading space, a split character."""
 _CHARACTER = 4
-"""Bytes of the longest character, and so the number of tokens that it may be spread over."""
+"""Bytes of the longest character in UTF-8, and so the most tokens that a character is split over."""
 
 Decode = Callable[[Sequence[int]], str]
 
 
 class Detokenizer:
-    """Text deltas whose concatenation is what decoding all tokens at once gives.
+    """Returns text deltas that together equal the text of all tokens decoded at once.
 
-    A token may end inside a character, and some tokenizers drop the space before the first token that they decode, so
-    single tokens cannot be decoded alone. A sliding window of the last tokens is decoded instead (after the prefix
-    windows of text-generation-inference and vLLM), and text is given out once no further token can change it. What a
-    token costs is bounded by the window, whatever the tokens are.
+    A token cannot be decoded alone: it may end inside a character, and some tokenizers drop the space before the first
+    token. So a sliding window of the last tokens is decoded (after the prefix windows of text-generation-inference and
+    vLLM), and text is returned once no further token can change it. The window bounds the cost of a token.
     """
 
     def __init__(self, decode: Decode, skips: Callable[[int], bool]) -> None:
-        """`skips` says which ids `decode` leaves out: however many come, they take no place in the window."""
+        """skips: whether `decode` leaves an id out. Such ids take no place in the window."""
         self._decode = decode
         self._skips = skips
         self._window: list[int] = []
         self._text = ""
         """The window, decoded."""
         self._given = 0
-        """How much of `_text` has been given out."""
+        """Characters of `_text` that have been returned."""
 
     def push(self, token_id: int) -> str:
         """The text that has become certain with this token."""
@@ -38,7 +37,7 @@ class Detokenizer:
             return ""
         self._window.append(token_id)
         self._text = self._decode(self._window)
-        # What ends in replacement characters may be the beginning of a longer character.
+        # Replacement characters at the end may become a character with the next token.
         delta = self._give(len(self._text.rstrip(_INCOMPLETE)))
         certain = self._given == len(self._text)
         if len(self._window) > (_WINDOW if certain else 2 * _WINDOW):
@@ -46,7 +45,7 @@ class Detokenizer:
         return delta
 
     def finish(self) -> str:
-        """What was held back, now that no token follows."""
+        """The text that was held back, at the end of the answer."""
         return self._give(len(self._text))
 
     def _give(self, end: int) -> str:
@@ -55,17 +54,17 @@ class Detokenizer:
         return delta
 
     def _advance(self) -> str:
-        """Drop old tokens; returns text that was still held back and is not in doubt any more.
+        """Drop old tokens. Returns text that was held back and is certain now.
 
-        What is kept holds the last character whole, so what follows decodes after it as after everything. Its own
-        beginning may lack a space or the first half of a character: that is given out already.
+        The tokens that stay hold the last character whole, so later tokens decode as they would after all tokens. The
+        beginning of their text may lack a space or half a character, which has been returned already.
         """
         cut = len(self._window) - _OVERLAP
         for _ in range(_CHARACTER):
             kept = self._decode(self._window[cut:])
             if kept[-1:] == self._text[-1:]:
                 break
-            # Some tokenizers let a character that was cut in two spoil those that follow it.
+            # With some tokenizers a character that is cut in two changes the characters behind it.
             cut -= 1
         else:
             if len(self._window) <= 2 * _WINDOW:
@@ -79,7 +78,7 @@ class Detokenizer:
 class StopMatcher:
     """Cuts text before the stop string that is completed first; of two completed together, before the longer one.
 
-    The outcome does not depend on how the text arrives. Text that may be the beginning of a stop string is held back.
+    Holds back text that may be the beginning of a stop string, so the result does not depend on how the text arrives.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -88,18 +87,19 @@ class StopMatcher:
         self.matched = False
 
     def push(self, text: str) -> str:
-        """The text that is certainly not part of a stop string."""
+        """The text that cannot be part of a stop string."""
         if self.matched:
             return ""
         self._held += text
         ends = [(start + len(stop), start) for stop in self._stops if (start := self._held.find(stop)) >= 0]
         if ends:
             self.matched = True
-            return self._release(min(ends)[1], keep=False)
+            released, self._held = self._held[: min(ends)[1]], ""
+            return released
         return self._release(self._start_of_candidate())
 
     def finish(self) -> str:
-        """What was held back, now that no text follows."""
+        """The text that was held back, at the end of the answer."""
         return self._release(len(self._held))
 
     def _start_of_candidate(self) -> int:
@@ -110,7 +110,6 @@ class StopMatcher:
                 return start
         return len(self._held)
 
-    def _release(self, end: int, keep: bool = True) -> str:
-        released = self._held[:end]
-        self._held = self._held[end:] if keep else ""
+    def _release(self, end: int) -> str:
+        released, self._held = self._held[:end], self._held[end:]
         return released

@@ -1,8 +1,12 @@
-"""What a client is told when a request cannot be served."""
+"""Errors that clients are told, as OpenAI error objects."""
 
+import math
 from typing import Any
 
-DRAINING = "draining"
+from starlette.responses import JSONResponse, Response
+
+_DRAINING = "draining"
+_TYPES = {429: "rate_limit_error", 503: "service_unavailable_error", 504: "timeout_error"}
 
 
 class ApiError(Exception):
@@ -25,26 +29,25 @@ class ApiError(Exception):
         self.retry_after = retry_after
 
     def body(self) -> dict[str, Any]:
-        return {
-            "error": {
-                "message": self.message,
-                "type": _type_of(self.status),
-                "param": self.param,
-                "code": self.code,
-            }
-        }
+        kind = _TYPES.get(self.status) or ("invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> Response:
+        headers = {}
+        if self.retry_after is not None:
+            headers["Retry-After"] = str(max(1, math.ceil(self.retry_after)))
+        if self.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        if self.code == _DRAINING:
+            # A new connection leads the client's next attempt to a gateway that serves.
+            headers["Connection"] = "close"
+        return JSONResponse(self.body(), status_code=self.status, headers=headers)
 
 
-def _type_of(status: int) -> str:
-    match status:
-        case 429:
-            return "rate_limit_error"
-        case 503:
-            return "service_unavailable_error"
-        case 504:
-            return "timeout_error"
-        case _:
-            return "invalid_request_error" if status < 500 else "server_error"
+def shown(value: object) -> str:
+    """The value as an error message shows it: its beginning, if it is long."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def context_length_exceeded(message: str, param: str | None = None) -> ApiError:
@@ -56,10 +59,10 @@ def timed_out() -> ApiError:
 
 
 def draining() -> ApiError:
-    """This gateway is about to stop: another one, or its successor, takes the request."""
-    return ApiError(503, "the gateway is shutting down", code=DRAINING, retry_after=1.0)
+    """This gateway is about to stop; another one takes the request."""
+    return ApiError(503, "the gateway is shutting down", code=_DRAINING, retry_after=1.0)
 
 
 def unavailable(message: str) -> ApiError:
-    """The service cannot take the request now and may a moment later."""
+    """The service cannot take the request now, but may a moment later."""
     return ApiError(503, message, code="service_unavailable", retry_after=1.0)

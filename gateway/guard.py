@@ -1,26 +1,23 @@
-"""What a request must pass before the API sees it: a key, a bounded body, a place among those being served."""
+"""Middleware in front of the API: checks the key, bounds bodies, and bounds the requests that are served at a time."""
 
-import math
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from prometheus_client import Counter
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.errors import DRAINING, ApiError
+from gateway.errors import ApiError
 from gateway.keys import ApiKeys
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/version"})
-"""For probes and scrapes, which carry no key. Every other path needs one, whether it exists or not."""
+"""For probes and scrapes, which have no key. Every other path needs one, whether it exists or not."""
 
 _BUSY_RETRY_S = 1.0
 
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """`max_total_bytes`: of all requests that are served; one counts with its body, or its prompt if that is more."""
+    """max_total_bytes: of all requests being served. A request counts with its body, or its prompt if that is more."""
 
     max_body_bytes: int
     max_concurrent_requests: int
@@ -28,11 +25,11 @@ class RequestLimits:
 
 
 _BYTES_PER_TOKEN = 8
-"""What a prompt token counts: as much as an id in JSON, so that a request counts alike however its prompt came."""
+"""Of a prompt token: as much as an id takes in JSON, so that a prompt counts the same as text and as ids."""
 
 
-class Hold:
-    """What one request takes of the bytes that all requests may have."""
+class RequestBytes:
+    """The bytes that one request counts with."""
 
     def __init__(self, guard: "Guard") -> None:
         self._guard = guard
@@ -50,7 +47,7 @@ class Hold:
 
 
 class Guard:
-    """ASGI middleware. `keys` None: everyone may ask. Refusals are counted in `refused` by reason."""
+    """ASGI middleware. keys: None lets everyone in. refused: counts refusals by reason."""
 
     def __init__(self, app: ASGIApp, keys: ApiKeys | None, limits: RequestLimits, refused: Counter) -> None:
         self._app = app
@@ -58,7 +55,7 @@ class Guard:
         self._limits = limits
         self._refused = refused
         self.serving = 0
-        """Requests let in and not answered to the end."""
+        """Requests that were admitted and are not answered completely."""
         self.held = 0
         """Their bytes."""
 
@@ -66,81 +63,63 @@ class Guard:
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
             await self._app(scope, receive, send)
             return
-        hold = Hold(self)
+        counted = RequestBytes(self)
         try:
-            self._admit(Request(scope), hold)
+            self._admit(Request(scope), counted)
         except ApiError as error:
-            await error_response(error)(scope, receive, send)
+            await error.response()(scope, receive, send)
             return
         self.serving += 1
         try:
-            await self._app({**scope, "hold": hold}, self._bounded(receive, hold), send)
+            await self._app({**scope, "counted": counted}, self._bounded(receive, counted), send)
         finally:
             self.serving -= 1
-            self.held -= hold.held
+            self.held -= counted.held
 
     def take(self, size: int) -> None:
         """Raises ApiError (429) if all requests together would hold too many bytes."""
         if self.held + size > self._limits.max_total_bytes:
-            raise self._refusal("too_many_bytes", _busy("holds as many bytes of requests as it may"))
+            raise self._busy("too_many_bytes", "holds as many bytes of requests as it may")
         self.held += size
 
-    def _admit(self, request: Request, hold: Hold) -> None:
-        """Raises ApiError if the request goes no further. Nothing is said about limits to those without a key."""
-        if self._keys is not None and not self._keys.accept(request.headers.get("authorization", "").encode("latin-1")):
-            raise self._refusal("api_key", _no_key(request))
-        declared = request.headers.get("content-length")
-        if declared is not None and int(declared) > self._limits.max_body_bytes:
-            raise self._too_large()
+    def _admit(self, request: Request, counted: RequestBytes) -> None:
+        """Raises ApiError if the request is refused. The key comes first: others learn nothing about the limits."""
+        authorization = request.headers.get("authorization")
+        if self._keys is not None and not self._keys.accept((authorization or "").encode("latin-1")):
+            message = "the API key is not one of this server's"
+            if authorization is None:
+                message = "no API key: expected the header 'Authorization: Bearer KEY'"
+            raise self._refusal("api_key", ApiError(401, message, code="invalid_api_key"))
+        declared = int(request.headers.get("content-length", 0))
+        self._check_size(declared)
         if self.serving >= self._limits.max_concurrent_requests:
-            raise self._refusal("too_many_requests", _busy(f"serves {self.serving} requests already"))
-        hold.body(int(declared or 0))
+            raise self._busy("too_many_requests", f"serves {self.serving} requests already")
+        counted.body(declared)
 
-    def _bounded(self, receive: Receive, hold: Hold) -> Callable[[], Awaitable[Message]]:
-        """Raises ApiError once more of the body has come than is allowed: not every body declares its length."""
+    def _bounded(self, receive: Receive, counted: RequestBytes) -> Receive:
+        """`receive` that raises ApiError for a body that is too large: not every body declares its length."""
         received = 0
 
         async def bounded() -> Message:
             nonlocal received
             message = await receive()
             received += len(message.get("body", b""))
-            if received > self._limits.max_body_bytes:
-                raise self._too_large()
-            hold.body(received)
+            self._check_size(received)
+            counted.body(received)
             return message
 
         return bounded
 
-    def _too_large(self) -> ApiError:
-        text = f"the request body is larger than {self._limits.max_body_bytes} bytes"
-        return self._refusal("body_too_large", ApiError(413, text, code="request_too_large"))
+    def _check_size(self, size: int) -> None:
+        """Raises ApiError (413) if a body of that size is too large."""
+        if size > self._limits.max_body_bytes:
+            text = f"the request body is larger than {self._limits.max_body_bytes} bytes"
+            raise self._refusal("body_too_large", ApiError(413, text, code="request_too_large"))
+
+    def _busy(self, reason: str, state: str) -> ApiError:
+        text = f"this gateway {state}; try again later"
+        return self._refusal(reason, ApiError(429, text, code="too_many_requests", retry_after=_BUSY_RETRY_S))
 
     def _refusal(self, reason: str, error: ApiError) -> ApiError:
         self._refused.labels(reason=reason).inc()
         return error
-
-
-def error_response(error: ApiError) -> Response:
-    """The answer that tells a client about the error."""
-    headers = {}
-    if error.retry_after is not None:
-        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
-    if error.status == 401:
-        headers["WWW-Authenticate"] = "Bearer"
-    if error.code == DRAINING:
-        # The client's next attempt takes a new connection, which leads to whoever serves then.
-        headers["Connection"] = "close"
-    return JSONResponse(error.body(), status_code=error.status, headers=headers)
-
-
-def _busy(state: str) -> ApiError:
-    message = f"this gateway {state}; try again later"
-    return ApiError(429, message, code="too_many_requests", retry_after=_BUSY_RETRY_S)
-
-
-def _no_key(request: Request) -> ApiError:
-    if "authorization" in request.headers:
-        message = "the API key is not one of this server's"
-    else:
-        message = "no API key: expected the header 'Authorization: Bearer KEY'"
-    return ApiError(401, message, code="invalid_api_key")

@@ -1,4 +1,4 @@
-"""The keys that clients present, and whether a header holds one of them."""
+"""The API keys of clients."""
 
 import hashlib
 import os
@@ -15,9 +15,9 @@ _WORLD_READABLE = 0o004
 
 
 class ApiKeys:
-    """The accepted keys; only digests of them are kept.
+    """The accepted keys, kept as digests.
 
-    Raises StartupError if there is a key that no client could send, or a file that holds none or that anyone can read.
+    Raises StartupError for a key that no client could send, and for a file without keys or that anyone can read.
     """
 
     def __init__(self, keys: Sequence[str], file: Path | None) -> None:
@@ -30,7 +30,7 @@ class ApiKeys:
     def accept(self, authorization: bytes) -> bool:
         """Whether the value of an Authorization header is `Bearer KEY`.
 
-        Takes the same time for all keys: digests are compared, whose length says nothing, and all of them always.
+        Takes the same time for every key: compares digests, which have one length, and always all of them.
         """
         scheme, _, key = authorization.partition(b" ")
         given = _digest(key.strip())
@@ -58,7 +58,7 @@ def _read(file: Path) -> list[bytes]:
 
 
 def _checked(key: str, source: str) -> str:
-    """The error names the source, never the key."""
+    """The key. Raises StartupError, which names the source but never the key."""
     if not re.fullmatch(r"[!-~]+", key):
         raise StartupError(f"{source}: a key must be printable ASCII without spaces, and not empty")
     return key

@@ -1,4 +1,4 @@
-"""The gateway process: its configuration, its start and its stop."""
+"""The gateway process: start, stop, and the messages of nodes."""
 
 import asyncio
 import signal
@@ -10,22 +10,12 @@ from base.errors import StartupError
 from base.logs import configure_logging
 from base.metrics import Metrics
 from control.keys import load_keys
-from control.messages import (
-    Accepted,
-    Heartbeat,
-    Leaving,
-    Message,
-    Outputs,
-    Peer,
-    Refused,
-    Register,
-    Rejected,
-)
+from control.messages import Accepted, Heartbeat, Leaving, Message, Outputs, Peer, Refused, Register, Rejected
 from control.plane import ControlPlane
 from gateway.completer import Completer
 from gateway.config import GatewayConfig
+from gateway.decode_client import DecodeClient
 from gateway.errors import ApiError, draining, unavailable
-from gateway.generation import DecodeClient
 from gateway.guard import Guard, RequestLimits
 from gateway.keys import ApiKeys
 from gateway.registry import NodeRegistry
@@ -46,11 +36,11 @@ _CANCEL_AT_STOP_S = 2.0
 _HTTP_STOP_S = 5
 _MIN_BODY_BYTES = 1 << 20
 _CONNECTIONS_PER_REQUEST = 4
-"""Clients keep idle connections for what they ask next."""
+"""Clients keep idle connections for their next requests."""
 _OTHER_FILES = 256
-"""File descriptors that are not for clients: the nodes' sockets, logs, code that is still to be imported."""
+"""File descriptors that are not for clients: the nodes' sockets, logs, modules that are imported later."""
 _BODY_BYTES_PER_TOKEN = 16
-"""A token takes about 8 as an id in JSON, 4 as English text, and up to 12 as text that JSON escapes."""
+"""A token takes about 8 as an id in JSON, 4 as English text, and up to 12 as escaped text."""
 
 
 def run_gateway(config: GatewayConfig) -> None:
@@ -68,10 +58,10 @@ def run_gateway(config: GatewayConfig) -> None:
 
 
 class Gateway:
-    """One gateway: an HTTP port and a control port, both bound when this returns."""
+    """A gateway with its HTTP port and its control port."""
 
     def __init__(self, config: GatewayConfig) -> None:
-        """Raises StartupError if a port is taken, or if the tokenizer, a key or a file of TLS cannot be used."""
+        """Binds both ports. Raises StartupError if one is taken, or if tokenizer, keys or TLS files are unusable."""
         self.metrics = Metrics()
         keys = ApiKeys(config.api_keys, config.api_key_file) if config.api_keys or config.api_key_file else None
         tls = server_tls(config.ssl_certfile, config.ssl_keyfile)
@@ -96,14 +86,12 @@ class Gateway:
             self._listener.close()
             raise
         self._refused: dict[str, str] = {}
-        """Why each node was refused last: it asks every second, and is logged once."""
+        """By address, why a node was refused last. It asks every second but is logged once."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping: asyncio.Event = asyncio.Event()
         self._client = DecodeClient(self.control, self.registry)
-        self._completer = Completer(
-            tokenizer, self._client, self.registry, self.metrics, context_length, config.request_timeout
-        )
-        app = OpenAiServer(self._completer, self._refusal, config.model_name).app()
+        self._completer = Completer(config, tokenizer, self._client, self.registry, self.metrics, context_length)
+        app = OpenAiServer(self._completer, self._refusal).app()
         app.include_router(status_router(self.metrics, self._missing, self._refresh))
         self._guard = Guard(app, keys, limits, self.metrics.http_refused)
         self._http = HttpServer(
@@ -128,16 +116,15 @@ class Gateway:
     @property
     def port(self) -> int:
         """The HTTP port."""
-        number: int = self._listener.getsockname()[1]
-        return number
+        return int(self._listener.getsockname()[1])
 
     async def serve(self) -> None:
-        """Serve until told to stop, finish what is in flight, and end what is left here and at the decode nodes."""
+        """Serve until told to stop, drain, and end the requests that are left, also at the decode nodes."""
         self._loop = asyncio.get_running_loop()
         self.control.start()
         log.info("gateway starts", **self._sizes)
         sweeping = asyncio.create_task(self._client.sweep())
-        serving = asyncio.create_task(self._http.serve(sockets=[self._listener]))
+        serving = asyncio.create_task(self._http.serve())
         stopping = asyncio.create_task(self._drained())
         await asyncio.wait((serving, stopping, sweeping), return_when=asyncio.FIRST_COMPLETED)
         log.info("gateway stops", requests=self._client.in_flight)
@@ -148,29 +135,23 @@ class Gateway:
             task.cancel()
         self.control.stop()
         self._completer.close()
-        self._listener.close()
         if sweeping.done() and (failure := sweeping.exception()):
             raise failure
 
     def signalled(self, number: int) -> None:
-        """Take a stop signal. Call it on the loop that serves."""
+        """Handle a stop signal. Call it on the loop that serves."""
         self.lifecycle.signalled(number)
         log.info("stopping", signal=signal.Signals(number).name, phase=self.lifecycle.phase.value)
         self._stopping.set()
 
-    def stop(self) -> None:
-        """Make `serve` end what is in flight and return. Call it on the loop that serves."""
-        self.lifecycle.end()
-        self._stopping.set()
-
     async def _drained(self) -> None:
-        """Wait until it is told to stop and holds no request, or may wait no longer."""
+        """Wait until told to stop, and then until no request is left or draining is over."""
         await self._stopping.wait()
         while self.lifecycle.phase is Phase.DRAINING and self._client.in_flight:
             await asyncio.sleep(_DRAIN_POLL_S)
 
     def _hand_over(self, sender: Peer, message: Message) -> None:
-        """From the control thread to the event loop, which owns all state."""
+        """On the control thread: pass a message to the event loop, which owns all state."""
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._receive, sender, message)
 
@@ -205,6 +186,7 @@ class Gateway:
         return self.registry.missing(time.monotonic()) if self.lifecycle.serving else "draining"
 
     def _refusal(self) -> ApiError | None:
+        """Why no request can be taken now, or None."""
         if not self.lifecycle.serving:
             return draining()
         missing = self._missing()
@@ -216,7 +198,7 @@ class Gateway:
         self.metrics.nodes.labels(role="prefill").set(self.registry.count("prefill", now))
         self.metrics.nodes.labels(role="decode").set(self.registry.count("decode", now))
         self.metrics.requests.labels(state="waiting").set(self._client.waiting)
-        self.metrics.requests.labels(state="running").set(self._client.running)
+        self.metrics.requests.labels(state="running").set(self._client.in_flight - self._client.waiting)
         self.metrics.note_control(self.control.malformed, self.control.undeliverable, self.control.refused)
 
 
@@ -246,7 +228,7 @@ def _request_limits(config: GatewayConfig, context_length: int) -> RequestLimits
 
 
 def _max_connections(requests: int) -> int:
-    """Enough for so many requests at a time, within the limit of open files."""
+    """Connections for that many requests at a time, within the limit of open files."""
     room = max(1, raise_file_limit() - _OTHER_FILES)
     if room < requests:
         log.warning("few open files are allowed; connections are refused before requests", connections=room)

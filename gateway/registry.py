@@ -1,8 +1,7 @@
 """The nodes that this gateway knows, and which of them takes the next request.
 
-A node is *live* while it is heard and does not leave: only live nodes are used. Silence is no death: a silent node is
-used again as soon as it is heard, and forgotten only after a minute. Pure logic: time comes in as an argument and
-messages go out as return values.
+A node is *live* while its heartbeats arrive and it is not leaving; only live nodes get requests. A silent node is used
+again as soon as it is heard, and forgotten after a minute. Pure logic: time is an argument, messages are return values.
 """
 
 from collections.abc import Collection
@@ -16,7 +15,7 @@ FORGOTTEN_AFTER_S = 60.0
 
 @dataclass
 class Node:
-    """What is known of one registered process."""
+    """One registered process."""
 
     peer: Peer
     offer: Register
@@ -25,7 +24,7 @@ class Node:
     leaving: bool = False
     reported_tokens: int = 0
     assigned_tokens: int = 0
-    """Sent by this gateway since the last heartbeat, which could not count them yet."""
+    """Sent by this gateway since the last heartbeat."""
 
     @property
     def load(self) -> int:
@@ -37,7 +36,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Capacity:
-    """The largest request that the service takes now, in tokens. `context`: prompt and output; `prompt`: the prompt."""
+    """The largest request that can be served now, in tokens. context: of prompt and output; prompt: of the prompt."""
 
     context: int
     prompt: int
@@ -47,12 +46,12 @@ class NodeRegistry:
     """Known nodes by address. Not thread safe: the gateway's event loop owns it."""
 
     def __init__(self, checkpoint: CheckpointIdentity | None = None) -> None:
-        """`checkpoint`: this gateway's own, which nodes must have too."""
+        """checkpoint: this gateway's own, which the nodes must have, too."""
         self._checkpoint = checkpoint
         self._nodes: dict[str, Node] = {}
 
     def register(self, peer: Peer, offer: Register, now: float) -> Registered | Refused:
-        """Take a node in, or say what differs from the live nodes. A new boot at an address replaces the old one."""
+        """Register a node, or say how it differs from the live nodes. A new boot at an address replaces the old one."""
         self._forget_silent(now)
         known = self._nodes.get(peer.address)
         if known is not None and known.peer.boot_id != peer.boot_id:
@@ -71,18 +70,17 @@ class NodeRegistry:
         return Registered(via=offer.via)
 
     def knows(self, peer: Peer) -> bool:
-        """Whether this very process is registered."""
-        node = self._nodes.get(peer.address)
-        return node is not None and node.peer.boot_id == peer.boot_id
+        """Whether this very process is registered, rather than another boot at its address."""
+        return self._find(peer) is not None
 
     def heartbeat(self, peer: Peer, beat: Heartbeat, now: float) -> HeartbeatAck:
-        """Note a node's load. One that is not known, or fits the others no more, is told to register again."""
+        """Note a node's load. A node that is unknown, or that differs from the others by now, must register again."""
         self._forget_silent(now)
-        node = self._nodes.get(peer.address)
-        if node is None or node.peer.boot_id != peer.boot_id:
-            return HeartbeatAck(via=beat.via, known=False)
-        if not node.live(now) and not node.leaving and self._conflict(peer, node.offer, now):
+        node = self._find(peer)
+        if node is not None and not node.live(now) and not node.leaving and self._conflict(peer, node.offer, now):
+            node = None
             del self._nodes[peer.address]
+        if node is None:
             return HeartbeatAck(via=beat.via, known=False)
         node.last_heartbeat = now
         node.ready = beat.ready
@@ -92,19 +90,18 @@ class NodeRegistry:
             known=True,
             prefill_nodes=tuple(self.rank_prefill(now)),
             longest_prompts=self.longest_prompts(now),
-            leaving=self._leaving_prefill(),
+            leaving=tuple(n.peer.boot_id for n in self._nodes.values() if n.offer.role == "prefill" and n.leaving),
         )
 
     def leave(self, peer: Peer) -> None:
-        """Use that process no more. Its heartbeats are still welcome: it may be finishing what it has."""
-        node = self._nodes.get(peer.address)
-        if node is not None and node.peer.boot_id == peer.boot_id:
+        """Send no new request to that process. It stays registered, since it may still finish others."""
+        if node := self._find(peer):
             node.leaving = True
 
     def pick_decode(self, tokens: int, exclude: Collection[str], now: float) -> Peer | None:
-        """The usable decode node with the fewest outstanding KV tokens, among those that hold `tokens` per request.
+        """The usable decode node with the fewest outstanding KV tokens that takes a request of `tokens`.
 
-        exclude: boot ids not to be considered.
+        exclude: boot ids of nodes that are not considered.
         """
         candidates = [
             node
@@ -114,10 +111,7 @@ class NodeRegistry:
         return min(candidates, key=lambda node: node.load).peer if candidates else None
 
     def rank_prefill(self, now: float, prompt_tokens: int = 0) -> list[Peer]:
-        """Live prefill nodes: first those that take so long a prompt, the one with the fewest queued tokens first.
-
-        Decode nodes, which know all, ask the others only if nobody takes it.
-        """
+        """Ready prefill nodes by queued tokens. Those that do not take so long a prompt come last."""
 
         def order(node: Node) -> tuple[bool, int]:
             return node.offer.max_request_tokens < prompt_tokens, node.load
@@ -125,29 +119,29 @@ class NodeRegistry:
         return [node.peer for node in sorted(self._ready_prefill(now), key=order)]
 
     def longest_prompts(self, now: float) -> dict[str, int]:
-        """The most tokens that each live prefill node takes, by its boot id."""
+        """The longest prompt that each ready prefill node takes, by boot id."""
         return {node.peer.boot_id: node.offer.max_request_tokens for node in self._ready_prefill(now)}
 
     def assign(self, peer: Peer, tokens: int) -> None:
         """Count work sent to a node until its next heartbeat reports it."""
-        node = self._nodes.get(peer.address)
-        if node is not None and node.peer.boot_id == peer.boot_id:
+        if node := self._find(peer):
             node.assigned_tokens += tokens
 
     def replaced(self, peer: Peer) -> bool:
-        """Whether another boot has taken that process's address, which proves it dead."""
+        """Whether another boot has that process's address, which proves the process dead."""
         node = self._nodes.get(peer.address)
         return node is not None and node.peer.boot_id != peer.boot_id
 
     def capacity(self, context_length: int, now: float) -> Capacity:
-        """What a request may have, up to that context. Where no node is usable nothing is known to be less."""
-        holding = self._usable_decode(now)
+        """The largest request that the usable nodes take, at most `context_length`, which also holds without nodes."""
+        decode = self._usable_decode(now)
         # Decode nodes compute prompts only while there is no prefill node.
-        computing = self._ready_prefill(now) or [node for node in holding if node.offer.local_prefill]
-        return Capacity(
-            context=min(context_length, max((n.offer.max_request_tokens for n in holding), default=context_length)),
-            prompt=min(context_length, max((n.offer.max_request_tokens for n in computing), default=context_length)),
-        )
+        computing = self._ready_prefill(now) or [node for node in decode if node.offer.local_prefill]
+
+        def longest(nodes: list[Node]) -> int:
+            return min(context_length, max((n.offer.max_request_tokens for n in nodes), default=context_length))
+
+        return Capacity(context=longest(decode), prompt=longest(computing))
 
     def missing(self, now: float) -> str | None:
         """What keeps a request from being served now, or None."""
@@ -160,21 +154,22 @@ class NodeRegistry:
     def count(self, role: Role, now: float) -> int:
         return len(self._live(now, role))
 
+    def _find(self, peer: Peer) -> Node | None:
+        node = self._nodes.get(peer.address)
+        return node if node is not None and node.peer.boot_id == peer.boot_id else None
+
     def _live(self, now: float, role: Role) -> list[Node]:
         return [node for node in self._nodes.values() if node.offer.role == role and node.live(now)]
 
     def _ready_prefill(self, now: float) -> list[Node]:
         return [node for node in self._live(now, "prefill") if node.ready]
 
-    def _leaving_prefill(self) -> tuple[str, ...]:
-        return tuple(n.peer.boot_id for n in self._nodes.values() if n.offer.role == "prefill" and n.leaving)
-
     def _usable_decode(self, now: float) -> list[Node]:
         prefill = bool(self._ready_prefill(now))
         return [node for node in self._live(now, "decode") if node.ready and (prefill or node.offer.local_prefill)]
 
     def _conflict(self, peer: Peer, offer: Register, now: float) -> str:
-        """In what the offer differs from a live node or from this gateway, or an empty string."""
+        """How the offer differs from a live node or from this gateway, or an empty string."""
         for other in self._nodes.values():
             if other.peer.address == peer.address or not other.live(now):
                 continue
@@ -195,7 +190,7 @@ class NodeRegistry:
 
 
 def _no_common_transport(offer: Register, other: Register) -> str:
-    """Why KV could not pass between two nodes, or an empty string."""
+    """How the transports of two nodes differ, if they have none in common, or an empty string."""
     if set(offer.transports) & set(other.transports):
         return ""
     return f"transfer protocol {'|'.join(offer.transports)} != {'|'.join(other.transports)}"

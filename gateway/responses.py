@@ -1,12 +1,13 @@
-"""The two response formats of the OpenAI API, whole and in chunks."""
+"""The two response formats of OpenAI's API, whole and in chunks."""
 
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from control.messages import Token
+from gateway.api import GenerationRequest
+from gateway.attempt import TokenizedRequest
 from gateway.choice import Delta
 from gateway.tokenizer import CheckpointTokenizer
 
@@ -14,46 +15,42 @@ Json = dict[str, Any]
 
 
 class ResponseFormat(ABC):
-    """Renders one answer. Counts what it has rendered, so each delta is to be passed once, in order."""
+    """Renders one answer. Counts the tokens that it renders, so each delta must be passed once, in order."""
 
     kind: str
     chunk_kind: str
 
     def __init__(
-        self,
-        request_id: str,
-        model: str,
-        prompt_tokens: int,
-        tokenizer: CheckpointTokenizer,
-        *,
-        logprobs: bool,
-        token_ids: bool,
-        include_usage: bool,
+        self, request: GenerationRequest, tokenized: TokenizedRequest, model: str, tokenizer: CheckpointTokenizer
     ) -> None:
-        self.request_id = request_id
-        self._head: Json = {"id": request_id, "created": int(time.time()), "model": model}
-        self._prompt_tokens = prompt_tokens
+        self.request_id = tokenized.request_id
+        self._head: Json = {"id": self.request_id, "created": int(time.time()), "model": model}
+        self._prompt_tokens = len(tokenized.prompt_ids)
         self._completion_tokens = 0
         self._tokenizer = tokenizer
-        self._logprobs = logprobs
-        self._token_ids = token_ids
-        self._include_usage = include_usage
+        self._logprobs = tokenized.sampling.top_logprobs is not None
+        self._token_ids = bool(request.return_token_ids)
+        self._include_usage = request.include_usage
 
     def whole(self, deltas: Sequence[Delta]) -> Json:
         """The answer to a request that does not stream."""
         text = "".join(delta.text for delta in deltas)
-        # A stop string is no part of the text.
-        within = [replace(d, offsets=tuple(min(offset, len(text)) for offset in d.offsets)) for d in deltas]
-        choice = self._choice(within) | self._whole_text(text)
+        answer = Delta(
+            text,
+            tokens=tuple(token for delta in deltas for token in delta.tokens),
+            # The text ends before the stop string, but offsets count it.
+            offsets=tuple(min(offset, len(text)) for delta in deltas for offset in delta.offsets),
+            finish_reason=deltas[-1].finish_reason,
+        )
+        choice = self._choice(answer) | self._whole_text(text)
         return self._head | {"object": self.kind, "choices": [choice], "usage": self._usage()}
 
     def opening(self) -> Json | None:
-        """The chunk that comes before any text, if the format has one."""
+        """The chunk before any text, if the format has one."""
         return None
 
     def chunk(self, delta: Delta) -> Json:
-        choice = self._choice([delta]) | self._chunk_text(delta.text)
-        return self._chunk([choice])
+        return self._chunk([self._choice(delta) | self._chunk_text(delta.text)])
 
     def usage_chunk(self) -> Json | None:
         """The last chunk, if the client asked for usage."""
@@ -65,16 +62,15 @@ class ResponseFormat(ABC):
         chunk = self._head | {"object": self.chunk_kind, "choices": choices}
         return chunk | {"usage": None} if self._include_usage else chunk
 
-    def _choice(self, deltas: Sequence[Delta]) -> Json:
-        tokens = [token for delta in deltas for token in delta.tokens]
-        self._completion_tokens += len(tokens)
+    def _choice(self, delta: Delta) -> Json:
+        self._completion_tokens += len(delta.tokens)
         choice: Json = {
             "index": 0,
-            "logprobs": self._render_logprobs(deltas) if self._logprobs else None,
-            "finish_reason": deltas[-1].finish_reason,
+            "logprobs": self._render_logprobs(delta) if self._logprobs else None,
+            "finish_reason": delta.finish_reason,
         }
         if self._token_ids:
-            choice["token_ids"] = [token.token_id for token in tokens]
+            choice["token_ids"] = [token.token_id for token in delta.tokens]
         return choice
 
     def _usage(self) -> Json:
@@ -91,7 +87,7 @@ class ResponseFormat(ABC):
     def _chunk_text(self, text: str) -> Json: ...
 
     @abstractmethod
-    def _render_logprobs(self, deltas: Sequence[Delta]) -> Json: ...
+    def _render_logprobs(self, delta: Delta) -> Json: ...
 
 
 class CompletionFormat(ResponseFormat):
@@ -103,13 +99,12 @@ class CompletionFormat(ResponseFormat):
     def _chunk_text(self, text: str) -> Json:
         return {"text": text}
 
-    def _render_logprobs(self, deltas: Sequence[Delta]) -> Json:
-        tokens = [token for delta in deltas for token in delta.tokens]
+    def _render_logprobs(self, delta: Delta) -> Json:
         return {
-            "tokens": [self._tokenizer.piece(token.token_id) for token in tokens],
-            "token_logprobs": [token.logprob for token in tokens],
-            "top_logprobs": [self._alternatives(token) for token in tokens],
-            "text_offset": [offset for delta in deltas for offset in delta.offsets],
+            "tokens": [self._tokenizer.piece(token.token_id) for token in delta.tokens],
+            "token_logprobs": [token.logprob for token in delta.tokens],
+            "top_logprobs": [self._alternatives(token) for token in delta.tokens],
+            "text_offset": list(delta.offsets),
         }
 
     def _alternatives(self, token: Token) -> dict[str, float | None]:
@@ -118,7 +113,7 @@ class CompletionFormat(ResponseFormat):
         by_text: dict[str, float | None] = {}
         for token_id, logprob in by_id.items():
             piece = self._tokenizer.piece(token_id)
-            # Several tokens may look alike, such as parts of characters.
+            # Several tokens may have the same text, such as parts of characters.
             by_text[f"token_id:{token_id}" if piece in by_text else piece] = logprob
         return by_text
 
@@ -137,12 +132,11 @@ class ChatFormat(ResponseFormat):
     def _chunk_text(self, text: str) -> Json:
         return {"delta": {"content": text} if text else {}}
 
-    def _render_logprobs(self, deltas: Sequence[Delta]) -> Json:
+    def _render_logprobs(self, delta: Delta) -> Json:
         return {
             "content": [
                 self._entry(token.token_id, token.logprob)
                 | {"top_logprobs": [self._entry(*alternative) for alternative in token.top_logprobs]}
-                for delta in deltas
                 for token in delta.tokens
             ],
             "refusal": None,

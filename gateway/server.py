@@ -1,4 +1,4 @@
-"""The HTTP face of the gateway: routes, streaming, errors as OpenAI error objects."""
+"""The /v1 routes: completions, chat completions and models, streaming, and error responses."""
 
 import asyncio
 import json
@@ -15,9 +15,9 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.api import ChatCompletionRequest, CompletionRequest
 from gateway.choice import Delta
-from gateway.completer import Asked, Completer
+from gateway.completer import ApiRequest, Completer
 from gateway.errors import ApiError
-from gateway.guard import Hold, error_response
+from gateway.guard import RequestBytes
 from gateway.responses import ChatFormat, CompletionFormat, ResponseFormat
 
 log = structlog.get_logger(__name__)
@@ -26,25 +26,17 @@ _CLIENT_LEFT = 499
 
 
 class OpenAiServer:
-    """Answers the /v1 routes. `refusal` says why no request is taken now, or None."""
+    """Answers the /v1 routes. `refusal` returns why no request can be taken now, or None."""
 
-    def __init__(
-        self,
-        completer: Completer,
-        refusal: Callable[[], ApiError | None],
-        model: str,
-    ) -> None:
+    def __init__(self, completer: Completer, refusal: Callable[[], ApiError | None]) -> None:
         self._completer = completer
         self._refusal = refusal
-        self._model = model
         self._created = int(time.time())
 
     def app(self) -> FastAPI:
         app = FastAPI(openapi_url=None)
-        app.add_exception_handler(ApiError, _api_error)
-        app.add_exception_handler(HTTPException, _http_error)
-        app.add_exception_handler(ClientDisconnect, _client_left)
-        app.add_exception_handler(Exception, _internal_error)
+        for error in (ApiError, HTTPException, ClientDisconnect, Exception):
+            app.add_exception_handler(error, _error_response)
         app.add_api_route("/v1/models", self._models, methods=["GET"])
         app.add_api_route("/v1/models/{model:path}", self._one_model, methods=["GET"])
         app.add_api_route("/v1/completions", self._completions, methods=["POST"])
@@ -55,7 +47,7 @@ class OpenAiServer:
         return JSONResponse({"object": "list", "data": [self._model_card()]})
 
     async def _one_model(self, request: Request, model: str) -> Response:
-        self._check_model(model)
+        self._completer.check_model(model)
         return JSONResponse(self._model_card())
 
     async def _completions(self, request: Request) -> Response:
@@ -64,45 +56,28 @@ class OpenAiServer:
     async def _chat_completions(self, request: Request) -> Response:
         return await self._answer(request, ChatCompletionRequest, ChatFormat)
 
-    async def _answer(self, http: Request, kind: type[Asked], format_kind: type[ResponseFormat]) -> Response:
+    async def _answer(self, http: Request, kind: type[ApiRequest], format_kind: type[ResponseFormat]) -> Response:
         body = await http.body()
-        return await _unless_client_leaves(http, self._generate(body, kind, format_kind, http.scope["hold"]))
+        return await _unless_client_leaves(http, self._generate(body, kind, format_kind, http.scope["counted"]))
 
     async def _generate(
-        self, body: bytes, kind: type[Asked], format_kind: type[ResponseFormat], hold: Hold
+        self, body: bytes, kind: type[ApiRequest], format_kind: type[ResponseFormat], counted: RequestBytes
     ) -> Response:
-        """The whole answer, or a stream once its first tokens are there: until then an error has an HTTP status."""
-        request, job = await self._completer.job(body, kind, self._check_model)
-        hold.prompt(len(job.prompt_ids))
+        """The complete answer, or a stream once it has its first tokens: until then an error has an HTTP status."""
+        request, tokenized = await self._completer.tokenize(body, kind)
+        counted.prompt(len(tokenized.prompt_ids))
         if refusal := self._refusal():
             raise refusal
-        answer = format_kind(
-            job.request_id,
-            self._model,
-            len(job.prompt_ids),
-            self._completer.tokenizer,
-            logprobs=job.sampling.top_logprobs is not None,
-            token_ids=bool(request.return_token_ids),
-            include_usage=request.include_usage,
-        )
+        answer = format_kind(request, tokenized, self._completer.model, self._completer.tokenizer)
         if not request.stream:
-            return JSONResponse(answer.whole(await self._completer.whole(job, request.stops)))
-        deltas = self._completer.deltas(job, request.stops)
+            return JSONResponse(answer.whole(await self._completer.whole(tokenized, request.stop)))
+        deltas = self._completer.deltas(tokenized, request.stop)
         first = await anext(deltas)
         return EventStream(_events(answer, first, deltas), deltas)
 
-    def _check_model(self, model: str | None) -> None:
-        if model is not None and model != self._model:
-            raise ApiError(
-                404,
-                f"the model {model!r} does not exist; this server serves {self._model!r}",
-                param="model",
-                code="model_not_found",
-            )
-
     def _model_card(self) -> dict[str, Any]:
         return {
-            "id": self._model,
+            "id": self._completer.model,
             "object": "model",
             "created": self._created,
             "owned_by": "hisparse-pd",
@@ -111,7 +86,7 @@ class OpenAiServer:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events. However the response ends, the answer behind it is closed at once."""
+    """Server-sent events. However the response ends, the answer is closed at once, which frees its decode node."""
 
     def __init__(self, events: AsyncGenerator[str, None], answer: AsyncGenerator[Delta, None]) -> None:
         super().__init__(
@@ -169,21 +144,14 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-async def _api_error(_: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return error_response(error)
-
-
-async def _client_left(_: Request, error: Exception) -> Response:
-    """In the middle of its request's body. Nobody reads this answer."""
-    return Response(status_code=_CLIENT_LEFT)
-
-
-async def _http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    return await _api_error(request, ApiError(error.status_code, f"{request.url.path}: {error.detail}"))
-
-
-async def _internal_error(request: Request, error: Exception) -> Response:
-    """Starlette logs the traceback after this answer."""
-    return await _api_error(request, ApiError(500, "internal error"))
+async def _error_response(request: Request, error: Exception) -> Response:
+    match error:
+        case ApiError():
+            return error.response()
+        case HTTPException():
+            return ApiError(error.status_code, f"{request.url.path}: {error.detail}").response()
+        case ClientDisconnect():
+            # In the middle of its body: nobody reads this answer.
+            return Response(status_code=_CLIENT_LEFT)
+    # Starlette logs the traceback after this answer.
+    return ApiError(500, "internal error").response()

@@ -1,4 +1,4 @@
-"""The checkpoint as the gateway sees it: its tokenizer, chat template, vocabulary, stop tokens and context."""
+"""What the gateway reads of a checkpoint: tokenizer, chat template, vocabulary, stop tokens and context length."""
 
 from collections.abc import Mapping, Sequence
 from inspect import signature
@@ -19,10 +19,7 @@ log = structlog.get_logger(__name__)
 
 
 class CheckpointTokenizer:
-    """Text to token ids and back.
-
-    Any thread may call it: what would change the library's tokenizer, and is not safe, happens in the constructor.
-    """
+    """Text to token ids and back. Any thread may call it: only the constructor changes the library's tokenizer."""
 
     def __init__(self, model_path: str) -> None:
         """Raises StartupError if the directory is not a checkpoint with a tokenizer."""
@@ -32,7 +29,7 @@ class CheckpointTokenizer:
         config = read_json(directory / "config.json")
         try:
             self._tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(model_path, local_files_only=True)
-            # The first call may change the tokenizer's truncation settings; no later one does.
+            # The first call may change the tokenizer's truncation settings, which is not thread safe.
             self.encode("a", special_tokens=False)
         except Exception as error:
             first_line = (str(error).splitlines() or [type(error).__name__])[0]
@@ -56,7 +53,7 @@ class CheckpointTokenizer:
     def render_chat(self, messages: Sequence[dict[str, str]], variables: Mapping[str, object]) -> str:
         """The prompt that the chat template makes of a conversation. Raises ApiError if the template refuses it.
 
-        variables: what the template may ask for beside the messages.
+        variables: passed to the template beside the messages.
         """
         if not self.has_chat_template:
             raise ApiError(400, "this model has no chat template: use /v1/completions", param="messages")
@@ -69,7 +66,7 @@ class CheckpointTokenizer:
             )
         except TemplateError as error:
             raise ApiError(400, f"messages: the chat template refused them: {error}", param="messages") from error
-        except Exception as error:  # an expression of the template, which these messages and variables do not suit
+        except Exception as error:  # from an expression of the template
             log.warning("the chat template failed", error=repr(error))
             raise ApiError(400, "messages: the chat template cannot render them", param="messages") from error
         return text
@@ -86,12 +83,12 @@ class CheckpointTokenizer:
         return token_id in self._special_ids or self._tokenizer.convert_ids_to_tokens(token_id) is None
 
     def piece(self, token_id: int) -> str:
-        """One token on its own, special or not, as log probabilities name it."""
+        """One token decoded alone, special or not, as log probabilities name it."""
         text: str = self._tokenizer.decode([token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
 
     def piece_bytes(self, token_id: int) -> bytes:
-        """The bytes of one token, which may be part of a character: those of an answer's tokens make up its text."""
+        """The bytes of one token, which may be part of a character. Together the tokens' bytes are the text."""
         return self._token_bytes.of(token_id, self.piece(token_id))
 
 

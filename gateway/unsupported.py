@@ -1,13 +1,13 @@
-"""Fields of the OpenAI API, and of vLLM's additions to it, that this service does not carry out.
+"""Fields of OpenAI's API, and of vLLM's additions to it, that this service does not implement.
 
-One that cannot change the answer is ignored, and so is one that asks for what is done anyway. Every other one, known or
-not, is refused: an answer that silently is not what was asked for is worse than none. A null asks for nothing.
+A field that cannot change the answer is ignored, and so are null and a value that asks for the default. Every other
+field, known or not, is refused: no answer is better than one that ignores a part of the request.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
-from gateway.errors import ApiError
+from gateway.errors import ApiError, shown
 
 HARMLESS = frozenset(
     {
@@ -23,7 +23,7 @@ HARMLESS = frozenset(
         "user",
     }
 )
-"""For accounts, scheduling and caches: none of it is about the text."""
+"""Fields for accounts, scheduling and caches, which do not change the text."""
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
@@ -53,27 +53,25 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "tools": ([],),
     "use_beam_search": (False,),
 }
-"""What asks for nothing: without tools there is none to choose, and so on."""
+"""By field, the values that ask for the default."""
 
 OF_MESSAGES: Mapping[str, tuple[Any, ...]] = {"annotations": ([],), "tool_calls": ([],)}
-"""The same for the fields of a message: the client's own answers come back with them."""
+"""The same for the fields of a message: clients send back answers with these."""
 
 OF_STREAMS: Mapping[str, tuple[Any, ...]] = {"continuous_usage_stats": (False,), "include_obfuscation": (True, False)}
-"""The same for stream_options. Obfuscation pads chunks, which none of ours need."""
+"""The same for stream_options. Obfuscation pads chunks, which no client depends on."""
 
 
 def refuse(fields: Mapping[str, Any], neutral: Mapping[str, tuple[Any, ...]], path: str = "") -> None:
-    """Raises ApiError (400) for the first field that asks for something. `path` is where the fields are."""
+    """Raises ApiError (400) for the first field with a value that is not neutral. path: prefix of the field's name."""
     for name, value in fields.items():
         allowed = neutral.get(name, ())
         if value is None or any(_same(value, other) for other in allowed):
             continue
-        found = repr(value)
-        found = found if len(found) <= 80 else found[:77] + "..."
-        other_than = f" other than {' or '.join(repr(other) for other in allowed)}, found {found}" if allowed else ""
+        other_than = f" other than {' or '.join(map(repr, allowed))}, found {shown(value)}" if allowed else ""
         raise ApiError(400, f"{path}{name}: not supported here{other_than}", param=path + name)
 
 
 def _same(value: Any, other: Any) -> bool:
-    """Equal, and not as 1 equals true."""
+    """Equal, where 1 does not equal true."""
     return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)

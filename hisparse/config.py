@@ -15,11 +15,11 @@ DEFAULT_HOST_TO_DEVICE_RATIO = 8.0
 
 @dataclass(frozen=True)
 class HiSparseConfig:
-    """How the KV tiers are to be sized. Exactly one of host_to_device_ratio and host_pool_gib is set.
+    """How to size the KV tiers. Exactly one of host_to_device_ratio and host_pool_gib is set.
 
-    device_buffer_size: hot slots of a request, not counting the one extra for its newest token. top_k: positions that
-    a layer selects. host_to_device_ratio: host slots / hot slots. host_pool_gib: size of the host pool in GiB.
-    swap_in_block_size: threads per block of the CUDA swap-in kernel; None leaves it to the backend.
+    device_buffer_size: hot slots of a request, without the extra one for its newest token. top_k: positions that a
+    layer selects. host_to_device_ratio: host slots / hot slots. host_pool_gib: size of the host pool in GiB.
+    swap_in_block_size: threads per block of the CUDA swap-in kernel; None: the backend chooses.
     """
 
     device_buffer_size: int
@@ -41,8 +41,8 @@ class HiSparseConfig:
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
-class Given(TypedDict, total=False):
-    """The JSON object: no key but these, and no value of another type."""
+class _Options(TypedDict, total=False):
+    """The JSON object: these keys and types only."""
 
     __pydantic_config__ = ConfigDict(strict=True, extra="forbid")  # type: ignore[misc]
 
@@ -53,8 +53,7 @@ class Given(TypedDict, total=False):
     swap_in_block_size: Literal[32, 64, 128, 256, 512, 1024]
 
 
-_GIVEN = TypeAdapter(Given)
-_REFUSALS = {
+_MESSAGES = {
     "json_invalid": "not valid JSON ({error}): {text}",
     "dict_type": "expected a JSON object, found {text}",
     "extra_forbidden": "unknown key {key!r}, the known ones are {known}",
@@ -64,33 +63,34 @@ _REFUSALS = {
     "finite_number": "{key} must be positive, found {value}",
     "literal_error": "{key} must be a power of two from 32 to 1024, found {json}",
 }
-"""What is said of each of pydantic's errors."""
+"""The error message for each type of pydantic's errors."""
 
 
 def parse_config(text: str | None, model_top_k: int) -> HiSparseConfig:
-    """Read the JSON object that `--hisparse-config` was given (None: all defaults).
+    """Read the JSON object of `--hisparse-config` (None: all defaults).
 
-    Defaults: the model's top_k, a buffer of twice that, ratio 8. Raises StartupError for anything that is not JSON,
-    unknown, of the wrong type or out of range, and for a top_k other than the model's.
+    Defaults: the model's top_k, a buffer of twice that, ratio 8. Raises StartupError for text that is not JSON, for
+    keys and values that are unknown, of the wrong type or out of range, and for a top_k other than the model's.
     """
     try:
-        given = Given() if text is None else _GIVEN.validate_json(text)
+        given = _Options() if text is None else TypeAdapter(_Options).validate_json(text)
     except ValidationError as error:
         first = error.errors()[0]
-        refusal = _REFUSALS.get(first["type"], first["msg"]).format(
+        message = _MESSAGES.get(first["type"], first["msg"]).format(
             key="".join(map(str, first["loc"])),
             value=first["input"],
             json=json.dumps(first["input"]),
             text=text,
-            known=", ".join(sorted(Given.__annotations__)),
+            known=", ".join(sorted(_Options.__annotations__)),
             **first.get("ctx", {}),
         )
-        raise StartupError(f"hisparse-config: {refusal}") from error
-    if (top_k := given.get("top_k", model_top_k)) != model_top_k:
+        raise StartupError(f"hisparse-config: {message}") from error
+    if given.get("top_k", model_top_k) != model_top_k:
         raise StartupError(
-            f"hisparse-config: top_k is {top_k}, but the model selects {model_top_k} positions (its index_topk): "
-            "leave top_k out"
+            f"hisparse-config: top_k is {given['top_k']}, but the model selects {model_top_k} positions "
+            "(its index_topk): leave top_k out"
         )
-    ratio = None if "host_pool_gib" in given else DEFAULT_HOST_TO_DEVICE_RATIO
-    defaults: dict[str, Any] = {"top_k": top_k, "device_buffer_size": 2 * top_k, "host_to_device_ratio": ratio}
-    return HiSparseConfig(**(defaults | {**given}))
+    options: dict[str, Any] = {"top_k": model_top_k, "device_buffer_size": 2 * model_top_k, **given}
+    if "host_pool_gib" in given:
+        options.setdefault("host_to_device_ratio", None)
+    return HiSparseConfig(**options)

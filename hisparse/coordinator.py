@@ -1,4 +1,4 @@
-"""The one owner of what is where: requests in the KV tiers of a decode node."""
+"""Owner of the requests in the KV tiers of a decode node, and of everything that they hold there."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -14,7 +14,6 @@ from hisparse.copy_stream import CopyStream
 from hisparse.device_pool import DeviceKVPool
 from hisparse.extents import HostSlots, SlotAccountingError
 from hisparse.host_pool import HostKVPool
-from hisparse.lifecycle import LifecycleError, TierState, move
 from hisparse.residency import Residency
 from hisparse.staging import Staged, StagingArea
 from hisparse.step import DecodeStep, StepError, Tiers
@@ -26,8 +25,12 @@ HOST_GRANULE = 64
 """Host slots are taken this many at a time as a request grows, so that its slots stay contiguous."""
 
 
+class LifecycleError(RuntimeError):
+    """A request was asked to do what its state does not allow."""
+
+
 class Tier(Enum):
-    """Where there was no room."""
+    """The tier that had no room."""
 
     HOST = "host"
     DEVICE = "device"
@@ -35,7 +38,7 @@ class Tier(Enum):
 
 @dataclass(frozen=True)
 class AppendResult:
-    """Which requests have room for their next token, and what the others lack."""
+    """Which requests have room for their next token, and which tier was short for the others."""
 
     ready: tuple[str, ...]
     short_of: dict[str, Tier]
@@ -43,9 +46,9 @@ class AppendResult:
 
 @dataclass(frozen=True)
 class StepPlaces:
-    """Where the tokens of one step go: int64 [batch] each, on the host.
+    """Where the tokens of one step go. number: of the step, from 1.
 
-    number: of the step, from 1. rows: of the device tables. newest: the position of the token that each computes.
+    int64 [batch] on the host: rows, of the device tables, and newest, the position of the token that each row computes.
     """
 
     number: int
@@ -55,33 +58,37 @@ class StepPlaces:
 
 @dataclass(eq=False)
 class _RunningRequest:
-    """A running request. num_tokens: tokens whose KV is on the host when the steps that were begun are over."""
+    """num_tokens: tokens whose KV is on the host when the steps that were begun are over. room: for how many tokens it
+    has host slots, index pages and hot slots."""
 
-    state: TierState
     row: int
     host_slots: HostSlots
     num_tokens: int
+    room: int
 
 
 class HiSparseCoordinator:
-    """Decides which positions of which request are in the hot buffer, and is the only one who does.
+    """Decides, alone, which positions of which request are in the hot buffer.
 
-    The host tier holds every token of every request; the hot buffer is a cache of it, per request and index layer,
-    that is never written back, because each new token is copied to the host in the step that computes it. A request
-    enters when its prompt is on the host (`admit_request_direct`) and leaves by handing its host slots back
-    (`retract_request`) or by freeing them (`request_finished`).
+    The host tier holds every token of every request. The hot buffer is a cache of it, per request and index layer. It
+    is never written back, because each new token is copied to the host in the step that computes it.
 
-    It holds that
-    1. a position older than the newest has a complete host copy, so that evicting it loses nothing;
-    2. after swap-in, the bytes at every returned slot are the host copy's, or the slot is the newest one's;
-    3. a hit is not evicted in the step that hit it, and a row's slots are used by no other row;
-    4. host slots, staged pages, rows, hot slots and index pages have one owner and are released once.
+    The caller owns a request's host slots until it admits the request, directly (it runs) or into staging (its prompt
+    is copied to the host first), and after `poll_staging` or `retract_request` has handed them back. In between the
+    coordinator owns them.
 
-    Steps run on the device behind the caller, in the order in which they were begun, while the caller goes on. What
-    lies on the device changes hands at once, since later work comes later there too. Host slots do not: remote writers
-    know nothing of that order, so they are free only when the steps that were begun are over (`step_over`).
+    Invariants:
+    1. A position older than the newest has a complete host copy, so evicting it loses nothing.
+    2. After swap-in, the bytes at every returned slot are the host copy's, or the slot is the newest token's.
+    3. A hit is not evicted in the step that hit it, and a row's slots are used by no other row.
+    4. Host slots, staged pages, rows, hot slots and index pages have one owner and are released once.
 
-    One thread uses it. `verify` checks 2 after every swap-in, which is slow.
+    Steps run on the device in the order in which they were begun, while the caller goes on. Rows, hot slots and index
+    pages may change owners at once, because the device does the next owner's work later. Host slots may not: remote
+    writers do not wait for the device, so host slots are free only when the steps that were begun are over
+    (`step_over`).
+
+    One thread uses it. `verify` checks invariant 2 after every swap-in, which is slow.
     """
 
     def __init__(
@@ -112,28 +119,22 @@ class HiSparseCoordinator:
     def admit_request_direct(self, request_id: str, host_slots: HostSlots, num_tokens: int) -> bool:
         """Start to run a request whose first `num_tokens` tokens (0 for a prompt of one token) are on the host.
 
-        Takes over `host_slots`. No KV is copied to the device except a short request's, which fits the hot buffer; a
-        long request starts with an empty one. False (nothing held, nothing changed) if the device has no room.
-        Raises ValueError if the request does not fit its slots or the context, LifecycleError if the id is taken.
+        Takes over `host_slots`. A short request, which fits the hot buffer, is copied into it; a long one starts with
+        an empty hot buffer. False (nothing changed) if the device has no room. Raises ValueError if the request does
+        not fit its slots or the context, LifecycleError if the id is taken.
         """
         self._check_admission(request_id, host_slots, num_tokens)
-        row = self.device.alloc_logical_only(num_tokens)
+        row = self.device.allocate_row(num_tokens)
         if row is None:
             return False
-        if not self.device.grow(row, num_tokens):
-            self.device.free_row(row)
-            return False
         self.device.set_host_slots(row, 0, host_slots.slots())
-        if num_tokens:
-            self._backend.load_index_keys(row, num_tokens)
+        self._backend.load_index_keys(row, num_tokens)
         if num_tokens <= self.device.device_buffer_size:
-            if num_tokens:
-                self._backend.preload(row, num_tokens)
+            self._backend.preload(row, num_tokens)
             self._residency.reset_short(row)
         else:
             self._residency.reset_empty(row)
-        state = move(request_id, TierState.NEW, TierState.RUNNING)
-        self._running[request_id] = _RunningRequest(state, row, host_slots, num_tokens)
+        self._running[request_id] = _RunningRequest(row, host_slots, num_tokens, room=num_tokens)
         return True
 
     def admit_request_into_staging(
@@ -149,16 +150,15 @@ class HiSparseCoordinator:
     def poll_staging(self) -> Staged:
         """Requests whose prompt is on the host now, and those whose copy failed.
 
-        The pages of the former were released and their host slots are the caller's again, for `admit_request_direct`;
-        the latter hold nothing any more. To be called in every turn of the loop: it also frees what aborted requests
-        held.
+        The host slots of the former are the caller's again, for `admit_request_direct`; the latter hold nothing. Call
+        it in every turn of the loop: it also frees what aborted requests held.
         """
         return self._staging.poll()
 
     def abort_staging_request(self, request_id: str) -> bool:
-        """Give up a request in staging: its pages and host slots are released, once, when its copy is over.
+        """Give up a request in staging: its pages and host slots are released when its copy is over.
 
-        False if it is not in staging (any more); then the coordinator holds nothing for the caller to worry about.
+        False if it is not in staging, or not any more.
         """
         return self._staging.abort(request_id)
 
@@ -180,14 +180,14 @@ class HiSparseCoordinator:
     def begin_step(self, request_ids: Sequence[str]) -> StepPlaces:
         """Count one more token of each request, all of which must be ready (`append_tokens`).
 
-        The caller has the device compute these tokens, by `cache`, before it asks the coordinator for anything else,
-        and says `step_over` when the device has. Raises StepError for a request that has no room.
+        The caller then queues the step that computes these tokens (`cache`), before it calls anything else here, and
+        calls `step_over` when the device has finished it. Raises StepError for a request that has no room.
         """
         if not request_ids or len(set(request_ids)) != len(request_ids):
             raise ValueError(f"a step needs distinct requests, found {list(request_ids)}")
         requests = [self._request(request_id) for request_id in request_ids]
         for request_id, request in zip(request_ids, requests, strict=True):
-            if not self._has_room(request):
+            if request.room <= request.num_tokens:
                 raise StepError(f"request {request_id} has no room for token {request.num_tokens}: append_tokens first")
         self._begun += 1
         places = StepPlaces(
@@ -206,7 +206,7 @@ class HiSparseCoordinator:
         return DecodeStep(self._tiers, rows, newest, max_tokens, lengths)
 
     def step_over(self, number: int) -> None:
-        """The device has carried out the steps up to this one, or given them up: it writes nothing more for them."""
+        """Note that the device writes nothing more for the steps up to this one, computed or given up."""
         self._over = max(self._over, number)
         while self._releasing and self._releasing[0][0] <= number:
             self.host.release(self._releasing.popleft()[1])
@@ -214,10 +214,10 @@ class HiSparseCoordinator:
     # Leaving
 
     def retract_request(self, request_id: str) -> HostSlots:
-        """Free all that a running request has on the device. Its tokens are all on the host: returns their slots.
+        """Free all that a running request has on the device, and return the host slots, which hold all its tokens.
 
-        The caller owns them (there may be more of them than tokens), resumes the request with `admit_request_direct`,
-        `num_tokens` being what it was, or gives them to `release_host`.
+        The caller owns them; there may be more of them than tokens. It resumes the request with
+        `admit_request_direct` and the same `num_tokens`, or gives the slots to `release_host`.
         """
         return self._leave(request_id).host_slots
 
@@ -226,7 +226,7 @@ class HiSparseCoordinator:
         self.release_host(self._leave(request_id).host_slots)
 
     def release_host(self, slots: HostSlots) -> None:
-        """Take host slots back: free when the steps that were begun are over, which may still write to them."""
+        """Free host slots as soon as the steps that were begun, which may still write to them, are over."""
         if self._begun == self._over:
             self.host.release(slots)
         else:
@@ -241,7 +241,7 @@ class HiSparseCoordinator:
     @property
     def releasing_slots(self) -> int:
         """Host slots that become free when a step or a copy that may still touch them is over."""
-        return sum(len(slots) for _, slots in self._releasing) + self._staging.aborting_slots
+        return sum(len(slots) for _, slots in self._releasing) + self._staging.aborted_slots
 
     @property
     def num_running(self) -> int:
@@ -249,7 +249,7 @@ class HiSparseCoordinator:
 
     @property
     def num_staging(self) -> int:
-        """Requests in staging, aborted ones whose copy is not over included."""
+        """Requests in staging, including aborted ones whose copy is not over."""
         return len(self._staging)
 
     def counters(self) -> SwapInCounters:
@@ -257,9 +257,9 @@ class HiSparseCoordinator:
         return self._backend.counters()
 
     def is_idle(self) -> bool:
-        """No request is here, and every pool is exactly as full as at start.
+        """Whether no request is here, and every pool is exactly as full as at start.
 
-        Host slots that the caller holds make it False. Raises SlotAccountingError if something leaked on the device.
+        False while the caller holds host slots. Raises SlotAccountingError if something leaked on the device.
         """
         if self._running or len(self._staging) or self._releasing:
             return False
@@ -269,8 +269,8 @@ class HiSparseCoordinator:
     def check_integrity(self) -> None:
         """Raise SlotAccountingError unless rows, slots and pages in use are exactly those of running requests.
 
-        What the device failed at and nobody has waited for is raised here, too. Swap-in violations are not: they stay
-        counted for ever, and say nothing about the pools.
+        Waits for the device, and raises what it failed at. Swap-in violations raise nothing: their count never falls,
+        and says nothing about the pools.
         """
         self._backend.drain()
         self.host.check_integrity()
@@ -283,7 +283,7 @@ class HiSparseCoordinator:
     def close(self) -> None:
         """Stop the copy stream and unpin the host pool, which nobody else may read or write any more.
 
-        What a device that failed does not do any more is logged: this is the end of it.
+        Errors of a device that has failed are logged.
         """
         for end in (self._copy_stream.close, self._backend.drain, self.host.close):
             try:
@@ -309,12 +309,10 @@ class HiSparseCoordinator:
                 f"and a context of {self.device.max_context}"
             )
 
-    def _has_room(self, request: _RunningRequest) -> bool:
-        needed = request.num_tokens + 1
-        return len(request.host_slots) >= needed and self.device.has_room(request.row, needed)
-
     def _grow(self, request: _RunningRequest) -> Tier | None:
-        """Room for one more token, or the tier that lacks it (and nothing taken)."""
+        """Make room for one more token. Returns the tier that is short (nothing taken), None if there is room."""
+        if request.room > request.num_tokens:
+            return None
         held = len(request.host_slots)
         host_is_short = held < request.num_tokens + 1
         if host_is_short and not self.host.free:
@@ -324,16 +322,15 @@ class HiSparseCoordinator:
         if host_is_short:
             granule = min(HOST_GRANULE, self.host.free, self.device.max_context - held)
             grown = self.host.extend(request.host_slots, granule)
-            if grown is None:
-                raise SlotAccountingError(f"{granule} host slots wanted, {self.host.free} free")
+            assert grown is not None, "as many are free"
             self.device.set_host_slots(request.row, held, grown.slots()[held:])
             request.host_slots = grown
+        request.room = request.num_tokens + 1
         return None
 
     def _leave(self, request_id: str) -> _RunningRequest:
         """The one release path of a row."""
         request = self._request(request_id)
-        request.state = move(request_id, request.state, TierState.GONE)
         del self._running[request_id]
         self.device.free_row(request.row)
         return request

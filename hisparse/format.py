@@ -1,7 +1,7 @@
 """How KV is stored: the bytes of an item and of an index key, how they are written and how they are read.
 
-Pools, transfers, checksums and swap-in move bytes and know nothing else. What the bytes mean is decided here: the model
-encodes what it computed, and attention and the indexer read it through the same format.
+Pools, transfers, checksums and swap-in only move bytes. A format defines what the bytes mean: the model encodes what it
+computed, and attention and the indexer read it through the same format.
 """
 
 from dataclasses import dataclass
@@ -27,19 +27,15 @@ class KVFormat(Protocol):
 
     def encode_items(self, items: torch.Tensor) -> torch.Tensor:
         """items: [N, item_dim] as the network computes them. Returns uint8 [N, item_bytes]."""
-        ...
 
     def encode_index_keys(self, keys: torch.Tensor) -> torch.Tensor:
         """keys: [N, index_dim] as the network computes them. Returns uint8 [N, index_key_bytes]."""
-        ...
 
     def items(self, stored: torch.Tensor) -> torch.Tensor:
         """What attention reads. stored: uint8 [..., item_bytes]. Returns [..., item_dim]."""
-        ...
 
     def index_keys(self, stored: torch.Tensor) -> torch.Tensor:
         """What the indexer reads. stored: uint8 [..., index_key_bytes]. Returns [..., index_dim]."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -63,17 +59,13 @@ class DenseFormat:
         return self.index_dim * self.dtype.itemsize
 
     def encode_items(self, items: torch.Tensor) -> torch.Tensor:
-        """See KVFormat."""
         return items.to(self.dtype).contiguous().view(torch.uint8)
 
     def encode_index_keys(self, keys: torch.Tensor) -> torch.Tensor:
-        """See KVFormat."""
         return keys.to(self.dtype).contiguous().view(torch.uint8)
 
     def items(self, stored: torch.Tensor) -> torch.Tensor:
-        """See KVFormat."""
         return stored.view(self.dtype)
 
     def index_keys(self, stored: torch.Tensor) -> torch.Tensor:
-        """See KVFormat."""
         return stored.view(self.dtype)

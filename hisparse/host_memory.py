@@ -1,4 +1,4 @@
-"""Memory for pools: zeroed, page-aligned, mappable by other processes of the host where that is wanted."""
+"""Memory for pools: zeroed, page-aligned, and mappable by other processes of the host if asked for."""
 
 import ctypes
 import math
@@ -16,9 +16,9 @@ from hisparse.populate import populate
 
 @dataclass(frozen=True)
 class SharedRegion:
-    """By what another process maps the memory: file descriptor `fd` of this process, a memfd named `name`.
+    """How another process maps the memory: by file descriptor `fd` of this process, a memfd named `name`.
 
-    base: address of the first byte here. length: in bytes.
+    base: address of the first byte in this process. length: in bytes.
     """
 
     fd: int
@@ -30,15 +30,15 @@ class SharedRegion:
 class HostMemory:
     """A piece of memory cut into tensors.
 
-    Shareable memory is a memfd rather than a file in /dev/shm: it has no name that could stay behind or collide, and it
-    goes with the last process that maps it, however that one ends.
+    Shareable memory is a memfd rather than a file in /dev/shm: no name of it can stay behind or collide, and the kernel
+    frees it with the last process that maps it, however that process ends.
     """
 
     def __init__(
         self, num_bytes: int, shareable: bool, cpus: Collection[int] | None = None, populated: bool = True
     ) -> None:
-        """cpus: processors near which the memory should lie. Memory that is not populated is taken from the machine as
-        it is used. Raises StartupError if the machine does not have what it should give at once.
+        """cpus: processors near which the memory should lie. populated: have the machine give all pages at once, not
+        at their first use. Raises StartupError if it does not have them.
         """
         self._length = max(mmap.PAGESIZE, page_aligned(num_bytes))
         self._name = f"hisparse-pd-{secrets.token_hex(16)}"
@@ -59,14 +59,14 @@ class HostMemory:
             populate(self._address, self._length, cpus)
 
     def tensor(self, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
-        """A uint8 tensor that lies `offset` bytes into the memory, and keeps it alive."""
+        """A uint8 tensor `offset` bytes into the memory, which it keeps alive."""
         count = math.prod(shape)
         if count == 0:
             return torch.empty(shape, dtype=torch.uint8)
         return torch.frombuffer(self._memory, dtype=torch.uint8, count=count, offset=offset).view(shape)
 
     def shared(self) -> SharedRegion | None:
-        """How to map it from another process, or None if it was not made for that."""
+        """How another process maps it, or None if it is not shareable or was closed."""
         if self._fd < 0:
             return None
         return SharedRegion(self._fd, self._name, self._address, self._length)
@@ -76,7 +76,7 @@ class HostMemory:
         return ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
 
     def close(self) -> None:
-        """Let nobody map it any more. The memory itself goes with its last tensor and the last mapping."""
+        """Let no other process map it any more. Its last tensor and its last mapping free the memory."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

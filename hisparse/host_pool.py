@@ -7,7 +7,7 @@ import torch
 
 from base.errors import StartupError
 from base.memory import human
-from hisparse.extents import Extent, HostSlots, SlotAllocator
+from hisparse.extents import HostSlots, SlotAllocator
 from hisparse.host_memory import HostMemory, SharedRegion, page_aligned
 from hisparse.layout import KVLayout
 
@@ -15,13 +15,12 @@ from hisparse.layout import KVLayout
 class HostKVPool:
     """A slot holds one token in all layers: its KV items and, at the same slot, its index keys.
 
-    So one reservation and one transfer plan serve both, and a retracted request resumes by another direct admission.
+    One reservation and one transfer plan serve both, and a retracted request resumes by another direct admission.
 
     kv: uint8 [num_layers, num_slots, item_bytes]. index_keys: uint8 [num_index_layers, num_slots, index_key_bytes].
-    Both are layer-first, so that a layer is one contiguous buffer, and start at a memory page. With `pin` the memory is
-    registered with CUDA where it lies: torch's own pinned allocator would round it up to a power of two. With
-    `shareable` other processes of the host can map it (`shared`). cpus: processors near which it should lie. Raises
-    StartupError if the machine does not have the memory.
+    Both start at a memory page, and each layer is one contiguous buffer. pin: register the memory with CUDA (torch's
+    own pinned allocator would round it up to a power of two). shareable: let other processes of the host map it
+    (`shared`). cpus: processors near which it should lie. Raises StartupError if the machine does not have the memory.
     """
 
     def __init__(
@@ -41,7 +40,8 @@ class HostKVPool:
         self._slots = SlotAllocator(num_slots)
         self._pinned: list[torch.Tensor] = []
         if pin:
-            self._pin_all()
+            self._pin(self.kv)
+            self._pin(self.index_keys)
 
     @property
     def num_slots(self) -> int:
@@ -70,15 +70,13 @@ class HostKVPool:
 
     def extend(self, slots: HostSlots, num_tokens: int) -> HostSlots | None:
         """The slots with `num_tokens` more behind them, or None (nothing taken) if fewer are free."""
-        more: tuple[Extent, ...] | None = self._slots.allocate(num_tokens)
+        more = self._slots.allocate(num_tokens)
         return None if more is None else slots.extend(more)
 
     def get_contiguous_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
         """Addresses, lengths and item lengths in bytes: one buffer per layer of kv, then one per index layer."""
-        buffers = [*self.kv.unbind(0), *self.index_keys.unbind(0)]
-        item_lengths = [self.layout.item_bytes] * self.layout.num_layers
-        item_lengths += [self.layout.index_key_bytes] * self.layout.num_index_layers
-        return [b.data_ptr() for b in buffers], [b.nbytes for b in buffers], item_lengths
+        buffers = [*self.kv, *self.index_keys]
+        return [b.data_ptr() for b in buffers], [b.nbytes for b in buffers], [b.shape[1] for b in buffers]
 
     def shared(self) -> SharedRegion | None:
         """How another process of this host maps the pool; None if it is not shareable."""
@@ -94,24 +92,16 @@ class HostKVPool:
             _check(_cudart().cudaHostUnregister(self._pinned.pop().data_ptr()))
         self._memory.close()
 
-    def _pin_all(self) -> None:
+    def _pin(self, tensor: torch.Tensor) -> None:
         try:
-            for tensor in (self.kv, self.index_keys):
-                _pin(tensor)
-                self._pinned.append(tensor)
-        except StartupError:
+            _check(_cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
+        except RuntimeError as error:
             self.close()
-            raise
-
-
-def _pin(tensor: torch.Tensor) -> None:
-    try:
-        _check(_cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
-    except RuntimeError as error:
-        raise StartupError(
-            f"{human(tensor.nbytes)} of host memory cannot be pinned ({error}): lower host_to_device_ratio or "
-            "host_pool_gib"
-        ) from error
+            raise StartupError(
+                f"{human(tensor.nbytes)} of host memory cannot be pinned ({error}): lower host_to_device_ratio or "
+                "host_pool_gib"
+            ) from error
+        self._pinned.append(tensor)
 
 
 def _cudart() -> Any:

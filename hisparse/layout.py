@@ -31,6 +31,11 @@ class KVLayout:
         first_of_group = (self.index_layer_of.index(group) for group in range(self.num_index_layers))
         return *range(self.num_layers), *first_of_group
 
+    def layers_of(self, index_layer: int) -> list[int]:
+        """The layers that use an index layer's selection, in order."""
+        first = self.index_layer_of.index(index_layer)
+        return list(range(first, first + self.index_layer_of.count(index_layer)))
+
     @property
     def token_bytes(self) -> int:
         """Bytes that one token takes over all layers, index keys included."""

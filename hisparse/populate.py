@@ -1,7 +1,7 @@
-"""Taking a pool's pages from the machine before they are needed: in parallel, near the device, and visibly.
+"""Has the machine give a pool's pages at start: on several threads, near the device, with a progress bar.
 
-The first touch of hundreds of GiB takes a single thread minutes, and a page lies on the memory node of the processor
-that touches it first. Memory that the machine does not have after all is missed here, and not by a request.
+A single thread takes minutes to touch hundreds of GiB, and a page lies on the memory node of the processor that touches
+it first. If the machine does not have the memory, the start fails rather than a request.
 """
 
 import ctypes
@@ -24,17 +24,17 @@ log = structlog.get_logger(__name__)
 _MADV_POPULATE_WRITE = 23
 """Since Linux 5.14. Neither ctypes nor mmap has a name for it."""
 _PIECE = 256 << 20
-"""Large enough that a thread's work is the kernel's, small enough that a stop is noticed."""
+"""Bytes per madvise call: large enough to keep a thread in the kernel, small enough to notice an interrupt."""
 _MAX_THREADS = 16
-"""Clearing pages is bound by memory, which so many processors keep busy."""
+"""Clearing pages is bound by memory bandwidth, which so many processors use up."""
 _WORTH_SHOWING = 1 << 30
 
 
 def populate(address: int, num_bytes: int, cpus: Collection[int] | None = None) -> None:
     """Have the machine give every page of [address, address + num_bytes), new memory that starts at a page.
 
-    cpus: the processors whose memory is wanted, where the machine has that much there; None: any. Shows a progress bar
-    on a terminal if it takes a while. Raises StartupError if the machine does not have the memory.
+    cpus: processors near which the memory should lie, if there is enough; None: any. Shows a progress bar on a terminal
+    for large memory. Raises StartupError if the machine does not have the memory.
     """
     started = time.monotonic()
     pieces = [(address + at, min(_PIECE, num_bytes - at)) for at in range(0, num_bytes, _PIECE)]

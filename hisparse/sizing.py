@@ -1,6 +1,6 @@
 """How many slots, pages and rows the configured memory gives."""
 
-from collections.abc import Callable
+from bisect import bisect_right
 from dataclasses import dataclass
 
 from base.errors import StartupError
@@ -14,10 +14,10 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the pools of one decode node; the constructor arguments of HostKVPool and DeviceKVPool, and why.
+    """Sizes of the pools of one decode node: the constructor arguments of HostKVPool and DeviceKVPool.
 
-    table_bytes: device memory of page, slot and residency tables. asked_device_slots: enough for all requests at once,
-    or what they were limited to.
+    asked_device_slots: what was wanted, enough for all requests at once or `max_device_slots`. table_bytes: device
+    memory of page, slot and residency tables.
     """
 
     config: HiSparseConfig
@@ -37,11 +37,12 @@ class Sizes:
 
     @property
     def hot_bytes(self) -> int:
-        return self.num_device_slots * _hot_slot_bytes(self.layout)
+        return self.num_device_slots * self.layout.num_layers * self.layout.item_bytes
 
     @property
     def index_bytes(self) -> int:
-        return self.num_index_pages * _index_page_bytes(self.layout, self.index_page_size)
+        page_bytes = self.index_page_size * self.layout.index_key_bytes
+        return self.num_index_pages * self.layout.num_index_layers * page_bytes
 
     @property
     def device_bytes(self) -> int:
@@ -61,12 +62,11 @@ def plan_sizes(
 ) -> Sizes:
     """Size the tiers.
 
-    Asked for are full hot buffers for all running requests (or `max_device_slots`, if that is less), and index pages
-    for every token that the host pool holds (or that the running requests may have, if that is less). If device
-    memory does not suffice, there are fewer hot slots, and with `host_to_device_ratio` fewer host slots and index
-    pages in proportion.
-    Raises StartupError if the host pool exceeds the available memory, or if what comes out cannot serve even one
-    request of `context_length` tokens.
+    Wanted are a full hot buffer for every running request, or `max_device_slots` if that is less, and index pages for
+    every token that the host pool holds or that the running requests may have, whichever is less. Where device memory
+    is short, there are fewer hot slots, and with `host_to_device_ratio` fewer host slots and index pages in proportion.
+    Raises StartupError if the host pool exceeds the available memory, or if the pools cannot serve even one request of
+    `context_length` tokens.
     """
     if min(max_running_requests, context_length, index_page_size) < 1:
         raise StartupError(
@@ -83,12 +83,12 @@ def plan_sizes(
                 f"slots (in granules of {granule}: {per_request})"
             )
         asked = min(asked, max_device_slots // granule * granule)
-    pages_per_row = _ceil_div(context_length, index_page_size)
+    pages_per_row = -(-context_length // index_page_size)
     table_bytes = max_running_requests * _row_table_bytes(config, layout, context_length, pages_per_row)
 
     def sized(device_slots: int) -> Sizes:
         host_slots = _host_slots(config, layout, device_slots)
-        pages = _ceil_div(host_slots, index_page_size) + max_running_requests
+        pages = -(-host_slots // index_page_size) + max_running_requests
         return Sizes(
             config=config,
             layout=layout,
@@ -102,8 +102,10 @@ def plan_sizes(
             table_bytes=table_bytes,
         )
 
-    granules = _largest(asked // granule, lambda count: sized(count * granule).device_bytes <= available_device_bytes)
-    sizes = sized(granules * granule)
+    # More slots take more bytes, so this is the largest number that fits.
+    counts = range(granule, asked + 1, granule)
+    fitting = bisect_right(counts, available_device_bytes, key=lambda slots: sized(slots).device_bytes)
+    sizes = sized(fitting * granule)
     if sizes.num_device_slots < per_request:
         raise StartupError(
             f"one request needs {human(sized(per_request).device_bytes)} of device memory for hot buffer, "
@@ -124,7 +126,7 @@ def plan_sizes(
 
 
 def describe(sizes: Sizes) -> list[str]:
-    """Lines that say what was sized to what, and why."""
+    """Lines for the log: each pool, its size, and the reason for it."""
     config = sizes.config
     if config.host_pool_gib is not None:
         host_reason = f"host_pool_gib {config.host_pool_gib:g}"
@@ -149,9 +151,9 @@ def describe(sizes: Sizes) -> list[str]:
 
 
 def _slots_per_request(config: HiSparseConfig, context_length: int) -> int:
-    """Of a full hot buffer, or of all that a request may have if that is less."""
+    """Hot slots of a full buffer, or of `context_length` tokens if these are fewer."""
     granule = hot_granule(config.device_buffer_size)
-    return _ceil_div(min(config.device_buffer_size + 1, context_length), granule) * granule
+    return -(-min(config.device_buffer_size + 1, context_length) // granule) * granule
 
 
 def _host_slots(config: HiSparseConfig, layout: KVLayout, device_slots: int) -> int:
@@ -161,33 +163,9 @@ def _host_slots(config: HiSparseConfig, layout: KVLayout, device_slots: int) -> 
     return int(config.host_to_device_ratio * device_slots)
 
 
-def _hot_slot_bytes(layout: KVLayout) -> int:
-    return layout.num_layers * layout.item_bytes
-
-
-def _index_page_bytes(layout: KVLayout, page_size: int) -> int:
-    return layout.num_index_layers * page_size * layout.index_key_bytes
-
-
 def _row_table_bytes(config: HiSparseConfig, layout: KVLayout, context_length: int, pages_per_row: int) -> int:
     """Bytes of a row's tables: those of DeviceKVPool (int64), and Residency's in every index layer."""
-    granules = _ceil_div(config.device_buffer_size + 1, hot_granule(config.device_buffer_size))
+    granules = -(-(config.device_buffer_size + 1) // hot_granule(config.device_buffer_size))
     tables = 8 * (granules + pages_per_row + context_length)
     residency = 2 * context_length + (4 + 1) * config.device_buffer_size + 4
     return tables + layout.num_index_layers * residency
-
-
-def _largest(limit: int, fits: Callable[[int], bool]) -> int:
-    """The largest of 0 .. limit that fits, 0 if none does; what is smaller than one that fits, fits."""
-    low, high = 0, limit
-    while low < high:
-        middle = (low + high + 1) // 2
-        if fits(middle):
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
-def _ceil_div(dividend: int, divisor: int) -> int:
-    return -(-dividend // divisor)

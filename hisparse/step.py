@@ -1,14 +1,13 @@
-"""One decode step: what the model sees of the KV tiers, and does to them."""
+"""One decode step: what the model reads from the KV tiers, and writes to them."""
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 
 from hisparse.device_pool import DeviceKVPool
 from hisparse.host_pool import HostKVPool
 from hisparse.swap_in import StepBatch, SwapInBackend, SwapInPlan
-from hisparse.verify import verify_swap_in
+from hisparse.verify import SwappedIn, verify_swap_in
 
 
 class StepError(RuntimeError):
@@ -33,32 +32,13 @@ class IndexPages:
 def locate_newest(device: DeviceKVPool, rows: torch.Tensor, newest: torch.Tensor) -> StepBatch:
     """Look up on the device where the newest tokens go. rows, newest: int64 [batch], below 0 for padding."""
     exists, row, position = rows >= 0, rows.clamp(min=0), newest.clamp(min=0)
-    page_size = device.index_page_size
-    index_row = device.page_table[row, position // page_size] * page_size + position % page_size
     return StepBatch(
         rows=rows,
         newest=newest,
         newest_slots=torch.where(exists, device.hot_slots(row, position.clamp(max=device.device_buffer_size)), -1),
-        newest_index_rows=torch.where(exists, index_row, -1),
+        newest_index_rows=torch.where(exists, device.index_rows(row, position), -1),
         newest_host_slots=torch.where(exists, device.host_slot_of[row, position], -1),
     )
-
-
-@dataclass
-class GroupPlan:
-    """The swap-in plan of one index layer in one step, and the layers of its group that were not fetched yet."""
-
-    plan: SwapInPlan
-    to_fetch: list[int]
-
-
-@dataclass(frozen=True)
-class SwappedIn:
-    """What one layer asked for and was answered. positions, slots: int64 [batch, k], -1 where there is none."""
-
-    layer: int
-    positions: torch.Tensor
-    slots: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -70,22 +50,14 @@ class Tiers:
     backend: SwapInBackend
     verify: bool
 
-    @cached_property
-    def layers_of_group(self) -> dict[int, list[int]]:
-        """The layers that share an index layer's selection, in order, by that index layer."""
-        groups: dict[int, list[int]] = {}
-        for layer, index_layer in enumerate(self.host.layout.index_layer_of):
-            groups.setdefault(index_layer, []).append(layer)
-        return groups
-
 
 @dataclass(eq=False)
 class DecodeStep:
     """The KV tiers as one decode step sees them: the decode cache that the model runs against.
 
     The model stores the new tokens' items and index keys in each layer and swaps in what it selected; `finish` copies
-    the new tokens to the host. On a device everything is queued in the order of the calls. A step whose tensors stay
-    may be recorded, and is then carried out for whatever `rows` and `newest` hold whenever it is replayed.
+    the new tokens to the host. On a device everything is queued in the order of the calls. A recorded step is carried
+    out again at each replay, for the values that `rows` and `newest` hold then; its tensors must stay.
 
     rows, newest: int64 [batch] on the device, below 0 for padding. max_tokens: of the longest sequence, the newest
     included. lengths: sequence lengths on the host, None where only the device knows them.
@@ -102,11 +74,13 @@ class DecodeStep:
         self.batch = locate_newest(device, self.rows, self.newest)
         self.seq_lens = self.newest + 1
         self._page_table = device.page_table[self.rows.clamp(min=0), : -(-self.max_tokens // device.index_page_size)]
-        self._plans: dict[int, GroupPlan] = {}
+        self._plans: dict[int, SwapInPlan] = {}
+        self._to_fetch: list[int] = []
+        """Layers whose selection is resolved, but whose items were not fetched yet."""
         self._to_verify: list[SwappedIn] = []
 
     def append(self, layer: int, items: torch.Tensor) -> None:
-        """Store the new tokens' KV items of one layer, uint8 [batch, item_bytes], where swap-in says that they are."""
+        """Store the new tokens' KV items of one layer, uint8 [batch, item_bytes], in their hot slots."""
         self.tiers.backend.store_items(layer, self.batch, items)
 
     def append_index_keys(self, index_layer: int, keys: torch.Tensor) -> None:
@@ -124,19 +98,20 @@ class DecodeStep:
         of an index layer's group decides hits and victims; the others must select the same and only copy. Raises
         StepError for a layer out of turn.
         """
-        index_layer = self.tiers.host.layout.index_layer_of[layer]
-        layers = self.tiers.layers_of_group[index_layer]
+        layout = self.tiers.host.layout
+        index_layer = layout.index_layer_of[layer]
+        layers = layout.layers_of(index_layer)
         if layer == layers[0] and index_layer not in self._plans:
-            plan = self.tiers.backend.resolve(index_layer, self.batch, positions)
-            self._plans[index_layer] = GroupPlan(plan, list(layers))
-        group = self._plans.get(index_layer)
-        if group is None or layer not in group.to_fetch:
+            self._plans[index_layer] = self.tiers.backend.resolve(index_layer, self.batch, positions)
+            self._to_fetch += layers
+        if layer not in self._to_fetch:
             raise StepError(f"layer {layer} swapped in twice in a step, or before layer {layers[0]} of its group")
-        self.tiers.backend.fetch(group.plan, layer)
-        group.to_fetch.remove(layer)
+        plan = self._plans[index_layer]
+        self.tiers.backend.fetch(plan, layer)
+        self._to_fetch.remove(layer)
         if self.tiers.verify:
-            self._to_verify.append(SwappedIn(layer, positions, group.plan.slots))
-        return group.plan.slots
+            self._to_verify.append(SwappedIn(layer, positions, plan.slots))
+        return plan.slots
 
     def kv(self, layer: int) -> torch.Tensor:
         """The layer's device items, uint8 [num_slots, item_bytes]."""
@@ -144,8 +119,8 @@ class DecodeStep:
 
     def finish(self) -> None:
         """Copy the new tokens to the host, all layers at once. Raises StepError if a layer swapped nothing in."""
-        if unfetched := [layer for group in self._plans.values() for layer in group.to_fetch]:
-            raise StepError(f"layers {unfetched} did not swap in what residency says that they have")
+        if self._to_fetch:
+            raise StepError(f"layers {self._to_fetch} did not swap in what residency says that they have")
         self.tiers.backend.backup(self.batch)
         self._plans.clear()  # a recorded step lives on, and plans are large
 
@@ -153,9 +128,7 @@ class DecodeStep:
         """Compare what was swapped in, by the last replay if the step is recorded, with the host copy.
 
         A layer's hot buffer is changed by its own swap-in only, so what it holds now is what attention read. Waits for
-        the device. Nothing to do unless the tiers are to be verified. Raises SwapInMismatchError.
+        the device. Does nothing unless the tiers are to be verified. Raises SwapInMismatchError.
         """
         for swapped in self._to_verify:
-            verify_swap_in(
-                self.tiers.host, self.tiers.device, self.batch, swapped.layer, swapped.positions, swapped.slots
-            )
+            verify_swap_in(self.tiers.host, self.tiers.device, self.batch, swapped)

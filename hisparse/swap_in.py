@@ -1,12 +1,14 @@
 """Moving items between the tiers: what a backend does, and the CPU backend."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from hisparse.device_pool import DeviceKVPool
+from hisparse.device_pool import DeviceKVPool, upload
 from hisparse.host_pool import HostKVPool
 from hisparse.residency import Residency
 
@@ -15,8 +17,8 @@ from hisparse.residency import Residency
 class StepBatch:
     """The requests of one step and where their newest token goes. All int64 [batch], on the device.
 
-    An entry that is below 0 in all of them is padding: nothing is stored, selected or copied for it. Only batches of a
-    recorded step have any, and not every backend can record one.
+    An entry that is below 0 in all of them is padding: nothing is stored, selected or copied for it. Only recorded
+    steps have padding, and only the CUDA backend can record.
 
     rows: rows of the device pool, distinct. newest: the newest position. newest_slots: its slot in the device pool.
     newest_index_rows: its place in `index_keys.flatten(1, 2)`. newest_host_slots: its slot in the host pool.
@@ -46,10 +48,10 @@ class SwapInPlan:
 class SwapInCounters:
     """Monotonic totals. Hits and misses are counted once per index layer, bytes once per layer.
 
-    violations: what a resolve could not serve, since an invariant was broken: selected positions beyond the newest or
-    below -1, which are taken for -1, and misses without a host slot or a device slot, for which nothing is copied.
-    Tokens of some running request are wrong then. Every backend counts them and none raises: a device meets them when
-    the caller has gone on, and does not say whose they were.
+    violations: what a resolve could not serve because an invariant was broken. These are selected positions beyond the
+    newest or below -1, which are taken for -1, and misses without a host slot or a device slot, for which nothing is
+    copied. Tokens of some running request are wrong then. No backend raises for them: a device finds them when the
+    caller has gone on, and does not say whose they were.
     """
 
     hits: int
@@ -72,76 +74,91 @@ class StagedKV:
     release: Callable[[], None]
 
 
-class SwapInBackend(Protocol):
+class SwapInBackend(ABC):
     """Carries out what the coordinator decides. All backends agree on every hit, victim and slot.
 
-    Calls other than `stage` take effect in the order in which they are made, on the device: whoever reads or writes the
-    host tier without regard to that order, as remote writers do, comes after a `drain`.
+    Calls other than `stage` take effect on the device in the order in which they are made. Remote writers do not know
+    that order: nobody else may read or write the host tier before a `drain`.
     """
 
-    def store_items(self, layer: int, batch: StepBatch, items: torch.Tensor) -> None:
-        """Write the newest items of one layer, uint8 [batch, item_bytes], to their device slots."""
-        ...
-
-    def store_index_keys(self, index_layer: int, batch: StepBatch, keys: torch.Tensor) -> None:
-        """Write the newest index keys of one index layer, uint8 [batch, index_key_bytes], to their index pages."""
-        ...
-
-    def resolve(self, index_layer: int, batch: StepBatch, positions: torch.Tensor) -> SwapInPlan:
-        """Decide hits and victims by the policy in `hisparse.residency`. positions: int64 [batch, k]."""
-        ...
-
-    def fetch(self, plan: SwapInPlan, layer: int) -> None:
-        """Copy the plan's missing items of one layer from host to device. Once per plan and layer."""
-        ...
-
-    def backup(self, batch: StepBatch) -> None:
-        """Copy the newest items and index keys, all layers, from device to host."""
-        ...
-
-    def preload(self, row: int, num_tokens: int) -> None:
-        """Copy a short request's items, all layers, from host to hot indices 0 .. num_tokens - 1."""
-        ...
-
-    def load_index_keys(self, row: int, num_tokens: int) -> None:
-        """Copy a request's index keys, all index layers, from host to its index pages."""
-        ...
-
-    def stage(self, staged: StagedKV, host_slots: torch.Tensor) -> None:
-        """Copy a prompt's items and index keys from device pages to host slots (int64 [num_tokens], on the CPU).
-
-        Runs on the copy stream, beside the other calls.
-        """
-        ...
-
-    def drain(self) -> None:
-        """Return when all that was asked for so far, `stage` aside, has been carried out."""
-        ...
-
-    def counters(self) -> SwapInCounters:
-        """What was counted so far; what is not carried out yet may be missing. Any thread may ask."""
-        ...
-
-
-class CpuSwapIn:
-    """Both tiers in the memory of this machine, copied by torch."""
-
     def __init__(self, host: HostKVPool, device: DeviceKVPool, residency: Residency) -> None:
-        if device.device.type != "cpu":
-            raise ValueError(f"the cpu backend needs device pools on cpu, found {device.device}")
         self._host = host
         self._device = device
         self._residency = residency
-        self._hits = 0
-        self._misses = 0
-        self._bytes = 0
-        self._violations = 0
+        self._device_index_keys = device.index_keys.flatten(1, 2)
+        self._entries = torch.arange(device.max_requests, device=device.device)
+
+    @abstractmethod
+    def resolve(self, index_layer: int, batch: StepBatch, positions: torch.Tensor) -> SwapInPlan:
+        """Decide hits and victims by the policy in `hisparse.residency`. positions: int64 [batch, k]."""
+
+    @abstractmethod
+    def fetch(self, plan: SwapInPlan, layer: int) -> None:
+        """Copy the plan's missing items of one layer from host to device. Once per plan and layer."""
+
+    @abstractmethod
+    def drain(self) -> None:
+        """Return when all that was asked for so far, `stage` aside, has been carried out."""
+
+    @abstractmethod
+    def counters(self) -> SwapInCounters:
+        """What was counted so far; what is not carried out yet may be missing. Any thread may ask."""
+
+    @abstractmethod
+    def _copy(
+        self, source: torch.Tensor, target: torch.Tensor, from_slots: torch.Tensor, to_slots: torch.Tensor
+    ) -> None:
+        """Copy in every layer the items at `from_slots` to `to_slots`, which are -1 for padding.
+
+        source, target: uint8 [num_layers, slots, bytes], contiguous within a layer. from_slots, to_slots: int64 [n] on
+        the device.
+        """
 
     def store_items(self, layer: int, batch: StepBatch, items: torch.Tensor) -> None:
-        self._device.kv[layer].index_copy_(0, batch.newest_slots, items)
+        """Write the newest items of one layer, uint8 [batch, item_bytes], to their device slots."""
+        self._store(items, self._device.kv[layer], batch.newest_slots)
 
     def store_index_keys(self, index_layer: int, batch: StepBatch, keys: torch.Tensor) -> None:
-        self._device.index_keys[index_layer].flatten(0, 1).index_copy_(0, batch.newest_index_rows, keys)
+        """Write the newest index keys of one index layer, uint8 [batch, index_key_bytes], to their index pages."""
+        self._store(keys, self._device_index_keys[index_layer], batch.newest_index_rows)
+
+    def backup(self, batch: StepBatch) -> None:
+        """Copy the newest items and index keys, all layers, from device to host."""
+        host, device = self._host, self._device
+        self._copy(device.kv, host.kv, batch.newest_slots, batch.newest_host_slots)
+        self._copy(self._device_index_keys, host.index_keys, batch.newest_index_rows, batch.newest_host_slots)
+
+    def preload(self, row: int, num_tokens: int) -> None:
+        """Copy a short request's items, all layers, from host to hot indices 0 .. num_tokens - 1."""
+        to_slots = self._device.hot_slots(row, torch.arange(num_tokens, device=self._device.device))
+        self._copy(self._host.kv, self._device.kv, self._device.host_slot_of[row, :num_tokens], to_slots)
+
+    def load_index_keys(self, row: int, num_tokens: int) -> None:
+        """Copy a request's index keys, all index layers, from host to its index pages."""
+        from_slots = self._device.host_slot_of[row, :num_tokens]
+        to_slots = self._device.index_rows(row, torch.arange(num_tokens, device=self._device.device))
+        self._copy(self._host.index_keys, self._device_index_keys, from_slots, to_slots)
+
+    def stage(self, staged: StagedKV, host_slots: npt.NDArray[np.int64]) -> None:
+        """Copy a prompt's items and index keys from device pages to host slots (int64 [num_tokens]).
+
+        Runs on the copy stream, beside the other calls.
+        """
+        to_slots = upload(host_slots, torch.empty_like(staged.rows))
+        for tier, pages in ((self._host.kv, staged.kv_rows), (self._host.index_keys, staged.index_rows)):
+            for layer, rows in enumerate(pages):
+                self._copy(rows.contiguous()[None], tier[layer, None], staged.rows, to_slots)
+
+    def _store(self, items: torch.Tensor, layer: torch.Tensor, slots: torch.Tensor) -> None:
+        self._copy(items.contiguous()[None], layer[None], self._entries[: len(items)], slots)
+
+
+class CpuSwapIn(SwapInBackend):
+    """Both tiers in the memory of this machine, copied by torch."""
+
+    def __init__(self, host: HostKVPool, device: DeviceKVPool, residency: Residency) -> None:
+        super().__init__(host, device, residency)
+        self._hits = self._misses = self._bytes = self._violations = 0
 
     def resolve(self, index_layer: int, batch: StepBatch, positions: torch.Tensor) -> SwapInPlan:
         selected = torch.where((positions >= 0) & (positions <= batch.newest[:, None]), positions, -1)
@@ -162,32 +179,18 @@ class CpuSwapIn:
 
     def fetch(self, plan: SwapInPlan, layer: int) -> None:
         exists = plan.miss_host_slots >= 0
-        items = self._host.kv[layer].index_select(0, plan.miss_host_slots[exists])
-        self._device.kv[layer].index_copy_(0, plan.miss_device_slots[exists], items)
+        from_slots, to_slots = plan.miss_host_slots[exists], plan.miss_device_slots[exists]
+        self._copy(self._host.kv[layer, None], self._device.kv[layer, None], from_slots, to_slots)
         self._bytes += len(exists) * self._host.layout.item_bytes
-
-    def backup(self, batch: StepBatch) -> None:
-        host, device = self._host, self._device
-        host.kv.index_copy_(1, batch.newest_host_slots, device.kv.index_select(1, batch.newest_slots))
-        keys = device.index_keys.flatten(1, 2).index_select(1, batch.newest_index_rows)
-        host.index_keys.index_copy_(1, batch.newest_host_slots, keys)
-
-    def preload(self, row: int, num_tokens: int) -> None:
-        items = self._host.kv.index_select(1, self._device.host_slot_of[row, :num_tokens])
-        self._device.kv.index_copy_(1, self._device.first_hot_slots(row, num_tokens), items)
-
-    def load_index_keys(self, row: int, num_tokens: int) -> None:
-        keys = self._host.index_keys.index_select(1, self._device.host_slot_of[row, :num_tokens])
-        index_rows = self._device.index_rows(row, num_tokens)
-        self._device.index_keys.flatten(1, 2).index_copy_(1, index_rows, keys)
-
-    def stage(self, staged: StagedKV, host_slots: torch.Tensor) -> None:
-        for tier, pages in ((self._host.kv, staged.kv_rows), (self._host.index_keys, staged.index_rows)):
-            for layer, rows in enumerate(pages):
-                tier[layer].index_copy_(0, host_slots, rows.index_select(0, staged.rows))
 
     def drain(self) -> None:
         """Every call has been carried out when it returns."""
 
     def counters(self) -> SwapInCounters:
         return SwapInCounters(self._hits, self._misses, self._bytes, self._violations)
+
+    def _copy(
+        self, source: torch.Tensor, target: torch.Tensor, from_slots: torch.Tensor, to_slots: torch.Tensor
+    ) -> None:
+        for from_layer, to_layer in zip(source, target, strict=True):
+            to_layer.index_copy_(0, to_slots, from_layer.index_select(0, from_slots))

@@ -1,6 +1,5 @@
-"""Putting the KV tiers of a decode node together: the one place that knows which backend a device has."""
+"""Puts the KV tiers of a decode node together: the one place that knows which backend a device has."""
 
-from collections.abc import Callable
 from contextlib import ExitStack
 
 import torch
@@ -16,8 +15,6 @@ from hisparse.residency import Residency
 from hisparse.sizing import Sizes
 from hisparse.swap_in import CpuSwapIn, SwapInBackend
 
-_Backend = Callable[[HostKVPool, DeviceKVPool, Residency, HiSparseConfig], tuple[SwapInBackend, CopyStream]]
-
 
 def build_tiers(
     sizes: Sizes, device: torch.device, verify: bool = False, shareable: bool = False
@@ -27,14 +24,15 @@ def build_tiers(
     A CUDA device must be the current one of the thread that calls this and uses the coordinator. Raises StartupError if
     the device has no backend here, or cannot have these pools.
     """
-    make_backend = _backend_of(device)
+    if device.type not in ("cpu", "cuda"):
+        raise StartupError(f"there is no swap-in backend for {device}, only for cpu and cuda")
     layout, config = sizes.layout, sizes.config
     hot_size = config.device_buffer_size
-    # A device with memory of its own reads and writes the host pool by itself, which takes pinned memory.
-    pin = device.type != "cpu"
+    # A CUDA device reads and writes the host pool by itself, for which the pool must be pinned.
+    pin = device.type == "cuda"
     with ExitStack() as on_failure:
         host = HostKVPool(layout, sizes.num_host_slots, pin, shareable, cpus=cpus_near(device))
-        # Memory that goes while it is pinned would be taken for pinned memory by whoever gets its addresses next.
+        # Memory that is freed while pinned would pass for pinned memory at its next owner.
         on_failure.callback(host.close)
         pool = DeviceKVPool(
             layout,
@@ -47,27 +45,16 @@ def build_tiers(
             device=device,
         )
         residency = Residency(layout.num_index_layers, sizes.max_requests, sizes.max_context, hot_size, device)
-        backend, copy_stream = make_backend(host, pool, residency, config)
+        backend, copy_stream = _make_backend(host, pool, residency, config)
         on_failure.pop_all()
     return HiSparseCoordinator(host, pool, residency, backend, copy_stream, verify)
 
 
-def _backend_of(device: torch.device) -> _Backend:
-    backends: dict[str, _Backend] = {"cpu": _cpu_backend, "cuda": _cuda_backend}
-    if device.type not in backends:
-        raise StartupError(f"there is no swap-in backend for {device}, only for {' and '.join(backends)}")
-    return backends[device.type]
-
-
-def _cpu_backend(
+def _make_backend(
     host: HostKVPool, pool: DeviceKVPool, residency: Residency, config: HiSparseConfig
 ) -> tuple[SwapInBackend, CopyStream]:
-    return CpuSwapIn(host, pool, residency), CpuCopyStream()
-
-
-def _cuda_backend(
-    host: HostKVPool, pool: DeviceKVPool, residency: Residency, config: HiSparseConfig
-) -> tuple[SwapInBackend, CopyStream]:
+    if pool.device.type == "cpu":
+        return CpuSwapIn(host, pool, residency), CpuCopyStream()
     try:
         # Here, since a machine without an accelerator need not have what compiles kernels.
         from hisparse.cuda import CudaCopyStream, CudaSwapIn

@@ -1,4 +1,6 @@
-"""The debugging check that what a swap-in returned is what was asked for."""
+"""The debugging check that swap-in returned the slots of the positions that were selected."""
+
+from dataclasses import dataclass
 
 import torch
 
@@ -11,19 +13,22 @@ class SwapInMismatchError(RuntimeError):
     """A selected position is not where swap-in said it is: invariant 2 is broken."""
 
 
-def verify_swap_in(
-    host: HostKVPool,
-    device: DeviceKVPool,
-    batch: StepBatch,
-    layer: int,
-    positions: torch.Tensor,
-    slots: torch.Tensor,
-) -> None:
+@dataclass(frozen=True)
+class SwappedIn:
+    """What one layer selected, and swap-in's answer. positions, slots: int64 [batch, k], -1 where there is none."""
+
+    layer: int
+    positions: torch.Tensor
+    slots: torch.Tensor
+
+
+def verify_swap_in(host: HostKVPool, device: DeviceKVPool, batch: StepBatch, swapped: SwappedIn) -> None:
     """Compare, byte by byte, every selected position's device slot with its host copy or the newest slot.
 
-    positions, slots: int64 [batch, k]. Raises ValueError if a position is beyond its row's newest, and
-    SwapInMismatchError, naming the first, if a slot is not the position's.
+    Raises ValueError if a position is beyond its row's newest, and SwapInMismatchError, naming the first, if a slot is
+    not the position's.
     """
+    layer, positions, slots = swapped.layer, swapped.positions, swapped.slots
     if bool((positions > batch.newest[:, None]).any()):
         raise ValueError("a position beyond the newest was selected")
     is_newest = positions == batch.newest[:, None]
@@ -33,8 +38,8 @@ def verify_swap_in(
 
     entry_batch, entry_place = (older & ~wrong).nonzero(as_tuple=True)
     host_slots = device.host_slot_of[batch.rows[entry_batch], positions[entry_batch, entry_place]]
-    on_device = device.kv[layer][slots[entry_batch, entry_place]].cpu().view(torch.uint8)
-    on_host = host.kv[layer][host_slots.cpu()].view(torch.uint8)
+    on_device = device.kv[layer][slots[entry_batch, entry_place]].cpu()
+    on_host = host.kv[layer][host_slots.cpu()]
     wrong[entry_batch, entry_place] = (on_device != on_host).any(1).to(wrong.device)
     if bool(wrong.any()):
         at, place = (int(index) for index in wrong.nonzero()[0])

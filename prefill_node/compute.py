@@ -1,4 +1,4 @@
-"""The thread that computes, so that the node's loop hears aborts and reports of the sender while a chunk computes."""
+"""Computes on a thread of its own, so that the node's loop takes messages while a chunk computes."""
 
 import queue
 import threading
@@ -18,7 +18,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True)
 class Computed:
-    """A step has ended, or failed with an error. device_failed: there is no device to compute another one."""
+    """A step has ended, or failed with an error. device_failed: the device does not work any more."""
 
     step: PrefillStep[TransferJob]
     error: str | None = None
@@ -26,7 +26,7 @@ class Computed:
 
 
 class ComputeThread:
-    """Computes one step at a time; `report` is called from the thread when a step has ended."""
+    """Computes one step at a time. `report` is called on this thread when a step has ended."""
 
     def __init__(
         self, prefill: ChunkedPrefill[TransferJob], device: torch.device, report: Callable[[Computed], None]
@@ -38,7 +38,7 @@ class ComputeThread:
         threading.Thread(target=self._work, name="compute", daemon=True).start()
 
     def start(self, step: PrefillStep[TransferJob]) -> ForwardProgress:
-        """Compute a step. The progress shows layer by layer what may be sent."""
+        """Compute a step. The progress says which layers may be sent."""
         progress = ForwardProgress(self._device)
         self._steps.put((step, progress))
         return progress
@@ -53,9 +53,9 @@ class ComputeThread:
                 if self._device.type == "cuda":
                     torch.cuda.current_stream(self._device).synchronize()
             except Exception as error:
-                # A batch that cannot be computed (out of memory, say) costs its requests; others go on.
+                # A batch that cannot be computed (out of memory, say) costs only its requests.
                 log.exception("prefill step failed")
-                # Told before its chunks give up: the node is to blame the cause.
+                # Reported before its chunks fail, so that the node names the cause.
                 self._report(Computed(step, f"prefill failed: {error}", self._device_failure()))
                 progress.fail()
             else:

@@ -1,4 +1,4 @@
-"""The decode nodes that a prefill node works for, and whether they live."""
+"""The decode nodes that a prefill node serves, and whether they are alive."""
 
 import time
 from collections.abc import Iterable
@@ -11,24 +11,23 @@ _SILENT_AFTER_S = 10.0
 
 
 class DecodeNodes:
-    """Owns which decode nodes are asked for signs of life: nothing is posted to one that gives none.
+    """Pings the decode nodes that have attempts here: nothing is posted to one that does not answer. One loop calls it.
 
-    Those that have something here, and for a while those that had: they will probably come back, and their next prompt
-    would wait for an answer. One loop calls it.
+    Pings go on for a while afterwards, so that the next attempt need not wait for an answer.
     """
 
     def __init__(self, control: ControlPlane) -> None:
         self._control = control
         self._served_at: dict[Peer, float] = {}
-        """When each had something here (time.monotonic), of those that had lately."""
+        """When each last had an attempt here (time.monotonic)."""
 
     def watch(self, served: Iterable[Peer]) -> None:
-        """These have something here."""
+        """These decode nodes have attempts here."""
         now = time.monotonic()
         self._served_at |= dict.fromkeys(served, now)
         self._served_at = {decode: at for decode, at in self._served_at.items() if now - at < _WATCHED_FOR_S}
         self._control.watch(self._served_at)
 
     def is_silent(self, decode: Peer, now: float) -> bool:
-        """Whether a decode node was not heard for so long that nobody will ask for what it left here."""
+        """Whether the decode node was silent for so long that it will not ask for its attempts any more."""
         return now - (self._control.last_heard(decode.boot_id) or 0.0) > _SILENT_AFTER_S

@@ -1,4 +1,4 @@
-"""Where decode nodes may have KV written: what each of their processes offered first, and nothing else later."""
+"""Where each decode process may have KV written: to the pools that it offered first, and nowhere else."""
 
 from collections import OrderedDict
 
@@ -8,10 +8,10 @@ _REMEMBERED = 4096
 
 
 class Destinations:
-    """The pools of decode processes, as their first requests named them.
+    """The pools that decode processes named in their first requests.
 
-    A process has the same pools, and the same ways to reach them, as long as it lives. A message that names others in
-    its name is wrong, whoever made it: nothing is written for it.
+    A process keeps its pools, and the ways to reach them, as long as it lives. So nothing is written for a message in
+    its name that names others.
     """
 
     def __init__(self, limit: int = _REMEMBERED) -> None:
@@ -20,10 +20,7 @@ class Destinations:
         self._of_boot: OrderedDict[str, Destination] = OrderedDict()
 
     def contradiction(self, decode: Peer, named: Destination) -> str | None:
-        """In what a destination differs from what that process offered before, or None if it is the same or the first.
-
-        Only one that is taken should be asked about: from then on it counts.
-        """
+        """How a destination differs from the one that the process offered first, or None. The first call counts."""
         known = self._of_boot.setdefault(decode.boot_id, named)
         self._of_boot.move_to_end(decode.boot_id)
         if len(self._of_boot) > self._limit:

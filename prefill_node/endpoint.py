@@ -1,7 +1,6 @@
-"""The prefill node on the control plane: takes requests, reports, and answers those who want to be sure.
+"""The prefill node on the control plane: takes requests from decode nodes and reports on them.
 
-The protocol is in docs/protocol.md. The endpoint decides what is said and how often; what is computed and written is
-the engine's.
+The protocol is in docs/protocol.md. The endpoint sends and repeats messages; the engine computes and writes KV.
 """
 
 import time
@@ -22,13 +21,13 @@ from control.messages import (
     PrefillDone,
     PrefillFailed,
     PrefillRequest,
-    Progress,
+    Quiesced,
     Refused,
     Registered,
 )
 from engine.device import DeviceFailed
 from prefill_node.decode_nodes import DecodeNodes
-from prefill_node.engine import AllSent, ChunkSent, Failing, PrefillEngine, PrefillUpdate, Stopped
+from prefill_node.engine import PrefillEngine, PrefillUpdate
 from prefill_node.finished import FinishedAttempts
 from service.lifecycle import Phase
 from service.shell import NodeShell
@@ -37,14 +36,14 @@ log = structlog.get_logger(__name__)
 
 _IDLE_WAIT_S = 0.2
 _FAREWELL_S = 2.5
-"""How long a node that has nothing left still refuses requests: decode nodes hear with their next heartbeat that it
-leaves. One that asked a process which is gone could not know that nothing writes to the slots that it named."""
+"""How long an idle node still refuses requests before it ends: decode nodes hear with their next heartbeat that it
+leaves. A decode node that asks an ended process cannot know that nothing writes to the slots that it named."""
 _END_S = 10.0
-"""How long a node that gives everything up waits for its writes: a receiver may have stopped."""
+"""How long a stopping node waits for its writes to end: a receiver may hang."""
 
 
 class PrefillEndpoint:
-    """Speaks for the engine: who asked for what, what was said and not answered yet, and what is finished."""
+    """Remembers who asked for which attempt, what is not acknowledged yet, and which attempts are finished."""
 
     def __init__(self, shell: NodeShell[tuple[Peer, Message]], engine: PrefillEngine) -> None:
         self._shell = shell
@@ -52,16 +51,16 @@ class PrefillEndpoint:
         self._engine = engine
         self._asked_by: dict[AttemptId, Peer] = {}
         """The decode node of every attempt that the engine holds."""
-        self._untaken: dict[AttemptId, set[int]] = {}
-        """Numbers of the chunks that were told and not answered yet."""
+        self._unacknowledged: dict[AttemptId, set[int]] = {}
+        """Numbers of chunks whose ChunkDone was sent and not acknowledged yet."""
         self._finished = FinishedAttempts()
         self._decode_nodes = DecodeNodes(shell.control)
         self._housekeeping_at = 0.0
 
     def run(self) -> None:
-        """Serve until told to stop; finish what has begun and hand back the rest; give up what is left.
+        """Serve until told to stop; then finish what has begun, hand back the rest, and give up what is left.
 
-        Raises DeviceFailed, once everything was handed back, if the device does not work any more.
+        Raises DeviceFailed, after everything was handed back, if the device does not work any more.
         """
         try:
             self._serve()
@@ -89,7 +88,7 @@ class PrefillEndpoint:
             self._turn()
 
     def _turn_until(self, deadline: float) -> None:
-        """Go on until nothing is held any more, or until that time."""
+        """Go on until the engine holds nothing, or until that time."""
         while self._asked_by and time.monotonic() < deadline:
             self._turn()
 
@@ -97,14 +96,14 @@ class PrefillEndpoint:
         for item in self._shell.receive(_IDLE_WAIT_S):
             self._take(*item)
         self._housekeep(time.monotonic())
-        self._tell_updates()
+        self._send_updates()
 
-    # --- what decode nodes say ---
+    # --- messages of decode nodes ---
 
     def _take(self, sender: Peer, message: Message) -> None:
         match message:
             case PrefillRequest() | ChunkTaken() | Admitted() | Abort() if message.attempt.decode != sender.boot_id:
-                log.warning("not its own attempt", sender=sender.address, **_fields(message.attempt))
+                log.warning("not its own attempt", sender=sender.address, **message.attempt.log_fields)
             case PrefillRequest():
                 self._on_request(sender, message)
             case ChunkTaken():
@@ -123,7 +122,7 @@ class PrefillEndpoint:
                 log.warning("not for a prefill node", kind=type(message).__name__, sender=sender.address)
 
     def _on_request(self, decode: Peer, request: PrefillRequest) -> None:
-        attempt, where = request.attempt, _fields(request.attempt)
+        attempt = request.attempt
         if attempt in self._finished:
             self._control.send(decode, self._finished.quiesced(attempt))
             return
@@ -138,19 +137,17 @@ class PrefillEndpoint:
             self._asked_by[attempt] = decode
             self._watch_decode_nodes()
             self._engine.start(decode, request)
-            log.info("queued", tokens=len(request.token_ids), **where)
+            log.info("queued", tokens=len(request.token_ids), **attempt.log_fields)
 
     def _refuse(self, decode: Peer, attempt: AttemptId, reason: str) -> None:
-        log.warning("refused", reason=reason, **_fields(attempt))
+        log.warning("refused", reason=reason, **attempt.log_fields)
         leaving = not self._shell.lifecycle.serving
         self._control.send(decode, PrefillFailed(attempt=attempt, reason=reason, leaving=leaving, refused=True))
         self._finished.add(attempt)
 
     def _on_chunk_taken(self, message: ChunkTaken) -> None:
-        untaken = self._untaken.get(message.attempt, set())
-        if message.number in untaken:
-            untaken.remove(message.number)
-            self._control.answered(("chunk", message.attempt, message.number))
+        self._unacknowledged.get(message.attempt, set()).discard(message.number)
+        self._control.answered(("chunk", message.attempt, message.number))
 
     def _on_abort(self, sender: Peer, attempt: AttemptId) -> None:
         if attempt in self._asked_by:
@@ -161,100 +158,72 @@ class PrefillEndpoint:
             self._control.send(sender, self._finished.quiesced(attempt))
 
     def _on_holding(self, sender: Peer, message: Holding) -> None:
-        """Say how far the sender's requests are, and of which of them nothing is in flight here."""
+        """Report the progress of the sender's attempts, and which of them are not here."""
         own = tuple(attempt for attempt in message.attempts if attempt.decode == sender.boot_id)
-        progress = self._engine.progress(own)
-        self._control.send(
-            sender, Progress(computed=tuple(progress.computed.items()), current_pass=progress.current_pass)
-        )
+        self._control.send(sender, self._engine.progress(own))
         unknown = [attempt for attempt in own if attempt not in self._asked_by]
         for answer in self._finished.not_held(unknown):
             self._control.send(sender, answer)
 
-    # --- what the engine says ---
+    # --- updates of the engine ---
 
-    def _tell_updates(self) -> None:
+    def _send_updates(self) -> None:
         for update in self._engine.poll():
-            self._tell(update)
+            self._send_update(update)
 
-    def _tell(self, update: PrefillUpdate) -> None:
+    def _send_update(self, update: PrefillUpdate) -> None:
         attempt = update.attempt
         decode = self._asked_by[attempt]
         match update:
-            case ChunkSent():
-                self._untaken.setdefault(attempt, set()).add(update.number)
-                told = ChunkDone(attempt=attempt, number=update.number, checksums=update.checksums)
-                self._control.repeat(("chunk", attempt, update.number), decode, told)
-            case AllSent():
+            case ChunkDone():
+                self._unacknowledged.setdefault(attempt, set()).add(update.number)
+                self._control.repeat(("chunk", attempt, update.number), decode, update)
+            case PrefillDone():
                 if update.lingering:
                     self._finished.note_lingering(attempt)
-                self._control.repeat(("done", attempt), decode, _done(update))
-            case Failing():
-                failed = self._failed(attempt, update.reason, in_flight=True, lingering=update.lingering)
-                self._control.repeat(("failed", attempt), decode, failed)
-            case Stopped():
-                self._finish(attempt, update.lingering)
-                if update.reason is None:
-                    self._control.send(decode, self._finished.quiesced(attempt))
+                self._control.repeat(("done", attempt), decode, update)
+            case PrefillFailed():
+                failed = update.model_copy(update={"leaving": not self._shell.lifecycle.serving})
+                if update.in_flight:
+                    self._control.repeat(("failed", attempt), decode, failed)
                 else:
-                    failed = self._failed(attempt, update.reason, in_flight=False, lingering=update.lingering)
+                    self._stopped(attempt, update.reason, update.lingering)
                     self._control.send(decode, failed)
-                log.info("stopped", reason=update.reason or "aborted", lingering=update.lingering, **_fields(attempt))
+            case Quiesced():
+                self._stopped(attempt, "aborted", update.lingering)
+                self._control.send(decode, self._finished.quiesced(attempt))
 
-    def _failed(self, attempt: AttemptId, reason: str, *, in_flight: bool, lingering: bool) -> PrefillFailed:
-        return PrefillFailed(
-            attempt=attempt,
-            reason=reason,
-            in_flight=in_flight,
-            lingering=lingering,
-            leaving=not self._shell.lifecycle.serving,
-        )
+    def _stopped(self, attempt: AttemptId, reason: str, lingering: bool) -> None:
+        self._finish(attempt, lingering)
+        log.info("stopped", reason=reason, lingering=lingering, **attempt.log_fields)
 
     def _finish(self, attempt: AttemptId, lingering: bool = False) -> None:
-        """The engine holds nothing of it any more, and nothing is repeated of it."""
+        """The engine no longer holds the attempt: repeat nothing of it any more."""
         del self._asked_by[attempt]
         self._control.answered(("done", attempt))
         self._control.answered(("failed", attempt))
-        for number in self._untaken.pop(attempt, ()):
+        for number in self._unacknowledged.pop(attempt, ()):
             self._control.answered(("chunk", attempt, number))
         self._finished.add(attempt, lingering)
 
-    # --- what is watched ---
+    # --- housekeeping ---
 
     def _hand_back(self, attempts: list[AttemptId], reason: str) -> None:
-        """Give these up, so that their decode nodes go elsewhere at once."""
+        """Fail these attempts, so that their decode nodes ask another prefill node at once."""
         for attempt in attempts:
             self._engine.stop(attempt, reason)
-        self._tell_updates()
+        self._send_updates()
 
     def _housekeep(self, now: float) -> None:
-        """Give up what no decode node asks for any more, and the connections that nobody needs."""
+        """Once a second, give up attempts whose decode node is silent, and close connections without attempts."""
         if now < self._housekeeping_at:
             return
         self._housekeeping_at = now + 1.0
         for attempt, decode in self._asked_by.items():
             if self._decode_nodes.is_silent(decode, now) and self._engine.stop(attempt, "the decode node is silent"):
-                log.warning("decode node is silent", decode=decode.address, **_fields(attempt))
+                log.warning("decode node is silent", decode=decode.address, **attempt.log_fields)
         self._watch_decode_nodes()
         self._engine.keep_connected(set(self._asked_by.values()))
 
     def _watch_decode_nodes(self) -> None:
         self._decode_nodes.watch(self._asked_by.values())
-
-
-def _done(update: AllSent) -> PrefillDone:
-    return PrefillDone(
-        attempt=update.attempt,
-        num_tokens=update.num_tokens,
-        transferred_bytes=update.num_bytes,
-        descriptors=update.descriptors,
-        transfer_seconds=update.seconds,
-        chunks=update.chunks,
-        checksums=update.checksums,
-        lingering=update.lingering,
-    )
-
-
-def _fields(attempt: AttemptId) -> dict[str, object]:
-    """What log lines name of an attempt."""
-    return {"request_id": attempt.request_id, "epoch": attempt.epoch}

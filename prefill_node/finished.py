@@ -7,9 +7,9 @@ from control.messages import AttemptId, NotHeld, Quiesced
 
 
 class FinishedAttempts:
-    """Attempts of which nothing is in flight here and nothing will be, and those of which something may linger.
+    """Attempts of which nothing is in flight, and those whose writes may linger in the network. One loop calls it.
 
-    That something lingers is repeated in every answer, since each may be lost. One loop calls it.
+    Every answer repeats that writes may linger, since each answer may be lost.
     """
 
     def __init__(self) -> None:
@@ -20,28 +20,22 @@ class FinishedAttempts:
         return attempt in self._attempts
 
     def add(self, attempt: AttemptId, lingering: bool = False) -> None:
-        """It is over. lingering: see `note_lingering`."""
         self._attempts.add(attempt)
         if lingering:
             self.note_lingering(attempt)
 
     def note_lingering(self, attempt: AttemptId) -> None:
-        """A write of it was cut or given up, and the network may still carry it, also if it was repeated and landed.
-
-        The attempt need not be over yet.
-        """
+        """A write was cut or given up, and may still land, even if it was repeated. The attempt may go on."""
         self._lingering.add(attempt)
 
-    def lingers(self, attempt: AttemptId) -> bool:
-        return attempt in self._lingering
-
     def quiesced(self, attempt: AttemptId) -> Quiesced:
-        """The answer to whoever wants a finished attempt stopped, or begun again."""
-        return Quiesced(attempt=attempt, lingering=self.lingers(attempt))
+        """The answer to a message that would stop a finished attempt, or start it again."""
+        return Quiesced(attempt=attempt, lingering=attempt in self._lingering)
 
     def not_held(self, attempts: Sequence[AttemptId]) -> list[Quiesced | NotHeld]:
-        """The answer to a question about attempts of which nothing is here."""
-        answers: list[Quiesced | NotHeld] = [self.quiesced(attempt) for attempt in attempts if self.lingers(attempt)]
-        if quiet := tuple(attempt for attempt in attempts if not self.lingers(attempt)):
+        """The answer to a question about attempts that the engine does not hold."""
+        lingering = [attempt for attempt in attempts if attempt in self._lingering]
+        answers: list[Quiesced | NotHeld] = [self.quiesced(attempt) for attempt in lingering]
+        if quiet := tuple(attempt for attempt in attempts if attempt not in self._lingering):
             answers.append(NotHeld(attempts=quiet))
         return answers

@@ -1,4 +1,4 @@
-"""One prefill attempt on this node: computed in chunks, and sent while it is computed."""
+"""One prefill attempt at the prefill node: computed in chunks, and sent while it is computed."""
 
 from dataclasses import dataclass, field
 from enum import Enum
@@ -6,10 +6,19 @@ from typing import Self
 
 import torch
 
-from control.messages import AttemptId, Checksum, Checksums, Destination, Peer, PrefillRequest
+from control.messages import (
+    AttemptId,
+    Checksum,
+    Checksums,
+    ChunkDone,
+    Destination,
+    Peer,
+    PrefillDone,
+    PrefillRequest,
+)
 from engine.chunked import PrefillJob
-from prefill_node.engine import AllSent, ChunkSent
-from prefill_node.outgoing import Sent
+from prefill_node.outgoing import Chunk, SendReport
+from prefill_node.progress import ForwardProgress
 from transfer.planner import Int64s, expand_extents
 
 
@@ -17,13 +26,13 @@ class JobState(Enum):
     """How far an attempt at the prefill node has come."""
 
     COMPUTING = "computing"
-    """Its prompt waits or is being computed; what is computed goes out meanwhile."""
+    """Its prompt waits or is being computed; computed layers are sent meanwhile."""
     SENDING = "sending"
-    """All is computed, and some of it is still on its way."""
+    """All is computed, and writes are in flight."""
     SENT = "sent"
-    """All has landed. Its pages are kept until the decode node has admitted it."""
+    """All has landed. Its pages are kept until the decode node confirms that."""
     STOPPING = "stopping"
-    """It was given up: it ends when nothing of it is in flight."""
+    """It was given up, and ends when nothing of it is in flight."""
 
 
 _NEXT = {
@@ -38,9 +47,9 @@ _NEXT = {
 class TransferJob(PrefillJob):
     """An attempt that this node works on.
 
-    slots: int64 [num_tokens], where each position goes. `in_flight` counts the chunks being computed and those that
-    the sender holds, and those of which nobody knows whether their writes have ended.
-    Pages are released when the job ends, never earlier: until then they are written to or read.
+    slots: int64 [num_tokens], the destination of each position. in_flight: chunks being computed, plus chunks that the
+    sender has, plus chunks with writes of unknown end. Pages are released when the job ends and never earlier, since
+    they are written and read until then.
     """
 
     attempt: AttemptId
@@ -50,30 +59,29 @@ class TransferJob(PrefillJob):
     state: JobState = JobState.COMPUTING
     in_flight: int = 0
     failure: str | None = None
-    """Why it was given up; None if the decode node does not want it any more."""
+    """Why it was given up; None if the decode node aborted it."""
     lingering: bool = False
-    """A write of it was cut or given up, and the network may still carry it, also if it was repeated and landed."""
+    """A write was cut or given up, and the network may still carry it, even if it was repeated and landed."""
     computed_at: float | None = None
-    """When the last chunk was computed (time.monotonic): what it waits for since then is its transfer."""
+    """When the last chunk was computed (time.monotonic). From then on it waits for its transfer only."""
     num_bytes: int = 0
     num_descriptors: int = 0
     seconds: float = 0.0
-    """For how long something of it was being written. Chunks overlap: the next is posted before the last has ended."""
+    """How long something of it was being written. Chunks overlap: one is posted before the one before has ended."""
     written_until: float = 0.0
-    chunks_told: int = 0
-    """Chunks that the decode node is told of by themselves."""
+    chunks_announced: int = 0
+    """Chunks that have a ChunkDone of their own."""
     last_checksums: list[Checksum] = field(default_factory=list)
     """Of the prompt's last chunk."""
 
     @classmethod
     def of(cls, request: PrefillRequest, decode: Peer) -> Self:
-        """What a decode node asks for, not begun yet."""
         slots = expand_extents(request.extents, len(request.token_ids))
         return cls(torch.tensor(request.token_ids), request.attempt, decode, request.destination, slots)
 
     @property
     def begun(self) -> bool:
-        """Whether anything of it was computed or is being computed."""
+        """Whether any token of it was computed or is being computed."""
         return self.computed > 0 or self.in_flight > 0 or self.state is not JobState.COMPUTING
 
     def move(self, to: JobState) -> None:
@@ -82,33 +90,45 @@ class TransferJob(PrefillJob):
             raise RuntimeError(f"attempt {self.attempt} is {self.state.value} and cannot become {to.value}")
         self.state = to
 
-    def landed(self, sent: Sent) -> ChunkSent | None:
-        """Take note of a chunk of it that has landed.
+    def chunk(self, start: int, stop: int, progress: ForwardProgress) -> Chunk:
+        """Positions [start, stop), which the forward pass computes, for the sender."""
+        assert self.pages is not None
+        return Chunk(
+            attempt=self.attempt,
+            start=start,
+            stop=stop,
+            pages=self.pages,
+            slots=self.slots,
+            decode=self.decode,
+            destination=self.destination,
+            progress=progress,
+            cancelled=lambda: self.state is JobState.STOPPING,
+        )
 
-        Returns what the decode node is to be told of it at once: its checksums, unless `all_sent` tells it soon enough.
-        """
-        self.num_bytes += sent.num_bytes
-        self.num_descriptors += sent.num_descriptors
-        self.seconds += sent.seconds(since=self.written_until)
-        self.written_until = sent.ended_at
-        if sent.chunk.stop == self.num_tokens:
-            self.last_checksums = sent.checksums
+    def landed(self, report: SendReport) -> ChunkDone | None:
+        """Count a chunk that has landed. Returns its checksums for the decode node, unless `done` brings them."""
+        self.num_bytes += report.num_bytes
+        self.num_descriptors += report.num_descriptors
+        self.seconds += report.seconds(since=self.written_until)
+        self.written_until = report.ended_at
+        if report.chunk.stop == self.num_tokens:
+            self.last_checksums = report.checksums
             return None
-        if not sent.checksums or self.state is JobState.STOPPING:
+        if not report.checksums or self.state is JobState.STOPPING:
             return None
-        number = self.chunks_told
-        self.chunks_told += 1
-        return ChunkSent(self.attempt, number, Checksums.of(sent.checksums))
+        number = self.chunks_announced
+        self.chunks_announced += 1
+        return ChunkDone(attempt=self.attempt, number=number, checksums=Checksums.of(report.checksums))
 
-    def all_sent(self) -> AllSent:
-        """What to tell the decode node when every write has landed."""
-        return AllSent(
+    def done(self) -> PrefillDone:
+        """What the decode node needs to know when every write has landed."""
+        return PrefillDone(
             attempt=self.attempt,
             num_tokens=self.num_tokens,
-            num_bytes=self.num_bytes,
+            transferred_bytes=self.num_bytes,
             descriptors=self.num_descriptors,
-            seconds=self.seconds,
-            chunks=self.chunks_told,
+            transfer_seconds=self.seconds,
+            chunks=self.chunks_announced,
             checksums=Checksums.of(self.last_checksums),
             lingering=self.lingering,
         )

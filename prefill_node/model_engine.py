@@ -1,4 +1,4 @@
-"""The prefill engine of this project: computes chunks with its model and sends them, layer by layer, as they come."""
+"""The prefill engine of this project: computes chunks with its model and sends them layer by layer."""
 
 import queue
 import time
@@ -8,49 +8,48 @@ import structlog
 import torch
 
 from base.metrics import Metrics
-from control.messages import AttemptId, Peer, PrefillRequest
+from control.messages import AttemptId, Peer, PrefillFailed, PrefillRequest, Progress, Quiesced
 from engine.chunked import ChunkedPrefill
 from prefill_node.compute import Computed, ComputeThread
 from prefill_node.destinations import Destinations
-from prefill_node.engine import Failing, PrefillProgress, PrefillUpdate, Stopped
+from prefill_node.engine import PrefillEngine, PrefillUpdate
 from prefill_node.job import JobState, TransferJob
 from prefill_node.offer import Offer
-from prefill_node.outgoing import Chunk, Sent
-from prefill_node.progress import ForwardProgress
-from prefill_node.sender import Sender, Surroundings
+from prefill_node.outgoing import SendReport
+from prefill_node.sender import Sender, SendResources
 
 log = structlog.get_logger(__name__)
 
 _DEADLINES_S = 1.0
-"""How often transfers are looked at that take too long."""
+"""How often it looks for transfers that take too long."""
 
 
-class ModelEngine:
-    """Owns the jobs, the pages that their KV lies in, the thread that computes and those that send. A PrefillEngine.
+class ModelEngine(PrefillEngine):
+    """Owns the jobs, their pages, the compute thread and the sender.
 
-    The loop that calls it never computes and never sends: threads do, and report back through a queue, which `poll`
-    empties. `wake` is called, on any thread, when there is something in it.
+    The calling loop neither computes nor sends. Threads do, and report through a queue that `poll` empties. `wake` is
+    called, on any thread, when a report was queued.
     """
 
     def __init__(
         self,
         prefill: ChunkedPrefill[TransferJob],
         device: torch.device,
-        surroundings: Surroundings,
+        resources: SendResources,
         offer: Offer,
         metrics: Metrics,
         wake: Callable[[], None],
         transfer_timeout: float,
     ) -> None:
-        """transfer_timeout: seconds that a request's transfer may go on after its computation."""
+        """transfer_timeout: seconds that a job's transfer may go on after its computation."""
         self._prefill = prefill
         self._offer = offer
         self._transfer_timeout = transfer_timeout
         self._metrics = metrics
         self._wake = wake
-        self._reports: queue.SimpleQueue[Computed | Sent] = queue.SimpleQueue()
+        self._reports: queue.SimpleQueue[Computed | SendReport] = queue.SimpleQueue()
         self._compute = ComputeThread(prefill, device, self._report)
-        self._sender = Sender(surroundings, self._report)
+        self._sender = Sender(resources, self._report)
         self._destinations = Destinations()
         self._jobs: dict[AttemptId, TransferJob] = {}
         self._updates: list[PrefillUpdate] = []
@@ -58,10 +57,10 @@ class ModelEngine:
         self._passes = 0
         """Forward passes that were started."""
         self.device_failed = False
-        """Whether there is no device to compute with any more."""
+        """Whether the device does not work any more."""
         self._deadlines_at = 0.0
 
-    # --- what the endpoint asks ---
+    # --- PrefillEngine ---
 
     @property
     def queued_tokens(self) -> int:
@@ -70,34 +69,23 @@ class ModelEngine:
 
     @property
     def attempts(self) -> list[AttemptId]:
-        """Those that are held."""
+        """Held attempts."""
         return list(self._jobs)
 
     def refusal(self, decode: Peer, request: PrefillRequest) -> str | None:
-        """See PrefillEngine."""
-        if refusal := self._offer.refusal(request):
-            return refusal
-        if refusal := self._destinations.contradiction(decode, request.destination):
-            return refusal
-        if not self._sender.open(decode):
+        refusal = self._offer.refusal(request) or self._destinations.contradiction(decode, request.destination)
+        if refusal is None and not self._sender.open(decode):
             return "this node sends to as many decode nodes as it can"
-        return None
+        return refusal
 
     def start(self, decode: Peer, request: PrefillRequest) -> None:
-        """See PrefillEngine."""
         job = self._jobs[request.attempt] = TransferJob.of(request, decode)
         self._prefill.add(job)
 
-    def holds(self, attempt: AttemptId) -> bool:
-        """See PrefillEngine."""
-        return attempt in self._jobs
-
     def has_begun(self, attempt: AttemptId) -> bool:
-        """See PrefillEngine."""
         return self._jobs[attempt].begun
 
     def stop(self, attempt: AttemptId, reason: str | None = None) -> bool:
-        """See PrefillEngine."""
         job = self._jobs[attempt]
         if job.state is JobState.STOPPING:
             job.failure = job.failure if reason is not None else None
@@ -106,13 +94,12 @@ class ModelEngine:
         job.failure = reason
         self._prefill.forget(job)
         if reason is not None and job.in_flight:
-            # The decode node need not wait for the end of it to look elsewhere.
-            self._updates.append(Failing(attempt, reason, job.lingering))
+            # So the decode node can ask another prefill node at once.
+            self._updates.append(_failed(job, reason, in_flight=True))
         self._advance(job)
         return True
 
     def release(self, attempt: AttemptId) -> bool:
-        """See PrefillEngine."""
         job = self._jobs.get(attempt)
         if job is None or job.state is not JobState.SENT:
             return False
@@ -120,29 +107,26 @@ class ModelEngine:
         return True
 
     def poll(self) -> list[PrefillUpdate]:
-        """See PrefillEngine."""
         while not self._reports.empty():
             match self._reports.get():
                 case Computed() as computed:
                     self._on_computed(computed)
-                case sent:
-                    self._on_sent(sent)
+                case SendReport() as report:
+                    self._on_sent(report)
         self._stop_late_transfers(time.monotonic())
         self._start_step()
         updates, self._updates = self._updates, []
         return updates
 
-    def progress(self, attempts: tuple[AttemptId, ...]) -> PrefillProgress:
-        """See PrefillEngine."""
-        held = {attempt: self._jobs[attempt].computed for attempt in attempts if attempt in self._jobs}
-        return PrefillProgress(held, self._passes if self._computing else None)
+    def progress(self, attempts: tuple[AttemptId, ...]) -> Progress:
+        computed = tuple((attempt, self._jobs[attempt].computed) for attempt in attempts if attempt in self._jobs)
+        return Progress(computed=computed, current_pass=self._passes if self._computing else None)
 
     def keep_connected(self, decode_nodes: set[Peer]) -> None:
-        """See PrefillEngine."""
         self._sender.keep_only({decode.boot_id for decode in decode_nodes})
 
     def close(self, timeout: float) -> None:
-        """Wait so many seconds for writes to end. What is in flight then ends with the process."""
+        """Wait so many seconds for writes to end. Writes that are in flight then end with the process."""
         if not self._sender.stop(timeout):
             log.warning("writes are still in flight; the engine's end stops them")
 
@@ -158,7 +142,7 @@ class ModelEngine:
 
     # --- work ---
 
-    def _report(self, event: Computed | Sent) -> None:
+    def _report(self, event: Computed | SendReport) -> None:
         self._reports.put(event)
         self._wake()
 
@@ -171,23 +155,7 @@ class ModelEngine:
         progress = self._compute.start(step)
         for job, chunk in step.chunks:
             job.in_flight += 2  # being computed, and being sent
-            self._send(job, chunk.start, chunk.stop, progress)
-
-    def _send(self, job: TransferJob, start: int, stop: int, progress: ForwardProgress) -> None:
-        assert job.pages is not None
-        self._sender.submit(
-            Chunk(
-                attempt=job.attempt,
-                start=start,
-                stop=stop,
-                pages=job.pages,
-                slots=job.slots,
-                decode=job.decode,
-                destination=job.destination,
-                progress=progress,
-                cancelled=lambda: job.state is JobState.STOPPING,
-            )
-        )
+            self._sender.submit(job.chunk(chunk.start, chunk.stop, progress))
 
     def _on_computed(self, computed: Computed) -> None:
         """Raises DeviceFailed."""
@@ -208,60 +176,60 @@ class ModelEngine:
             self.device_failed = True
             raise computed.device_failed
 
-    def _on_sent(self, sent: Sent) -> None:
-        job = self._jobs[sent.chunk.attempt]
-        job.lingering |= sent.lingering
-        if sent.in_flight:
+    def _on_sent(self, report: SendReport) -> None:
+        job = self._jobs[report.chunk.attempt]
+        job.lingering |= report.lingering
+        if report.in_flight:
             log.error(
                 "nobody knows whether a write has ended: its pages, and its slots at the decode node, are free when "
                 "this process ends; restart it",
-                request_id=job.attempt.request_id,
-                epoch=job.attempt.epoch,
                 decode=job.decode.address,
+                **job.attempt.log_fields,
             )
         else:
             job.in_flight -= 1
-        if sent.error is None:
-            self._note_landed(job, sent)
+        if report.error is None:
+            self._note_landed(job, report)
         elif job.state is not JobState.STOPPING:
             self._metrics.transfer_failures.labels("write").inc()
-            self.stop(job.attempt, f"transfer failed: {sent.error}")
+            self.stop(job.attempt, f"transfer failed: {report.error}")
             return
         self._advance(job)
 
-    def _note_landed(self, job: TransferJob, sent: Sent) -> None:
-        """A chunk has landed. Its checksums can be verified while later chunks compute."""
-        told = job.landed(sent)
-        self._metrics.transfer_bytes.inc(sent.num_bytes)
-        self._metrics.transfer_descriptors.inc(sent.num_descriptors)
-        self._metrics.transfer_seconds.observe(sent.seconds())
-        if told is not None:
-            self._updates.append(told)
+    def _note_landed(self, job: TransferJob, report: SendReport) -> None:
+        """A chunk has landed. The decode node can verify its checksums while later chunks compute."""
+        self._metrics.transfer_bytes.inc(report.num_bytes)
+        self._metrics.transfer_descriptors.inc(report.num_descriptors)
+        self._metrics.transfer_seconds.observe(report.seconds())
+        if chunk_done := job.landed(report):
+            self._updates.append(chunk_done)
 
     def _advance(self, job: TransferJob) -> None:
-        """Go on with a job once nothing of it is in flight: it has arrived, or it may end."""
+        """Once nothing of a job is in flight, end it if it was stopped, or announce that all was sent."""
         if job.in_flight:
             return
         if job.state is JobState.STOPPING:
             self._end(job)
-            self._updates.append(Stopped(job.attempt, job.failure, job.lingering))
+            if job.failure is None:
+                self._updates.append(Quiesced(attempt=job.attempt, lingering=job.lingering))
+            else:
+                self._updates.append(_failed(job, job.failure, in_flight=False))
         elif job.state is JobState.SENDING:
             assert job.computed_at is not None
             job.move(JobState.SENT)
-            self._updates.append(job.all_sent())
+            self._updates.append(job.done())
             log.info(
                 "sent",
-                request_id=job.attempt.request_id,
-                epoch=job.attempt.epoch,
                 bytes=job.num_bytes,
                 descriptors=job.num_descriptors,
                 seconds=round(job.seconds, 4),
                 after_compute=round(time.monotonic() - job.computed_at, 4),
                 lingering=job.lingering,
+                **job.attempt.log_fields,
             )
 
     def _end(self, job: TransferJob) -> None:
-        """The one place where a job's pages go back."""
+        """The one place where a job's pages are released."""
         self._prefill.release(job)
         del self._jobs[job.attempt]
 
@@ -273,3 +241,7 @@ class ModelEngine:
             if job.state is JobState.SENDING and now - (job.computed_at or now) > self._transfer_timeout:
                 self._metrics.transfer_failures.labels("timeout").inc()
                 self.stop(job.attempt, f"transfer took longer than {self._transfer_timeout:g} s")
+
+
+def _failed(job: TransferJob, reason: str, in_flight: bool) -> PrefillFailed:
+    return PrefillFailed(attempt=job.attempt, reason=reason, in_flight=in_flight, lingering=job.lingering)

@@ -1,4 +1,4 @@
-"""What a prefill node can do, and for whom."""
+"""Which requests a prefill node accepts."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from control.messages import ModelIdentity, PrefillRequest, Transport
 
 @dataclass(frozen=True)
 class Offer:
-    """max_tokens: the longest prompt that the node takes."""
+    """What a prefill node offers. max_tokens: the longest prompt that it takes."""
 
     identity: ModelIdentity
     transports: tuple[Transport, ...]
@@ -15,7 +15,7 @@ class Offer:
     vocab_size: int
 
     def refusal(self, request: PrefillRequest) -> str | None:
-        """Why a request cannot be done here, naming both values, or None."""
+        """Why the node cannot serve a request, naming both values, or None."""
         destination = request.destination
         num_tokens = len(request.token_ids)
         expected = self.identity.num_layers * (self.identity.item_bytes,)

@@ -1,14 +1,17 @@
-"""What is sent of a chunk: positions paired with slots, cut into parts, once for all layers."""
+"""Plans how a chunk is sent: positions paired with slots, cut into parts, once for all layers."""
+
+from enum import Enum
 
 import numpy as np
 
+from control.messages import Transport
 from transfer.planner import NO_LIMIT, Descriptors, Int64s, Runs, expand_pages, plan_runs
 
 
-class Part:
-    """Positions [start, stop) of a request in any buffer of one item size.
+class ChunkPart:
+    """Positions [start, stop) of a request, in any buffer. Descriptors are computed once per item size.
 
-    items: the source item of each, int64 [stop - start]. What is asked for is made once, for all layers.
+    items: the source item of each position, int64 [stop - start].
     """
 
     def __init__(self, start: int, stop: int, items: Int64s, runs: Runs, most_bytes: int) -> None:
@@ -25,23 +28,23 @@ class Part:
         table is walked from end to end, and not all over."""
         if item_bytes not in self._direct:
             runs = self._runs.in_order_of_destinations()
-            self._direct[item_bytes] = runs.descriptors(0, 0, item_bytes).cut(self._most_bytes)
+            self._direct[item_bytes] = runs.descriptors(item_bytes).cut(self._most_bytes)
         return self._direct[item_bytes]
 
     def packed(self, item_bytes: int) -> tuple[Descriptors, Descriptors]:
-        """The way over a send buffer, as offsets in bytes: from source items into it, and from it to slots."""
+        """By way of a send buffer, as offsets in bytes: from source items into it, and from it to slots."""
         if item_bytes not in self._packed:
             into, out = self._runs.pack()
-            self._packed[item_bytes] = (
-                into.descriptors(0, 0, item_bytes),
-                out.descriptors(0, 0, item_bytes).cut(self._most_bytes),
-            )
+            out_descriptors = out.descriptors(item_bytes).cut(self._most_bytes)
+            self._packed[item_bytes] = into.descriptors(item_bytes), out_descriptors
         return self._packed[item_bytes]
 
 
 class ChunkPlan:
-    """Positions [start, stop) of a request whose KV lies in `pages` and goes to `slots` (of all its positions), by
-    descriptors of at most `most_bytes`."""
+    """Positions [start, stop) of a request, from its `pages` to its `slots` (of all positions).
+
+    most_bytes: of one descriptor.
+    """
 
     def __init__(
         self, pages: Int64s, page_size: int, slots: Int64s, start: int, stop: int, most_bytes: int = NO_LIMIT
@@ -51,27 +54,46 @@ class ChunkPlan:
         self._items = expand_pages(pages, page_size, start, stop)
         self._slots = slots[start:stop]
         self._runs = plan_runs(self._items, self._slots)
-        self._parts: dict[int, list[Part]] = {}
+        self._parts: dict[int, list[ChunkPart]] = {}
         """By the most items that a part has."""
 
     @property
     def gathering_pays(self) -> bool:
-        """Whether sending from a packed copy takes at most half as many descriptors as sending in place.
+        """Whether sending a packed copy takes at most half as many descriptors as sending in place.
 
-        It does where source pages are scattered and destination slots are not; not where the destination decides.
+        So it is where source pages are scattered and destination slots are not.
         """
         destination_runs = 1 + np.count_nonzero(np.diff(self._slots) != 1)
         return bool(2 * destination_runs <= len(self._runs))
 
-    def parts(self, most_items: int) -> list[Part]:
-        """The chunk in as few parts as can be, of about the same size; the same objects for every layer."""
+    def parts(self, most_items: int) -> list[ChunkPart]:
+        """The chunk in as few parts as possible, of about the same size. Every layer gets the same objects."""
         if most_items not in self._parts:
             num_items = self._stop - self._start
             every = -(-num_items // -(-num_items // most_items))
             starts = range(self._start, self._stop, every)
             self._parts[most_items] = [
-                Part(start, stop, self._items[start - self._start : stop - self._start], runs, self._most_bytes)
+                ChunkPart(start, stop, self._items[start - self._start : stop - self._start], runs, self._most_bytes)
                 for start, runs in zip(starts, self._runs.split(every), strict=True)
                 for stop in [start + runs.num_items]
             ]
         return self._parts[most_items]
+
+
+class Gather(Enum):
+    """When items are packed into send buffers before they are sent."""
+
+    NEVER = "never"
+    WHERE_IT_PAYS = "where source pages are scattered and destination slots are not"
+    ALWAYS = "always"
+
+
+def gather_policy(transport: Transport, source_in_host_memory: bool) -> Gather:
+    """A NIC reads any memory in place. A processor copies. It reads device memory slowly, so the device packs first.
+    Over TCP each descriptor costs time, so fewer are faster; into shared memory scattered copies cost nothing.
+    """
+    if transport == "rdma":
+        return Gather.NEVER
+    if not source_in_host_memory:
+        return Gather.ALWAYS
+    return Gather.WHERE_IT_PAYS if transport == "tcp" else Gather.NEVER

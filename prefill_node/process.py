@@ -1,4 +1,4 @@
-"""A prefill process: what it is made of, and in which order."""
+"""Puts a prefill process together."""
 
 from contextlib import ExitStack
 
@@ -22,10 +22,9 @@ from prefill_node.endpoint import PrefillEndpoint
 from prefill_node.job import TransferJob
 from prefill_node.model_engine import ModelEngine
 from prefill_node.offer import Offer
-from prefill_node.outgoing import Reading
 from prefill_node.ring import SendRings
-from prefill_node.sender import Surroundings
-from prefill_node.source import DeviceSource, HostSource
+from prefill_node.sender import SendResources
+from prefill_node.source import DeviceSource, HostSource, Reading
 from service.checkpoint import identify
 from service.shell import NodeShell
 from service.start import check, claim_transfer_ports, use_device
@@ -64,7 +63,7 @@ def run_prefill_node(config: PrefillConfig) -> None:
         engine = ModelEngine(
             prefill,
             device,
-            Surroundings(
+            SendResources(
                 reading=_reading(pool, config),
                 rings=SendRings(pin=device.type == "cuda", register=transports.register),
                 connect=transports.connect,
@@ -112,7 +111,7 @@ def _reading(pool: PagedKVPool, config: PrefillConfig) -> Reading:
 
 
 def _num_pages(config: PrefillConfig, spec: ModelSpec, device: torch.device) -> int:
-    """Pages of the KV pool, and the line that says why so many. Raises StartupError if a full context does not fit."""
+    """Pages of the KV pool; logs why so many. Raises StartupError if a full context does not fit."""
     if split := device_split(device, config.mem_fraction_static):
         log.info("sized", what=split)
     token_bytes = spec.kv_layout.token_bytes

@@ -1,4 +1,4 @@
-"""How far a forward pass has come, for those who send what it computes."""
+"""Tells the lanes which layers a forward pass has computed."""
 
 import threading
 from collections.abc import Callable
@@ -9,14 +9,14 @@ _LOOK_UP_S = 0.05
 
 
 class NotComputed(Exception):
-    """The layer will not be computed, or is no longer wanted."""
+    """The layer will not be computed, or the chunk is no longer wanted."""
 
 
 class ForwardProgress:
-    """One forward pass: the computing thread reports layers, sending threads wait for them.
+    """One forward pass: the compute thread reports layers, lanes wait for them.
 
-    A layer is done when its KV is in the pool *on the device*: with CUDA an event is recorded behind the kernels that
-    write it, and nothing is posted before that event (a NIC that read earlier would send what was there before).
+    A layer is done when its KV is in the pool *on the device*. With CUDA an event is recorded behind the kernels that
+    write it, and nothing is posted before that event: a NIC that read earlier would send old bytes.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Send buffers in host memory, for what does not go out from where it lies."""
+"""Send buffers in host memory, for KV that is not sent in place."""
 
 import threading
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from engine.paged_pool import buffer_info
 from transfer.writer import BATCHES_IN_FLIGHT, Pipeline, TransferError
 
 BUFFER_BYTES = 5 << 19
-"""Room for one layer of a chunk of 2048 tokens of 1152 bytes; a ring of them stays in the processor's cache."""
+"""Holds one layer of a chunk of 2048 tokens of 1152 bytes; a ring of them stays in the processor's cache."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,10 +23,9 @@ class SendBuffer:
 
 
 class SendRing:
-    """Buffers of BUFFER_BYTES for the thread of one pipeline: as many as that has batches in flight.
+    """The send buffers of one lane: as many as its pipeline may have batches in flight.
 
-    A buffer belongs to what was posted from it, until that has ended.
-    With `pin` a device copies to them without a detour.
+    A buffer is in use until the batch that was posted from it has ended. pin: lets a device copy straight into them.
     """
 
     def __init__(self, pin: bool) -> None:
@@ -34,9 +33,9 @@ class SendRing:
         self._buffers = [SendBuffer(memory, memory.data_ptr()) for memory in self._memory]
 
     def take(self, pipeline: Pipeline) -> SendBuffer:
-        """One that nothing in flight is read from; waits until there is one.
+        """A buffer that no write in flight reads; waits for one.
 
-        Raises TransferError if there will be none: each is held by a batch of which nobody knows whether it has ended.
+        Raises TransferError if there will be none: each is held by a batch of unknown end.
         """
         while True:
             held = pipeline.held
@@ -48,12 +47,11 @@ class SendRing:
             pipeline.settle_oldest()
 
     def get_contiguous_buf_infos(self) -> BufferInfo:
-        """For registration with a transport."""
         return buffer_info([self._memory])
 
 
 class SendRings:
-    """Rings that are lent to the threads that send. They are kept: there are never many."""
+    """Lends rings to lanes, and keeps those that come back for the next lane."""
 
     def __init__(self, pin: bool, register: Callable[[BufferInfo], None]) -> None:
         self._pin = pin

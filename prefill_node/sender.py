@@ -1,4 +1,4 @@
-"""Sends what forward passes compute to decode nodes, while they compute."""
+"""Sends KV to decode nodes while forward passes still compute."""
 
 import queue
 import threading
@@ -9,25 +9,27 @@ from dataclasses import dataclass, field
 import structlog
 
 from control.messages import Destination, Peer
-from prefill_node.outgoing import Chunk, Outgoing, Reading, Sent, gather_policy
+from prefill_node.outgoing import Chunk, OutgoingChunk, SendReport
+from prefill_node.plan import gather_policy
 from prefill_node.ring import SendRing, SendRings
+from prefill_node.source import Reading
 from transfer.routes import NoRoute
 from transfer.writer import Channel, Pipeline
 
 log = structlog.get_logger(__name__)
 
-MAX_SESSIONS = 64
+MAX_LANES = 64
 LEASE_S = 2.0
 """Nothing is posted to a decode node after so long without an answered ping: its address may be another process's."""
 
 
 @dataclass(frozen=True)
-class Surroundings:
-    """What the threads of a sender share.
+class SendResources:
+    """What the lanes of a sender share.
 
     connect: the best way to a decode node; raises NoRoute. silence: for how many seconds a decode node may have been
-    dead (`ControlPlane.silence`). kept: memory and channels of writes of which nobody knows whether they have ended;
-    they may be used until the process ends.
+    dead (`ControlPlane.silence`). kept: pipelines and send buffers that writes of unknown end may use until the process
+    ends.
     """
 
     reading: Reading
@@ -38,38 +40,36 @@ class Surroundings:
 
 
 class Sender:
-    """One thread per decode node, so that a slow one delays only its own requests; MAX_SESSIONS of them at most.
+    """One lane per decode node, at most MAX_LANES, so that a slow one delays only its own requests. One loop calls it.
 
-    One thread, the node's loop, calls it.
+    `report` is called once per chunk, on any thread, when all writes of the chunk have ended as far as can be known.
     """
 
-    def __init__(self, surroundings: Surroundings, report: Callable[[Sent], None]) -> None:
-        """report: is called once per chunk, on any thread and whatever fails, when all that was posted of it has ended,
-        as far as can be known."""
-        self._surroundings = surroundings
+    def __init__(self, resources: SendResources, report: Callable[[SendReport], None]) -> None:
+        self._resources = resources
         self._report = report
-        self._sessions: dict[str, _Session] = {}
+        self._lanes: dict[str, _Lane] = {}
 
     def open(self, decode: Peer) -> bool:
-        """Start a thread for a decode node that has none. False if there are as many as there may be."""
-        if decode.boot_id not in self._sessions:
-            if len(self._sessions) >= MAX_SESSIONS:
+        """Start a lane to a decode node that has none. False if there are MAX_LANES already."""
+        if decode.boot_id not in self._lanes:
+            if len(self._lanes) >= MAX_LANES:
                 return False
-            self._sessions[decode.boot_id] = _Session(self._surroundings, decode, self._report)
+            self._lanes[decode.boot_id] = _Lane(self._resources, decode, self._report)
         return True
 
     def submit(self, chunk: Chunk) -> None:
-        """Queue a chunk behind the earlier ones of its decode node, for which `open` has succeeded."""
-        self._sessions[chunk.decode.boot_id].chunks.put(chunk)
+        """Queue a chunk on the lane to its decode node, which `open` has started."""
+        self._lanes[chunk.decode.boot_id].chunks.put(chunk)
 
     def keep_only(self, boot_ids: set[str]) -> None:
-        """End the threads of other decode nodes once their queues are empty."""
-        for boot_id in self._sessions.keys() - boot_ids:
-            self._sessions.pop(boot_id).chunks.put(None)
+        """End the lanes to other decode nodes once their queues are empty."""
+        for boot_id in self._lanes.keys() - boot_ids:
+            self._lanes.pop(boot_id).chunks.put(None)
 
     def stop(self, timeout: float) -> bool:
-        """End all threads after the chunks that they hold. Whether they ended in time."""
-        threads = [session.thread for session in self._sessions.values()]
+        """End all lanes once their queues are empty. Whether they ended in time."""
+        threads = [lane.thread for lane in self._lanes.values()]
         self.keep_only(set())
         deadline = time.monotonic() + timeout
         for thread in threads:
@@ -77,15 +77,14 @@ class Sender:
         return not any(thread.is_alive() for thread in threads)
 
 
-class _Session:
-    """The thread that sends to one decode node, its way there and its send buffers.
+class _Lane:
+    """The thread that sends to one decode node, with its pipeline and its send buffers.
 
-    The thread ends when it is told to and not before: what fails costs the chunks concerned, each of which is reported
-    once.
+    The thread ends only when it is told to: whatever fails costs the chunks concerned, each of which is reported once.
     """
 
-    def __init__(self, surroundings: Surroundings, decode: Peer, report: Callable[[Sent], None]) -> None:
-        self._surroundings = surroundings
+    def __init__(self, resources: SendResources, decode: Peer, report: Callable[[SendReport], None]) -> None:
+        self._resources = resources
         self._report_to = report
         self._decode = decode
         self._pipeline: Pipeline | None = None
@@ -109,36 +108,8 @@ class _Session:
         except Exception as error:
             self._give_up(error)
 
-    def _close(self) -> None:
-        """See what was posted to its end, and give back what nothing uses any more."""
-        pipeline, self._pipeline = self._pipeline, None
-        ring, self._ring = self._ring, None
-        if pipeline is None:
-            return
-        used = (pipeline, ring)
-        # Until it is known that nothing of it is in flight, whatever fails meanwhile.
-        self._surroundings.kept.append(used)
-        pipeline.drain()
-        if pipeline.lost_track:
-            return
-        self._surroundings.kept.remove(used)
-        if ring is not None:
-            self._surroundings.rings.take_back(ring)
-        pipeline.channel.close()
-
-    def _report(self, sent: Sent) -> None:
-        """The one place where chunks are reported: once each."""
-        if self._unreported.pop(id(sent.chunk), None) is not None:
-            self._report_to(sent)
-
-    def _give_up(self, error: Exception) -> None:
-        """After a bug: of the chunks that were not reported nobody knows what is in flight."""
-        log.exception("sending failed", decode=self._decode.address, chunks=len(self._unreported))
-        for chunk in list(self._unreported.values()):
-            self._report(Sent(chunk, error=f"sending failed: {error}", in_flight=True))
-
     def _next(self) -> Chunk | None:
-        """The next chunk; while there is none, what is in flight is seen to its end."""
+        """The next chunk. While there is none, wait for the writes in flight to end."""
         while self._pipeline is not None and not self._pipeline.is_empty:
             try:
                 return self.chunks.get_nowait()
@@ -149,41 +120,68 @@ class _Session:
     def _send(self, chunk: Chunk) -> None:
         self._unreported[id(chunk)] = chunk
         if chunk.cancelled():
-            self._report(Sent(chunk, error="aborted"))
+            self._report(SendReport(chunk, error="aborted"))
             return
         try:
             pipeline = self._connected(chunk.destination)
         except NoRoute as error:
-            log.warning("no route", request_id=chunk.attempt.request_id, epoch=chunk.attempt.epoch, error=str(error))
-            self._report(Sent(chunk, error=str(error)))
-            return
+            log.warning("no route", error=str(error), **chunk.attempt.log_fields)
+            self._report(SendReport(chunk, error=str(error)))
         except Exception as error:
-            log.exception("connecting failed", request_id=chunk.attempt.request_id, decode=self._decode.address)
-            self._report(Sent(chunk, error=f"sending failed: {error}"))
-            return
-        outgoing = Outgoing(chunk, self._surroundings.reading, pipeline, self._lent_ring, self._report)
-        outgoing.post(may_post=lambda: self._may_post(chunk))
+            log.exception("connecting failed", decode=self._decode.address, **chunk.attempt.log_fields)
+            self._report(SendReport(chunk, error=f"sending failed: {error}"))
+        else:
+            outgoing = OutgoingChunk(chunk, self._resources.reading, pipeline, self._lent_ring, self._report)
+            outgoing.post(may_post=lambda: self._may_post(chunk))
 
     def _connected(self, destination: Destination) -> Pipeline:
         if self._pipeline is not None and self._pipeline.lost_track:
-            # Some of its send buffers may be read for ever: later chunks get others, and a channel without a past.
+            # Its send buffers and its channel stay in use for ever: later chunks get new ones.
             self._close()
         if self._pipeline is None:
-            channel = self._surroundings.connect(destination)
+            channel = self._resources.connect(destination)
             self._pipeline = Pipeline(channel)
-            policy = gather_policy(channel.transport, self._surroundings.reading.source.in_host_memory)
+            policy = gather_policy(channel.transport, self._resources.reading.source.in_host_memory)
             log.info("route", decode=self._decode.address, transport=channel.transport, gathers=policy.value)
         return self._pipeline
 
     def _lent_ring(self) -> SendRing:
         if self._ring is None:
-            self._ring = self._surroundings.rings.lend()
+            self._ring = self._resources.rings.lend()
         return self._ring
 
     def _may_post(self, chunk: Chunk) -> bool:
-        """Whether the chunk is still wanted; waits while the decode node may be dead."""
+        """Whether the chunk is still wanted. Waits while the decode node may be dead."""
         while not chunk.cancelled():
-            if self._surroundings.silence(self._decode) < LEASE_S:
+            if self._resources.silence(self._decode) < LEASE_S:
                 return True
             time.sleep(0.02)
         return False
+
+    def _close(self) -> None:
+        """Wait for all writes to end, and give back what they used."""
+        pipeline, self._pipeline = self._pipeline, None
+        ring, self._ring = self._ring, None
+        if pipeline is None:
+            return
+        used = (pipeline, ring)
+        # Kept alive, whatever fails meanwhile, until it is known that no write uses it.
+        self._resources.kept.append(used)
+        pipeline.drain()
+        if pipeline.lost_track:
+            return
+        self._resources.kept.remove(used)
+        if ring is not None:
+            self._resources.rings.take_back(ring)
+        pipeline.channel.close()
+
+    def _report(self, report: SendReport) -> None:
+        """The one place that reports chunks: each once."""
+        if self._unreported.pop(id(report.chunk), None) is not None:
+            self._report_to(report)
+
+    def _give_up(self, error: Exception) -> None:
+        """After a bug: nobody knows which writes of the unreported chunks are in flight."""
+        log.exception("sending failed", decode=self._decode.address, chunks=len(self._unreported))
+        for chunk in list(self._unreported.values()):
+            self._report(SendReport(chunk, error=f"sending failed: {error}", in_flight=True))

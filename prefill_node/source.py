@@ -1,7 +1,8 @@
-"""Reading KV out of the prefill pool: packed into send buffers, or where it lies."""
+"""Reads KV out of the prefill pool: packed into send buffers, or in place."""
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
@@ -9,28 +10,29 @@ import torch
 
 from control.messages import BufferInfo
 from engine.paged_pool import buffer_info
-from prefill_node.plan import Part
+from prefill_node.plan import ChunkPart
 from prefill_node.ring import SendBuffer
 from transfer.checksum import digest, item_ranges
+from transfer.choices import ChecksumMode
 from transfer.copy_runs import copy_runs, stream_runs
 
 _pack = copy_runs if (os.cpu_count() or 1) > 2 else stream_runs
-"""What is packed is sent next, and sending out of the cache takes less time. But where one or two processors pack, send
-and do all else, packing is in the way of sending: then what counts is that it takes less."""
+"""Through the cache, so that sending reads from there. On one or two cores packing itself delays sending, so there the
+copy past the cache is used, which takes less time."""
 
 
 class KVSource(Protocol):
-    """The pool's buffers, read by one thread per session."""
+    """The pool's buffers. Each lane reads them on its own thread."""
 
     buffers: BufferInfo
     in_host_memory: bool
 
-    def gather(self, buffer: int, part: Part, into: SendBuffer) -> None:
-        """Pack a part's items, in the order of positions, into a send buffer; complete on return."""
+    def gather(self, buffer: int, part: ChunkPart, into: SendBuffer) -> None:
+        """Pack a part's items into a send buffer, in the order of positions. Complete on return."""
         ...
 
-    def digest(self, buffer: int, part: Part, start: int, stop: int) -> int:
-        """Checksum of positions [start, stop) of a part, where they lie."""
+    def digest(self, buffer: int, part: ChunkPart, start: int, stop: int) -> int:
+        """Checksum of positions [start, stop) of a part, read in place."""
         ...
 
 
@@ -41,22 +43,21 @@ class HostSource:
 
     def __init__(self, layers: Sequence[torch.Tensor]) -> None:
         """layers: one tensor [rows, dim] per buffer."""
-        self._layers = layers
-        """Kept alive: they are read by address."""
+        self._layers = layers  # kept alive, since they are read by address
         self.buffers = buffer_info(layers)
 
-    def gather(self, buffer: int, part: Part, into: SendBuffer) -> None:
+    def gather(self, buffer: int, part: ChunkPart, into: SendBuffer) -> None:
         runs, _ = part.packed(self.buffers.item_lengths[buffer])
         _pack(runs.at(self.buffers.ptrs[buffer], into.address))
 
-    def digest(self, buffer: int, part: Part, start: int, stop: int) -> int:
+    def digest(self, buffer: int, part: ChunkPart, start: int, stop: int) -> int:
         return digest(item_ranges(self.buffers, buffer, part.items[start - part.start : stop - part.start]))
 
 
 class DeviceSource:
     """A pool in CUDA memory: items are packed on the device and copied out on a stream of their own.
 
-    Which rows a part has is uploaded once, for all layers, and kept for as long as the part is.
+    A part's row numbers are uploaded once, for all layers, and kept as long as the part.
     """
 
     in_host_memory = False
@@ -65,19 +66,19 @@ class DeviceSource:
         self.buffers = buffer_info(layers)
         self._layers = layers
         self._stream = torch.cuda.Stream(layers[0].device)  # type: ignore[no-untyped-call]
-        self._rows: WeakKeyDictionary[Part, torch.Tensor] = WeakKeyDictionary()
-        """On the device, int64, of the parts that are being sent. A part belongs to one thread."""
+        self._rows: WeakKeyDictionary[ChunkPart, torch.Tensor] = WeakKeyDictionary()
+        """On the device, int64, of the parts that are being sent. A part belongs to one lane."""
 
-    def gather(self, buffer: int, part: Part, into: SendBuffer) -> None:
+    def gather(self, buffer: int, part: ChunkPart, into: SendBuffer) -> None:
         self._copy(buffer, self._rows_of(part), into.memory)
 
-    def digest(self, buffer: int, part: Part, start: int, stop: int) -> int:
+    def digest(self, buffer: int, part: ChunkPart, start: int, stop: int) -> int:
         copy = torch.empty((stop - start) * self.buffers.item_lengths[buffer], dtype=torch.uint8)
         self._copy(buffer, self._rows_of(part)[start - part.start : stop - part.start], copy)
         return digest([(copy.data_ptr(), copy.nbytes)])
 
-    def _rows_of(self, part: Part) -> torch.Tensor:
-        """On this source's stream, on which they are used and given back, too. Does not wait for the device."""
+    def _rows_of(self, part: ChunkPart) -> torch.Tensor:
+        """Uploaded on this source's stream, which also uses and frees them. Does not wait for the device."""
         rows = self._rows.get(part)
         if rows is None:
             with torch.cuda.stream(self._stream):
@@ -92,3 +93,16 @@ class DeviceSource:
             packed = layer.index_select(0, rows)
             into[: packed.nbytes].copy_(packed.view(torch.uint8).flatten(), non_blocking=True)
         self._stream.synchronize()
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How KV is read for sending. layer_of_buffer: the layer that completes each of the source's buffers."""
+
+    source: KVSource
+    layer_of_buffer: tuple[int, ...]
+    page_size: int
+    checksums: ChecksumMode
+
+    def buffers_in_order(self) -> list[int]:
+        return sorted(range(len(self.layer_of_buffer)), key=lambda buffer: self.layer_of_buffer[buffer])

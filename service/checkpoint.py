@@ -1,4 +1,4 @@
-"""What a process says of the checkpoint that it was started with."""
+"""The identity of a process's checkpoint."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from model.checkpoint import config_digest, read_json, tokenizer_digest
 
 
 def identify(path: Path) -> CheckpointIdentity:
-    """Read from small files, without torch. Raises StartupError where the directory is not a checkpoint."""
+    """Reads small files only, without torch. Raises StartupError if the directory is not a checkpoint."""
     config = read_json(path / "config.json")
     return CheckpointIdentity(
         vocab_size=positive_int(config, "vocab_size", path),
@@ -18,7 +18,7 @@ def identify(path: Path) -> CheckpointIdentity:
 
 
 def positive_int(config: dict[str, object], key: str, path: Path) -> int:
-    """A size out of config.json. Raises StartupError if it is none."""
+    """The value of `key` in config.json. Raises StartupError if it is not a positive integer."""
     value = config.get(key)
     if not isinstance(value, int) or value < 1:
         raise StartupError(f"{path}/config.json: {key} must be a positive integer, found {value!r}")

@@ -1,6 +1,6 @@
-"""How a process is configured. Each field is a flag of the command line, declared here and nowhere else.
+"""Configuration of processes. Each field is a flag of the command line; `cli.flags` makes the flags.
 
-Nothing here imports more than it must: `--help` reads it.
+Import nothing slow here: `--help` loads it.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ IbDevice = Annotated[str, Flag("RDMA devices to use, comma-separated; default: a
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessConfig:
-    """What every process is told: which checkpoint it serves, where it listens, how it logs and how it stops."""
+    """The flags of every process."""
 
     model_path: Annotated[Path, Flag("Hugging Face checkpoint directory (deepseek_v32 or glm_moe_dsa).")]
     host: Annotated[str, Flag("Address to bind HTTP and ZeroMQ to.")] = "127.0.0.1"
@@ -48,13 +48,13 @@ class ProcessConfig:
 
     @property
     def advertised_host(self) -> str:
-        """The address that other processes reach this one at, except with KV."""
+        """The address of this process for others, except for KV."""
         return self.advertise_host or self.host
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeConfig(ProcessConfig):
-    """What prefill and decode nodes are told beside that: their gateways, device, model and transfers."""
+    """The flags of prefill and decode nodes."""
 
     load_format: Annotated[
         Literal["auto", "dummy"],
@@ -102,5 +102,5 @@ class NodeConfig(ProcessConfig):
 
     @property
     def data_host(self) -> str:
-        """The address that KV travels to."""
+        """The address that KV is written to."""
         return self.transfer_host or self.advertised_host

@@ -1,4 +1,4 @@
-"""One HTTP connection with deadlines: for a request's head, for its body, and for a client that does not read."""
+"""An HTTP connection with deadlines for the request's head, for its body, and for the client to read the answer."""
 
 import asyncio
 import json
@@ -13,30 +13,30 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 _BODY_FLOOR = 8 << 10
-"""Bytes per second below which a body is too slow, after its first `header_timeout` seconds."""
+"""Bytes per second that a body must reach after its first `header_timeout` seconds."""
 _UNWANTED_BYTES = 64 << 10
-"""What is read of a body whose request was answered before it came: a client that sent no more may ask again."""
+"""How much is read of a body whose request is already answered. A client that sends less keeps its connection."""
 _LINGER_S = 1.0
-"""How long a client that still sends has for reading its answer: closing earlier could reset it away."""
+"""Delay before closing on a client that still sends: an earlier reset could destroy the answer before it is read."""
 _MAX_HEAD_BYTES = 16 << 10
 _SMALL_CHUNKS = 4096
 _SMALL_CHUNK_BYTES = 64
-"""A body in more chunks than that must have larger ones on average: each costs 20 us, be it of a single byte."""
+"""A body of more chunks must have larger ones on average: each costs 20 us, even if it holds a single byte."""
 
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """What one client may take of a server's time. Times are in seconds."""
+    """Limits on what clients may take of a server. Times are in seconds."""
 
     max_connections: int = 256
     header_timeout: float = 10.0
-    """For a complete request head, and for a TLS handshake. A body gets as long, and 1 s more per 8 KiB of it."""
+    """For a request's head, and for a TLS handshake. A body gets as long, plus 1 s per 8 KiB received."""
     reader_timeout: float = 60.0
-    """How long an answer may wait for a client that does not read it."""
+    """For a client that does not read its answer."""
 
 
 class _Parser(h11.Connection):
-    """h11, which does not mind a body of a million tiny chunks."""
+    """h11's parser, with a limit on tiny chunks, of which h11 itself accepts any number."""
 
     def __init__(self) -> None:
         super().__init__(h11.SERVER, _MAX_HEAD_BYTES)
@@ -58,8 +58,8 @@ class _Parser(h11.Connection):
 class GuardedConnection(H11Protocol):
     """uvicorn's HTTP/1.1 protocol on h11, with the deadlines that uvicorn lacks.
 
-    A connection between two requests is uvicorn's own business: it closes it after its keep-alive time. Whatever is
-    refused here is counted in `refused` by reason. `ended` is called when the connection is closed.
+    Between two requests uvicorn's own keep-alive time applies. refused: counts refusals by reason. closed: called once
+    the connection is closed.
     """
 
     def __init__(
@@ -69,41 +69,42 @@ class GuardedConnection(H11Protocol):
         app_state: dict[str, Any],
         limits: ConnectionLimits,
         refused: Counter,
-        ended: Callable[[], None],
+        closed: Callable[[], None],
     ) -> None:
         super().__init__(config, state, app_state, asyncio.get_running_loop())
         self.conn = _Parser()
         self._limits = limits
         self._refused = refused
-        self._ended = ended
-        self._awaited: Literal["header", "body"] | None = None
-        """The part of a request that has begun and is not complete."""
-        self._awaited_since = 0.0
+        self._closed = closed
+        self._expected: Literal["header", "body"] | None = None
+        """The part of a request that has a deadline now."""
+        self._expected_since = 0.0
         self._received = 0
         """Bytes since then."""
         self._unwanted = 0
+        """Bytes received of a body whose request is already answered."""
         self._request_timer: asyncio.TimerHandle | None = None
         self._reader_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._await("header")
+        self._expect("header")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._await(None)
-        self._reader_returned()
+        self._expect(None)
+        self._reader_caught_up()
         self._unset_keepalive_if_required()
-        self._ended()
+        self._closed()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._awaited is None and self.conn.their_state is h11.IDLE:
-            self._await("header")
+        if self._expected is None and self.conn.their_state is h11.IDLE:
+            self._expect("header")
         self._received += len(data)
         if self.conn.our_state is h11.DONE and self.conn.their_state is h11.SEND_BODY:
             self._unwanted += len(data)
             if self._unwanted > _UNWANTED_BYTES:
-                self._await(None)
+                self._expect(None)
                 self.flow.pause_reading()
                 self._request_timer = self.loop.call_later(_LINGER_S, self._close)
                 return
@@ -112,55 +113,55 @@ class GuardedConnection(H11Protocol):
     def handle_events(self) -> None:
         super().handle_events()
         if self.conn.their_state is h11.SEND_BODY:
-            if self._awaited != "body":
-                self._await("body")
+            if self._expected != "body":
+                self._expect("body")
         elif self.conn.their_state is not h11.IDLE:
-            self._await(None)
+            self._expect(None)
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._await_reader()
+        self._expect_reader()
 
     def resume_writing(self) -> None:
         super().resume_writing()
         if not self.transport.is_closing():
-            self._reader_returned()
+            self._reader_caught_up()
 
     def on_response_complete(self) -> None:
         self._unwanted = 0
         super().on_response_complete()
         if self.transport.is_closing():
-            self._await_reader()
+            self._expect_reader()
 
     def timeout_keep_alive_handler(self) -> None:
         super().timeout_keep_alive_handler()
-        self._await_reader()
+        self._expect_reader()
 
     def send_400_response(self, msg: str) -> None:
         self._count("malformed")
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             super().send_400_response(msg)
-        # Else the request was answered before its body turned out to be malformed.
+        # Otherwise the request was answered before its body turned out to be malformed.
         self._close()
 
-    def _await(self, part: Literal["header", "body"] | None) -> None:
-        """Start the deadline of this part of a request; None: nothing is due."""
+    def _expect(self, part: Literal["header", "body"] | None) -> None:
+        """Start the deadline of this part of a request, or cancel the deadline if None."""
         if self._request_timer is not None:
             self._request_timer.cancel()
             self._request_timer = None
-        self._awaited = part
+        self._expected = part
         if part is not None:
-            self._awaited_since = self.loop.time()
+            self._expected_since = self.loop.time()
             self._received = 0
             self._request_timer = self.loop.call_later(self._limits.header_timeout, self._check_deadline)
 
     def _check_deadline(self) -> None:
         allowed = self._limits.header_timeout
-        if self._awaited == "body":
+        if self._expected == "body":
             allowed += self._received / _BODY_FLOOR
-        left = self._awaited_since + allowed - self.loop.time()
+        left = self._expected_since + allowed - self.loop.time()
         if self.flow.read_paused:
-            # It is not the client that is slow.
+            # The application is slow, not the client.
             left = max(left, self._limits.header_timeout)
         if left > 0:
             self._request_timer = self.loop.call_later(left, self._check_deadline)
@@ -168,13 +169,13 @@ class GuardedConnection(H11Protocol):
             self._time_out()
 
     def _time_out(self) -> None:
-        part, silent = self._awaited, self._awaited == "header" and not self._received
-        self._await(None)
+        part, silent = self._expected, self._expected == "header" and not self._received
+        self._expect(None)
         self._count(f"{part}_timeout")
         if not silent and self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             self._send_408(f"the request's {part} did not arrive in time")
         if self.cycle is not None:
-            # Whoever waits for the rest of the body hears that the client is gone.
+            # Tells the application, if it waits for the rest of the body, that the client is gone.
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         self._close()
@@ -182,21 +183,17 @@ class GuardedConnection(H11Protocol):
     def _send_408(self, message: str) -> None:
         error = {"message": message, "type": "invalid_request_error", "param": None, "code": "request_timeout"}
         body = json.dumps({"error": error}).encode()
-        headers = [
-            ("Content-Type", "application/json"),
-            ("Content-Length", str(len(body))),
-            ("Connection", "close"),
-        ]
+        headers = [("Content-Type", "application/json"), ("Content-Length", str(len(body))), ("Connection", "close")]
         head = h11.Response(status_code=408, headers=headers, reason=b"Request Timeout")
         for event in (head, h11.Data(data=body), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
 
-    def _await_reader(self) -> None:
-        """Whatever is still to be written must be read in time: a connection closes only after that."""
+    def _expect_reader(self) -> None:
+        """Start the deadline for the client to read what is written: a connection closes only after that."""
         if self._reader_timer is None:
             self._reader_timer = self.loop.call_later(self._limits.reader_timeout, self._give_up_on_reader)
 
-    def _reader_returned(self) -> None:
+    def _reader_caught_up(self) -> None:
         if self._reader_timer is not None:
             self._reader_timer.cancel()
             self._reader_timer = None
@@ -207,7 +204,7 @@ class GuardedConnection(H11Protocol):
 
     def _close(self) -> None:
         self.transport.close()
-        self._await_reader()
+        self._expect_reader()
 
     def _count(self, reason: str) -> None:
         self._refused.labels(reason=reason).inc()

@@ -1,4 +1,4 @@
-"""What may be reached from other machines, and what that takes."""
+"""Checks that ports reachable from other machines need keys."""
 
 import ipaddress
 from pathlib import Path
@@ -7,10 +7,7 @@ from base.errors import StartupError
 
 
 def is_loopback(host: str) -> bool:
-    """Whether what is bound to that address is out of reach for other machines.
-
-    No name is looked up: `localhost` is the only one that counts.
-    """
+    """Whether other machines cannot reach that address. Looks up no name: of names, only `localhost` counts."""
     if host == "localhost":
         return True
     try:
@@ -20,10 +17,7 @@ def is_loopback(host: str) -> bool:
 
 
 def check_processes(flag: str, host: str, key_dir: Path | None, insecure: bool) -> None:
-    """Raises StartupError if processes of other machines could speak to this one unproved, and nobody asked for that.
-
-    flag: what `host` was given by.
-    """
+    """Raises StartupError if other machines could reach the control port without a key. flag: which set `host`."""
     if not is_loopback(host) and key_dir is None and not insecure:
         raise StartupError(
             f"{flag} {host}: other machines reach it, so it takes keys: make them with `hisparse-pd keygen DIR` and "
@@ -32,7 +26,7 @@ def check_processes(flag: str, host: str, key_dir: Path | None, insecure: bool) 
 
 
 def check_clients(host: str, has_key: bool, insecure: bool) -> None:
-    """The same for clients of the HTTP API, who show an API key."""
+    """Raises StartupError if other machines could reach the HTTP API without a key."""
     if not is_loopback(host) and not has_key and not insecure:
         raise StartupError(
             f"--host {host}: other machines reach it, so clients need an API key: give --api-key (or set "

@@ -1,10 +1,10 @@
-"""Serves an application on one listening socket, for clients that are not trusted: TLS, and limits on connections."""
+"""HTTP server for clients that are not trusted: uvicorn behind TLS and a bound on connections."""
 
 import asyncio
 import contextlib
 import socket
 import ssl
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import structlog
@@ -16,17 +16,17 @@ from service.connection import ConnectionLimits, GuardedConnection
 
 log = structlog.get_logger(__name__)
 
-_NO_DESCRIPTORS_PAUSE_S = 1.0
+_ACCEPT_RETRY_S = 1.0
 _TLS_SHUTDOWN_S = 5.0
-
-Serve = Callable[[Callable[[], None]], asyncio.Protocol]
-"""Makes the protocol of one connection, which calls what it is given when the connection is closed."""
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn, which leaves signals to the process, and whose connections come through a `Door`.
+    """Serves an ASGI application on one listening socket, which it closes at the end. Leaves signals to the process.
 
-    tls: the context for new connections, asked for each, so that it may change; None: plain HTTP.
+    It accepts connections itself. asyncio's servers count a connection only after its TLS handshake and wait a minute
+    for that, so clients that connect and send nothing would use up the file descriptors.
+
+    tls: called for each connection, so that the certificate may change; None serves plain HTTP.
     stop_timeout: seconds that running requests have when the server stops.
     """
 
@@ -39,84 +39,51 @@ class HttpServer(uvicorn.Server):
         tls: Callable[[], ssl.SSLContext] | None = None,
         stop_timeout: int | None = None,
     ) -> None:
-        super().__init__(
-            uvicorn.Config(
-                app,
-                http=H11Protocol,
-                ws="none",
-                interface="asgi3",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                timeout_graceful_shutdown=stop_timeout,
-            )
+        config = uvicorn.Config(
+            app,
+            http=H11Protocol,
+            ws="none",
+            interface="asgi3",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=stop_timeout,
         )
+        super().__init__(config)
         self._listener = listener
         self._limits = limits
         self._refused = refused
         self._tls = tls
-        self._door: Door | None = None
+        self._open_connections = 0
+        """Connections accepted and not closed, including those in a TLS handshake."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        """The accept loop and the handshakes."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """What uvicorn does on a listening socket of its own."""
         self.servers = []
-        self._door = Door(self._listener, self._limits, self._refused, self._tls)
-        self._door.open(self._connection)
+        self._listener.setblocking(False)
+        self._start(self._accept())
         self.started = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        if self._door is not None:
-            await self._door.close()
-        await super().shutdown(sockets)
-
-    def _connection(self, ended: Callable[[], None]) -> GuardedConnection:
-        return GuardedConnection(
-            self.config, self.server_state, self.lifespan.state, self._limits, self._refused, ended
-        )
-
-
-class Door:
-    """Accepts connections, no more at a time than allowed, and does their TLS handshakes.
-
-    asyncio's own servers count a connection only after its handshake, for which they wait a minute: whoever connects
-    and says nothing would take file descriptors without end.
-    """
-
-    def __init__(
-        self,
-        listener: socket.socket,
-        limits: ConnectionLimits,
-        refused: Counter,
-        tls: Callable[[], ssl.SSLContext] | None,
-    ) -> None:
-        self._listener = listener
-        self._limits = limits
-        self._refused = refused
-        self._tls = tls
-        self._open = 0
-        """Connections accepted and not closed, handshakes included."""
-        self._entering: set[asyncio.Task[None]] = set()
-        self._accepting: asyncio.Task[None] | None = None
-
-    def open(self, serve: Serve) -> None:
-        """Accept from now on, and hand each connection to a protocol of `serve`."""
-        self._listener.setblocking(False)
-        self._accepting = asyncio.create_task(self._accept(serve))
-
-    async def close(self) -> None:
-        """Accept no more, and end the handshakes that are going on."""
-        ending = [*self._entering, *([self._accepting] if self._accepting else [])]
-        for task in ending:
+        tasks = list(self._tasks)
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*ending, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         self._listener.close()
+        await super().shutdown()
 
-    async def _accept(self, serve: Serve) -> None:
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _accept(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
             try:
@@ -125,45 +92,42 @@ class Door:
                 continue
             except OSError as error:
                 log.error("cannot accept a connection", error=error.strerror)
-                await asyncio.sleep(_NO_DESCRIPTORS_PAUSE_S)
+                await asyncio.sleep(_ACCEPT_RETRY_S)
                 continue
-            if self._open < self._limits.max_connections:
-                self._open += 1
-                task = loop.create_task(self._enter(connection, serve))
-                self._entering.add(task)
-                task.add_done_callback(self._entering.discard)
+            if self._open_connections < self._limits.max_connections:
+                self._open_connections += 1
+                self._start(self._connect(connection))
             else:
                 self._refused.labels(reason="too_many_connections").inc()
                 connection.close()
-            # A flood of connections waits its turn like everyone else.
+            # sock_accept does not yield while connections are waiting: a flood of them would starve the loop.
             await asyncio.sleep(0)
 
-    async def _enter(self, connection: socket.socket, serve: Serve) -> None:
-        loop = asyncio.get_running_loop()
-
-        def protocol() -> asyncio.Protocol:
-            return serve(self._leave)
-
+    async def _connect(self, connection: socket.socket) -> None:
+        """Do the TLS handshake, if any, and serve the connection."""
         connection.setblocking(False)
-        # asyncio does so only for sockets that were made with TCP's number. Without it a token waits until the client
-        # has acknowledged the one before, which it puts off for up to 40 ms.
+        # asyncio sets it only on sockets created with TCP's protocol number. Without it a token waits until the client
+        # acknowledges the one before, which may take 40 ms.
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        tls: dict[str, Any] = {}
         try:
-            if self._tls is None:
-                await loop.connect_accepted_socket(protocol, connection)
-            else:
-                await loop.connect_accepted_socket(
-                    protocol,
-                    connection,
-                    ssl=self._tls(),
-                    ssl_handshake_timeout=self._limits.header_timeout,
-                    ssl_shutdown_timeout=_TLS_SHUTDOWN_S,
-                )
-        except OSError:
-            self._leave()
             if self._tls is not None:
-                # No TLS, none in common with ours, no trust in our certificate, or nothing at all for too long.
+                tls = {
+                    "ssl": self._tls(),
+                    "ssl_handshake_timeout": self._limits.header_timeout,
+                    "ssl_shutdown_timeout": _TLS_SHUTDOWN_S,
+                }
+            await asyncio.get_running_loop().connect_accepted_socket(self._protocol, connection, **tls)
+        except OSError:
+            self._closed()
+            if self._tls is not None:
+                # Not TLS, no version in common, the certificate is not trusted, or the handshake took too long.
                 self._refused.labels(reason="tls_handshake").inc()
 
-    def _leave(self) -> None:
-        self._open -= 1
+    def _protocol(self) -> GuardedConnection:
+        return GuardedConnection(
+            self.config, self.server_state, self.lifespan.state, self._limits, self._refused, self._closed
+        )
+
+    def _closed(self) -> None:
+        self._open_connections -= 1

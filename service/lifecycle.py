@@ -1,4 +1,4 @@
-"""How a process comes to its end: it serves, it drains, it ends."""
+"""The phases of a process: serving, draining, ending."""
 
 import math
 import os
@@ -7,33 +7,32 @@ import time
 from enum import Enum
 
 DRAIN_TIMEOUT_S = 30.0
-"""A prompt and an answer of ordinary length are through by then; whoever streams longer ones gives more."""
+"""Enough for a prompt and an answer of ordinary length; longer answers need more."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Phase(Enum):
-    """What a process does with requests. It never goes back."""
+    """What a process does with requests. A process never goes back to an earlier phase."""
 
     SERVING = "serving"
-    """It takes new ones."""
+    """Takes new requests."""
     DRAINING = "draining"
-    """It takes none, hands over what has not begun and finishes what has, until its drain timeout."""
+    """Takes none, hands over those that have not begun, and finishes the others until the drain timeout."""
     ENDING = "ending"
-    """It gives up what is left."""
+    """Gives up those that are left."""
 
 
 class Lifecycle:
-    """The phase of one process, driven by signals and by time.
+    """The phase of one process. The first SIGTERM drains; SIGINT (Ctrl-C) and any second signal end it at once.
 
-    The first SIGTERM makes it drain. SIGINT, which is what Ctrl-C sends, and any second signal end it at once.
-    The deadline is the whole state, so the phase may be read on any thread and changed in a signal handler.
+    The deadline is the whole state, so any thread may read the phase and a signal handler may change it.
     """
 
     def __init__(self, drain_timeout: float) -> None:
         """drain_timeout: seconds that draining may take; 0 ends at once."""
         self._drain_timeout = drain_timeout
         self._deadline: float | None = None
-        """When it ends (time.monotonic); None while it serves."""
+        """When draining is over (time.monotonic); None while serving."""
 
     @property
     def phase(self) -> Phase:
@@ -47,12 +46,12 @@ class Lifecycle:
         return self._deadline is None
 
     def drain(self) -> None:
-        """Take nothing new from now on."""
+        """Take no new request."""
         if self._deadline is None:
             self._deadline = time.monotonic() + self._drain_timeout
 
     def end(self) -> None:
-        """Do not wait for what is left."""
+        """Give up the requests that are left."""
         self._deadline = -math.inf
 
     def signalled(self, number: int) -> None:
@@ -64,10 +63,10 @@ class Lifecycle:
 
 
 def end_on_sigterm_until_served() -> None:
-    """Let SIGTERM end a process that starts, also as process 1 of a container.
+    """Let SIGTERM end a starting process that is process 1 of a container.
 
-    To that one the kernel delivers no signal without a handler: a pod that loads its model would outlive SIGTERM for
-    its whole grace period. Others keep the kernel's own way, which waits for no line of Python.
+    The kernel delivers process 1 no signal that lacks a handler: a pod that loads its model would outlive SIGTERM for
+    its whole grace period. Other processes keep the kernel's default, which does not wait for Python.
     """
     if os.getpid() == 1:
         signal.signal(signal.SIGTERM, lambda number, frame: os._exit(128 + number))

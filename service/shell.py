@@ -1,4 +1,4 @@
-"""What both kinds of node have around their loop: ports, mailbox, status page, signals."""
+"""What prefill and decode nodes have around their loop: ports, inbox, status page, membership, stop signals."""
 
 import queue
 import signal
@@ -27,17 +27,18 @@ log = structlog.get_logger(__name__)
 Event = TypeVar("Event")
 
 MAX_WAITING = 10_000
-"""Messages and events that wait for a node's loop. Beyond it messages are dropped: what must arrive is repeated."""
+"""Size of the inbox beyond which control messages are dropped: senders repeat those that must arrive."""
 
 
 class NodeShell(Generic[Event]):
-    """Ports are bound on construction, so that a taken one is reported before a model is loaded.
+    """Everything of a node but its loop.
 
-    `inbox` carries control messages with their sender, and the node's own events, to the node's loop. Stop signals
-    drive `lifecycle` and wake the loop. Raises StartupError if a port is taken or a key is missing.
+    `inbox` carries control messages with their sender, the node's own events, and None to wake the loop. Stop signals
+    drive `lifecycle` and wake the loop.
     """
 
     def __init__(self, role: Role, config: NodeConfig) -> None:
+        """Binds the ports, before a model is loaded. Raises StartupError if one is taken or a key is missing."""
         self.metrics = Metrics()
         self.lifecycle = Lifecycle(config.drain_timeout)
         self.inbox: queue.SimpleQueue[tuple[Peer, Message] | Event | None] = queue.SimpleQueue()
@@ -60,9 +61,9 @@ class NodeShell(Generic[Event]):
         self._membership: Membership | None = None
 
     def start(self, membership: Membership, refresh: Callable[[], None], *routers: APIRouter) -> None:
-        """Answer status requests and messages from now on. Call on the main thread: it takes the stop signals.
+        """Answer status requests and messages from now on. Call on the main thread, which gets the stop signals.
 
-        routers: further routes of the status page.
+        refresh: updates gauges before a scrape. routers: further routes of the status page.
         """
         self._membership = membership
         for number in STOP_SIGNALS:
@@ -75,7 +76,7 @@ class NodeShell(Generic[Event]):
         self.control.periodically(HEARTBEAT_S, membership.tick)
 
     def announce(self, transports: Transports, model_type: str, fingerprint: str) -> None:
-        """Say where this node is and what it serves."""
+        """Log addresses and model, and warn of what is missing or exposed."""
         host, port = self._listener.getsockname()[:2]
         log.info(
             "node is up",
@@ -100,14 +101,15 @@ class NodeShell(Generic[Event]):
     def receive(self, timeout: float) -> list[tuple[Peer, Message] | Event]:
         """Everything that has arrived; waits up to `timeout` seconds for the first.
 
-        Raises StartupError if a gateway refused this node from the first, ControlPlaneFailed if nothing can arrive.
+        Raises StartupError if a gateway refused this node and none ever took it, ControlPlaneFailed if the control
+        thread has ended.
         """
         self.control.check()
         if self._membership is not None and self._membership.refusal is not None:
             raise StartupError(self._membership.refusal)
         items: list[tuple[Peer, Message] | Event] = []
         try:
-            item = self.inbox.get(timeout=timeout) if timeout else self.inbox.get_nowait()
+            item = self.inbox.get(timeout=timeout)
             while True:
                 if item is not None:
                     items.append(item)
@@ -116,7 +118,7 @@ class NodeShell(Generic[Event]):
             return items
 
     def leave(self) -> None:
-        """Tell the gateways that this node takes no more. They go on hearing it: it finishes what it has."""
+        """Tell the gateways that this node takes no new request. Its heartbeats go on while it finishes the others."""
         if self._membership is not None:
             self._membership.leave()
 
@@ -129,7 +131,7 @@ class NodeShell(Generic[Event]):
         self.control.stop()
 
     def _deliver(self, sender: Peer, message: Message) -> None:
-        """On the control thread: membership is served here, the rest by the node's loop."""
+        """On the control thread: pass a message to membership and to the node's loop."""
         if isinstance(message, Registered | Refused | HeartbeatAck) and self._membership is not None:
             self._membership.receive(sender, message)
         if self.inbox.qsize() < MAX_WAITING:

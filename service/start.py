@@ -1,4 +1,4 @@
-"""What a node does before it binds a port or loads a model: check its configuration, choose its device."""
+"""What a node does before it binds a port or loads a model: check its configuration, choose device and ports."""
 
 import os
 import re
@@ -9,14 +9,14 @@ from base.errors import StartupError
 from control.messages import ADDRESS_PATTERN
 from service.config import NodeConfig
 from service.exposure import check_processes
-from transfer.ports import ClaimedPorts, PortRange
+from transfer.ports import ClaimedPorts, parse_ports
 from transfer.routes import choose_transports, engines_among
 
 _WILDCARDS = ("0.0.0.0", "::")
 
 
 def check(config: NodeConfig) -> None:
-    """Raises StartupError for values that no machine could serve, or for a transport that this one lacks."""
+    """Raises StartupError for invalid values, or for a transport that this machine lacks."""
     if config.mem_fraction_static is not None and not 0 < config.mem_fraction_static < 1:
         raise StartupError(f"--mem-fraction-static {config.mem_fraction_static}: expected a number between 0 and 1")
     if config.host in _WILDCARDS and not config.advertise_host:
@@ -30,17 +30,17 @@ def check(config: NodeConfig) -> None:
             )
         if not re.match(ADDRESS_PATTERN, f"{config.transfer_host}:0"):
             raise StartupError(f"--transfer-host {config.transfer_host}: expected a host name or an IPv4 address")
-    PortRange.parse(config.transfer_ports, _num_engines(config))
+    parse_ports(config.transfer_ports, _num_engines(config))
     for gateway in config.gateways:
         if not re.match(ADDRESS_PATTERN, gateway):
             raise StartupError(f"--gateway {gateway}: expected HOST:PORT, the gateway's control port")
 
 
 def use_device(flag: str) -> torch.device:
-    """The device to run on, which from here on is the only one that this process sees: its GPU is `cuda:0` to it.
+    """The device that --device names. Hides all other GPUs from this process, so a GPU is always `cuda:0`.
 
     Libraries touch the first device that they see, from threads of their own, and would take memory on another
-    process's GPU. flag: the value of --device. Raises StartupError if there is no such device.
+    process's GPU. Raises StartupError if there is no such device.
     """
     kind, _, number = flag.partition(":")
     if kind == "cpu" and not number:
@@ -58,7 +58,7 @@ def use_device(flag: str) -> torch.device:
 def claim_transfer_ports(config: NodeConfig) -> ClaimedPorts | None:
     """The ports of this node's transfer engines; None if it has no engine. Raises StartupError if none are free."""
     engines = _num_engines(config)
-    return ClaimedPorts(PortRange.parse(config.transfer_ports, engines), engines) if engines else None
+    return ClaimedPorts(parse_ports(config.transfer_ports, engines), engines) if engines else None
 
 
 def _num_engines(config: NodeConfig) -> int:

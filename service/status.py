@@ -1,4 +1,4 @@
-"""The HTTP face that every process shows to those who operate it: /health, /ready, /metrics, /version."""
+"""The status page of every process: /health, /ready, /metrics, /version."""
 
 import errno
 import socket
@@ -17,9 +17,9 @@ from service.http_server import HttpServer
 
 
 def status_router(metrics: Metrics, ready: Callable[[], str | None], refresh: Callable[[], None]) -> APIRouter:
-    """Routes for one process. `ready` says what is missing, or None; `refresh` updates gauges before a scrape.
+    """The status routes. `ready` says what is missing, or None; `refresh` updates gauges before a scrape.
 
-    /health answers for this process alone: it never depends on another node.
+    /health never depends on another process.
     """
     router = APIRouter()
 
@@ -48,12 +48,12 @@ def status_router(metrics: Metrics, ready: Callable[[], str | None], refresh: Ca
 
 
 def bind_http(host: str, port: int) -> socket.socket:
-    """A listening TCP socket. Raises StartupError if the address cannot be had."""
+    """A listening TCP socket. Raises StartupError if the address is taken or invalid."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
-        # Two processes may bind a port that nobody listens on: listening is what takes it.
+        # Two processes may bind the same port: only listening takes it.
         listener.listen(1024)
     except OSError as error:
         listener.close()
@@ -63,14 +63,14 @@ def bind_http(host: str, port: int) -> socket.socket:
             f"choose another {'--host' if host_is_wrong else '--port'}"
         ) from error
     except TypeError as error:
-        # Python's word for a string that it cannot make a host name of.
+        # What Python raises for a string that cannot be a host name.
         listener.close()
         raise StartupError(f"cannot bind the HTTP port {host!r}:{port}: {error}; choose another --host") from error
     return listener
 
 
 class StatusServer:
-    """Serves the status routes of a node on a thread of its own. What it refuses is counted in `refused`."""
+    """Serves the routes of a node's status page on a thread of its own. `refused` counts refusals by reason."""
 
     def __init__(
         self,
@@ -84,9 +84,7 @@ class StatusServer:
             app.include_router(router)
         self._listener = listener
         self._server = HttpServer(app, listener, limits, refused)
-        self._thread = threading.Thread(
-            target=self._server.run, kwargs={"sockets": [listener]}, name="status", daemon=True
-        )
+        self._thread = threading.Thread(target=self._server.run, name="status", daemon=True)
 
     def start(self) -> None:
         self._thread.start()

@@ -1,4 +1,4 @@
-"""TLS for a server, from a certificate and its private key."""
+"""The TLS context of a server, from a certificate and its private key."""
 
 import ssl
 from pathlib import Path
@@ -14,11 +14,10 @@ def server_tls(certfile: Path | None, keyfile: Path | None) -> WatchedFiles[ssl.
     """
     if certfile is None and keyfile is None:
         return None
-    if certfile is None or keyfile is None:
-        given, missing = (
-            ("--ssl-keyfile", "--ssl-certfile") if certfile is None else ("--ssl-certfile", "--ssl-keyfile")
-        )
-        raise StartupError(f"{given} without {missing}: TLS needs a certificate and its private key")
+    if certfile is None:
+        raise StartupError("--ssl-keyfile without --ssl-certfile: TLS needs a certificate and its private key")
+    if keyfile is None:
+        raise StartupError("--ssl-certfile without --ssl-keyfile: TLS needs a certificate and its private key")
     return WatchedFiles((certfile, keyfile), lambda: _context(certfile, keyfile))
 
 

@@ -1,4 +1,4 @@
-"""What was read from files, read again when they change: keys and certificates are replaced without a restart."""
+"""Values read from files and read again when these change: keys and certificates are replaced without a restart."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -17,41 +17,33 @@ _LOOK_EVERY_S = 1.0
 
 
 class WatchedFiles(Generic[T]):
-    """The value that `read` makes of the files.
-
-    Whoever asks for it makes the files be looked at, at most once a second. A change that cannot be read leaves the
-    value as it was and is logged once: a file may be half written. Raises StartupError, as `read` does, at the start
-    only.
-    """
+    """The value that `read` makes of the files. The constructor raises StartupError if `read` does."""
 
     def __init__(self, paths: Sequence[Path], read: Callable[[], T]) -> None:
         self._paths = paths
         self._read = read
-        self._state = self._look()
+        self._versions = [_version(path) for path in paths]
         self._looked = time.monotonic()
         self._value = read()
 
     def get(self) -> T:
+        """The value. Looks at the files at most once a second.
+
+        If a changed file cannot be used, it may be half written: that is logged once, and the value stays as it was.
+        """
         now = time.monotonic()
         if now - self._looked >= _LOOK_EVERY_S:
             self._looked = now
-            state = self._look()
-            if state != self._state:
-                self._state = state
-                self._read_again()
+            versions = [_version(path) for path in self._paths]
+            if versions != self._versions:
+                self._versions = versions
+                try:
+                    self._value = self._read()
+                except StartupError as error:
+                    log.error("a changed file cannot be used; what was read before stays in force", reason=str(error))
+                else:
+                    log.info("read again after a change", files=", ".join(map(str, self._paths)))
         return self._value
-
-    def _read_again(self) -> None:
-        files = ", ".join(map(str, self._paths))
-        try:
-            self._value = self._read()
-        except StartupError as error:
-            log.error("a changed file cannot be used; what was read before stays in force", reason=str(error))
-        else:
-            log.info("read again after a change", files=files)
-
-    def _look(self) -> list[tuple[int, int, int] | None]:
-        return [_version(path) for path in self._paths]
 
 
 def _version(path: Path) -> tuple[int, int, int] | None:

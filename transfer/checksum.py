@@ -1,8 +1,7 @@
-"""Checksums over what was transferred: the sender's bytes and the receiver's, each hashed where they lie.
+"""Checksums over what was transferred: both sides hash their bytes where they lie.
 
-A checksum covers positions of one buffer in their order, so it does not matter how either side scatters them over
-memory. `sample` finds a write that never landed, landed elsewhere or came from another request; a torn or flipped
-part of a piece that it does not look at takes `full`.
+A checksum covers positions of one buffer in their order, so it does not matter how either side scatters them. `sample`
+finds a write that did not land, landed elsewhere or came from another request. Only `full` finds every flipped byte.
 """
 
 import ctypes
@@ -25,7 +24,7 @@ SAMPLE_POSITIONS = 8
 
 @dataclass(frozen=True)
 class Mismatch:
-    """A checksum that does not hold. `found` is None, and `ranges` empty, if it covers what is not there."""
+    """A checksum that does not match. found: None, with no ranges, if it covers what does not exist."""
 
     buffer: int
     start: int
@@ -36,7 +35,7 @@ class Mismatch:
 
 
 def item_ranges(buffers: BufferInfo, buffer: int, items: Int64s) -> list[Range]:
-    """The memory of these items of a buffer, in their order, neighbours joined. items: int64 [n]."""
+    """The memory of these items of a buffer in their order, neighbours joined. items: int64 [n]."""
     base, item_bytes = buffers.ptrs[buffer], buffers.item_lengths[buffer]
     begins = np.ones(len(items) + 1, dtype=bool)
     np.not_equal(items[1:], items[:-1] + 1, out=begins[1:-1])
@@ -47,10 +46,9 @@ def item_ranges(buffers: BufferInfo, buffer: int, items: Int64s) -> list[Range]:
 
 
 def sampled(mode: ChecksumMode, start: int, stop: int, buffer: int) -> tuple[int, int] | None:
-    """The positions of a piece [start, stop) of a buffer that are hashed, or None.
+    """The positions of a piece [start, stop) of a buffer that are hashed, as (start, stop), or None.
 
-    `sample` takes at most SAMPLE_POSITIONS consecutive ones. Where they lie follows from `start` and `buffer` alone
-    and looks random, so that over many pieces every offset gets its turn.
+    `sample` takes at most SAMPLE_POSITIONS consecutive ones, at a pseudo-random place that `start` and `buffer` decide.
     """
     if mode == "off" or start >= stop:
         return None
@@ -62,10 +60,7 @@ def sampled(mode: ChecksumMode, start: int, stop: int, buffer: int) -> tuple[int
 
 
 def digest(ranges: Iterable[Range]) -> int:
-    """xxh3 (64 bits) of the ranges' bytes one after another, read in place.
-
-    The memory must stay mapped meanwhile. How the bytes are cut into ranges does not matter.
-    """
+    """xxh3 (64 bits) of the ranges' bytes one after another, read in place: the memory must stay mapped."""
     hasher = xxhash.xxh3_64()
     for address, length in ranges:
         # The GIL is free while more than 64 KiB are hashed at once (by xxhash before 4.1, always).
@@ -80,10 +75,10 @@ def verify(
     num_tokens: int,
     go_on: Callable[[], bool] = lambda: True,
 ) -> list[Mismatch]:
-    """The checksums that do not hold for a sequence of `num_tokens` tokens, whose position p lies in slots[p].
+    """The checksums that do not match, for a sequence of `num_tokens` tokens whose position p lies in slots[p].
 
-    A checksum of a buffer or of positions that there are not is one of them. `go_on` is asked before each; the rest
-    is left out when it says no. Raises ValueError if the slots themselves are not within the buffers.
+    A checksum of a buffer or of positions that do not exist does not match. go_on: asked before each; when it says no,
+    the rest is left out. Raises ValueError if the slots are not within the buffers.
     """
     if num_tokens > len(slots):
         raise ValueError(f"{num_tokens} tokens in {len(slots)} slots")

@@ -1,12 +1,11 @@
 """Copies scattered pieces of memory within this process, as fast as memory allows.
 
-Loops that are compiled when this module is imported. That takes seconds, so only processes that copy import it: a
-decode node, which receives, does not. NumPy has no one-pass copy of runs that are scattered on both sides, and its
-gathers and scatters of rows reach a quarter of this.
+The loops are compiled when this module is imported, which takes seconds: only processes that copy import it. NumPy has
+no one-pass copy of runs that are scattered on both sides, and its gathers and scatters of rows reach a quarter of this.
 
-Two things make small pieces as fast as large ones. The processor does not guess where the next piece begins, so what
-comes a few pieces later is prefetched. And a store to memory that is not in the cache first reads it, so what this
-process is not about to read is written past the cache, by non-temporal stores.
+Two things make small pieces as fast as large ones. The processor does not guess where the next piece begins, so it is
+prefetched some pieces ahead. And a store to memory that is not in the cache first reads it, so what this process will
+not read soon is written past the cache, by non-temporal stores.
 """
 
 import threading
@@ -24,9 +23,9 @@ from transfer.planner import Descriptors
 _AHEAD = 4
 """Pieces between the one that is prefetched and the one that is copied."""
 _PREFETCHED_BYTES = 2048
-"""Of a piece, at most: further on the processor sees by itself what comes next."""
+"""Of a piece, at most: the processor prefetches the rest of it by itself."""
 _SHARES = 32
-"""Of a batch: few enough to take one for long, enough for threads to end at about the same time."""
+"""Of a batch: few, so that threads seldom ask for one; enough for them to end at about the same time."""
 _LINE = 64
 _VECTOR = 32
 """Bytes of a vector store, to which its destination must be aligned."""
@@ -81,7 +80,7 @@ def _stream_line(context: Any, destination: Any, source: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _fence(context: Any) -> Any:
-    """Emit a full fence: non-temporal stores are ordered by nothing less."""
+    """Emit a full fence, which alone orders non-temporal stores."""
 
     def emit(_: Any, builder: Any, __: Any, ___: Any) -> None:
         builder.fence("seq_cst")
@@ -91,7 +90,7 @@ def _fence(context: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _fetch_and_add(context: Any, address: Any, number: Any) -> Any:
-    """Emit an atomic addition to the integer at an address. Returns what it was."""
+    """Emit an atomic addition to the integer at an address, which returns the old value."""
 
     def emit(_: Any, builder: Any, __: Any, arguments: Any) -> Any:
         address, number = arguments
@@ -108,7 +107,7 @@ def _prefetch_piece(source: int, length: int) -> None:
 
 @numba.njit("void(int64, int64)")  # type: ignore[untyped-decorator]
 def _prefetch_translation(destination: int, length: int) -> None:
-    """A store waits for where its page lies, which a prefetch finds out."""
+    """Find out where the pages of a destination lie, for which a store would wait."""
     _prefetch(destination)
     _prefetch(destination + length - 1)
 
@@ -147,14 +146,6 @@ def _copy_all(sources: Any, destinations: Any, lengths: Any) -> None:
         _memcpy(destinations[i], sources[i], lengths[i])
 
 
-@numba.njit("boolean(int64[:], int64[:], int64, int64)")  # type: ignore[untyped-decorator]
-def _all_within(starts: Any, lengths: Any, base: int, size: int) -> bool:
-    outside = 0
-    for i in range(len(lengths)):
-        outside += not 0 <= starts[i] - base <= size - lengths[i]
-    return outside == 0
-
-
 @numba.njit("int64(int64[:], int64[:], int64[:], int64, int64[:])", nogil=True)  # type: ignore[untyped-decorator]
 def _copy_shares(sources: Any, destinations: Any, lengths: Any, shift: int, taken: Any) -> int:
     share, copied = max(1, len(lengths) // _SHARES), 0
@@ -171,45 +162,44 @@ def _copy_shares(sources: Any, destinations: Any, lengths: Any, shift: int, take
 
 def all_within(batch: Descriptors, base: int, length: int) -> bool:
     """Whether every destination lies within [base, base + length)."""
-    within: bool = _all_within(batch.destinations, batch.lengths, base, length)
-    return within
+    offsets = batch.destinations - base
+    return bool(np.all((offsets >= 0) & (offsets <= length - batch.lengths)))
 
 
 def copy_runs(batch: Descriptors) -> None:
-    """Copy every piece to where a processor reads it next: it is left in the cache.
+    """Copy every piece through the cache, for what a processor reads next.
 
-    The addresses are this process's own and the pieces do not overlap. Other threads run on meanwhile.
+    The addresses are this process's own, and the pieces do not overlap. Releases the GIL.
     """
     _copy_all(*batch)
 
 
 def stream_runs(batch: Descriptors) -> None:
-    """The same past the cache, which takes this processor less time, and what reads it next more."""
+    """The same past the cache: the copy takes less time, and the next reader more."""
     _stream_all(*batch)
 
 
 class JointCopy:
-    """A copy of pieces, which do not overlap, past the cache and by several threads together.
+    """A copy of pieces, which do not overlap, past the cache, by several threads that take shares of it.
 
-    Each takes a share of the pieces at a time until none is left. Destinations are addresses of another process, whose
-    memory lies `shift` further on here.
+    Destinations are addresses of another process, whose memory lies `shift` bytes further on here.
     """
 
     def __init__(self, batch: Descriptors, shift: int) -> None:
         self._batch = batch
         self._shift = shift
         self._taken = np.zeros(1, dtype=np.int64)
-        """How many pieces are being copied or have been: what the next share begins with."""
+        """Pieces that threads have taken so far."""
         self._changed = threading.Condition()
         """Guards the rest."""
         self._copying = 0
         """Threads that are copying."""
         self._copied = 0
-        """Pieces that those have copied that found no more."""
+        """Pieces copied by threads that have ended."""
         self._over = False
 
     def help(self) -> None:
-        """Copy until nothing is left to take; nothing if the copy is over. Other threads run on meanwhile."""
+        """Copy shares until none is left. Does nothing if the copy is over. Releases the GIL."""
         with self._changed:
             if self._over:
                 return

@@ -1,7 +1,7 @@
-"""Mooncake, as this project needs it: an engine of one transport that registers memory and writes to others.
+"""One Mooncake engine of one transport: registers memory and writes to other engines.
 
-Mooncake ignores the protocol that it is given: it takes RDMA where it finds devices and TCP where it does not, in
-silence. So the choice is made here, before it starts.
+Mooncake ignores the protocol that it is given: it silently takes RDMA where it finds devices and TCP where it does not.
+So the choice is made here, before it starts.
 """
 
 import os
@@ -23,16 +23,15 @@ log = structlog.get_logger(__name__)
 _INFINIBAND = Path("/sys/class/infiniband")
 _DONE, _FAILED = 1, -1
 _MAX_BATCH = 32
-"""Descriptors per batch. Some 100 in flight keep the TCP transport busy; it refuses 2000 outright."""
+"""Descriptors per batch. Some 100 in flight keep the TCP transport busy; it refuses 2000."""
 _TCP_CONNECTIONS = 16
-"""To a peer, the most that Mooncake takes (its default is 4). Each carries one descriptor at a time, and is idle until
-that is acknowledged."""
+"""To a peer: the most that Mooncake takes. Each carries one descriptor at a time and waits until it is acknowledged."""
 _TCP_DESCRIPTOR_BYTES = 1 << 20
-"""At most, so that a layer of a chunk takes several connections."""
+"""At most, so that a layer of a chunk uses several connections."""
 _POLL_S = 0.0005
 _DEADLINES = ("MC_TCP_STATUS_TIMEOUT_SEC", "MC_TCP_PROGRESS_TIMEOUT_SEC")
-"""After so long without a sign from the receiver, Mooncake closes a connection and calls what it carried failed. The
-kernel goes on delivering what it has taken from it."""
+"""After so many seconds without a sign from the receiver, Mooncake closes a connection and calls its writes failed. The
+kernel goes on delivering what it has taken."""
 _DEADLINE_S = 30
 
 
@@ -46,7 +45,7 @@ def rdma_devices(wanted: str = "") -> list[str]:
 
 
 def _start(host: str, transport: Literal["rdma", "tcp"], ib_device: str) -> Any:
-    """With this project's settings where none are in the environment."""
+    """A started `mooncake.engine.TransferEngine`. Settings in the environment come before this project's."""
     if transport == "tcp":
         os.environ["MC_FORCE_TCP"] = "1"
     else:
@@ -68,19 +67,17 @@ def _start(host: str, transport: Literal["rdma", "tcp"], ib_device: str) -> Any:
 class KVTransferEngine:
     """Registers local buffers and writes into those of other processes.
 
-    `session` names this engine to others, and `ports` are those that it listens on, at every address of the machine.
-    Channels may be used at the same time by different threads.
-    Raises StartupError if Mooncake is missing or does not start.
+    session: names this engine to others. ports: where it listens, at every address of the machine. Threads may use
+    different channels at the same time. Raises StartupError if Mooncake is missing or does not start.
     """
 
     def __init__(self, host: str, transport: Literal["rdma", "tcp"], ib_device: str = "") -> None:
         before = listening_ports()
         self.mooncake = _start(host, transport, ib_device)
-        """The `mooncake.engine.TransferEngine`."""
         self.session = Session(transport=transport, name=f"{host}:{self.mooncake.get_rpc_port()}")
         self.ports = tuple(sorted(listening_ports() - before))
         self.data_ports = tuple(port for port in self.ports if port != self.mooncake.get_rpc_port())
-        """Those by which bytes come in."""
+        """Where bytes come in."""
         if transport == "tcp" and not self.data_ports:
             raise StartupError(
                 f"Mooncake takes data on no port of its own (it has {self.ports}): late writes could not be cut off"
@@ -94,29 +91,28 @@ class KVTransferEngine:
                 raise StartupError(f"Mooncake did not register {length} bytes; check `ulimit -l` for RDMA")
 
     def unregister(self, buffers: BufferInfo) -> None:
-        """Undo `register`."""
         for ptr, length in zip(buffers.ptrs, buffers.lengths, strict=True):
             if length and self.mooncake.unregister_memory(ptr) != 0:
                 log.warning("Mooncake did not unregister a buffer", bytes=length)
 
     def channel(self, session: Session) -> "MooncakeChannel":
-        """The way to another engine of the same transport. Connects with the first write."""
+        """The way to another engine of the same transport, which connects with the first write."""
         return MooncakeChannel(self.mooncake, session, self._patience_s)
 
 
 class MooncakeChannel:
     """Writes to one session, each descriptor submitted and polled on its own.
 
-    A batch call that fails proves nothing about its other descriptors, which land later; and Mooncake's synchronous
-    calls, and its batch status, spin on a core that the model could use: they took 1.4 times as long on two cores.
+    A batch call that fails proves nothing about its other descriptors, which may land later. Mooncake's synchronous
+    calls and its batch status also spin on a core: they took 1.4 times as long on two cores.
     """
 
     max_batch = _MAX_BATCH
     attempts = 1 + _TCP_CONNECTIONS
-    """A connection that was closed is noticed when it is used: each may be, once."""
+    """Once more per connection: that one was closed is noticed when it is used."""
 
     def __init__(self, engine: Any, session: Session, patience_s: float) -> None:
-        """patience_s: Mooncake waits at least so long before it gives a write up."""
+        """patience_s: Mooncake gives no write up earlier."""
         self.transport: Transport = session.transport
         self.max_bytes = _TCP_DESCRIPTOR_BYTES if session.transport == "tcp" else NO_LIMIT
         self._engine = engine
@@ -128,22 +124,22 @@ class MooncakeChannel:
         for source, destination, length in zip(*(column.tolist() for column in batch), strict=True):
             handle = self._engine.transfer_submit_write(self._name, source, destination, length)
             if handle <= 0:
-                # It cannot be reached or refuses: what follows would fare no better.
+                # The receiver cannot be reached or refuses: so it would the rest.
                 posted.refused = True
                 break
             posted.handles.append(handle)
         return posted
 
     def check(self) -> None:
-        """Nothing to see: a write that ended well was acknowledged by the process that took it."""
+        """Nothing to do: a write that ended well was acknowledged by the process that took it."""
 
     def close(self) -> None:
-        """Nothing to give back: Mooncake keeps its own connections."""
+        """Nothing to do: Mooncake keeps its own connections."""
 
 
 @dataclass
 class _Posted:
-    """given_up_after: when Mooncake may have lost patience; a failure before that is the connection's own end."""
+    """given_up_after: an earlier failure means that the connection was closed."""
 
     engine: Any
     given_up_after: float
@@ -153,19 +149,19 @@ class _Posted:
     def wait(self) -> Outcome:
         failed = [handle for handle in self.handles if self._await(handle) == _FAILED]
         if failed:
-            # Mooncake has one word for all failures. Only time tells them apart.
+            # Mooncake has one code for all failures. Only time tells them apart.
             return Outcome.CUT if time.monotonic() < self.given_up_after else Outcome.GIVEN_UP
         return Outcome.FAILED if self.refused else Outcome.LANDED
 
     def _await(self, handle: int) -> int:
-        """Poll one descriptor to its end. Other states, a timeout included, are none."""
+        """Poll one descriptor until it is done or failed. Other states, a timeout included, are no end."""
         while (status := int(self.engine.transfer_check_status(handle))) not in (_DONE, _FAILED):
             time.sleep(_POLL_S)
         return status
 
 
 def _seconds(deadline: str) -> int:
-    """As Mooncake understands it; what only Mooncake may understand counts as none."""
+    """The seconds of a deadline in the environment; 0 if it is no number, which Mooncake may understand otherwise."""
     try:
         return int(deadline or _DEADLINE_S)
     except ValueError:

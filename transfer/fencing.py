@@ -1,18 +1,15 @@
-"""Slots that another process may be writing to, and when they may be used again.
+"""Slots that another process may write to, and when they may be used again.
 
-A slot is never reused while a remote write to it may be in flight. A reservation is WRITABLE from the moment its
-slots are named to a prefill node. It ends in one of two ways: the writes landed and the slots go on with the request,
-or the request no longer wants them and they are QUARANTINED until nothing can write to them any more. Either the writer
-says so (`quiesced`). Or it is done with them, but something of it may linger on the way: it says that (`lingers`), or
-it is proved dead (`writer_died`) or vouched to be (`evict`). Then a grace passes, and a fence is put behind all of it.
-Silence proves nothing.
+A slot is never reused while a remote write to it may be in flight. A reservation is WRITABLE from before its slots are
+named to a prefill node until either all has landed, and the slots go on with the request, or the request gives them up,
+and they are QUARANTINED until nothing can write to them any more: the writer says so (`quiesced`), or it says that it
+posts nothing more but that something may still arrive (`lingers`), or it is proved dead (`writer_died`) or an operator
+vouches that it is gone (`evict`). In the last three cases a grace passes and then a fence. Silence proves nothing.
 
-Something may also linger of writes that landed: a first copy of what was cut and posted again. It brings the same
-bytes to the same slots, so the request that has them is not disturbed, and only the next owner would be. So the slots
-go on with the request, and the table holds them too (LINGERING) until a fence has been put behind that copy: they are
-free when both have let go. Such slots wait a while for a fence that is made for others. A fence cuts connections, and
-what it cuts off is posted again and lingers: if each of them asked for a fence at once, fences would follow each other
-as fast as prompts land.
+What landed may linger too: the first copy of a batch that was cut and posted again arrives later, with the same bytes
+for the same slots. That harms only the next owner of the slots, so the request has them and the table holds them beside
+it (LINGERING) until a fence has passed. Such slots wait a while for a fence that others need: a fence cuts connections,
+and what it cuts is posted again and lingers, so fences would follow each other as fast as prompts land.
 """
 
 import math
@@ -24,18 +21,18 @@ from typing import Generic, Protocol, TypeVar
 from control.messages import AttemptId, Peer
 
 DRAIN_GRACE_S = 5.0
-"""What lingers arrives by itself within that, unless the network is in trouble. Then the fence keeps it out."""
+"""Most of what lingers has arrived by then. The fence keeps out the rest."""
 LANDED_CAN_WAIT_S = 25.0
-"""For so long, after the grace, slots that went on with a request wait for a fence that others need."""
+"""How long, after the grace, slots that went on with a request wait for a fence that others need."""
 
 Resource = TypeVar("Resource")
 
 
 class Fence(Protocol):
-    """Stands between everything that was under way when it was made and what comes later."""
+    """Separates the writes that were under way when it was made from what comes later."""
 
     def passed(self) -> bool:
-        """Whether nothing of that can land any more. Asked in every turn of a loop: a look, which takes no time."""
+        """Whether none of them can land any more. Takes no time: a loop asks in every turn."""
         ...
 
 
@@ -48,11 +45,11 @@ class NoFence:
 
 class ReservationState(Enum):
     WRITABLE = "writable"
-    """A writer was told of the slots, and a request wants what it writes."""
+    """The slots were named to a writer, and a request wants what it writes."""
     QUARANTINED = "quarantined"
-    """A writer was told of the slots, and nobody wants what it writes."""
+    """The slots were named to a writer, and nobody wants what it writes."""
     LINGERING = "lingering"
-    """All has landed and a request has the slots. What was cut before may land again."""
+    """All has landed and a request has the slots. A first copy of some of it may still arrive."""
 
 
 @dataclass
@@ -65,27 +62,27 @@ class Reservation(Generic[Resource]):
     num_slots: int
     state: ReservationState = ReservationState.WRITABLE
     quarantined_at: float | None = None
-    """Since when the resource is in quarantine (time.monotonic)."""
+    """time.monotonic."""
     free_after: float | None = None
-    """When what a writer has left behind is fenced off (time.monotonic); None while it may still write."""
+    """When the grace ends (time.monotonic); None while the writer may still post."""
     can_wait_s: float = 0.0
-    """For how long after that it waits for a fence that others need, before one is made for it."""
+    """How long after the grace it waits for a fence that others need."""
 
     @property
     def may_be_posted_to(self) -> bool:
-        """Whether its writer may still post something; if not, it may only have left something behind."""
+        """Whether its writer may still post something."""
         return self.free_after is None
 
-    def left_alone_for(self, now: float) -> float:
-        """Seconds since the grace for what was left behind ended; less than 0 if it has not."""
+    def waiting_for_fence(self, now: float) -> float:
+        """Seconds since the grace ended; negative if it has not."""
         return -math.inf if self.free_after is None else now - self.free_after
 
 
 class ReservationTable(Generic[Resource]):
-    """Owns every resource that a remote writer may touch. `release` takes back what is safe to use again.
+    """Owns every resource that a remote writer may touch.
 
-    `retain` adds an owner to a resource that a request has already: it takes a `release` more before it is free.
-    `fence` makes a fence. One stands at a time, for all reservations whose grace had passed when it was made.
+    release: takes back what is safe to use again. retain: adds an owner to a resource that a request has, so that it
+    takes one release more. fence: makes one; there is one at a time, for all reservations whose grace ended before.
     """
 
     def __init__(
@@ -100,7 +97,7 @@ class ReservationTable(Generic[Resource]):
         self._table: dict[AttemptId, Reservation[Resource]] = {}
         self._fence: Fence | None = None
         self._behind: list[Reservation[Resource]] = []
-        """What becomes free when the fence has been passed."""
+        """What becomes free when the fence has passed."""
 
     def __len__(self) -> int:
         return len(self._table)
@@ -137,7 +134,7 @@ class ReservationTable(Generic[Resource]):
         return resource
 
     def landed_lingering(self, attempt: AttemptId, now: float) -> Resource:
-        """The same where something may land again: the table stays an owner, beside the request, behind a fence."""
+        """The same where something may land again: the table stays an owner, too, until a fence has passed."""
         reservation = self._writable(attempt)
         self._retain(reservation.resource)
         reservation.state = ReservationState.LINGERING
@@ -146,7 +143,7 @@ class ReservationTable(Generic[Resource]):
         return reservation.resource
 
     def quarantine(self, attempt: AttemptId, now: float) -> Peer:
-        """The request no longer wants the resource, and its writer may still be writing. Returns the writer."""
+        """The request gives the resource up, and its writer may still write. Returns the writer."""
         reservation = self._table[attempt]
         if reservation.state is ReservationState.WRITABLE:
             reservation.state = ReservationState.QUARANTINED
@@ -154,9 +151,9 @@ class ReservationTable(Generic[Resource]):
         return reservation.writer
 
     def quiesced(self, attempt: AttemptId, boot_id: str) -> bool:
-        """A process says that nothing is in flight and nothing will follow; only the writer can know.
+        """That process says that nothing is in flight and nothing will follow, which counts if it is the writer.
 
-        Whether a quarantined resource was released.
+        Returns whether a quarantined resource was released.
         """
         reservation = self._quarantined_of(attempt, boot_id)
         if reservation is None:
@@ -166,10 +163,7 @@ class ReservationTable(Generic[Resource]):
         return True
 
     def lingers(self, attempt: AttemptId, boot_id: str, now: float) -> bool:
-        """A process says that nothing will follow, but that the network may still carry some; only the writer knows.
-
-        Whether it speaks of a quarantined resource.
-        """
+        """The same, but the network may still carry some of it. Returns whether it is about a quarantined resource."""
         reservation = self._quarantined_of(attempt, boot_id)
         if reservation is None:
             return False
@@ -177,7 +171,7 @@ class ReservationTable(Generic[Resource]):
         return True
 
     def writer_died(self, boot_id: str, now: float) -> list[AttemptId]:
-        """That process is proved dead. Returns the attempts that it could still have been expected to fill."""
+        """That process is proved dead. Returns the attempts that were waiting for it."""
         lost = []
         for reservation in self:
             if reservation.writer.boot_id == boot_id and reservation.free_after is None:
@@ -187,10 +181,9 @@ class ReservationTable(Generic[Resource]):
         return lost
 
     def evict(self, boot_id: str, now: float) -> list[AttemptId]:
-        """Someone vouches that this process is gone for good. Returns the quarantined attempts that will be released.
+        """An operator vouches that this process is gone for good. Returns the attempts that will be released.
 
-        Only what is quarantined already: an attempt that is still wanted has to be given up first. Those that were
-        evicted before, or whose writer is proved dead, keep their time. If the process does live and writes after the
+        Only those that are quarantined; a grace that has begun goes on. If the process lives and writes after the
         fence, it corrupts whatever uses the slots then.
         """
         evicted = [r for r in self.quarantined if r.writer.boot_id == boot_id]
@@ -199,19 +192,18 @@ class ReservationTable(Generic[Resource]):
         return [reservation.attempt for reservation in evicted]
 
     def release_expired(self, now: float) -> list[AttemptId]:
-        """Release what nothing can write to any more. Returns its attempts. To be called again and again.
-
-        A resource that lingering writes may reach comes back when its grace has passed and a fence after that.
-        """
+        """Release what nothing can write to any more, and return its attempts. To be called again and again."""
         if self._fence is None:
-            self._behind = [r for r in self if r.state is not ReservationState.WRITABLE and r.left_alone_for(now) >= 0]
-            if not any(r.left_alone_for(now) >= r.can_wait_s for r in self._behind):
+            self._behind = [
+                r for r in self if r.state is not ReservationState.WRITABLE and r.waiting_for_fence(now) >= 0
+            ]
+            if not any(r.waiting_for_fence(now) >= r.can_wait_s for r in self._behind):
                 return []
             self._fence = self._make_fence()
         if not self._fence.passed():
             return []
         self._fence = None
-        # Its writer may have been heard of meanwhile: some may be free already, and their attempts named again.
+        # Some may have been released meanwhile, at their writer's word.
         freed = [r for r in self._behind if self._table.get(r.attempt) is r]
         for reservation in freed:
             del self._table[reservation.attempt]
@@ -231,6 +223,6 @@ class ReservationTable(Generic[Resource]):
 
     @staticmethod
     def _end_writing(reservation: Reservation[Resource], now: float) -> None:
-        """Its writer posts nothing more. The first time counts."""
+        """Its writer posts nothing more. The first call counts."""
         if reservation.free_after is None:
             reservation.free_after = now + DRAIN_GRACE_S

@@ -1,8 +1,8 @@
-"""The connections by which others write to the memory of this process, and the proof that old ones write no more.
+"""Cuts the connections by which others write to the memory of this process: a proof that nothing old lands any more.
 
 A sender that calls a write failed, or that has died, may leave bytes behind: its kernel goes on sending what it has
-taken, for minutes after a partition, and the kernel here keeps what has arrived until Mooncake reads it. Nobody calls
-those bytes back. But they land only through connections that Mooncake reads, and these can be closed.
+taken, for minutes after a partition, and the kernel here keeps what has arrived until Mooncake reads it. They land only
+through connections that Mooncake reads, and these can be closed.
 """
 
 import errno
@@ -23,22 +23,20 @@ log = structlog.get_logger(__name__)
 _FDS = "/proc/self/fd"
 _TABLES = (Path("/proc/self/net/tcp"), Path("/proc/self/net/tcp6"))
 _ESTABLISHED, _SYN_RECV, _CLOSE_WAIT, _LISTEN = "01", "03", "08", "0A"
-"""States as Linux numbers them (include/net/tcp_states.h): those from which bytes may come, and the listening one."""
+"""Linux's numbers (include/net/tcp_states.h) of the states in which bytes may come, and of the listening state."""
 _NOT_THERE = (errno.ENOENT, errno.EBADF, errno.ENOTSOCK)
-"""A descriptor that was closed, or given to something else, since it was listed."""
+"""A descriptor was closed, or given to something else, since it was listed."""
 _LOOK_S = 0.05
 _AFTER_ERROR_S = 1.0
 
 
 class IncomingCut:
-    """Closes every connection to some ports of this process that there is by now.
+    """A fence (`transfer.fencing.Fence`): closes every connection that there is to some ports of this process.
 
-    When it has `passed`, nothing lands any more of what was sent over those connections, however late it arrives.
-    Connections do not say whose they are. So whoever writes at the time connects again and repeats what was cut off
-    (`transfer.writer.Outcome.CUT`).
+    When it has `passed`, nothing lands any more of what was sent over those connections. They do not say whose they
+    are, so whoever writes at the time connects again and repeats what was cut (`transfer.writer.Outcome.CUT`).
 
-    A thread of its own does it: the tables in /proc are as long as this machine has connections and this process
-    descriptors. It ends when the cut has passed.
+    A thread does it, since the tables in /proc are as long as the machine has connections. It ends with the cut.
     """
 
     def __init__(self, ports: Collection[int]) -> None:
@@ -49,7 +47,7 @@ class IncomingCut:
             self._passed.set()
 
     def passed(self) -> bool:
-        """Whether it is done: a look at what the thread has found."""
+        """See Fence."""
         return self._passed.is_set()
 
     def _work(self, connections: "CutConnections") -> None:
@@ -61,7 +59,6 @@ class IncomingCut:
                 else:
                     time.sleep(_LOOK_S)
             except Exception:
-                # What cannot be looked at is not proved: slots stay where they are until it can be.
                 if not failing:
                     log.exception("cannot see which connections bring KV; slots stay in quarantine until that works")
                 failing = True
@@ -69,23 +66,23 @@ class IncomingCut:
 
 
 class CutConnections:
-    """The connections to some ports of this process that are being cut, step by step."""
+    """Cuts the connections to some ports of this process, step by step."""
 
     def __init__(self, ports: Collection[int]) -> None:
         self._ports = frozenset(ports)
         self._closing: frozenset[int] | None = None
-        """The inodes of the sockets that were shut down; None while there are connections that cannot be yet."""
+        """Inodes of the sockets that were shut down; None while Mooncake has yet to accept one."""
 
     def advance(self) -> bool:
-        """Do what can be done without waiting. Whether all of them are closed. Raises OSError if nobody can say."""
+        """Do what takes no waiting. Returns whether all are closed. Raises OSError if they cannot be looked at."""
         with _accepted(self._ports) as accepted:
             if self._closing is None and not _others(self._ports, accepted.keys()):
                 for connection in accepted.values():
-                    # What has ended already has nothing to shut down, but may have bytes to read.
+                    # One that has ended cannot be shut down, but may have bytes to read.
                     with suppress(OSError):
                         connection.shutdown(socket.SHUT_RDWR)
                 self._closing = frozenset(accepted)
-            # The kernel refuses what arrives from now on. Mooncake reads what came before, and then closes the socket.
+            # The kernel refuses what arrives from now on. Mooncake reads what came before, then closes the socket.
             return self._closing is not None and self._closing.isdisjoint(accepted)
 
 
@@ -95,8 +92,7 @@ def _accepted(ports: frozenset[int]) -> Iterator[Mapping[int, socket.socket]]:
     with ExitStack() as held:
         connections = {}
         for name in os.listdir(_FDS):
-            # Descriptors come and go meanwhile.
-            with _suppressed_if_gone():
+            try:
                 if not stat.S_ISSOCK(os.stat(f"{_FDS}/{name}").st_mode):
                     continue
                 fd = os.dup(int(name))
@@ -105,17 +101,11 @@ def _accepted(ports: frozenset[int]) -> Iterator[Mapping[int, socket.socket]]:
                 held.callback(connection.detach)
                 if _is_connection_to(ports, connection):
                     connections[os.fstat(fd).st_ino] = connection
+            except OSError as error:
+                # One that is gone does not matter. One that cannot be looked at may be such a connection.
+                if error.errno not in _NOT_THERE:
+                    raise
         yield connections
-
-
-@contextmanager
-def _suppressed_if_gone() -> Iterator[None]:
-    """A descriptor that is there no more is none that matters; one that cannot be looked at may be one that does."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in _NOT_THERE:
-            raise
 
 
 def _is_connection_to(ports: frozenset[int], candidate: socket.socket) -> bool:
@@ -128,7 +118,7 @@ def _is_connection_to(ports: frozenset[int], candidate: socket.socket) -> bool:
 
 
 def _others(ports: frozenset[int], accepted: Collection[int]) -> bool:
-    """Whether the kernel has connections to these ports that the process has not taken yet, but may still take."""
+    """Whether the kernel has connections to these ports that the process may still accept."""
     return any(
         (row.state == _LISTEN and row.backlog > 0)
         or (row.state in (_ESTABLISHED, _SYN_RECV, _CLOSE_WAIT) and row.inode not in accepted)
@@ -145,7 +135,7 @@ class _Row(NamedTuple):
 
 
 def _rows(ports: frozenset[int]) -> Iterator[_Row]:
-    """Those of the network that have one of these ports on this side."""
+    """The lines of this network namespace that have one of these ports on this side."""
     endings = tuple(f":{port:04X}" for port in ports)
     for table in _TABLES:
         # Without IPv6 there is only one.

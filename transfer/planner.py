@@ -1,7 +1,7 @@
-"""From pages to runs: which items go where, in as few pieces as neighbours allow.
+"""Plans which items go where, in as few pieces as neighbours allow.
 
-A prefill node keeps KV in pages, a decode node in slots. The planner expands pages to items, pairs them with the
-destination slots and coalesces what is contiguous on both sides. Pure NumPy; knows neither layers nor addresses.
+A prefill node keeps KV in pages, a decode node in slots. The planner expands pages to items, pairs them with slots and
+joins what is contiguous on both sides. Pure NumPy; knows neither layers nor memory.
 """
 
 from collections.abc import Sequence
@@ -19,18 +19,18 @@ NO_LIMIT = 1 << 62
 
 
 class Descriptors(NamedTuple):
-    """What an engine writes: addresses and lengths in bytes, int64 [n] each."""
+    """What a transport writes: addresses and lengths in bytes, int64 [n] each."""
 
     sources: Int64s
     destinations: Int64s
     lengths: Int64s
 
     def at(self, source_base: int, destination_base: int) -> "Descriptors":
-        """The same where addresses are offsets from these."""
+        """The same, with addresses that were offsets from these bases."""
         return Descriptors(source_base + self.sources, destination_base + self.destinations, self.lengths)
 
     def at_each(self, source_bases: Sequence[int], destination_bases: Sequence[int]) -> "Descriptors":
-        """The same for each of these pairs of bases, one after another."""
+        """The same for each of these pairs of bases, one pair after another."""
         return Descriptors(
             np.add.outer(source_bases, self.sources).ravel(),
             np.add.outer(destination_bases, self.destinations).ravel(),
@@ -38,7 +38,7 @@ class Descriptors(NamedTuple):
         )
 
     def cut(self, most_bytes: int) -> "Descriptors":
-        """The same with none longer than that: longer ones are cut into as few equal pieces as can be."""
+        """The same with none longer than that: longer ones are cut into as few equal pieces as possible."""
         if not len(self.lengths) or self.lengths.max() <= most_bytes:
             return self
         pieces = -(-self.lengths // most_bytes)
@@ -61,10 +61,7 @@ class Descriptors(NamedTuple):
 
 @dataclass(frozen=True)
 class Runs:
-    """Maximal pieces that are contiguous on both sides, in items, int64 [n] each.
-
-    Every layer reuses the same runs with its own base addresses and item size.
-    """
+    """Maximal pieces that are contiguous on both sides, in items, int64 [n] each. All layers share them."""
 
     sources: Int64s
     destinations: Int64s
@@ -81,14 +78,14 @@ class Runs:
         return int(self.lengths.sum())
 
     def split(self, every: int) -> list["Runs"]:
-        """The same pairs, cut after each `every` items; the last part may hold fewer."""
+        """The same pairs, cut after each `every` items; the last piece may have fewer."""
         stops = np.cumsum(self.lengths)
         total = int(stops[-1]) if len(stops) else 0
         if total <= every:
             return [self]
         cuts = np.arange(every, total, every, dtype=np.int64)
         starts = stops - self.lengths
-        # A run begins where one began before, and at every cut that is inside one.
+        # A run begins where one began before, and at every cut inside one.
         begins = np.concatenate((starts, cuts[starts[np.searchsorted(starts, cuts, side="right") - 1] != cuts]))
         begins.sort()
         run = np.searchsorted(starts, begins, side="right") - 1
@@ -100,14 +97,14 @@ class Runs:
         return [whole[first:last] for first, last in pairwise(bounds)]
 
     def in_order_of_destinations(self) -> "Runs":
-        """The same pieces, by where they go."""
+        """The same runs, sorted by destination."""
         order = self.destinations.argsort()
         return Runs(self.sources[order], self.destinations[order], self.lengths[order])
 
     def pack(self) -> tuple["Runs", "Runs"]:
-        """The way over a buffer of `num_items` items that has them in order: (into the buffer, out of it).
+        """The same by way of a buffer of `num_items` items: (runs into the buffer, runs out of it).
 
-        Out of it, runs end only where the destination does not continue.
+        Runs out of it end only where the destination does not continue.
         """
         stops = np.cumsum(self.lengths)
         packed = stops - self.lengths
@@ -119,25 +116,21 @@ class Runs:
         out = Runs(first, self.destinations[begins], np.diff(first, append=stops[-1:]))
         return Runs(self.sources, packed, self.lengths), out
 
-    def descriptors(self, source_base: int, destination_base: int, item_bytes: int) -> Descriptors:
-        """The runs of one layer as addresses."""
-        return Descriptors(
-            source_base + self.sources * item_bytes,
-            destination_base + self.destinations * item_bytes,
-            self.lengths * item_bytes,
-        )
+    def descriptors(self, item_bytes: int) -> Descriptors:
+        """The same in bytes, as offsets in buffers of that item size."""
+        return Descriptors(self.sources * item_bytes, self.destinations * item_bytes, self.lengths * item_bytes)
 
 
 def expand_extents(extents: tuple[tuple[int, int], ...], num_positions: int | None = None) -> Int64s:
-    """Slot of every position, or of the first so many, from (start, length) extents in the order of positions."""
+    """The slot of every position, or of the first `num_positions`, from (start, length) extents in their order."""
     if not extents:
         return np.empty(0, dtype=np.int64)
-    # Flat, since NumPy takes three times as long to look into nested tuples.
+    # Flat, since NumPy takes three times as long for nested tuples.
     flat = np.fromiter(chain.from_iterable(extents), dtype=np.int64, count=2 * len(extents))
     starts, lengths = flat.reshape(-1, 2).T
     first_of = np.cumsum(lengths) - lengths
     if num_positions is not None:
-        # Before they are expanded: a message may name more than there is memory for.
+        # Before expanding: a message may name more slots than there is memory for.
         lengths = np.clip(num_positions - first_of, 0, lengths)
     slots: Int64s = np.arange(int(lengths.sum()), dtype=np.int64) + np.repeat(starts - first_of, lengths)
     return slots
@@ -157,10 +150,9 @@ def expand_pages(pages: Int64s, page_size: int, start: int, stop: int) -> Int64s
 
 
 def plan_runs(sources: Int64s, destinations: Int64s) -> Runs:
-    """Coalesce item pairs, in order, into runs.
+    """Join pairs of items, in their order, into runs, which end where either side does not continue.
 
-    sources, destinations: item indices, int64 [n], pair by pair. A run ends where either side does not continue with
-    the next item.
+    sources, destinations: item indices, int64 [n], pair by pair.
     """
     if len(sources) != len(destinations):
         raise ValueError(f"{len(sources)} source items for {len(destinations)} destination slots")

@@ -1,9 +1,9 @@
 """The ports that a process's Mooncake engines listen on: two each, claimed before Mooncake starts.
 
-Mooncake chooses an engine's two ports at random within one range per process, which it reads when it is loaded: one for
-the handshake, which names the session, and one for the data. It remembers for as long as it runs which data port a
-session had. If a restarted process got the same session with another data port, its peers would write to where nobody
-listens, for ever. So every engine gets exactly two ports to choose from: the one decides the other.
+Mooncake draws an engine's two ports at random from one range per process, which it reads when it is loaded: one for the
+handshake, which names the session, and one for data. It never forgets which data port a session had. If a restarted
+process got the same session with another data port, its peers would write to where nobody listens. So every engine gets
+exactly two ports to choose from: the one decides the other.
 """
 
 import os
@@ -11,7 +11,7 @@ import random
 import re
 import socket
 from collections.abc import Iterable
-from dataclasses import dataclass
+from ipaddress import ip_address
 
 import psutil
 
@@ -19,64 +19,51 @@ from base.errors import StartupError
 
 PORTS_PER_ENGINE = 2
 _HANDED_OUT = range(32768, 61000)
-"""To outgoing connections. Mooncake takes its default range, in silence, where its range touches these."""
+"""To outgoing connections. Mooncake silently takes its default range where the given one touches these."""
 _UNPRIVILEGED = range(1024, 65536)
 
 
-@dataclass(frozen=True)
-class PortRange:
-    """Ports from `first` to `last`, both included."""
-
-    first: int
-    last: int
-
-    def __str__(self) -> str:
-        return f"{self.first}-{self.last}"
-
-    def __len__(self) -> int:
-        return self.last - self.first + 1
-
-    @classmethod
-    def parse(cls, text: str, engines: int) -> "PortRange":
-        """Read MIN-MAX, which that many engines are to share. Raises StartupError for what cannot work."""
-        match = re.fullmatch(r"(\d{1,5})-(\d{1,5})", text)
-        if match is None:
-            raise StartupError(f"--transfer-ports {text}: expected MIN-MAX, as in 15000-15015")
-        ports = cls(int(match[1]), int(match[2]))
-        if ports.first not in _UNPRIVILEGED or ports.last not in _UNPRIVILEGED or ports.first > ports.last:
-            raise StartupError(f"--transfer-ports {text}: expected MIN-MAX from 1024 to 65535, the smaller first")
-        if ports.first < _HANDED_OUT.stop and ports.last >= _HANDED_OUT.start:
-            raise StartupError(
-                f"--transfer-ports {text}: Mooncake takes none from {_HANDED_OUT.start} to {_HANDED_OUT.stop - 1}, "
-                "which systems hand out to outgoing connections; choose others"
-            )
-        if len(ports) < engines * PORTS_PER_ENGINE:
-            raise StartupError(
-                f"--transfer-ports {text}: {len(ports)} ports, but {engines * PORTS_PER_ENGINE} are needed, "
-                f"{PORTS_PER_ENGINE} per engine"
-            )
-        return ports
+def parse_ports(text: str, engines: int) -> range:
+    """Read MIN-MAX, both included, for that many engines. Raises StartupError if it cannot work."""
+    match = re.fullmatch(r"(\d{1,5})-(\d{1,5})", text)
+    if match is None:
+        raise StartupError(f"--transfer-ports {text}: expected MIN-MAX, as in 15000-15015")
+    first, last = int(match[1]), int(match[2])
+    if first not in _UNPRIVILEGED or last not in _UNPRIVILEGED or first > last:
+        raise StartupError(f"--transfer-ports {text}: expected MIN-MAX from 1024 to 65535, the smaller first")
+    if first < _HANDED_OUT.stop and last >= _HANDED_OUT.start:
+        raise StartupError(
+            f"--transfer-ports {text}: Mooncake takes none from {_HANDED_OUT.start} to {_HANDED_OUT.stop - 1}, "
+            "which systems hand out to outgoing connections; choose others"
+        )
+    ports = range(first, last + 1)
+    if len(ports) < engines * PORTS_PER_ENGINE:
+        raise StartupError(
+            f"--transfer-ports {text}: {len(ports)} ports, but {engines * PORTS_PER_ENGINE} are needed, "
+            f"{PORTS_PER_ENGINE} per engine"
+        )
+    return ports
 
 
 class ClaimedPorts:
-    """Neighbouring ports for the engines of this process, held until those start. Mooncake must not be loaded before.
+    """Neighbouring ports for the engines of this process, which bind them later. Mooncake must not be loaded before.
 
-    Until this process ends, no other that claims ports chooses them. Raises StartupError if the range has none left.
+    Until this process ends, no other that claims ports gets them. Raises StartupError if the range has none left.
     """
 
-    def __init__(self, within: PortRange, engines: int) -> None:
+    def __init__(self, within: range, engines: int) -> None:
         self._claim, self._held = _claim(within, engines * PORTS_PER_ENGINE)
         self._ports = range(min(self._held), max(self._held) + 1)
         os.environ["MC_MIN_RPC_PORT"] = str(self._ports[0])
         os.environ["MC_MAX_RPC_PORT"] = str(self._ports[-1])
 
     def release(self, engine: int) -> None:
-        """Leave an engine its two, when it starts: with those of the others held, it finds no more."""
+        """Free an engine's two ports when it starts: it finds no others, since those of the others are held."""
         for port in self._ports[engine * PORTS_PER_ENGINE : (engine + 1) * PORTS_PER_ENGINE]:
             self._held.pop(port).close()
 
     def check(self, taken: Iterable[int]) -> None:
-        """Raises StartupError if Mooncake took other ports, which nobody confines."""
+        """Raises StartupError if Mooncake took other ports, which no firewall rule expects."""
         if others := set(taken) - set(self._ports):
             raise StartupError(
                 f"Mooncake listens on {', '.join(map(str, sorted(others)))}, outside --transfer-ports: this version "
@@ -91,24 +78,22 @@ def listening_ports() -> set[int]:
 
 
 def reachable_addresses() -> list[str]:
-    """The addresses at which other machines may reach this one: those of interfaces that are up, less loopback."""
+    """The addresses of this machine's interfaces that are up, less loopback."""
     up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
     return sorted(
         address.address.partition("%")[0]
         for name, addresses in psutil.net_if_addrs().items()
         for address in addresses
-        if name in up and address.family in (socket.AF_INET, socket.AF_INET6) and not _is_loopback(address.address)
+        if name in up
+        and address.family in (socket.AF_INET, socket.AF_INET6)
+        and not ip_address(address.address.partition("%")[0]).is_loopback
     )
 
 
-def _is_loopback(address: str) -> bool:
-    return address.startswith("127.") or address == "::1"
-
-
-def _claim(within: PortRange, count: int) -> tuple[socket.socket, dict[int, socket.socket]]:
-    """What claims that many neighbouring ports, and the sockets that hold them."""
-    starts = list(range(within.first, within.last - count + 2, count))
-    # At random: those of a process that has just ended are not free for a minute.
+def _claim(within: range, count: int) -> tuple[socket.socket, dict[int, socket.socket]]:
+    """The socket whose name claims that many neighbouring ports, and the sockets that hold them, by port."""
+    starts = within[: len(within) - count + 1 : count]
+    # At random: the ports of a process that has just ended are not free for a minute.
     for first in random.sample(starts, len(starts)):
         claim = _named(first)
         if claim is None:
@@ -119,13 +104,13 @@ def _claim(within: PortRange, count: int) -> tuple[socket.socket, dict[int, sock
         for socket_ in (claim, *held.values()):
             socket_.close()
     raise StartupError(
-        f"--transfer-ports {within}: no {count} neighbouring ports are free; a process that ends leaves its own taken "
-        "for a minute. Give a larger range"
+        f"--transfer-ports {within[0]}-{within[-1]}: no {count} neighbouring ports are free; a process that ends "
+        "leaves its own taken for a minute. Give a larger range"
     )
 
 
 def _named(first: int) -> socket.socket | None:
-    """A name that only one process can have, in the same network namespace as the ports; None if another has it."""
+    """A socket with a name that one process per network namespace can have; None if another has it."""
     claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         claim.bind(f"\0hisparse-pd/transfer-ports/{first}")
@@ -136,7 +121,7 @@ def _named(first: int) -> socket.socket | None:
 
 
 def _bound(port: int) -> socket.socket | None:
-    """A socket that has the port on all addresses, as Mooncake will; None if it is taken."""
+    """A socket on the port at all addresses, as Mooncake binds it; None if it is taken."""
     probe = socket.socket(socket.AF_INET)
     try:
         probe.bind(("", port))

@@ -1,4 +1,4 @@
-"""Which transport carries KV from here to a decode node: one engine per transport, one choice per decode node."""
+"""The transports of a process, and which of them carries KV to a decode node."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -21,9 +21,9 @@ class NoRoute(Exception):
 
 
 def choose_transports(wanted: TransferProtocol, ib_device: str) -> tuple[Transport, ...]:
-    """The transports that a process offers, best first. `auto` is all that this machine has.
+    """The transports that a process offers, best first. `auto`: all that this machine has.
 
-    Raises StartupError for `rdma` without a device, where Mooncake would take TCP in silence.
+    Raises StartupError for `rdma` without a device, where Mooncake would silently take TCP.
     """
     devices = rdma_devices(ib_device) if wanted in ("auto", "rdma") else []
     match wanted:
@@ -38,7 +38,7 @@ def choose_transports(wanted: TransferProtocol, ib_device: str) -> tuple[Transpo
 
 
 def engines_among(transports: Sequence[Transport]) -> list[Literal["rdma", "tcp"]]:
-    """Those that take an engine."""
+    """The transports that need an engine."""
     return [transport for transport in transports if transport != "shm"]
 
 
@@ -48,13 +48,12 @@ class Transports:
     def __init__(
         self, host: str, wanted: TransferProtocol, ib_device: str = "", ports: ClaimedPorts | None = None
     ) -> None:
-        """Start the engines. `host`: the address that others write to. `ports`: theirs, or None for any.
+        """host: the address that others write to. ports: the engines' ports, or None for any.
 
-        Raises StartupError if one does not start.
+        Raises StartupError if an engine does not start.
         """
         self.offered = choose_transports(wanted, ib_device)
         self.engines: dict[Transport, KVTransferEngine] = {}
-        """Of those transports that take one."""
         for number, transport in enumerate(engines_among(self.offered)):
             if ports is not None:
                 ports.release(number)
@@ -64,12 +63,12 @@ class Transports:
 
     @property
     def ports(self) -> tuple[int, ...]:
-        """What the engines listen on. Whoever reaches these ports can write to what is registered."""
+        """The ports of the engines. Whoever reaches them can write to what is registered."""
         return tuple(port for engine in self.engines.values() for port in engine.ports)
 
     @property
     def sessions(self) -> tuple[Session, ...]:
-        """Of the engines, by which others write to the buffers registered here."""
+        """By which others write to the buffers that are registered here."""
         return tuple(engine.session for engine in self.engines.values())
 
     def register(self, buffers: BufferInfo) -> None:
@@ -82,7 +81,7 @@ class Transports:
             engine.unregister(buffers)
 
     def cut(self) -> IncomingCut:
-        """A fence between what others have written here and what is to come, whatever they left under way.
+        """A fence behind everything that others have posted to this process.
 
         Only TCP needs one: shared memory is written by processors, and a NIC that reports a failure writes no more.
         """
@@ -91,7 +90,7 @@ class Transports:
 
     def connect(self, destination: Destination) -> Channel:
         """The best way to a decode node. Raises NoRoute, with what was tried."""
-        # Here, since it compiles its copies: a decode node only receives, and would compile them for nothing.
+        # Imported here, since the import compiles copies, which a decode node does not need.
         from transfer.shm import NotShared, SharedMemoryChannel
 
         tried = []

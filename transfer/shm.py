@@ -1,4 +1,4 @@
-"""Writes into the memory of another process of the same host: it is mapped here and copied to."""
+"""Writes into the memory of another process of the same host, through a mapping of it."""
 
 import ctypes
 import mmap
@@ -18,7 +18,7 @@ from transfer.writer import Outcome, Pending, TransferError
 log = structlog.get_logger(__name__)
 
 COPY_THREADS = min(4, os.cpu_count() or 1)
-"""That copy a batch: the one that waits for it is one of them, so that none is in the way of those that copy."""
+"""Threads that copy a batch, the one that waits for it included."""
 
 
 class NotShared(Exception):
@@ -27,15 +27,14 @@ class NotShared(Exception):
 
 @cache
 def _helpers() -> ThreadPoolExecutor:
-    """The other threads, for all channels: memcpy does not wait for anybody."""
+    """The other threads, shared by all channels."""
     return ThreadPoolExecutor(max(1, COPY_THREADS - 1), thread_name_prefix="shm-copy")
 
 
 class SharedMemoryChannel:
-    """Copies into a mapping of the owner's memory.
+    """Copies into a mapping of the owner's memory. Raises NotShared if it cannot be mapped.
 
-    A host is shared if the mapping succeeds: process numbers of different containers may coincide, but not the random
-    name of the memory. Raises NotShared otherwise.
+    The random name of the memory tells whether it is the right one: process numbers of containers may coincide.
     """
 
     transport: Transport = "shm"
@@ -47,7 +46,7 @@ class SharedMemoryChannel:
         self._memory = memory
         with ExitStack() as on_refusal:
             try:
-                # First of all, so that it stands for the process whose descriptor is opened next.
+                # First, so that it stands for the process whose descriptor is opened next.
                 self._process = os.pidfd_open(memory.pid)
                 on_refusal.callback(os.close, self._process)
                 self._mapping = self._map(memory)
@@ -69,7 +68,7 @@ class SharedMemoryChannel:
         finally:
             os.close(descriptor)
         with suppress(OSError):
-            # Whoever touches a page first decides on its size.
+            # Whoever touches a page first decides its size.
             mapping.madvise(mmap.MADV_HUGEPAGE)
         return mapping
 
@@ -77,14 +76,14 @@ class SharedMemoryChannel:
         if not all_within(batch, self._memory.base, self._memory.length):
             return _Refused()
         copy = _Copy(batch, shift=self._here - self._memory.base)
-        # Without helpers (no thread can be started) the thread that waits copies all of it.
+        # If no thread can be started, the thread that waits copies all of it.
         with suppress(RuntimeError):
             for _ in range(COPY_THREADS - 1):
                 _helpers().submit(copy.help)
         return copy
 
     def check(self) -> None:
-        """The mapping outlives its owner: what was copied after its end went nowhere."""
+        """The mapping outlives its owner: what was copied after the owner's end is lost."""
         poller = select.poll()
         poller.register(self._process, select.POLLIN)
         if poller.poll(0):
@@ -100,7 +99,7 @@ class _Copy(JointCopy):
         try:
             self.finish()
         except Exception:
-            # No thread copies any more, so nothing is in flight.
+            # No thread copies any more: nothing is in flight.
             log.exception("a copy into shared memory failed")
             return Outcome.FAILED
         return Outcome.LANDED

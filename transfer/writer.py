@@ -1,7 +1,7 @@
-"""Batches on their way to a decode node, whatever carries them.
+"""Keeps batches in flight to a decode node, over any transport, and knows when they have ended.
 
-The rules that fencing rests on are kept here, once for every transport: a write has ended when its transport knows of
-nothing more of it, whether it went well or not; and how it ended says whether the network may know of more.
+Fencing rests on this: a write has ended when its transport knows of nothing more of it, and its `Outcome` says whether
+the network may still hold some.
 """
 
 from collections import deque
@@ -18,7 +18,7 @@ from transfer.planner import Descriptors
 log = structlog.get_logger(__name__)
 
 BATCHES_IN_FLIGHT = 8
-"""Enough to keep a transport busy; few enough that a ring of send buffers stays in the processor's cache."""
+"""Enough to keep a transport busy, and few enough that the send buffers stay in the processor's cache."""
 
 
 class TransferError(Exception):
@@ -26,28 +26,26 @@ class TransferError(Exception):
 
 
 class Outcome(IntEnum):
-    """How what was posted ended, the best first; of several, the worst counts."""
+    """How what was posted ended, the best first. Of several, the worst counts."""
 
     LANDED = 0
     FAILED = 1
     """Refused: nothing of it is on its way."""
     CUT = 2
-    """Its connection was closed under it. Another one may carry it."""
+    """Its connection was closed. Another one may carry it."""
     GIVEN_UP = 3
     """The transport heard nothing for too long and stopped waiting."""
     UNKNOWN = 4
     """Posting it or waiting for its end raised: it counts as in flight for as long as this process runs.
 
-    Not as lingering: a fence at the receiver holds only what is on its way. Mooncake, over TCP or RDMA, may have
-    descriptors queued that it sends over a connection which does not exist yet. So what a batch of unknown end reads
-    stays in place, and the receiver's slots are free when this process is proved to have ended. Shared memory does not
-    come to this: its copies are done by threads of this process, and when all of them have left a copy nothing of it is
-    in flight, even if one of them raised: that is FAILED.
+    A fence does not help: Mooncake may have queued descriptors that go out over a connection that does not exist yet.
+    So what the batch reads stays in place, and the receiver's slots are free when this process is proved dead. Shared
+    memory has no such outcome: when all threads have left a copy nothing is in flight, even if one raised (FAILED).
     """
 
     @property
     def lingers(self) -> bool:
-        """Whether bytes of it may land later: the network, and the kernels of both sides, keep what they have taken."""
+        """Whether bytes of it may land later: the network and both kernels keep what they have taken."""
         return self >= Outcome.CUT
 
 
@@ -55,7 +53,7 @@ class Pending(Protocol):
     """A batch that was posted."""
 
     def wait(self) -> Outcome:
-        """How it ended, once every one of its descriptors has. Whatever it raises means that nobody knows."""
+        """Return when all of its descriptors have ended. If this raises, nobody knows how they ended."""
         ...
 
 
@@ -64,18 +62,18 @@ class Channel(Protocol):
 
     transport: Transport
     max_batch: int
-    """Descriptors that one batch may have: times BATCHES_IN_FLIGHT, what the transport takes with ease."""
+    """Descriptors of one batch, of which BATCHES_IN_FLIGHT are posted at a time."""
     max_bytes: int
-    """Bytes that one descriptor may have."""
+    """Bytes of one descriptor."""
     attempts: int
-    """How often a batch is posted that is cut off again and again."""
+    """How often a batch is posted that is cut again and again."""
 
     def submit(self, batch: Descriptors) -> Pending:
-        """Post a batch. What cannot be posted counts as failed. If this raises, nobody knows what was posted."""
+        """Post a batch. What cannot be posted has failed. If this raises, nobody knows what was posted."""
         ...
 
     def check(self) -> None:
-        """Raise TransferError if what was written may have gone to a process that is no more."""
+        """Raise TransferError if the process that was written to has ended."""
         ...
 
     def close(self) -> None: ...
@@ -83,18 +81,19 @@ class Channel(Protocol):
 
 @dataclass(eq=False)
 class Write:
-    """Batches that belong together. `on_end` is called once, when it is closed and all of it has ended or is UNKNOWN.
+    """Batches that belong together.
 
-    `go_on` is asked before anything of it is posted: it may wait, and says whether the write is still wanted.
+    on_end: called once, when the write is closed and all of it has ended or is UNKNOWN. go_on: asked before each post;
+    it may wait, and says whether the write is still wanted.
     """
 
     on_end: Callable[[], None]
     go_on: Callable[[], bool]
     outcome: Outcome = Outcome.LANDED
-    """Of what has ended so far. What was cut and has landed when it was posted again counts as landed."""
+    """Of what has ended so far. What was cut, posted again and landed counts as landed."""
     lingers: bool = False
-    """Whether bytes of it may still land later, also if all of it has landed: a first copy that was cut stays where it
-    was, in the network or in a kernel, and lands at the same place as the second, with the same bytes."""
+    """Whether bytes of it may still land, also if all of it has landed: the first copy of what was cut may arrive
+    later, with the same bytes at the same place."""
     in_flight: int = 0
     closed: bool = False
 
@@ -110,7 +109,7 @@ class Write:
 @dataclass(eq=False)
 class _Posted:
     batch: Descriptors
-    pending: Pending
+    pending: Pending | None
     write: Write
     buffer: object
 
@@ -118,16 +117,15 @@ class _Posted:
 class Pipeline:
     """The batches in flight over one channel, oldest first, of one write after another.
 
-    A write need not have ended before the next one is posted, so the transport never runs dry between two. One thread
-    uses it; all callbacks are called there. What a channel raises is the outcome of one batch (UNKNOWN) and goes no
-    further.
+    The next write is posted before the last has ended, so the transport never runs dry. One thread uses it, and all
+    callbacks are called there. If a channel raises, the outcome of that batch is UNKNOWN.
     """
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
         self._posted: deque[_Posted] = deque()
         self._unknown: list[_Posted] = []
-        """Those whose end is unknown: what they were posted from is held for ever."""
+        """Batches whose outcome is UNKNOWN: the buffers that they were posted from are held for good."""
 
     @property
     def is_empty(self) -> bool:
@@ -135,19 +133,19 @@ class Pipeline:
 
     @property
     def held(self) -> set[object]:
-        """The buffers from which something that is in flight was posted, and None if something else is."""
+        """The send buffers of what is in flight, and None if something is that was posted from elsewhere."""
         return {posted.buffer for posted in (*self._posted, *self._unknown)}
 
     @property
     def lost_track(self) -> bool:
-        """Whether something may be in flight for as long as this process runs: its memory and its channel must stay."""
+        """Whether something may be in flight for good: its memory and the channel must stay."""
         return bool(self._unknown)
 
     def post(self, write: Write, batch: Descriptors, buffer: object = None) -> bool:
-        """Post a batch, in pieces that the channel takes, as long as its write goes on and nothing of that failed.
+        """Post a batch, in pieces that the channel takes, while its write goes on and nothing of it has failed.
 
-        buffer: the send buffer that it is read from, if it is; held until the batch has ended.
-        Whether all of it was posted.
+        buffer: the send buffer that it is read from, if any; held until the batch has ended.
+        Returns whether all of it was posted.
         """
         for piece in batch.split(self.channel.max_batch):
             while len(self._posted) >= BATCHES_IN_FLIGHT:
@@ -159,12 +157,12 @@ class Pipeline:
         return True
 
     def close(self, write: Write) -> None:
-        """Nothing more will be posted of the write: it ends when the last of it does."""
+        """Nothing more will be posted of the write."""
         write.closed = True
         write.end_if_over()
 
     def settle_oldest(self) -> None:
-        """Wait for the oldest batch to end. What was cut off is posted again: the same bytes to the same place."""
+        """Wait for the oldest batch to end. One that was cut is posted again: the same bytes to the same place."""
         oldest = self._posted[0]
         write = oldest.write
         outcome = _awaited(oldest.pending)
@@ -186,22 +184,18 @@ class Pipeline:
         while self._posted:
             self.settle_oldest()
 
-    def _submitted(self, batch: Descriptors) -> Pending:
+    def _submitted(self, batch: Descriptors) -> Pending | None:
+        """The batch as posted, or None if nobody knows what of it was."""
         try:
             return self.channel.submit(batch)
         except Exception:
             log.exception("posting a batch failed: nobody knows what of it was posted")
-            return _OfUnknownEnd()
+            return None
 
 
-class _OfUnknownEnd:
-    def wait(self) -> Outcome:
-        return Outcome.UNKNOWN
-
-
-def _awaited(pending: Pending) -> Outcome:
+def _awaited(pending: Pending | None) -> Outcome:
     try:
-        return pending.wait()
+        return Outcome.UNKNOWN if pending is None else pending.wait()
     except Exception:
         log.exception("waiting for a batch failed: nobody knows whether it has ended")
         return Outcome.UNKNOWN

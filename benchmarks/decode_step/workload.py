@@ -7,7 +7,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.wrapped_backend import WrappedBackend
-from hisparse import HiSparseConfig, HiSparseCoordinator, build_tiers, plan_sizes
+from hisparse.config import HiSparseConfig
+from hisparse.coordinator import HiSparseCoordinator
+from hisparse.sizing import plan_sizes
+from hisparse.tiers import build_tiers
 from model.backends.protocol import AttentionBackend
 from model.cache import PagedKeys
 from model.indexer import IndexQueries

@@ -43,8 +43,8 @@ class Tiers:
         self.residency = Residency(1, max_batch, shape.context, shape.hot_size, device)
         slots = torch.randperm(max_batch * shape.context).numpy()
         for at in range(max_batch):
-            row = self.device.alloc_logical_only(shape.context)
-            if row is None or not self.device.grow(row, shape.context):
+            row = self.device.allocate_row(shape.context)
+            if row is None:
                 raise RuntimeError(f"the pools have no room for request {at} of {max_batch}")
             self.device.set_host_slots(row, 0, slots[at * shape.context : (at + 1) * shape.context])
         pattern = torch.randint(0, 256, (min(2**24, self.host.kv.nbytes),), dtype=torch.uint8)

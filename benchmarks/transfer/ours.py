@@ -17,12 +17,12 @@ from benchmarks.transfer.pools import buffers_of, layout
 from control.messages import AttemptId, BufferInfo, Destination, ModelIdentity, Peer, SharedMemory, Transport
 from engine.paged_pool import PagedKVPool
 from hisparse.host_pool import HostKVPool
-from prefill_node.outgoing import Chunk, Reading, Sent
-from prefill_node.plan import Part
+from prefill_node.outgoing import Chunk, SendReport
+from prefill_node.plan import ChunkPart
 from prefill_node.progress import ForwardProgress
 from prefill_node.ring import SendBuffer, SendRings
-from prefill_node.sender import Sender, Surroundings
-from prefill_node.source import HostSource
+from prefill_node.sender import Sender, SendResources
+from prefill_node.source import HostSource, Reading
 from transfer.choices import ChecksumMode
 from transfer.copy_runs import stream_runs
 from transfer.planner import NO_LIMIT, Descriptors
@@ -160,11 +160,11 @@ class _Timed:
     """A sender and its reports."""
 
     def __init__(self, reading: Reading, rings: SendRings, connect: Callable[[Destination], Channel]) -> None:
-        self._reports: queue.SimpleQueue[Sent] = queue.SimpleQueue()
-        surroundings = Surroundings(reading=reading, rings=rings, connect=connect, silence=lambda _: 0.0)
-        self._sender = Sender(surroundings, self._reports.put)
+        self._reports: queue.SimpleQueue[SendReport] = queue.SimpleQueue()
+        resources = SendResources(reading=reading, rings=rings, connect=connect, silence=lambda _: 0.0)
+        self._sender = Sender(resources, self._reports.put)
 
-    def send(self, chunks: Sequence[Chunk]) -> tuple[float, list[Sent]]:
+    def send(self, chunks: Sequence[Chunk]) -> tuple[float, list[SendReport]]:
         """Seconds from the first submission to the last report, and the reports. Raises MethodFailed."""
         started = time.perf_counter()
         for chunk in chunks:
@@ -201,10 +201,10 @@ class _Nothing:
     def wait(self) -> Outcome:
         return Outcome.LANDED
 
-    def gather(self, buffer: int, part: Part, into: SendBuffer) -> None:
+    def gather(self, buffer: int, part: ChunkPart, into: SendBuffer) -> None:
         """Packing is part of sending."""
 
-    def digest(self, buffer: int, part: Part, start: int, stop: int) -> int:
+    def digest(self, buffer: int, part: ChunkPart, start: int, stop: int) -> int:
         raise NotImplementedError("checksums are off")
 
     def check(self) -> None: ...

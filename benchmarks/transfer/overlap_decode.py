@@ -12,10 +12,10 @@ from benchmarks.transfer.methods import MethodFailed
 from benchmarks.transfer.overlap_model import spec
 from control.messages import ChunkDone, Generate, Message, Peer, PrefillDone
 from control.plane import ControlPlane
-from decode_node.attempt import Landed, Lost, PartNumber, PrefillOutcome, part_of
-from decode_node.destination import buffers_of, destination_of
+from decode_node.attempt import ChunkNumber, Lost, chunk_of
+from decode_node.destination import destination_of
 from decode_node.remote_prefill import PrefillMessage, RemotePrefill
-from decode_node.request import Request
+from decode_node.request import Request, RequestState
 from decode_node.verifier import Verified, Verifier
 from engine.identity import identity_of
 from hisparse.config import HiSparseConfig
@@ -56,16 +56,16 @@ class DecodeSide:
         self._coordinator = _tiers(tokens, "shm" in transports.offered)
         self._at_end.callback(self._coordinator.close)
         pool = self._coordinator.host
-        buffers = buffers_of(pool)
-        transports.register(buffers)
-        self._at_end.callback(transports.unregister, buffers)
+        destination = destination_of(pool, transports, identity_of(spec(tokens)))
+        transports.register(destination.buffers)
+        self._at_end.callback(transports.unregister, destination.buffers)
         self._control = ControlPlane("decode", host, 0, host, deliver=lambda *item: self._inbox.put(item))
         self._at_end.callback(self._control.stop)
-        verifier = Verifier(buffers, self._inbox.put)
+        verifier = Verifier(destination.buffers, self._inbox.put)
         self._at_end.callback(verifier.close)
         self._remote = RemotePrefill(
             self._control,
-            destination_of(pool, transports, identity_of(spec(tokens))),
+            destination,
             ReservationTable(pool.release, pool.retain),
             verifier.submit,
             Metrics(),
@@ -98,31 +98,30 @@ class DecodeSide:
     def _landed(self, request: Request) -> tuple[PrefillDone, int]:
         """Serve messages, as a node's loop does, until the request's KV is there: (what was said then, checksums)."""
         done: PrefillDone | None = None
-        checksums: dict[PartNumber, int] = {}
+        checksums: dict[ChunkNumber, int] = {}
         deadline = time.monotonic() + _TIMEOUT_S
         while time.monotonic() < deadline:
-            outcomes = self._remote.tick(time.monotonic())
+            lost = self._remote.tick(time.monotonic())
             try:
                 item = self._inbox.get(timeout=_PATIENCE_S)
             except queue.Empty:
                 continue
             match item:
                 case Verified():
-                    outcomes += self._remote.verified(item)
+                    lost += self._remote.verified(item)
                 case (sender, message):
                     if isinstance(message, ChunkDone | PrefillDone):
-                        checksums[part_of(message)] = len(message.checksums)
+                        checksums[chunk_of(message)] = len(message.checksums)
                     if isinstance(message, PrefillDone):
                         done = message
-                    outcomes += self._taken(sender, message)
-            for outcome in outcomes:
-                if isinstance(outcome, Lost):
-                    raise MethodFailed(f"the prefill was lost: {outcome.reason}")
-                if isinstance(outcome, Landed) and done is not None:
-                    return done, sum(checksums.values())
+                    lost += self._taken(sender, message)
+            if lost:
+                raise MethodFailed(f"the prefill was lost: {lost[0].reason}")
+            if request.state is RequestState.LANDED and done is not None:
+                return done, sum(checksums.values())
         raise MethodFailed(f"{request.request_id} did not land within {_TIMEOUT_S:.0f} s")
 
-    def _taken(self, sender: Peer, message: Message) -> list[PrefillOutcome]:
+    def _taken(self, sender: Peer, message: Message) -> list[Lost]:
         return self._remote.take(sender, message) if isinstance(message, PrefillMessage) else []
 
 

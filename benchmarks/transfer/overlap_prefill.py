@@ -21,10 +21,9 @@ from prefill_node.endpoint import PrefillEndpoint
 from prefill_node.job import TransferJob
 from prefill_node.model_engine import ModelEngine
 from prefill_node.offer import Offer
-from prefill_node.outgoing import Reading
 from prefill_node.ring import SendRings
-from prefill_node.sender import Surroundings
-from prefill_node.source import HostSource
+from prefill_node.sender import SendResources
+from prefill_node.source import HostSource, Reading
 from service.config import NodeConfig
 from service.shell import NodeShell
 from transfer.choices import ChecksumMode
@@ -63,7 +62,7 @@ def prefill_side(
         engine = ModelEngine(
             prefill,
             _CPU,
-            Surroundings(
+            SendResources(
                 reading=Reading(
                     source=HostSource([*pool.kv, *pool.index_keys]),
                     layer_of_buffer=pool.layout.layer_of_buffer,

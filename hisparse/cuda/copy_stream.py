@@ -6,7 +6,7 @@ import torch
 
 
 class CudaCopyEvent:
-    """A CopyEvent recorded behind a copy, with the error that kept the copy, or the rest of it, from being queued."""
+    """A CopyEvent recorded behind a copy. error: what kept the copy, or a part of it, from being queued."""
 
     def __init__(self, error: Exception | None) -> None:
         self._error = error
@@ -16,7 +16,7 @@ class CudaCopyEvent:
     def done(self) -> bool:
         return bool(self._event.query())  # type: ignore[no-untyped-call]
 
-    def wait(self) -> None:
+    def result(self) -> None:
         self._event.synchronize()
         if self._error is not None:
             raise self._error
@@ -25,9 +25,9 @@ class CudaCopyEvent:
 class CudaCopyStream:
     """A CopyStream of one CUDA stream.
 
-    A copy waits, on the device, for what its caller's stream was given before: it reads pages, and lists of rows, that
-    kernels there may still have to write. The caller's stream does not wait for the copy; who reuses what the copy
-    touches asks its event first.
+    A copy waits on the device for the work that was queued on its caller's stream before, because it reads pages and
+    lists of rows that kernels there may still have to write. The caller's stream does not wait for the copy: whoever
+    reuses what the copy touches must ask its event first.
     """
 
     def __init__(self, device: torch.device) -> None:

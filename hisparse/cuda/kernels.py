@@ -1,12 +1,8 @@
-"""Compiling the kernels of csrc/ with NVRTC, and keeping what was compiled on disk.
-
-No compiler and no GPU are needed: NVRTC is a library, and it is told the architecture.
-"""
+"""Compiles the kernels of csrc/ with NVRTC, a library that needs no GPU, and caches the machine code on disk."""
 
 import hashlib
 import os
 import tempfile
-from contextlib import suppress
 from pathlib import Path
 
 import structlog
@@ -28,9 +24,9 @@ class KernelCompileError(RuntimeError):
 def cubin(specialization: Specialization, architecture: str, cache: Path | None = None) -> bytes:
     """Machine code of a specialised kernel for an architecture such as "sm_90".
 
-    Looked for in `cache` (default: `cache_directory()`), else compiled (some 0.5 s) and left there. Files there are
-    named by a digest of everything that the code depends on, so they never go stale, and begin with a digest of what
-    follows, so that a damaged one is noticed and replaced. Raises KernelCompileError.
+    Read from `cache` (default: `cache_directory()`), else compiled (some 0.5 s) and written there. A file's name has a
+    digest of everything that the code depends on, so no file goes stale. A file begins with a digest of the rest, so
+    that a damaged one is noticed and replaced. Raises KernelCompileError.
     """
     directory = cache_directory() if cache is None else cache
     path = directory / f"{specialization.entry}-{_key(specialization, architecture)}.cubin"
@@ -92,17 +88,12 @@ def _read(path: Path) -> bytes | None:
 
 
 def _write(path: Path, code: bytes) -> None:
-    """Put code into the cache, whole or not at all: several processes may start at once, and may be killed."""
+    """Write code to the cache, whole or not at all: several processes may write at once, and may be killed."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent)
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(hashlib.sha256(code).digest() + code)
-            os.replace(temporary, path)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(temporary)
-            raise
-    except OSError as error:  # it will be compiled again next time, and that is all
+        with tempfile.TemporaryDirectory(dir=path.parent) as directory:
+            whole = Path(directory) / path.name
+            whole.write_bytes(hashlib.sha256(code).digest() + code)
+            whole.replace(path)
+    except OSError as error:  # the kernel will be compiled again next time
         log.warning("compiled kernel not cached", path=str(path), error=str(error))

@@ -21,8 +21,8 @@ class CudaError(RuntimeError):
 class DeviceKernel:
     """A specialised kernel, loaded on a device.
 
-    Its parameters are one struct by value, passed as a ctypes.Structure. The device's primary context, torch's, must be
-    current when it is constructed and launched, as it is in any thread that has used torch on the device.
+    Its parameters are one struct by value, passed as a ctypes.Structure. Construct and launch it in a thread that has
+    used torch on the device, so that the device's primary context is current.
     """
 
     def __init__(self, specialization: Specialization, device: torch.device) -> None:
@@ -56,7 +56,7 @@ class DeviceKernel:
         _check(driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(pointers), 0))
 
     def cluster_sizes(self) -> dict[int, int]:
-        """Numbers of blocks that can form a cluster, above 1, and how many such clusters the device runs at a time."""
+        """By cluster size (blocks, above 1): how many such clusters the device runs at a time."""
         sizes = {}
         for cluster in _CLUSTER_SIZES if self._has_clusters else ():
             config = self._config((cluster, 1, 1), cluster)

@@ -1,4 +1,4 @@
-"""What a kernel is compiled for, and how the swap-in kernel lays out its shared memory."""
+"""The constants that a kernel is compiled with, among them the layout of the swap-in kernel's shared memory."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -27,10 +27,7 @@ class CopySpecialization:
 
     source = "copy_items.cu"
     entry = "copy_items"
-
-    @property
-    def shared_bytes(self) -> int:
-        return 0
+    shared_bytes = 0
 
     def defines(self) -> dict[str, str]:
         return {
@@ -45,8 +42,8 @@ class SwapInSpecialization:
     """csrc/swap_in.cu. top_k: the most positions that a launch may select. hot_size: device_buffer_size.
 
     index_type: of rows and newest positions. position_type: of selected positions. aligned: as above. block_size:
-    threads per block. seen_bits: how many of a position's low bits tell it from others in the bitmap that finds
-    repeats; misses that have them in common are compared, which takes longer.
+    threads per block. seen_bits: how many low bits of a position select its bit in the bitmap that finds repeats.
+    Misses that share a bit are compared, which takes longer.
     """
 
     top_k: int
@@ -62,7 +59,7 @@ class SwapInSpecialization:
     entry = "swap_in"
 
     def __post_init__(self) -> None:
-        """Raises StartupError for what the kernel cannot do."""
+        """Raises StartupError for values that the kernel does not support."""
         if not 1 <= self.top_k <= self.hot_size <= MAX_DEVICE_BUFFER_SIZE:
             raise StartupError(
                 f"swap-in needs 1 <= top_k <= device_buffer_size <= {MAX_DEVICE_BUFFER_SIZE}, "
@@ -81,10 +78,10 @@ class SwapInSpecialization:
         return max(3, (2 * self.top_k - 1).bit_length())
 
     def shared_offsets(self) -> dict[str, int]:
-        """Where each array of the kernel's dynamic shared memory begins, and, as SHARED_BYTES, where the last ends.
+        """Where each array of the kernel's dynamic shared memory begins, and, as SHARED_BYTES, where the last one ends.
 
-        The one place that lays it out: the kernel is compiled with these offsets. What lies over SELECTED, POSITION_AT
-        and SEEN, when they have been read, is in `Shared` of csrc/request.cuh.
+        The kernel is compiled with these offsets. `Shared` of csrc/request.cuh says which arrays reuse the memory of
+        SELECTED, POSITION_AT and SEEN once those have been read.
         """
         warps = self.block_size // WARP
         arrays = {
@@ -109,9 +106,9 @@ class SwapInSpecialization:
         return self.shared_offsets()["SHARED_BYTES"]
 
     def fitted(self, available: int) -> "SwapInSpecialization":
-        """This, or the same with fewer `seen_bits`, for a device whose blocks may have so much shared memory (bytes).
+        """This, with fewer `seen_bits` if it needs more than `available` bytes of shared memory per block.
 
-        Raises StartupError if it needs more than that all the same.
+        Raises StartupError if it needs more all the same.
         """
         fitted = self
         while fitted.shared_bytes > available and fitted.seen_bits > _MIN_SEEN_BITS:
@@ -143,11 +140,11 @@ Specialization = CopySpecialization | SwapInSpecialization
 
 
 def seen_bits(max_context: int) -> int:
-    """As many as tell any two positions of a context of that length apart."""
+    """As many bits as distinguish all positions of a context of that length."""
     return max(_MIN_SEEN_BITS, (max_context - 1).bit_length())
 
 
 def default_block_size(top_k: int) -> int:
-    """Threads per block: four selected positions per thread, a full block's worth of warps to copy at the least."""
+    """Threads per block: four selected positions per thread, and at least 512, so that enough warps copy."""
     wanted = -(-top_k // 4)
     return min(MAX_BLOCK_SIZE, max(512, 1 << (wanted - 1).bit_length() if wanted > 1 else 1))

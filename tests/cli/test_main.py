@@ -11,6 +11,7 @@ import decode_node.process
 import gateway.process
 import prefill_node.process
 from base.version import VERSION
+from cli.config import ServeConfig
 from cli.main import main, title
 from cli.serve import ServePlan
 from control.codec import PROTOCOL_VERSION
@@ -178,18 +179,9 @@ def test_keys_are_given_by_flag_or_environment(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "10.0.0.1", "0.0.0.0"])
 def test_serve_opens_nothing_but_the_api_to_other_machines(host: str) -> None:
-    plan = ServePlan(
-        host=host,
-        port=1,
-        api_keys=("k",),
-        num_prefill=1,
-        num_decode=1,
-        gateway_flags={},
-        prefill_flags={},
-        decode_flags={},
-    )
-    gateway, *nodes = plan.children()
-    assert gateway.words[1:3] == ["--host", host]
+    config = ServeConfig(model_path=Path("/m"), host=host, api_keys=("k",))
+    gateway, *nodes = ServePlan(config, port=1, devices=("cpu",)).children()
+    assert gateway.words[gateway.words.index("--host") + 1] == host
     assert gateway.words[gateway.words.index("--control-host") + 1] == "127.0.0.1"
     for node in nodes:
         assert "--host" not in node.words, "loopback is the default"

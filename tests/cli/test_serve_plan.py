@@ -2,7 +2,6 @@
 
 import subprocess
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +10,13 @@ import typer
 
 from base.errors import StartupError
 from cli import serve
+from cli.config import ServeConfig
 from cli.main import app, main
 from cli.serve import Child, ServePlan, devices_for, processes, serve_until_stopped
 
 
-def plan(**changes: object) -> ServePlan:
-    flags = {"--model-path": Path("/m")}
-    return ServePlan(
-        host="127.0.0.1",
-        port=8000,
-        num_prefill=1,
-        num_decode=1,
-        gateway_flags=flags,
-        prefill_flags=flags,
-        decode_flags=flags,
-        **changes,  # type: ignore[arg-type]
-    )
+def plan(devices: tuple[str, ...] = ("cpu",), **flags: object) -> ServePlan:
+    return ServePlan(ServeConfig(model_path=Path("/m"), **flags), 8000, devices)  # type: ignore[arg-type]
 
 
 def test_keys_reach_the_gateway_alone_and_not_on_a_command_line() -> None:
@@ -62,7 +52,7 @@ def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("four_gpus")
 def test_every_node_has_a_gpu_of_its_own() -> None:
-    gateway, *nodes = replace(plan(), num_prefill=1, num_decode=2, devices=devices_for("cuda", 3, None)).children()
+    gateway, *nodes = plan(decode_nodes=2, devices=devices_for("cuda", 3, None)).children()
     assert "--device" not in gateway.words
     assert devices(nodes) == ["cuda:0", "cuda:1", "cuda:2"]
 
@@ -71,7 +61,7 @@ def test_every_node_has_a_gpu_of_its_own() -> None:
 def test_nodes_share_gpus_only_if_it_is_said_what_each_may_take() -> None:
     with pytest.raises(StartupError, match=r"5 nodes, one per GPU, and this machine has 4; .* --mem-fraction-static"):
         devices_for("cuda", 5, None)
-    _, *nodes = replace(plan(), num_decode=4, devices=devices_for("cuda", 5, 0.4)).children()
+    _, *nodes = plan(decode_nodes=4, devices=devices_for("cuda", 5, 0.4)).children()
     assert devices(nodes) == ["cuda:0", "cuda:1", "cuda:2", "cuda:3", "cuda:0"]
 
 

@@ -70,7 +70,7 @@ class Listed(GatewayAddresses):
         self.list(*gateways)
 
     def list(self, *gateways: Gateway) -> None:
-        self._current = frozenset(gateway.address for gateway in gateways)
+        self.current = frozenset(gateway.address for gateway in gateways)
 
 
 class Node:

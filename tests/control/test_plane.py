@@ -242,7 +242,7 @@ def test_a_connection_that_sat_idle_and_was_closed_works_at_once(start: Start, m
     assert b_inbox.get(timeout=5) == (a.me, WORD)
     a.send(c.me, WORD)
     assert c_inbox.get(timeout=5) == (a.me, WORD)
-    assert a._connections.addresses == [c.me.address], "the idle connection was closed"
+    assert list(a._connections._by_address) == [c.me.address], "the idle connection was closed"
     a.send(b.me, WORD)
     assert b_inbox.get(timeout=5) == (a.me, WORD)
 

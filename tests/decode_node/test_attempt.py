@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from control.messages import AttemptId, Checksum, Checksums, ChunkDone, PrefillDone
-from decode_node.attempt import AttemptState, PartNumber, PrefillAttempt
+from decode_node.attempt import AttemptState, ChunkNumber, PrefillAttempt
 from hisparse.extents import Extent, HostSlots
 from tests.decode_node.fakes import attempt_to_fill
 
@@ -32,7 +32,7 @@ def done(chunks: int, num_tokens: int = TOKENS, checksums: Checksums = SOME) -> 
 @given(st.data())
 def test_it_is_verified_exactly_when_all_was_taken_and_all_of_that_holds(data: st.DataObject) -> None:
     chunks = data.draw(st.integers(0, TOKENS - 1))
-    messages: dict[PartNumber, ChunkDone | PrefillDone] = {number: chunk(number) for number in range(chunks)}
+    messages: dict[ChunkNumber, ChunkDone | PrefillDone] = {number: chunk(number) for number in range(chunks)}
     messages[None] = done(chunks)
     attempt = accepted_attempt()
     to_take, to_verify = list(messages), []

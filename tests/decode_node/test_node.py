@@ -268,7 +268,7 @@ def test_slots_that_leaked_are_noticed_also_if_others_were_in_quarantine_when_th
     leaked = harness.coordinator.host.allocate(1)
     shell.inbox.put((GATEWAY, Cancel(request_id="r")))
     node._turn()
-    assert harness.remote.quarantined_slots == 10
+    assert harness.remote.abandoned.num_slots == 10
     shell.inbox.put((FIRST, Quiesced(attempt=R)))
     with pytest.raises(RuntimeError, match="they leaked"):
         node._turn()
@@ -319,7 +319,7 @@ def test_a_violation_ends_also_what_has_given_way_since_and_nothing_that_has_not
     for name in "abcd":
         h.ask(name, prompt=(10,), tokens=30)
     h.model.violates_at = 1
-    while not h.scheduler.in_state(RequestState.RETRACTED):
+    while not h.scheduler.requests.in_state(RequestState.RETRACTED):
         h.turn()
     h.model.violates_at = -1
     unhurt = [r.request_id for r in h.scheduler.requests.values() if not r.launched]

@@ -2,11 +2,13 @@
 
 import itertools
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 
 from base.metrics import Metrics
-from control.liveness import Answer
+from control.liveness import AnsweredPing
 from control.messages import (
     Abort,
     Admitted,
@@ -26,7 +28,7 @@ from control.messages import (
     Progress,
     Quiesced,
 )
-from decode_node.attempt import Landed, Lost
+from decode_node.attempt import Lost
 from decode_node.health import SILENCE_S
 from decode_node.remote_prefill import RemotePrefill
 from decode_node.request import Request, RequestState
@@ -57,6 +59,13 @@ class Clock:
         monkeypatch.setattr("decode_node.remote_prefill.time.monotonic", lambda: self.now)
 
 
+@dataclass(frozen=True)
+class Landed:
+    """A call made this request land."""
+
+    request: Request
+
+
 class Harness:
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -81,6 +90,13 @@ class Harness:
     def dispatch(self, node: Peer = FIRST) -> None:
         self.remote.dispatch(self.request, node, SLOTS)
 
+    def outcomes(self, call: Callable[[], list[Lost]]) -> list[Landed | Lost]:
+        """What a call changed."""
+        before = self.request.state
+        lost = call()
+        has_landed = before is not self.request.state is RequestState.LANDED
+        return [*lost, *([Landed(self.request)] if has_landed else [])]
+
     def done(
         self,
         epoch: int = 1,
@@ -94,12 +110,12 @@ class Harness:
         message = PrefillDone(
             attempt=attempt, num_tokens=num_tokens, chunks=chunks, checksums=checksums, lingering=lingering
         )
-        return self.remote.take(node, message)
+        return self.outcomes(lambda: self.remote.take(node, message))
 
     def chunk(self, number: int, epoch: int = 1, node: Peer = FIRST) -> list[Landed | Lost]:
         """A chunk has landed. Whether that was answered, `taken` tells."""
         message = ChunkDone(attempt=R._replace(epoch=epoch), number=number, checksums=CHUNK_CHECKSUMS)
-        return self.remote.take(node, message)
+        return self.outcomes(lambda: self.remote.take(node, message))
 
     def taken(self) -> list[int]:
         """The chunks that need not be said again, since the last call."""
@@ -110,7 +126,8 @@ class Harness:
     def verified(self, *mismatches: Mismatch, error: str | None = None) -> list[Landed | Lost]:
         """What came of the oldest verification."""
         oldest = self.verifier.waiting.pop(0)
-        return self.remote.verified(Verified(oldest.attempt.id, oldest.part, len(CHECKSUMS), mismatches, error))
+        verified = Verified(oldest.attempt.id, oldest.chunk, len(CHECKSUMS), mismatches, error)
+        return self.outcomes(lambda: self.remote.verified(verified))
 
     def accepted(self) -> None:
         self.remote.take(FIRST, PrefillAccepted(attempt=R))
@@ -118,7 +135,7 @@ class Harness:
     def progress(self, computed: int = 0, current_pass: int | None = None) -> None:
         assert self.remote.take(FIRST, Progress(computed=((R, computed),), current_pass=current_pass)) == []
 
-    def wait(self, seconds: float) -> list[Landed | Lost]:
+    def wait(self, seconds: float) -> list[Lost]:
         """Time passes, in which both nodes are heard."""
         self.clock.now += seconds
         self.control.heard |= {"first": self.clock.now, "second": self.clock.now}
@@ -126,7 +143,7 @@ class Harness:
 
     def answer(self, boot_id: str, asked_at: float) -> None:
         """Whoever has FIRST's address answers a ping that was sent then."""
-        self.control.answers[FIRST.address] = Answer(boot_id, asked_at)
+        self.control.answers[FIRST.address] = AnsweredPing(boot_id, asked_at)
 
     def failures(self, reason: str) -> float:
         return float(self.metrics.transfer_failures.labels(reason)._value.get())
@@ -198,7 +215,7 @@ def test_an_abort_is_repeated_until_quiesced_and_frees_then(h: Harness) -> None:
     h.dispatch()
     h.remote.abandon(h.request)
     assert h.control.repeated["abort", R] == (FIRST, Abort(attempt=R))
-    assert h.remote.quarantined_slots == 3
+    assert h.remote.abandoned.num_slots == 3
     h.remote.take(FIRST, Quiesced(attempt=R))
     assert h.freed == [SLOTS]
     assert not h.control.repeated
@@ -253,14 +270,14 @@ def test_what_has_landed_is_not_lost_to_a_node_that_leaves_before_its_checksums_
 def test_a_pool_is_written_to_while_a_live_node_has_not_said_that_it_is_quiet(h: Harness) -> None:
     h.wait(0)
     h.dispatch()
-    assert h.remote.written_to
+    assert h.remote.abandoned.written_to
     h.remote.abandon(h.request)
-    assert h.remote.written_to
+    assert h.remote.abandoned.written_to
     h.clock.now += SILENCE_S + 1
-    assert not h.remote.written_to, "a dead node would keep this process from leaving"
+    assert not h.remote.abandoned.written_to, "a dead node would keep this process from leaving"
     h.wait(0)
     h.remote.take(FIRST, Quiesced(attempt=R))
-    assert not h.remote.written_to
+    assert not h.remote.abandoned.written_to
 
 
 def test_when_all_were_tried_the_best_is_tried_again(h: Harness) -> None:
@@ -309,7 +326,7 @@ def test_a_silent_node_loses_its_requests_but_not_their_slots(h: Harness) -> Non
     assert isinstance(lost, Lost)
     assert "silent" in lost.reason
     assert h.freed == []
-    assert h.remote.quarantined_slots == 3
+    assert h.remote.abandoned.num_slots == 3
     assert h.remote.choose(h.request) == SECOND
     assert FIRST in h.control.watched, "it is listened to, to notice that it is back"
 
@@ -365,7 +382,7 @@ def test_a_late_word_of_the_process_before_the_writer_proves_nothing(h: Harness)
     for _ in range(100):
         h.wait(1)
     assert h.freed == []
-    assert h.remote.quarantined_slots == 3
+    assert h.remote.abandoned.num_slots == 3
 
 
 def test_of_two_processes_with_one_address_the_one_that_is_heard_is_not_dead(h: Harness) -> None:
@@ -415,9 +432,9 @@ def test_a_prompt_of_which_something_lingers_lands_and_its_slots_are_fenced_befo
     assert h.retained == [SLOTS], "free when the request and the fence have both let go"
     assert h.control.take(Admitted) == [Admitted(attempt=R)]
     assert h.done(lingering=True) == []
-    assert not h.remote.written_to, "the node writes no more: nobody need wait for it"
+    assert not h.remote.abandoned.written_to, "the node writes no more: nobody need wait for it"
     assert not h.remote.is_idle
-    assert h.remote.quarantined_slots == 0, "the request uses them"
+    assert h.remote.abandoned.num_slots == 0, "the request uses them"
     h.wait(DRAIN_GRACE_S + LANDED_CAN_WAIT_S - 1)
     assert h.freed == []
     h.wait(1)
@@ -439,7 +456,7 @@ def test_done_of_an_attempt_that_was_given_up_ends_the_quarantine_behind_a_fence
 
 def test_the_restart_of_another_node_proves_nothing(h: Harness) -> None:
     h.dispatch()
-    h.control.answers[SECOND.address] = Answer("reborn", h.clock.now + 0.5)
+    h.control.answers[SECOND.address] = AnsweredPing("reborn", h.clock.now + 0.5)
     assert h.wait(1) == []
     assert h.table.is_writable(R)
 
@@ -473,7 +490,7 @@ def test_a_node_that_hangs_in_a_forward_pass_is_as_good_as_dead_until_it_goes_on
     [lost] = h.wait(1)
     assert isinstance(lost, Lost)
     assert lost.reason == "prefill node 127.0.0.1:2 has made no progress for 60 s"
-    assert h.remote.quarantined_slots == 3
+    assert h.remote.abandoned.num_slots == 3
     h.request.tried.clear()
     assert h.remote.choose(h.request) == SECOND
     h.control.sent.clear()
@@ -563,7 +580,7 @@ def test_nothing_lands_before_its_checksums_are_verified(h: Harness) -> None:
     h.dispatch()
     assert h.done(checksums=CHECKSUMS) == []
     [waiting] = h.verifier.waiting
-    assert (waiting.attempt.id, waiting.part, waiting.checksums) == (R, None, CHECKSUMS)
+    assert (waiting.attempt.id, waiting.chunk, waiting.checksums) == (R, None, CHECKSUMS)
     assert (waiting.attempt.slots, waiting.attempt.num_tokens) == (SLOTS, 3)
     assert h.request.state is RequestState.PREFILLING
     assert h.table.is_writable(R)
@@ -618,7 +635,7 @@ def test_a_mismatch_is_never_served_and_the_retry_goes_to_the_other_node_with_a_
     assert h.request.host_slots is None
     assert h.control.take(Admitted) == []
     assert h.failures("checksum") == 1
-    assert h.remote.quarantined_slots == 3
+    assert h.remote.abandoned.num_slots == 3
     assert h.control.repeated["abort", R] == (FIRST, Abort(attempt=R))
     assert h.remote.choose(h.request) == SECOND
     h.dispatch(SECOND)
@@ -703,7 +720,7 @@ def test_a_chunk_is_verified_before_the_last_has_landed(h: Harness) -> None:
     h.dispatch()
     assert h.chunk(0) == []
     [waiting] = h.verifier.waiting
-    assert (waiting.attempt.id, waiting.part, waiting.checksums) == (R, 0, CHUNK_CHECKSUMS)
+    assert (waiting.attempt.id, waiting.chunk, waiting.checksums) == (R, 0, CHUNK_CHECKSUMS)
     assert (waiting.attempt.slots, waiting.attempt.num_tokens) == (SLOTS, 3)
     assert h.taken() == [0], "it is said when it was taken, so that nothing waits for it"
     assert h.verified() == []
@@ -750,7 +767,7 @@ def test_a_mismatch_in_an_early_chunk_fails_the_attempt_at_once(h: Harness) -> N
     [lost] = h.verified(Mismatch(0, 0, 1, expected=13, found=14, ranges=((0x1000, 16),)))
     assert lost == Lost(h.request, "1 of 2 checksums do not match")
     assert h.failures("checksum") == 1
-    assert h.remote.quarantined_slots == 3
+    assert h.remote.abandoned.num_slots == 3
     assert h.control.repeated["abort", R] == (FIRST, Abort(attempt=R))
     assert h.remote.choose(h.request) == SECOND
     h.taken()
@@ -849,7 +866,7 @@ def test_a_chunk_that_a_living_node_never_speaks_of_is_not_waited_for_for_ever(h
     [lost] = h.wait(1)
     assert isinstance(lost, Lost)
     assert lost.reason == "prefill node 127.0.0.1:2 has made no progress for 60 s"
-    assert h.remote.quarantined_slots == 3
+    assert h.remote.abandoned.num_slots == 3
 
 
 @pytest.mark.parametrize("end", ["silent", "restarted", "not held", "failed", "leaving"])

@@ -152,9 +152,9 @@ class Harness:
             if isinstance(message, PrefillRequest) and message.attempt.request_id not in self.slow:
                 self.control.answered(key)
                 done = PrefillDone(attempt=message.attempt, num_tokens=len(message.token_ids), lingering=self.lingering)
-                self.scheduler.apply(self.remote.take(PREFILL, done))
+                self.scheduler.retry(self.remote.take(PREFILL, done))
             elif isinstance(message, Abort) and self.quiet:
-                self.scheduler.apply(self.remote.take(PREFILL, Quiesced(attempt=message.attempt)))
+                self.scheduler.retry(self.remote.take(PREFILL, Quiesced(attempt=message.attempt)))
 
     def turn(self) -> None:
         self.land()
@@ -165,7 +165,7 @@ class Harness:
             ids += [token.token_id for token in output.tokens]
             if output.finish_reason:
                 self.ended[output.request_id] = output.finish_reason
-                self.scheduler.ended(output.request_id, GATEWAY)
+                self.scheduler.outputs.ended(output.request_id, GATEWAY)
         self.control.take(Outputs)
 
     def run(self, turns: int = 2000) -> None:
@@ -331,7 +331,7 @@ def test_a_request_that_waits_for_a_prefill_node_can_be_cancelled_and_its_slots_
     h.scheduler.turn()
     assert h.state("a") is RequestState.PREFILLING
     h.scheduler.cancel("a", GATEWAY)
-    assert h.remote.quarantined_slots == 2
+    assert h.remote.abandoned.num_slots == 2
     assert h.coordinator.host.used == 2
 
 
@@ -357,7 +357,7 @@ def test_a_late_write_after_an_abort_hits_nobody() -> None:
         h.turn()
     assert h.answers["other"] == list(range(4, 12))
     assert h.coordinator.host.used == 2, "still fenced"
-    h.scheduler.apply(h.remote.take(PREFILL, Quiesced(attempt=AttemptId("decode", "aborted", 1))))
+    h.scheduler.retry(h.remote.take(PREFILL, Quiesced(attempt=AttemptId("decode", "aborted", 1))))
     h.scheduler.check_idle()
     assert h.coordinator.is_idle()
 
@@ -400,7 +400,7 @@ def test_too_many_lost_prefills_are_an_error() -> None:
     for _ in range(2):
         request.again_at = 0.0
         h.scheduler.turn()
-        h.scheduler.apply(h.remote._lose(request.attempt("decode"), "the node went away"))
+        h.scheduler.retry(h.remote._lose(request.attempt("decode"), "the node went away"))
     h.turn()
     assert h.ended == {"a": "error"}
 
@@ -418,7 +418,7 @@ def test_a_node_that_has_failed_a_request_is_not_asked_for_it_again_at_once() ->
     def fail(node: Peer) -> float:
         """For how long the request then waits for a node that has failed it."""
         failed = PrefillFailed(attempt=request.attempt("decode"), reason="not now")
-        h.scheduler.apply(h.remote.take(node, failed))
+        h.scheduler.retry(h.remote.take(node, failed))
         h.scheduler.turn()
         return request.again_at - time.monotonic()
 
@@ -449,7 +449,7 @@ def test_the_end_of_a_request_is_said_until_its_gateway_has_heard_it() -> None:
     assert isinstance(message, Outputs)
     [output] = message.outputs
     assert (output.start, output.finish_reason) == (2, "length")
-    h.scheduler.ended("a", GATEWAY)
+    h.scheduler.outputs.ended("a", GATEWAY)
     assert not h.control.repeated
 
 
@@ -467,8 +467,8 @@ def test_a_mismatch_is_never_served() -> None:
         h.scheduler.turn()
         assert h.state("a") is RequestState.PREFILLING
         verified = Verified(attempt, None, 1, (Mismatch(0, 0, 2, 1, 2, ()),))
-        h.scheduler.apply(h.remote.verified(verified))
-        h.scheduler.apply(h.remote.take(PREFILL, Quiesced(attempt=attempt)))
+        h.scheduler.retry(h.remote.verified(verified))
+        h.scheduler.retry(h.remote.take(PREFILL, Quiesced(attempt=attempt)))
     h.turn()
     assert h.answers == {"a": []}
     assert h.ended == {"a": "error"}
@@ -512,13 +512,14 @@ def test_a_prompt_that_cannot_be_copied_to_the_host_ends_its_request_alone() -> 
     request.move(RequestState.LOCAL_PREFILL)
     request.move(RequestState.STAGING)
     failed = [(request, RuntimeError("an illegal address"))]
-    h.scheduler._local = SimpleNamespace(  # type: ignore[assignment]
+    local = SimpleNamespace(
         has_work=True,
         is_idle=True,
         step=lambda: None,
         staged=lambda: ([], [failed.pop()] if failed else []),
         cancel=lambda request: False,
     )
+    h.scheduler._local = h.scheduler._slots._local = local  # type: ignore[assignment]
     h.run()
     assert h.ended == {"staged": "error", "other": "length"}
 
@@ -548,7 +549,7 @@ def test_a_prompt_that_no_node_takes_now_does_not_hold_up_shorter_ones() -> None
     h.ask("long", prompt=(1, 2, 3, 4))
     h.ask("short", prompt=(1, 2, 3))
     h.scheduler.turn()
-    assert [request.request_id for request in h.scheduler.in_state(RequestState.PREFILLING)] == ["short"]
+    assert [request.request_id for request in h.scheduler.requests.in_state(RequestState.PREFILLING)] == ["short"]
 
 
 # --- host slots run out while prefills are under way ---
@@ -563,7 +564,7 @@ def test_an_older_request_keeps_its_kv_when_host_slots_run_out_and_a_younger_one
     for _ in range(200):
         h.turn()
     assert h.state("b") is RequestState.WAITING, "its attempt was given up"
-    assert h.remote.quarantined_slots == 370
+    assert h.remote.abandoned.num_slots == 370
     assert h.state("a") is RequestState.RUNNING
     assert h.scheduler.requests["a"].epoch == 1, "it was never prefilled again"
     got = len(h.answers["a"])

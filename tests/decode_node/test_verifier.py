@@ -105,7 +105,7 @@ def test_a_result_says_which_part_it_is_about_and_parts_share_what_is_known_of_t
     for part, row in ((0, rows[0]), (1, rows[1]), (None, rows[0])):
         verifier.submit(Verification(attempt, part, Checksums.of([row])))
     found = [reports.get(timeout=10) for _ in range(3)]
-    assert [(verified.part, len(verified.mismatches)) for verified in found] == [(0, 0), (1, 1), (None, 0)]
+    assert [(verified.chunk, len(verified.mismatches)) for verified in found] == [(0, 0), (1, 1), (None, 0)]
     assert expanded == [SLOTS]
     verifier.close()
 

@@ -44,7 +44,7 @@ def digests(layers: Sequence[torch.Tensor], rows: Sequence[int]) -> list[str]:
 
 def watch_prefill(journal: Journal) -> None:
     """Note what a prefill node computed, whenever it is about to say that all of an attempt was sent."""
-    from prefill_node.engine import AllSent
+    from control.messages import PrefillDone
     from prefill_node.job import TransferJob
     from prefill_node.model_engine import ModelEngine
 
@@ -53,7 +53,7 @@ def watch_prefill(journal: Journal) -> None:
     def noting_advance(engine: ModelEngine, job: TransferJob) -> None:
         told = len(engine._updates)
         advance(engine, job)
-        if not any(isinstance(update, AllSent) for update in engine._updates[told:]):
+        if not any(isinstance(update, PrefillDone) for update in engine._updates[told:]):
             return
         pool, pages = engine._prefill.pool, job.pages
         assert pages is not None
@@ -74,10 +74,10 @@ def watch_prefill(journal: Journal) -> None:
 def watch_decode(journal: Journal) -> None:
     """Note what a decode node has of a prompt when it has landed, and when the request gives its slots back."""
     from control.messages import AttemptId, PrefillDone
-    from decode_node.attempt import Landed, PrefillAttempt
+    from decode_node.attempt import PrefillAttempt
     from decode_node.remote_prefill import RemotePrefill
     from decode_node.request import Request, RequestState
-    from decode_node.scheduler import Scheduler
+    from decode_node.slots import SlotManager
     from hisparse.coordinator import HiSparseCoordinator
     from hisparse.extents import HostSlots
     from hisparse.host_pool import HostKVPool
@@ -85,7 +85,7 @@ def watch_decode(journal: Journal) -> None:
     pools: list[HostKVPool] = []
     landed: dict[str, tuple[AttemptId, int]] = {}
     """The attempt that filled each request's slots, and for how many tokens."""
-    begin, land, release = HiSparseCoordinator.__init__, RemotePrefill._land, Scheduler._release
+    begin, land, release = HiSparseCoordinator.__init__, RemotePrefill._land, SlotManager.release
 
     def note(stage: str, request_id: str, slots: HostSlots) -> None:
         if request_id not in landed:
@@ -99,22 +99,22 @@ def watch_decode(journal: Journal) -> None:
         pools.append(host)
         begin(coordinator, host, *args, **kwargs)
 
-    def noting_land(remote: RemotePrefill, attempt: PrefillAttempt, done: PrefillDone) -> Landed:
+    def noting_land(remote: RemotePrefill, attempt: PrefillAttempt, done: PrefillDone) -> None:
         landed[attempt.id.request_id] = attempt.id, done.num_tokens
         note("landed", attempt.id.request_id, attempt.slots)
-        return land(remote, attempt, done)
+        land(remote, attempt, done)
 
-    def noting_release(scheduler: Scheduler, request: Request) -> None:
+    def noting_release(manager: SlotManager, request: Request) -> None:
         if request.state is RequestState.RUNNING:
-            note("left", request.request_id, scheduler._coordinator._running[request.request_id].host_slots)
+            note("left", request.request_id, manager._coordinator._running[request.request_id].host_slots)
         elif request.state in (RequestState.LANDED, RequestState.RETRACTED):
             assert request.host_slots is not None
             note("left", request.request_id, request.host_slots)
-        release(scheduler, request)
+        release(manager, request)
 
     HiSparseCoordinator.__init__ = remembering_begin  # type: ignore[assignment,method-assign]
     RemotePrefill._land = noting_land  # type: ignore[method-assign]
-    Scheduler._release = noting_release  # type: ignore[method-assign]
+    SlotManager.release = noting_release  # type: ignore[method-assign]
 
 
 @dataclass

@@ -295,7 +295,7 @@ class RunningGateway:
 
     def stop(self) -> None:
         if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self.gateway.stop)
+            self._loop.call_soon_threadsafe(self.gateway.signalled, signal.SIGINT)
             self.join()
 
     def join(self) -> None:

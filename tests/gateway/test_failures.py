@@ -13,7 +13,7 @@ import zmq
 from control.codec import PROTOCOL_VERSION
 from control.messages import FinishReason, Output, Peer, Resend, Token
 from control.plane import ControlPlaneFailed
-from gateway import generation
+from gateway import decode_client
 from tests.control.test_versions import Foreign
 from tests.gateway.fakes import CONTEXT, IDENTITY, MODEL, FakeDecodeNode, FakeNode, RunningGateway, wait_until
 
@@ -462,7 +462,7 @@ def test_the_end_of_a_request_is_not_acknowledged_while_tokens_before_it_are_mis
 def test_tokens_that_never_come_end_the_request(
     decode: FakeDecodeNode, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(generation, "RESEND_FOR_S", 0.3)
+    monkeypatch.setattr(decode_client, "RESEND_FOR_S", 0.3)
     decode.chunks, decode.lost, decode.deaf_to_resend = script(4), frozenset({1, 2}), 1000
     answer = http.post("/v1/completions", json=body(max_tokens=4))
     assert answer.status_code == 500

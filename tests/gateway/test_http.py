@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from control.messages import Output, Token
-from gateway import generation
+from gateway import decode_client
 from gateway.config import GatewayConfig
 from gateway.unsupported import HARMLESS, NEUTRAL
 from tests.gateway.fakes import CONTEXT, EOS, MODEL, VOCAB, FakeDecodeNode, FakeNode, RunningGateway, wait_until
@@ -381,7 +381,7 @@ def test_many_at_once(client: openai.OpenAI) -> None:
 def test_lost_and_repeated_outputs(
     client: openai.OpenAI, decode: FakeDecodeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(generation, "RESEND_FOR_S", 0.3)
+    monkeypatch.setattr(decode_client, "RESEND_FOR_S", 0.3)
     decode.chunks = [list(b"ab")]
     decode.extra_outputs = [
         Output(request_id="-", start=0, tokens=(Token(token_id=97), Token(token_id=98), Token(token_id=99))),

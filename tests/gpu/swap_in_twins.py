@@ -84,9 +84,8 @@ class Twins:
         residency = Residency(self.layout.num_index_layers, batch, context, hot_size, on)
         slots = []
         for newest in self.newest:
-            row = device.alloc_logical_only(context)
+            row = device.allocate_row(context)
             assert row is not None
-            assert device.grow(row, context)
             taken = host.allocate(context)
             assert taken is not None
             slots.append(taken)

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from hisparse import HostSlots
 from hisparse.cuda import CudaCopyStream
 from hisparse.cuda.specialization import default_block_size
+from hisparse.extents import HostSlots
 from hisparse.host_pool import HostKVPool
 from hisparse.swap_in import StagedKV
 from hisparse.verify import SwapInMismatchError
@@ -27,16 +27,21 @@ def test_after_any_walk_every_pool_is_exactly_as_full_as_at_start(seed: int) -> 
     walk_and_leave_nothing(seed, turns=150, on="cuda:0")
 
 
+def upload(values: object) -> torch.Tensor:
+    """int64 on the device, without waiting for it."""
+    return torch.as_tensor(values, dtype=torch.int64).pin_memory().to(CUDA, non_blocking=True)
+
+
 def decode_one(t: Tiers, request_id: str, seed: int) -> int:
     """Compute a token as a model does, without waiting for the device. Returns the number of the step."""
     assert not t.coordinator.append_tokens([request_id]).short_of
     places = t.coordinator.begin_step([request_id])
     newest = int(places.newest[0])
-    step = t.coordinator.cache(t.device.upload(places.rows), t.device.upload(places.newest), newest + 1)
+    step = t.coordinator.cache(upload(places.rows), upload(places.newest), newest + 1)
     for layer in range(LAYOUT.num_layers):
-        step.append(layer, FORMAT.encode_items(t.device.upload([seed, layer, newest])[None]))
+        step.append(layer, FORMAT.encode_items(upload([seed, layer, newest])[None]))
     for layer in range(LAYOUT.num_index_layers):
-        step.append_index_keys(layer, FORMAT.encode_index_keys(t.device.upload([seed * 100 + layer, newest])[None]))
+        step.append_index_keys(layer, FORMAT.encode_index_keys(upload([seed * 100 + layer, newest])[None]))
     step.finish()
     return places.number
 
@@ -130,7 +135,7 @@ def test_a_copy_that_fails_is_over_and_says_why() -> None:
 
     event = stream.submit(broken)
     with pytest.raises(ValueError, match="no such page"):
-        event.wait()
+        event.result()
     assert event.done()
     stream.close()
 

@@ -10,7 +10,10 @@ from control.messages import Sampling
 from engine.batch import Batch
 from engine.paged_pool import PagedKVPool, PagedSequence
 from engine.runner import LaunchedStep, ModelRunner
-from hisparse import HiSparseConfig, StagedKV, build_tiers, plan_sizes
+from hisparse.config import HiSparseConfig
+from hisparse.sizing import plan_sizes
+from hisparse.swap_in import StagedKV
+from hisparse.tiers import build_tiers
 from model.passes import PrefillChunk
 from model.sparse_model import SparseModel
 

@@ -5,8 +5,8 @@ import random
 import pytest
 import torch
 
-from hisparse import HostSlots, Tier
-from hisparse.lifecycle import LifecycleError
+from hisparse.coordinator import LifecycleError, Tier
+from hisparse.extents import HostSlots
 from hisparse.step import StepError
 from hisparse.swap_in import SwapInCounters
 from hisparse.verify import SwapInMismatchError
@@ -82,7 +82,7 @@ def test_full_pools_say_which_tier_is_short_and_take_nothing() -> None:
         result = t.coordinator.append_tokens(["a", "b"])
         assert (result.ready, result.short_of) == (("a",), {"b": Tier.HOST})
         assert t.coordinator.append_tokens(["a"]).ready == ("a",), "idempotent: the room is there"
-        assert t.device.free_index_pages == 1
+        assert t.device._pages.allocator.free == 1
         with pytest.raises(StepError, match="request b has no room for token 4"):
             t.coordinator.begin_step(["a", "b"])
         t.coordinator.request_finished("a")
@@ -102,7 +102,7 @@ def test_a_retracted_request_resumes_by_another_direct_admission() -> None:
         for _ in range(9):
             t.step(["r"], rng)
         slots = t.coordinator.retract_request("r")
-        assert t.device.used_slots == t.device.used_index_pages == t.device.used_rows == 0
+        assert t.device.used_slots == t.device._pages.allocator.used == t.device.used_rows == 0
         assert not t.coordinator.is_idle(), "its host slots are the caller's"
         t.check_host_copy(slots, 5, 12)
         assert t.coordinator.admit_request_direct("r", slots, 12)
@@ -346,4 +346,4 @@ def walk_and_leave_nothing(seed: int, turns: int, on: str = "cpu") -> None:
             walk.finish(request_id)
         walk.drop_retracted()
         assert t.coordinator.is_idle()
-        assert (t.host.free, t.device.free_slots, t.device.free_index_pages) == (t.host.num_slots, 30, 24)
+        assert (t.host.free, t.device.free_slots, t.device._pages.allocator.free) == (t.host.num_slots, 30, 24)

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from hisparse.lifecycle import LifecycleError
+from hisparse.coordinator import LifecycleError
 from tests.hisparse.tiers_harness import Pages, Tiers, tiers
 
 
@@ -22,7 +22,7 @@ def stage(t: Tiers, request_id: str, seed: int, num_tokens: int = 9) -> Pages:
 
 def settle(t: Tiers) -> None:
     """Wait until the copies submitted so far are over."""
-    t.stream.submit(lambda: None).wait()
+    t.stream.submit(lambda: None).result()
 
 
 def test_a_staged_request_decodes_after_its_copy() -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from control.liveness import Answer
+from control.liveness import AnsweredPing
 from control.messages import Message, Output, Outputs, Peer
 from hisparse.layout import KVLayout
 from model.passes import PrefillChunk
@@ -42,7 +42,7 @@ class FakeControl:
     watched: set[Peer] = field(default_factory=set)
     heard: dict[str, float] = field(default_factory=dict)
     alive: dict[str, float] = field(default_factory=dict)
-    answers: dict[str, Answer] = field(default_factory=dict)
+    answers: dict[str, AnsweredPing] = field(default_factory=dict)
     revoked: set[str] = field(default_factory=set)
 
     def send(self, to: Peer, message: Message, *, any_boot: bool = False) -> None:
@@ -65,7 +65,7 @@ class FakeControl:
     def alive_after(self, boot_id: str) -> float | None:
         return self.alive.get(boot_id)
 
-    def answer_at(self, address: str) -> Answer | None:
+    def answer_at(self, address: str) -> AnsweredPing | None:
         return self.answers.get(address)
 
     def check(self) -> None:

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from control.messages import AttemptId, BufferInfo, Destination, Peer, Transport
-from prefill_node.outgoing import Chunk, Reading, Sent
+from prefill_node.outgoing import Chunk, SendReport
 from prefill_node.progress import ForwardProgress
 from prefill_node.ring import SendRings
-from prefill_node.sender import Sender, Surroundings
-from prefill_node.source import DeviceSource, HostSource
+from prefill_node.sender import Sender, SendResources
+from prefill_node.source import DeviceSource, HostSource, Reading
 from tests.control.test_messages import IDENTITY
 from transfer.choices import ChecksumMode
 from transfer.copy_runs import copy_runs
@@ -101,18 +101,18 @@ class Sending:
         self.transport = transport
         self.silence = 0.0
         self.unreachable = False
-        self.reports: queue.SimpleQueue[Sent] = queue.SimpleQueue()
+        self.reports: queue.SimpleQueue[SendReport] = queue.SimpleQueue()
         self.registered: list[BufferInfo] = []
         self.connecting_is_broken = False
         self.registering_is_broken = False
         self.reading = Reading(source, LAYER_OF_BUFFER, PAGE_SIZE, checksums)
-        self.surroundings = Surroundings(
+        self.resources = SendResources(
             reading=self.reading,
             rings=SendRings(pin=device.type == "cuda", register=self._register),
             connect=self._connect,
             silence=lambda decode: self.silence,
         )
-        self.sender = Sender(self.surroundings, self.reports.put)
+        self.sender = Sender(self.resources, self.reports.put)
 
     def destination(self) -> Destination:
         buffers = BufferInfo(
@@ -164,7 +164,7 @@ class Sending:
             cancelled=cancelled,
         )
 
-    def send(self, chunk: Chunk) -> Sent:
+    def send(self, chunk: Chunk) -> SendReport:
         self.sender.submit(chunk)
         return self.reports.get(timeout=10)
 

@@ -44,9 +44,9 @@ from prefill_node.endpoint import PrefillEndpoint
 from prefill_node.job import JobState, TransferJob
 from prefill_node.model_engine import ModelEngine
 from prefill_node.offer import Offer
-from prefill_node.outgoing import Chunk, Sent
+from prefill_node.outgoing import Chunk, SendReport
 from prefill_node.progress import ForwardProgress
-from prefill_node.sender import Surroundings
+from prefill_node.sender import SendResources
 from service.lifecycle import Lifecycle
 from tests.prefill_node.fakes import LAYOUT, FakeControl, FakeModel
 
@@ -122,7 +122,7 @@ class Harness:
         self.engine = ModelEngine(
             self.prefill,
             torch.device("cpu"),
-            Surroundings(reading=None, rings=None, connect=None, silence=None),  # type: ignore[arg-type]
+            SendResources(reading=None, rings=None, connect=None, silence=None),  # type: ignore[arg-type]
             Offer(IDENTITY, ("tcp",), max_tokens=32, vocab_size=100),
             self.shell.metrics,
             wake=lambda: None,
@@ -137,7 +137,7 @@ class Harness:
     def tell(self) -> None:
         """Let the endpoint say what has happened."""
         for update in self.engine.poll():
-            self.endpoint._tell(update)
+            self.endpoint._send_update(update)
 
     def receive(self, message: Message, sender: Peer | None = None) -> None:
         self.endpoint._take(sender or DECODE, message)
@@ -173,7 +173,7 @@ class Harness:
         """The writes of the oldest chunk ended. With `checksums`, one of all its positions was noted."""
         chunk = self.sender.chunks.pop(0)
         noted = [checksum_of(chunk.start, chunk.stop)] if checksums else []
-        sent = Sent(chunk, 10, 1, posted_at, ended_at, waited, noted, error, lingering, in_flight)
+        sent = SendReport(chunk, 10, 1, posted_at, ended_at, waited, noted, error, lingering, in_flight)
         self.engine._report(sent)
         self.tell()
 

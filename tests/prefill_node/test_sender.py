@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from control.messages import Peer, Transport
-from prefill_node.outgoing import Chunk, Outgoing, Reading, Sent
-from prefill_node.plan import Part
+from prefill_node.outgoing import Chunk, OutgoingChunk, SendReport
+from prefill_node.plan import ChunkPart
 from prefill_node.progress import ForwardProgress
 from prefill_node.ring import SendBuffer, SendRing
-from prefill_node.sender import MAX_SESSIONS
+from prefill_node.sender import MAX_LANES
+from prefill_node.source import Reading
 from tests.prefill_node.sending import (
     CPU,
     LAYER_OF_BUFFER,
@@ -285,7 +286,7 @@ def test_whatever_fails_every_chunk_is_reported_once_and_the_next_ones_are_sent(
     assert (sent.error, sent.in_flight) == (None, False)
     assert sending.sender.stop(timeout=5)
     assert sending.reports.empty()
-    assert len(sending.surroundings.kept) == unknown, "what may be read stays mapped; the rest is given back"
+    assert len(sending.resources.kept) == unknown, "what may be read stays mapped; the rest is given back"
 
 
 def test_a_channel_that_cannot_be_closed_costs_nothing(sending: Sending) -> None:
@@ -302,10 +303,10 @@ def test_send_buffers_that_may_be_read_for_ever_are_not_filled_again(sending: Se
     channel = sending.channel("a")
     channel.broken = "wait"
     pipeline, ring = Pipeline(channel), SendRing(pin=False)
-    reports: list[Sent] = []
-    Outgoing(sending.chunk(), sending.reading, pipeline, lambda: ring, reports.append).post(lambda: True)
+    reports: list[SendReport] = []
+    OutgoingChunk(sending.chunk(), sending.reading, pipeline, lambda: ring, reports.append).post(lambda: True)
     channel.broken = ""
-    Outgoing(sending.chunk(), sending.reading, pipeline, lambda: ring, reports.append).post(lambda: True)
+    OutgoingChunk(sending.chunk(), sending.reading, pipeline, lambda: ring, reports.append).post(lambda: True)
     pipeline.drain()
     lost, refused = reports
     assert len(channel.posted) == BATCHES_IN_FLIGHT, "as many as there are buffers"
@@ -360,10 +361,10 @@ def test_what_has_ended_is_reported_while_the_next_chunk_waits_for_its_layer(sen
 
 
 def test_threads_are_bounded_and_end_when_no_request_needs_them(sending: Sending) -> None:
-    for number in range(MAX_SESSIONS):
+    for number in range(MAX_LANES):
         decode = Peer(role="decode", address=f"{number}:1", boot_id=str(number))
         assert sending.sender.open(decode), "also before anything is sent there"
-    for number in range(MAX_SESSIONS):
+    for number in range(MAX_LANES):
         assert sending.send(sending.chunk(str(number), stop=1)).error is None
     assert not sending.sender.open(Peer(role="decode", address="new:1", boot_id="new"))
     assert sending.sender.open(Peer(role="decode", address="3:1", boot_id="3"))
@@ -381,15 +382,15 @@ def test_a_send_buffer_from_which_nothing_was_posted_is_the_next_one_and_none_in
     sending = Sending("tcp")
     source = sending.reading.source
     pipeline, ring = Pipeline(sending.channel("a")), SendRing(pin=False)
-    reports: list[Sent] = []
+    reports: list[SendReport] = []
 
-    def outgoing(chunk: Chunk, reading: Reading = sending.reading) -> Outgoing:
-        return Outgoing(chunk, reading, pipeline, lambda: ring, reports.append)
+    def outgoing(chunk: Chunk, reading: Reading = sending.reading) -> OutgoingChunk:
+        return OutgoingChunk(chunk, reading, pipeline, lambda: ring, reports.append)
 
     class Breaking:
         buffers, in_host_memory, digest = source.buffers, True, source.digest
 
-        def gather(self, buffer: int, part: Part, into: SendBuffer) -> None:
+        def gather(self, buffer: int, part: ChunkPart, into: SendBuffer) -> None:
             raise MemoryError
 
     chunks = [sending.chunk(start=start, stop=start + 100) for start in (0, 100)]
@@ -430,9 +431,9 @@ def test_what_sending_took_leaves_out_waits_for_layers_and_for_leave_to_post(mon
     sending = Sending("tcp")
     channel = Carrying("tcp")
     pipeline, ring = Pipeline(channel), SendRing(pin=False)
-    reports: list[Sent] = []
+    reports: list[SendReport] = []
     chunk = sending.chunk(stop=100, progress=Computing(CPU))
-    Outgoing(chunk, sending.reading, pipeline, lambda: ring, reports.append).post(lambda: passes(500.0))
+    OutgoingChunk(chunk, sending.reading, pipeline, lambda: ring, reports.append).post(lambda: passes(500.0))
     pipeline.drain()
     [sent] = reports
     assert len(channel.posted) == len(LAYER_OF_BUFFER)

@@ -36,7 +36,7 @@ def test_runs_move_exactly_the_right_bytes(
         expected[slots[position]] = source.reshape(-1, item_bytes)[row]
 
     runs = plan_runs(expand_pages(pages, page_size, start, stop), slots[start:stop])
-    for src, dst, length in zip(*runs.descriptors(0, 0, item_bytes), strict=True):
+    for src, dst, length in zip(*runs.descriptors(item_bytes), strict=True):
         destination[dst : dst + length] = source[src : src + length]
 
     assert np.array_equal(destination.reshape(-1, item_bytes), expected)
@@ -71,7 +71,7 @@ def test_cut_descriptors_move_the_same_bytes_in_as_few_equal_pieces_as_can_be(
 ) -> None:
     pages, page_size, start, stop, slots = transfer
     runs = plan_runs(expand_pages(pages, page_size, start, stop), slots[start:stop])
-    whole = runs.descriptors(0, 0, item_bytes)
+    whole = runs.descriptors(item_bytes)
     cut = whole.cut(most_bytes)
     assert all(0 < length <= most_bytes for length in cut.lengths)
     assert len(cut.lengths) == sum(-(-length // most_bytes) for length in whole.lengths.tolist())
@@ -120,7 +120,7 @@ def pairs(runs: Runs) -> list[tuple[int, int]]:
 def test_contiguous_pages_and_slots_are_one_run() -> None:
     runs = plan_runs(expand_pages(np.arange(5, 9), 64, 0, 200), np.arange(1000, 1200))
     assert len(runs) == 1
-    assert runs.descriptors(4096, 0, 10).sources.tolist() == [4096 + 5 * 64 * 10]
+    assert runs.descriptors(10).at(4096, 0).sources.tolist() == [4096 + 5 * 64 * 10]
 
 
 def test_scattered_pages_into_contiguous_slots_are_one_run_per_page() -> None:
@@ -130,7 +130,7 @@ def test_scattered_pages_into_contiguous_slots_are_one_run_per_page() -> None:
 
 def test_base_addresses_above_two_to_the_47_survive() -> None:
     runs = plan_runs(np.array([1]), np.array([2]))
-    assert runs.descriptors(2**62, 2**62, 1152).destinations.tolist() == [2**62 + 2304]
+    assert runs.descriptors(1152).at(2**62, 2**62).destinations.tolist() == [2**62 + 2304]
 
 
 def test_nothing_to_move_is_no_run() -> None:

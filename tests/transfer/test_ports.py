@@ -12,16 +12,16 @@ import pytest
 
 from base.errors import StartupError
 from tests.e2e.hosts import Network, why_not
-from transfer.ports import ClaimedPorts, PortRange, listening_ports, reachable_addresses
+from transfer.ports import ClaimedPorts, listening_ports, parse_ports, reachable_addresses
 
 RECEIVER = """
 import json, os, sys
 import numpy as np
 from transfer.engine import KVTransferEngine
 from control.messages import BufferInfo
-from transfer.ports import ClaimedPorts, PortRange
+from transfer.ports import ClaimedPorts, parse_ports
 
-ports = ClaimedPorts(PortRange.parse(sys.argv[1], engines=1), engines=1)
+ports = ClaimedPorts(parse_ports(sys.argv[1], engines=1), engines=1)
 ports.release(0)
 engine = KVTransferEngine("127.0.0.1", "tcp")
 ports.check(engine.ports)
@@ -74,7 +74,7 @@ def test_an_engine_listens_on_two_neighbouring_ports_and_nobody_else_gets_them()
             assert int(session.removeprefix("127.0.0.1:")) in ports, "the handshake port names the session"
         assert sorted(ports for _, ports, _ in answers) == [[port, port + 1] for port in range(21100, 21108, 2)]
         with pytest.raises(StartupError, match="--transfer-ports 21100-21107: no 2 neighbouring ports are free"):
-            ClaimedPorts(PortRange(21100, 21107), engines=1)
+            ClaimedPorts(range(21100, 21108), engines=1)
 
 
 @pytest.mark.skipif(why_not() is not None, reason=why_not() or "")
@@ -104,7 +104,7 @@ def test_engines_of_one_process_each_take_their_own_pair(monkeypatch: pytest.Mon
     for name in ("MC_MIN_RPC_PORT", "MC_MAX_RPC_PORT"):
         # Of this process, and of all that other tests start from it: to be as it was.
         monkeypatch.setenv(name, "")
-    claimed = ClaimedPorts(PortRange(21200, 21203), engines=2)
+    claimed = ClaimedPorts(range(21200, 21204), engines=2)
     assert not any(can_bind(port) for port in range(21200, 21204))
     claimed.release(0)
     assert [port for port in range(21200, 21204) if can_bind(port)] == [21200, 21201]
@@ -141,12 +141,12 @@ def can_bind(port: int) -> bool:
 def test_ranges_that_cannot_work_are_refused(text: str, engines: int, why: str) -> None:
     """Mooncake takes its default range, in silence, for one that it does not like."""
     with pytest.raises(StartupError, match=f"--transfer-ports {text}: .*{why}"):
-        PortRange.parse(text, engines)
+        parse_ports(text, engines)
 
 
 def test_ranges_that_work() -> None:
-    assert PortRange.parse("1024-1025", engines=1) == PortRange(1024, 1025)
-    assert len(PortRange.parse("61000-65535", engines=2)) == 4536
+    assert parse_ports("1024-1025", engines=1) == range(1024, 1026)
+    assert len(parse_ports("61000-65535", engines=2)) == 4536
 
 
 def test_the_ports_that_a_process_listens_on() -> None:

@@ -1,0 +1,121 @@
+"""Gives requests their slots, takes them back, and says who gives way when a pool runs short."""
+
+import structlog
+
+from base.metrics import Metrics
+from decode_node.local_prefill import LocalPrefill
+from decode_node.remote_prefill import RemotePrefill
+from decode_node.request import Request, RequestState, RequestTable
+from hisparse.coordinator import HOST_GRANULE, HiSparseCoordinator, Tier
+from hisparse.extents import HostSlots
+
+log = structlog.get_logger(__name__)
+
+_HOLDS_HOST_SLOTS = (
+    RequestState.PREFILLING,
+    RequestState.LOCAL_PREFILL,
+    RequestState.STAGING,
+    RequestState.LANDED,
+    RequestState.RUNNING,
+    RequestState.RETRACTED,
+)
+
+
+class SlotManager:
+    """The scheduler's access to host and device slots. The youngest request gives way; the oldest never does.
+
+    requests: all requests of the node. The scheduler adds and removes them.
+    """
+
+    def __init__(
+        self,
+        requests: RequestTable,
+        coordinator: HiSparseCoordinator,
+        remote: RemotePrefill,
+        local: LocalPrefill | None,
+        metrics: Metrics,
+    ) -> None:
+        self._requests = requests
+        self._coordinator = coordinator
+        self._remote = remote
+        self._local = local
+        self._metrics = metrics
+
+    def reserve_host(self, num_tokens: int) -> HostSlots | None:
+        """Host slots for a prompt, or None. Leaves running requests room to grow: for that they would soon drop it."""
+        host = self._coordinator.host
+        if host.free - num_tokens < HOST_GRANULE * self._coordinator.num_running:
+            return None
+        return host.allocate(num_tokens)
+
+    def admit(self, request: Request) -> bool:
+        """Give device slots to a request whose KV is in host memory. False if there are too few."""
+        device, num_tokens = self._coordinator.device, request.kv_tokens
+        if device.free_slots - device.slots_for(num_tokens) < device.growth_reserve():
+            return False
+        assert request.host_slots is not None
+        if not self._coordinator.admit_request_direct(request.request_id, request.host_slots, num_tokens):
+            return False
+        request.host_slots = None
+        return True
+
+    def make_room(self) -> list[Request]:
+        """The running requests that get another token and have room for it, oldest first.
+
+        The youngest give way until the others have room. Requests whose room is about to become free, from quarantine
+        or behind a step, sit this step out.
+        """
+        while True:
+            wanting = [request for request in self._requests.in_state(RequestState.RUNNING) if request.wants_step]
+            short_of = self._coordinator.append_tokens([request.request_id for request in wanting]).short_of
+            ready = [request for request in wanting if request.request_id not in short_of]
+            if Tier.DEVICE in short_of.values():
+                self._retract(self._requests.in_state(RequestState.RUNNING)[-1])
+            elif not short_of or not self._free_host_slots(len(short_of), can_wait=bool(ready)):
+                return ready
+
+    def release(self, request: Request) -> None:
+        """The one release path: give back whatever the request's state says it holds."""
+        match request.state:
+            case RequestState.PREFILLING:
+                self._remote.abandon(request)
+            case RequestState.RUNNING:
+                self._coordinator.request_finished(request.request_id)
+            case RequestState.LANDED | RequestState.RETRACTED:
+                self._release_host(request)
+            case RequestState.LOCAL_PREFILL | RequestState.STAGING:
+                assert self._local is not None
+                if self._local.cancel(request):
+                    self._release_host(request)
+
+    def _release_host(self, request: Request) -> None:
+        assert request.host_slots is not None
+        self._coordinator.release_host(request.host_slots)
+        request.host_slots = None
+
+    def _free_host_slots(self, short: int, can_wait: bool) -> bool:
+        """Drop the youngest request that holds host slots, as `short` requests lack some.
+
+        False if none is dropped: only the oldest holds any; or as many are about to become free, and others can go on.
+        """
+        soon_free = self._remote.abandoned.num_slots + self._coordinator.releasing_slots
+        _, *others = self._requests.in_state(*_HOLDS_HOST_SLOTS)
+        if not others or (can_wait and soon_free >= short):
+            return False
+        self._drop(others[-1])
+        return True
+
+    def _retract(self, request: Request) -> None:
+        """Take its device slots. Its KV stays on the host, and it resumes by another direct admission."""
+        request.host_slots = self._coordinator.retract_request(request.request_id)
+        request.move(RequestState.RETRACTED)
+        self._metrics.retractions.labels("device").inc()
+        log.info("retracted", request_id=request.request_id, kv_tokens=request.kv_tokens)
+
+    def _drop(self, request: Request) -> None:
+        """Take its host slots. It is prefilled again later, with the tokens that it has emitted."""
+        was = request.state.value
+        log.info("gives its host slots up", request_id=request.request_id, kv_tokens=request.kv_tokens, was=was)
+        self.release(request)
+        request.move(RequestState.WAITING)
+        self._metrics.retractions.labels("host").inc()

@@ -1,0 +1,143 @@
+"""The worked example of docs/operations.md, computed by the functions that size a node.
+
+`python -m docs.sizing` rewrites it in place; a test checks that it is up to date.
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from base.memory import DEFAULT_FRACTION
+from hisparse.config import HiSparseConfig
+from hisparse.format import DenseFormat
+from hisparse.layout import KVLayout
+from hisparse.sizing import GIB, Sizes, plan_sizes
+
+OPERATIONS = Path(__file__).parent / "operations.md"
+_BLOCK = re.compile(r"(<!-- sizing -->\n).*?(<!-- /sizing -->)", re.DOTALL)
+_FRACTION = DEFAULT_FRACTION["cuda"]
+
+
+FORMAT = DenseFormat(torch.bfloat16, item_dim=512 + 64, index_dim=128)
+LAYOUT = KVLayout(tuple(range(61)), FORMAT.item_bytes, FORMAT.index_key_bytes)
+"""DeepSeek-V3.2's: kv_lora_rank 512, qk_rope_head_dim 64, index_head_dim 128, an indexer in every layer."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """Machines of eight H200 each, and a model with the attention of DeepSeek-V3.2 that fits one of them.
+
+    device_gib: what CUDA reports as free on an idle H200. reserved_gib: host memory for all else on the machine.
+    prompt_rate: prompt tokens per second of a prefill process, an assumption to be measured. miss_rate: selected items
+    that are not in the hot buffer, an assumption to be read off the metrics.
+    """
+
+    layout: KVLayout = LAYOUT
+    context: int = 65536
+    top_k: int = 2048
+    page_size: int = 64
+    gpus: int = 8
+    device_gib: float = 139.0
+    weights_gib: float = 60.0
+    host_gib: float = 2048.0
+    reserved_gib: float = 256.0
+    running: int = 40
+    pool_gib: float = 216.0
+    prompt_rate: int = 10_000
+    miss_rate: float = 0.05
+
+    @property
+    def buffer_size(self) -> int:
+        """Hot slots of a request, as by default."""
+        return 2 * self.top_k
+
+    @property
+    def pool_bytes(self) -> int:
+        """Device memory that pools may take, once the weights are loaded."""
+        return int((self.device_gib - self.weights_gib) * GIB * _FRACTION)
+
+    def sizes(self, running: int, pool_gib: float) -> Sizes:
+        """A decode process's pools for that many running requests and a host pool of that size."""
+        return plan_sizes(
+            HiSparseConfig(self.buffer_size, self.top_k, host_to_device_ratio=None, host_pool_gib=pool_gib),
+            self.layout,
+            max_running_requests=running,
+            context_length=self.context,
+            index_page_size=self.page_size,
+            available_host_bytes=int(self.host_gib * GIB),
+            available_device_bytes=self.pool_bytes,
+        )
+
+    def most_running(self) -> int:
+        """Requests of full length that device memory holds with full hot buffers, if host memory is no limit."""
+        running = 1
+        while True:
+            sizes = self.sizes(running + 1, pool_gib=self.host_gib)
+            if sizes.num_device_slots < sizes.asked_device_slots:
+                return running
+            running += 1
+
+
+def example_block(example: Example) -> str:
+    """The example as a command and a table."""
+    x, layout, sizes = example, example.layout, example.sizes(example.running, example.pool_gib)
+    token, item, key = layout.token_bytes, layout.item_bytes, layout.index_key_bytes
+    layers, index_layers = layout.num_layers, layout.num_index_layers
+    context_bytes = x.context * token
+    request_bytes = sizes.device_bytes / x.running
+    host, pool, context, request = map(_gib, (sizes.host_bytes, x.pool_bytes, context_bytes, request_bytes))
+    slots = sizes.num_device_slots // x.running
+    prefill_tokens = x.pool_bytes // token
+    rate = x.prompt_rate * token
+    gbit = f"{8 * rate / 1e9:.1f} Gbit/s"
+    seconds = "; ".join(f"{8 * context_bytes / line / 1e9:.2f} s" for line in (25, 100, 400))
+    misses = int(x.running * x.top_k * x.miss_rate) * layers * item
+    return f"""```
+hisparse-pd decode --device cuda:0 --context-length {x.context} --max-running-requests {x.running} \\
+    --hisparse-config '{{"device_buffer_size": {x.buffer_size}, "host_pool_gib": {x.pool_gib:g}}}' ...
+```
+
+| | how | |
+| --- | --- | --- |
+| one item; one index key | {FORMAT.item_dim} x 2 B; {FORMAT.index_dim} x 2 B | {item} B; {key} B |
+| one token | {layers} x {item} B + {index_layers} x {key} B | {token:,} B |
+| one request of full length, in host memory | {x.context:,} x {token:,} B | {context} |
+| host pool of a decode process | `host_pool_gib` | {host}, {sizes.num_host_slots:,} slots |
+| requests of full length that it holds | {host} / {context} | {sizes.num_host_slots // x.context} |
+| host pools of the machine's {x.gpus} decode processes \
+| of {x.host_gib:,.0f} GiB, {x.reserved_gib:.0f} kept for the rest | {_gib(x.gpus * sizes.host_bytes)} |
+| device memory for pools | {_FRACTION} x ({x.device_gib:.0f} - {x.weights_gib:.0f}) GiB | {pool} |
+| hot buffers | {x.running} x {slots} x {layers} x {item} B | {_gib(sizes.hot_bytes)} |
+| index keys \
+| {sizes.num_index_pages:,} pages x {x.page_size} x {index_layers} x {key} B | {_gib(sizes.index_bytes)} |
+| tables | {x.running} rows | {_gib(sizes.table_bytes)} |
+| device memory of a running request | hot buffer, index keys, tables | {request} |
+| requests of full length that HBM would run; with all of their KV in HBM \
+| {pool} / {request}; / {context} | {x.most_running()}; {x.pool_bytes // context_bytes} |
+| KV pool of a prefill process \
+| {pool} / {token:,} B | {prefill_tokens:,} tokens, {prefill_tokens // x.context} prompts of full length |
+| network of a prefill process at {x.prompt_rate:,} tokens/s \
+| {x.prompt_rate:,} x {token:,} B | {rate / 1e9:.2f} GB/s, {gbit} |
+| network of a machine with {x.gpus} of them | {x.gpus} x {gbit} | {x.gpus * 8 * rate / 1e9:.0f} Gbit/s |
+| a prompt of full length over 25; 100; 400 Gbit/s | {context_bytes / 1e9:.2f} GB at line rate | {seconds} |
+| PCIe for a decode step of {x.running} at {x.miss_rate:.0%} misses \
+| {x.running} x {x.top_k} x {x.miss_rate:g} x {layers} x {item} B | {misses / 1e6:.0f} MB |
+"""
+
+
+def with_example(text: str) -> str:
+    """The text of docs/operations.md with the example as it is computed now."""
+    text, found = _BLOCK.subn(lambda block: f"{block[1]}{example_block(Example())}{block[2]}", text)
+    if not found:
+        raise ValueError(f"{OPERATIONS} has no place for the example")
+    return text
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:,.2f} GiB"
+
+
+if __name__ == "__main__":
+    OPERATIONS.write_text(with_example(OPERATIONS.read_text()))

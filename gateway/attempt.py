@@ -1,0 +1,151 @@
+"""One attempt to have a request generated: the decode node that has it, and the tokens that arrived from there.
+
+Messages may be lost, but each says which index its tokens begin at, so a gap shows as soon as a later token arrives.
+Tokens behind a gap are dropped; the decode client asks for all tokens from the gap on.
+"""
+
+import asyncio
+from dataclasses import dataclass, field
+
+import structlog
+
+from control.messages import FinishReason, Output, Peer, Sampling, Token
+from gateway.errors import ApiError
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class TokenizedRequest:
+    """What a decode node is to generate. `arrived` and `deadline` are in time.monotonic."""
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    max_new_tokens: int
+    sampling: Sampling
+    stop_token_ids: tuple[int, ...]
+    streams: bool
+    """Whether the client gets tokens as they come, rather than all of them at the end."""
+    arrived: float
+    deadline: float
+
+    @property
+    def tokens(self) -> int:
+        return len(self.prompt_ids) + self.max_new_tokens
+
+    def failed(self, what: str) -> ApiError:
+        return ApiError(500, f"{what} (request {self.request_id}); try again")
+
+
+@dataclass(frozen=True)
+class NewTokens:
+    """Tokens of an answer, in order and each once. The last ones come with a finish reason.
+
+    first: the answer begins with these tokens. Earlier ones came from a node that failed and no longer count.
+    """
+
+    tokens: tuple[Token, ...]
+    finish_reason: FinishReason | None
+    first: bool
+
+
+class NodeFailed(Exception):
+    """This decode node does not finish the request; another one may.
+
+    retry_after: seconds after which the node may have room, if it refused because its queue is full.
+    """
+
+    def __init__(self, reason: str, retry_after: float | None = None) -> None:
+        super().__init__(reason)
+        self.retry_after = retry_after
+
+
+@dataclass
+class _Gap:
+    """Tokens from index `start` on are missing; one of index `stop` came instead and was dropped.
+
+    known: the highest end of any output that was heard. since: when the gap was noticed, or last became smaller.
+    """
+
+    start: int
+    stop: int
+    known: int
+    since: float
+
+
+@dataclass
+class Attempt:
+    """A request at one decode node. Belongs to the gateway's event loop."""
+
+    request: TokenizedRequest
+    node: Peer
+    started: float
+    events: "asyncio.Queue[NewTokens | Exception]" = field(default_factory=asyncio.Queue)
+    received: int = 0
+    """Tokens that have arrived, none missing before the last."""
+    gap: _Gap | None = None
+    over: bool = False
+    """The node holds nothing of the request any more, and everything that it sent has arrived."""
+    failed: bool = False
+
+    @property
+    def missing_from(self) -> int | None:
+        """The index from which tokens must be sent again, or None."""
+        return None if self.gap is None else self.gap.start
+
+    def deliver(self, output: Output, now: float) -> None:
+        """Take new tokens. Ignores repeated ones."""
+        if self.over:
+            return
+        if output.finish_reason in ("error", "abort"):
+            self.over, self.gap = True, None
+            self.fail(self._failure(output))
+        elif output.start > self.received:
+            self._note_gap(output, now)
+        else:
+            self._take(output, now)
+
+    def fail(self, reason: Exception) -> None:
+        """End the attempt after the tokens that have arrived. The first reason counts."""
+        if not self.failed:
+            self.failed = True
+            self.events.put_nowait(reason)
+
+    async def next(self) -> NewTokens:
+        """The next new tokens. Raises NodeFailed or ApiError."""
+        event = await self.events.get()
+        if isinstance(event, Exception):
+            raise event
+        return event
+
+    def _note_gap(self, output: Output, now: float) -> None:
+        known = output.start + len(output.tokens)
+        if self.gap is not None:
+            known = max(known, self.gap.known)
+        if self.gap is None or self.gap.start != self.received:
+            # In the second case a part of what was sent again was lost, too.
+            self.gap = _Gap(self.received, output.start, known, now)
+        self.gap.known = known
+
+    def _take(self, output: Output, now: float) -> None:
+        tokens = output.tokens[self.received - output.start :]
+        first = self.received == 0
+        self.received += len(tokens)
+        if self.gap is not None and tokens:
+            self.gap.since = now
+            if self.received >= self.gap.known:
+                self.gap = None
+        self.over = output.finish_reason is not None
+        if tokens or self.over:
+            self.events.put_nowait(NewTokens(tokens, output.finish_reason, first))
+
+    def _failure(self, output: Output) -> Exception:
+        if output.finish_reason == "abort":
+            return NodeFailed(f"aborted by its decode node: {output.error or 'no reason given'}")
+        log.warning(
+            "decode node ended a request with an error",
+            request_id=output.request_id,
+            node=self.node.address,
+            reason=output.error,
+        )
+        return self.request.failed("the request failed at its decode node")

@@ -1,0 +1,236 @@
+"""Runs requests on the decode nodes.
+
+A request is at one decode node at a time. If that node refuses it, dies or falls silent, the next node begins it anew,
+as long as its client has no token of it; otherwise the request fails. However a request ends, a node that may still be
+working on it is told to stop.
+
+The client is told what kind of failure it was, and the request's id. The nodes' reasons are for the log.
+"""
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncGenerator
+
+import structlog
+
+from control.messages import Accepted, Cancel, Ended, Generate, Output, Outputs, Peer, Rejected, Resend
+from control.plane import ControlPlane
+from gateway.attempt import Attempt, NewTokens, NodeFailed, TokenizedRequest
+from gateway.errors import ApiError, context_length_exceeded, timed_out, unavailable
+from gateway.registry import SILENT_AFTER_S, NodeRegistry
+
+log = structlog.get_logger(__name__)
+
+SWEEP_S = 0.25
+CANCEL_FOR_S = 30.0
+RESEND_FOR_S = 10.0
+"""A request fails if tokens are missing for so long."""
+
+_Key = tuple[str, str, str]
+
+
+class DecodeClient:
+    """Runs requests on the decode nodes. Not thread safe: the gateway's event loop owns it."""
+
+    def __init__(self, control: ControlPlane, registry: NodeRegistry) -> None:
+        self._control = control
+        self._registry = registry
+        self._attempts: dict[str, Attempt] = {}
+        self._cancelling: dict[_Key, tuple[Peer, float]] = {}
+        """By key of each repeated Cancel: the node that it is sent to, and until when."""
+        self._closed = False
+
+    @property
+    def waiting(self) -> int:
+        """Requests of which no token has arrived."""
+        return sum(not attempt.received for attempt in self._attempts.values())
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._attempts)
+
+    async def stream(self, request: TokenizedRequest) -> AsyncGenerator[NewTokens, None]:
+        """The tokens of a request. Raises ApiError. Closing the iterator early cancels the request at its node."""
+        failures: dict[str, NodeFailed] = {}
+        while True:
+            attempt = self._begin(request, failures)
+            try:
+                while True:
+                    new = await attempt.next()
+                    yield new
+                    if new.finish_reason is not None:
+                        return
+            except NodeFailed as failure:
+                log.warning(
+                    "decode node failed a request",
+                    request_id=request.request_id,
+                    node=attempt.node.address,
+                    reason=str(failure),
+                    tokens=attempt.received,
+                )
+                if attempt.received and request.streams:
+                    raise request.failed("the request was lost at its decode node") from failure
+                failures[attempt.node.boot_id] = failure
+            finally:
+                self._end(attempt)
+
+    def deliver(self, sender: Peer, message: Accepted | Rejected | Outputs) -> None:
+        """Take a decode node's message."""
+        match message:
+            case Accepted():
+                self._control.answered(_key("generate", message.request_id, sender))
+            case Rejected():
+                self._control.answered(_key("generate", message.request_id, sender))
+                self._stop_cancelling(message.request_id, sender)
+                if attempt := self._attempt(message.request_id, sender):
+                    attempt.over = True
+                    attempt.fail(_refusal(message, sender))
+            case Outputs():
+                for output in message.outputs:
+                    self._deliver_output(sender, output)
+
+    async def sweep(self) -> None:
+        """Watch deadlines, silent nodes and unanswered Cancels for as long as the gateway runs.
+
+        Raises ControlPlaneFailed if the control thread has ended.
+        """
+        swept = time.monotonic()
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            self._control.check()
+            now = time.monotonic()
+            # If this gateway was stopped itself, that it heard nobody says nothing about the nodes.
+            stopped = now - swept > 1.0 + SWEEP_S
+            swept = now
+            for attempt in self._attempts.values():
+                if now > attempt.request.deadline:
+                    attempt.fail(timed_out())
+                elif self._registry.replaced(attempt.node):
+                    attempt.fail(NodeFailed("the decode node was restarted"))
+                elif not stopped and self._silent(attempt, now):
+                    attempt.fail(NodeFailed(f"the decode node fell silent for {SILENT_AFTER_S:g} s"))
+                elif attempt.gap is not None and now - attempt.gap.since > RESEND_FOR_S:
+                    lost = f"tokens {attempt.gap.start} to {attempt.gap.stop - 1} were lost on the way"
+                    attempt.fail(attempt.request.failed(lost))
+            for key, (node, until) in list(self._cancelling.items()):
+                if now > until:
+                    log.warning("gave up cancelling a request", request_id=key[1], node=node.address)
+                if now > until or self._registry.replaced(node):
+                    del self._cancelling[key]
+                    self._control.answered(key)
+
+    async def close(self, timeout: float) -> None:
+        """End every request with an error, and wait until the decode nodes have confirmed that they stopped."""
+        self._closed = True
+        for attempt in self._attempts.values():
+            attempt.fail(unavailable("the gateway is shutting down"))
+        until = time.monotonic() + timeout
+        while (self._attempts or self._cancelling) and time.monotonic() < until:
+            await asyncio.sleep(0.01)
+
+    def _begin(self, request: TokenizedRequest, failures: dict[str, NodeFailed]) -> Attempt:
+        """Send the request to the best node that has not failed it. Raises ApiError if there is none.
+
+        failures: why each node failed it, by boot id.
+        """
+        now = time.monotonic()
+        node = self._registry.pick_decode(request.tokens, failures.keys(), now)
+        if self._closed:
+            raise unavailable("the gateway is shutting down")
+        if node is None:
+            full = [failure.retry_after for failure in failures.values() if failure.retry_after is not None]
+            if full:
+                text, retry_after = "all decode nodes are full; try again later", max(1, math.ceil(min(full)))
+                raise ApiError(429, text, code="queue_full", retry_after=retry_after)
+            raise unavailable(self._registry.missing(now) or "no decode node could take the request; try again")
+        prefill_nodes = self._registry.rank_prefill(now, len(request.prompt_ids))
+        attempt = self._attempts[request.request_id] = Attempt(request, node, started=now)
+        generate = Generate(
+            request_id=request.request_id,
+            prompt_ids=request.prompt_ids,
+            max_new_tokens=request.max_new_tokens,
+            sampling=request.sampling,
+            stop_token_ids=request.stop_token_ids,
+            prefill_nodes=tuple(prefill_nodes),
+            longest_prompts=self._registry.longest_prompts(now),
+        )
+        self._control.repeat(_key("generate", request.request_id, node), node, generate)
+        self._registry.assign(node, request.tokens)
+        if prefill_nodes:
+            self._registry.assign(prefill_nodes[0], len(request.prompt_ids))
+        return attempt
+
+    def _end(self, attempt: Attempt) -> None:
+        """The one way in which an attempt ends."""
+        request_id = attempt.request.request_id
+        del self._attempts[request_id]
+        for repeated in ("generate", "resend"):
+            self._control.answered(_key(repeated, request_id, attempt.node))
+        if not attempt.over:
+            self._cancel(request_id, attempt.node)
+
+    def _cancel(self, request_id: str, node: Peer) -> None:
+        key = _key("cancel", request_id, node)
+        if key not in self._cancelling:
+            self._cancelling[key] = (node, time.monotonic() + CANCEL_FOR_S)
+            self._control.repeat(key, node, Cancel(request_id=request_id))
+
+    def _stop_cancelling(self, request_id: str, node: Peer) -> None:
+        key = _key("cancel", request_id, node)
+        if self._cancelling.pop(key, None) is not None:
+            self._control.answered(key)
+
+    def _deliver_output(self, sender: Peer, output: Output) -> None:
+        attempt = self._attempt(output.request_id, sender)
+        if attempt is not None:
+            self._control.answered(_key("generate", output.request_id, sender))
+            self._take(attempt, output)
+        if output.finish_reason is None:
+            if attempt is None:
+                self._cancel(output.request_id, sender)
+        elif attempt is None or attempt.over:
+            self._control.send(sender, Ended(request_id=output.request_id))
+            self._stop_cancelling(output.request_id, sender)
+
+    def _take(self, attempt: Attempt, output: Output) -> None:
+        """Take new tokens, and ask for those that are missing before them."""
+        asked_from = attempt.missing_from
+        attempt.deliver(output, time.monotonic())
+        missing_from = attempt.missing_from
+        if missing_from == asked_from:
+            return
+        request_id, node = output.request_id, attempt.node
+        key = _key("resend", request_id, node)
+        if missing_from is None:
+            self._control.answered(key)
+        else:
+            log.warning(
+                "tokens are missing and asked for again",
+                request_id=request_id,
+                node=node.address,
+                missing_from=missing_from,
+            )
+            self._control.repeat(key, node, Resend(request_id=request_id, start=missing_from))
+
+    def _attempt(self, request_id: str, sender: Peer) -> Attempt | None:
+        attempt = self._attempts.get(request_id)
+        return attempt if attempt is not None and attempt.node.boot_id == sender.boot_id else None
+
+    def _silent(self, attempt: Attempt, now: float) -> bool:
+        heard = self._control.last_heard(attempt.node.boot_id)
+        return now - max(attempt.started, heard or 0.0) > SILENT_AFTER_S
+
+
+def _refusal(rejected: Rejected, node: Peer) -> Exception:
+    if rejected.code != "too_long":
+        return NodeFailed(rejected.reason, rejected.retry_after if rejected.code == "queue_full" else None)
+    log.warning(
+        "decode node cannot hold a request", request_id=rejected.request_id, node=node.address, reason=rejected.reason
+    )
+    return context_length_exceeded(f"the request is too long for its decode node (request {rejected.request_id})")
+
+
+def _key(kind: str, request_id: str, node: Peer) -> _Key:
+    """The key of a message that is repeated until it is answered."""
+    return (kind, request_id, node.boot_id)
