@@ -6,7 +6,7 @@ import pytest
 
 from base.metrics import Metrics
 from control.messages import Generate, Peer, PrefillDone, PrefillFailed
-from decode_node.attempt import Landed, Lost
+from decode_node.attempt import Lost
 from decode_node.health import FAILURES, TRIAL_AFTER_S
 from decode_node.remote_prefill import RemotePrefill
 from decode_node.request import Request, RequestState
@@ -61,8 +61,8 @@ class Node:
 
     def land(self, request: Request, node: Peer) -> None:
         attempt = request.attempt(self.remote._control.me.boot_id)
-        [landed] = self.remote.take(node, PrefillDone(attempt=attempt, num_tokens=request.kv_tokens))
-        assert isinstance(landed, Landed)
+        assert self.remote.take(node, PrefillDone(attempt=attempt, num_tokens=request.kv_tokens)) == []
+        assert request.state is RequestState.LANDED
 
     def fail_so_often(self, times: int) -> None:
         for _ in range(times):

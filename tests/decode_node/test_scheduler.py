@@ -580,6 +580,43 @@ def test_an_older_request_keeps_its_kv_when_host_slots_run_out_and_a_younger_one
     assert h.metrics.retractions.labels("host")._value.get() >= 1
 
 
+def test_requests_that_grow_at_the_same_time_lose_no_more_than_they_need() -> None:
+    """Three equal ones fill the pool and lack 64 slots each: one gives 128 up, which are enough for the others."""
+    h = Harness(host_slots=384)
+    for name in "abc":
+        h.ask(name, prompt=(1,) * 65, tokens=100)
+    while not h.metrics.retractions.labels("host")._value.get():
+        h.turn()
+    assert [h.state(name) for name in "ab"] == [RequestState.RUNNING] * 2
+    for _ in range(5):
+        h.turn()
+    assert h.metrics.retractions.labels("host")._value.get() == 1
+    h.run()
+    assert h.answers == {name: counted((1,), 100) for name in "abc"}
+
+
+@pytest.mark.parametrize("patient", [True, False])
+def test_of_those_that_are_being_prefilled_only_as_many_give_way_as_are_needed(
+    monkeypatch: pytest.MonkeyPatch, patient: bool
+) -> None:
+    """Their slots are in quarantine, and usually free at once. If they are not for long, the next gives way."""
+    if not patient:
+        monkeypatch.setattr("decode_node.slots._FRESH_S", 0.0)
+    h = Harness(host_slots=400, slow={"b", "c"}, quiet=False)
+    h.ask("a", prompt=(1,) * 129, tokens=100)
+    for name in "bc":
+        h.ask(name, prompt=(2,) * 101, tokens=5)
+    for _ in range(120):
+        h.turn()
+    assert h.state("a") is RequestState.RUNNING
+    assert h.state("b") is (RequestState.PREFILLING if patient else RequestState.WAITING)
+    assert h.state("c") is RequestState.WAITING
+    h.quiet = True
+    h.slow.clear()
+    h.run()
+    assert h.answers == {"a": counted((1,), 100), "b": counted((2,), 5), "c": counted((2,), 5)}
+
+
 def test_others_go_on_while_one_waits_for_host_slots() -> None:
     """318 slots: 61 of an aborted prefill are in quarantine, and two requests grow by 64 each."""
     h = Harness(host_slots=318, slow={"aborted"}, quiet=False)
