@@ -92,7 +92,7 @@ class DecodeNode:
         for item in self._shell.receive(self._patience()):
             self._take(item)
         now = time.monotonic()
-        self._scheduler.retry(self._remote.tick(now))
+        self._remote.tick(now)
         self._housekeep(now)
         self._scheduler.turn()
         self._check_idle()
@@ -133,7 +133,7 @@ class DecodeNode:
     def _take(self, item: tuple[Peer, Message] | Event) -> None:
         match item:
             case Verified():
-                self._scheduler.retry(self._remote.verified(item))
+                self._remote.verified(item)
             case LoopCall():
                 item.run()
             case (sender, message):
@@ -153,7 +153,7 @@ class DecodeNode:
             case Resend():
                 self._scheduler.outputs.resend(message.request_id, message.start, sender)
             case _ if isinstance(message, PrefillMessage):
-                self._scheduler.retry(self._remote.take(sender, message))
+                self._remote.take(sender, message)
             case HeartbeatAck():
                 self._remote.nodes.learn(sender.address, message.prefill_nodes, message.longest_prompts)
                 self._remote.nodes.retire(*message.leaving)

@@ -12,7 +12,6 @@ import structlog
 from base.metrics import Metrics
 from base.tombstones import Tombstones
 from control.messages import FinishReason, Generate, Peer, Rejected, Token
-from decode_node.attempt import Lost
 from decode_node.limits import Limits
 from decode_node.local_prefill import LocalPrefill
 from decode_node.outputs import OutputStream
@@ -100,16 +99,14 @@ class Scheduler:
         else:
             self.outputs.unknown(request_id, gateway)
 
-    def retry(self, lost: list[Lost]) -> None:
-        """Requests that lost their prefill attempt wait for another one, or end if they had all their attempts."""
-        for request, reason in lost:
-            if request.prefill_attempts > self._limits.prefill_retries:
-                self.end(request, "error", f"prefill failed {request.prefill_attempts} times, at last: {reason}")
-            else:
-                self._metrics.prefill_retries.inc()
-                pause = RETRY_S * 2 ** max(0, request.prefill_attempts - 1)
-                request.again_at = time.monotonic() + min(pause, LONGEST_RETRY_S)
-        self.outputs.flush()
+    def retry(self, request: Request, reason: str) -> None:
+        """A request that lost its prefill attempt waits for another one, or ends if it had all its attempts."""
+        if request.prefill_attempts > self._limits.prefill_retries:
+            self.end(request, "error", f"prefill failed {request.prefill_attempts} times, at last: {reason}")
+        else:
+            self._metrics.prefill_retries.inc()
+            pause = RETRY_S * 2 ** max(0, request.prefill_attempts - 1)
+            request.again_at = time.monotonic() + min(pause, LONGEST_RETRY_S)
 
     # --- a turn of the loop ---
 
