@@ -82,10 +82,6 @@ class RemotePrefill:
 
     # --- attempts begin and end ---
 
-    def choose(self, request: Request) -> Peer | None:
-        """The node to try next for a request, or None if there is none."""
-        return self.nodes.choose(request.generate.prefill_nodes, request.tried, request.kv_tokens)
-
     def dispatch(self, request: Request, node: Peer, slots: HostSlots) -> None:
         """Reserve the slots under a new epoch and ask the node to fill them with the KV of all tokens but the last."""
         request.epoch += 1

@@ -137,7 +137,7 @@ class Scheduler:
                 request.host_slots = HostSlots(())
                 request.move(RequestState.LANDED)
                 continue
-            node = self._remote.choose(request)
+            node = self._remote.nodes.choose(request)
             local = self._local if node is None and self._local and self._local.fits(request.kv_tokens) else None
             if node is None and local is None:
                 # Nobody can prefill this one now, but perhaps a shorter prompt.
@@ -212,18 +212,15 @@ class Scheduler:
         self.outputs.end(request, reason, error)
         self._close(request, reason, error)
 
-    def hand_over(self, reason: str) -> None:
-        """Take nothing new, and abort requests that have streamed nothing: their gateways try another node at once."""
+    def hand_over(self, reason: str, streaming: bool = False) -> None:
+        """Take nothing new, and abort requests that have streamed nothing: their gateways try another node at once.
+
+        streaming: abort those that have streamed something, too.
+        """
         self._draining = True
         for request in list(self.requests.values()):
-            if not request.generated:
+            if streaming or not request.generated:
                 self.end(request, "abort", reason)
-        self.outputs.flush()
-
-    def end_all(self, reason: str) -> None:
-        """Abort all requests. Gateways try another node for those that have streamed nothing."""
-        for request in list(self.requests.values()):
-            self.end(request, "abort", reason)
         self.outputs.flush()
 
     def fail_all(self, error: str) -> None:

@@ -11,15 +11,6 @@ from hisparse.extents import HostSlots
 
 log = structlog.get_logger(__name__)
 
-_HOLDS_HOST_SLOTS = (
-    RequestState.PREFILLING,
-    RequestState.LOCAL_PREFILL,
-    RequestState.STAGING,
-    RequestState.LANDED,
-    RequestState.RUNNING,
-    RequestState.RETRACTED,
-)
-
 
 class SlotManager:
     """The scheduler's access to host and device slots. The youngest request gives way; the oldest never does.
@@ -99,7 +90,8 @@ class SlotManager:
         False if none is dropped: only the oldest holds any; or as many are about to become free, and others can go on.
         """
         soon_free = self._remote.abandoned.num_slots + self._coordinator.releasing_slots
-        _, *others = self._requests.in_state(*_HOLDS_HOST_SLOTS)
+        # All but waiting requests hold host slots.
+        _, *others = (request for request in self._requests.values() if request.state is not RequestState.WAITING)
         if not others or (can_wait and soon_free >= short):
             return False
         self._drop(others[-1])

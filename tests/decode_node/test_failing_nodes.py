@@ -50,7 +50,7 @@ class Node:
     def ask(self, request: Request | None = None) -> tuple[Request, Peer]:
         """Have a request prefilled by the node that is chosen for it."""
         request = request or self.request()
-        node = self.remote.choose(request)
+        node = self.remote.nodes.choose(request)
         assert node is not None
         self.remote.dispatch(request, node, SLOTS)
         return request, node

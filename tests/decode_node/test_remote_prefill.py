@@ -239,7 +239,7 @@ def test_a_failed_attempt_goes_to_a_node_that_was_not_tried(h: Harness) -> None:
     assert lost == Lost(h.request, "out of memory")
     assert h.freed == [SLOTS], "PrefillFailed says that nothing is in flight"
     assert h.request.state is RequestState.WAITING
-    assert h.remote.choose(h.request) == SECOND
+    assert h.remote.nodes.choose(h.request) == SECOND
 
 
 def test_a_node_that_leaves_hands_a_request_back_without_a_fault(h: Harness) -> None:
@@ -251,23 +251,23 @@ def test_a_node_that_leaves_hands_a_request_back_without_a_fault(h: Harness) -> 
     assert h.freed == [SLOTS, SLOTS]
     assert h.request.prefill_attempts == 0
     assert h.failures("prefill") == 0
-    assert h.remote.choose(h.request) is None, "neither takes another request"
+    assert h.remote.nodes.choose(h.request) is None, "neither takes another request"
 
 
 def test_a_node_that_a_gateway_calls_leaving_is_not_asked_though_a_request_names_it(h: Harness) -> None:
     h.remote.nodes.retire(FIRST.boot_id)
-    assert h.remote.choose(h.request) == SECOND
+    assert h.remote.nodes.choose(h.request) == SECOND
     again = FIRST.model_copy(update={"boot_id": "first again"})
     h.remote.nodes.learn(GATEWAY.address, (again, SECOND), {})
-    assert h.remote.choose(h.request) == again, "the process that took its address is another one"
+    assert h.remote.nodes.choose(h.request) == again, "the process that took its address is another one"
 
 
 def test_a_node_whose_key_was_revoked_is_not_asked_even_if_it_is_the_only_one(h: Harness) -> None:
     """A request may name it, from before; it must not see another prompt."""
     h.control.revoked = {FIRST.boot_id}
-    assert h.remote.choose(h.request) == SECOND
+    assert h.remote.nodes.choose(h.request) == SECOND
     h.control.revoked = {FIRST.boot_id, SECOND.boot_id}
-    assert h.remote.choose(h.request) is None
+    assert h.remote.nodes.choose(h.request) is None
 
 
 def test_what_has_landed_is_not_lost_to_a_node_that_leaves_before_its_checksums_are_verified(h: Harness) -> None:
@@ -294,7 +294,7 @@ def test_when_all_were_tried_the_best_is_tried_again(h: Harness) -> None:
     for node in (FIRST, SECOND):
         h.dispatch(node)
         h.take(node, PrefillFailed(attempt=R._replace(epoch=h.request.epoch), reason="no"))
-    assert h.remote.choose(h.request) == FIRST
+    assert h.remote.nodes.choose(h.request) == FIRST
 
 
 def test_a_failure_with_writes_in_flight_lifts_no_quarantine_until_the_node_is_quiet(h: Harness) -> None:
@@ -303,7 +303,7 @@ def test_a_failure_with_writes_in_flight_lifts_no_quarantine_until_the_node_is_q
     failed = PrefillFailed(attempt=R, reason="write failed", in_flight=True)
     [lost] = h.take(FIRST, failed)
     assert lost == Lost(h.request, "write failed")
-    assert h.remote.choose(h.request) == SECOND, "the request does not wait for the old attempt's writes"
+    assert h.remote.nodes.choose(h.request) == SECOND, "the request does not wait for the old attempt's writes"
     assert h.take(FIRST, failed) == []
     assert h.freed == []
     assert h.control.repeated["abort", R] == (FIRST, Abort(attempt=R))
@@ -337,7 +337,7 @@ def test_a_silent_node_loses_its_requests_but_not_their_slots(h: Harness) -> Non
     assert "silent" in lost.reason
     assert h.freed == []
     assert h.remote.abandoned.num_slots == 3
-    assert h.remote.choose(h.request) == SECOND
+    assert h.remote.nodes.choose(h.request) == SECOND
     assert FIRST in h.control.watched, "it is listened to, to notice that it is back"
 
 
@@ -348,11 +348,11 @@ def test_a_node_that_was_silent_is_used_again_as_soon_as_it_answers_and_not_befo
     h.tick(h.clock.now)
     h.request.tried.clear()
     h.control.heard["first"] = h.clock.now + 1
-    assert h.remote.choose(h.request) == SECOND, "what it said may be old"
+    assert h.remote.nodes.choose(h.request) == SECOND, "what it said may be old"
     h.clock.now += 1000
-    assert h.remote.choose(h.request) == SECOND, "time alone does not make it well"
+    assert h.remote.nodes.choose(h.request) == SECOND, "time alone does not make it well"
     h.control.alive["first"] = h.clock.now
-    assert h.remote.choose(h.request) == FIRST
+    assert h.remote.nodes.choose(h.request) == FIRST
 
 
 def test_a_node_that_is_heard_is_not_silent(h: Harness) -> None:
@@ -483,9 +483,9 @@ def test_a_request_that_is_never_accepted_is_given_up(h: Harness) -> None:
     assert lost.reason == "prefill node 127.0.0.1:2 has not accepted it for 60 s"
     assert ("prefill", R) not in h.control.repeated
     h.request.tried.clear()
-    assert h.remote.choose(h.request) == SECOND
+    assert h.remote.nodes.choose(h.request) == SECOND
     h.take(FIRST, Progress(current_pass=4))
-    assert h.remote.choose(h.request) == FIRST
+    assert h.remote.nodes.choose(h.request) == FIRST
 
 
 def test_a_node_that_hangs_in_a_forward_pass_is_as_good_as_dead_until_it_goes_on(h: Harness) -> None:
@@ -502,14 +502,14 @@ def test_a_node_that_hangs_in_a_forward_pass_is_as_good_as_dead_until_it_goes_on
     assert lost.reason == "prefill node 127.0.0.1:2 has made no progress for 60 s"
     assert h.remote.abandoned.num_slots == 3
     h.request.tried.clear()
-    assert h.remote.choose(h.request) == SECOND
+    assert h.remote.nodes.choose(h.request) == SECOND
     h.control.sent.clear()
     h.wait(1)
     assert (FIRST, Holding()) in h.control.sent, "it is asked, though nothing of this node is there"
     h.take(FIRST, Progress(current_pass=7))
-    assert h.remote.choose(h.request) == SECOND
+    assert h.remote.nodes.choose(h.request) == SECOND
     h.take(FIRST, Progress(current_pass=None))
-    assert h.remote.choose(h.request) == FIRST
+    assert h.remote.nodes.choose(h.request) == FIRST
 
 
 def test_a_request_gets_on_while_chunks_of_it_or_of_others_are_computed_or_it_is_sent(h: Harness) -> None:
@@ -543,15 +543,15 @@ def test_a_node_that_does_not_know_an_accepted_request_has_lost_it(h: Harness) -
 
 def test_gateways_name_nodes_that_the_request_did_not(h: Harness) -> None:
     request = Request(Generate(request_id="q", prompt_ids=(1,), max_new_tokens=1), GATEWAY)
-    assert h.remote.choose(request) is None
+    assert h.remote.nodes.choose(request) is None
     h.remote.nodes.learn(GATEWAY.address, (SECOND,), {})
-    assert h.remote.choose(request) == SECOND
+    assert h.remote.nodes.choose(request) == SECOND
 
 
 def test_a_ranking_from_before_a_restart_is_brought_up_to_date(h: Harness) -> None:
     reborn = FIRST.model_copy(update={"boot_id": "reborn"})
     h.remote.nodes.learn(GATEWAY.address, (reborn,), {})
-    assert h.remote.choose(h.request) == reborn
+    assert h.remote.nodes.choose(h.request) == reborn
 
 
 def test_a_gateway_that_died_does_not_keep_the_old_boot_of_a_node_alive(h: Harness) -> None:
@@ -560,7 +560,7 @@ def test_a_gateway_that_died_does_not_keep_the_old_boot_of_a_node_alive(h: Harne
     h.remote.nodes.learn(GATEWAY.address, (FIRST,), {})
     h.remote.nodes.learn("gateway:2", (FIRST,), {})
     h.remote.nodes.learn(GATEWAY.address, (reborn,), {})
-    assert h.remote.choose(h.request) == reborn
+    assert h.remote.nodes.choose(h.request) == reborn
 
 
 def test_what_a_silent_gateway_said_is_forgotten_when_others_speak(h: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -576,11 +576,11 @@ def test_what_a_silent_gateway_said_is_forgotten_when_others_speak(h: Harness, m
 
 def test_nodes_that_take_so_long_a_prompt_are_asked_even_if_others_are_idle(h: Harness) -> None:
     h.remote.nodes.learn(GATEWAY.address, (FIRST, SECOND), {"first": 2, "second": 3})
-    assert h.remote.choose(h.request) == SECOND
+    assert h.remote.nodes.choose(h.request) == SECOND
     h.remote.health.suspect(SECOND, time.monotonic())
-    assert h.remote.choose(h.request) is None, "it waits for the node that can"
+    assert h.remote.nodes.choose(h.request) is None, "it waits for the node that can"
     h.remote.nodes.learn(GATEWAY.address, (FIRST, SECOND), {"first": 2, "second": 2})
-    assert h.remote.choose(h.request) == FIRST, "nobody can, which it will say"
+    assert h.remote.nodes.choose(h.request) == FIRST, "nobody can, which it will say"
 
 
 # --- checksums ---
@@ -647,7 +647,7 @@ def test_a_mismatch_is_never_served_and_the_retry_goes_to_the_other_node_with_a_
     assert h.failures("checksum") == 1
     assert h.remote.abandoned.num_slots == 3
     assert h.control.repeated["abort", R] == (FIRST, Abort(attempt=R))
-    assert h.remote.choose(h.request) == SECOND
+    assert h.remote.nodes.choose(h.request) == SECOND
     h.dispatch(SECOND)
     assert h.request.epoch == 2
     h.take(FIRST, Quiesced(attempt=R))
@@ -779,7 +779,7 @@ def test_a_mismatch_in_an_early_chunk_fails_the_attempt_at_once(h: Harness) -> N
     assert h.failures("checksum") == 1
     assert h.remote.abandoned.num_slots == 3
     assert h.control.repeated["abort", R] == (FIRST, Abort(attempt=R))
-    assert h.remote.choose(h.request) == SECOND
+    assert h.remote.nodes.choose(h.request) == SECOND
     h.taken()
 
     h.dispatch(SECOND)
@@ -901,7 +901,7 @@ def test_a_prompt_whose_chunk_was_lost_with_its_node_is_lost(h: Harness, end: st
     assert [type(outcome) for outcome in outcomes] == [Lost]
     assert h.request.state is RequestState.WAITING
     assert h.verified() == []
-    assert h.remote.choose(h.request) == SECOND
+    assert h.remote.nodes.choose(h.request) == SECOND
     assert h.freed == ([] if end in ("silent", "restarted") else [SLOTS])
 
 
