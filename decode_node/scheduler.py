@@ -74,7 +74,10 @@ class Scheduler:
             return Rejected(request_id=request_id, code="too_long", reason=refusal)
         if self._draining:
             return Rejected(request_id=request_id, code="draining", reason="the decode node is draining")
-        if not self._queue_has_room():
+        if len(self.requests.in_state(RequestState.WAITING)) >= self._limits.max_waiting:
+            # Some of them may not need to wait any longer.
+            self._start_prefills()
+        if len(self.requests.in_state(RequestState.WAITING)) >= self._limits.max_waiting:
             reason = f"{self._limits.max_waiting} requests are waiting already"
             return Rejected(request_id=request_id, code="queue_full", reason=reason, retry_after=1.0)
         self.requests[request_id] = Request(generate, gateway)
@@ -85,12 +88,6 @@ class Scheduler:
             max_new_tokens=generate.max_new_tokens,
         )
         return None
-
-    def _queue_has_room(self) -> bool:
-        """Whether another request may wait. If not, first start the requests that need not wait any longer."""
-        if len(self.requests.in_state(RequestState.WAITING)) >= self._limits.max_waiting:
-            self._start_prefills()
-        return len(self.requests.in_state(RequestState.WAITING)) < self._limits.max_waiting
 
     def cancel(self, request_id: str, gateway: Peer) -> None:
         """The client left. An unknown or ended request is answered in the same way."""

@@ -227,14 +227,3 @@ def parse(kind: type[_Request], body: bytes) -> _Request:
         raise ApiError(400, message, param=field or None) from error
     request.refuse_unsupported()
     return request
-
-
-def check_token_ids(token_ids: list[int], vocab_size: int) -> None:
-    """Raises ApiError if an id is outside the vocabulary."""
-    for position, token_id in enumerate(token_ids):
-        if not 0 <= token_id < vocab_size:
-            raise ApiError(
-                400,
-                f"prompt: expected token ids from 0 to {vocab_size - 1}, found {token_id} at position {position}",
-                param="prompt",
-            )

@@ -15,7 +15,7 @@ from control.plane import ControlPlane
 from gateway.completer import Completer
 from gateway.config import GatewayConfig
 from gateway.decode_client import DecodeClient
-from gateway.errors import ApiError, draining, unavailable
+from gateway.errors import ApiError, unavailable
 from gateway.guard import Guard, RequestLimits
 from gateway.keys import ApiKeys
 from gateway.registry import NodeRegistry
@@ -188,7 +188,7 @@ class Gateway:
     def _refusal(self) -> ApiError | None:
         """Why no request can be taken now, or None."""
         if not self.lifecycle.serving:
-            return draining()
+            return ApiError(503, "the gateway is shutting down", code="draining", retry_after=1.0)
         missing = self._missing()
         return None if missing is None else unavailable(missing)
 
