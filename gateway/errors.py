@@ -1,6 +1,7 @@
 """Errors that clients are told, as OpenAI error objects."""
 
 import math
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from starlette.responses import JSONResponse, Response
@@ -8,24 +9,19 @@ from starlette.responses import JSONResponse, Response
 _TYPES = {429: "rate_limit_error", 503: "service_unavailable_error", 504: "timeout_error"}
 
 
+@dataclass(eq=False)
 class ApiError(Exception):
     """An OpenAI error object with its HTTP status. `retry_after` is in seconds."""
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        retry_after: float | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.param = param
-        self.code = code
-        self.retry_after = retry_after
+    status: int
+    message: str
+    _: KW_ONLY
+    param: str | None = None
+    code: str | None = None
+    retry_after: float | None = None
+
+    def __str__(self) -> str:
+        return self.message
 
     def body(self) -> dict[str, Any]:
         kind = _TYPES.get(self.status) or ("invalid_request_error" if self.status < 500 else "server_error")

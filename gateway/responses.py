@@ -30,7 +30,7 @@ class ResponseFormat(ABC):
         self._tokenizer = tokenizer
         self._logprobs = tokenized.sampling.top_logprobs is not None
         self._token_ids = bool(request.return_token_ids)
-        self._include_usage = request.include_usage
+        self._include_usage = bool(request.stream_options and request.stream_options.include_usage)
 
     def whole(self, deltas: Sequence[Delta]) -> Json:
         """The answer to a request that does not stream."""
