@@ -22,7 +22,6 @@ from transfer.fencing import Reservation, ReservationTable
 log = structlog.get_logger(__name__)
 
 DANGER = "evicting a process that still writes corrupts the memory of other requests"
-_LOOP_TIMEOUT_S = 10.0
 
 
 class QuarantinedReservation(BaseModel):
@@ -115,7 +114,7 @@ class Quarantine:
 def quarantine_router(
     quarantine: Quarantine,
     post: Callable[[LoopCall], None],
-    timeout: float = _LOOP_TIMEOUT_S,
+    timeout: float = 10.0,
     token: str | None = None,
 ) -> APIRouter:
     """GET /quarantine and POST /quarantine/evict?boot_id=...&force=....

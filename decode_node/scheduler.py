@@ -11,7 +11,7 @@ import structlog
 
 from base.metrics import Metrics
 from base.tombstones import Tombstones
-from control.messages import FinishReason, Generate, Peer, Rejected, Token
+from control.messages import FinishReason, Generate, Peer, Rejected
 from decode_node.limits import Limits
 from decode_node.local_prefill import LocalPrefill
 from decode_node.outputs import OutputStream
@@ -182,20 +182,19 @@ class Scheduler:
         """Stream the tokens of the step before. Whether there were any."""
         taken = self._steps.take()
         for request_id, token in taken:
-            # A request may have ended while the step was in flight.
-            if request := self.requests.get(request_id):
-                self._take_token(request, token)
+            request = self.requests.get(request_id)
+            if request is None:
+                # It ended while the step was in flight.
+                continue
+            if token is None:
+                self.end(request, "error", "decode step failed: the model's logits are not finite numbers")
+                continue
+            request.generated.append(token.token_id)
+            reason = request.finish_reason()
+            self.outputs.token(request, token, reason)
+            if reason is not None:
+                self._close(request, reason)
         return bool(taken)
-
-    def _take_token(self, request: Request, token: Token | None) -> None:
-        if token is None:
-            self.end(request, "error", "decode step failed: the model's logits are not finite numbers")
-            return
-        request.generated.append(token.token_id)
-        reason = request.finish_reason()
-        self.outputs.token(request, token, reason)
-        if reason is not None:
-            self._close(request, reason)
 
     def _step_failed(self, request_ids: Sequence[str], error: Exception) -> None:
         for request_id in request_ids:
