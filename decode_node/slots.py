@@ -11,14 +11,6 @@ from hisparse.extents import HostSlots
 
 log = structlog.get_logger(__name__)
 
-_HOLDS_HOST_SLOTS = (
-    RequestState.PREFILLING,
-    RequestState.LOCAL_PREFILL,
-    RequestState.STAGING,
-    RequestState.LANDED,
-    RequestState.RUNNING,
-    RequestState.RETRACTED,
-)
 _FRESH_S = 10.0
 """Slots whose writer lives leave quarantine within that, also if they wait for a fence."""
 
@@ -103,7 +95,8 @@ class SlotManager:
         only those count that have just come there.
         """
         quarantined = self._remote.abandoned.num_slots if can_wait else self._remote.abandoned.fresh_slots(_FRESH_S)
-        _, *others = self._requests.in_state(*_HOLDS_HOST_SLOTS)
+        # All but waiting requests hold host slots.
+        _, *others = (request for request in self._requests.values() if request.state is not RequestState.WAITING)
         if not others or quarantined + self._coordinator.releasing_slots >= short:
             return False
         self._drop(others[-1])

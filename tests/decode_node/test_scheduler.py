@@ -128,6 +128,7 @@ class Harness:
             self.verify,
             self.metrics,
             patience=60.0,
+            on_lost=lambda request, reason: self.scheduler.retry(request, reason),
         )
         self.remote.nodes.learn(GATEWAY.address, (PREFILL,), {})
         self.runner = ModelRunner(self.model, self.coordinator, self.max_running, 1000, record=False)  # type: ignore[arg-type]
@@ -152,9 +153,9 @@ class Harness:
             if isinstance(message, PrefillRequest) and message.attempt.request_id not in self.slow:
                 self.control.answered(key)
                 done = PrefillDone(attempt=message.attempt, num_tokens=len(message.token_ids), lingering=self.lingering)
-                self.scheduler.retry(self.remote.take(PREFILL, done))
+                self.remote.take(PREFILL, done)
             elif isinstance(message, Abort) and self.quiet:
-                self.scheduler.retry(self.remote.take(PREFILL, Quiesced(attempt=message.attempt)))
+                self.remote.take(PREFILL, Quiesced(attempt=message.attempt))
 
     def turn(self) -> None:
         self.land()
@@ -357,7 +358,7 @@ def test_a_late_write_after_an_abort_hits_nobody() -> None:
         h.turn()
     assert h.answers["other"] == list(range(4, 12))
     assert h.coordinator.host.used == 2, "still fenced"
-    h.scheduler.retry(h.remote.take(PREFILL, Quiesced(attempt=AttemptId("decode", "aborted", 1))))
+    h.remote.take(PREFILL, Quiesced(attempt=AttemptId("decode", "aborted", 1)))
     h.scheduler.check_idle()
     assert h.coordinator.is_idle()
 
@@ -400,7 +401,7 @@ def test_too_many_lost_prefills_are_an_error() -> None:
     for _ in range(2):
         request.again_at = 0.0
         h.scheduler.turn()
-        h.scheduler.retry(h.remote._lose(request.attempt("decode"), "the node went away"))
+        h.remote._lose(request.attempt("decode"), "the node went away")
     h.turn()
     assert h.ended == {"a": "error"}
 
@@ -418,7 +419,7 @@ def test_a_node_that_has_failed_a_request_is_not_asked_for_it_again_at_once() ->
     def fail(node: Peer) -> float:
         """For how long the request then waits for a node that has failed it."""
         failed = PrefillFailed(attempt=request.attempt("decode"), reason="not now")
-        h.scheduler.retry(h.remote.take(node, failed))
+        h.remote.take(node, failed)
         h.scheduler.turn()
         return request.again_at - time.monotonic()
 
@@ -463,12 +464,12 @@ def test_a_mismatch_is_never_served() -> None:
         checksums = Checksums.of([Checksum(buffer=0, start=0, stop=2, digest=1)])
         attempt = AttemptId("decode", "a", epoch)
         done = PrefillDone(attempt=attempt, num_tokens=2, checksums=checksums)
-        assert h.remote.take(PREFILL, done) == []
+        h.remote.take(PREFILL, done)
         h.scheduler.turn()
         assert h.state("a") is RequestState.PREFILLING
         verified = Verified(attempt, None, 1, (Mismatch(0, 0, 2, 1, 2, ()),))
-        h.scheduler.retry(h.remote.verified(verified))
-        h.scheduler.retry(h.remote.take(PREFILL, Quiesced(attempt=attempt)))
+        h.remote.verified(verified)
+        h.remote.take(PREFILL, Quiesced(attempt=attempt))
     h.turn()
     assert h.answers == {"a": []}
     assert h.ended == {"a": "error"}
