@@ -870,10 +870,10 @@ def test_a_chunk_that_a_living_node_never_speaks_of_is_not_waited_for_for_ever(h
     h.progress(computed=3)
     h.done(chunks=1, checksums=CHECKSUMS)
     assert h.verified() == []
-    for _ in range(int(PATIENCE_S)):
+    for _ in range(int(PATIENCE_S) - 1):
         assert h.wait(1) == []
         h.progress(computed=3)
-    [lost] = h.wait(1)
+    [lost] = h.wait(2)
     assert isinstance(lost, Lost)
     assert lost.reason == "prefill node 127.0.0.1:2 has made no progress for 60 s"
     assert h.remote.abandoned.num_slots == 3
