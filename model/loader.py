@@ -12,7 +12,6 @@ from model.backends.protocol import AttentionBackend
 from model.backends.torch_backend import TorchBackend
 from model.checkpoint import fingerprint, read_json, weight_files
 from model.dtypes import DTYPES
-from model.shard import WHOLE, Shard
 from model.sparse_model import SparseModel
 from model.spec import ModelSpec
 
@@ -61,7 +60,6 @@ def load_model(
     context_length: int | None = None,
     backend: AttentionBackend | None = None,
     load_format: LoadFormat = "auto",
-    shard: Shard = WHOLE,
 ) -> SparseModel:
     """Load a checkpoint's weights, converted to `dtype`, onto a device. Never reaches the network.
 
@@ -77,7 +75,7 @@ def load_model(
     network = _dummy_network(path, dtype, device) if load_format == "dummy" else _load_network(path, dtype, device)
     if device.type == "cuda":  # what fusing left in the allocator's cache is for the pools
         torch.cuda.empty_cache()
-    return SparseModel(network.requires_grad_(False).eval(), spec, backend or TorchBackend(spec.kv_format), shard)
+    return SparseModel(network.requires_grad_(False).eval(), spec, backend or TorchBackend(spec.kv_format))
 
 
 def _load_network(path: Path, dtype: torch.dtype, device: torch.device) -> Any:

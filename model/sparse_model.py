@@ -18,22 +18,17 @@ from model.indexer import Indexer
 from model.norm import RMSNorm
 from model.passes import DecodePass, ForwardPass, LayerQueries, PrefillChunk, PrefillPass
 from model.rope import Rope
-from model.shard import WHOLE, Shard
 from model.spec import ModelSpec
 
 
 class SparseModel:
     """Runs a loaded transformers `deepseek_v32` or `glm_moe_dsa` causal language model.
 
-    KV is written and read in the format of the attention backend. `shard`: the part of the experts that this process
-    has; the network of transformers has all of them.
+    KV is written and read in the format of the attention backend.
     """
 
-    def __init__(self, network: Any, spec: ModelSpec, backend: AttentionBackend, shard: Shard = WHOLE) -> None:
-        if shard != WHOLE:
-            raise ValueError(f"shard {shard.rank} of {shard.of}: this network computes the whole model")
+    def __init__(self, network: Any, spec: ModelSpec, backend: AttentionBackend) -> None:
         self.spec = spec
-        self.shard = shard
         self.device: torch.device = network.device
         self._network = network
         self._backend = backend
