@@ -15,8 +15,8 @@ from model.backends.protocol import AttentionBackend
 from model.cache import DecodeCache
 from model.experts import feed_forward
 from model.indexer import Indexer
-from model.norm import RMSNorm
-from model.passes import DecodePass, ForwardPass, LayerQueries, PrefillChunk, PrefillPass
+from model.norm import rms_norm
+from model.passes import DecodePass, PrefillChunk, PrefillPass
 from model.rope import Rope
 from model.spec import ModelSpec
 
@@ -33,7 +33,6 @@ class SparseModel:
         self._network = network
         self._backend = backend
         interleaved = spec.model_type == "glm_moe_dsa"
-        self._final_norm = RMSNorm(network.model.norm)
         self._layers = [_Layer(module, interleaved) for module in network.model.layers]
 
     @torch.no_grad()
@@ -45,9 +44,7 @@ class SparseModel:
         """
         token_ids = torch.cat([chunk.token_ids for chunk in chunks]).to(self.device)
         positions = torch.cat([torch.arange(chunk.start, chunk.stop, device=self.device) for chunk in chunks])
-        self._forward(
-            token_ids, positions, PrefillPass(chunks, self.spec.index_topk, self._backend), on_layer, kv_only=True
-        )
+        self._forward(token_ids, positions, PrefillPass(chunks, self.spec, self._backend), on_layer, kv_only=True)
 
     @torch.no_grad()
     def decode(self, token_ids: torch.Tensor, positions: torch.Tensor, cache: DecodeCache) -> torch.Tensor:
@@ -55,8 +52,8 @@ class SparseModel:
 
         Returns float32 logits, shape [batch, vocab_size].
         """
-        hidden = self._forward(token_ids, positions, DecodePass(cache, self.spec.index_topk, self._backend))
-        logits: torch.Tensor = self._network.lm_head(self._final_norm(hidden))
+        hidden = self._forward(token_ids, positions, DecodePass(cache, self.spec, self._backend))
+        logits: torch.Tensor = self._network.lm_head(rms_norm(hidden, self._network.model.norm))
         return logits.float()
 
     @contextmanager
@@ -78,7 +75,7 @@ class SparseModel:
         self,
         token_ids: torch.Tensor,
         positions: torch.Tensor,
-        forward_pass: ForwardPass,
+        forward_pass: PrefillPass | DecodePass,
         on_layer: Callable[[int], None] = lambda _: None,
         kv_only: bool = False,
     ) -> torch.Tensor:
@@ -90,27 +87,18 @@ class SparseModel:
         cos, sin = self._network.model.rotary_emb(hidden, position_ids=positions.unsqueeze(0))
         rope = Rope.from_angles(cos.squeeze(0), sin.squeeze(0))
         for number, layer in enumerate(self._layers):
-            index_layer = self.spec.index_layer_of[number]
-            normed = layer.input_norm(hidden)
+            normed = rms_norm(hidden, layer.input_norm)
             forward_pass.store(number, layer.attention.items(normed, rope))
             if layer.indexer:
-                forward_pass.store_index_keys(index_layer, layer.indexer.keys(normed, rope))
+                forward_pass.store_index_keys(number, layer.indexer.keys(normed, rope))
             on_layer(number)
             if kv_only and number == len(self._layers) - 1:
                 break
-            attention = layer.attention.queries(normed, rope)
-            latents = forward_pass.attend(
-                LayerQueries(
-                    layer=number,
-                    index_layer=index_layer,
-                    queries=attention.queries,
-                    index=layer.indexer.queries(normed, attention.latents, rope) if layer.indexer else None,
-                    scaling=layer.attention.scaling,
-                    latent_dim=layer.attention.latent_dim,
-                )
-            )
-            hidden = hidden + layer.attention.output(latents)
-            hidden = hidden + layer.mlp(layer.mlp_norm(hidden))
+            queries, query_latents = layer.attention.queries(normed, rope)
+            index = layer.indexer.queries(normed, query_latents, rope) if layer.indexer else None
+            attended = forward_pass.attend(number, queries, index, layer.attention.scaling)
+            hidden = hidden + layer.attention.output(attended)
+            hidden = hidden + layer.mlp(rms_norm(hidden, layer.mlp_norm))
         return hidden
 
 
@@ -118,9 +106,9 @@ class _Layer:
     """The parts of one transformers decoder layer."""
 
     def __init__(self, module: Any, interleaved: bool) -> None:
-        self.input_norm = RMSNorm(module.input_layernorm)
+        self.input_norm = module.input_layernorm
         self.attention = LatentAttention(module.self_attn)
         indexer = module.self_attn.indexer
         self.indexer = Indexer(indexer, interleaved) if indexer is not None else None
-        self.mlp_norm = RMSNorm(module.post_attention_layernorm)
+        self.mlp_norm = module.post_attention_layernorm
         self.mlp = feed_forward(module.mlp)
