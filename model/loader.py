@@ -11,14 +11,27 @@ from base.errors import StartupError
 from model.backends.protocol import AttentionBackend
 from model.backends.torch_backend import TorchBackend
 from model.checkpoint import fingerprint, read_json, weight_files
-from model.dtypes import DTYPES
 from model.sparse_model import SparseModel
 from model.spec import ModelSpec
 
 LoadFormat = Literal["auto", "dummy"]
 """Where weights come from: the checkpoint's files, or random numbers."""
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SUPPORTED_MODEL_TYPES = ("deepseek_v32", "glm_moe_dsa")
+
+
+def resolve_dtype(path: Path, name: str) -> torch.dtype:
+    """The dtype called `name`; `auto` is the one that the checkpoint names in its configuration.
+
+    Raises StartupError for dtypes that are not served.
+    """
+    if name == "auto":
+        config = read_json(path / "config.json")
+        name = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+    if name not in DTYPES:
+        raise StartupError(f"dtype {name} is not served; give --dtype {' or '.join(DTYPES)}")
+    return DTYPES[name]
 
 
 def read_spec(
@@ -93,7 +106,7 @@ def _load_network(path: Path, dtype: torch.dtype, device: torch.device) -> Any:
 
 
 def _dummy_network(path: Path, dtype: torch.dtype, device: torch.device) -> Any:
-    config = _parse_config(path, read_json(path / "config.json"))
+    config = AutoConfig.from_pretrained(path, local_files_only=True)
     with device, torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(0)
         return AutoModelForCausalLM.from_config(config, dtype=dtype)

@@ -1,7 +1,7 @@
 """A sparse-attention (DSA) model that runs against KV caches owned by others.
 
-The weights, norms, MLPs, mixture of experts and rotary angles are those of the transformers model. Its attention,
-decoder layers and caches are not used: KV lives in pools that the caller owns, and only selected rows are read.
+Weights, linear layers, dense MLPs and rotary angles are those of the transformers model. Its attention, decoder layers
+and caches are not used: KV lies in pools that the caller owns, and only selected rows are read.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -39,8 +39,8 @@ class SparseModel:
     def prefill(self, chunks: Sequence[PrefillChunk], on_layer: Callable[[int], None] = lambda _: None) -> None:
         """Compute chunks of prompts and store their KV; at most one chunk per request.
 
-        `on_layer` is called with each layer's number once the work that stores its KV is queued on the device. The last
-        layer ends there: nobody needs its hidden states.
+        `on_layer` is called with each layer's number once the work that stores its KV is queued on the device. Nothing
+        else of the last layer is computed, since nobody needs its hidden states.
         """
         token_ids = torch.cat([chunk.token_ids for chunk in chunks]).to(self.device)
         positions = torch.cat([torch.arange(chunk.start, chunk.stop, device=self.device) for chunk in chunks])
@@ -60,8 +60,8 @@ class SparseModel:
     def recordable(self) -> Iterator[None]:
         """While it lasts, `decode` waits for nothing, so that it can be recorded in a CUDA graph.
 
-        torch multiplies grouped matrices of other dtypes than bfloat16 one by one, and waits to know their sizes. The
-        library's other way, which gathers the weights of each token's experts, takes its place there.
+        In other dtypes than bfloat16 torch multiplies grouped matrices one by one, and waits to know their sizes. For
+        these dtypes the library's batched variant, which gathers the weights of each token's experts, is used instead.
         """
         chosen = self._network.config._experts_implementation
         if self.spec.dtype != torch.bfloat16:
@@ -81,7 +81,7 @@ class SparseModel:
     ) -> torch.Tensor:
         """Hidden states after the last layer, shape [N, hidden_size], of N tokens of any requests.
 
-        With `kv_only` it ends when the last layer's KV is stored, and what it returns means nothing.
+        With `kv_only` it returns when the last layer's KV is stored, and its result is meaningless.
         """
         hidden: torch.Tensor = self._network.model.embed_tokens(token_ids)
         cos, sin = self._network.model.rotary_emb(hidden, position_ids=positions.unsqueeze(0))
@@ -103,7 +103,7 @@ class SparseModel:
 
 
 class _Layer:
-    """The parts of one transformers decoder layer."""
+    """The modules of one decoder layer."""
 
     def __init__(self, module: Any, interleaved: bool) -> None:
         self.input_norm = module.input_layernorm
