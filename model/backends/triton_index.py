@@ -1,8 +1,8 @@
 """The lightning indexer's scores as Triton kernels: sum over heads of weight * relu(q . k / sqrt(dim)), in float32.
 
-DeepSeek-V3.2, section 2.1. Per-head scores stay in registers. The scale is positive, so it is applied to the head weights
-instead of every score. Products of float32 have "ieee" precision, since tensor cores would round their factors to 10
-bits. It does not affect other dtypes.
+DeepSeek-V3.2, section 2.1. Per-head scores stay on the chip. The scale is positive, so it is applied to the head
+weights instead of every score. Products of float32 have "ieee" precision, since tensor cores would round their factors
+to 10 bits. It does not affect other dtypes.
 """
 
 import torch
