@@ -1,4 +1,4 @@
-"""Loads a Hugging Face checkpoint of a sparse-attention model, or refuses it in one line."""
+"""Loads a Hugging Face checkpoint of a sparse-attention model."""
 
 from pathlib import Path
 from typing import Any, Literal
@@ -76,28 +76,28 @@ def load_model(
 ) -> SparseModel:
     """Load a checkpoint's weights, converted to `dtype`, onto a device. Never reaches the network.
 
-    Tensor by tensor from mapped files: no more of them than a few is in host memory at a time, besides the page cache,
-    unless the host is the device. Experts are fused on the device, which takes room for those of a layer or two more.
+    Tensors are copied one by one from mapped files, so only a few of them are in host memory at a time, besides the
+    page cache. Experts are fused on the device, which temporarily takes the memory of one or two more layers' experts.
 
-    `backend` computes attention; by default torch does. With load_format `dummy` random weights are made on the device
+    `backend` computes attention; by default torch does. With load_format `dummy` the device generates random weights
     instead, the same on every device of a kind, as in SGLang and vLLM.
 
     Raises StartupError for what `read_spec` refuses, and where weights are missing or have other shapes.
     """
     spec = read_spec(path, dtype, context_length, load_format)
     network = _dummy_network(path, dtype, device) if load_format == "dummy" else _load_network(path, dtype, device)
-    if device.type == "cuda":  # what fusing left in the allocator's cache is for the pools
+    if device.type == "cuda":  # the pools need what fusing left in the allocator's cache
         torch.cuda.empty_cache()
     return SparseModel(network.requires_grad_(False).eval(), spec, backend or TorchBackend(spec.kv_format))
 
 
 def _load_network(path: Path, dtype: torch.dtype, device: torch.device) -> Any:
-    disable_progress_bar()  # not a line of a log
+    disable_progress_bar()  # it does not belong in a log
     try:
         network, report = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, device_map={"": device}, local_files_only=True, output_loading_info=True
         )
-    except Exception as error:  # the library raises whatever its readers raise
+    except Exception as error:  # the library lets through what its file readers raise
         raise StartupError(f"the weights in {path} cannot be loaded: {_first_line(error)}") from error
     missing = sorted(report["missing_keys"])
     if missing:
@@ -113,7 +113,7 @@ def _dummy_network(path: Path, dtype: torch.dtype, device: torch.device) -> Any:
 
 
 def _parse_config(path: Path, raw: dict[str, Any]) -> Any:
-    """The library's configuration object, which fills in what config.json leaves to defaults."""
+    """The library's configuration object, with its defaults for what config.json lacks."""
     model_type = raw.get("model_type")
     if model_type not in SUPPORTED_MODEL_TYPES:
         raise StartupError(
