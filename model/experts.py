@@ -1,6 +1,5 @@
-"""Feed-forward layers: dense ones, and mixtures of experts."""
+"""Mixtures of experts."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,12 +7,6 @@ import torch.nn.functional as F
 
 from model.backends.device import fuses
 from model.router import Router
-
-
-def feed_forward(module: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The feed-forward layer of a transformers decoder layer: normed hidden states [N, hidden_size] to what is added to
-    the hidden states."""
-    return MixtureOfExperts(module) if hasattr(module, "experts") else module
 
 
 class MixtureOfExperts:

@@ -13,7 +13,7 @@ import torch
 from model.attention import LatentAttention
 from model.backends.protocol import AttentionBackend
 from model.cache import DecodeCache
-from model.experts import feed_forward
+from model.experts import MixtureOfExperts
 from model.indexer import Indexer
 from model.norm import rms_norm
 from model.passes import DecodePass, PrefillChunk, PrefillPass
@@ -111,4 +111,4 @@ class _Layer:
         indexer = module.self_attn.indexer
         self.indexer = Indexer(indexer, interleaved) if indexer is not None else None
         self.mlp_norm = module.post_attention_layernorm
-        self.mlp = feed_forward(module.mlp)
+        self.mlp = MixtureOfExperts(module.mlp) if hasattr(module.mlp, "experts") else module.mlp

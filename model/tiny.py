@@ -1,7 +1,7 @@
 """Tiny random checkpoints with the architecture of the real ones, for demos and tests.
 
-A directory as Hugging Face would have it: config, weights under the names of the real checkpoints, a byte-level
-tokenizer and a chat template. The same arguments and the same release of transformers always give the same files.
+A Hugging Face directory: config, weights under the names of the real checkpoints, a byte-level tokenizer and a chat
+template. The same arguments always give the same weights.
 """
 
 import json
@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
-from transformers.utils.logging import disable_progress_bar
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 Family = Literal["deepseek_v32", "glm_moe_dsa"]
 
@@ -24,10 +25,6 @@ CHAT_TEMPLATE = (
     "<|begin|>{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-
-# With fewer index heads it is likely that every head's ReLU is zero for some positions. Their scores tie at exactly
-# zero, and which of them make the top-k then depends on rounding: outputs would not be reproducible.
-MIN_INDEX_HEADS = 16
 
 # Factors of 1/sqrt(fan_in), by the weight's name; 1 for others. They meet two demands. Outputs must depend on what is
 # selected, or greedy decoding falls into short cycles and tests see no wrong selection. So attention is sharp, and the
@@ -65,10 +62,11 @@ def write_tiny_checkpoint(
         )
     if hidden_size < 16:
         raise ValueError(f"hidden_size must be at least 16, not {hidden_size}")
-    if index_n_heads < MIN_INDEX_HEADS:
+    # With fewer it is likely that every head's ReLU is zero for some positions, whose scores then tie.
+    if index_n_heads < 16:
         raise ValueError(
-            f"index_n_heads must be at least {MIN_INDEX_HEADS}, not {index_n_heads}: with fewer heads index scores "
-            "are often exactly zero, and ties in the top-k make outputs irreproducible"
+            f"index_n_heads must be at least 16, not {index_n_heads}: with fewer heads index scores are often exactly "
+            "zero, and ties in the top-k make outputs irreproducible"
         )
     config = AutoConfig.for_model(
         family,
@@ -96,20 +94,16 @@ def write_tiny_checkpoint(
         max_position_embeddings=max_position_embeddings,
         # A padding token would make a zero embedding row, whose index scores all tie.
         pad_token_id=None,
-        bos_token_id=BEGIN_ID,
-        eos_token_id=END_ID,
+        architectures=[MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]],
         dtype="float32",
         **({"index_topk_freq": 2} if family == "glm_moe_dsa" else {}),
     )
-    with torch.device("meta"):
-        network = AutoModelForCausalLM.from_config(config)
-    disable_progress_bar()
-    network.save_pretrained(path, state_dict=_random_weights(network, seed))
-    _tokenizer(max_position_embeddings).save_pretrained(path)
+    write_without_weights(path, config.to_dict())
+    save_file(_random_weights(config, seed), path / "model.safetensors", metadata={"format": "pt"})
 
 
 def write_without_weights(path: Path, config: dict[str, Any]) -> None:
-    """Write a directory with all that a checkpoint has but weights: for `--load-format dummy`.
+    """Write all files of a checkpoint but its weights, for `--load-format dummy`.
 
     config: of config.json; its special tokens become those of the byte-level tokenizer.
     """
@@ -120,13 +114,12 @@ def write_without_weights(path: Path, config: dict[str, Any]) -> None:
     _tokenizer(config["max_position_embeddings"]).save_pretrained(path)
 
 
-def _random_weights(network: Any, seed: int) -> dict[str, torch.Tensor]:
-    """Weights under the names that they have in the network; saving splits fused experts."""
+def _random_weights(config: Any, seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    last_o_proj = f"model.layers.{network.config.num_hidden_layers - 1}.self_attn.o_proj.weight"
+    last_o_proj = f"model.layers.{config.num_hidden_layers - 1}.self_attn.o_proj.weight"
     weights = {}
-    for name, weight in network.state_dict().items():
-        values = torch.randn(weight.shape, generator=generator)
+    for name, shape in _shapes(config).items():
+        values = torch.randn(shape, generator=generator)
         kind = name.removesuffix(".weight").rsplit(".", 1)[-1]
         if kind == "e_score_correction_bias":
             weights[name] = 0.1 * values  # real checkpoints, and the library at any dtype, keep it in float32
@@ -136,11 +129,57 @@ def _random_weights(network: Any, seed: int) -> dict[str, torch.Tensor]:
         elif kind == "bias":
             values = 0.1 * values
         else:
-            fan_in = 1 if kind == "embed_tokens" else weight.shape[-1]
+            fan_in = 1 if kind == "embed_tokens" else shape[-1]
             gain = LAST_O_PROJ_GAIN if name == last_o_proj else GAINS.get(kind, 1.0)
             values = gain * fan_in**-0.5 * values
         weights[name] = values.to(torch.bfloat16).float()
     return weights
+
+
+def _shapes(config: Any) -> dict[str, tuple[int, ...]]:
+    """Shapes of all weights by name, [out, in] for projections. What a seed gives depends on their order."""
+    hidden, experts, index_dim = config.hidden_size, config.n_routed_experts, config.index_head_dim
+    heads, q_rank, kv_rank = config.num_attention_heads, config.q_lora_rank, config.kv_lora_rank
+    nope, rope, value = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
+    attention = {
+        "q_a_proj.weight": (q_rank, hidden),
+        "q_a_layernorm.weight": (q_rank,),
+        "q_b_proj.weight": (heads * (nope + rope), q_rank),
+        "kv_a_proj_with_mqa.weight": (kv_rank + rope, hidden),
+        "kv_a_layernorm.weight": (kv_rank,),
+        "kv_b_proj.weight": (heads * (nope + value), kv_rank),
+        "o_proj.weight": (hidden, heads * value),
+    }
+    indexer = {
+        "indexer.wq_b.weight": (config.index_n_heads * index_dim, q_rank),
+        "indexer.wk.weight": (index_dim, hidden),
+        "indexer.k_norm.weight": (index_dim,),
+        "indexer.k_norm.bias": (index_dim,),
+        "indexer.weights_proj.weight": (config.index_n_heads, hidden),
+    }
+    mixture = {"gate.weight": (experts, hidden), "gate.e_score_correction_bias": (experts,)}
+    for name in (*(f"experts.{expert}" for expert in range(experts)), "shared_experts"):
+        mixture |= _mlp_shapes(f"{name}.", hidden, config.moe_intermediate_size)
+    mlps = {"dense": _mlp_shapes("", hidden, config.intermediate_size), "sparse": mixture}
+    indexers = getattr(config, "indexer_types", ["full"] * config.num_hidden_layers)
+
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB_SIZE, hidden)}
+    for layer, (kind, indexer_type) in enumerate(zip(config.mlp_layer_types, indexers, strict=True)):
+        prefix = f"model.layers.{layer}"
+        shapes[f"{prefix}.input_layernorm.weight"] = (hidden,)
+        attends = attention | indexer if indexer_type == "full" else attention
+        shapes |= {f"{prefix}.self_attn.{name}": shape for name, shape in attends.items()}
+        shapes[f"{prefix}.post_attention_layernorm.weight"] = (hidden,)
+        shapes |= {f"{prefix}.mlp.{name}": shape for name, shape in mlps[kind].items()}
+    return shapes | {"model.norm.weight": (hidden,), "lm_head.weight": (VOCAB_SIZE, hidden)}
+
+
+def _mlp_shapes(prefix: str, hidden: int, width: int) -> dict[str, tuple[int, ...]]:
+    return {
+        f"{prefix}gate_proj.weight": (width, hidden),
+        f"{prefix}up_proj.weight": (width, hidden),
+        f"{prefix}down_proj.weight": (hidden, width),
+    }
 
 
 def _tokenizer(max_length: int) -> PreTrainedTokenizerFast:

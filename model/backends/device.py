@@ -4,6 +4,7 @@ import functools
 import importlib
 import os
 import shutil
+from typing import Any
 
 import torch
 
@@ -42,12 +43,6 @@ def tile_width(size: int) -> int:
 
 
 @functools.cache
-def num_multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of a CUDA device."""
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-@functools.cache
-def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that one program may have."""
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
+def properties(device: torch.device) -> Any:
+    """What CUDA says of a device."""
+    return torch.cuda.get_device_properties(device)

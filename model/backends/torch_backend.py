@@ -42,13 +42,13 @@ class TorchBackend:
         self, index: IndexQueries, keys: torch.Tensor, start: int, sequence_length: int, topk: int
     ) -> torch.Tensor:
         """See AttentionBackend; k is min(topk, sequence_length)."""
-        num_queries, num_keys = len(index.queries), len(keys)
+        num_keys = len(keys)
         keys = self.format.index_keys(keys).float()
         block = max(1, SCORE_BLOCK_BYTES // (4 * index.queries.shape[1] * num_keys))
         key_positions = torch.arange(num_keys, device=keys.device)
         selections = []
-        for begin in range(0, num_queries, block):
-            end = min(begin + block, num_queries)
+        for begin in range(0, len(index.queries), block):
+            end = min(begin + block, len(index.queries))
             query_positions = torch.arange(start + begin, start + end, device=keys.device).unsqueeze(1)
             scores = keys.new_full((end - begin, sequence_length), float("-inf"))
             scores[:, :num_keys] = _scores(index[begin:end], keys)

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from model.backends.device import MIN_TILE, num_multiprocessors, shared_memory, tile_width
+from model.backends.device import MIN_TILE, properties, tile_width
 
 _MAX_SPLITS = 64
 _LARGE_TILES_BYTES = 224_000
@@ -105,7 +105,7 @@ def _tiling(heads: int, dtype: torch.dtype, device: torch.device) -> _Tiling:
     """The fastest that was found on an H200, at 1 to 64 queries and at prompt chunks, for what the device can hold."""
     if dtype.itemsize > 2:
         return _Tiling(heads=MIN_TILE, rows=MIN_TILE, warps=4, stages=1, waves=2)
-    if heads > 32 and shared_memory(device) >= _LARGE_TILES_BYTES:
+    if heads > 32 and properties(device).shared_memory_per_block_optin >= _LARGE_TILES_BYTES:
         return _Tiling(heads=64, rows=64, warps=8, stages=3, waves=1)
     return _Tiling(heads=MIN_TILE, rows=32, warps=4, stages=5, waves=2)
 
@@ -116,7 +116,7 @@ def _splits(programs: int, k: int, tiling: _Tiling, device: torch.device) -> tup
     Not more programs than run at once, where there is a choice: a few that run after all others cost as much as a wave.
     """
     tiles = max(1, triton.cdiv(k, tiling.rows))
-    wanted = max(1, tiling.waves * num_multiprocessors(device) // programs)
+    wanted = max(1, tiling.waves * properties(device).multi_processor_count // programs)
     tiles_per_split = triton.cdiv(tiles, min(wanted, tiles, _MAX_SPLITS))
     return triton.cdiv(tiles, tiles_per_split), tiles_per_split * tiling.rows
 

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from model.backends.device import MIN_TILE, num_multiprocessors, shared_memory, tile_width
+from model.backends.device import MIN_TILE, properties, tile_width
 from model.cache import PagedKeys
 from model.indexer import IndexQueries
 
@@ -30,10 +30,11 @@ def decode_scores(index: IndexQueries, pages: PagedKeys, keys: torch.Tensor) -> 
     page_size = keys.shape[1]
     width = table.shape[1] * page_size
     scores = index.head_weights.new_empty(batch, width)
-    block_heads, block_positions = _decode_blocks(heads, keys.dtype)
+    wide = keys.dtype.itemsize > 2
+    block_heads, block_positions = (MIN_TILE, 32) if wide else (min(tile_width(heads), 64), 128)
     tiles = triton.cdiv(width, block_positions)
     # One program per multiprocessor: it can fetch ahead in a long row of tiles.
-    tiles_per_program = triton.cdiv(tiles * batch, num_multiprocessors(keys.device))
+    tiles_per_program = triton.cdiv(tiles * batch, properties(keys.device).multi_processor_count)
     with torch.cuda.device(keys.device):
         _score_pages[(batch, triton.cdiv(tiles, tiles_per_program))](
             index.queries.contiguous(),
@@ -89,16 +90,11 @@ def prompt_scores(index: IndexQueries, keys: torch.Tensor, start: int) -> torch.
     return scores
 
 
-def _decode_blocks(heads: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Heads and positions per tile."""
-    return (MIN_TILE, 32) if dtype.itemsize > 2 else (min(tile_width(heads), 64), 128)
-
-
 def _decode_stages(heads: int, block_heads: int, device: torch.device) -> int:
     """Page numbers are fetched ahead of the keys, so every second stage holds keys."""
     if heads > block_heads:
         return 1  # more stages would also hold several tiles of queries
-    return 5 if shared_memory(device) >= _DEEP_PIPELINE_BYTES else 3
+    return 5 if properties(device).shared_memory_per_block_optin >= _DEEP_PIPELINE_BYTES else 3
 
 
 @triton.jit(do_not_specialize=["tiles_per_program"])  # type: ignore[untyped-decorator]
