@@ -31,8 +31,7 @@ from hisparse.extents import HostSlots
 from hisparse.sizing import Sizes, describe, plan_sizes
 from hisparse.tiers import build_tiers
 from model.backends.choice import choose_backend
-from model.dtypes import resolve_dtype
-from model.loader import load_model, read_spec
+from model.loader import load_model, read_spec, resolve_dtype
 from model.sparse_model import SparseModel
 from model.spec import ModelSpec
 from service.checkpoint import identify

@@ -1,7 +1,6 @@
 """Decode steps as CUDA graphs: recorded at start for a ladder of batch and context sizes, then replayed."""
 
 import time
-from dataclasses import dataclass
 
 import structlog
 import torch
@@ -18,14 +17,6 @@ _LEAST_TOKENS = 2048
 """Shorter contexts are not recorded apart: scoring so few tokens costs little."""
 _CONTEXT_RATIO = 4
 """A sequence is scored over at most this many times its length."""
-
-
-@dataclass(frozen=True)
-class _RecordedStep:
-    """A graph and the step that it carries out, whose tensors it reads and writes."""
-
-    graph: torch.cuda.CUDAGraph
-    step: DecodeStep
 
 
 class StepGraphs:
@@ -56,7 +47,8 @@ class StepGraphs:
         self._batches = batch_ladder(len(rows))
         self._contexts = context_ladder(context_length)
         self._pool = torch.cuda.graph_pool_handle()
-        self._recorded: dict[tuple[int, int], _RecordedStep] = {}
+        self._recorded: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, DecodeStep]] = {}
+        """By batch and context: a graph, and the step whose tensors it reads and writes."""
         free, _ = torch.cuda.mem_get_info(model.device)
         with model.recordable():
             # The largest first: the others find their memory in what it leaves.
@@ -73,9 +65,9 @@ class StepGraphs:
         """
         size = next(size for size in self._batches if batch <= size)
         context = next(size for size in self._contexts if longest <= size)
-        recorded = self._recorded[size, context]
-        recorded.graph.replay()
-        recorded.step.verify()
+        graph, step = self._recorded[size, context]
+        graph.replay()
+        step.verify()
         return self._logits[:batch]
 
     @torch.inference_mode()
@@ -94,7 +86,7 @@ class StepGraphs:
                 f"a decode step of {batch} requests and {context} tokens cannot be recorded as a CUDA graph "
                 f"({str(error).splitlines()[0]}): give --disable-cuda-graph"
             ) from error
-        self._recorded[batch, context] = _RecordedStep(graph, step)
+        self._recorded[batch, context] = graph, step
         log.info(
             "recorded a decode step",
             batch=batch,

@@ -5,25 +5,12 @@ map is absorbed into the query and the value map is applied to the attention out
 section 2.1.2). A cached item is `[normed latent | roped key]`, and all heads read the same items.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from model.norm import RMSNorm
+from model.norm import rms_norm
 from model.rope import Rope
-
-
-@dataclass(frozen=True)
-class AttentionQueries:
-    """What one attention layer asks for N tokens.
-
-    queries: [N, heads, item_dim], absorbed, to be compared with items. latents: [N, q_lora_rank], which the indexer's
-    queries are made from.
-    """
-
-    queries: torch.Tensor
-    latents: torch.Tensor
 
 
 class LatentAttention:
@@ -32,29 +19,29 @@ class LatentAttention:
     def __init__(self, module: Any) -> None:
         self._module = module
         self.scaling: float = module.scaling
-        self.latent_dim: int = module.kv_lora_rank
+        self._latent_dim: int = module.kv_lora_rank
         self._nope_dim: int = module.qk_nope_head_dim
         self._rope_dim: int = module.qk_rope_head_dim
-        self._latent_norm = RMSNorm(module.kv_a_layernorm)
-        self._query_norm = RMSNorm(module.q_a_layernorm)
-        per_head = module.kv_b_proj.weight.view(-1, self._nope_dim + module.v_head_dim, self.latent_dim)
+        per_head = module.kv_b_proj.weight.view(-1, self._nope_dim + module.v_head_dim, self._latent_dim)
         self._key_map = per_head[:, : self._nope_dim]
         self._value_map = per_head[:, self._nope_dim :]
 
     def items(self, hidden: torch.Tensor, rope: Rope) -> torch.Tensor:
         """The KV items [N, item_dim] of normed hidden states [N, hidden_size]."""
         compressed = self._module.kv_a_proj_with_mqa(hidden).unsqueeze(1)
-        latent, key_rope = compressed.split((self.latent_dim, self._rope_dim), dim=-1)
-        return rope.rotate(key_rope, self._latent_norm(latent), interleaved=True, beside_first=True).squeeze(1)
+        latent, key_rope = compressed.split((self._latent_dim, self._rope_dim), dim=-1)
+        normed = rms_norm(latent, self._module.kv_a_layernorm)
+        return rope.rotate(key_rope, normed, interleaved=True, beside_first=True).squeeze(1)
 
-    def queries(self, hidden: torch.Tensor, rope: Rope) -> AttentionQueries:
-        """The queries of normed hidden states [N, hidden_size]."""
+    def queries(self, hidden: torch.Tensor, rope: Rope) -> tuple[torch.Tensor, torch.Tensor]:
+        """Absorbed queries [N, heads, item_dim] of normed hidden states [N, hidden_size], to be compared with items,
+        and the latents [N, q_lora_rank] that they are made from, for the indexer."""
         module = self._module
-        latents = self._query_norm(module.q_a_proj(hidden))
+        latents = rms_norm(module.q_a_proj(hidden), module.q_a_layernorm)
         queries = module.q_b_proj(latents).view(len(hidden), -1, self._nope_dim + self._rope_dim)
         query_nope, query_rope = queries.split((self._nope_dim, self._rope_dim), dim=-1)
         absorbed = torch.einsum("nhd,hdr->nhr", query_nope, self._key_map)
-        return AttentionQueries(rope.rotate(query_rope, absorbed, interleaved=True, beside_first=True), latents)
+        return rope.rotate(query_rope, absorbed, interleaved=True, beside_first=True), latents
 
     def output(self, latents: torch.Tensor) -> torch.Tensor:
         """Map each head's attended latent, shape [N, heads, latent_dim], to hidden states [N, hidden_size]."""

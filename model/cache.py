@@ -1,8 +1,8 @@
 """The KV caches that the model runs against.
 
-The model knows layers and projections; it does not know where KV lives. It writes and reads *rows* of flat pools:
-a prefill cache maps positions to rows itself (pages), a decode cache returns the rows to attend to after swap-in. What
-a row holds is bytes, by a `hisparse.format.KVFormat`.
+The model knows layers and projections, but not where KV lies. It writes and reads *rows* of flat pools: a prefill cache
+maps positions to rows, a decode cache swaps positions in and returns their rows. A row is bytes in a
+`hisparse.format.KVFormat`.
 """
 
 from collections.abc import Sequence
@@ -28,27 +28,24 @@ class PrefillCache(Protocol):
 
 
 class PagedKeys(Protocol):
-    """Paged index keys of a decode batch in one index layer."""
+    """Paged index keys of a decode batch in one index layer.
+
+    keys: uint8 [num_pages, page_size, index_key_bytes]. page_table: int64 [batch, max_pages]; entries past a row's
+    length are arbitrary valid pages. seq_lens: int64 [batch], counting the newest token, whose key is already stored;
+    0 for padding. lengths: `seq_lens` on the host; None where only the device knows them.
+    """
 
     @property
-    def keys(self) -> torch.Tensor:
-        """uint8 [num_pages, page_size, index_key_bytes]."""
-        ...
+    def keys(self) -> torch.Tensor: ...
 
     @property
-    def page_table(self) -> torch.Tensor:
-        """int64 [batch, max_pages]; entries past a row's length are arbitrary valid pages."""
-        ...
+    def page_table(self) -> torch.Tensor: ...
 
     @property
-    def seq_lens(self) -> torch.Tensor:
-        """int64 [batch], counting the newest token, whose key is already stored; 0 for padding."""
-        ...
+    def seq_lens(self) -> torch.Tensor: ...
 
     @property
-    def lengths(self) -> Sequence[int] | None:
-        """`seq_lens` on the host, so that nobody has to wait for the device; None where only the device knows them."""
-        ...
+    def lengths(self) -> Sequence[int] | None: ...
 
 
 class DecodeCache(Protocol):

@@ -1,4 +1,4 @@
-"""The files of a Hugging Face checkpoint: found, checked for completeness and fingerprinted without loading them."""
+"""Finds the files of a Hugging Face checkpoint, checks that they are complete and fingerprints them without loading."""
 
 import hashlib
 import json
@@ -12,7 +12,7 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 TOKENIZER_FILE = "tokenizer.json"
 
-# Keys that change with who saved or loads the checkpoint, and not with what the model computes.
+# Keys that depend on who saved or loads the checkpoint, and not on what the model computes.
 VOLATILE_CONFIG_KEYS = frozenset(
     {"transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache", "architectures"}
 )
@@ -57,8 +57,8 @@ def weight_files(path: Path) -> list[Path]:
 def fingerprint(config: dict[str, Any], files: list[Path]) -> str:
     """A short identity of a model: 16 hex digits over its configuration and samples of its weights.
 
-    The weights count by each file's name, size, header and samples of its head, middle and tail, so that hundreds of
-    gigabytes take milliseconds. Raises StartupError where a file is damaged.
+    Of each weight file it hashes the name, the size, the header and samples of the head, the middle and the tail. So
+    hundreds of gigabytes take milliseconds. Raises StartupError where a file is damaged.
     """
     digest = _stable(config)
     for file in files:
@@ -70,7 +70,7 @@ def fingerprint(config: dict[str, Any], files: list[Path]) -> str:
 
 
 def config_digest(config: dict[str, Any]) -> str:
-    """16 hex digits over what of the configuration says what the model computes."""
+    """16 hex digits over the keys of the configuration that determine what the model computes."""
     return _stable(config).hexdigest()[:16]
 
 

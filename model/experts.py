@@ -1,6 +1,5 @@
-"""Feed-forward layers: dense ones, and mixtures of experts."""
+"""Mixtures of experts."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,17 +8,9 @@ import torch.nn.functional as F
 from model.backends.device import fuses
 from model.router import Router
 
-FeedForward = Callable[[torch.Tensor], torch.Tensor]
-"""From normed hidden states [N, hidden_size] to what is added to the hidden states."""
-
-
-def feed_forward(module: Any) -> FeedForward:
-    """That of one transformers decoder layer."""
-    return MixtureOfExperts(module) if hasattr(module, "experts") else module
-
 
 class MixtureOfExperts:
-    """The routed and the shared experts of one transformers module."""
+    """The routed and the shared experts of a transformers module."""
 
     def __init__(self, module: Any) -> None:
         self._router = Router.of(module.gate)
@@ -33,7 +24,7 @@ class MixtureOfExperts:
         return routed(hidden, ids, weights) + self._shared(hidden)  # type: ignore[no-any-return]
 
     def _grouped(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """The routed experts in bfloat16 on CUDA: the same as transformers computes, in fewer kernels.
+        """The routed experts in bfloat16 on CUDA: what transformers computes, in fewer kernels.
 
         Pairs of a token and an expert are sorted by expert, and each projection is one grouped product over them.
         """

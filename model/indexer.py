@@ -1,4 +1,4 @@
-"""The lightning indexer's projections: what a token's selection is made from (DeepSeek-V3.2, section 2.1)."""
+"""The projections of the lightning indexer, which scores positions for selection (DeepSeek-V3.2, section 2.1)."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +10,7 @@ from model.rope import Rope
 
 @dataclass(frozen=True)
 class IndexQueries:
-    """What one indexer asks for N tokens.
+    """The indexer's queries of N tokens.
 
     queries: [N, index_heads, index_dim]. head_weights: float32 [N, index_heads].
     """
@@ -19,7 +19,7 @@ class IndexQueries:
     head_weights: torch.Tensor
 
     def __getitem__(self, tokens: slice) -> "IndexQueries":
-        """Those of some of the tokens."""
+        """The queries of some of the tokens."""
         return IndexQueries(self.queries[tokens], self.head_weights[tokens])
 
 

@@ -1,4 +1,4 @@
-"""Loads a Hugging Face checkpoint of a sparse-attention model, or refuses it in one line."""
+"""Loads a Hugging Face checkpoint of a sparse-attention model."""
 
 from pathlib import Path
 from typing import Any, Literal
@@ -11,15 +11,27 @@ from base.errors import StartupError
 from model.backends.protocol import AttentionBackend
 from model.backends.torch_backend import TorchBackend
 from model.checkpoint import fingerprint, read_json, weight_files
-from model.dtypes import DTYPES
-from model.shard import WHOLE, Shard
 from model.sparse_model import SparseModel
 from model.spec import ModelSpec
 
 LoadFormat = Literal["auto", "dummy"]
 """Where weights come from: the checkpoint's files, or random numbers."""
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SUPPORTED_MODEL_TYPES = ("deepseek_v32", "glm_moe_dsa")
+
+
+def resolve_dtype(path: Path, name: str) -> torch.dtype:
+    """The dtype called `name`; `auto` is the one that the checkpoint names in its configuration.
+
+    Raises StartupError for dtypes that are not served.
+    """
+    if name == "auto":
+        config = read_json(path / "config.json")
+        name = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+    if name not in DTYPES:
+        raise StartupError(f"dtype {name} is not served; give --dtype {' or '.join(DTYPES)}")
+    return DTYPES[name]
 
 
 def read_spec(
@@ -61,32 +73,31 @@ def load_model(
     context_length: int | None = None,
     backend: AttentionBackend | None = None,
     load_format: LoadFormat = "auto",
-    shard: Shard = WHOLE,
 ) -> SparseModel:
     """Load a checkpoint's weights, converted to `dtype`, onto a device. Never reaches the network.
 
-    Tensor by tensor from mapped files: no more of them than a few is in host memory at a time, besides the page cache,
-    unless the host is the device. Experts are fused on the device, which takes room for those of a layer or two more.
+    Tensors are copied one by one from mapped files, so only a few of them are in host memory at a time, besides the
+    page cache. Experts are fused on the device, which temporarily takes the memory of one or two more layers' experts.
 
-    `backend` computes attention; by default torch does. With load_format `dummy` random weights are made on the device
+    `backend` computes attention; by default torch does. With load_format `dummy` the device generates random weights
     instead, the same on every device of a kind, as in SGLang and vLLM.
 
     Raises StartupError for what `read_spec` refuses, and where weights are missing or have other shapes.
     """
     spec = read_spec(path, dtype, context_length, load_format)
     network = _dummy_network(path, dtype, device) if load_format == "dummy" else _load_network(path, dtype, device)
-    if device.type == "cuda":  # what fusing left in the allocator's cache is for the pools
+    if device.type == "cuda":  # the pools need what fusing left in the allocator's cache
         torch.cuda.empty_cache()
-    return SparseModel(network.requires_grad_(False).eval(), spec, backend or TorchBackend(spec.kv_format), shard)
+    return SparseModel(network.requires_grad_(False).eval(), spec, backend or TorchBackend(spec.kv_format))
 
 
 def _load_network(path: Path, dtype: torch.dtype, device: torch.device) -> Any:
-    disable_progress_bar()  # not a line of a log
+    disable_progress_bar()  # it does not belong in a log
     try:
         network, report = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, device_map={"": device}, local_files_only=True, output_loading_info=True
         )
-    except Exception as error:  # the library raises whatever its readers raise
+    except Exception as error:  # the library lets through what its file readers raise
         raise StartupError(f"the weights in {path} cannot be loaded: {_first_line(error)}") from error
     missing = sorted(report["missing_keys"])
     if missing:
@@ -95,14 +106,14 @@ def _load_network(path: Path, dtype: torch.dtype, device: torch.device) -> Any:
 
 
 def _dummy_network(path: Path, dtype: torch.dtype, device: torch.device) -> Any:
-    config = _parse_config(path, read_json(path / "config.json"))
+    config = AutoConfig.from_pretrained(path, local_files_only=True)
     with device, torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(0)
         return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
 def _parse_config(path: Path, raw: dict[str, Any]) -> Any:
-    """The library's configuration object, which fills in what config.json leaves to defaults."""
+    """The library's configuration object, with its defaults for what config.json lacks."""
     model_type = raw.get("model_type")
     if model_type not in SUPPORTED_MODEL_TYPES:
         raise StartupError(

@@ -6,16 +6,9 @@ import torch
 import torch.nn.functional as F
 
 
-class RMSNorm:
-    """The norm of one transformers module, which writes out in seven operations what torch has as one kernel.
+def rms_norm(x: torch.Tensor, module: Any) -> torch.Tensor:
+    """x, [..., dim], normed as by a transformers module, which writes out in seven operations what torch has as one.
 
     Computed in float32 and rounded once, where transformers rounds before it applies the weight, too.
     """
-
-    def __init__(self, module: Any) -> None:
-        self._weight: torch.Tensor = module.weight
-        self._eps: float = module.variance_epsilon
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [..., dim]."""
-        return F.rms_norm(x, self._weight.shape, self._weight, self._eps)
+    return F.rms_norm(x, module.weight.shape, module.weight, module.variance_epsilon)

@@ -1,18 +1,19 @@
 """How attention reaches the KV in a forward pass: through a prompt's pages, or through swap-in when decoding.
 
-Both store the new tokens' items and index keys first, so that a token can select itself, then select positions, find
-their rows and attend to them. A layer without an indexer selects what the layer before it selected.
+Both passes are called for each layer in order. They store the new tokens' items and index keys first, so that a token
+can select itself. Then they select positions, find their rows and attend to them. A layer without an indexer selects
+what the layer before it selected.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from model.backends.protocol import AttentionBackend
 from model.cache import DecodeCache, PrefillCache
 from model.indexer import IndexQueries
+from model.spec import ModelSpec
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class PrefillChunk:
     """Consecutive prompt tokens of one request; everything before them is in the cache already.
 
     token_ids: int64 [T] on any device, at positions [start, start + T). sequence_length: tokens of the whole sequence,
-    those that are computed elsewhere included; the torch backend scores rows of that length, as transformers does.
+    including those that another process computes; the torch backend scores rows of that length, as transformers does.
     """
 
     token_ids: torch.Tensor
@@ -33,61 +34,71 @@ class PrefillChunk:
         return self.start + len(self.token_ids)
 
 
-@dataclass(frozen=True)
-class LayerQueries:
-    """What one layer asks for. `index` is None where the layer reuses the selection of the one before it."""
+class DecodePass:
+    """One new token of each request of a batch."""
 
-    layer: int
-    index_layer: int
-    queries: torch.Tensor
-    index: IndexQueries | None
-    scaling: float
-    latent_dim: int
-
-
-class ForwardPass(Protocol):
-    """The KV side of one forward pass, called for each layer in order."""
+    def __init__(self, cache: DecodeCache, spec: ModelSpec, backend: AttentionBackend) -> None:
+        self._cache = cache
+        self._spec = spec
+        self._backend = backend
+        self._positions: torch.Tensor | None = None
 
     def store(self, layer: int, items: torch.Tensor) -> None:
         """Keep the new tokens' KV items, [N, item_dim]."""
-        ...
+        self._cache.append(layer, self._backend.format.encode_items(items))
 
-    def store_index_keys(self, index_layer: int, keys: torch.Tensor) -> None:
+    def store_index_keys(self, layer: int, keys: torch.Tensor) -> None:
         """Keep the new tokens' index keys, [N, index_dim]."""
-        ...
+        index_layer = self._spec.index_layer_of[layer]
+        self._cache.append_index_keys(index_layer, self._backend.format.encode_index_keys(keys))
 
-    def attend(self, layer: LayerQueries) -> torch.Tensor:
-        """Returns the attended latents, shape [N, heads, latent_dim]."""
-        ...
+    def attend(self, layer: int, queries: torch.Tensor, index: IndexQueries | None, scaling: float) -> torch.Tensor:
+        """Select and attend: queries [N, heads, item_dim] to attended latents [N, heads, latent_dim].
+
+        index: None where the layer has no indexer.
+        """
+        if index is not None:
+            pages = self._cache.index_pages(self._spec.index_layer_of[layer])
+            self._positions = self._backend.select_for_decode(index, pages, self._spec.index_topk)
+        assert self._positions is not None, "the first layer has an indexer"
+        # Also where the positions are shared: each layer has items of its own to fetch.
+        rows = self._cache.swap_in(layer, self._positions)
+        return self._backend.attend_rows(queries, self._cache.kv(layer), rows, scaling, self._spec.latent_dim)
 
 
 class PrefillPass:
-    """Chunks of several prompts, whose tokens are concatenated in the order of the chunks."""
+    """Chunks of several prompts, whose tokens are concatenated in the order of the chunks. Methods as in DecodePass."""
 
-    def __init__(self, chunks: Sequence[PrefillChunk], topk: int, backend: AttentionBackend) -> None:
-        self._requests: list[tuple[_PrefillRequest, slice]] = []
+    def __init__(self, chunks: Sequence[PrefillChunk], spec: ModelSpec, backend: AttentionBackend) -> None:
+        self._requests: list[tuple[_RequestPass, slice]] = []
         begin = 0
         for chunk in chunks:
             end = begin + len(chunk.token_ids)
-            self._requests.append((_PrefillRequest(chunk, topk, backend), slice(begin, end)))
+            self._requests.append((_RequestPass(chunk, spec, backend), slice(begin, end)))
             begin = end
 
     def store(self, layer: int, items: torch.Tensor) -> None:
         for request, tokens in self._requests:
             request.store(layer, items[tokens])
 
-    def store_index_keys(self, index_layer: int, keys: torch.Tensor) -> None:
+    def store_index_keys(self, layer: int, keys: torch.Tensor) -> None:
         for request, tokens in self._requests:
-            request.store_index_keys(index_layer, keys[tokens])
+            request.store_index_keys(layer, keys[tokens])
 
-    def attend(self, layer: LayerQueries) -> torch.Tensor:
-        return torch.cat([request.attend(layer, tokens) for request, tokens in self._requests])
+    def attend(self, layer: int, queries: torch.Tensor, index: IndexQueries | None, scaling: float) -> torch.Tensor:
+        parts = [
+            request.attend(layer, queries[tokens], None if index is None else index[tokens], scaling)
+            for request, tokens in self._requests
+        ]
+        return torch.cat(parts)
 
 
-class _PrefillRequest:
-    def __init__(self, chunk: PrefillChunk, topk: int, backend: AttentionBackend) -> None:
+class _RequestPass:
+    """One chunk of a PrefillPass."""
+
+    def __init__(self, chunk: PrefillChunk, spec: ModelSpec, backend: AttentionBackend) -> None:
         self._chunk = chunk
-        self._topk = topk
+        self._spec = spec
         self._backend = backend
         self._rows = chunk.cache.rows(0, chunk.stop)
         self._new_rows = self._rows[chunk.start :]
@@ -96,46 +107,17 @@ class _PrefillRequest:
     def store(self, layer: int, items: torch.Tensor) -> None:
         self._chunk.cache.kv(layer)[self._new_rows] = self._backend.format.encode_items(items)
 
-    def store_index_keys(self, index_layer: int, keys: torch.Tensor) -> None:
-        self._chunk.cache.index_keys(index_layer)[self._new_rows] = self._backend.format.encode_index_keys(keys)
+    def store_index_keys(self, layer: int, keys: torch.Tensor) -> None:
+        stored = self._chunk.cache.index_keys(self._spec.index_layer_of[layer])
+        stored[self._new_rows] = self._backend.format.encode_index_keys(keys)
 
-    def attend(self, layer: LayerQueries, tokens: slice) -> torch.Tensor:
-        if layer.index is not None:
-            self._selected_rows = self._select(layer.index_layer, layer.index[tokens])
+    def attend(self, layer: int, queries: torch.Tensor, index: IndexQueries | None, scaling: float) -> torch.Tensor:
+        chunk, spec = self._chunk, self._spec
+        if index is not None:
+            keys = chunk.cache.index_keys(spec.index_layer_of[layer])[self._rows]
+            positions = self._backend.select_for_prompt(
+                index, keys, chunk.start, chunk.sequence_length, spec.index_topk
+            )
+            self._selected_rows = torch.where(positions < 0, -1, self._rows[positions.clamp(min=0)])
         assert self._selected_rows is not None, "the first layer has an indexer"
-        kv = self._chunk.cache.kv(layer.layer)
-        return self._backend.attend_rows(
-            layer.queries[tokens], kv, self._selected_rows, layer.scaling, layer.latent_dim
-        )
-
-    def _select(self, index_layer: int, index: IndexQueries) -> torch.Tensor:
-        chunk = self._chunk
-        keys = chunk.cache.index_keys(index_layer)[self._rows]
-        positions = self._backend.select_for_prompt(index, keys, chunk.start, chunk.sequence_length, self._topk)
-        return torch.where(positions < 0, -1, self._rows[positions.clamp(min=0)])
-
-
-class DecodePass:
-    """One new token of each request of a batch."""
-
-    def __init__(self, cache: DecodeCache, topk: int, backend: AttentionBackend) -> None:
-        self._cache = cache
-        self._topk = topk
-        self._backend = backend
-        self._positions: torch.Tensor | None = None
-
-    def store(self, layer: int, items: torch.Tensor) -> None:
-        self._cache.append(layer, self._backend.format.encode_items(items))
-
-    def store_index_keys(self, index_layer: int, keys: torch.Tensor) -> None:
-        self._cache.append_index_keys(index_layer, self._backend.format.encode_index_keys(keys))
-
-    def attend(self, layer: LayerQueries) -> torch.Tensor:
-        if layer.index is not None:
-            pages = self._cache.index_pages(layer.index_layer)
-            self._positions = self._backend.select_for_decode(layer.index, pages, self._topk)
-        assert self._positions is not None, "the first layer has an indexer"
-        # Also where the positions are shared: each layer has items of its own to fetch.
-        rows = self._cache.swap_in(layer.layer, self._positions)
-        kv = self._cache.kv(layer.layer)
-        return self._backend.attend_rows(layer.queries, kv, rows, layer.scaling, layer.latent_dim)
+        return self._backend.attend_rows(queries, chunk.cache.kv(layer), self._selected_rows, scaling, spec.latent_dim)

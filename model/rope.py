@@ -21,10 +21,10 @@ class Rope:
         return cls(cos[:, None, :half], sin[:, None, :half])
 
     def rotate(self, x: torch.Tensor, beside: torch.Tensor, *, interleaved: bool, beside_first: bool) -> torch.Tensor:
-        """x, [N, heads, rope_dim], rotated, and behind it or in front of it `beside`, [N, heads, any width], as it is.
+        """Rotate x, [N, heads, rope_dim], and concatenate it with `beside`, [N, heads, any width], unrotated.
 
-        The pairs' first members come out in the first half and their second members in the second half. In the input
-        a pair lies next to each other (interleaved), or half the width apart (half-split).
+        The members of a pair are neighbours in x (interleaved), or half its width apart (half-split). In the result all
+        first members come before all second members.
         """
         if fuses(x):
             # Here, since a machine without a GPU need not have Triton.

@@ -1,4 +1,4 @@
-"""Which experts compute a token (DeepSeek-V3, arXiv:2412.19437, section 2.1.2)."""
+"""Chooses the experts that compute a token (DeepSeek-V3, arXiv:2412.19437, section 2.1.2)."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,11 +11,12 @@ from model.backends.device import fuses
 
 @dataclass(frozen=True)
 class Router:
-    """The router of one transformers module.
+    """The router of one mixture of experts.
 
-    weight: [experts, hidden_size]. bias: float32 [experts], for the choice and not for the weights. groups: the experts
-    are in as many groups of equal size; a token chooses among those of the `top_groups` best, by the sum of their two
-    best experts. normalise: a token's weights are divided by their sum before they are multiplied by `scale`.
+    weight: [experts, hidden_size]. bias: float32 [experts], added to the scores for the choice and not for the weights.
+    groups: the number of groups of equal size that the experts are in. A token chooses among the experts of the
+    `top_groups` best groups, by the sum of their two best experts. normalise: a token's weights are divided by their
+    sum before they are multiplied by `scale`.
     """
 
     weight: torch.Tensor
@@ -28,7 +29,7 @@ class Router:
 
     @classmethod
     def of(cls, module: Any) -> "Router":
-        """That of a transformers module."""
+        """The router of a transformers module."""
         return cls(
             weight=module.weight,
             bias=module.e_score_correction_bias,
@@ -45,7 +46,7 @@ class Router:
             # Here, since a machine without a GPU need not have Triton.
             from model.backends.triton_choose import choose_experts
 
-            # Products of bfloat16 numbers are exact in float32, so neither side has to be converted before.
+            # Products of bfloat16 numbers are exact in float32, so the factors need not be converted first.
             logits = torch.mm(hidden, self.weight.t(), out_dtype=torch.float32)
             return choose_experts(logits, self)
         return self.choose(F.linear(hidden.float(), self.weight.float()))

@@ -1,4 +1,4 @@
-"""What the rest of the service knows of a model: its shapes and its identity."""
+"""A model's shapes and identity, which the rest of the service reads."""
 
 from dataclasses import dataclass
 
@@ -12,11 +12,10 @@ from hisparse.layout import KVLayout
 class ModelSpec:
     """Shapes of a sparse-attention model's KV and the identity of its weights.
 
-    A *layer* stores one KV item per token: the normed latent (kv_lora_rank) followed by the roped key
-    (qk_rope_head_dim): `latent_dim` of its `item_dim` elements. An *index layer* is a layer with an indexer of its own;
-    it stores one index key per token.
-    `index_layer_of[layer]` is the index layer whose selection the layer uses: its own, or the previous one's where
-    the checkpoint shares selections between layers.
+    A *layer* stores one KV item per token, of `item_dim` elements: the normed latent (`latent_dim`, kv_lora_rank), then
+    the roped key (qk_rope_head_dim). An *index layer* is a layer with an indexer of its own; it stores one index key
+    per token. `index_layer_of[layer]` is the index layer whose selection the layer uses: its own, or the previous one
+    where the checkpoint shares selections between layers.
     """
 
     model_type: str
@@ -37,10 +36,10 @@ class ModelSpec:
 
     @property
     def kv_format(self) -> KVFormat:
-        """How its items and index keys are stored."""
+        """How items and index keys are stored."""
         return DenseFormat(self.dtype, self.item_dim, self.index_dim)
 
     @property
     def kv_layout(self) -> KVLayout:
-        """What one token leaves in the KV tiers."""
+        """What the KV tiers store of one token."""
         return KVLayout(self.index_layer_of, self.kv_format.item_bytes, self.kv_format.index_key_bytes)

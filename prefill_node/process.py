@@ -14,8 +14,7 @@ from engine.chunked import ChunkedPrefill
 from engine.identity import identity_of
 from engine.paged_pool import PagedKVPool
 from model.backends.choice import choose_backend
-from model.dtypes import resolve_dtype
-from model.loader import load_model, read_spec
+from model.loader import load_model, read_spec, resolve_dtype
 from model.spec import ModelSpec
 from prefill_node.config import PrefillConfig
 from prefill_node.endpoint import PrefillEndpoint

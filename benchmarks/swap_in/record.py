@@ -27,9 +27,8 @@ from hisparse.tiers import build_tiers
 from model.backends.choice import choose_backend
 from model.backends.protocol import AttentionBackend
 from model.cache import PagedKeys
-from model.dtypes import resolve_dtype
 from model.indexer import IndexQueries
-from model.loader import load_model, read_spec
+from model.loader import load_model, read_spec, resolve_dtype
 from model.spec import ModelSpec
 
 _PAGE = 64

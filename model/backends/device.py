@@ -1,11 +1,15 @@
-"""What a device can compute with: Triton kernels or not, and what the shapes of their launches depend on."""
+"""What a device can compute with: Triton kernels or not, and what their launches depend on."""
 
 import functools
 import importlib
 import os
 import shutil
+from typing import Any
 
 import torch
+
+MIN_TILE = 16
+"""The least that a tensor core takes in any direction."""
 
 
 def triton_obstacle() -> str | None:
@@ -26,20 +30,19 @@ def has_triton() -> bool:
 
 
 def fuses(tensor: torch.Tensor) -> bool:
-    """Whether a chain of small operations on the tensor is one kernel of ours, rather than several of torch's.
+    """Whether one Triton kernel computes a chain of small operations on the tensor, instead of several torch kernels.
 
-    In bfloat16 on a CUDA device. float32 is for reproducing the reference, operation by operation.
+    It does in bfloat16 on a CUDA device. float32 is for reproducing the reference, operation by operation.
     """
     return tensor.is_cuda and tensor.dtype == torch.bfloat16 and has_triton()
 
 
-@functools.cache
-def num_multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of a CUDA device."""
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+def tile_width(size: int) -> int:
+    """The width of a tile that holds `size` elements."""
+    return max(MIN_TILE, 1 << (size - 1).bit_length())
 
 
 @functools.cache
-def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that one program may have."""
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
+def properties(device: torch.device) -> Any:
+    """What CUDA says of a device."""
+    return torch.cuda.get_device_properties(device)

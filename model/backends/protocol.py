@@ -1,4 +1,4 @@
-"""What a forward pass asks of an attention backend: select positions, and attend to their rows."""
+"""The interface of attention backends, which select positions and attend to their rows."""
 
 from typing import Protocol
 
@@ -10,20 +10,20 @@ from model.indexer import IndexQueries
 
 
 class AttentionBackend(Protocol):
-    """The part of sparse attention that is worth kernels of its own. Stateless, and of one result per input."""
+    """The part of sparse attention that has kernels of its own. Stateless and deterministic."""
 
     name: str
     format: KVFormat
-    """Of the items and index keys that it reads."""
+    """The format of the items and index keys that it reads."""
 
     def attend_rows(
         self, queries: torch.Tensor, kv: torch.Tensor, rows: torch.Tensor, scaling: float, latent_dim: int
     ) -> torch.Tensor:
         """Attend each query to its own rows of a pool.
 
-        queries: [N, heads, item_dim]. kv: uint8 [num_rows, item_bytes]. rows: int64 [N, k], -1 where there is none; the
-        first of a query's rows must exist, or none of them: what is returned for such a query is finite and means
-        nothing. Returns the attended latents, [N, heads, latent_dim], in the dtype of the queries.
+        queries: [N, heads, item_dim]. kv: uint8 [num_rows, item_bytes]. rows: int64 [N, k], -1 where there is none. The
+        first row of a query exists, unless it has no rows at all; then its result is finite and meaningless. Returns
+        the attended latents, [N, heads, latent_dim], in the dtype of the queries.
         """
         ...
 

@@ -11,10 +11,10 @@ from hisparse.format import KVFormat
 from model.cache import PagedKeys
 from model.indexer import IndexQueries
 
-# Bounds the gathered items of one block of queries, so that memory does not grow with the length of a chunk.
 GATHER_BLOCK_BYTES = 64 << 20
-# Bounds the per-head scores of one block of queries, so that memory is linear in the length of the context.
+"""Bounds the gathered items of one block of queries, so that memory does not grow with the length of a chunk."""
 SCORE_BLOCK_BYTES = 64 << 20
+"""Bounds the per-head scores of one block of queries, so that memory is linear in the length of the context."""
 
 
 class TorchBackend:
@@ -42,16 +42,16 @@ class TorchBackend:
         self, index: IndexQueries, keys: torch.Tensor, start: int, sequence_length: int, topk: int
     ) -> torch.Tensor:
         """See AttentionBackend; k is min(topk, sequence_length)."""
-        num_queries, num_keys = len(index.queries), len(keys)
+        num_keys = len(keys)
         keys = self.format.index_keys(keys).float()
         block = max(1, SCORE_BLOCK_BYTES // (4 * index.queries.shape[1] * num_keys))
         key_positions = torch.arange(num_keys, device=keys.device)
         selections = []
-        for begin in range(0, num_queries, block):
-            end = min(begin + block, num_queries)
+        for begin in range(0, len(index.queries), block):
+            end = min(begin + block, len(index.queries))
             query_positions = torch.arange(start + begin, start + end, device=keys.device).unsqueeze(1)
             scores = keys.new_full((end - begin, sequence_length), float("-inf"))
-            scores[:, :num_keys] = _scores(index.queries[begin:end], index.head_weights[begin:end], keys)
+            scores[:, :num_keys] = _scores(index[begin:end], keys)
             scores[:, :num_keys].masked_fill_(key_positions > query_positions, float("-inf"))
             selected = scores.topk(min(topk, sequence_length), dim=-1).indices
             selections.append(selected.masked_fill_(selected > query_positions, -1))
@@ -71,7 +71,7 @@ class TorchBackend:
         for row, length in enumerate(lengths):
             page_ids = pages.page_table[row, : -(-length // page_size)]
             keys = self.format.index_keys(pages.keys[page_ids].flatten(0, 1)[:length]).float()
-            scores = _scores(index.queries[row : row + 1], index.head_weights[row : row + 1], keys)
+            scores = _scores(index[row : row + 1], keys)
             selected = scores.topk(min(topk, length), dim=-1).indices
             selections[row, : selected.shape[1]] = selected[0]
         return selections
@@ -86,10 +86,7 @@ class TorchBackend:
         for begin in range(0, batch, block):
             part = slice(begin, begin + block)
             keys = self.format.index_keys(pages.keys[pages.page_table[part]].flatten(1, 2)).float()
-            per_head = torch.bmm(index.queries[part].float(), keys.transpose(1, 2))
-            scores = _weigh(per_head, index.head_weights[part], keys.shape[-1]).masked_fill_(
-                behind[part], float("-inf")
-            )
+            scores = _scores(index[part], keys).masked_fill_(behind[part], float("-inf"))
             selected = scores.topk(min(topk, width), dim=-1).indices
             selections.append(selected.masked_fill_(selected >= lengths[part], -1))
         return torch.cat(selections)
@@ -108,14 +105,10 @@ def _attend_block(
     return torch.bmm(weights, items[..., :latent_dim])
 
 
-def _scores(queries: torch.Tensor, head_weights: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """The score of every pair of a query and a key, float32 [num_queries, num_keys]."""
-    num_queries, num_heads, dim = queries.shape
-    per_head = queries.float().flatten(0, 1) @ keys.T
-    return _weigh(per_head.view(num_queries, num_heads, len(keys)), head_weights, dim)
+def _scores(index: IndexQueries, keys: torch.Tensor) -> torch.Tensor:
+    """sum over heads of weight * relu(q . k / sqrt(dim)), float32 [num_queries, num_keys].
 
-
-def _weigh(per_head: torch.Tensor, head_weights: torch.Tensor, dim: int) -> torch.Tensor:
-    """sum over heads of weight * relu(q . k / sqrt(dim)) of the products q . k, float32 [queries, heads, keys]."""
-    per_head = per_head.mul_(dim**-0.5).relu_()
-    return torch.bmm(head_weights.unsqueeze(1), per_head).squeeze(1)
+    keys: float32 [num_keys, dim], or [num_queries, num_keys, dim] where each query has its own.
+    """
+    per_head = (index.queries.float() @ keys.transpose(-1, -2)).mul_(keys.shape[-1] ** -0.5).relu_()
+    return torch.bmm(index.head_weights.unsqueeze(1), per_head).squeeze(1)

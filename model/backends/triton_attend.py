@@ -4,6 +4,9 @@ The online softmax is that of FlashAttention (Dao et al., arXiv:2205.14135, algo
 than fill the device, a query's rows are split over several programs, whose results are weighed by their sums of
 exponentials and added (Flash-Decoding: Dao, Haziza, Massa, Sizov, https://pytorch.org/blog/flash-decoding, 2023). All
 heads read the same item, whose latent is key and value at once, so that a tile of items serves a tile of heads.
+
+Products of float32 have "ieee" precision, since tensor cores would round their factors to 10 bits. It does not affect
+other dtypes.
 """
 
 import math
@@ -13,12 +16,9 @@ import torch
 import triton
 import triton.language as tl
 
-from model.backends.device import num_multiprocessors, shared_memory
+from model.backends.device import MIN_TILE, properties, tile_width
 
 _MAX_SPLITS = 64
-_MIN_TILE = 16
-"""The least that a tensor core takes in any direction."""
-
 _LARGE_TILES_BYTES = 224_000
 """Shared memory that a program with 64 heads and 64 rows of 576 elements needs."""
 
@@ -64,7 +64,7 @@ def attend_rows(
     num_splits, rows_per_split = _splits(num_queries * head_tiles, k, tiling, queries.device)
     log_sums = queries.new_empty(num_queries, heads, num_splits, dtype=torch.float32)
     partial = output if num_splits == 1 else log_sums.new_empty(num_queries, heads, num_splits, latent_dim)
-    block_latent = _tile(latent_dim)
+    block_latent = tile_width(latent_dim)
     with torch.cuda.device(queries.device):
         _attend_split[(num_queries * head_tiles, num_splits)](
             queries.contiguous(),
@@ -82,9 +82,7 @@ def attend_rows(
             block_heads=tiling.heads,
             block_rows=tiling.rows,
             block_latent=block_latent,
-            block_rope=_tile(item_dim - latent_dim),
-            # Tensor cores would round float32 to 10 bits.
-            precision="ieee" if queries.dtype == torch.float32 else "tf32",
+            block_rope=tile_width(item_dim - latent_dim),
             num_warps=tiling.warps,
             # With a tile or two there is nothing to fetch ahead.
             num_stages=tiling.stages if rows_per_split > 2 * tiling.rows else min(tiling.stages, 2),
@@ -106,14 +104,10 @@ def attend_rows(
 def _tiling(heads: int, dtype: torch.dtype, device: torch.device) -> _Tiling:
     """The fastest that was found on an H200, at 1 to 64 queries and at prompt chunks, for what the device can hold."""
     if dtype.itemsize > 2:
-        return _Tiling(heads=_MIN_TILE, rows=_MIN_TILE, warps=4, stages=1, waves=2)
-    if heads > 32 and shared_memory(device) >= _LARGE_TILES_BYTES:
+        return _Tiling(heads=MIN_TILE, rows=MIN_TILE, warps=4, stages=1, waves=2)
+    if heads > 32 and properties(device).shared_memory_per_block_optin >= _LARGE_TILES_BYTES:
         return _Tiling(heads=64, rows=64, warps=8, stages=3, waves=1)
-    return _Tiling(heads=_MIN_TILE, rows=32, warps=4, stages=5, waves=2)
-
-
-def _tile(size: int) -> int:
-    return max(_MIN_TILE, int(triton.next_power_of_2(size)))
+    return _Tiling(heads=MIN_TILE, rows=32, warps=4, stages=5, waves=2)
 
 
 def _splits(programs: int, k: int, tiling: _Tiling, device: torch.device) -> tuple[int, int]:
@@ -122,7 +116,7 @@ def _splits(programs: int, k: int, tiling: _Tiling, device: torch.device) -> tup
     Not more programs than run at once, where there is a choice: a few that run after all others cost as much as a wave.
     """
     tiles = max(1, triton.cdiv(k, tiling.rows))
-    wanted = max(1, tiling.waves * num_multiprocessors(device) // programs)
+    wanted = max(1, tiling.waves * properties(device).multi_processor_count // programs)
     tiles_per_split = triton.cdiv(tiles, min(wanted, tiles, _MAX_SPLITS))
     return triton.cdiv(tiles, tiles_per_split), tiles_per_split * tiling.rows
 
@@ -145,7 +139,6 @@ def _attend_split(
     block_rows: tl.constexpr,
     block_latent: tl.constexpr,
     block_rope: tl.constexpr,
-    precision: tl.constexpr,
 ) -> None:
     """One tile of a query's heads over one split of its rows. scale: of scores, in units of log2(e).
 
@@ -176,15 +169,15 @@ def _attend_split(
         items = kv + row[:, None] * kv_stride
         latents = tl.load(items + latent[None, :], mask=present[:, None] & real_latent[None, :], other=0.0)
         ropes = tl.load(items + rope[None, :], mask=present[:, None] & real_rope[None, :], other=0.0)
-        scores = tl.dot(query_latents, tl.trans(latents), input_precision=precision)
-        scores = tl.dot(query_ropes, tl.trans(ropes), scores, input_precision=precision)
+        scores = tl.dot(query_latents, tl.trans(latents), input_precision="ieee")
+        scores = tl.dot(query_ropes, tl.trans(ropes), scores, input_precision="ieee")
         scores = tl.where(present[None, :], scores * scale, float("-inf"))
 
         new_highest = tl.maximum(highest, tl.max(scores, 1))
         weights = tl.exp2(scores - new_highest[:, None])
         decay = tl.exp2(highest - new_highest)
         total = total * decay + tl.sum(weights, 1)
-        attended = tl.dot(weights.to(latents.dtype), latents, attended * decay[:, None], input_precision=precision)
+        attended = tl.dot(weights.to(latents.dtype), latents, attended * decay[:, None], input_precision="ieee")
         highest = new_highest
 
     # The highest score weighs 1: only a split without rows has less, and then there is nothing to divide.

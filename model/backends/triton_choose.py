@@ -8,7 +8,7 @@ from model.router import Router
 
 
 def choose_experts(logits: torch.Tensor, router: Router) -> tuple[torch.Tensor, torch.Tensor]:
-    """`router.choose`, best expert first, and of equal ones the first. Also NaN chooses experts that exist."""
+    """`router.choose`, best expert first, and of equal ones the first. NaN too gets ids of experts that exist."""
     tokens, experts = logits.shape
     weights = logits.new_empty(tokens, router.top_k)
     ids = torch.empty_like(weights, dtype=torch.int64)

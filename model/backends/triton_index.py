@@ -1,18 +1,18 @@
 """The lightning indexer's scores as Triton kernels: sum over heads of weight * relu(q . k / sqrt(dim)), in float32.
 
-DeepSeek-V3.2, section 2.1. Keys stream through once; per-head scores never leave the chip. The scale is positive, so it
-is applied to the head weights instead of every score.
+DeepSeek-V3.2, section 2.1. Per-head scores stay on the chip. The scale is positive, so it is applied to the head
+weights instead of every score. Products of float32 have "ieee" precision, since tensor cores would round their factors
+to 10 bits. It does not affect other dtypes.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from model.backends.device import num_multiprocessors, shared_memory
+from model.backends.device import MIN_TILE, properties, tile_width
 from model.cache import PagedKeys
 from model.indexer import IndexQueries
 
-_MIN_TILE = 16
 _DEEP_PIPELINE_BYTES = 152_000
 """Shared memory that a program with three tiles of 128 keys in flight needs."""
 
@@ -20,7 +20,7 @@ _DEEP_PIPELINE_BYTES = 152_000
 def decode_scores(index: IndexQueries, pages: PagedKeys, keys: torch.Tensor) -> torch.Tensor:
     """Scores of one query per request against its own sequence.
 
-    keys: [num_pages, page_size, dim], what `pages.keys` mean.
+    keys: `pages.keys` decoded, [num_pages, page_size, dim].
 
     Returns float32 [batch, page_table width * page_size], -inf past each sequence's length. Lengths are read on the
     device, so the launch depends on shapes alone and can be captured in a CUDA graph.
@@ -30,10 +30,11 @@ def decode_scores(index: IndexQueries, pages: PagedKeys, keys: torch.Tensor) -> 
     page_size = keys.shape[1]
     width = table.shape[1] * page_size
     scores = index.head_weights.new_empty(batch, width)
-    block_heads, block_positions = _decode_blocks(heads, keys.dtype)
+    wide = keys.dtype.itemsize > 2
+    block_heads, block_positions = (MIN_TILE, 32) if wide else (min(tile_width(heads), 64), 128)
     tiles = triton.cdiv(width, block_positions)
-    # One program per multiprocessor, with a long row of tiles that it fetches ahead.
-    tiles_per_program = triton.cdiv(tiles * batch, num_multiprocessors(keys.device))
+    # One program per multiprocessor: it can fetch ahead in a long row of tiles.
+    tiles_per_program = triton.cdiv(tiles * batch, properties(keys.device).multi_processor_count)
     with torch.cuda.device(keys.device):
         _score_pages[(batch, triton.cdiv(tiles, tiles_per_program))](
             index.queries.contiguous(),
@@ -51,9 +52,8 @@ def decode_scores(index: IndexQueries, pages: PagedKeys, keys: torch.Tensor) -> 
             dim,
             page_size,
             block_heads=block_heads,
-            block_dim=_tile(dim),
+            block_dim=tile_width(dim),
             block_positions=block_positions,
-            precision=_precision(keys.dtype),
             num_warps=4,
             num_stages=_decode_stages(heads, block_heads, keys.device),
         )
@@ -83,33 +83,18 @@ def prompt_scores(index: IndexQueries, keys: torch.Tensor, start: int) -> torch.
             dim,
             block_queries=block_queries,
             block_keys=block_keys,
-            block_dim=_tile(dim),
-            precision=_precision(keys.dtype),
+            block_dim=tile_width(dim),
             num_warps=8,
             num_stages=1 if wide else 3,
         )
     return scores
 
 
-def _decode_blocks(heads: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Heads and positions per tile."""
-    return (_MIN_TILE, 32) if dtype.itemsize > 2 else (min(_tile(heads), 64), 128)
-
-
 def _decode_stages(heads: int, block_heads: int, device: torch.device) -> int:
     """Page numbers are fetched ahead of the keys, so every second stage holds keys."""
     if heads > block_heads:
-        return 1  # or several tiles of queries would be held ready, too
-    return 5 if shared_memory(device) >= _DEEP_PIPELINE_BYTES else 3
-
-
-def _tile(size: int) -> int:
-    return max(_MIN_TILE, int(triton.next_power_of_2(size)))
-
-
-def _precision(dtype: torch.dtype) -> str:
-    # Tensor cores would round float32 to 10 bits.
-    return "ieee" if dtype == torch.float32 else "tf32"
+        return 1  # more stages would also hold several tiles of queries
+    return 5 if properties(device).shared_memory_per_block_optin >= _DEEP_PIPELINE_BYTES else 3
 
 
 @triton.jit(do_not_specialize=["tiles_per_program"])  # type: ignore[untyped-decorator]
@@ -132,7 +117,6 @@ def _score_pages(
     block_heads: tl.constexpr,
     block_dim: tl.constexpr,
     block_positions: tl.constexpr,
-    precision: tl.constexpr,
 ) -> None:
     """One sequence, some consecutive tiles of its positions."""
     sequence = tl.program_id(0).to(tl.int64)
@@ -159,7 +143,7 @@ def _score_pages(
                 other=0.0,
             )
             weight = tl.load(head_weights + place, mask=real_head, other=0.0) * scale
-            per_head = tl.dot(tile, query, input_precision=precision)
+            per_head = tl.dot(tile, query, input_precision="ieee")
             score += tl.sum(tl.maximum(per_head, 0.0) * weight[None, :], 1)
         score = tl.where(present, score, float("-inf"))
         tl.store(scores + sequence * width + position, score, mask=position < end)
@@ -186,7 +170,6 @@ def _score_prompt(
     block_queries: tl.constexpr,
     block_keys: tl.constexpr,
     block_dim: tl.constexpr,
-    precision: tl.constexpr,
 ) -> None:
     """A tile of queries against a tile of keys, head by head."""
     first_query, first_key = tl.program_id(1) * block_queries, tl.program_id(0) * block_keys
@@ -200,7 +183,7 @@ def _score_prompt(
         other=0.0,
     )
     score = tl.zeros([block_queries, block_keys], tl.float32)
-    # A tile that is all future costs no products.
+    # A tile of positions behind all queries takes no products.
     for head in range(tl.where(first_key < start + first_query + block_queries, heads, 0)):
         place = token.to(tl.int64) * heads + head
         query = tl.load(
@@ -209,7 +192,7 @@ def _score_prompt(
             other=0.0,
         )
         weight = tl.load(head_weights + place, mask=real_token, other=0.0) * scale
-        per_head = tl.dot(query, tile, input_precision=precision)
+        per_head = tl.dot(query, tile, input_precision="ieee")
         score += tl.maximum(per_head, 0.0) * weight[:, None]
     score = tl.where(key[None, :] <= start + token[:, None], score, float("-inf"))
     tl.store(

@@ -1,4 +1,4 @@
-"""Rotary position embedding as a Triton kernel, which also puts the result beside what is not rotated."""
+"""Rotary position embedding as a Triton kernel, which also copies the part that is not rotated."""
 
 import torch
 import triton
@@ -11,7 +11,7 @@ _MAX_HEADS = 8
 def rotate(
     x: torch.Tensor, beside: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, beside_first: bool
 ) -> torch.Tensor:
-    """`model.rope.Rope.rotate`, rounded once. Raises ValueError for tensors."""
+    """`model.rope.Rope.rotate`, rounded once. Raises ValueError for tensors that do not fit together."""
     tokens, heads, rope_dim = x.shape
     half, width = rope_dim // 2, beside.shape[-1]
     parts = (x, beside, cos, sin)

@@ -14,9 +14,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from hisparse.format import KVFormat
 from model.backends.torch_backend import TorchBackend
 from model.cache import PagedKeys
-from model.dtypes import resolve_dtype
 from model.indexer import IndexQueries
-from model.loader import load_model
+from model.loader import load_model, resolve_dtype
 from model.sparse_model import SparseModel
 from model.tiny import write_tiny_checkpoint
 
