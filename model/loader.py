@@ -11,6 +11,7 @@ from base.errors import StartupError
 from model.backends.protocol import AttentionBackend
 from model.backends.torch_backend import TorchBackend
 from model.checkpoint import fingerprint, read_json, weight_files
+from model.shard import WHOLE, Shard
 from model.sparse_model import SparseModel
 from model.spec import ModelSpec
 
@@ -73,6 +74,7 @@ def load_model(
     context_length: int | None = None,
     backend: AttentionBackend | None = None,
     load_format: LoadFormat = "auto",
+    shard: Shard = WHOLE,
 ) -> SparseModel:
     """Load a checkpoint's weights, converted to `dtype`, onto a device. Never reaches the network.
 
@@ -88,7 +90,7 @@ def load_model(
     network = _dummy_network(path, dtype, device) if load_format == "dummy" else _load_network(path, dtype, device)
     if device.type == "cuda":  # the pools need what fusing left in the allocator's cache
         torch.cuda.empty_cache()
-    return SparseModel(network.requires_grad_(False).eval(), spec, backend or TorchBackend(spec.kv_format))
+    return SparseModel(network.requires_grad_(False).eval(), spec, backend or TorchBackend(spec.kv_format), shard)
 
 
 def _load_network(path: Path, dtype: torch.dtype, device: torch.device) -> Any:

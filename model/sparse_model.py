@@ -18,17 +18,22 @@ from model.indexer import Indexer
 from model.norm import rms_norm
 from model.passes import DecodePass, PrefillChunk, PrefillPass
 from model.rope import Rope
+from model.shard import WHOLE, Shard
 from model.spec import ModelSpec
 
 
 class SparseModel:
     """Runs a loaded transformers `deepseek_v32` or `glm_moe_dsa` causal language model.
 
-    KV is written and read in the format of the attention backend.
+    KV is written and read in the format of the attention backend. `shard`: the part of the experts that this process
+    has; the network of transformers has all of them.
     """
 
-    def __init__(self, network: Any, spec: ModelSpec, backend: AttentionBackend) -> None:
+    def __init__(self, network: Any, spec: ModelSpec, backend: AttentionBackend, shard: Shard = WHOLE) -> None:
+        if shard != WHOLE:
+            raise ValueError(f"shard {shard.rank} of {shard.of}: this network computes the whole model")
         self.spec = spec
+        self.shard = shard
         self.device: torch.device = network.device
         self._network = network
         self._backend = backend

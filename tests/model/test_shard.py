@@ -1,0 +1,37 @@
+"""Which experts and which tokens of a chunk the processes of a group compute."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from model.shard import WHOLE, Shard
+
+
+def test_one_process_computes_everything() -> None:
+    assert Shard(0, 1) == WHOLE
+    assert list(WHOLE.experts(256)) == list(range(256))
+    assert list(WHOLE.tokens(7)) == list(range(7))
+
+
+@given(st.integers(1, 16), st.integers(0, 100))
+def test_every_token_of_a_chunk_is_computed_once_and_the_blocks_are_about_equal(of: int, count: int) -> None:
+    blocks = [Shard(rank, of).tokens(count) for rank in range(of)]
+    assert [token for block in blocks for token in block] == list(range(count))
+    assert max(map(len, blocks)) - min(map(len, blocks)) <= 1
+
+
+def test_every_expert_has_one_owner() -> None:
+    owned = [Shard(rank, 8).experts(256) for rank in range(8)]
+    assert [expert for part in owned for expert in part] == list(range(256))
+    assert {len(part) for part in owned} == {32}
+
+
+def test_experts_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(ValueError, match="6 experts cannot be divided among 4 processes"):
+        Shard(0, 4).experts(6)
+
+
+@pytest.mark.parametrize(("rank", "of"), [(1, 1), (-1, 2), (0, 0)])
+def test_a_rank_outside_of_its_group_is_refused(rank: int, of: int) -> None:
+    with pytest.raises(ValueError, match=f"shard {rank} of {of}"):
+        Shard(rank, of)
