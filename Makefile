@@ -20,7 +20,7 @@ $(STAMP): pyproject.toml deploy/setup.sh
 	touch $@
 
 demo: setup
-	$(BIN)/python -m cli.demo
+	$(BIN)/python -m benchmarks.demo
 
 test: setup
 	$(PYTEST) $(IN_PARALLEL)

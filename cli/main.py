@@ -15,7 +15,8 @@ from typer.core import TyperGroup
 
 from base.errors import ProcessFailed, StartupError
 from base.version import VERSION
-from cli import bench, keygen, quarantine
+from benchmarks import commands as bench
+from cli import keygen, quarantine
 from cli.config import ServeConfig
 from cli.flags import takes_flags
 from decode_node.config import DecodeConfig

@@ -71,7 +71,7 @@ AS_USER=(chroot "$ROOT" env -i PATH=/opt/hisparse-pd/bin:/usr/bin:/bin PYTHONDON
     XDG_CACHE_HOME=/cache HF_HUB_OFFLINE=1 setpriv --reuid=10001 --regid=10001 --clear-groups --no-new-privs
     --bounding-set=-all --inh-caps=-all sh -c 'cd /cache && exec "$@"' sh)
 "${AS_USER[@]}" sh -c 'id && if touch /opt/x 2>/dev/null; then echo "the root is writable" && exit 1; fi'
-"${AS_USER[@]}" python -m cli.demo
+"${AS_USER[@]}" python -m benchmarks.demo
 
 say "a gateway as process 1: its health check, and its end by SIGTERM"
 "${AS_USER[@]}" hisparse-pd tiny-model /cache/model

@@ -136,8 +136,13 @@ def test_serve_passes_a_start_up_error_on() -> None:
     assert "error: --model-path /nonexistent: no such directory" in done.stderr
 
 
+DEMO = [sys.executable, "-m", "benchmarks.demo"]
+
+
 def test_the_demo_prints_its_summary_and_leaves_nothing_behind() -> None:
-    demo = subprocess.Popen([sys.executable, "-m", "cli.demo"], stdout=subprocess.PIPE, text=True, env=ENVIRONMENT)
+    demo = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.demo"], stdout=subprocess.PIPE, text=True, env=ENVIRONMENT
+    )
     children: list[psutil.Process] = []
     wait_until(lambda: len(children_of(demo)) == 3, what="the demo's processes")  # type: ignore[arg-type]
     children = children_of(demo)  # type: ignore[arg-type]
@@ -150,7 +155,7 @@ def test_the_demo_prints_its_summary_and_leaves_nothing_behind() -> None:
 
 @pytest.mark.slow
 def test_the_demo_can_be_stopped() -> None:
-    demo = subprocess.Popen([sys.executable, "-m", "cli.demo"], stdout=subprocess.DEVNULL, env=ENVIRONMENT)
+    demo = subprocess.Popen(DEMO, stdout=subprocess.DEVNULL, env=ENVIRONMENT)
     wait_until(lambda: len(children_of(demo)) == 3, what="the demo's processes")  # type: ignore[arg-type]
     children = children_of(demo)  # type: ignore[arg-type]
     demo.send_signal(signal.SIGINT)
