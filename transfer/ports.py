@@ -95,10 +95,13 @@ def _claim(within: range, count: int) -> tuple[socket.socket, dict[int, socket.s
     starts = within[: len(within) - count + 1 : count]
     # At random: the ports of a process that has just ended are not free for a minute.
     for first in random.sample(starts, len(starts)):
-        claim = _named(first)
+        # A name that one process per network namespace can have.
+        claim = _bound(socket.AF_UNIX, f"\0hisparse-pd/transfer-ports/{first}")
         if claim is None:
             continue
-        held = {port: probe for port in range(first, first + count) if (probe := _bound(port)) is not None}
+        # At all addresses, as Mooncake binds them.
+        ports = range(first, first + count)
+        held = {port: probe for port in ports if (probe := _bound(socket.AF_INET, ("", port))) is not None}
         if len(held) == count:
             return claim, held
         for socket_ in (claim, *held.values()):
@@ -109,23 +112,12 @@ def _claim(within: range, count: int) -> tuple[socket.socket, dict[int, socket.s
     )
 
 
-def _named(first: int) -> socket.socket | None:
-    """A socket with a name that one process per network namespace can have; None if another has it."""
-    claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+def _bound(family: socket.AddressFamily, address: str | tuple[str, int]) -> socket.socket | None:
+    """A socket that is bound to the address; None if it is taken."""
+    bound = socket.socket(family)
     try:
-        claim.bind(f"\0hisparse-pd/transfer-ports/{first}")
+        bound.bind(address)
     except OSError:
-        claim.close()
+        bound.close()
         return None
-    return claim
-
-
-def _bound(port: int) -> socket.socket | None:
-    """A socket on the port at all addresses, as Mooncake binds it; None if it is taken."""
-    probe = socket.socket(socket.AF_INET)
-    try:
-        probe.bind(("", port))
-    except OSError:
-        probe.close()
-        return None
-    return probe
+    return bound

@@ -45,6 +45,7 @@ from tests.decode_node.fakes import GATEWAY, destination
 from tests.prefill_node.fakes import FakeControl
 from transfer.checksum import Mismatch
 from transfer.fencing import DRAIN_GRACE_S, LANDED_CAN_WAIT_S, ReservationTable
+from transfer.incoming import IncomingCut
 
 FORMAT = DenseFormat(torch.float32, item_dim=2, index_dim=2)
 LAYOUT = KVLayout((0,), FORMAT.item_bytes, FORMAT.index_key_bytes)
@@ -119,7 +120,7 @@ class Harness:
         ptrs, lengths, item_lengths = self.coordinator.host.get_contiguous_buf_infos()
         self.buffers = BufferInfo(ptrs=tuple(ptrs), lengths=tuple(lengths), item_lengths=tuple(item_lengths))
         self.table: ReservationTable[HostSlots] = ReservationTable(
-            self.coordinator.host.release, self.coordinator.host.retain
+            self.coordinator.host.release, self.coordinator.host.retain, lambda: IncomingCut(())
         )
         self.remote = RemotePrefill(
             self.control,  # type: ignore[arg-type]
@@ -466,7 +467,7 @@ def test_a_mismatch_is_never_served() -> None:
         assert h.remote.take(PREFILL, done) == []
         h.scheduler.turn()
         assert h.state("a") is RequestState.PREFILLING
-        verified = Verified(attempt, None, 1, (Mismatch(0, 0, 2, 1, 2, ()),))
+        verified = Verified(attempt, None, 1, (Mismatch(Checksum(0, 0, 2, 1), 2),))
         h.scheduler.retry(h.remote.verified(verified))
         h.scheduler.retry(h.remote.take(PREFILL, Quiesced(attempt=attempt)))
     h.turn()
