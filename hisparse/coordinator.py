@@ -37,14 +37,6 @@ class Tier(Enum):
 
 
 @dataclass(frozen=True)
-class AppendResult:
-    """Which requests have room for their next token, and which tier was short for the others."""
-
-    ready: tuple[str, ...]
-    short_of: dict[str, Tier]
-
-
-@dataclass(frozen=True)
 class StepPlaces:
     """Where the tokens of one step go. number: of the step, from 1.
 
@@ -164,21 +156,18 @@ class HiSparseCoordinator:
 
     # Decoding
 
-    def append_tokens(self, request_ids: Sequence[str]) -> AppendResult:
+    def append_tokens(self, request_ids: Sequence[str]) -> dict[str, Tier]:
         """Give every request room for its next token: a host slot, an index page, a hot slot.
 
-        All or nothing per request, in the given order. A request that has the room already is ready at once.
-        Raises ValueError for a request that is at the context's end.
+        All or nothing per request, in the given order. Nothing changes for a request that has the room already.
+        Returns the requests that got no room, with the tier that was short. Raises ValueError for a request that is at
+        the context's end.
         """
-        short_of: dict[str, Tier] = {}
-        for request_id in request_ids:
-            tier = self._grow(self._request(request_id))
-            if tier is not None:
-                short_of[request_id] = tier
-        return AppendResult(tuple(r for r in request_ids if r not in short_of), short_of)
+        tiers = {request_id: self._grow(self._request(request_id)) for request_id in request_ids}
+        return {request_id: tier for request_id, tier in tiers.items() if tier is not None}
 
     def begin_step(self, request_ids: Sequence[str]) -> StepPlaces:
-        """Count one more token of each request, all of which must be ready (`append_tokens`).
+        """Count one more token of each request, all of which must have room for it (`append_tokens`).
 
         The caller then queues the step that computes these tokens (`cache`), before it calls anything else here, and
         calls `step_over` when the device has finished it. Raises StepError for a request that has no room.

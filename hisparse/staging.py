@@ -57,7 +57,7 @@ class StagingArea:
         self._staging[request_id] = _Staging(request_id, staged, host_slots, event)
 
     def abort(self, request_id: str) -> bool:
-        """Give up a request; what it holds is released when its copy is over. False if it is not here."""
+        """See `HiSparseCoordinator.abort_staging_request`."""
         entry = self._staging.pop(request_id, None)
         if entry is None:
             return False
@@ -66,10 +66,7 @@ class StagingArea:
         return True
 
     def poll(self) -> Staged:
-        """The requests whose copy is over since the last call; also releases what aborted requests held.
-
-        The host slots of a landed request are the caller's again. A failed request holds nothing any more.
-        """
+        """See `HiSparseCoordinator.poll_staging`."""
         self._release_aborted()
         staged = Staged([], {})
         for entry in [entry for entry in self._staging.values() if entry.event.done()]:

@@ -7,7 +7,7 @@ import torch
 from hisparse.device_pool import DeviceKVPool
 from hisparse.host_pool import HostKVPool
 from hisparse.swap_in import StepBatch, SwapInBackend, SwapInPlan
-from hisparse.verify import SwappedIn, verify_swap_in
+from hisparse.verify import verify_swap_in
 
 
 class StepError(RuntimeError):
@@ -27,18 +27,6 @@ class IndexPages:
     page_table: torch.Tensor
     seq_lens: torch.Tensor
     lengths: tuple[int, ...] | None
-
-
-def locate_newest(device: DeviceKVPool, rows: torch.Tensor, newest: torch.Tensor) -> StepBatch:
-    """Look up on the device where the newest tokens go. rows, newest: int64 [batch], below 0 for padding."""
-    exists, row, position = rows >= 0, rows.clamp(min=0), newest.clamp(min=0)
-    return StepBatch(
-        rows=rows,
-        newest=newest,
-        newest_slots=torch.where(exists, device.hot_slots(row, position.clamp(max=device.device_buffer_size)), -1),
-        newest_index_rows=torch.where(exists, device.index_rows(row, position), -1),
-        newest_host_slots=torch.where(exists, device.host_slot_of[row, position], -1),
-    )
 
 
 @dataclass(frozen=True)
@@ -71,13 +59,22 @@ class DecodeStep:
 
     def __post_init__(self) -> None:
         device = self.tiers.device
-        self.batch = locate_newest(device, self.rows, self.newest)
+        exists, row, position = self.rows >= 0, self.rows.clamp(min=0), self.newest.clamp(min=0)
+        hot = position.clamp(max=device.device_buffer_size)
+        self.batch = StepBatch(
+            rows=self.rows,
+            newest=self.newest,
+            newest_slots=torch.where(exists, device.hot_slots(row, hot), -1),
+            newest_index_rows=torch.where(exists, device.index_rows(row, position), -1),
+            newest_host_slots=torch.where(exists, device.host_slot_of[row, position], -1),
+        )
         self.seq_lens = self.newest + 1
-        self._page_table = device.page_table[self.rows.clamp(min=0), : -(-self.max_tokens // device.index_page_size)]
+        self._page_table = device.page_table[row, : -(-self.max_tokens // device.index_page_size)]
         self._plans: dict[int, SwapInPlan] = {}
         self._to_fetch: list[int] = []
         """Layers whose selection is resolved, but whose items were not fetched yet."""
-        self._to_verify: list[SwappedIn] = []
+        self._to_verify: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+        """Layer, positions and slots of each swap-in, if they are to be verified."""
 
     def append(self, layer: int, items: torch.Tensor) -> None:
         """Store the new tokens' KV items of one layer, uint8 [batch, item_bytes], in their hot slots."""
@@ -110,7 +107,7 @@ class DecodeStep:
         self.tiers.backend.fetch(plan, layer)
         self._to_fetch.remove(layer)
         if self.tiers.verify:
-            self._to_verify.append(SwappedIn(layer, positions, plan.slots))
+            self._to_verify.append((layer, positions, plan.slots))
         return plan.slots
 
     def kv(self, layer: int) -> torch.Tensor:
@@ -130,5 +127,5 @@ class DecodeStep:
         A layer's hot buffer is changed by its own swap-in only, so what it holds now is what attention read. Waits for
         the device. Does nothing unless the tiers are to be verified. Raises SwapInMismatchError.
         """
-        for swapped in self._to_verify:
-            verify_swap_in(self.tiers.host, self.tiers.device, self.batch, swapped)
+        for layer, positions, slots in self._to_verify:
+            verify_swap_in(self.tiers.host, self.tiers.device, self.batch, layer, positions, slots)
