@@ -274,7 +274,7 @@ class HiSparseCoordinator:
 
         Errors of a device that has failed are logged.
         """
-        for end in (self._copy_stream.close, self._backend.drain, self.host.close):
+        for end in (self._copy_stream.shutdown, self._backend.drain, self.host.close):
             try:
                 end()
             except Exception as error:

@@ -137,7 +137,7 @@ def test_a_copy_that_fails_is_over_and_says_why() -> None:
     with pytest.raises(ValueError, match="no such page"):
         event.result()
     assert event.done()
-    stream.close()
+    stream.shutdown()
 
 
 def test_counters_are_read_without_waiting_for_a_step() -> None:
