@@ -11,12 +11,9 @@ import structlog
 import torch
 
 from hisparse.copy_stream import CopyStream
-from hisparse.device_pool import DeviceKVPool
 from hisparse.extents import HostSlots, SlotAccountingError
-from hisparse.host_pool import HostKVPool
-from hisparse.residency import Residency
 from hisparse.staging import Staged, StagingArea
-from hisparse.step import DecodeStep, StepError, Tiers
+from hisparse.step import DecodeStep, StepError
 from hisparse.swap_in import StagedKV, SwapInBackend, SwapInCounters
 
 log = structlog.get_logger(__name__)
@@ -83,22 +80,14 @@ class HiSparseCoordinator:
     One thread uses it. `verify` checks invariant 2 after every swap-in, which is slow.
     """
 
-    def __init__(
-        self,
-        host: HostKVPool,
-        device: DeviceKVPool,
-        residency: Residency,
-        backend: SwapInBackend,
-        copy_stream: CopyStream,
-        verify: bool = False,
-    ) -> None:
-        self.host = host
-        self.device = device
-        self._residency = residency
+    def __init__(self, backend: SwapInBackend, copy_stream: CopyStream, verify: bool = False) -> None:
+        self.host = backend.host
+        self.device = backend.device
+        self._residency = backend.residency
         self._backend = backend
-        self._tiers = Tiers(host, device, backend, verify)
+        self._verify = verify
         self._copy_stream = copy_stream
-        self._staging = StagingArea(host, backend, copy_stream)
+        self._staging = StagingArea(backend, copy_stream)
         self._running: dict[str, _RunningRequest] = {}
         self._begun = 0
         self._over = 0
@@ -192,7 +181,7 @@ class HiSparseCoordinator:
         self, rows: torch.Tensor, newest: torch.Tensor, max_tokens: int, lengths: tuple[int, ...] | None = None
     ) -> DecodeStep:
         """What the model runs against in one step, or in all replays of a recorded one: see DecodeStep."""
-        return DecodeStep(self._tiers, rows, newest, max_tokens, lengths)
+        return DecodeStep(self._backend, self._verify, rows, newest, max_tokens, lengths)
 
     def step_over(self, number: int) -> None:
         """Note that the device writes nothing more for the steps up to this one, computed or given up."""

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 from hisparse.copy_stream import CopyEvent, CopyStream
 from hisparse.extents import HostSlots
-from hisparse.host_pool import HostKVPool
 from hisparse.swap_in import StagedKV, SwapInBackend
 
 
@@ -31,8 +30,7 @@ class StagingArea:
     for another request at once.
     """
 
-    def __init__(self, host: HostKVPool, backend: SwapInBackend, stream: CopyStream) -> None:
-        self._host = host
+    def __init__(self, backend: SwapInBackend, stream: CopyStream) -> None:
         self._backend = backend
         self._stream = stream
         self._staging: dict[str, _Staging] = {}
@@ -86,4 +84,4 @@ class StagingArea:
         self._aborted = [entry for entry in self._aborted if entry not in over]
         for entry in over:
             entry.staged.release()
-            self._host.release(entry.host_slots)
+            self._backend.host.release(entry.host_slots)

@@ -48,7 +48,7 @@ def build_tiers(
         residency = Residency(layout.num_index_layers, sizes.max_requests, sizes.max_context, hot_size, device)
         backend, copy_stream = _make_backend(host, pool, residency, config)
         on_failure.pop_all()
-    return HiSparseCoordinator(host, pool, residency, backend, copy_stream, verify)
+    return HiSparseCoordinator(backend, copy_stream, verify)
 
 
 def _make_backend(

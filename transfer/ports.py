@@ -52,8 +52,7 @@ class ClaimedPorts:
     """
 
     def __init__(self, within: range, engines: int) -> None:
-        self._claim, self._held = _claim(within, engines * PORTS_PER_ENGINE)
-        self._ports = range(min(self._held), max(self._held) + 1)
+        self._ports, self._claim, self._held = _claim(within, engines * PORTS_PER_ENGINE)
         os.environ["MC_MIN_RPC_PORT"] = str(self._ports[0])
         os.environ["MC_MAX_RPC_PORT"] = str(self._ports[-1])
 
@@ -90,8 +89,8 @@ def reachable_addresses() -> list[str]:
     )
 
 
-def _claim(within: range, count: int) -> tuple[socket.socket, dict[int, socket.socket]]:
-    """The socket whose name claims that many neighbouring ports, and the sockets that hold them, by port."""
+def _claim(within: range, count: int) -> tuple[range, socket.socket, dict[int, socket.socket]]:
+    """That many neighbouring ports, the socket whose name claims them, and the sockets that hold them, by port."""
     starts = within[: len(within) - count + 1 : count]
     # At random: the ports of a process that has just ended are not free for a minute.
     for first in random.sample(starts, len(starts)):
@@ -103,7 +102,7 @@ def _claim(within: range, count: int) -> tuple[socket.socket, dict[int, socket.s
         ports = range(first, first + count)
         held = {port: probe for port in ports if (probe := _bound(socket.AF_INET, ("", port))) is not None}
         if len(held) == count:
-            return claim, held
+            return ports, claim, held
         for socket_ in (claim, *held.values()):
             socket_.close()
     raise StartupError(
