@@ -205,7 +205,8 @@ class ControlPlane:
         for socket in self._access.sockets:
             poller.register(socket, zmq.POLLIN)
         while not self._stopping.is_set():
-            ready = dict(poller.poll(self._poll_timeout_ms()))
+            soonest = min(self._repeats.next_due, *(periodic.due for periodic in self._periodic))
+            ready = dict(poller.poll(max(0, min(1000, int((soonest - time.monotonic()) * 1000) + 1))))
             if self._wake_receiver in ready:
                 self._wake_receiver.recv()
                 self._guarded(self._commands.get())
@@ -214,10 +215,6 @@ class ControlPlane:
             if any(socket in ready for socket in self._access.sockets):
                 self._access.serve()
             self._send_due()
-
-    def _poll_timeout_ms(self) -> int:
-        soonest = min(self._repeats.next_due, *(periodic.due for periodic in self._periodic))
-        return max(0, min(1000, int((soonest - time.monotonic()) * 1000) + 1))
 
     def _receive(self, received: zmq.Frame) -> None:
         if not self._access.admits(received):

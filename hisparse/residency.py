@@ -40,7 +40,8 @@ import torch
 from hisparse.extents import SlotAccountingError
 
 MAX_DEVICE_BUFFER_SIZE = 2**15 - 1
-"""The position table holds hot indices as int16: it is the biggest table, and int32 would double it."""
+"""The position table holds hot indices as int16: it is the biggest table, and int32 would double it. HiSparseConfig
+refuses more."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +75,6 @@ class Residency:
     def __init__(
         self, num_index_layers: int, max_requests: int, max_context: int, device_buffer_size: int, device: torch.device
     ) -> None:
-        if device_buffer_size > MAX_DEVICE_BUFFER_SIZE:
-            raise ValueError(f"device_buffer_size {device_buffer_size} is above {MAX_DEVICE_BUFFER_SIZE}")
         rows = (num_index_layers, max_requests)
         self.device_buffer_size = device_buffer_size
         self.max_context = max_context

@@ -146,9 +146,6 @@ def test_what_nvrtc_refuses_is_reported_with_its_log(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"top_k": 0}, "found top_k 0, device_buffer_size 4096"),
-        ({"top_k": 4097}, "found top_k 4097, device_buffer_size 4096"),
-        ({"hot_size": 32768}, "device_buffer_size 32768"),
         ({"item_bytes": 7}, "at least 8 bytes, found 7"),
         ({"block_size": 100}, "multiple of 32 up to 1024, found 100"),
         ({"block_size": 2048}, "multiple of 32 up to 1024, found 2048"),
