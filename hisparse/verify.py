@@ -17,7 +17,6 @@ def verify_swap_in(
     """Compare, byte by byte, every selected position's device slot with its host copy or the newest slot.
 
     positions, slots: int64 [batch, k], what the layer selected and swap-in's answer, -1 where there is none.
-
     Raises ValueError if a position is beyond its row's newest, and SwapInMismatchError, naming the first, if a slot is
     not the position's.
     """

@@ -79,14 +79,13 @@ def listening_ports() -> set[int]:
 def reachable_addresses() -> list[str]:
     """The addresses of this machine's interfaces that are up, less loopback."""
     up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
-    return sorted(
+    found = (
         address.address.partition("%")[0]
         for name, addresses in psutil.net_if_addrs().items()
         for address in addresses
-        if name in up
-        and address.family in (socket.AF_INET, socket.AF_INET6)
-        and not ip_address(address.address.partition("%")[0]).is_loopback
+        if name in up and address.family in (socket.AF_INET, socket.AF_INET6)
     )
+    return sorted(address for address in found if not ip_address(address).is_loopback)
 
 
 def _claim(within: range, count: int) -> tuple[range, socket.socket, dict[int, socket.socket]]:
