@@ -28,6 +28,11 @@ class AbandonedAttempts:
     def num_slots(self) -> int:
         return self._reservations.quarantined_slots
 
+    def fresh_slots(self, seconds: float) -> int:
+        """Slots that have been in quarantine for less than that."""
+        since = time.monotonic() - seconds
+        return sum(r.num_slots for r in self._reservations.quarantined if (r.quarantined_at or 0.0) > since)
+
     def oldest_seconds(self, now: float) -> float:
         """How long the oldest slots have been in quarantine; 0 if there are none."""
         return max((now - (r.quarantined_at or now) for r in self._reservations.quarantined), default=0.0)

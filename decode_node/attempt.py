@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
-from typing import NamedTuple
 
 from control.messages import AttemptId, ChunkDone, Peer, PrefillDone
 from decode_node.request import Request
@@ -148,10 +147,3 @@ def chunk_of(message: ChunkDone | PrefillDone) -> ChunkNumber:
 
 def _beyond(number: int, chunks: int) -> str | None:
     return f"chunk {number} landed, of {chunks} that there can be" if number >= chunks else None
-
-
-class Lost(NamedTuple):
-    """The attempt failed; the request holds nothing any more."""
-
-    request: Request
-    reason: str

@@ -86,13 +86,13 @@ class DecodeNode:
         self._scheduler.hand_over("the decode node is stopping")
         while lifecycle.phase is Phase.DRAINING and (self._must_stay or time.monotonic() < farewell_until):
             self._turn()
-        self._scheduler.end_all("the decode node is stopping")
+        self._scheduler.hand_over("the decode node is stopping", streaming=True)
 
     def _turn(self) -> None:
         for item in self._shell.receive(self._patience()):
             self._take(item)
         now = time.monotonic()
-        self._scheduler.retry(self._remote.tick(now))
+        self._remote.tick(now)
         self._housekeep(now)
         self._scheduler.turn()
         self._check_idle()
@@ -133,33 +133,28 @@ class DecodeNode:
     def _take(self, item: tuple[Peer, Message] | Event) -> None:
         match item:
             case Verified():
-                self._scheduler.retry(self._remote.verified(item))
+                self._remote.verified(item)
             case LoopCall():
                 item.run()
-            case (sender, message):
-                self._on_message(sender, message)
-
-    def _on_message(self, sender: Peer, message: Message) -> None:
-        match message:
-            case Generate():
+            case (sender, Generate() as message):
                 if message.prefill_nodes:
                     self._remote.nodes.learn(sender.address, message.prefill_nodes, message.longest_prompts)
                 rejected = self._scheduler.add(message, sender)
                 self._control.send(sender, rejected or Accepted(request_id=message.request_id))
-            case Cancel():
+            case (sender, Cancel() as message):
                 self._scheduler.cancel(message.request_id, sender)
-            case Ended():
+            case (sender, Ended() as message):
                 self._scheduler.outputs.ended(message.request_id, sender)
-            case Resend():
+            case (sender, Resend() as message):
                 self._scheduler.outputs.resend(message.request_id, message.start, sender)
-            case _ if isinstance(message, PrefillMessage):
-                self._scheduler.retry(self._remote.take(sender, message))
-            case HeartbeatAck():
+            case (sender, HeartbeatAck() as message):
                 self._remote.nodes.learn(sender.address, message.prefill_nodes, message.longest_prompts)
                 self._remote.nodes.retire(*message.leaving)
-            case Registered() | Refused():
+            case (_, Registered() | Refused()):
                 pass
-            case _:
+            case (sender, message) if isinstance(message, PrefillMessage):
+                self._remote.take(sender, message)
+            case (sender, message):
                 log.warning("not for a decode node", kind=type(message).__name__, sender=sender.address)
 
     def _housekeep(self, now: float) -> None:

@@ -9,8 +9,9 @@ one that was given up (client or gateway gone, or an error) keeps its last outpu
 """
 
 import time
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 import structlog
 
@@ -34,6 +35,8 @@ StreamKey = tuple[str, str, str]
 class _Stream:
     """What a gateway was sent of a request. last: the output that ended it."""
 
+    key: StreamKey
+    gateway: Peer
     tokens: StreamedTokens = field(default_factory=StreamedTokens)
     last: Output | None = None
 
@@ -45,11 +48,13 @@ class OutputStream:
         self._control = control
         self._metrics = metrics
         self._pending: dict[Peer, list[Output]] = defaultdict(list)
-        self._last: dict[Peer, list[Output]] = defaultdict(list)
-        """Outputs that end a request."""
+        self._last: list[_Stream] = []
+        """Streams whose last output is not sent yet."""
+        self._new_tokens = 0
+        """Tokens since the last flush, for the metrics."""
         self._streams: dict[StreamKey, _Stream] = {}
         """Of requests of which the gateway may have missed something."""
-        self._ended_at: OrderedDict[StreamKey, float] = OrderedDict()
+        self._ended_at: dict[StreamKey, float] = {}
         """When the ended ones among them ended (time.monotonic), earliest first."""
 
     def token(self, request: Request, token: Token, finish_reason: FinishReason | None) -> None:
@@ -60,22 +65,23 @@ class OutputStream:
         else:
             self._metrics.inter_token.observe(now - request.last_token_at)
         request.last_token_at = now
-        self._metrics.generated_tokens.inc()
-        self._stream_of(request).tokens.append(token)
-        output = Output(
-            request_id=request.request_id,
-            start=len(request.generated) - 1,
-            tokens=(token,),
-            finish_reason=finish_reason,
-        )
-        self._add(request, output)
+        self._new_tokens += 1
+        start = len(request.generated) - 1
+        output = Output(request_id=request.request_id, start=start, tokens=(token,), finish_reason=finish_reason)
+        stream = self._stream_of(request)
+        stream.tokens.append(token)
+        if finish_reason is None:
+            self._pending[stream.gateway].append(output)
+        else:
+            self._end(stream, output, finish_reason)
 
     def end(self, request: Request, finish_reason: FinishReason, error: str | None = None) -> None:
         """End the stream of a request that was given up. The gateway needs none of its tokens any more."""
-        self._stream_of(request).tokens = StreamedTokens()
         start = len(request.generated)
         output = Output(request_id=request.request_id, start=start, finish_reason=finish_reason, error=error)
-        self._add(request, output)
+        stream = self._stream_of(request)
+        stream.tokens = StreamedTokens()
+        self._end(stream, output, finish_reason)
 
     def unknown(self, request_id: str, gateway: Peer) -> None:
         """Answer for a request that is not here, or not any more, with an abort."""
@@ -107,30 +113,32 @@ class OutputStream:
             self._control.send(gateway, Outputs(outputs=(stream.last,)))
 
     def flush(self) -> None:
+        self._metrics.generated_tokens.inc(self._new_tokens)
+        self._new_tokens = 0
         for gateway, outputs in self._pending.items():
             self._control.send(gateway, Outputs(outputs=tuple(outputs)))
-        # After the tokens that came before them.
-        for gateway, outputs in self._last.items():
-            for output in outputs:
-                key = _key(output.request_id, gateway)
-                self._control.repeat(key, gateway, Outputs(outputs=(output,)), give_up_after=_KEPT_FOR_S)
         self._pending.clear()
+        # After the tokens that came before them.
+        for stream in self._last:
+            assert stream.last is not None
+            self._control.repeat(stream.key, stream.gateway, Outputs(outputs=(stream.last,)), give_up_after=_KEPT_FOR_S)
         self._last.clear()
         now = time.monotonic()
-        while self._ended_at and now - next(iter(self._ended_at.values())) > _KEPT_FOR_S:
-            self._forget(next(iter(self._ended_at)))
+        for key in [*takewhile(lambda key: now - self._ended_at[key] > _KEPT_FOR_S, self._ended_at)]:
+            self._forget(key)
 
     def _stream_of(self, request: Request) -> _Stream:
-        return self._streams.setdefault(_key(request.request_id, request.gateway), _Stream())
+        key = _key(request.request_id, request.gateway)
+        stream = self._streams.get(key)
+        if stream is None:
+            stream = self._streams[key] = _Stream(key, request.gateway)
+        return stream
 
-    def _add(self, request: Request, output: Output) -> None:
-        if output.finish_reason is None:
-            self._pending[request.gateway].append(output)
-        else:
-            self._last[request.gateway].append(output)
-            self._stream_of(request).last = output
-            self._ended_at[_key(request.request_id, request.gateway)] = time.monotonic()
-            self._metrics.requests_finished.labels(output.finish_reason).inc()
+    def _end(self, stream: _Stream, last: Output, reason: FinishReason) -> None:
+        stream.last = last
+        self._last.append(stream)
+        self._ended_at[stream.key] = time.monotonic()
+        self._metrics.requests_finished.labels(reason).inc()
 
     def _forget(self, key: StreamKey) -> None:
         self._streams.pop(key, None)

@@ -1,13 +1,14 @@
 """Which prefill node to ask next, among those that gateways list."""
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from base.tombstones import Tombstones
 from control.messages import Peer
 from control.plane import ControlPlane
 from decode_node.health import Health
+from decode_node.request import Request
 
 _FORGOTTEN_AFTER_S = 30.0
 """A gateway's list is dropped when the gateway was silent for so long while others still send theirs every second."""
@@ -55,20 +56,21 @@ class PrefillNodes:
         for boot_id in boot_ids:
             self._retired.add(boot_id)
 
-    def choose(self, ranking: Sequence[Peer], tried: Collection[str], prompt_tokens: int) -> Peer | None:
-        """The next node to try for a request with this ranking, which has tried these boots; None if there is none.
+    def choose(self, request: Request) -> Peer | None:
+        """The node to try next for a request, or None if there is none.
 
         The request's own ranking comes first, as far as gateways still list the nodes; then other listed nodes; then
         unlisted ones of the ranking. A node whose key was revoked is never asked. If none of them takes so long a
         prompt, one is asked anyway, and its refusal names the limit.
         """
+        ranking, prompt_tokens = request.generate.prefill_nodes, request.kv_tokens
         current = {node.address: node for listed in self._by_gateway.values() for node in listed.nodes}
         longest = {boot: most for listed in self._by_gateway.values() for boot, most in listed.longest_prompts.items()}
         ranked = [current[node.address] for node in ranking if node.address in current]
         ranked += [*current.values(), *(node for node in ranking if node.address not in current)]
         able = [node for node in ranked if longest.get(node.boot_id, prompt_tokens) >= prompt_tokens]
         usable = [node for node in able or ranked if self._is_usable(node)]
-        untried = [node for node in usable if node.boot_id not in tried]
+        untried = [node for node in usable if node.boot_id not in request.tried]
         return next(iter(untried or usable), None)
 
     def _is_usable(self, node: Peer) -> bool:

@@ -80,7 +80,13 @@ def run_decode_node(config: DecodeConfig) -> None:
             coordinator.host.release, coordinator.host.retain, transports.cut
         )
         remote = RemotePrefill(
-            shell.control, destination, reservations, verifier.submit, shell.metrics, config.prefill_timeout
+            shell.control,
+            destination,
+            reservations,
+            verifier.submit,
+            shell.metrics,
+            config.prefill_timeout,
+            on_lost=lambda request, reason: scheduler.retry(request, reason),
         )
         scheduler = Scheduler(
             ModelRunner(

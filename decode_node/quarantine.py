@@ -16,13 +16,12 @@ from pydantic import BaseModel
 
 from control.plane import ControlPlane
 from decode_node.health import SILENCE_S
-from decode_node.loop_call import LoopBusy, LoopCall, on_loop
+from decode_node.loop_call import LoopBusy, LoopCall, Result, on_loop
 from transfer.fencing import Reservation, ReservationTable
 
 log = structlog.get_logger(__name__)
 
 DANGER = "evicting a process that still writes corrupts the memory of other requests"
-_LOOP_TIMEOUT_S = 10.0
 
 
 class QuarantinedReservation(BaseModel):
@@ -56,14 +55,6 @@ class Eviction(BaseModel):
     warning: str = DANGER
 
 
-class NothingQuarantined(Exception):
-    """No quarantined reservation has this writer."""
-
-
-class WriterAlive(Exception):
-    """The process was heard a moment ago."""
-
-
 class Quarantine:
     """Lists and evicts quarantined reservations. The node's loop, which owns them, calls it."""
 
@@ -81,17 +72,19 @@ class Quarantine:
         """Free, after the drain grace, what is quarantined for a process that is gone for good.
 
         If that process still writes, it corrupts the memory of other requests. So one that was heard within the last
-        SILENCE_S seconds is evicted only with `force`. Raises NothingQuarantined or WriterAlive, and changes nothing.
+        SILENCE_S seconds is evicted only with `force`. Raises HTTPException and changes nothing: 404 if nothing is
+        quarantined for that boot id, 409 if the process lives.
         """
         now = time.monotonic()
         mine = [r for r in self._reservations.quarantined if r.writer.boot_id == boot_id]
         if not mine:
-            raise NothingQuarantined(f"nothing is in quarantine for boot id {boot_id}")
+            raise HTTPException(404, f"nothing is in quarantine for boot id {boot_id}")
         heard = self._control.last_heard(boot_id)
         if heard is not None and now - heard < SILENCE_S and not force:
-            raise WriterAlive(
+            raise HTTPException(
+                409,
                 f"{mine[0].writer.address} (boot id {boot_id}) was heard {now - heard:.1f} s ago, and {DANGER}; "
-                "stop it first, or force the eviction"
+                "stop it first, or force the eviction",
             )
         self._reservations.evict(boot_id, now)
         eviction = Eviction(
@@ -121,7 +114,7 @@ class Quarantine:
 def quarantine_router(
     quarantine: Quarantine,
     post: Callable[[LoopCall], None],
-    timeout: float = _LOOP_TIMEOUT_S,
+    timeout: float = 10.0,
     token: str | None = None,
 ) -> APIRouter:
     """GET /quarantine and POST /quarantine/evict?boot_id=...&force=....
@@ -130,24 +123,19 @@ def quarantine_router(
     """
     router = APIRouter(prefix="/quarantine", dependencies=[] if token is None else [Depends(_bearer_of(token))])
 
+    def call(action: Callable[[], Result]) -> Result:
+        try:
+            return on_loop(post, action, timeout)
+        except LoopBusy as error:
+            raise HTTPException(503, f"{error}; nothing was evicted") from error
+
     @router.get("")
     def listing() -> QuarantineList:
-        try:
-            return on_loop(post, quarantine.list, timeout)
-        except LoopBusy as error:
-            raise HTTPException(503, str(error)) from error
+        return call(quarantine.list)
 
     @router.post("/evict")
     def evict(boot_id: str, force: bool = False) -> Eviction:
-        """404: nothing is quarantined for that boot id. 409: the process lives and may still write."""
-        try:
-            return on_loop(post, lambda: quarantine.evict(boot_id, force), timeout)
-        except NothingQuarantined as error:
-            raise HTTPException(404, str(error)) from error
-        except WriterAlive as error:
-            raise HTTPException(409, str(error)) from error
-        except LoopBusy as error:
-            raise HTTPException(503, f"{error}; nothing was evicted") from error
+        return call(lambda: quarantine.evict(boot_id, force))
 
     return router
 

@@ -1,4 +1,4 @@
-"""Has prompts prefilled by other nodes, and says which attempts were lost.
+"""Has prompts prefilled by other nodes.
 
 The reservation table owns the slots of an attempt from before the prefill node learns of them until they have landed
 or nothing can write to them any more, whatever happens to the request in between. An attempt lands when the prefill
@@ -29,7 +29,7 @@ from control.messages import (
 )
 from control.plane import ControlPlane
 from decode_node.abandoned import AbandonedAttempts
-from decode_node.attempt import AttemptState, Lost, PrefillAttempt, chunk_of
+from decode_node.attempt import AttemptState, PrefillAttempt, chunk_of
 from decode_node.health import Health
 from decode_node.prefill_nodes import PrefillNodes
 from decode_node.request import Request, RequestState
@@ -49,6 +49,7 @@ class RemotePrefill:
     """Owns the attempts of requests in state PREFILLING. One loop calls it.
 
     `verify` queues checksums for the verifier, whose result comes to `verified`; False if the verifier is too busy.
+    `on_lost` is told the reason when a request has lost its attempt and holds nothing any more.
     `patience`: seconds without acceptance or progress after which an attempt is given up.
     """
 
@@ -60,6 +61,7 @@ class RemotePrefill:
         verify: Callable[[Verification], bool],
         metrics: Metrics,
         patience: float,
+        on_lost: Callable[[Request, str], None],
     ) -> None:
         self.health = Health(control, patience)
         self.nodes = PrefillNodes(control, self.health)
@@ -70,6 +72,7 @@ class RemotePrefill:
         self._reservations = reservations
         self._verify = verify
         self._metrics = metrics
+        self._on_lost = on_lost
         self._attempts: dict[AttemptId, PrefillAttempt] = {}
         self._inquire_at = 0.0
 
@@ -78,10 +81,6 @@ class RemotePrefill:
         return not self._attempts and not len(self._reservations)
 
     # --- attempts begin and end ---
-
-    def choose(self, request: Request) -> Peer | None:
-        """The node to try next for a request, or None if there is none."""
-        return self.nodes.choose(request.generate.prefill_nodes, request.tried, request.kv_tokens)
 
     def dispatch(self, request: Request, node: Peer, slots: HostSlots) -> None:
         """Reserve the slots under a new epoch and ask the node to fill them with the KV of all tokens but the last."""
@@ -142,70 +141,67 @@ class RemotePrefill:
             **attempt.id.log_fields,
         )
 
-    def _lose(self, attempt_id: AttemptId, reason: str, leaving: bool = False) -> list[Lost]:
+    def _lose(self, attempt_id: AttemptId, reason: str, leaving: bool = False) -> None:
         """The node stopped working on an attempt. That fails the attempt unless the node had announced everything.
 
         leaving: the node shuts down and hands its requests back, which counts neither as a failure nor as an attempt.
         """
         attempt = self._attempts.get(attempt_id)
         if attempt is None or not attempt.needs_node:
-            return []
+            return
         if not leaving:
-            return self._fail(attempt, reason)
+            self._fail(attempt, reason)
+            return
         attempt.request.prefill_attempts -= 1
         log.info("prefill handed back", node=attempt.node.address, reason=reason, **attempt_id.log_fields)
-        return self._give_back(attempt, reason)
+        self._give_back(attempt, reason)
 
-    def _fail(self, attempt: PrefillAttempt, reason: str, kind: str = "prefill") -> list[Lost]:
+    def _fail(self, attempt: PrefillAttempt, reason: str, kind: str = "prefill") -> None:
         """End an attempt that is still wanted. kind: the metrics' word for the reason."""
         self._metrics.transfer_failures.labels(kind).inc()
         log.warning("prefill attempt failed", reason=reason, **attempt.id.log_fields)
-        return self._give_back(attempt, reason)
+        self._give_back(attempt, reason)
 
-    def _give_back(self, attempt: PrefillAttempt, reason: str) -> list[Lost]:
+    def _give_back(self, attempt: PrefillAttempt, reason: str) -> None:
         self.abandon(attempt.request)
         attempt.request.move(RequestState.WAITING)
-        return [Lost(attempt.request, reason)]
+        self._on_lost(attempt.request, reason)
 
     # --- messages of prefill nodes ---
 
-    def take(self, sender: Peer, message: PrefillMessage) -> list[Lost]:
+    def take(self, sender: Peer, message: PrefillMessage) -> None:
         """Act on a prefill node's message. Only the node that was asked for an attempt may speak of it."""
         if isinstance(message, Progress):
             self._on_progress(sender, message)
-            return []
-        lost: list[Lost] = []
+            return
         for attempt_id in message.attempts if isinstance(message, NotHeld) else (message.attempt,):
             attempt = self._attempts.get(attempt_id)
             if attempt is None or attempt.node.boot_id == sender.boot_id:
-                lost += self._on(sender, attempt_id, message)
+                self._on(sender, attempt_id, message)
             else:
                 log.warning("from a node that was not asked", node=sender.address, **attempt_id.log_fields)
-        return lost
 
-    def _on(self, sender: Peer, attempt_id: AttemptId, message: PrefillMessage) -> list[Lost]:
-        lost: list[Lost] = []
+    def _on(self, sender: Peer, attempt_id: AttemptId, message: PrefillMessage) -> None:
         match message:
             case PrefillAccepted():
                 self._control.answered(("prefill", attempt_id))
                 if attempt_id in self._attempts:
                     self._attempts[attempt_id].accept(time.monotonic())
             case ChunkDone() | PrefillDone():
-                lost = self._on_arrival(sender, attempt_id, message)
+                self._on_arrival(sender, attempt_id, message)
             case PrefillFailed():
                 if message.leaving:
                     self.nodes.retire(sender.boot_id)
                 elif attempt_id in self._attempts and not message.refused:
                     self.health.failed(sender, attempt_id.request_id)
-                lost = self._lose(attempt_id, message.reason, message.leaving)
+                self._lose(attempt_id, message.reason, message.leaving)
                 self.abandoned.on_failed(sender, message)
             case Quiesced():
-                lost = self._lose(attempt_id, "the prefill node gave it up")
+                self._lose(attempt_id, "the prefill node gave it up")
                 self.abandoned.on_quiesced(sender, attempt_id, message.lingering)
             case NotHeld():
-                lost = self._lose(attempt_id, "the prefill node does not know it")
+                self._lose(attempt_id, "the prefill node does not know it")
                 self.abandoned.on_quiesced(sender, attempt_id)
-        return lost
 
     def _on_progress(self, sender: Peer, message: Progress) -> None:
         self.health.note_pass(sender, message.current_pass)
@@ -216,14 +212,15 @@ class RemotePrefill:
 
     # --- arrival and verification ---
 
-    def _on_arrival(self, sender: Peer, attempt_id: AttemptId, message: ChunkDone | PrefillDone) -> list[Lost]:
+    def _on_arrival(self, sender: Peer, attempt_id: AttemptId, message: ChunkDone | PrefillDone) -> None:
         """A chunk has landed, or the whole prompt has."""
         attempt = self._attempts.get(attempt_id)
         if attempt is not None:
             if contradiction := attempt.contradiction(message):
-                return self._fail(attempt, contradiction)
+                self._fail(attempt, contradiction)
+                return
             if not self._is_taken(attempt, message):
-                return []
+                return
         elif isinstance(message, PrefillDone):
             # The attempt has landed or was given up. That its last write landed is as good as Quiesced.
             self.abandoned.on_quiesced(sender, attempt_id, message.lingering)
@@ -232,7 +229,6 @@ class RemotePrefill:
             self._control.send(sender, ChunkTaken(attempt=attempt_id, number=message.number))
         if attempt is not None:
             self._land_if_verified(attempt)
-        return []
 
     def _is_taken(self, attempt: PrefillAttempt, message: ChunkDone | PrefillDone) -> bool:
         """Whether the message's checksums will be verified. If the verifier is too busy, the node repeats them."""
@@ -245,27 +241,27 @@ class RemotePrefill:
         attempt.take(message, time.monotonic())
         return True
 
-    def verified(self, result: Verified) -> list[Lost]:
+    def verified(self, result: Verified) -> None:
         """Take the result of a verification. It changes nothing if the attempt was given up meanwhile."""
         attempt = self._attempts.get(result.attempt_id)
         if attempt is None:
-            return []
+            return
         if result.reason is None:
             attempt.verified(result.chunk)
             self._land_if_verified(attempt)
-            return []
-        if not result.mismatches:
-            return self._fail(attempt, result.reason, "verification")
-        log.error(
-            "transferred KV is not what was sent",
-            node=attempt.node.address,
-            mismatches=len(result.mismatches),
-            checksums=result.num_checksums,
-            first=result.examples(),
-            **attempt.id.log_fields,
-        )
-        self.health.failed(attempt.node, attempt.id.request_id)
-        return self._fail(attempt, result.reason, "checksum")
+        elif not result.mismatches:
+            self._fail(attempt, result.reason, "verification")
+        else:
+            log.error(
+                "transferred KV is not what was sent",
+                node=attempt.node.address,
+                mismatches=len(result.mismatches),
+                checksums=result.num_checksums,
+                first=result.examples(),
+                **attempt.id.log_fields,
+            )
+            self.health.failed(attempt.node, attempt.id.request_id)
+            self._fail(attempt, result.reason, "checksum")
 
     def _land_if_verified(self, attempt: PrefillAttempt) -> None:
         if attempt.done is not None and attempt.is_verified:
@@ -273,20 +269,18 @@ class RemotePrefill:
 
     # --- housekeeping ---
 
-    def tick(self, now: float) -> list[Lost]:
+    def tick(self, now: float) -> None:
         """Release slots that have become safe, give up attempts whose node is unwell, and ask nodes for progress."""
         self.abandoned.release_expired(now)
         if now < self._inquire_at:
-            return []
+            return
         self._inquire_at = now + _INQUIRE_S
         self._control.watch(self.nodes.known | {reservation.writer for reservation in self._reservations})
-        lost: list[Lost] = []
         for attempt_id, attempt in list(self._attempts.items()):
             if attempt.needs_node and (trouble := self.health.trouble(attempt, now)):
-                lost += self._lose(attempt_id, trouble)
+                self._lose(attempt_id, trouble)
         self.abandoned.look_for_dead_writers(now)
         self._ask_for_progress()
-        return lost
 
     def _ask_for_progress(self) -> None:
         asked: dict[Peer, list[AttemptId]] = {node: [] for node in self.health.stuck & self.nodes.known}

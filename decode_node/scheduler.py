@@ -11,8 +11,7 @@ import structlog
 
 from base.metrics import Metrics
 from base.tombstones import Tombstones
-from control.messages import FinishReason, Generate, Peer, Rejected, Token
-from decode_node.attempt import Lost
+from control.messages import FinishReason, Generate, Peer, Rejected
 from decode_node.limits import Limits
 from decode_node.local_prefill import LocalPrefill
 from decode_node.outputs import OutputStream
@@ -75,7 +74,10 @@ class Scheduler:
             return Rejected(request_id=request_id, code="too_long", reason=refusal)
         if self._draining:
             return Rejected(request_id=request_id, code="draining", reason="the decode node is draining")
-        if not self._queue_has_room():
+        if len(self.requests.in_state(RequestState.WAITING)) >= self._limits.max_waiting:
+            # Some of them may not need to wait any longer.
+            self._start_prefills()
+        if len(self.requests.in_state(RequestState.WAITING)) >= self._limits.max_waiting:
             reason = f"{self._limits.max_waiting} requests are waiting already"
             return Rejected(request_id=request_id, code="queue_full", reason=reason, retry_after=1.0)
         self.requests[request_id] = Request(generate, gateway)
@@ -87,12 +89,6 @@ class Scheduler:
         )
         return None
 
-    def _queue_has_room(self) -> bool:
-        """Whether another request may wait. If not, first start the requests that need not wait any longer."""
-        if len(self.requests.in_state(RequestState.WAITING)) >= self._limits.max_waiting:
-            self._start_prefills()
-        return len(self.requests.in_state(RequestState.WAITING)) < self._limits.max_waiting
-
     def cancel(self, request_id: str, gateway: Peer) -> None:
         """The client left. An unknown or ended request is answered in the same way."""
         if request := self.requests.get(request_id):
@@ -100,16 +96,14 @@ class Scheduler:
         else:
             self.outputs.unknown(request_id, gateway)
 
-    def retry(self, lost: list[Lost]) -> None:
-        """Requests that lost their prefill attempt wait for another one, or end if they had all their attempts."""
-        for request, reason in lost:
-            if request.prefill_attempts > self._limits.prefill_retries:
-                self.end(request, "error", f"prefill failed {request.prefill_attempts} times, at last: {reason}")
-            else:
-                self._metrics.prefill_retries.inc()
-                pause = RETRY_S * 2 ** max(0, request.prefill_attempts - 1)
-                request.again_at = time.monotonic() + min(pause, LONGEST_RETRY_S)
-        self.outputs.flush()
+    def retry(self, request: Request, reason: str) -> None:
+        """A request that lost its prefill attempt waits for another one, or ends if it had all its attempts."""
+        if request.prefill_attempts > self._limits.prefill_retries:
+            self.end(request, "error", f"prefill failed {request.prefill_attempts} times, at last: {reason}")
+        else:
+            self._metrics.prefill_retries.inc()
+            pause = RETRY_S * 2 ** max(0, request.prefill_attempts - 1)
+            request.again_at = time.monotonic() + min(pause, LONGEST_RETRY_S)
 
     # --- a turn of the loop ---
 
@@ -140,7 +134,7 @@ class Scheduler:
                 request.host_slots = HostSlots(())
                 request.move(RequestState.LANDED)
                 continue
-            node = self._remote.choose(request)
+            node = self._remote.nodes.choose(request)
             local = self._local if node is None and self._local and self._local.fits(request.kv_tokens) else None
             if node is None and local is None:
                 # Nobody can prefill this one now, but perhaps a shorter prompt.
@@ -188,20 +182,19 @@ class Scheduler:
         """Stream the tokens of the step before. Whether there were any."""
         taken = self._steps.take()
         for request_id, token in taken:
-            # A request may have ended while the step was in flight.
-            if request := self.requests.get(request_id):
-                self._take_token(request, token)
+            request = self.requests.get(request_id)
+            if request is None:
+                # It ended while the step was in flight.
+                continue
+            if token is None:
+                self.end(request, "error", "decode step failed: the model's logits are not finite numbers")
+                continue
+            request.generated.append(token.token_id)
+            reason = request.finish_reason()
+            self.outputs.token(request, token, reason)
+            if reason is not None:
+                self._close(request, reason)
         return bool(taken)
-
-    def _take_token(self, request: Request, token: Token | None) -> None:
-        if token is None:
-            self.end(request, "error", "decode step failed: the model's logits are not finite numbers")
-            return
-        request.generated.append(token.token_id)
-        reason = request.finish_reason()
-        self.outputs.token(request, token, reason)
-        if reason is not None:
-            self._close(request, reason)
 
     def _step_failed(self, request_ids: Sequence[str], error: Exception) -> None:
         for request_id in request_ids:
@@ -215,18 +208,15 @@ class Scheduler:
         self.outputs.end(request, reason, error)
         self._close(request, reason, error)
 
-    def hand_over(self, reason: str) -> None:
-        """Take nothing new, and abort requests that have streamed nothing: their gateways try another node at once."""
+    def hand_over(self, reason: str, streaming: bool = False) -> None:
+        """Take nothing new, and abort requests that have streamed nothing: their gateways try another node at once.
+
+        streaming: abort those that have streamed something, too.
+        """
         self._draining = True
         for request in list(self.requests.values()):
-            if not request.generated:
+            if streaming or not request.generated:
                 self.end(request, "abort", reason)
-        self.outputs.flush()
-
-    def end_all(self, reason: str) -> None:
-        """Abort all requests. Gateways try another node for those that have streamed nothing."""
-        for request in list(self.requests.values()):
-            self.end(request, "abort", reason)
         self.outputs.flush()
 
     def fail_all(self, error: str) -> None:

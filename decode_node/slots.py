@@ -11,14 +11,8 @@ from hisparse.extents import HostSlots
 
 log = structlog.get_logger(__name__)
 
-_HOLDS_HOST_SLOTS = (
-    RequestState.PREFILLING,
-    RequestState.LOCAL_PREFILL,
-    RequestState.STAGING,
-    RequestState.LANDED,
-    RequestState.RUNNING,
-    RequestState.RETRACTED,
-)
+_FRESH_S = 10.0
+"""Slots whose writer lives leave quarantine within that, also if they wait for a fence."""
 
 
 class SlotManager:
@@ -96,11 +90,14 @@ class SlotManager:
     def _free_host_slots(self, short: int, can_wait: bool) -> bool:
         """Drop the youngest request that holds host slots, as `short` requests lack some.
 
-        False if none is dropped: only the oldest holds any; or as many are about to become free, and others can go on.
+        False if none is dropped: only the oldest holds any, or as many slots are about to become free. Of slots in
+        quarantine nobody knows how long they stay there, so if no request can go on meanwhile (`can_wait` is False),
+        only those count that have just come there.
         """
-        soon_free = self._remote.abandoned.num_slots + self._coordinator.releasing_slots
-        _, *others = self._requests.in_state(*_HOLDS_HOST_SLOTS)
-        if not others or (can_wait and soon_free >= short):
+        quarantined = self._remote.abandoned.num_slots if can_wait else self._remote.abandoned.fresh_slots(_FRESH_S)
+        # All but waiting requests hold host slots.
+        _, *others = (request for request in self._requests.values() if request.state is not RequestState.WAITING)
+        if not others or quarantined + self._coordinator.releasing_slots >= short:
             return False
         self._drop(others[-1])
         return True

@@ -67,11 +67,10 @@ class Stepper:
     def take(self) -> list[tuple[str, Token | None]]:
         """Wait for the tokens of the step in flight: (request id, token or None if its logits were not finite)."""
         step, self._in_flight = self._in_flight, None
-        tokens: list[tuple[str, Token | None]] = []
         if step is not None:
             with self._guarded(step.batch):
-                tokens = list(zip(step.batch.request_ids, self._runner.collect(step), strict=True))
-        return tokens
+                return list(zip(step.batch.request_ids, self._runner.collect(step), strict=True))
+        return []
 
     def sample(self) -> None:
         """Queue the sampling of the step that was launched, which is in flight from now on."""

@@ -13,7 +13,6 @@ from transfer.checksum import Mismatch, verify
 
 log = structlog.get_logger(__name__)
 
-_MAX_WAITING = 1024
 _MAX_NAMED = 4
 
 
@@ -57,9 +56,7 @@ class Verifier:
     result of an attempt that was given up.
     """
 
-    def __init__(
-        self, buffers: BufferInfo, report: Callable[[Verified], None], max_waiting: int = _MAX_WAITING
-    ) -> None:
+    def __init__(self, buffers: BufferInfo, report: Callable[[Verified], None], max_waiting: int = 1024) -> None:
         self._buffers = buffers
         self._report = report
         self._waiting: queue.Queue[Verification | None] = queue.Queue(max_waiting)

@@ -17,7 +17,6 @@ from gateway.unsupported import HARMLESS, NEUTRAL, OF_MESSAGES, OF_STREAMS, refu
 
 _MAX_STOPS = 16
 _MAX_STOP_CHARS = 256
-_SEED_MASK = 2**63 - 1
 
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 TemplateName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,63}$")]
@@ -86,10 +85,6 @@ class GenerationRequest(BaseModel, ABC):
             raise PydanticCustomError("stream_options", "stream_options: only allowed when stream is true")
         return self
 
-    @property
-    def include_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.include_usage)
-
     def refuse_unsupported(self) -> None:
         """Raises ApiError for a field that asks for what is not implemented."""
         fields = {name: value for name, value in (self.model_extra or {}).items() if name not in HARMLESS}
@@ -109,7 +104,7 @@ class GenerationRequest(BaseModel, ABC):
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,
             top_k=max(0, self.top_k or 0),
-            seed=secrets.randbits(63) if self.seed is None else self.seed & _SEED_MASK,
+            seed=secrets.randbits(63) if self.seed is None else self.seed % 2**63,
             top_logprobs=self.requested_logprobs(),
         )
 
@@ -227,14 +222,3 @@ def parse(kind: type[_Request], body: bytes) -> _Request:
         raise ApiError(400, message, param=field or None) from error
     request.refuse_unsupported()
     return request
-
-
-def check_token_ids(token_ids: list[int], vocab_size: int) -> None:
-    """Raises ApiError if an id is outside the vocabulary."""
-    for position, token_id in enumerate(token_ids):
-        if not 0 <= token_id < vocab_size:
-            raise ApiError(
-                400,
-                f"prompt: expected token ids from 0 to {vocab_size - 1}, found {token_id} at position {position}",
-                param="prompt",
-            )

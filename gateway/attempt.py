@@ -119,9 +119,7 @@ class Attempt:
         return event
 
     def _note_gap(self, output: Output, now: float) -> None:
-        known = output.start + len(output.tokens)
-        if self.gap is not None:
-            known = max(known, self.gap.known)
+        known = max(output.start + len(output.tokens), self.gap.known if self.gap else 0)
         if self.gap is None or self.gap.start != self.received:
             # In the second case a part of what was sent again was lost, too.
             self.gap = _Gap(self.received, output.start, known, now)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import structlog
 
 from base.metrics import Metrics
-from gateway.api import ChatCompletionRequest, CompletionRequest, check_token_ids, parse
+from gateway.api import ChatCompletionRequest, CompletionRequest, parse
 from gateway.attempt import TokenizedRequest
 from gateway.choice import Choice, Delta
 from gateway.config import GatewayConfig
@@ -185,7 +185,11 @@ class Completer:
             token_ids = request.prompt
             # Refuse one that is too long before looking at each id.
             request.max_new_tokens(len(token_ids), capacity)
-            check_token_ids(token_ids, self.tokenizer.vocab_size)
+            limit = self.tokenizer.vocab_size
+            for position, token_id in enumerate(token_ids):
+                if not 0 <= token_id < limit:
+                    found = f"found {token_id} at position {position}"
+                    raise ApiError(400, f"prompt: expected token ids from 0 to {limit - 1}, {found}", param="prompt")
         if not token_ids:
             raise ApiError(400, "the prompt has no tokens: expected at least one", param="prompt")
         return token_ids

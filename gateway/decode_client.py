@@ -104,11 +104,12 @@ class DecodeClient:
             stopped = now - swept > 1.0 + SWEEP_S
             swept = now
             for attempt in self._attempts.values():
+                heard = self._control.last_heard(attempt.node.boot_id)
                 if now > attempt.request.deadline:
                     attempt.fail(timed_out())
                 elif self._registry.replaced(attempt.node):
                     attempt.fail(NodeFailed("the decode node was restarted"))
-                elif not stopped and self._silent(attempt, now):
+                elif not stopped and now - max(attempt.started, heard or 0.0) > SILENT_AFTER_S:
                     attempt.fail(NodeFailed(f"the decode node fell silent for {SILENT_AFTER_S:g} s"))
                 elif attempt.gap is not None and now - attempt.gap.since > RESEND_FOR_S:
                     lost = f"tokens {attempt.gap.start} to {attempt.gap.stop - 1} were lost on the way"
@@ -216,10 +217,6 @@ class DecodeClient:
     def _attempt(self, request_id: str, sender: Peer) -> Attempt | None:
         attempt = self._attempts.get(request_id)
         return attempt if attempt is not None and attempt.node.boot_id == sender.boot_id else None
-
-    def _silent(self, attempt: Attempt, now: float) -> bool:
-        heard = self._control.last_heard(attempt.node.boot_id)
-        return now - max(attempt.started, heard or 0.0) > SILENT_AFTER_S
 
 
 def _refusal(rejected: Rejected, node: Peer) -> Exception:

@@ -1,32 +1,27 @@
 """Errors that clients are told, as OpenAI error objects."""
 
 import math
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from starlette.responses import JSONResponse, Response
 
-_DRAINING = "draining"
 _TYPES = {429: "rate_limit_error", 503: "service_unavailable_error", 504: "timeout_error"}
 
 
+@dataclass(eq=False)
 class ApiError(Exception):
     """An OpenAI error object with its HTTP status. `retry_after` is in seconds."""
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        retry_after: float | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.param = param
-        self.code = code
-        self.retry_after = retry_after
+    status: int
+    message: str
+    _: KW_ONLY
+    param: str | None = None
+    code: str | None = None
+    retry_after: float | None = None
+
+    def __str__(self) -> str:
+        return self.message
 
     def body(self) -> dict[str, Any]:
         kind = _TYPES.get(self.status) or ("invalid_request_error" if self.status < 500 else "server_error")
@@ -38,7 +33,7 @@ class ApiError(Exception):
             headers["Retry-After"] = str(max(1, math.ceil(self.retry_after)))
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
-        if self.code == _DRAINING:
+        if self.code == "draining":
             # A new connection leads the client's next attempt to a gateway that serves.
             headers["Connection"] = "close"
         return JSONResponse(self.body(), status_code=self.status, headers=headers)
@@ -56,11 +51,6 @@ def context_length_exceeded(message: str, param: str | None = None) -> ApiError:
 
 def timed_out() -> ApiError:
     return ApiError(504, "the request took longer than this gateway allows", code="timeout")
-
-
-def draining() -> ApiError:
-    """This gateway is about to stop; another one takes the request."""
-    return ApiError(503, "the gateway is shutting down", code=_DRAINING, retry_after=1.0)
 
 
 def unavailable(message: str) -> ApiError:

@@ -12,8 +12,6 @@ from gateway.keys import ApiKeys
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/version"})
 """For probes and scrapes, which have no key. Every other path needs one, whether it exists or not."""
 
-_BUSY_RETRY_S = 1.0
-
 
 @dataclass(frozen=True)
 class RequestLimits:
@@ -118,7 +116,7 @@ class Guard:
 
     def _busy(self, reason: str, state: str) -> ApiError:
         text = f"this gateway {state}; try again later"
-        return self._refusal(reason, ApiError(429, text, code="too_many_requests", retry_after=_BUSY_RETRY_S))
+        return self._refusal(reason, ApiError(429, text, code="too_many_requests", retry_after=1.0))
 
     def _refusal(self, reason: str, error: ApiError) -> ApiError:
         self._refused.labels(reason=reason).inc()

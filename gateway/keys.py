@@ -4,14 +4,13 @@ import hashlib
 import os
 import re
 import secrets
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 
 from base.errors import StartupError
 from gateway.config import API_KEYS_VARIABLE
 from service.watched import WatchedFiles
-
-_WORLD_READABLE = 0o004
 
 
 class ApiKeys:
@@ -50,7 +49,7 @@ def _read(file: Path) -> list[bytes]:
         raise StartupError(f"--api-key-file {file}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise StartupError(f"--api-key-file {file}: expected text, one key per line") from error
-    if mode & _WORLD_READABLE:
+    if mode & stat.S_IROTH:
         raise StartupError(f"--api-key-file {file}: anyone on this machine can read it; chmod 600 or 640 it")
     if not keys:
         raise StartupError(f"--api-key-file {file}: expected one key per line, found none")

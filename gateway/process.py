@@ -15,7 +15,7 @@ from control.plane import ControlPlane
 from gateway.completer import Completer
 from gateway.config import GatewayConfig
 from gateway.decode_client import DecodeClient
-from gateway.errors import ApiError, draining, unavailable
+from gateway.errors import ApiError, unavailable
 from gateway.guard import Guard, RequestLimits
 from gateway.keys import ApiKeys
 from gateway.registry import NodeRegistry
@@ -31,9 +31,7 @@ from service.tls import server_tls
 
 log = structlog.get_logger(__name__)
 
-_DRAIN_POLL_S = 0.05
 _CANCEL_AT_STOP_S = 2.0
-_HTTP_STOP_S = 5
 _MIN_BODY_BYTES = 1 << 20
 _CONNECTIONS_PER_REQUEST = 4
 """Clients keep idle connections for their next requests."""
@@ -100,7 +98,7 @@ class Gateway:
             ConnectionLimits(_max_connections(config.max_concurrent_requests), config.header_timeout),
             self.metrics.http_refused,
             tls=None if tls is None else tls.get,
-            stop_timeout=_HTTP_STOP_S,
+            stop_timeout=5,
         )
         self._sizes = {
             "http": f"{config.host}:{self.port}",
@@ -148,7 +146,7 @@ class Gateway:
         """Wait until told to stop, and then until no request is left or draining is over."""
         await self._stopping.wait()
         while self.lifecycle.phase is Phase.DRAINING and self._client.in_flight:
-            await asyncio.sleep(_DRAIN_POLL_S)
+            await asyncio.sleep(0.05)
 
     def _hand_over(self, sender: Peer, message: Message) -> None:
         """On the control thread: pass a message to the event loop, which owns all state."""
@@ -188,7 +186,7 @@ class Gateway:
     def _refusal(self) -> ApiError | None:
         """Why no request can be taken now, or None."""
         if not self.lifecycle.serving:
-            return draining()
+            return ApiError(503, "the gateway is shutting down", code="draining", retry_after=1.0)
         missing = self._missing()
         return None if missing is None else unavailable(missing)
 

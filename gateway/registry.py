@@ -174,8 +174,9 @@ class NodeRegistry:
             if other.peer.address == peer.address or not other.live(now):
                 continue
             differences = offer.identity.differences(other.offer.identity)
-            if not differences and offer.role != other.offer.role:
-                differences = _no_common_transport(offer, other.offer)
+            theirs = other.offer.transports
+            if not differences and offer.role != other.offer.role and not set(offer.transports) & set(theirs):
+                differences = f"transfer protocol {'|'.join(offer.transports)} != {'|'.join(theirs)}"
             if differences:
                 return f"{differences} of {other.offer.role} node {other.peer.address}"
         if self._checkpoint is not None and offer.checkpoint is not None:
@@ -187,10 +188,3 @@ class NodeRegistry:
         for address, node in list(self._nodes.items()):
             if now - node.last_heartbeat > FORGOTTEN_AFTER_S:
                 del self._nodes[address]
-
-
-def _no_common_transport(offer: Register, other: Register) -> str:
-    """How the transports of two nodes differ, if they have none in common, or an empty string."""
-    if set(offer.transports) & set(other.transports):
-        return ""
-    return f"transfer protocol {'|'.join(offer.transports)} != {'|'.join(other.transports)}"

@@ -30,7 +30,7 @@ class ResponseFormat(ABC):
         self._tokenizer = tokenizer
         self._logprobs = tokenized.sampling.top_logprobs is not None
         self._token_ids = bool(request.return_token_ids)
-        self._include_usage = request.include_usage
+        self._include_usage = bool(request.stream_options and request.stream_options.include_usage)
 
     def whole(self, deltas: Sequence[Delta]) -> Json:
         """The answer to a request that does not stream."""
@@ -42,15 +42,14 @@ class ResponseFormat(ABC):
             offsets=tuple(min(offset, len(text)) for delta in deltas for offset in delta.offsets),
             finish_reason=deltas[-1].finish_reason,
         )
-        choice = self._choice(answer) | self._whole_text(text)
-        return self._head | {"object": self.kind, "choices": [choice], "usage": self._usage()}
+        return self._head | {"object": self.kind, "choices": [self._choice(answer, whole=True)], "usage": self._usage()}
 
     def opening(self) -> Json | None:
         """The chunk before any text, if the format has one."""
         return None
 
     def chunk(self, delta: Delta) -> Json:
-        return self._chunk([self._choice(delta) | self._chunk_text(delta.text)])
+        return self._chunk([self._choice(delta, whole=False)])
 
     def usage_chunk(self) -> Json | None:
         """The last chunk, if the client asked for usage."""
@@ -62,12 +61,13 @@ class ResponseFormat(ABC):
         chunk = self._head | {"object": self.chunk_kind, "choices": choices}
         return chunk | {"usage": None} if self._include_usage else chunk
 
-    def _choice(self, delta: Delta) -> Json:
+    def _choice(self, delta: Delta, whole: bool) -> Json:
         self._completion_tokens += len(delta.tokens)
         choice: Json = {
             "index": 0,
             "logprobs": self._render_logprobs(delta) if self._logprobs else None,
             "finish_reason": delta.finish_reason,
+            **self._text(delta.text, whole),
         }
         if self._token_ids:
             choice["token_ids"] = [token.token_id for token in delta.tokens]
@@ -81,10 +81,8 @@ class ResponseFormat(ABC):
         }
 
     @abstractmethod
-    def _whole_text(self, text: str) -> Json: ...
-
-    @abstractmethod
-    def _chunk_text(self, text: str) -> Json: ...
+    def _text(self, text: str, whole: bool) -> Json:
+        """The text of a choice. whole: rather than of a chunk."""
 
     @abstractmethod
     def _render_logprobs(self, delta: Delta) -> Json: ...
@@ -93,10 +91,7 @@ class ResponseFormat(ABC):
 class CompletionFormat(ResponseFormat):
     kind = chunk_kind = "text_completion"
 
-    def _whole_text(self, text: str) -> Json:
-        return {"text": text}
-
-    def _chunk_text(self, text: str) -> Json:
+    def _text(self, text: str, whole: bool) -> Json:
         return {"text": text}
 
     def _render_logprobs(self, delta: Delta) -> Json:
@@ -126,10 +121,9 @@ class ChatFormat(ResponseFormat):
         delta = {"role": "assistant", "content": ""}
         return self._chunk([{"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}])
 
-    def _whole_text(self, text: str) -> Json:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
-
-    def _chunk_text(self, text: str) -> Json:
+    def _text(self, text: str, whole: bool) -> Json:
+        if whole:
+            return {"message": {"role": "assistant", "content": text, "refusal": None}}
         return {"delta": {"content": text} if text else {}}
 
     def _render_logprobs(self, delta: Delta) -> Json:

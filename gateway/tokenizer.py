@@ -61,22 +61,21 @@ class CheckpointTokenizer:
             name = min(reserved)
             raise ApiError(400, f"chat_template_kwargs: {name} cannot be set", param="chat_template_kwargs")
         try:
-            text: str = self._tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=True, **variables
+            return str(
+                self._tokenizer.apply_chat_template(
+                    list(messages), tokenize=False, add_generation_prompt=True, **variables
+                )
             )
         except TemplateError as error:
             raise ApiError(400, f"messages: the chat template refused them: {error}", param="messages") from error
         except Exception as error:  # from an expression of the template
             log.warning("the chat template failed", error=repr(error))
             raise ApiError(400, "messages: the chat template cannot render them", param="messages") from error
-        return text
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text without special tokens. Ids that the tokenizer does not know are empty."""
-        text: str = self._tokenizer.decode(
-            list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-        return text
+        ids = list(token_ids)
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def skips(self, token_id: int) -> bool:
         """Whether `decode` leaves the id out: it is special, or the tokenizer does not know it."""
@@ -84,8 +83,7 @@ class CheckpointTokenizer:
 
     def piece(self, token_id: int) -> str:
         """One token decoded alone, special or not, as log probabilities name it."""
-        text: str = self._tokenizer.decode([token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return text
+        return str(self._tokenizer.decode([token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def piece_bytes(self, token_id: int) -> bytes:
         """The bytes of one token, which may be part of a character. Together the tokens' bytes are the text."""

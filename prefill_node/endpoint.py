@@ -107,7 +107,8 @@ class PrefillEndpoint:
             case PrefillRequest():
                 self._on_request(sender, message)
             case ChunkTaken():
-                self._on_chunk_taken(message)
+                self._unacknowledged.get(message.attempt, set()).discard(message.number)
+                self._control.answered(("chunk", message.attempt, message.number))
             case Admitted():
                 self._control.answered(("done", message.attempt))
                 if self._engine.release(message.attempt):
@@ -135,7 +136,7 @@ class PrefillEndpoint:
             self._refuse(decode, attempt, refusal)
         else:
             self._asked_by[attempt] = decode
-            self._watch_decode_nodes()
+            self._decode_nodes.watch(self._asked_by.values())
             self._engine.start(decode, request)
             log.info("queued", tokens=len(request.token_ids), **attempt.log_fields)
 
@@ -144,10 +145,6 @@ class PrefillEndpoint:
         leaving = not self._shell.lifecycle.serving
         self._control.send(decode, PrefillFailed(attempt=attempt, reason=reason, leaving=leaving, refused=True))
         self._finished.add(attempt)
-
-    def _on_chunk_taken(self, message: ChunkTaken) -> None:
-        self._unacknowledged.get(message.attempt, set()).discard(message.number)
-        self._control.answered(("chunk", message.attempt, message.number))
 
     def _on_abort(self, sender: Peer, attempt: AttemptId) -> None:
         if attempt in self._asked_by:
@@ -222,8 +219,5 @@ class PrefillEndpoint:
         for attempt, decode in self._asked_by.items():
             if self._decode_nodes.is_silent(decode, now) and self._engine.stop(attempt, "the decode node is silent"):
                 log.warning("decode node is silent", decode=decode.address, **attempt.log_fields)
-        self._watch_decode_nodes()
-        self._engine.keep_connected(set(self._asked_by.values()))
-
-    def _watch_decode_nodes(self) -> None:
         self._decode_nodes.watch(self._asked_by.values())
+        self._engine.keep_connected(set(self._asked_by.values()))

@@ -79,11 +79,6 @@ class TransferJob(PrefillJob):
         slots = expand_extents(request.extents, len(request.token_ids))
         return cls(torch.tensor(request.token_ids), request.attempt, decode, request.destination, slots)
 
-    @property
-    def begun(self) -> bool:
-        """Whether any token of it was computed or is being computed."""
-        return self.computed > 0 or self.in_flight > 0 or self.state is not JobState.COMPUTING
-
     def move(self, to: JobState) -> None:
         """The only way in which the state changes. Raises RuntimeError if `to` cannot follow."""
         if to not in _NEXT[self.state]:

@@ -11,17 +11,13 @@ from base.metrics import Metrics
 from control.messages import AttemptId, Peer, PrefillFailed, PrefillRequest, Progress, Quiesced
 from engine.chunked import ChunkedPrefill
 from prefill_node.compute import Computed, ComputeThread
-from prefill_node.destinations import Destinations
 from prefill_node.engine import PrefillEngine, PrefillUpdate
 from prefill_node.job import JobState, TransferJob
-from prefill_node.offer import Offer
+from prefill_node.offer import Destinations, Offer
 from prefill_node.outgoing import SendReport
 from prefill_node.sender import Sender, SendResources
 
 log = structlog.get_logger(__name__)
-
-_DEADLINES_S = 1.0
-"""How often it looks for transfers that take too long."""
 
 
 class ModelEngine(PrefillEngine):
@@ -58,7 +54,6 @@ class ModelEngine(PrefillEngine):
         """Forward passes that were started."""
         self.device_failed = False
         """Whether the device does not work any more."""
-        self._deadlines_at = 0.0
 
     # --- PrefillEngine ---
 
@@ -83,7 +78,8 @@ class ModelEngine(PrefillEngine):
         self._prefill.add(job)
 
     def has_begun(self, attempt: AttemptId) -> bool:
-        return self._jobs[attempt].begun
+        job = self._jobs[attempt]
+        return job.computed > 0 or job.in_flight > 0 or job.state is not JobState.COMPUTING
 
     def stop(self, attempt: AttemptId, reason: str | None = None) -> bool:
         job = self._jobs[attempt]
@@ -189,20 +185,17 @@ class ModelEngine(PrefillEngine):
         else:
             job.in_flight -= 1
         if report.error is None:
-            self._note_landed(job, report)
+            self._metrics.transfer_bytes.inc(report.num_bytes)
+            self._metrics.transfer_descriptors.inc(report.num_descriptors)
+            self._metrics.transfer_seconds.observe(report.seconds())
+            if chunk_done := job.landed(report):
+                # The decode node can verify these checksums while later chunks compute.
+                self._updates.append(chunk_done)
         elif job.state is not JobState.STOPPING:
             self._metrics.transfer_failures.labels("write").inc()
             self.stop(job.attempt, f"transfer failed: {report.error}")
             return
         self._advance(job)
-
-    def _note_landed(self, job: TransferJob, report: SendReport) -> None:
-        """A chunk has landed. The decode node can verify its checksums while later chunks compute."""
-        self._metrics.transfer_bytes.inc(report.num_bytes)
-        self._metrics.transfer_descriptors.inc(report.num_descriptors)
-        self._metrics.transfer_seconds.observe(report.seconds())
-        if chunk_done := job.landed(report):
-            self._updates.append(chunk_done)
 
     def _advance(self, job: TransferJob) -> None:
         """Once nothing of a job is in flight, end it if it was stopped, or announce that all was sent."""
@@ -234,9 +227,6 @@ class ModelEngine(PrefillEngine):
         del self._jobs[job.attempt]
 
     def _stop_late_transfers(self, now: float) -> None:
-        if now < self._deadlines_at:
-            return
-        self._deadlines_at = now + _DEADLINES_S
         for job in list(self._jobs.values()):
             if job.state is JobState.SENDING and now - (job.computed_at or now) > self._transfer_timeout:
                 self._metrics.transfer_failures.labels("timeout").inc()

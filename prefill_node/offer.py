@@ -1,8 +1,9 @@
-"""Which requests a prefill node accepts."""
+"""Which requests a prefill node accepts, and which destinations."""
 
+from collections import OrderedDict
 from dataclasses import dataclass
 
-from control.messages import ModelIdentity, PrefillRequest, Transport
+from control.messages import Destination, ModelIdentity, Peer, PrefillRequest, Transport
 
 
 @dataclass(frozen=True)
@@ -34,3 +35,27 @@ class Offer:
         if max(request.token_ids) >= self.vocab_size:
             return f"token id {max(request.token_ids)} is outside the vocabulary of {self.vocab_size}"
         return None
+
+
+class Destinations:
+    """The pools that decode processes named in their first requests.
+
+    A process keeps its pools, and the ways to reach them, as long as it lives. So nothing is written for a message in
+    its name that names others.
+    """
+
+    def __init__(self, limit: int = 4096) -> None:
+        """limit: processes that are remembered, the last ones."""
+        self._limit = limit
+        self._of_boot: OrderedDict[str, Destination] = OrderedDict()
+
+    def contradiction(self, decode: Peer, named: Destination) -> str | None:
+        """How a destination differs from the one that the process offered first, or None. The first call counts."""
+        known = self._of_boot.setdefault(decode.boot_id, named)
+        self._of_boot.move_to_end(decode.boot_id)
+        if len(self._of_boot) > self._limit:
+            self._of_boot.popitem(last=False)
+        differing = [name for name in Destination.model_fields if getattr(known, name) != getattr(named, name)]
+        if not differing:
+            return None
+        return f"{decode.address} offered another destination before: {', '.join(differing)} changed"

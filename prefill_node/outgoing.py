@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import structlog
 
 from control.messages import AttemptId, Checksum, Destination, Peer
-from prefill_node.plan import ChunkPart, ChunkPlan, Gather, gather_policy
+from prefill_node.plan import ChunkPart, ChunkPlan, gather_policy
 from prefill_node.progress import ForwardProgress, NotComputed
 from prefill_node.ring import BUFFER_BYTES, SendBuffer, SendRing
 from prefill_node.source import Reading
@@ -161,7 +161,7 @@ class OutgoingChunk:
         channel = self._pipeline.channel
         plan = ChunkPlan(chunk.pages, reading.page_size, chunk.slots, chunk.start, chunk.stop, channel.max_bytes)
         policy = gather_policy(channel.transport, reading.source.in_host_memory)
-        if policy is Gather.ALWAYS or (policy is Gather.WHERE_IT_PAYS and plan.gathering_pays):
+        if policy == "always" or (policy == "where it pays" and plan.gathering_pays):
             yield from self._packed(plan, self._lend_ring())
         else:
             for batch in self._in_place(plan):
@@ -178,8 +178,8 @@ class OutgoingChunk:
                 source.gather(buffer, part, into)
                 if positions := self._sampled(buffer, part):
                     start, stop = positions
-                    at = into.address + (start - part.start) * item_bytes
-                    self._add_checksum(buffer, positions, digest([(at, (stop - start) * item_bytes)]))
+                    sent = into.address + (start - part.start) * item_bytes, (stop - start) * item_bytes
+                    self._result.checksums.append(Checksum(buffer, start, stop, digest([sent])))
                 _, out = part.packed(item_bytes)
                 yield out.at(into.address, targets[buffer]), into
 
@@ -191,7 +191,8 @@ class OutgoingChunk:
             for part in plan.parts(max(1, _IN_PLACE_BYTES // item_bytes)):
                 for buffer in buffers:
                     if positions := self._sampled(buffer, part):
-                        self._add_checksum(buffer, positions, source.digest(buffer, part, *positions))
+                        found = source.digest(buffer, part, *positions)
+                        self._result.checksums.append(Checksum(buffer, *positions, found))
                 yield part.direct(item_bytes).at_each(
                     [source.buffers.ptrs[buffer] for buffer in buffers], [targets[buffer] for buffer in buffers]
                 )
@@ -227,7 +228,3 @@ class OutgoingChunk:
 
     def _sampled(self, buffer: int, part: ChunkPart) -> tuple[int, int] | None:
         return sampled(self._reading.checksums, part.start, part.stop, buffer)
-
-    def _add_checksum(self, buffer: int, positions: tuple[int, int], value: int) -> None:
-        start, stop = positions
-        self._result.checksums.append(Checksum(buffer=buffer, start=start, stop=stop, digest=value))

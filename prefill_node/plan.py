@@ -1,6 +1,7 @@
 """Plans how a chunk is sent: positions paired with slots, cut into parts, once for all layers."""
 
-from enum import Enum
+from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 
@@ -8,34 +9,34 @@ from control.messages import Transport
 from transfer.planner import NO_LIMIT, Descriptors, Int64s, Runs, expand_pages, plan_runs
 
 
+@dataclass(frozen=True, eq=False)
 class ChunkPart:
     """Positions [start, stop) of a request, in any buffer. Descriptors are computed once per item size.
 
-    items: the source item of each position, int64 [stop - start].
+    items: the source item of each position, int64 [stop - start]. most_bytes: of one descriptor.
     """
 
-    def __init__(self, start: int, stop: int, items: Int64s, runs: Runs, most_bytes: int) -> None:
-        self.start = start
-        self.stop = stop
-        self.items = items
-        self._runs = runs
-        self._most_bytes = most_bytes
-        self._direct: dict[int, Descriptors] = {}
-        self._packed: dict[int, tuple[Descriptors, Descriptors]] = {}
+    start: int
+    stop: int
+    items: Int64s
+    runs: Runs
+    most_bytes: int
+    _direct: dict[int, Descriptors] = field(default_factory=dict)
+    _packed: dict[int, tuple[Descriptors, Descriptors]] = field(default_factory=dict)
 
     def direct(self, item_bytes: int) -> Descriptors:
         """From source items to destination slots, as offsets in bytes, in the order of slots: so the destination's page
         table is walked from end to end, and not all over."""
         if item_bytes not in self._direct:
-            runs = self._runs.in_order_of_destinations()
-            self._direct[item_bytes] = runs.descriptors(item_bytes).cut(self._most_bytes)
+            runs = self.runs.in_order_of_destinations()
+            self._direct[item_bytes] = runs.descriptors(item_bytes).cut(self.most_bytes)
         return self._direct[item_bytes]
 
     def packed(self, item_bytes: int) -> tuple[Descriptors, Descriptors]:
         """By way of a send buffer, as offsets in bytes: from source items into it, and from it to slots."""
         if item_bytes not in self._packed:
-            into, out = self._runs.pack()
-            out_descriptors = out.descriptors(item_bytes).cut(self._most_bytes)
+            into, out = self.runs.pack()
+            out_descriptors = out.descriptors(item_bytes).cut(self.most_bytes)
             self._packed[item_bytes] = into.descriptors(item_bytes), out_descriptors
         return self._packed[item_bytes]
 
@@ -80,12 +81,8 @@ class ChunkPlan:
         return self._parts[most_items]
 
 
-class Gather(Enum):
-    """When items are packed into send buffers before they are sent."""
-
-    NEVER = "never"
-    WHERE_IT_PAYS = "where source pages are scattered and destination slots are not"
-    ALWAYS = "always"
+Gather = Literal["never", "where it pays", "always"]
+"""When items are packed into send buffers before they are sent (`ChunkPlan.gathering_pays`)."""
 
 
 def gather_policy(transport: Transport, source_in_host_memory: bool) -> Gather:
@@ -93,7 +90,7 @@ def gather_policy(transport: Transport, source_in_host_memory: bool) -> Gather:
     Over TCP each descriptor costs time, so fewer are faster; into shared memory scattered copies cost nothing.
     """
     if transport == "rdma":
-        return Gather.NEVER
+        return "never"
     if not source_in_host_memory:
-        return Gather.ALWAYS
-    return Gather.WHERE_IT_PAYS if transport == "tcp" else Gather.NEVER
+        return "always"
+    return "where it pays" if transport == "tcp" else "never"

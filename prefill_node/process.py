@@ -51,6 +51,7 @@ def run_prefill_node(config: PrefillConfig) -> None:
         log.info("attention backend", backend=backend.name)
         model = load_model(config.model_path, dtype, device, config.context_length, backend, config.load_format)
         pool = PagedKVPool(spec.kv_layout, _num_pages(config, spec, device), config.page_size, device)
+        layers = [*pool.kv, *pool.index_keys]
         transports = Transports(config.data_host, config.transfer_protocol, config.ib_device, ports)
         transports.register(pool.get_contiguous_buf_infos())
         offer = Offer(
@@ -64,7 +65,12 @@ def run_prefill_node(config: PrefillConfig) -> None:
             prefill,
             device,
             SendResources(
-                reading=_reading(pool, config),
+                reading=Reading(
+                    source=HostSource(layers) if device.type == "cpu" else DeviceSource(layers),
+                    layer_of_buffer=pool.layout.layer_of_buffer,
+                    page_size=config.page_size,
+                    checksums=config.transfer_checksum,
+                ),
                 rings=SendRings(pin=device.type == "cuda", register=transports.register),
                 connect=transports.connect,
                 silence=shell.control.silence,
@@ -97,17 +103,6 @@ def run_prefill_node(config: PrefillConfig) -> None:
         shell.start(membership, engine.refresh_metrics)
         shell.announce(transports, spec.model_type, spec.fingerprint)
         PrefillEndpoint(shell, engine).run()
-
-
-def _reading(pool: PagedKVPool, config: PrefillConfig) -> Reading:
-    """How the pool's pages are read for sending."""
-    layers = [*pool.kv, *pool.index_keys]
-    return Reading(
-        source=HostSource(layers) if pool.kv.device.type == "cpu" else DeviceSource(layers),
-        layer_of_buffer=pool.layout.layer_of_buffer,
-        page_size=pool.page_size,
-        checksums=config.transfer_checksum,
-    )
 
 
 def _num_pages(config: PrefillConfig, spec: ModelSpec, device: torch.device) -> int:

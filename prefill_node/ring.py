@@ -1,6 +1,6 @@
 """Send buffers in host memory, for KV that is not sent in place."""
 
-import threading
+import queue
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -29,8 +29,8 @@ class SendRing:
     """
 
     def __init__(self, pin: bool) -> None:
-        self._memory = torch.empty(BATCHES_IN_FLIGHT, BUFFER_BYTES, dtype=torch.uint8, pin_memory=pin)
-        self._buffers = [SendBuffer(memory, memory.data_ptr()) for memory in self._memory]
+        self.memory = torch.empty(BATCHES_IN_FLIGHT, BUFFER_BYTES, dtype=torch.uint8, pin_memory=pin)
+        self._buffers = [SendBuffer(memory, memory.data_ptr()) for memory in self.memory]
 
     def take(self, pipeline: Pipeline) -> SendBuffer:
         """A buffer that no write in flight reads; waits for one.
@@ -46,9 +46,6 @@ class SendRing:
                 raise TransferError("no send buffer is left: it is not known of any whether its last write has ended")
             pipeline.settle_oldest()
 
-    def get_contiguous_buf_infos(self) -> BufferInfo:
-        return buffer_info([self._memory])
-
 
 class SendRings:
     """Lends rings to lanes, and keeps those that come back for the next lane."""
@@ -56,18 +53,15 @@ class SendRings:
     def __init__(self, pin: bool, register: Callable[[BufferInfo], None]) -> None:
         self._pin = pin
         self._register = register
-        self._idle: list[SendRing] = []
-        self._lock = threading.Lock()
-        """Guards _idle."""
+        self._idle: queue.SimpleQueue[SendRing] = queue.SimpleQueue()
 
     def lend(self) -> SendRing:
-        with self._lock:
-            if self._idle:
-                return self._idle.pop()
-        ring = SendRing(self._pin)
-        self._register(ring.get_contiguous_buf_infos())
-        return ring
+        try:
+            return self._idle.get_nowait()
+        except queue.Empty:
+            ring = SendRing(self._pin)
+            self._register(buffer_info([ring.memory]))
+            return ring
 
     def take_back(self, ring: SendRing) -> None:
-        with self._lock:
-            self._idle.append(ring)
+        self._idle.put(ring)

@@ -142,7 +142,7 @@ class _Lane:
             channel = self._resources.connect(destination)
             self._pipeline = Pipeline(channel)
             policy = gather_policy(channel.transport, self._resources.reading.source.in_host_memory)
-            log.info("route", decode=self._decode.address, transport=channel.transport, gathers=policy.value)
+            log.info("route", decode=self._decode.address, transport=channel.transport, gathers=policy)
         return self._pipeline
 
     def _lent_ring(self) -> SendRing:

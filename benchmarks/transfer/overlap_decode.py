@@ -12,7 +12,7 @@ from benchmarks.transfer.methods import MethodFailed
 from benchmarks.transfer.overlap_model import spec
 from control.messages import ChunkDone, Generate, Message, Peer, PrefillDone
 from control.plane import ControlPlane
-from decode_node.attempt import ChunkNumber, Lost, chunk_of
+from decode_node.attempt import ChunkNumber, chunk_of
 from decode_node.destination import destination_of
 from decode_node.remote_prefill import PrefillMessage, RemotePrefill
 from decode_node.request import Request, RequestState
@@ -70,6 +70,7 @@ class DecodeSide:
             verifier.submit,
             Metrics(),
             patience=_TIMEOUT_S,
+            on_lost=_raise_lost,
         )
         self._control.start()
 
@@ -101,28 +102,28 @@ class DecodeSide:
         checksums: dict[ChunkNumber, int] = {}
         deadline = time.monotonic() + _TIMEOUT_S
         while time.monotonic() < deadline:
-            lost = self._remote.tick(time.monotonic())
+            self._remote.tick(time.monotonic())
             try:
                 item = self._inbox.get(timeout=_PATIENCE_S)
             except queue.Empty:
                 continue
             match item:
                 case Verified():
-                    lost += self._remote.verified(item)
+                    self._remote.verified(item)
                 case (sender, message):
                     if isinstance(message, ChunkDone | PrefillDone):
                         checksums[chunk_of(message)] = len(message.checksums)
                     if isinstance(message, PrefillDone):
                         done = message
-                    lost += self._taken(sender, message)
-            if lost:
-                raise MethodFailed(f"the prefill was lost: {lost[0].reason}")
+                    if isinstance(message, PrefillMessage):
+                        self._remote.take(sender, message)
             if request.state is RequestState.LANDED and done is not None:
                 return done, sum(checksums.values())
         raise MethodFailed(f"{request.request_id} did not land within {_TIMEOUT_S:.0f} s")
 
-    def _taken(self, sender: Peer, message: Message) -> list[Lost]:
-        return self._remote.take(sender, message) if isinstance(message, PrefillMessage) else []
+
+def _raise_lost(request: Request, reason: str) -> None:
+    raise MethodFailed(f"the prefill was lost: {reason}")
 
 
 def _tiers(tokens: int, shareable: bool) -> HiSparseCoordinator:

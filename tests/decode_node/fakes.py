@@ -1,6 +1,7 @@
 """What a decode node's tests share: peers, and a destination that names no real memory."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from control.messages import AttemptId, BufferInfo, Destination, Generate, ModelIdentity, Peer, Session
 from decode_node.attempt import PrefillAttempt
@@ -35,6 +36,13 @@ def attempt_to_fill(slots: HostSlots, num_tokens: int, epoch: int = 1) -> Prefil
     """An attempt to have these slots filled with the KV of that many tokens."""
     request = Request(Generate(request_id="r", prompt_ids=(1,) * (num_tokens + 1), max_new_tokens=4), GATEWAY)
     return PrefillAttempt(AttemptId("decode", "r", epoch), request, PREFILL, slots, 0.0, num_tokens)
+
+
+class Lost(NamedTuple):
+    """A request has lost its prefill attempt."""
+
+    request: Request
+    reason: str
 
 
 @dataclass

@@ -6,7 +6,6 @@ import pytest
 
 from base.metrics import Metrics
 from control.messages import Generate, Peer, PrefillDone, PrefillFailed
-from decode_node.attempt import Landed, Lost
 from decode_node.health import FAILURES, TRIAL_AFTER_S
 from decode_node.remote_prefill import RemotePrefill
 from decode_node.request import Request, RequestState
@@ -37,8 +36,10 @@ class Node:
             HeldVerifier().submit,
             Metrics(),
             patience=60.0,
+            on_lost=lambda request, reason: self.lost.append(request),
         )
         self.asked = 0
+        self.lost: list[Request] = []
 
     def request(self) -> Request:
         """A new one."""
@@ -52,20 +53,20 @@ class Node:
     def ask(self, request: Request | None = None) -> tuple[Request, Peer]:
         """Have a request prefilled by the node that is chosen for it."""
         request = request or self.request()
-        node = self.remote.choose(request)
+        node = self.remote.nodes.choose(request)
         assert node is not None
         self.remote.dispatch(request, node, SLOTS)
         return request, node
 
     def fail(self, request: Request, node: Peer, **fields: bool) -> None:
         attempt = request.attempt(self.remote._control.me.boot_id)
-        [lost] = self.remote.take(node, PrefillFailed(attempt=attempt, reason="no device", **fields))
-        assert isinstance(lost, Lost)
+        self.remote.take(node, PrefillFailed(attempt=attempt, reason="no device", **fields))
+        assert self.lost.pop() is request
 
     def land(self, request: Request, node: Peer) -> None:
         attempt = request.attempt(self.remote._control.me.boot_id)
-        [landed] = self.remote.take(node, PrefillDone(attempt=attempt, num_tokens=request.kv_tokens))
-        assert isinstance(landed, Landed)
+        self.remote.take(node, PrefillDone(attempt=attempt, num_tokens=request.kv_tokens))
+        assert request.state is RequestState.LANDED
 
     def fail_so_often(self, times: int) -> None:
         for _ in range(times):

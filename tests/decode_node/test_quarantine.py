@@ -4,13 +4,13 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from fastapi import FastAPI
+from fastapi import FastAPI, HTTPException
 from fastapi.testclient import TestClient
 
 from control.messages import AttemptId, Peer
 from decode_node.health import SILENCE_S
 from decode_node.loop_call import LoopCall
-from decode_node.quarantine import NothingQuarantined, Quarantine, WriterAlive, quarantine_router
+from decode_node.quarantine import Quarantine, quarantine_router
 from tests.prefill_node.fakes import FakeControl
 from transfer.fencing import DRAIN_GRACE_S, ReservationTable
 from transfer.incoming import IncomingCut
@@ -72,7 +72,7 @@ def test_evicted_slots_are_free_after_the_grace_and_not_before(h: Harness) -> No
 
 def test_eviction_refuses_a_live_writer(h: Harness) -> None:
     """Freeing what a live process writes to would hand its late writes to another request."""
-    with pytest.raises(WriterAlive, match=r"heard 1\.\d s ago.*corrupts"):
+    with pytest.raises(HTTPException, match=r"heard 1\.\d s ago.*corrupts"):
         h.quarantine.evict("alive")
     assert h.expire() == []
     h.control.heard["alive"] = time.monotonic() - SILENCE_S - 0.1
@@ -93,11 +93,11 @@ def test_evicting_twice_does_not_start_the_grace_again(h: Harness) -> None:
 
 
 def test_a_boot_id_with_nothing_in_quarantine_is_an_error(h: Harness) -> None:
-    with pytest.raises(NothingQuarantined, match="boot id typo"):
+    with pytest.raises(HTTPException, match="boot id typo"):
         h.quarantine.evict("typo")
     h.quarantine.evict("gone")
     h.expire()
-    with pytest.raises(NothingQuarantined):
+    with pytest.raises(HTTPException):
         h.quarantine.evict("gone")
 
 

@@ -129,6 +129,7 @@ class Harness:
             self.verify,
             self.metrics,
             patience=60.0,
+            on_lost=lambda request, reason: self.scheduler.retry(request, reason),
         )
         self.remote.nodes.learn(GATEWAY.address, (PREFILL,), {})
         self.runner = ModelRunner(self.model, self.coordinator, self.max_running, 1000, record=False)  # type: ignore[arg-type]
@@ -153,9 +154,9 @@ class Harness:
             if isinstance(message, PrefillRequest) and message.attempt.request_id not in self.slow:
                 self.control.answered(key)
                 done = PrefillDone(attempt=message.attempt, num_tokens=len(message.token_ids), lingering=self.lingering)
-                self.scheduler.retry(self.remote.take(PREFILL, done))
+                self.remote.take(PREFILL, done)
             elif isinstance(message, Abort) and self.quiet:
-                self.scheduler.retry(self.remote.take(PREFILL, Quiesced(attempt=message.attempt)))
+                self.remote.take(PREFILL, Quiesced(attempt=message.attempt))
 
     def turn(self) -> None:
         self.land()
@@ -358,7 +359,7 @@ def test_a_late_write_after_an_abort_hits_nobody() -> None:
         h.turn()
     assert h.answers["other"] == list(range(4, 12))
     assert h.coordinator.host.used == 2, "still fenced"
-    h.scheduler.retry(h.remote.take(PREFILL, Quiesced(attempt=AttemptId("decode", "aborted", 1))))
+    h.remote.take(PREFILL, Quiesced(attempt=AttemptId("decode", "aborted", 1)))
     h.scheduler.check_idle()
     assert h.coordinator.is_idle()
 
@@ -401,7 +402,7 @@ def test_too_many_lost_prefills_are_an_error() -> None:
     for _ in range(2):
         request.again_at = 0.0
         h.scheduler.turn()
-        h.scheduler.retry(h.remote._lose(request.attempt("decode"), "the node went away"))
+        h.remote._lose(request.attempt("decode"), "the node went away")
     h.turn()
     assert h.ended == {"a": "error"}
 
@@ -419,7 +420,7 @@ def test_a_node_that_has_failed_a_request_is_not_asked_for_it_again_at_once() ->
     def fail(node: Peer) -> float:
         """For how long the request then waits for a node that has failed it."""
         failed = PrefillFailed(attempt=request.attempt("decode"), reason="not now")
-        h.scheduler.retry(h.remote.take(node, failed))
+        h.remote.take(node, failed)
         h.scheduler.turn()
         return request.again_at - time.monotonic()
 
@@ -464,12 +465,12 @@ def test_a_mismatch_is_never_served() -> None:
         checksums = Checksums.of([Checksum(buffer=0, start=0, stop=2, digest=1)])
         attempt = AttemptId("decode", "a", epoch)
         done = PrefillDone(attempt=attempt, num_tokens=2, checksums=checksums)
-        assert h.remote.take(PREFILL, done) == []
+        h.remote.take(PREFILL, done)
         h.scheduler.turn()
         assert h.state("a") is RequestState.PREFILLING
         verified = Verified(attempt, None, 1, (Mismatch(Checksum(0, 0, 2, 1), 2),))
-        h.scheduler.retry(h.remote.verified(verified))
-        h.scheduler.retry(h.remote.take(PREFILL, Quiesced(attempt=attempt)))
+        h.remote.verified(verified)
+        h.remote.take(PREFILL, Quiesced(attempt=attempt))
     h.turn()
     assert h.answers == {"a": []}
     assert h.ended == {"a": "error"}
@@ -579,6 +580,43 @@ def test_an_older_request_keeps_its_kv_when_host_slots_run_out_and_a_younger_one
     h.run()
     assert h.answers == {"a": counted(prompt_a, 300), "b": counted(prompt_b, 5)}
     assert h.metrics.retractions.labels("host")._value.get() >= 1
+
+
+def test_requests_that_grow_at_the_same_time_lose_no_more_than_they_need() -> None:
+    """Three equal ones fill the pool and lack 64 slots each: one gives 128 up, which are enough for the others."""
+    h = Harness(host_slots=384)
+    for name in "abc":
+        h.ask(name, prompt=(1,) * 65, tokens=100)
+    while not h.metrics.retractions.labels("host")._value.get():
+        h.turn()
+    assert [h.state(name) for name in "ab"] == [RequestState.RUNNING] * 2
+    for _ in range(5):
+        h.turn()
+    assert h.metrics.retractions.labels("host")._value.get() == 1
+    h.run()
+    assert h.answers == {name: counted((1,), 100) for name in "abc"}
+
+
+@pytest.mark.parametrize("patient", [True, False])
+def test_of_those_that_are_being_prefilled_only_as_many_give_way_as_are_needed(
+    monkeypatch: pytest.MonkeyPatch, patient: bool
+) -> None:
+    """Their slots are in quarantine, and usually free at once. If they are not for long, the next gives way."""
+    if not patient:
+        monkeypatch.setattr("decode_node.slots._FRESH_S", 0.0)
+    h = Harness(host_slots=400, slow={"b", "c"}, quiet=False)
+    h.ask("a", prompt=(1,) * 129, tokens=100)
+    for name in "bc":
+        h.ask(name, prompt=(2,) * 101, tokens=5)
+    for _ in range(120):
+        h.turn()
+    assert h.state("a") is RequestState.RUNNING
+    assert h.state("b") is (RequestState.PREFILLING if patient else RequestState.WAITING)
+    assert h.state("c") is RequestState.WAITING
+    h.quiet = True
+    h.slow.clear()
+    h.run()
+    assert h.answers == {"a": counted((1,), 100), "b": counted((2,), 5), "c": counted((2,), 5)}
 
 
 def test_others_go_on_while_one_waits_for_host_slots() -> None:

@@ -5,7 +5,7 @@ import re
 import yaml
 
 from deploy.monitoring.generate import HERE
-from docs.sizing import OPERATIONS, Example, with_example
+from tests.docs.sizing import OPERATIONS, Example, with_example
 
 TEXT = OPERATIONS.read_text()
 ALERTS = {
@@ -17,7 +17,7 @@ ALERTS = {
 
 
 def test_the_worked_example_is_what_the_sizing_functions_say() -> None:
-    """`python -m docs.sizing` rewrites it."""
+    """`python -m tests.docs.sizing` rewrites it."""
     assert with_example(TEXT) == TEXT
 
 

@@ -2,13 +2,13 @@
 
 import re
 
-from docs.tables import COMMANDS, REFERENCE, flags_table, metrics_table, with_tables
+from tests.docs.tables import COMMANDS, REFERENCE, flags_table, metrics_table, with_tables
 
 README = REFERENCE.parents[1] / "README.md"
 
 
 def test_the_tables_are_up_to_date() -> None:
-    """`python -m docs.tables` rewrites them."""
+    """`python -m tests.docs.tables` rewrites them."""
     text = REFERENCE.read_text()
     assert with_tables(text) == text
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from control.codec import MalformedMessage, decode, encode
 from control.messages import BufferInfo, Destination, Peer, PrefillRequest, Session, SharedMemory
-from prefill_node.destinations import Destinations
+from prefill_node.offer import Destinations
 from prefill_node.plan import ChunkPlan
 from tests.control.test_messages import IDENTITY, ME, prefill_request
 from transfer.planner import expand_extents

@@ -1,6 +1,6 @@
 """The worked example of docs/operations.md, computed by the functions that size a node.
 
-`python -m docs.sizing` rewrites it in place; a test checks that it is up to date.
+`python -m tests.docs.sizing` rewrites it in place; a test checks that it is up to date.
 """
 
 import re
@@ -15,7 +15,7 @@ from hisparse.format import KVFormat
 from hisparse.layout import KVLayout
 from hisparse.sizing import GIB, Sizes, plan_sizes
 
-OPERATIONS = Path(__file__).parent / "operations.md"
+OPERATIONS = Path(__file__).parents[2] / "docs" / "operations.md"
 _BLOCK = re.compile(r"(<!-- sizing -->\n).*?(<!-- /sizing -->)", re.DOTALL)
 _FRACTION = DEFAULT_FRACTION["cuda"]
 

@@ -1,6 +1,6 @@
 """The tables of flags and metrics in docs/reference.md, made from the code.
 
-`python -m docs.tables` rewrites them in place; a test checks that they are up to date.
+`python -m tests.docs.tables` rewrites them in place; a test checks that they are up to date.
 """
 
 import re
@@ -11,7 +11,7 @@ import typer
 from base.metrics import Metrics
 from cli.main import app
 
-REFERENCE = Path(__file__).parent / "reference.md"
+REFERENCE = Path(__file__).parents[2] / "docs" / "reference.md"
 COMMANDS = ("serve", "gateway", "prefill", "decode", "tiny-model")
 
 
