@@ -36,8 +36,7 @@ class Greeting(WireModel):
     via: Address
 
 
-Stable = Greeting | Registered | Refused | Ping | Pong
-_STABLE: Mapping[str, type[Stable]] = {
+_STABLE: Mapping[str, type[Message | Greeting]] = {
     "Register": Greeting,
     "Heartbeat": Greeting,
     "Registered": Registered,
@@ -47,45 +46,32 @@ _STABLE: Mapping[str, type[Stable]] = {
 }
 
 
-class OtherVersion(MalformedMessage):
-    """A frame of another wire version. stable: its stable part, or None if its kind has none."""
-
-    def __init__(self, frame: Frame, stable: Stable | None) -> None:
-        super().__init__(f"wire version {frame.v} != {PROTOCOL_VERSION}")
-        self.frame = frame
-        self.stable = stable
-
-
 def encode(message: Message, sender: Peer, to: str = "", version: int = PROTOCOL_VERSION) -> bytes:
     """One frame. to: the boot id that may act on it. version: another than this one is for stable kinds only."""
     kind = type(message).__name__
     if version != PROTOCOL_VERSION and kind not in _STABLE:
         raise ValueError(f"{kind} is not the same in wire version {version}")
-    frame = {
-        "v": version,
-        "kind": kind,
-        "sender": sender.model_dump(),
-        "to": to,
-        "body": message.model_dump(exclude_defaults=True),
-    }
-    packed: bytes = msgpack.packb(frame)
+    frame = {"v": version, "kind": kind, "sender": sender.model_dump(), "to": to}
+    packed: bytes = msgpack.packb({**frame, "body": message.model_dump(exclude_defaults=True)})
     return packed
 
 
-def decode(data: bytes) -> tuple[Peer, str, Message]:
-    """Sender, addressed boot id and message of a frame.
+def decode(data: bytes) -> tuple[Frame, Message | Greeting | None]:
+    """A frame and its message; of another wire version only the stable part, None if its kind has none.
 
-    Raises OtherVersion for a frame of another wire version, and MalformedMessage for anything that is no frame.
+    Raises MalformedMessage for anything that is no frame.
     """
     try:
         frame = Frame.model_validate(msgpack.unpackb(data, use_list=False, strict_map_key=True))
-        if frame.v != PROTOCOL_VERSION:
-            raise OtherVersion(frame, _stable_part(frame))
-        kind = Message.kinds.get(frame.kind)
-        if kind is None:
+        is_ours = frame.v == PROTOCOL_VERSION
+        kind = (Message.kinds if is_ours else _STABLE).get(frame.kind)
+        if kind is None and is_ours:
             raise MalformedMessage(f"unknown message kind {frame.kind[:64]!r}")
-        _check_sender(frame, kind)
-        return frame.sender, frame.to, kind.model_validate(frame.body)
+        if kind is None:
+            return frame, None
+        if Message.kinds[frame.kind] not in SENT_BY[frame.sender.role]:
+            raise MalformedMessage(f"a {frame.sender.role} process does not send {frame.kind}")
+        return frame, kind.model_validate(frame.body)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(map(str, first["loc"]))
@@ -94,16 +80,3 @@ def decode(data: bytes) -> tuple[Peer, str, Message]:
         raise
     except (ValueError, TypeError, RecursionError, msgpack.exceptions.UnpackException) as error:
         raise MalformedMessage(f"not a msgpack frame: {error}") from error
-
-
-def _stable_part(frame: Frame) -> Stable | None:
-    part = _STABLE.get(frame.kind)
-    if part is None:
-        return None
-    _check_sender(frame, Message.kinds[frame.kind])
-    return part.model_validate(frame.body)
-
-
-def _check_sender(frame: Frame, kind: type[Message]) -> None:
-    if kind not in SENT_BY[frame.sender.role]:
-        raise MalformedMessage(f"a {frame.sender.role} process does not send {frame.kind}")

@@ -34,10 +34,9 @@ class GatewayAddresses:
     If a lookup fails the last answer stands: a name service that is away says nothing about gateways.
     """
 
-    def __init__(self, names: Sequence[str], resolver: Resolver = resolve, every: float = LOOK_UP_S) -> None:
-        """names: HOST:PORT each. every: seconds between lookups."""
+    def __init__(self, names: Sequence[str], resolver: Resolver = resolve) -> None:
+        """names: HOST:PORT each."""
         self._resolver = resolver
-        self._every = every
         self._numeric = frozenset(filter(_is_address, names))
         self._answers: dict[str, frozenset[str]] = {name: frozenset() for name in names if name not in self._numeric}
         self._failing: set[str] = set()
@@ -63,10 +62,9 @@ class GatewayAddresses:
         self.current = self._numeric.union(*self._answers.values())
 
     def _run(self) -> None:
-        while True:
+        self.look_up()
+        while not self._stopping.wait(LOOK_UP_S):
             self.look_up()
-            if self._stopping.wait(self._every):
-                return
 
     def _look_up(self, name: str) -> None:
         host, _, port = name.rpartition(":")

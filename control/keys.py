@@ -89,9 +89,8 @@ class AllowList:
         roles: dict[str, Role] = {}
         for path in sorted(seen):
             try:
-                fields = _fields(path)
-                key = _key(path, fields, "public-key")
-                roles[key] = _role(path, fields)
+                key, role = _allowed(path)
+                roles[key] = role
                 self._files[key] = path.name
             except StartupError as error:
                 log.error("a file of the allowed keys is left out", error=str(error))
@@ -145,8 +144,7 @@ def generate_node(directory: Path, node: str) -> Path:
     Raises StartupError, and writes nothing, if one of that name exists or there are no cluster keys.
     """
     role_name, _, name = node.partition(":")
-    role = next((role for role in ROLES if role == role_name), None)
-    if role is None or not _NODE_NAME.fullmatch(name):
+    if (role := _role(role_name)) is None or not _NODE_NAME.fullmatch(name):
         raise StartupError(f"--node {node}: expected {'|'.join(ROLES)}, a colon and a name, such as prefill:prefill-7")
     if not (directory / "cluster.key_secret").exists():
         raise StartupError(f"{directory} has no cluster.key_secret; run `hisparse-pd keygen {directory}` first")
@@ -209,11 +207,16 @@ def _read_secret(path: Path) -> str:
         raise StartupError(f"{path} is not a text file; `hisparse-pd keygen` makes it") from None
 
 
-def _fields(path: Path) -> dict[str, str]:
+def _allowed(path: Path) -> tuple[str, Role]:
+    """The public key in a file of the allowed ones, and its role. Raises StartupError if it has not both."""
     try:
-        return dict(_FIELD.findall(path.read_text()))
+        fields = dict(_FIELD.findall(path.read_text()))
     except (PermissionError, UnicodeDecodeError):
         raise StartupError(f"{path} cannot be read") from None
+    key = _key(path, fields, "public-key")
+    if (role := _role(fields.get("role"))) is None:
+        raise StartupError(f"{path} names no role; expected role = {'|'.join(ROLES)}")
+    return key, role
 
 
 def _key(path: Path, fields: dict[str, str], name: str) -> str:
@@ -223,8 +226,5 @@ def _key(path: Path, fields: dict[str, str], name: str) -> str:
     return key
 
 
-def _role(path: Path, fields: dict[str, str]) -> Role:
-    for role in ROLES:
-        if fields.get("role") == role:
-            return role
-    raise StartupError(f"{path} names no role; expected role = {'|'.join(ROLES)}")
+def _role(name: str | None) -> Role | None:
+    return next((role for role in ROLES if role == name), None)

@@ -131,17 +131,15 @@ class Membership:
     def _take_in(self, listed: frozenset[str]) -> None:
         """Add the gateways that are new, and forget those that are neither listed nor heard."""
         now = time.monotonic()
-        gateways = {
-            address: self._gateways.get(address) or _Gateway(Peer(role="gateway", address=address, boot_id="unknown"))
-            for address in sorted(listed)
-        }
-        for address, gateway in self._gateways.items():
-            if address in listed or now - gateway.last_heard <= FORGOTTEN_AFTER_S:
+        gateways = {}
+        for address in sorted(listed | self._gateways.keys()):
+            gateway = self._gateways.get(address)
+            gateway = gateway or _Gateway(Peer(role="gateway", address=address, boot_id="unknown"))
+            gateway.listed = address in listed
+            if gateway.listed or now - gateway.last_heard <= FORGOTTEN_AFTER_S:
                 gateways[address] = gateway
             else:
                 log.info("gateway forgotten", gateway=address)
-        for address, gateway in gateways.items():
-            gateway.listed = address in listed
         self._gateways = gateways
 
     def leave(self) -> None:

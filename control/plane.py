@@ -24,7 +24,7 @@ import zmq
 from base.errors import ProcessFailed, StartupError
 from base.logs import Complaints
 from control.access import Access
-from control.codec import PROTOCOL_VERSION, Greeting, MalformedMessage, OtherVersion, decode, encode
+from control.codec import PROTOCOL_VERSION, Frame, Greeting, MalformedMessage, decode, encode
 from control.connections import MAX_QUEUED, Connections
 from control.keys import Keys
 from control.liveness import Liveness
@@ -119,7 +119,7 @@ class ControlPlane:
         self._other_versions = 0
         self._unreachable: set[str] = set()
         """Addresses that did not take a frame, which was logged, and were not heard since."""
-        self._stopping = False
+        self._stopping = threading.Event()
         self._failure: BaseException | None = None
         self.malformed = 0
         self.undeliverable = 0
@@ -136,7 +136,7 @@ class ControlPlane:
     def stop(self) -> None:
         """Send what was handed over before, then close, also if it was never started. Idempotent."""
         if self._thread.is_alive():
-            self._hand_over(self._request_stop)
+            self._hand_over(self._stopping.set)
             self._thread.join()
         elif not self._mailbox.closed:
             self._close()
@@ -190,9 +190,6 @@ class ControlPlane:
             if not self._wake_sender.closed:
                 self._wake_sender.send(b"", zmq.NOBLOCK)
 
-    def _request_stop(self) -> None:
-        self._stopping = True
-
     def _run(self) -> None:
         try:
             self._serve()
@@ -207,8 +204,9 @@ class ControlPlane:
         poller.register(self._wake_receiver, zmq.POLLIN)
         for socket in self._access.sockets:
             poller.register(socket, zmq.POLLIN)
-        while not self._stopping:
-            ready = dict(poller.poll(self._poll_timeout_ms()))
+        while not self._stopping.is_set():
+            soonest = min(self._repeats.next_due, *(periodic.due for periodic in self._periodic))
+            ready = dict(poller.poll(max(0, min(1000, int((soonest - time.monotonic()) * 1000) + 1))))
             if self._wake_receiver in ready:
                 self._wake_receiver.recv()
                 self._guarded(self._commands.get())
@@ -218,69 +216,48 @@ class ControlPlane:
                 self._access.serve()
             self._send_due()
 
-    def _poll_timeout_ms(self) -> int:
-        soonest = min(self._repeats.next_due, *(periodic.due for periodic in self._periodic))
-        return max(0, min(1000, int((soonest - time.monotonic()) * 1000) + 1))
-
-    def _receive(self, frame: zmq.Frame) -> None:
-        if not self._access.admits(frame):
+    def _receive(self, received: zmq.Frame) -> None:
+        if not self._access.admits(received):
             return
         try:
-            sender, to, message = decode(frame.bytes)
-        except OtherVersion as other:
-            if self._access.vouches(frame, other.frame.sender):
-                self._receive_other_version(other)
-            return
+            frame, message = decode(received.bytes)
         except MalformedMessage as error:
             self.malformed += 1
             if self._malformed_complaints.is_new(str(error)):
-                log.warning("dropped a malformed control message", error=str(error), bytes=len(frame.bytes))
+                log.warning("dropped a malformed control message", error=str(error), bytes=len(received.bytes))
             return
-        if not self._access.vouches(frame, sender):
+        sender = frame.sender
+        if not self._access.vouches(received, sender):
             return
-        if not self._is_for_me(to):
-            log.info("dropped a message for an earlier boot", kind=type(message).__name__, sender=sender.address)
+        if frame.to not in ("", self.me.boot_id):
+            log.info("dropped a message for an earlier boot", kind=frame.kind, sender=sender.address)
             return
-        self._heard(sender)
-        match message:
-            case Ping():
-                self._send(sender, Pong(nonce=message.nonce))
-            case Pong():
-                self._liveness.answered(sender, message)
-            case _:
-                self._deliver(sender, message)
-
-    def _receive_other_version(self, other: OtherVersion) -> None:
-        """Act on what is the same in all wire versions, and drop the rest."""
-        sender, version = other.frame.sender, other.frame.v
-        if not self._is_for_me(other.frame.to):
-            return
-        self._heard(sender)
-        match other.stable:
-            case Ping(nonce=nonce):
-                self._send(sender, Pong(nonce=nonce), version=version)
-                return
-            case Pong() as pong:
-                self._liveness.answered(sender, pong)
-                return
-            case Refused() as refused:
-                self._deliver(sender, refused)
-                return
-            case Greeting(via=via) if self.me.role == "gateway":
-                reason = f"{sender.role} node {sender.address} refused: {other} of this gateway"
-                self._send(sender, Refused(via=via, reason=reason), version=version)
-            case Registered(via=via):
-                self._deliver(sender, Refused(via=via, reason=str(other)))
-        self._other_versions += 1
-        if self._version_complaints.is_new(sender):
-            log.warning("a process of another wire version", peer=sender.address, role=sender.role, reason=str(other))
-
-    def _is_for_me(self, to: str) -> bool:
-        return to in ("", self.me.boot_id)
-
-    def _heard(self, sender: Peer) -> None:
         self._liveness.heard(sender)
         self._unreachable.discard(sender.address)
+        match message:
+            case Ping(nonce=nonce):
+                self._send(sender, Pong(nonce=nonce), version=frame.v)
+            case Pong():
+                self._liveness.answered(sender, message)
+            case Message() if frame.v == PROTOCOL_VERSION:
+                self._deliver(sender, message)
+            case Refused():
+                self._deliver(sender, message)
+            case _:
+                self._refuse_version(frame, message)
+
+    def _refuse_version(self, frame: Frame, stable: Message | Greeting | None) -> None:
+        """Tell a process of another wire version that the two do not work together. Count and drop what it said."""
+        sender, reason = frame.sender, f"wire version {frame.v} != {PROTOCOL_VERSION}"
+        match stable:
+            case Greeting(via=via) if self.me.role == "gateway":
+                text = f"{sender.role} node {sender.address} refused: {reason} of this gateway"
+                self._send(sender, Refused(via=via, reason=text), version=frame.v)
+            case Registered(via=via):
+                self._deliver(sender, Refused(via=via, reason=reason))
+        self._other_versions += 1
+        if self._version_complaints.is_new(sender):
+            log.warning("a process of another wire version", peer=sender.address, role=sender.role, reason=reason)
 
     def _guarded(self, action: Callable[[], None]) -> None:
         """Call it. A bug in it costs one message or one turn, not the mailbox."""

@@ -55,10 +55,7 @@ class Repeats:
         """Those that are to be sent now, in the order in which they were added."""
         for repeated in list(self._table.values()):
             if repeated.due <= now:
-                repeated.due = now + self._pause(repeated, now)
+                heard = self._last_heard_at(repeated.peer.address) or 0.0
+                silent_for = now - max(heard, repeated.since)
+                repeated.due = now + max(repeated.every, min(silent_for / 2, SLOWEST_S))
                 yield repeated
-
-    def _pause(self, repeated: Repeated, now: float) -> float:
-        heard = self._last_heard_at(repeated.peer.address) or 0.0
-        silent_for = now - max(heard, repeated.since)
-        return max(repeated.every, min(silent_for / 2, SLOWEST_S))

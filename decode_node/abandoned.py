@@ -58,11 +58,7 @@ class AbandonedAttempts:
 
     def on_quiesced(self, sender: Peer, attempt_id: AttemptId, lingering: bool = False) -> None:
         """The sender has nothing of the attempt in flight. That counts only if the sender is the writer itself."""
-        if lingering:
-            counts = self._reservations.lingers(attempt_id, sender.boot_id, time.monotonic())
-        else:
-            counts = self._reservations.quiesced(attempt_id, sender.boot_id)
-        if counts:
+        if self._reservations.quiesced(attempt_id, sender.boot_id, time.monotonic(), lingering):
             self._control.answered(("abort", attempt_id))
             log.info("prefill node has stopped writing", lingering=lingering, **attempt_id.log_fields)
 

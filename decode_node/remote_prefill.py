@@ -125,10 +125,7 @@ class RemotePrefill:
         """The request gets the slots. If a write may linger, their next owner gets them only behind a fence."""
         request = attempt.request
         self._end(attempt.id, AttemptState.LANDED)
-        if done.lingering:
-            request.host_slots = self._reservations.landed_lingering(attempt.id, time.monotonic())
-        else:
-            request.host_slots = self._reservations.landed(attempt.id)
+        request.host_slots = self._reservations.landed(attempt.id, time.monotonic(), done.lingering)
         request.tried.clear()
         request.prefill_attempts = 0
         request.move(RequestState.LANDED)

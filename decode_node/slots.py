@@ -61,7 +61,7 @@ class SlotManager:
         """
         while True:
             wanting = [request for request in self._requests.in_state(RequestState.RUNNING) if request.wants_step]
-            short_of = self._coordinator.append_tokens([request.request_id for request in wanting]).short_of
+            short_of = self._coordinator.append_tokens([request.request_id for request in wanting])
             ready = [request for request in wanting if request.request_id not in short_of]
             if Tier.DEVICE in short_of.values():
                 self._retract(self._requests.in_state(RequestState.RUNNING)[-1])

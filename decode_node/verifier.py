@@ -106,10 +106,11 @@ class Verifier:
 
 
 def _describe(mismatch: Mismatch) -> str:
-    what = f"buffer {mismatch.buffer}, positions [{mismatch.start}, {mismatch.stop})"
+    checksum = mismatch.checksum
+    what = f"buffer {checksum.buffer}, positions [{checksum.start}, {checksum.stop})"
     if mismatch.found is None:
         return f"{what}: there is no such thing"
     ranges = [f"{address:#x}+{length}" for address, length in mismatch.ranges[:_MAX_NAMED]]
     if len(mismatch.ranges) > _MAX_NAMED:
         ranges.append(f"and {len(mismatch.ranges) - _MAX_NAMED} more")
-    return f"{what}: {mismatch.found:#018x}, not {mismatch.expected:#018x}, at {', '.join(ranges)}"
+    return f"{what}: {mismatch.found:#018x}, not {checksum.digest:#018x}, at {', '.join(ranges)}"

@@ -11,12 +11,9 @@ import structlog
 import torch
 
 from hisparse.copy_stream import CopyStream
-from hisparse.device_pool import DeviceKVPool
 from hisparse.extents import HostSlots, SlotAccountingError
-from hisparse.host_pool import HostKVPool
-from hisparse.residency import Residency
 from hisparse.staging import Staged, StagingArea
-from hisparse.step import DecodeStep, StepError, Tiers
+from hisparse.step import DecodeStep, StepError
 from hisparse.swap_in import StagedKV, SwapInBackend, SwapInCounters
 
 log = structlog.get_logger(__name__)
@@ -34,14 +31,6 @@ class Tier(Enum):
 
     HOST = "host"
     DEVICE = "device"
-
-
-@dataclass(frozen=True)
-class AppendResult:
-    """Which requests have room for their next token, and which tier was short for the others."""
-
-    ready: tuple[str, ...]
-    short_of: dict[str, Tier]
 
 
 @dataclass(frozen=True)
@@ -91,22 +80,14 @@ class HiSparseCoordinator:
     One thread uses it. `verify` checks invariant 2 after every swap-in, which is slow.
     """
 
-    def __init__(
-        self,
-        host: HostKVPool,
-        device: DeviceKVPool,
-        residency: Residency,
-        backend: SwapInBackend,
-        copy_stream: CopyStream,
-        verify: bool = False,
-    ) -> None:
-        self.host = host
-        self.device = device
-        self._residency = residency
+    def __init__(self, backend: SwapInBackend, copy_stream: CopyStream, verify: bool = False) -> None:
+        self.host = backend.host
+        self.device = backend.device
+        self._residency = backend.residency
         self._backend = backend
-        self._tiers = Tiers(host, device, backend, verify)
+        self._verify = verify
         self._copy_stream = copy_stream
-        self._staging = StagingArea(host, backend, copy_stream)
+        self._staging = StagingArea(backend, copy_stream)
         self._running: dict[str, _RunningRequest] = {}
         self._begun = 0
         self._over = 0
@@ -164,21 +145,18 @@ class HiSparseCoordinator:
 
     # Decoding
 
-    def append_tokens(self, request_ids: Sequence[str]) -> AppendResult:
+    def append_tokens(self, request_ids: Sequence[str]) -> dict[str, Tier]:
         """Give every request room for its next token: a host slot, an index page, a hot slot.
 
-        All or nothing per request, in the given order. A request that has the room already is ready at once.
-        Raises ValueError for a request that is at the context's end.
+        All or nothing per request, in the given order. Nothing changes for a request that has the room already.
+        Returns the requests that got no room, with the tier that was short. Raises ValueError for a request that is at
+        the context's end.
         """
-        short_of: dict[str, Tier] = {}
-        for request_id in request_ids:
-            tier = self._grow(self._request(request_id))
-            if tier is not None:
-                short_of[request_id] = tier
-        return AppendResult(tuple(r for r in request_ids if r not in short_of), short_of)
+        tiers = {request_id: self._grow(self._request(request_id)) for request_id in request_ids}
+        return {request_id: tier for request_id, tier in tiers.items() if tier is not None}
 
     def begin_step(self, request_ids: Sequence[str]) -> StepPlaces:
-        """Count one more token of each request, all of which must be ready (`append_tokens`).
+        """Count one more token of each request, all of which must have room for it (`append_tokens`).
 
         The caller then queues the step that computes these tokens (`cache`), before it calls anything else here, and
         calls `step_over` when the device has finished it. Raises StepError for a request that has no room.
@@ -203,7 +181,7 @@ class HiSparseCoordinator:
         self, rows: torch.Tensor, newest: torch.Tensor, max_tokens: int, lengths: tuple[int, ...] | None = None
     ) -> DecodeStep:
         """What the model runs against in one step, or in all replays of a recorded one: see DecodeStep."""
-        return DecodeStep(self._tiers, rows, newest, max_tokens, lengths)
+        return DecodeStep(self._backend, self._verify, rows, newest, max_tokens, lengths)
 
     def step_over(self, number: int) -> None:
         """Note that the device writes nothing more for the steps up to this one, computed or given up."""
@@ -285,7 +263,7 @@ class HiSparseCoordinator:
 
         Errors of a device that has failed are logged.
         """
-        for end in (self._copy_stream.close, self._backend.drain, self.host.close):
+        for end in (self._copy_stream.shutdown, self._backend.drain, self.host.close):
             try:
                 end()
             except Exception as error:

@@ -1,7 +1,6 @@
 """Copies that run in order beside the step loop, and events that say when each is over."""
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
 
@@ -16,23 +15,10 @@ class CopyEvent(Protocol):
 
 
 class CopyStream(Protocol):
-    """Runs copies one after the other, beside its caller."""
+    """Runs copies one after the other, beside its caller; a `ThreadPoolExecutor` of one thread is one."""
 
-    def submit(self, copy: Callable[[], None]) -> CopyEvent:
+    def submit(self, copy: Callable[[], None], /) -> CopyEvent:
         """Queue a copy and return at once."""
 
-    def close(self) -> None:
+    def shutdown(self) -> None:
         """Finish what is queued and stop."""
-
-
-class CpuCopyStream:
-    """A CopyStream of one worker thread."""
-
-    def __init__(self) -> None:
-        self._worker = ThreadPoolExecutor(1, "hisparse-copy")
-
-    def submit(self, copy: Callable[[], None]) -> Future[None]:
-        return self._worker.submit(copy)
-
-    def close(self) -> None:
-        self._worker.shutdown()

@@ -38,10 +38,11 @@ def populate(address: int, num_bytes: int, cpus: Collection[int] | None = None) 
     """
     started = time.monotonic()
     pieces = [(address + at, min(_PIECE, num_bytes - at)) for at in range(0, num_bytes, _PIECE)]
-    threads = min(_MAX_THREADS, len(cpus or os.sched_getaffinity(0)), max(1, len(pieces)))
+    near = cpus or os.sched_getaffinity(0)
+    threads = min(_MAX_THREADS, len(near), max(1, len(pieces)))
     large = num_bytes >= _WORTH_SHOWING
     with (
-        ThreadPoolExecutor(threads, "populate", initializer=_run_on, initargs=(cpus,)) as pool,
+        ThreadPoolExecutor(threads, "populate", initializer=os.sched_setaffinity, initargs=(0, near)) as pool,
         _progress(shown=large) as progress,
     ):
         task = progress.add_task("taking host memory", total=num_bytes)
@@ -68,12 +69,6 @@ def _populate(address: int, length: int) -> int:
         )
     ctypes.memset(address, 0, length)  # an older kernel
     return length
-
-
-def _run_on(cpus: Collection[int] | None) -> None:
-    """Keep the calling thread to these processors."""
-    if cpus:
-        os.sched_setaffinity(0, cpus)
 
 
 def _progress(shown: bool) -> Progress:

@@ -40,7 +40,8 @@ import torch
 from hisparse.extents import SlotAccountingError
 
 MAX_DEVICE_BUFFER_SIZE = 2**15 - 1
-"""The position table holds hot indices as int16: it is the biggest table, and int32 would double it."""
+"""The position table holds hot indices as int16: it is the biggest table, and int32 would double it. HiSparseConfig
+refuses more."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +75,6 @@ class Residency:
     def __init__(
         self, num_index_layers: int, max_requests: int, max_context: int, device_buffer_size: int, device: torch.device
     ) -> None:
-        if device_buffer_size > MAX_DEVICE_BUFFER_SIZE:
-            raise ValueError(f"device_buffer_size {device_buffer_size} is above {MAX_DEVICE_BUFFER_SIZE}")
         rows = (num_index_layers, max_requests)
         self.device_buffer_size = device_buffer_size
         self.max_context = max_context
@@ -123,23 +122,11 @@ class Residency:
                 "the buffer must hold all that one step selects"
             )
         hot = positions.clone()
+        selected = int((positions >= 0).sum())
+        # Short rows are resolved: all that follows is about the long ones, which are these entries of the batch.
         long = (newest >= self.device_buffer_size).nonzero().squeeze(1)
-        batch, miss_positions, miss_hot = self._resolve_long(
-            index_layer, rows[long], positions[long], newest[long], hot, long
-        )
-        hits = int((positions >= 0).sum()) - len(batch)
-        return MissPlan(hot, batch, miss_positions, miss_hot, hits)
+        rows, positions, newest = rows[long], positions[long], newest[long]
 
-    def _resolve_long(
-        self,
-        index_layer: int,
-        rows: torch.Tensor,
-        positions: torch.Tensor,
-        newest: torch.Tensor,
-        hot: torch.Tensor,
-        long: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Resolve the long rows, which are the entries `long` of the batch: fill in `hot`, return the misses."""
         table = self.hot_of[index_layer].view(-1)
         is_newest = positions == newest[:, None]
         looked_up = (positions >= 0) & ~is_newest
@@ -159,7 +146,7 @@ class Residency:
 
         resolved = torch.where(looked_up, table[address].long(), -1)
         hot[long] = torch.where(is_newest, self.device_buffer_size, resolved)
-        return long[batch], miss_positions, victims
+        return MissPlan(hot, long[batch], miss_positions, victims, hits=selected - len(batch))
 
     def _take_victims(
         self, index_layer: int, rows: torch.Tensor, protected: torch.Tensor, misses: torch.Tensor

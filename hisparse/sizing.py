@@ -87,7 +87,11 @@ def plan_sizes(
     table_bytes = max_running_requests * _row_table_bytes(config, layout, context_length, pages_per_row)
 
     def sized(device_slots: int) -> Sizes:
-        host_slots = _host_slots(config, layout, device_slots)
+        if config.host_pool_gib is not None:
+            host_slots = int(config.host_pool_gib * GIB) // layout.token_bytes
+        else:
+            assert config.host_to_device_ratio is not None  # HiSparseConfig has one of the two
+            host_slots = int(config.host_to_device_ratio * device_slots)
         pages = -(-host_slots // index_page_size) + max_running_requests
         return Sizes(
             config=config,
@@ -154,13 +158,6 @@ def _slots_per_request(config: HiSparseConfig, context_length: int) -> int:
     """Hot slots of a full buffer, or of `context_length` tokens if these are fewer."""
     granule = hot_granule(config.device_buffer_size)
     return -(-min(config.device_buffer_size + 1, context_length) // granule) * granule
-
-
-def _host_slots(config: HiSparseConfig, layout: KVLayout, device_slots: int) -> int:
-    if config.host_pool_gib is not None:
-        return int(config.host_pool_gib * GIB) // layout.token_bytes
-    assert config.host_to_device_ratio is not None  # HiSparseConfig has one of the two
-    return int(config.host_to_device_ratio * device_slots)
 
 
 def _row_table_bytes(config: HiSparseConfig, layout: KVLayout, context_length: int, pages_per_row: int) -> int:

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 from hisparse.copy_stream import CopyEvent, CopyStream
 from hisparse.extents import HostSlots
-from hisparse.host_pool import HostKVPool
 from hisparse.swap_in import StagedKV, SwapInBackend
 
 
@@ -31,8 +30,7 @@ class StagingArea:
     for another request at once.
     """
 
-    def __init__(self, host: HostKVPool, backend: SwapInBackend, stream: CopyStream) -> None:
-        self._host = host
+    def __init__(self, backend: SwapInBackend, stream: CopyStream) -> None:
         self._backend = backend
         self._stream = stream
         self._staging: dict[str, _Staging] = {}
@@ -57,7 +55,7 @@ class StagingArea:
         self._staging[request_id] = _Staging(request_id, staged, host_slots, event)
 
     def abort(self, request_id: str) -> bool:
-        """Give up a request; what it holds is released when its copy is over. False if it is not here."""
+        """See `HiSparseCoordinator.abort_staging_request`."""
         entry = self._staging.pop(request_id, None)
         if entry is None:
             return False
@@ -66,10 +64,7 @@ class StagingArea:
         return True
 
     def poll(self) -> Staged:
-        """The requests whose copy is over since the last call; also releases what aborted requests held.
-
-        The host slots of a landed request are the caller's again. A failed request holds nothing any more.
-        """
+        """See `HiSparseCoordinator.poll_staging`."""
         self._release_aborted()
         staged = Staged([], {})
         for entry in [entry for entry in self._staging.values() if entry.event.done()]:
@@ -89,4 +84,4 @@ class StagingArea:
         self._aborted = [entry for entry in self._aborted if entry not in over]
         for entry in over:
             entry.staged.release()
-            self._host.release(entry.host_slots)
+            self._backend.host.release(entry.host_slots)

@@ -82,9 +82,9 @@ class SwapInBackend(ABC):
     """
 
     def __init__(self, host: HostKVPool, device: DeviceKVPool, residency: Residency) -> None:
-        self._host = host
-        self._device = device
-        self._residency = residency
+        self.host = host
+        self.device = device
+        self.residency = residency
         self._device_index_keys = device.index_keys.flatten(1, 2)
         self._entries = torch.arange(device.max_requests, device=device.device)
 
@@ -116,7 +116,7 @@ class SwapInBackend(ABC):
 
     def store_items(self, layer: int, batch: StepBatch, items: torch.Tensor) -> None:
         """Write the newest items of one layer, uint8 [batch, item_bytes], to their device slots."""
-        self._store(items, self._device.kv[layer], batch.newest_slots)
+        self._store(items, self.device.kv[layer], batch.newest_slots)
 
     def store_index_keys(self, index_layer: int, batch: StepBatch, keys: torch.Tensor) -> None:
         """Write the newest index keys of one index layer, uint8 [batch, index_key_bytes], to their index pages."""
@@ -124,20 +124,20 @@ class SwapInBackend(ABC):
 
     def backup(self, batch: StepBatch) -> None:
         """Copy the newest items and index keys, all layers, from device to host."""
-        host, device = self._host, self._device
+        host, device = self.host, self.device
         self._copy(device.kv, host.kv, batch.newest_slots, batch.newest_host_slots)
         self._copy(self._device_index_keys, host.index_keys, batch.newest_index_rows, batch.newest_host_slots)
 
     def preload(self, row: int, num_tokens: int) -> None:
         """Copy a short request's items, all layers, from host to hot indices 0 .. num_tokens - 1."""
-        to_slots = self._device.hot_slots(row, torch.arange(num_tokens, device=self._device.device))
-        self._copy(self._host.kv, self._device.kv, self._device.host_slot_of[row, :num_tokens], to_slots)
+        to_slots = self.device.hot_slots(row, torch.arange(num_tokens, device=self.device.device))
+        self._copy(self.host.kv, self.device.kv, self.device.host_slot_of[row, :num_tokens], to_slots)
 
     def load_index_keys(self, row: int, num_tokens: int) -> None:
         """Copy a request's index keys, all index layers, from host to its index pages."""
-        from_slots = self._device.host_slot_of[row, :num_tokens]
-        to_slots = self._device.index_rows(row, torch.arange(num_tokens, device=self._device.device))
-        self._copy(self._host.index_keys, self._device_index_keys, from_slots, to_slots)
+        from_slots = self.device.host_slot_of[row, :num_tokens]
+        to_slots = self.device.index_rows(row, torch.arange(num_tokens, device=self.device.device))
+        self._copy(self.host.index_keys, self._device_index_keys, from_slots, to_slots)
 
     def stage(self, staged: StagedKV, host_slots: npt.NDArray[np.int64]) -> None:
         """Copy a prompt's items and index keys from device pages to host slots (int64 [num_tokens]).
@@ -145,7 +145,7 @@ class SwapInBackend(ABC):
         Runs on the copy stream, beside the other calls.
         """
         to_slots = upload(host_slots, torch.empty_like(staged.rows))
-        for tier, pages in ((self._host.kv, staged.kv_rows), (self._host.index_keys, staged.index_rows)):
+        for tier, pages in ((self.host.kv, staged.kv_rows), (self.host.index_keys, staged.index_rows)):
             for layer, rows in enumerate(pages):
                 self._copy(rows.contiguous()[None], tier[layer, None], staged.rows, to_slots)
 
@@ -162,15 +162,15 @@ class CpuSwapIn(SwapInBackend):
 
     def resolve(self, index_layer: int, batch: StepBatch, positions: torch.Tensor) -> SwapInPlan:
         selected = torch.where((positions >= 0) & (positions <= batch.newest[:, None]), positions, -1)
-        plan = self._residency.resolve(index_layer, batch.rows, selected, batch.newest)
+        plan = self.residency.resolve(index_layer, batch.rows, selected, batch.newest)
         miss_rows = batch.rows[plan.miss_batch]
-        host_slots = self._device.host_slot_of[miss_rows, plan.miss_positions]
-        device_slots = self._device.hot_slots(miss_rows, plan.miss_hot)
+        host_slots = self.device.host_slot_of[miss_rows, plan.miss_positions]
+        device_slots = self.device.hot_slots(miss_rows, plan.miss_hot)
         exists = (host_slots >= 0) & (device_slots >= 0)
         self._hits += plan.hits
         self._misses += plan.misses
         self._violations += int((selected != positions).sum()) + int((~exists).sum())
-        slots = self._device.hot_slots(batch.rows[:, None], plan.hot.clamp(min=0))
+        slots = self.device.hot_slots(batch.rows[:, None], plan.hot.clamp(min=0))
         return SwapInPlan(
             slots=torch.where(plan.hot >= 0, slots, -1),
             miss_host_slots=torch.where(exists, host_slots, -1),
@@ -180,8 +180,8 @@ class CpuSwapIn(SwapInBackend):
     def fetch(self, plan: SwapInPlan, layer: int) -> None:
         exists = plan.miss_host_slots >= 0
         from_slots, to_slots = plan.miss_host_slots[exists], plan.miss_device_slots[exists]
-        self._copy(self._host.kv[layer, None], self._device.kv[layer, None], from_slots, to_slots)
-        self._bytes += len(exists) * self._host.layout.item_bytes
+        self._copy(self.host.kv[layer, None], self.device.kv[layer, None], from_slots, to_slots)
+        self._bytes += len(exists) * self.host.layout.item_bytes
 
     def drain(self) -> None:
         """Every call has been carried out when it returns."""

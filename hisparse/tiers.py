@@ -1,5 +1,6 @@
 """Puts the KV tiers of a decode node together: the one place that knows which backend a device has."""
 
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import torch
@@ -8,7 +9,7 @@ from base.errors import StartupError
 from base.memory import cpus_near
 from hisparse.config import HiSparseConfig
 from hisparse.coordinator import HiSparseCoordinator
-from hisparse.copy_stream import CopyStream, CpuCopyStream
+from hisparse.copy_stream import CopyStream
 from hisparse.device_pool import DeviceKVPool
 from hisparse.host_pool import HostKVPool
 from hisparse.residency import Residency
@@ -47,14 +48,14 @@ def build_tiers(
         residency = Residency(layout.num_index_layers, sizes.max_requests, sizes.max_context, hot_size, device)
         backend, copy_stream = _make_backend(host, pool, residency, config)
         on_failure.pop_all()
-    return HiSparseCoordinator(host, pool, residency, backend, copy_stream, verify)
+    return HiSparseCoordinator(backend, copy_stream, verify)
 
 
 def _make_backend(
     host: HostKVPool, pool: DeviceKVPool, residency: Residency, config: HiSparseConfig
 ) -> tuple[SwapInBackend, CopyStream]:
     if pool.device.type == "cpu":
-        return CpuSwapIn(host, pool, residency), CpuCopyStream()
+        return CpuSwapIn(host, pool, residency), ThreadPoolExecutor(1, "hisparse-copy")
     try:
         # Here, since a machine without an accelerator need not have what compiles kernels.
         from hisparse.cuda import CudaCopyStream, CudaSwapIn

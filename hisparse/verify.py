@@ -1,7 +1,5 @@
 """The debugging check that swap-in returned the slots of the positions that were selected."""
 
-from dataclasses import dataclass
-
 import torch
 
 from hisparse.device_pool import DeviceKVPool
@@ -13,22 +11,15 @@ class SwapInMismatchError(RuntimeError):
     """A selected position is not where swap-in said it is: invariant 2 is broken."""
 
 
-@dataclass(frozen=True)
-class SwappedIn:
-    """What one layer selected, and swap-in's answer. positions, slots: int64 [batch, k], -1 where there is none."""
-
-    layer: int
-    positions: torch.Tensor
-    slots: torch.Tensor
-
-
-def verify_swap_in(host: HostKVPool, device: DeviceKVPool, batch: StepBatch, swapped: SwappedIn) -> None:
+def verify_swap_in(
+    host: HostKVPool, device: DeviceKVPool, batch: StepBatch, layer: int, positions: torch.Tensor, slots: torch.Tensor
+) -> None:
     """Compare, byte by byte, every selected position's device slot with its host copy or the newest slot.
 
+    positions, slots: int64 [batch, k], what the layer selected and swap-in's answer, -1 where there is none.
     Raises ValueError if a position is beyond its row's newest, and SwapInMismatchError, naming the first, if a slot is
     not the position's.
     """
-    layer, positions, slots = swapped.layer, swapped.positions, swapped.slots
     if bool((positions > batch.newest[:, None]).any()):
         raise ValueError("a position beyond the newest was selected")
     is_newest = positions == batch.newest[:, None]

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hisparse.format import DenseFormat, KVFormat
+from hisparse.format import KVFormat
 from hisparse.layout import KVLayout
 
 
@@ -37,7 +37,7 @@ class ModelSpec:
     @property
     def kv_format(self) -> KVFormat:
         """How items and index keys are stored."""
-        return DenseFormat(self.dtype, self.item_dim, self.index_dim)
+        return KVFormat(self.dtype, self.item_dim, self.index_dim)
 
     @property
     def kv_layout(self) -> KVLayout:

@@ -26,12 +26,9 @@ SAMPLE_POSITIONS = 8
 class Mismatch:
     """A checksum that does not match. found: None, with no ranges, if it covers what does not exist."""
 
-    buffer: int
-    start: int
-    stop: int
-    expected: int
-    found: int | None
-    ranges: tuple[Range, ...]
+    checksum: Checksum
+    found: int | None = None
+    ranges: tuple[Range, ...] = ()
 
 
 def item_ranges(buffers: BufferInfo, buffer: int, items: Int64s) -> list[Range]:
@@ -88,12 +85,11 @@ def verify(
     for checksum in checksums:
         if not go_on():
             break
-        buffer, start, stop, expected = checksum.buffer, checksum.start, checksum.stop, checksum.digest
+        buffer, start, stop, expected = checksum
         if buffer >= len(buffers.ptrs) or not start < stop <= num_tokens:
-            mismatches.append(Mismatch(buffer, start, stop, expected, None, ()))
+            mismatches.append(Mismatch(checksum))
             continue
         ranges = item_ranges(buffers, buffer, slots[start:stop])
-        found = digest(ranges)
-        if found != expected:
-            mismatches.append(Mismatch(buffer, start, stop, expected, found, tuple(ranges)))
+        if (found := digest(ranges)) != expected:
+            mismatches.append(Mismatch(checksum, found, tuple(ranges)))
     return mismatches

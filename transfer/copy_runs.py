@@ -105,13 +105,6 @@ def _prefetch_piece(source: int, length: int) -> None:
         _prefetch(source + line)
 
 
-@numba.njit("void(int64, int64)")  # type: ignore[untyped-decorator]
-def _prefetch_translation(destination: int, length: int) -> None:
-    """Find out where the pages of a destination lie, for which a store would wait."""
-    _prefetch(destination)
-    _prefetch(destination + length - 1)
-
-
 @numba.njit("void(int64, int64, int64)")  # type: ignore[untyped-decorator]
 def _stream(destination: int, source: int, length: int) -> None:
     head = min(-destination % _LINE, length)
@@ -128,7 +121,9 @@ def _stream_pieces(sources: Any, destinations: Any, lengths: Any, shift: int, fi
     for i in range(first, last):
         if i + _AHEAD < last:
             _prefetch_piece(sources[i + _AHEAD], lengths[i + _AHEAD])
-            _prefetch_translation(destinations[i + _AHEAD] + shift, lengths[i + _AHEAD])
+            # So that it is known where the pages of the destination lie, for which a store would wait.
+            _prefetch(destinations[i + _AHEAD] + shift)
+            _prefetch(destinations[i + _AHEAD] + shift + lengths[i + _AHEAD] - 1)
         _stream(destinations[i] + shift, sources[i], lengths[i])
 
 

@@ -3,8 +3,9 @@
 A slot is never reused while a remote write to it may be in flight. A reservation is WRITABLE from before its slots are
 named to a prefill node until either all has landed, and the slots go on with the request, or the request gives them up,
 and they are QUARANTINED until nothing can write to them any more: the writer says so (`quiesced`), or it says that it
-posts nothing more but that something may still arrive (`lingers`), or it is proved dead (`writer_died`) or an operator
-vouches that it is gone (`evict`). In the last three cases a grace passes and then a fence. Silence proves nothing.
+posts nothing more but that something may still arrive (`quiesced` with `lingering`), or it is proved dead
+(`writer_died`) or an operator vouches that it is gone (`evict`). In the last three cases a grace passes and then a
+fence. Silence proves nothing.
 
 What landed may linger too: the first copy of a batch that was cut and posted again arrives later, with the same bytes
 for the same slots. That harms only the next owner of the slots, so the request has them and the table holds them beside
@@ -34,13 +35,6 @@ class Fence(Protocol):
     def passed(self) -> bool:
         """Whether none of them can land any more. Takes no time: a loop asks in every turn."""
         ...
-
-
-class NoFence:
-    """Where nothing lingers."""
-
-    def passed(self) -> bool:
-        return True
 
 
 class ReservationState(Enum):
@@ -73,6 +67,11 @@ class Reservation(Generic[Resource]):
         """Whether its writer may still post something."""
         return self.free_after is None
 
+    def end_writing(self, now: float) -> None:
+        """Its writer posts nothing more. The first call counts."""
+        if self.free_after is None:
+            self.free_after = now + DRAIN_GRACE_S
+
     def waiting_for_fence(self, now: float) -> float:
         """Seconds since the grace ended; negative if it has not."""
         return -math.inf if self.free_after is None else now - self.free_after
@@ -89,7 +88,7 @@ class ReservationTable(Generic[Resource]):
         self,
         release: Callable[[Resource], None],
         retain: Callable[[Resource], None],
-        fence: Callable[[], Fence] = NoFence,
+        fence: Callable[[], Fence],
     ) -> None:
         self._release = release
         self._retain = retain
@@ -127,19 +126,21 @@ class ReservationTable(Generic[Resource]):
             raise ValueError(f"reservation {attempt} is open already")
         self._table[attempt] = Reservation(attempt, writer, resource, num_slots)
 
-    def landed(self, attempt: AttemptId) -> Resource:
-        """The writer confirmed its last write and nothing lingers: the resource goes on with its request."""
-        resource = self._writable(attempt).resource
-        del self._table[attempt]
-        return resource
+    def landed(self, attempt: AttemptId, now: float, lingering: bool = False) -> Resource:
+        """The writer confirmed its last write: the resource goes on with its request.
 
-    def landed_lingering(self, attempt: AttemptId, now: float) -> Resource:
-        """The same where something may land again: the table stays an owner, too, until a fence has passed."""
-        reservation = self._writable(attempt)
-        self._retain(reservation.resource)
-        reservation.state = ReservationState.LINGERING
-        reservation.can_wait_s = LANDED_CAN_WAIT_S
-        self._end_writing(reservation, now)
+        lingering: something may land again, so the table stays an owner, too, until a fence has passed.
+        """
+        if not self.is_writable(attempt):
+            raise ValueError(f"reservation {attempt} is not writable")
+        reservation = self._table[attempt]
+        if lingering:
+            self._retain(reservation.resource)
+            reservation.state = ReservationState.LINGERING
+            reservation.can_wait_s = LANDED_CAN_WAIT_S
+            reservation.end_writing(now)
+        else:
+            del self._table[attempt]
         return reservation.resource
 
     def quarantine(self, attempt: AttemptId, now: float) -> Peer:
@@ -150,32 +151,30 @@ class ReservationTable(Generic[Resource]):
             reservation.quarantined_at = now
         return reservation.writer
 
-    def quiesced(self, attempt: AttemptId, boot_id: str) -> bool:
+    def quiesced(self, attempt: AttemptId, boot_id: str, now: float, lingering: bool = False) -> bool:
         """That process says that nothing is in flight and nothing will follow, which counts if it is the writer.
 
-        Returns whether a quarantined resource was released.
+        The resource is released at once, or, if the network may still carry some of it (`lingering`), behind a fence.
+        Returns whether it is about a quarantined resource.
         """
-        reservation = self._quarantined_of(attempt, boot_id)
-        if reservation is None:
+        reservation = self._table.get(attempt)
+        if reservation is None or reservation.state is not ReservationState.QUARANTINED:
             return False
-        del self._table[attempt]
-        self._release(reservation.resource)
-        return True
-
-    def lingers(self, attempt: AttemptId, boot_id: str, now: float) -> bool:
-        """The same, but the network may still carry some of it. Returns whether it is about a quarantined resource."""
-        reservation = self._quarantined_of(attempt, boot_id)
-        if reservation is None:
+        if reservation.writer.boot_id != boot_id:
             return False
-        self._end_writing(reservation, now)
+        if lingering:
+            reservation.end_writing(now)
+        else:
+            del self._table[attempt]
+            self._release(reservation.resource)
         return True
 
     def writer_died(self, boot_id: str, now: float) -> list[AttemptId]:
         """That process is proved dead. Returns the attempts that were waiting for it."""
         lost = []
         for reservation in self:
-            if reservation.writer.boot_id == boot_id and reservation.free_after is None:
-                self._end_writing(reservation, now)
+            if reservation.writer.boot_id == boot_id and reservation.may_be_posted_to:
+                reservation.end_writing(now)
                 if reservation.state is ReservationState.WRITABLE:
                     lost.append(reservation.attempt)
         return lost
@@ -188,7 +187,7 @@ class ReservationTable(Generic[Resource]):
         """
         evicted = [r for r in self.quarantined if r.writer.boot_id == boot_id]
         for reservation in evicted:
-            self._end_writing(reservation, now)
+            reservation.end_writing(now)
         return [reservation.attempt for reservation in evicted]
 
     def release_expired(self, now: float) -> list[AttemptId]:
@@ -209,20 +208,3 @@ class ReservationTable(Generic[Resource]):
             del self._table[reservation.attempt]
             self._release(reservation.resource)
         return [reservation.attempt for reservation in freed]
-
-    def _writable(self, attempt: AttemptId) -> Reservation[Resource]:
-        if not self.is_writable(attempt):
-            raise ValueError(f"reservation {attempt} is not writable")
-        return self._table[attempt]
-
-    def _quarantined_of(self, attempt: AttemptId, boot_id: str) -> Reservation[Resource] | None:
-        reservation = self._table.get(attempt)
-        if reservation is None or reservation.state is not ReservationState.QUARANTINED:
-            return None
-        return reservation if reservation.writer.boot_id == boot_id else None
-
-    @staticmethod
-    def _end_writing(reservation: Reservation[Resource], now: float) -> None:
-        """Its writer posts nothing more. The first call counts."""
-        if reservation.free_after is None:
-            reservation.free_after = now + DRAIN_GRACE_S

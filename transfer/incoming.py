@@ -14,7 +14,6 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
 
 import structlog
 
@@ -22,8 +21,9 @@ log = structlog.get_logger(__name__)
 
 _FDS = "/proc/self/fd"
 _TABLES = (Path("/proc/self/net/tcp"), Path("/proc/self/net/tcp6"))
-_ESTABLISHED, _SYN_RECV, _CLOSE_WAIT, _LISTEN = "01", "03", "08", "0A"
-"""Linux's numbers (include/net/tcp_states.h) of the states in which bytes may come, and of the listening state."""
+_OPEN, _LISTEN = ("01", "03", "08"), "0A"
+"""Linux's numbers (include/net/tcp_states.h) of the states in which bytes may come (ESTABLISHED, SYN_RECV, CLOSE_WAIT),
+and of the listening state."""
 _NOT_THERE = (errno.ENOENT, errno.EBADF, errno.ENOTSOCK)
 """A descriptor was closed, or given to something else, since it was listed."""
 _LOOK_S = 0.05
@@ -76,7 +76,7 @@ class CutConnections:
     def advance(self) -> bool:
         """Do what takes no waiting. Returns whether all are closed. Raises OSError if they cannot be looked at."""
         with _accepted(self._ports) as accepted:
-            if self._closing is None and not _others(self._ports, accepted.keys()):
+            if self._closing is None and not _has_others(self._ports, accepted.keys()):
                 for connection in accepted.values():
                     # One that has ended cannot be shut down, but may have bytes to read.
                     with suppress(OSError):
@@ -117,25 +117,8 @@ def _is_connection_to(ports: frozenset[int], candidate: socket.socket) -> bool:
     )
 
 
-def _others(ports: frozenset[int], accepted: Collection[int]) -> bool:
+def _has_others(ports: frozenset[int], accepted: Collection[int]) -> bool:
     """Whether the kernel has connections to these ports that the process may still accept."""
-    return any(
-        (row.state == _LISTEN and row.backlog > 0)
-        or (row.state in (_ESTABLISHED, _SYN_RECV, _CLOSE_WAIT) and row.inode not in accepted)
-        for row in _rows(ports)
-    )
-
-
-class _Row(NamedTuple):
-    """A line of /proc/net/tcp. backlog: for a listening socket, how many connections wait to be accepted."""
-
-    state: str
-    backlog: int
-    inode: int
-
-
-def _rows(ports: frozenset[int]) -> Iterator[_Row]:
-    """The lines of this network namespace that have one of these ports on this side."""
     endings = tuple(f":{port:04X}" for port in ports)
     for table in _TABLES:
         # Without IPv6 there is only one.
@@ -144,4 +127,8 @@ def _rows(ports: frozenset[int]) -> Iterator[_Row]:
                 _, local, _, state, rest = line.split(maxsplit=4)
                 if local.endswith(endings):
                     queues, _, _, _, _, inode, *_ = rest.split()
-                    yield _Row(state, int(queues.rpartition(":")[2], 16), int(inode))
+                    # Of a listening socket: how many connections wait to be accepted.
+                    backlog = int(queues.rpartition(":")[2], 16)
+                    if (state == _LISTEN and backlog) or (state in _OPEN and int(inode) not in accepted):
+                        return True
+    return False

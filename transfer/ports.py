@@ -52,8 +52,7 @@ class ClaimedPorts:
     """
 
     def __init__(self, within: range, engines: int) -> None:
-        self._claim, self._held = _claim(within, engines * PORTS_PER_ENGINE)
-        self._ports = range(min(self._held), max(self._held) + 1)
+        self._ports, self._claim, self._held = _claim(within, engines * PORTS_PER_ENGINE)
         os.environ["MC_MIN_RPC_PORT"] = str(self._ports[0])
         os.environ["MC_MAX_RPC_PORT"] = str(self._ports[-1])
 
@@ -80,27 +79,29 @@ def listening_ports() -> set[int]:
 def reachable_addresses() -> list[str]:
     """The addresses of this machine's interfaces that are up, less loopback."""
     up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
-    return sorted(
+    found = (
         address.address.partition("%")[0]
         for name, addresses in psutil.net_if_addrs().items()
         for address in addresses
-        if name in up
-        and address.family in (socket.AF_INET, socket.AF_INET6)
-        and not ip_address(address.address.partition("%")[0]).is_loopback
+        if name in up and address.family in (socket.AF_INET, socket.AF_INET6)
     )
+    return sorted(address for address in found if not ip_address(address).is_loopback)
 
 
-def _claim(within: range, count: int) -> tuple[socket.socket, dict[int, socket.socket]]:
-    """The socket whose name claims that many neighbouring ports, and the sockets that hold them, by port."""
+def _claim(within: range, count: int) -> tuple[range, socket.socket, dict[int, socket.socket]]:
+    """That many neighbouring ports, the socket whose name claims them, and the sockets that hold them, by port."""
     starts = within[: len(within) - count + 1 : count]
     # At random: the ports of a process that has just ended are not free for a minute.
     for first in random.sample(starts, len(starts)):
-        claim = _named(first)
+        # A name that one process per network namespace can have.
+        claim = _bound(socket.AF_UNIX, f"\0hisparse-pd/transfer-ports/{first}")
         if claim is None:
             continue
-        held = {port: probe for port in range(first, first + count) if (probe := _bound(port)) is not None}
+        # At all addresses, as Mooncake binds them.
+        ports = range(first, first + count)
+        held = {port: probe for port in ports if (probe := _bound(socket.AF_INET, ("", port))) is not None}
         if len(held) == count:
-            return claim, held
+            return ports, claim, held
         for socket_ in (claim, *held.values()):
             socket_.close()
     raise StartupError(
@@ -109,23 +110,12 @@ def _claim(within: range, count: int) -> tuple[socket.socket, dict[int, socket.s
     )
 
 
-def _named(first: int) -> socket.socket | None:
-    """A socket with a name that one process per network namespace can have; None if another has it."""
-    claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+def _bound(family: socket.AddressFamily, address: str | tuple[str, int]) -> socket.socket | None:
+    """A socket that is bound to the address; None if it is taken."""
+    bound = socket.socket(family)
     try:
-        claim.bind(f"\0hisparse-pd/transfer-ports/{first}")
+        bound.bind(address)
     except OSError:
-        claim.close()
+        bound.close()
         return None
-    return claim
-
-
-def _bound(port: int) -> socket.socket | None:
-    """A socket on the port at all addresses, as Mooncake binds it; None if it is taken."""
-    probe = socket.socket(socket.AF_INET)
-    try:
-        probe.bind(("", port))
-    except OSError:
-        probe.close()
-        return None
-    return probe
+    return bound

@@ -26,14 +26,12 @@ def choose_transports(wanted: TransferProtocol, ib_device: str) -> tuple[Transpo
     Raises StartupError for `rdma` without a device, where Mooncake would silently take TCP.
     """
     devices = rdma_devices(ib_device) if wanted in ("auto", "rdma") else []
-    match wanted:
-        case "auto":
-            return ("shm", "rdma", "tcp") if devices else ("shm", "tcp")
-        case "rdma" if not devices:
-            raise StartupError(
-                "--transfer-protocol rdma: no RDMA device under /sys/class/infiniband; "
-                "use --transfer-protocol tcp or auto"
-            )
+    if wanted == "auto":
+        return ("shm", "rdma", "tcp") if devices else ("shm", "tcp")
+    if wanted == "rdma" and not devices:
+        raise StartupError(
+            "--transfer-protocol rdma: no RDMA device under /sys/class/infiniband; use --transfer-protocol tcp or auto"
+        )
     return (wanted,)
 
 

@@ -149,7 +149,7 @@ class Requests:
 
     def make_room(self) -> None:
         """For the next token of each request. Raises RuntimeError if there is none."""
-        if short_of := self.coordinator.append_tokens(self.ids).short_of:
+        if short_of := self.coordinator.append_tokens(self.ids):
             raise RuntimeError(f"the pools have no room for a token of {len(short_of)} requests")
 
     def close(self) -> None:

@@ -11,6 +11,7 @@ from benchmarks.swap_in.launchers import Launcher, Ours, Peer, peer_version
 from benchmarks.swap_in.report import CaseResult, Report, Timing, print_report, write_json, write_png
 from benchmarks.swap_in.timing import copy_gb_per_s, graph_us, launch_floor_us, single_us
 from benchmarks.swap_in.workload import Rotation, Shape, Tiers
+from hisparse.config import HiSparseConfig
 from hisparse.cuda import CudaSwapIn
 
 
@@ -66,4 +67,6 @@ def _check(config: SwapInBench) -> None:
         raise StartupError("bench swap-in needs batches of 1 and more, and misses of 0 and more")
     if max(config.misses) > config.top_k:
         raise StartupError(f"{max(config.misses)} misses per request are more than top_k {config.top_k}")
+    # Refuses sizes that swap-in cannot have.
+    HiSparseConfig(config.device_buffer_size, config.top_k)
     check_installed()

@@ -66,7 +66,7 @@ class DecodeSide:
         self._remote = RemotePrefill(
             self._control,
             destination,
-            ReservationTable(pool.release, pool.retain),
+            ReservationTable(pool.release, pool.retain, transports.cut),
             verifier.submit,
             Metrics(),
             patience=_TIMEOUT_S,

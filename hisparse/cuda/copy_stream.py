@@ -34,7 +34,7 @@ class CudaCopyStream:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def submit(self, copy: Callable[[], None]) -> CudaCopyEvent:
+    def submit(self, copy: Callable[[], None], /) -> CudaCopyEvent:
         """Queue a copy: `copy` is called at once and must not wait for the device."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         error = None
@@ -45,5 +45,5 @@ class CudaCopyStream:
                 error = raised
             return CudaCopyEvent(error)
 
-    def close(self) -> None:
+    def shutdown(self) -> None:
         self._stream.synchronize()

@@ -21,15 +21,15 @@ class KernelCompileError(RuntimeError):
     """NVRTC refused a kernel: a bug in csrc/, or an NVRTC that does not know the architecture."""
 
 
-def cubin(specialization: Specialization, architecture: str, cache: Path | None = None) -> bytes:
+def cubin(specialization: Specialization, architecture: str) -> bytes:
     """Machine code of a specialised kernel for an architecture such as "sm_90".
 
-    Read from `cache` (default: `cache_directory()`), else compiled (some 0.5 s) and written there. A file's name has a
+    Read from the user's cache directory, else compiled (some 0.5 s) and written there. A file's name has a
     digest of everything that the code depends on, so no file goes stale. A file begins with a digest of the rest, so
     that a damaged one is noticed and replaced. Raises KernelCompileError.
     """
-    directory = cache_directory() if cache is None else cache
-    path = directory / f"{specialization.entry}-{_key(specialization, architecture)}.cubin"
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    path = Path(base) / "hisparse-pd" / "kernels" / f"{specialization.entry}-{_key(specialization, architecture)}.cubin"
     code = _read(path)
     if code is None:
         code = compile_kernel(specialization, architecture)
@@ -53,12 +53,6 @@ def compile_kernel(specialization: Specialization, architecture: str) -> bytes:
         raise KernelCompileError(
             f"NVRTC {_nvrtc_version()} cannot compile {specialization} for {architecture}: {error}"
         ) from error
-
-
-def cache_directory() -> Path:
-    """`hisparse-pd/kernels` in the user's cache directory."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "hisparse-pd" / "kernels"
 
 
 def _key(specialization: Specialization, architecture: str) -> str:

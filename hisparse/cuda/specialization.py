@@ -5,7 +5,6 @@ from typing import Literal
 
 from base.errors import StartupError
 from hisparse.device_pool import hot_granule
-from hisparse.residency import MAX_DEVICE_BUFFER_SIZE
 
 WARP = 32
 MAX_BLOCK_SIZE = 1024
@@ -59,12 +58,7 @@ class SwapInSpecialization:
     entry = "swap_in"
 
     def __post_init__(self) -> None:
-        """Raises StartupError for values that the kernel does not support."""
-        if not 1 <= self.top_k <= self.hot_size <= MAX_DEVICE_BUFFER_SIZE:
-            raise StartupError(
-                f"swap-in needs 1 <= top_k <= device_buffer_size <= {MAX_DEVICE_BUFFER_SIZE}, "
-                f"found top_k {self.top_k}, device_buffer_size {self.hot_size}"
-            )
+        """Raises StartupError for what the kernel does not support and HiSparseConfig does not refuse."""
         if self.item_bytes < MIN_ITEM_BYTES:
             raise StartupError(f"swap-in needs items of at least {MIN_ITEM_BYTES} bytes, found {self.item_bytes}")
         if self.block_size % WARP or not WARP <= self.block_size <= MAX_BLOCK_SIZE:

@@ -120,8 +120,8 @@ class CudaSwapIn(SwapInBackend):
         if layer == plan.fetched_layer:
             return
         self._copier.copy(
-            self._host.kv[layer, None],
-            self._device.kv[layer, None],
+            self.host.kv[layer, None],
+            self.device.kv[layer, None],
             plan.miss_host_slots,
             plan.miss_device_slots,
             counts=plan.miss_counts,
@@ -170,13 +170,13 @@ class CudaSwapIn(SwapInBackend):
         if key not in self._kernels:
             specialization = SwapInSpecialization(
                 top_k=self._top_k,
-                hot_size=self._residency.device_buffer_size,
+                hot_size=self.residency.device_buffer_size,
                 item_bytes=self._layout.item_bytes,
                 index_type=_INDEX_TYPES[index_type],
                 position_type=_INDEX_TYPES[position_type],
-                aligned=are_aligned(self._host.kv, self._device.kv),
+                aligned=are_aligned(self.host.kv, self.device.kv),
                 block_size=self.block_size,
-                seen_bits=seen_bits(self._device.max_context),
+                seen_bits=seen_bits(self.device.max_context),
             )
             self._kernels[key] = DeviceKernel(specialization.fitted(shared_memory_limit(self._on)), self._on)
         return self._kernels[key]
@@ -184,7 +184,7 @@ class CudaSwapIn(SwapInBackend):
     def _static_params(self, index_layer: int) -> _Params:
         """The parameters that are the same in every launch for an index layer: where its state and items are."""
         layer = self._layout.index_layer_of.index(index_layer)
-        residency, device = self._residency, self._device
+        residency, device = self.residency, self.device
         return _Params(
             position_at=residency.position_at[index_layer].data_ptr(),
             hot_of=residency.hot_of[index_layer].data_ptr(),
@@ -192,7 +192,7 @@ class CudaSwapIn(SwapInBackend):
             hand=residency.hand[index_layer].data_ptr(),
             hot_granules=device.hot_granules.data_ptr(),
             host_slot_of=device.host_slot_of.data_ptr(),
-            host_items=self._host.kv[layer].data_ptr(),
+            host_items=self.host.kv[layer].data_ptr(),
             device_items=device.kv[layer].data_ptr(),
             counters=self._counters.data_ptr(),
             max_context=device.max_context,

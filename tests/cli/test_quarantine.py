@@ -18,6 +18,7 @@ from decode_node.quarantine import Quarantine, quarantine_router
 from service.status import StatusServer, bind_http
 from tests.prefill_node.fakes import FakeControl
 from transfer.fencing import ReservationTable
+from transfer.incoming import IncomingCut
 
 WRITER = Peer(role="prefill", address="10.0.0.1:8011", boot_id="0123456789abcdef")
 
@@ -32,7 +33,7 @@ class Node:
 @pytest.fixture
 def node() -> Iterator[Node]:
     """A decode node as far as the command sees it: HTTP, and a loop that owns the reservations."""
-    table: ReservationTable[str] = ReservationTable(lambda _: None, lambda _: None)
+    table: ReservationTable[str] = ReservationTable(lambda _: None, lambda _: None, lambda: IncomingCut(()))
     control = FakeControl()
     inbox: queue.SimpleQueue[LoopCall | None] = queue.SimpleQueue()
 

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 
 import pytest
 
+from control import discovery
 from control.discovery import GatewayAddresses, resolve
 from tests.e2e.cluster import wait_until
 
@@ -69,8 +70,9 @@ def test_a_name_that_nothing_can_have_is_one_that_cannot_be_looked_up(host: str)
     assert gateways.current == {"127.0.0.1:8001"}
 
 
-def test_names_are_looked_up_again_and_again_on_a_thread_of_their_own() -> None:
+def test_names_are_looked_up_again_and_again_on_a_thread_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """A lookup may hang for seconds, and nobody waits for it."""
+    monkeypatch.setattr(discovery, "LOOK_UP_S", 0.01)
     names = Names()
     hanging = threading.Event()
 
@@ -78,7 +80,7 @@ def test_names_are_looked_up_again_and_again_on_a_thread_of_their_own() -> None:
         hanging.wait(10)
         return names(host)
 
-    gateways = GatewayAddresses(["all:8001"], resolver, every=0.01)
+    gateways = GatewayAddresses(["all:8001"], resolver)
     gateways.start()
     try:
         assert gateways.current == frozenset()

@@ -91,7 +91,8 @@ def said_by_prefill_nodes() -> list[Message]:
 @pytest.mark.parametrize("message", [*sample_messages(), *said_by_prefill_nodes()], ids=lambda m: type(m).__name__)
 def test_a_message_survives_the_wire(message: Message) -> None:
     sender = sender_of(message)
-    assert decode(encode(message, sender, "to")) == (sender, "to", message)
+    frame, decoded = decode(encode(message, sender, "to"))
+    assert (frame.sender, frame.to, decoded) == (sender, "to", message)
 
 
 @given(st.integers(0, 63), st.integers(0, 16384), st.text(max_size=64), st.floats(0, 100))
@@ -102,7 +103,7 @@ def test_generated_messages_survive_the_wire(top_k: int, seed: int, request_id: 
         max_new_tokens=1,
         sampling=Sampling(top_k=top_k, seed=seed, temperature=temperature),
     )
-    assert decode(encode(message, GATEWAY))[2] == message
+    assert decode(encode(message, GATEWAY))[1] == message
 
 
 @given(st.sampled_from([*sample_messages(), *said_by_prefill_nodes()]), st.data())
@@ -119,10 +120,10 @@ def test_mutated_bytes_never_crash(message: Message, data: st.DataObject) -> Non
             case "insert":
                 frame[place:place] = data.draw(st.binary(min_size=1, max_size=8))
     try:
-        _, _, decoded = decode(bytes(frame))
+        read, decoded = decode(bytes(frame))
     except MalformedMessage:
         return
-    assert isinstance(decoded, Message)
+    assert read.v != PROTOCOL_VERSION or isinstance(decoded, Message)
 
 
 @given(st.binary(max_size=200))
@@ -136,7 +137,7 @@ def test_unknown_fields_are_ignored_and_missing_optional_ones_default() -> None:
     frame["body"]["from_a_later_release"] = 1
     frame["later"] = 2
     del frame["body"]["hisparse"]
-    _, _, message = decode(msgpack.packb(frame))
+    _, message = decode(msgpack.packb(frame))
     assert isinstance(message, PrefillRequest)
     assert message.hisparse is False
 
@@ -145,7 +146,6 @@ def test_unknown_fields_are_ignored_and_missing_optional_ones_default() -> None:
     ("change", "complaint"),
     [
         ({"v": "5"}, "Frame: v"),
-        ({"v": 1}, f"wire version 1 != {PROTOCOL_VERSION}"),
         ({"kind": "Nonsense"}, "unknown message kind"),
         ({"body": {"request_id": 5}}, "request_id"),
         ({"body": {}}, "request_id"),
@@ -199,7 +199,7 @@ def test_checksums_survive_the_wire_in_their_order(rows: list[tuple[int, int, in
     done = PrefillDone(attempt=ATTEMPT, num_tokens=3, checksums=checksums)
     chunk = ChunkDone(attempt=ATTEMPT, number=len(rows), checksums=checksums)
     for message in (done, chunk):
-        _, _, decoded = decode(encode(message, PREFILL))
+        _, decoded = decode(encode(message, PREFILL))
         assert isinstance(decoded, PrefillDone | ChunkDone)
         assert decoded == message
         assert list(decoded.checksums.rows()) == rows

@@ -80,35 +80,41 @@ def test_every_specialization_compiles(kernel: Specialization, architecture: str
     assert kernel.entry.encode() in code
 
 
-def test_a_compiled_kernel_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code = cubin(specialization(), "sm_90", tmp_path)
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "hisparse-pd" / "kernels"
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_compiled_kernel_is_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = cubin(specialization(), "sm_90")
 
     monkeypatch.setattr(kernels, "compile_kernel", lambda *_: pytest.fail("compiled again"))
-    assert cubin(specialization(), "sm_90", tmp_path) == code
+    assert cubin(specialization(), "sm_90") == code
 
 
 @pytest.mark.parametrize("damage", [b"", b"short", b"\0" * 4096])
-def test_a_damaged_file_is_compiled_anew(damage: bytes, tmp_path: Path) -> None:
-    code = cubin(CopySpecialization(64, True), "sm_90", tmp_path)
-    (file,) = tmp_path.iterdir()
+def test_a_damaged_file_is_compiled_anew(damage: bytes, cache: Path) -> None:
+    code = cubin(CopySpecialization(64, True), "sm_90")
+    (file,) = cache.iterdir()
     whole = file.read_bytes()
     file.write_bytes(damage + whole[len(damage) : -1])
 
-    assert cubin(CopySpecialization(64, True), "sm_90", tmp_path) == code
+    assert cubin(CopySpecialization(64, True), "sm_90") == code
     assert file.read_bytes() == whole
 
 
-def test_what_the_code_depends_on_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_code_depends_on_names_the_file(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sources = tmp_path / "csrc"
     sources.mkdir()
     for path in CSRC.iterdir():
         (sources / path.name).write_bytes(path.read_bytes())
     monkeypatch.setattr(kernels, "CSRC", sources)
     monkeypatch.setattr(kernels, "compile_kernel", lambda *_: b"code")
-    cache = tmp_path / "cache"
 
     def files_after(kernel: Specialization, architecture: str) -> int:
-        cubin(kernel, architecture, cache)
+        cubin(kernel, architecture)
         return len(list(cache.iterdir()))
 
     assert files_after(CopySpecialization(64, True), "sm_90") == 1
@@ -121,10 +127,13 @@ def test_what_the_code_depends_on_names_the_file(tmp_path: Path, monkeypatch: py
     assert files_after(CopySpecialization(64, True), "sm_90") == 5
 
 
-def test_a_cache_that_cannot_be_written_costs_a_compilation_only(tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_written_costs_a_compilation_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("not a directory")
-    assert cubin(CopySpecialization(64, True), "sm_90", blocked / "cache").startswith(b"\x7fELF")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
+    assert cubin(CopySpecialization(64, True), "sm_90").startswith(b"\x7fELF")
 
 
 def test_what_nvrtc_refuses_is_reported_with_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,9 +146,6 @@ def test_what_nvrtc_refuses_is_reported_with_its_log(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"top_k": 0}, "found top_k 0, device_buffer_size 4096"),
-        ({"top_k": 4097}, "found top_k 4097, device_buffer_size 4096"),
-        ({"hot_size": 32768}, "device_buffer_size 32768"),
         ({"item_bytes": 7}, "at least 8 bytes, found 7"),
         ({"block_size": 100}, "multiple of 32 up to 1024, found 100"),
         ({"block_size": 2048}, "multiple of 32 up to 1024, found 2048"),

@@ -13,6 +13,7 @@ from hisparse.extents import Extent, HostSlots
 from tests.decode_node.fakes import GATEWAY, HeldVerifier, destination
 from tests.prefill_node.fakes import FakeControl
 from transfer.fencing import ReservationTable
+from transfer.incoming import IncomingCut
 
 BROKEN = Peer(role="prefill", address="127.0.0.1:2", boot_id="broken")
 OTHER = Peer(role="prefill", address="127.0.0.1:3", boot_id="other")
@@ -25,7 +26,9 @@ class Node:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = time.monotonic()
         monkeypatch.setattr("decode_node.remote_prefill.time.monotonic", lambda: self.now)
-        table: ReservationTable[HostSlots] = ReservationTable(lambda slots: None, lambda slots: None)
+        table: ReservationTable[HostSlots] = ReservationTable(
+            lambda slots: None, lambda slots: None, lambda: IncomingCut(())
+        )
         self.remote = RemotePrefill(
             FakeControl(),  # type: ignore[arg-type]
             destination(num_slots=100),

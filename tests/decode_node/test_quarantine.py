@@ -13,6 +13,7 @@ from decode_node.loop_call import LoopCall
 from decode_node.quarantine import Quarantine, quarantine_router
 from tests.prefill_node.fakes import FakeControl
 from transfer.fencing import DRAIN_GRACE_S, ReservationTable
+from transfer.incoming import IncomingCut
 
 GONE = Peer(role="prefill", address="10.0.0.1:1", boot_id="gone")
 ALIVE = Peer(role="prefill", address="10.0.0.2:1", boot_id="alive")
@@ -23,7 +24,7 @@ class Harness:
 
     def __init__(self) -> None:
         self.freed: list[str] = []
-        self.table: ReservationTable[str] = ReservationTable(self.freed.append, lambda _: None)
+        self.table: ReservationTable[str] = ReservationTable(self.freed.append, lambda _: None, lambda: IncomingCut(()))
         self.control = FakeControl()
         self.quarantine = Quarantine(self.table, self.control)  # type: ignore[arg-type]
         self.now = time.monotonic()

@@ -37,6 +37,7 @@ from tests.decode_node.fakes import GATEWAY, HeldVerifier, Lost, destination
 from tests.prefill_node.fakes import FakeControl
 from transfer.checksum import Mismatch
 from transfer.fencing import DRAIN_GRACE_S, LANDED_CAN_WAIT_S, ReservationTable
+from transfer.incoming import IncomingCut
 
 FIRST = Peer(role="prefill", address="127.0.0.1:2", boot_id="first")
 SECOND = Peer(role="prefill", address="127.0.0.1:3", boot_id="second")
@@ -72,7 +73,9 @@ class Harness:
         self.freed: list[HostSlots] = []
         self.lost: list[Lost] = []
         self.retained: list[HostSlots] = []
-        self.table: ReservationTable[HostSlots] = ReservationTable(self.freed.append, self.retained.append)
+        self.table: ReservationTable[HostSlots] = ReservationTable(
+            self.freed.append, self.retained.append, lambda: IncomingCut(())
+        )
         self.verifier = HeldVerifier()
         self.metrics = Metrics()
         self.destination = destination(num_slots=100)
@@ -639,7 +642,7 @@ def test_a_mismatch_is_never_served_and_the_retry_goes_to_the_other_node_with_a_
     """vllm 44238, sglang 23020: corruption under concurrent transfers."""
     h.dispatch()
     h.done(checksums=CHECKSUMS)
-    [lost] = h.verified(Mismatch(1, 0, 3, expected=12, found=13, ranges=((0x1000, 48),)))
+    [lost] = h.verified(Mismatch(Checksum(1, 0, 3, 12), 13, ((0x1000, 48),)))
     assert lost == Lost(h.request, "1 of 2 checksums do not match")
     assert h.request.state is RequestState.WAITING
     assert h.request.host_slots is None
@@ -706,7 +709,7 @@ def test_a_mismatch_after_the_writers_death_is_free_after_the_grace(h: Harness) 
     h.dispatch()
     h.done(checksums=CHECKSUMS)
     h.clock.now += 1
-    assert len(h.verified(Mismatch(0, 0, 3, 1, 2, ()))) == 1
+    assert len(h.verified(Mismatch(Checksum(0, 0, 3, 1), 2))) == 1
     h.answer("reborn", asked_at=h.clock.now + 0.5)
     h.clock.now += 1
     h.tick(h.clock.now)
@@ -774,7 +777,7 @@ def test_a_mismatch_in_an_early_chunk_fails_the_attempt_at_once(h: Harness) -> N
     h.dispatch()
     h.chunk(0)
     h.chunk(1)
-    [lost] = h.verified(Mismatch(0, 0, 1, expected=13, found=14, ranges=((0x1000, 16),)))
+    [lost] = h.verified(Mismatch(Checksum(0, 0, 1, 13), 14, ((0x1000, 16),)))
     assert lost == Lost(h.request, "1 of 2 checksums do not match")
     assert h.failures("checksum") == 1
     assert h.remote.abandoned.num_slots == 3

@@ -36,7 +36,7 @@ from engine.runner import LaunchedStep, ModelRunner
 from hisparse.config import HiSparseConfig
 from hisparse.coordinator import HiSparseCoordinator
 from hisparse.extents import HostSlots
-from hisparse.format import DenseFormat
+from hisparse.format import KVFormat
 from hisparse.layout import KVLayout
 from hisparse.sizing import Sizes
 from hisparse.step import DecodeStep
@@ -45,8 +45,9 @@ from tests.decode_node.fakes import GATEWAY, destination
 from tests.prefill_node.fakes import FakeControl
 from transfer.checksum import Mismatch
 from transfer.fencing import DRAIN_GRACE_S, LANDED_CAN_WAIT_S, ReservationTable
+from transfer.incoming import IncomingCut
 
-FORMAT = DenseFormat(torch.float32, item_dim=2, index_dim=2)
+FORMAT = KVFormat(torch.float32, item_dim=2, index_dim=2)
 LAYOUT = KVLayout((0,), FORMAT.item_bytes, FORMAT.index_key_bytes)
 PREFILL = Peer(role="prefill", address="127.0.0.1:2", boot_id="prefill")
 VOCAB = 512
@@ -119,7 +120,7 @@ class Harness:
         ptrs, lengths, item_lengths = self.coordinator.host.get_contiguous_buf_infos()
         self.buffers = BufferInfo(ptrs=tuple(ptrs), lengths=tuple(lengths), item_lengths=tuple(item_lengths))
         self.table: ReservationTable[HostSlots] = ReservationTable(
-            self.coordinator.host.release, self.coordinator.host.retain
+            self.coordinator.host.release, self.coordinator.host.retain, lambda: IncomingCut(())
         )
         self.remote = RemotePrefill(
             self.control,  # type: ignore[arg-type]
@@ -467,7 +468,7 @@ def test_a_mismatch_is_never_served() -> None:
         h.remote.take(PREFILL, done)
         h.scheduler.turn()
         assert h.state("a") is RequestState.PREFILLING
-        verified = Verified(attempt, None, 1, (Mismatch(0, 0, 2, 1, 2, ()),))
+        verified = Verified(attempt, None, 1, (Mismatch(Checksum(0, 0, 2, 1), 2),))
         h.remote.verified(verified)
         h.remote.take(PREFILL, Quiesced(attempt=attempt))
     h.turn()

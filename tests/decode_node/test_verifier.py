@@ -147,11 +147,11 @@ def test_after_closing_no_memory_is_read_and_nothing_reported(
 
 def test_what_is_logged_of_many_mismatches_is_bounded() -> None:
     scattered = tuple((address, 8) for address in range(0, 8000, 16))
-    many = tuple(Mismatch(buffer, 0, 500, 1, 2, scattered) for buffer in range(100))
+    many = tuple(Mismatch(Checksum(buffer, 0, 500, 1), 2, scattered) for buffer in range(100))
     verified = Verified(AttemptId("decode", "r", 1), None, 200, many)
     assert verified.reason == "100 of 200 checksums do not match"
     examples = verified.examples()
     assert len(examples) == 4
     assert all(len(example) < 200 and example.endswith("and 496 more") for example in examples)
-    outside = Verified(AttemptId("decode", "r", 1), None, 1, (Mismatch(99, 0, 5, 1, None, ()),))
+    outside = Verified(AttemptId("decode", "r", 1), None, 1, (Mismatch(Checksum(99, 0, 5, 1)),))
     assert outside.examples() == ["buffer 99, positions [0, 5): there is no such thing"]

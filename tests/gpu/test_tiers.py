@@ -34,7 +34,7 @@ def upload(values: object) -> torch.Tensor:
 
 def decode_one(t: Tiers, request_id: str, seed: int) -> int:
     """Compute a token as a model does, without waiting for the device. Returns the number of the step."""
-    assert not t.coordinator.append_tokens([request_id]).short_of
+    assert not t.coordinator.append_tokens([request_id])
     places = t.coordinator.begin_step([request_id])
     newest = int(places.newest[0])
     step = t.coordinator.cache(upload(places.rows), upload(places.newest), newest + 1)
@@ -137,7 +137,7 @@ def test_a_copy_that_fails_is_over_and_says_why() -> None:
     with pytest.raises(ValueError, match="no such page"):
         event.result()
     assert event.done()
-    stream.close()
+    stream.shutdown()
 
 
 def test_counters_are_read_without_waiting_for_a_step() -> None:

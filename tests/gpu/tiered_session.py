@@ -63,7 +63,7 @@ class TieredSession:
     def launch(self, numbers: Sequence[int], sampling: Sequence[Sampling] | None = None) -> LaunchedStep:
         """Queue the forward pass of a step of these requests, behind whatever is queued."""
         request_ids = tuple(self.request_ids[number] for number in numbers)
-        assert not self.coordinator.append_tokens(request_ids).short_of
+        assert not self.coordinator.append_tokens(request_ids)
         batch = Batch(
             request_ids=request_ids,
             places=self.coordinator.begin_step(request_ids),

@@ -61,7 +61,7 @@ def test_a_short_request_owns_only_what_it_needs() -> None:
         assert t.admit("long", seed=1, num_tokens=20)
         assert t.admit("short", seed=2, num_tokens=2)
         assert t.device.free_slots == 0
-        assert t.coordinator.append_tokens(["long", "short"]).short_of == {"short": Tier.DEVICE}
+        assert t.coordinator.append_tokens(["long", "short"]) == {"short": Tier.DEVICE}
 
 
 def test_a_refused_admission_holds_nothing() -> None:
@@ -79,9 +79,8 @@ def test_full_pools_say_which_tier_is_short_and_take_nothing() -> None:
     with tiers(num_host_slots=9, num_index_pages=4) as t:
         assert t.admit("a", seed=1, num_tokens=4)
         assert t.admit("b", seed=2, num_tokens=4)
-        result = t.coordinator.append_tokens(["a", "b"])
-        assert (result.ready, result.short_of) == (("a",), {"b": Tier.HOST})
-        assert t.coordinator.append_tokens(["a"]).ready == ("a",), "idempotent: the room is there"
+        assert t.coordinator.append_tokens(["a", "b"]) == {"b": Tier.HOST}
+        assert t.coordinator.append_tokens(["a"]) == {}, "idempotent: the room is there"
         assert t.device._pages.allocator.free == 1
         with pytest.raises(StepError, match="request b has no room for token 4"):
             t.coordinator.begin_step(["a", "b"])
@@ -89,7 +88,7 @@ def test_full_pools_say_which_tier_is_short_and_take_nothing() -> None:
         assert t.admit("c", seed=3, num_tokens=4)
         assert t.admit("d", seed=4, num_tokens=1)
         t.coordinator.request_finished("c")
-        assert t.coordinator.append_tokens(["b"]).ready == ("b",)
+        assert t.coordinator.append_tokens(["b"]) == {}
         for request_id in ("b", "d"):
             t.coordinator.request_finished(request_id)
         assert t.coordinator.is_idle()
@@ -285,13 +284,14 @@ class Walk:
         ends = [r for r in chosen if self.t.tokens[r] == CONTEXT]
         for request_id in ends:
             self.finish(request_id)
-        result = self.t.coordinator.append_tokens([r for r in chosen if r not in ends])
-        if result.ready:
+        wanting = [r for r in chosen if r not in ends]
+        short_of = self.t.coordinator.append_tokens(wanting)
+        if ready := [r for r in wanting if r not in short_of]:
             break_at = self.rng.choice([None, None, None, *range(LAYOUT.num_layers)])
-            if not self.t.step(result.ready, self.rng, break_at):
-                for request_id in result.ready:
+            if not self.t.step(ready, self.rng, break_at):
+                for request_id in ready:
                     self.finish(request_id)
-        for request_id in result.short_of:
+        for request_id in short_of:
             self.retract(request_id)
 
     def finish(self, request_id: str) -> None:

@@ -12,7 +12,7 @@ from hisparse.coordinator import HiSparseCoordinator, StepPlaces
 from hisparse.copy_stream import CopyStream
 from hisparse.device_pool import DeviceKVPool
 from hisparse.extents import HostSlots
-from hisparse.format import DenseFormat
+from hisparse.format import KVFormat
 from hisparse.host_pool import HostKVPool
 from hisparse.layout import KVLayout
 from hisparse.sizing import Sizes
@@ -20,7 +20,7 @@ from hisparse.step import DecodeStep
 from hisparse.swap_in import StagedKV
 from hisparse.tiers import build_tiers
 
-FORMAT = DenseFormat(torch.float32, item_dim=3, index_dim=2)
+FORMAT = KVFormat(torch.float32, item_dim=3, index_dim=2)
 LAYOUT = KVLayout((0, 1, 1, 1, 2), FORMAT.item_bytes, FORMAT.index_key_bytes)
 TOP_K = 4
 HOT = 6
@@ -118,7 +118,7 @@ class Tiers:
         return step
 
     def _begin(self, request_ids: Sequence[str]) -> tuple[DecodeStep, StepPlaces]:
-        assert not self.coordinator.append_tokens(request_ids).short_of
+        assert not self.coordinator.append_tokens(request_ids)
         places = self.coordinator.begin_step(request_ids)
         assert places.newest.tolist() == [self.tokens[request_id] for request_id in request_ids]
         for request_id in request_ids:

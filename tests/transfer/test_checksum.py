@@ -94,8 +94,8 @@ def test_any_flipped_byte_that_is_covered_is_found(t: Transfer, mode: ChecksumMo
     byte = data.draw(st.integers(0, ITEMS[covered.buffer] - 1))
     t.target.memory[covered.buffer][t.slots[position], byte] ^= 1 << data.draw(st.integers(0, 7))
     [mismatch] = verify(checksums, t.target.info, t.slots, len(t.slots))
-    assert (mismatch.buffer, mismatch.start, mismatch.stop) == (covered.buffer, covered.start, covered.stop)
-    assert mismatch.expected == covered.digest != mismatch.found
+    assert mismatch.checksum == covered
+    assert mismatch.found != covered.digest
     memory = b"".join(ctypes.string_at(address, length) for address, length in mismatch.ranges)
     assert memory == t.target.memory[covered.buffer][t.slots[covered.start : covered.stop]].tobytes()
 
@@ -114,7 +114,9 @@ def test_items_in_another_order_are_not_the_same(t: Transfer) -> None:
     checksums = t.source.checksums("full", t.sources, [(0, len(t.sources))])
     found = verify(checksums, t.target.info, t.slots[::-1].copy(), len(t.slots))
     same = [np.array_equal(memory[t.slots], memory[t.slots[::-1]]) for memory in t.target.memory]
-    assert [mismatch.buffer for mismatch in found] == [buffer for buffer, equal in enumerate(same) if not equal]
+    assert [mismatch.checksum.buffer for mismatch in found] == [
+        buffer for buffer, equal in enumerate(same) if not equal
+    ]
 
 
 def test_neighbouring_slots_are_one_range() -> None:
@@ -131,7 +133,7 @@ def test_a_checksum_of_what_is_not_there_is_a_mismatch(buffer: int, start: int, 
     """Ten of twelve slots hold tokens; a sender that speaks of more is wrong, and no memory is read for it."""
     checksum = Checksum(buffer=buffer, start=start, stop=stop, digest=7)
     found = verify((checksum,), Pool(1).info, np.arange(12), num_tokens=10)
-    assert found == [Mismatch(buffer, start, stop, 7, None, ())]
+    assert found == [Mismatch(checksum)]
 
 
 def test_slots_outside_the_buffers_are_our_own_error_and_are_not_read() -> None:

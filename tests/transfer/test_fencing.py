@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from control.messages import AttemptId, Peer
 from transfer.fencing import DRAIN_GRACE_S, LANDED_CAN_WAIT_S, ReservationTable
+from transfer.incoming import IncomingCut
 
 WRITER = Peer(role="prefill", address="10.0.0.1:1", boot_id="first")
 R = AttemptId("decode", "r", 1)
@@ -23,14 +24,14 @@ class Released(list[str]):
 
 def table_with(attempt: AttemptId = R) -> tuple[ReservationTable[str], Released]:
     released = Released()
-    table: ReservationTable[str] = ReservationTable(released.append, released.retained.append)
+    table: ReservationTable[str] = ReservationTable(released.append, released.retained.append, lambda: IncomingCut(()))
     table.open(attempt, WRITER, "slots", num_slots=8)
     return table, released
 
 
 def test_landed_slots_go_on_with_the_request() -> None:
     table, released = table_with()
-    assert table.landed(R) == "slots"
+    assert table.landed(R, now=100.0) == "slots"
     assert released == []
     assert R not in table
 
@@ -42,29 +43,29 @@ def test_aborted_slots_wait_for_quiesced() -> None:
     assert table.quarantined_slots == 8
     assert table.release_expired(now=1e9) == []
     assert released == []
-    assert table.quiesced(R, "first")
+    assert table.quiesced(R, "first", now=100.0)
     assert released == ["slots"]
 
 
 def test_quiesced_of_another_epoch_frees_nothing() -> None:
     table, released = table_with()
     table.quarantine(R, now=1.0)
-    assert not table.quiesced(R._replace(epoch=0), "first")
+    assert not table.quiesced(R._replace(epoch=0), "first", now=100.0)
     assert released == []
 
 
 def test_quiesced_twice_frees_once() -> None:
     table, released = table_with()
     table.quarantine(R, now=1.0)
-    table.quiesced(R, "first")
-    assert not table.quiesced(R, "first")
+    table.quiesced(R, "first", now=100.0)
+    assert not table.quiesced(R, "first", now=100.0)
     assert released == ["slots"]
 
 
 def test_only_the_writer_can_say_that_it_is_quiet() -> None:
     table, released = table_with()
     table.quarantine(R, now=1.0)
-    assert not table.quiesced(R, "second")
+    assert not table.quiesced(R, "second", now=100.0)
     assert released == []
 
 
@@ -72,7 +73,7 @@ def test_a_late_done_of_a_quarantined_epoch_does_not_land() -> None:
     table, _ = table_with()
     table.quarantine(R, now=1.0)
     with pytest.raises(ValueError, match="not writable"):
-        table.landed(R)
+        table.landed(R, now=100.0)
 
 
 def test_a_dead_writers_slots_come_back_after_the_grace() -> None:
@@ -117,7 +118,7 @@ def test_an_evicted_writer_that_answers_after_all_frees_once() -> None:
     table, released = table_with()
     table.quarantine(R, now=1.0)
     table.evict("first", now=1.0)
-    assert table.quiesced(R, "first")
+    assert table.quiesced(R, "first", now=100.0)
     assert table.release_expired(1e9) == []
     assert released == ["slots"]
 
@@ -168,7 +169,7 @@ def test_slots_that_lingering_writes_may_reach_come_back_after_the_grace_and_beh
     table, released, fences = fenced_table()
     match over:
         case "lingers":
-            assert table.lingers(R, "first", now=100.0)
+            assert table.quiesced(R, "first", now=100.0, lingering=True)
         case "died":
             table.writer_died("first", now=100.0)
         case "evict":
@@ -187,11 +188,11 @@ def test_slots_that_lingering_writes_may_reach_come_back_after_the_grace_and_beh
 
 def test_slots_whose_grace_ends_later_need_a_fence_that_is_made_later() -> None:
     table, released, fences = fenced_table()
-    table.lingers(R, "first", now=100.0)
+    table.quiesced(R, "first", now=100.0, lingering=True)
     table.release_expired(110.0)
     table.open(R._replace(epoch=2), WRITER, "other", num_slots=8)
     table.quarantine(R._replace(epoch=2), now=111.0)
-    table.lingers(R._replace(epoch=2), "first", now=111.0)
+    table.quiesced(R._replace(epoch=2), "first", now=111.0, lingering=True)
     fences[0].is_passed = True
     assert table.release_expired(120.0) == [R]
     assert table.release_expired(120.0) == []
@@ -205,7 +206,7 @@ def test_slots_that_prove_quiet_while_a_fence_stands_are_not_freed_twice_nor_wha
     table, released, fences = fenced_table()
     table.evict("first", now=100.0)
     table.release_expired(110.0)
-    assert table.quiesced(R, "first")
+    assert table.quiesced(R, "first", now=100.0)
     table.open(R, WRITER, "other", num_slots=8)
     table.quarantine(R, now=111.0)
     fences[0].is_passed = True
@@ -215,8 +216,8 @@ def test_slots_that_prove_quiet_while_a_fence_stands_are_not_freed_twice_nor_wha
 
 def test_only_the_writer_can_say_that_nothing_but_the_network_writes() -> None:
     table, _, _ = fenced_table()
-    assert not table.lingers(R, "second", now=100.0)
-    assert not table.lingers(R._replace(epoch=2), "first", now=100.0)
+    assert not table.quiesced(R, "second", now=100.0, lingering=True)
+    assert not table.quiesced(R._replace(epoch=2), "first", now=100.0, lingering=True)
     assert table.release_expired(1e9) == []
 
 
@@ -225,13 +226,17 @@ def test_slots_that_landed_while_something_lingers_are_the_requests_and_the_tabl
     released, fences = Released(), Fences()
     table: ReservationTable[str] = ReservationTable(released.append, released.retained.append, fences.make)
     table.open(R, WRITER, "slots", num_slots=8)
-    assert table.landed_lingering(R, now=100.0) == "slots"
+    assert table.landed(R, now=100.0, lingering=True) == "slots"
     assert released.retained == ["slots"]
     assert not table.quarantined, "a request uses them"
-    for late in (table.quiesced(R, "first"), table.lingers(R, "first", now=101.0), table.evict("first", now=101.0)):
+    for late in (
+        table.quiesced(R, "first", now=100.0),
+        table.quiesced(R, "first", now=101.0, lingering=True),
+        table.evict("first", now=101.0),
+    ):
         assert not late
     with pytest.raises(ValueError, match="not writable"):
-        table.landed(R)
+        table.landed(R, now=100.0)
     alone = 100.0 + DRAIN_GRACE_S + LANDED_CAN_WAIT_S
     assert table.release_expired(alone - 0.1) == []
     assert not fences, "a fence cuts others, whose writes linger then"
@@ -246,8 +251,8 @@ def test_slots_that_landed_while_something_lingers_are_free_behind_a_fence_that_
     table, released, fences = fenced_table()
     for number, landed_at in ((2, 100.0), (3, 103.0)):
         table.open(R._replace(epoch=number), WRITER, f"landed at {landed_at:g}", num_slots=8)
-        table.landed_lingering(R._replace(epoch=number), now=landed_at)
-    table.lingers(R, "first", now=101.0)
+        table.landed(R._replace(epoch=number), now=landed_at, lingering=True)
+    table.quiesced(R, "first", now=101.0, lingering=True)
     assert table.release_expired(101.0 + DRAIN_GRACE_S) == []
     [fence] = fences
     fence.is_passed = True
@@ -285,14 +290,14 @@ def test_in_any_order_of_events_slots_leave_once_and_never_while_writable(events
             case "quarantine" if R in table:
                 table.quarantine(R, now=1.0)
             case "quiesced":
-                table.quiesced(R, "first")
+                table.quiesced(R, "first", now=100.0)
             case "lingers":
-                table.lingers(R, "first", now)
+                table.quiesced(R, "first", now, lingering=True)
             case "landed" if was_writable:
-                table.landed(R)
+                table.landed(R, now=100.0)
                 landed += 1
             case "landed lingering" if was_writable:
-                table.landed_lingering(R, now)
+                table.landed(R, now, lingering=True)
                 landed += 1
             case "died":
                 table.writer_died("first", now)
