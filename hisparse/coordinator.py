@@ -303,7 +303,7 @@ class HiSparseCoordinator:
             assert grown is not None, "as many are free"
             self.device.set_host_slots(request.row, held, grown.slots()[held:])
             request.host_slots = grown
-        request.room = request.num_tokens + 1
+        request.room = min(len(request.host_slots), self.device.room(request.row))
         return None
 
     def _leave(self, request_id: str) -> _RunningRequest:

@@ -162,6 +162,12 @@ class DeviceKVPool:
             self._granules.grow(row, min(grown, owned + self._granules.allocator.free))
         return True
 
+    def room(self, row: int) -> int:
+        """For how many tokens a row has index pages and hot slots."""
+        granules = self._granules.counts[row]
+        hot = self.max_context if granules == self.hot_granules.shape[1] else granules * self.hot_granule
+        return min(hot, self._pages.counts[row] * self.index_page_size, self.max_context)
+
     def slots_for(self, num_tokens: int) -> int:
         """Hot slots that a request of so many tokens needs."""
         return self._granules_for(num_tokens) * self.hot_granule
