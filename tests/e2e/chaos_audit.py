@@ -81,6 +81,7 @@ def watch_decode(journal: Journal) -> None:
     from hisparse.coordinator import HiSparseCoordinator
     from hisparse.extents import HostSlots
     from hisparse.host_pool import HostKVPool
+    from hisparse.swap_in import SwapInBackend
 
     pools: list[HostKVPool] = []
     landed: dict[str, tuple[AttemptId, int]] = {}
@@ -95,9 +96,9 @@ def watch_decode(journal: Journal) -> None:
         held = digests([*pool.kv, *pool.index_keys], slots.slots()[:count].tolist())
         journal.append({"stage": stage, "attempt": attempt, "num_tokens": count, "digests": held})
 
-    def remembering_begin(coordinator: HiSparseCoordinator, host: HostKVPool, *args: Any, **kwargs: Any) -> None:
-        pools.append(host)
-        begin(coordinator, host, *args, **kwargs)
+    def remembering_begin(coordinator: HiSparseCoordinator, backend: SwapInBackend, *args: Any, **kwargs: Any) -> None:
+        pools.append(backend.host)
+        begin(coordinator, backend, *args, **kwargs)
 
     def noting_land(remote: RemotePrefill, attempt: PrefillAttempt, done: PrefillDone) -> None:
         landed[attempt.id.request_id] = attempt.id, done.num_tokens
