@@ -30,7 +30,8 @@ class PrefillEngine(Protocol):
     def stop(self, attempt: AttemptId, reason: str | None = None) -> bool:
         """Compute and write no more of a held attempt. PrefillFailed with the reason follows; without one, Quiesced.
 
-        False if it was stopped before. A second call without a reason takes the reason back.
+        False if it was stopped before; it may have ended, with an update that `poll` has yet to return. A second call
+        without a reason takes the reason back.
         """
         ...
 

@@ -82,7 +82,9 @@ class ModelEngine(PrefillEngine):
         return job.computed > 0 or job.in_flight > 0 or job.state is not JobState.COMPUTING
 
     def stop(self, attempt: AttemptId, reason: str | None = None) -> bool:
-        job = self._jobs[attempt]
+        job = self._jobs.get(attempt)
+        if job is None:
+            return False
         if job.state is JobState.STOPPING:
             job.failure = job.failure if reason is not None else None
             return False

@@ -588,6 +588,21 @@ def test_prompt_tokens_wait_until_they_are_computed() -> None:
     assert waiting() == 0
 
 
+def test_an_abort_that_comes_twice_before_the_first_is_answered_ends_nothing_else() -> None:
+    """Both were in the mailbox when the node went on after a stop; the process ended."""
+    h = Harness()
+    h.receive(request())
+    for _ in range(2):
+        h.endpoint._take(DECODE, Abort(attempt=R))
+    h.control.heard.clear()
+    h.endpoint._housekeep(time.monotonic() + 1000)
+    h.tell()
+    assert h.control.take(Quiesced) == [Quiesced(attempt=R)]
+    assert h.free_pages == 8
+    h.receive(Abort(attempt=R))
+    assert h.control.take(Quiesced) == [Quiesced(attempt=R)], "and whoever asks later is told the same"
+
+
 def test_that_a_failed_write_may_linger_is_said_whenever_it_is_said_to_be_over() -> None:
     h = Harness()
     h.receive(request())
