@@ -1,13 +1,16 @@
 """The choice of a token's experts as a Triton kernel: one warp per token, which holds all of its scores."""
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
 
-from model.router import Router
+if TYPE_CHECKING:
+    from model.router import Router
 
 
-def choose_experts(logits: torch.Tensor, router: Router) -> tuple[torch.Tensor, torch.Tensor]:
+def choose_experts(logits: torch.Tensor, router: "Router") -> tuple[torch.Tensor, torch.Tensor]:
     """`router.choose`, best expert first, and of equal ones the first. NaN too gets ids of experts that exist."""
     tokens, experts = logits.shape
     weights = logits.new_empty(tokens, router.top_k)
