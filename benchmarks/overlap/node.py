@@ -96,15 +96,19 @@ class StubRunner(ModelRunner):
 
 
 class Recorder:
-    """Stands between the loop and its turns. Writes one record for each batch size that stands still."""
+    """Stands between the loop and its turns. Writes one record for each batch size that stands still.
 
-    def __init__(self, path: Path, clock: WaitClock) -> None:
+    kernels: whether to record the times of kernels, too; needs a CUDA device.
+    """
+
+    def __init__(self, path: Path, clock: WaitClock, kernels: bool) -> None:
         self._path = path
         self._clock = clock
+        self._kernels = kernels
         self._recorded: set[int] = set()
         self._batch = 0
         self._steady = 0
-        if torch.cuda.is_available():
+        if kernels:
             with profile(activities=[ProfilerActivity.CUDA]):
                 torch.cuda.synchronize()  # steps that were recorded before the profiler's first use are opaque to it
 
@@ -136,7 +140,7 @@ class Recorder:
             host_ms=1e3 * statistics.median(host),
             host_p90_ms=1e3 * statistics.quantiles(host, n=10)[-1],
         )
-        return self._profiled(record, turn) if torch.cuda.is_available() else record
+        return self._profiled(record, turn) if self._kernels else record
 
     def _profiled(self, record: Record, turn: Callable[[], None]) -> Record:
         with profile(activities=[ProfilerActivity.CUDA]) as profiler:
@@ -189,7 +193,7 @@ def main() -> None:
     Download.wait = clock.timed(Download.wait)  # type: ignore[method-assign]
     if step_ms > 0:
         process.ModelRunner = partial(StubRunner, step_ms / 1e3, clock)  # type: ignore[assignment, attr-defined]
-    recorder = Recorder(records, clock)
+    recorder = Recorder(records, clock, kernels=step_ms == 0 and torch.cuda.is_available())
     turn = DecodeNode._turn
 
     def recorded_turn(node: DecodeNode) -> None:
