@@ -8,8 +8,10 @@ STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
 PYTEST := $(BIN)/python -m pytest
+# One more than cores: tests of several processes often wait.
+WORKERS ?= $(shell expr $$(nproc) + 1)
 # Files are not divided: their tests share processes.
-IN_PARALLEL := -n auto --dist loadfile --no-loadscope-reorder
+IN_PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: setup demo test test-slow test-gpu lint format clean
 

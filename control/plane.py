@@ -141,9 +141,12 @@ class ControlPlane:
         elif not self._mailbox.closed:
             self._close()
 
-    def send(self, to: Peer, message: Message, *, any_boot: bool = False) -> None:
-        """Send once. With `any_boot`, whoever has the address now may act on it."""
-        self._hand_over(lambda: self._send(to, message, any_boot))
+    def send(self, to: Peer, message: Message | Callable[[], Message], *, any_boot: bool = False) -> None:
+        """Send once. With `any_boot`, whoever has the address now may act on it.
+
+        message: or what makes it, which the control thread calls, so that the caller need not wait for that.
+        """
+        self._hand_over(lambda: self._send(to, message if isinstance(message, Message) else message(), any_boot))
 
     def repeat(
         self, key: Hashable, to: Peer, message: Message, *, every: float = 0.5, give_up_after: float = math.inf

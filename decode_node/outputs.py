@@ -9,9 +9,10 @@ one that was given up (client or gateway gone, or an error) keeps its last outpu
 """
 
 import time
-from collections import defaultdict
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import takewhile
+from typing import NamedTuple
 
 import structlog
 
@@ -31,6 +32,18 @@ _TOKENS_AGAIN = 1024
 StreamKey = tuple[str, str, str]
 
 
+class _NewToken(NamedTuple):
+    """A token that does not end its request.
+
+    place: its index among the generated tokens. interval: seconds since the one before it.
+    """
+
+    request_id: str
+    place: int
+    token: Token
+    interval: float | None
+
+
 @dataclass
 class _Stream:
     """What a gateway was sent of a request. last: the output that ended it."""
@@ -47,7 +60,8 @@ class OutputStream:
     def __init__(self, control: ControlPlane, metrics: Metrics) -> None:
         self._control = control
         self._metrics = metrics
-        self._pending: dict[Peer, list[Output]] = defaultdict(list)
+        self._new: dict[str, tuple[Peer, list[_NewToken]]] = {}
+        """Those of this turn, by the boot id of the gateway that they are for."""
         self._last: list[_Stream] = []
         """Streams whose last output is not sent yet."""
         self._new_tokens = 0
@@ -60,20 +74,21 @@ class OutputStream:
     def token(self, request: Request, token: Token, finish_reason: FinishReason | None) -> None:
         """Stream a token that was just appended to the request."""
         now = time.monotonic()
-        if len(request.generated) == 1:
+        index = len(request.generated) - 1
+        interval = now - request.last_token_at if index else None
+        if interval is None:
             self._metrics.ttft.observe(now - request.arrived)
-        else:
-            self._metrics.inter_token.observe(now - request.last_token_at)
         request.last_token_at = now
         self._new_tokens += 1
-        start = len(request.generated) - 1
-        output = Output(request_id=request.request_id, start=start, tokens=(token,), finish_reason=finish_reason)
         stream = self._stream_of(request)
         stream.tokens.append(token)
         if finish_reason is None:
-            self._pending[stream.gateway].append(output)
-        else:
-            self._end(stream, output, finish_reason)
+            self._new_of(stream.gateway).append(_NewToken(request.request_id, index, token, interval))
+            return
+        if interval is not None:
+            self._metrics.inter_token.observe(interval)
+        last = Output(request_id=request.request_id, start=index, tokens=(token,), finish_reason=finish_reason)
+        self._end(stream, last, finish_reason)
 
     def end(self, request: Request, finish_reason: FinishReason, error: str | None = None) -> None:
         """End the stream of a request that was given up. The gateway needs none of its tokens any more."""
@@ -86,7 +101,8 @@ class OutputStream:
     def unknown(self, request_id: str, gateway: Peer) -> None:
         """Answer for a request that is not here, or not any more, with an abort."""
         self._forget(_key(request_id, gateway))
-        self._pending[gateway].append(Output(request_id=request_id, start=0, finish_reason="abort"))
+        abort = Output(request_id=request_id, start=0, finish_reason="abort")
+        self._control.send(gateway, Outputs(outputs=(abort,)))
 
     def ended(self, request_id: str, gateway: Peer) -> None:
         """The gateway has all tokens of the request and knows that it ended."""
@@ -115,9 +131,9 @@ class OutputStream:
     def flush(self) -> None:
         self._metrics.generated_tokens.inc(self._new_tokens)
         self._new_tokens = 0
-        for gateway, outputs in self._pending.items():
-            self._control.send(gateway, Outputs(outputs=tuple(outputs)))
-        self._pending.clear()
+        for gateway, new in self._new.values():
+            self._control.send(gateway, partial(self._message_of, new))
+        self._new.clear()
         # After the tokens that came before them.
         for stream in self._last:
             assert stream.last is not None
@@ -126,6 +142,20 @@ class OutputStream:
         now = time.monotonic()
         for key in [*takewhile(lambda key: now - self._ended_at[key] > _KEPT_FOR_S, self._ended_at)]:
             self._forget(key)
+
+    def _message_of(self, new: list[_NewToken]) -> Outputs:
+        """Called by the control thread, while the loop goes on."""
+        for token in new:
+            if token.interval is not None:
+                self._metrics.inter_token.observe(token.interval)
+        return Outputs(
+            outputs=tuple(Output(request_id=one.request_id, start=one.place, tokens=(one.token,)) for one in new)
+        )
+
+    def _new_of(self, gateway: Peer) -> list[_NewToken]:
+        if gateway.boot_id not in self._new:
+            self._new[gateway.boot_id] = gateway, []
+        return self._new[gateway.boot_id][1]
 
     def _stream_of(self, request: Request) -> _Stream:
         key = _key(request.request_id, request.gateway)

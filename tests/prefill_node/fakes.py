@@ -45,8 +45,8 @@ class FakeControl:
     answers: dict[str, AnsweredPing] = field(default_factory=dict)
     revoked: set[str] = field(default_factory=set)
 
-    def send(self, to: Peer, message: Message, *, any_boot: bool = False) -> None:
-        self.sent.append((to, message))
+    def send(self, to: Peer, message: Message | Callable[[], Message], *, any_boot: bool = False) -> None:
+        self.sent.append((to, message if isinstance(message, Message) else message()))
 
     def repeat(
         self, key: Hashable, to: Peer, message: Message, *, every: float = 0.5, give_up_after: float = math.inf
