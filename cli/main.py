@@ -116,6 +116,12 @@ def tiny_model(
     index_topk: Annotated[int, typer.Option(help="Positions that a layer attends to.")] = 64,
     index_n_heads: Annotated[int, typer.Option(help="Heads of the indexer, at least 16.")] = 32,
     max_position_embeddings: Annotated[int, typer.Option(help="Context length.")] = 8192,
+    quantization: Annotated[
+        Literal["fp8"] | None, typer.Option(help="Store weights in block-fp8, as published checkpoints do.")
+    ] = None,
+    scale_format: Annotated[
+        Literal["float", "ue8m0"], typer.Option(help="Of fp8: scales are any numbers, or powers of two.")
+    ] = "float",
     shape: Annotated[
         ShapeName | None, typer.Option(help="Widths of a published model instead; takes --config-only.")
     ] = None,
@@ -127,6 +133,7 @@ def tiny_model(
     ] = False,
 ) -> None:
     """Write a complete random checkpoint, to try things out with, or the directory for a model with dummy weights."""
+    from model.quantization import BlockFp8
     from model.shapes import published_config
     from model.tiny import write_tiny_checkpoint, write_without_weights
 
@@ -147,6 +154,7 @@ def tiny_model(
                 index_topk=index_topk,
                 index_n_heads=index_n_heads,
                 max_position_embeddings=max_position_embeddings,
+                fp8=BlockFp8(power_of_two=scale_format == "ue8m0") if quantization else None,
             )
     except ValueError as error:
         raise StartupError(f"tiny-model: {error}") from error

@@ -59,7 +59,15 @@ def run_decode_node(config: DecodeConfig) -> None:
         at_end.callback(shell.close)
         ports = claim_transfer_ports(config)
         log.info("attention backend", backend=backend.name)
-        model = load_model(config.model_path, dtype, device, config.context_length, backend, config.load_format)
+        model = load_model(
+            config.model_path,
+            dtype,
+            device,
+            config.context_length,
+            backend,
+            config.load_format,
+            quantization=config.quantization,
+        )
         transports = Transports(config.data_host, config.transfer_protocol, config.ib_device, ports)
         coordinator = build_tiers(
             _plan(config, hisparse, spec, device),

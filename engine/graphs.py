@@ -50,11 +50,10 @@ class StepGraphs:
         self._recorded: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, DecodeStep]] = {}
         """By batch and context: a graph, and the step whose tensors it reads and writes."""
         free, _ = torch.cuda.mem_get_info(model.device)
-        with model.recordable():
-            # The largest first: the others find their memory in what it leaves.
-            for context in reversed(self._contexts):
-                for batch in reversed(self._batches):
-                    self._record(batch, context)
+        # The largest first: the others find their memory in what it leaves.
+        for context in reversed(self._contexts):
+            for batch in reversed(self._batches):
+                self._record(batch, context)
         left, _ = torch.cuda.mem_get_info(model.device)
         log.info("sized", what=f"recorded decode steps: {len(self._recorded)}, {human(max(0, free - left))}")
 

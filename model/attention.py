@@ -5,46 +5,68 @@ map is absorbed into the query and the value map is applied to the attention out
 section 2.1.2). A cached item is `[normed latent | roped key]`, and all heads read the same items.
 """
 
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
-from model.norm import rms_norm
+from model.config import NetworkConfig
+from model.linear import Linear
+from model.norm import RmsNorm
 from model.rope import Rope
+from model.weights import Weights
+
+_LATENT_NORM_EPS = 1e-6
+"""Of the norms of both latents, in transformers and in DeepSeek's code, whatever `rms_norm_eps` is."""
 
 
+@dataclass(frozen=True)
 class LatentAttention:
-    """The projections of one transformers DSA attention module, before and after the attention itself."""
+    """The projections of one layer, before and after the attention itself.
 
-    def __init__(self, module: Any) -> None:
-        self._module = module
-        self.scaling: float = module.scaling
-        self._latent_dim: int = module.kv_lora_rank
-        self._nope_dim: int = module.qk_nope_head_dim
-        self._rope_dim: int = module.qk_rope_head_dim
-        per_head = module.kv_b_proj.weight.view(-1, self._nope_dim + module.v_head_dim, self._latent_dim)
-        self._key_map = per_head[:, : self._nope_dim]
-        self._value_map = per_head[:, self._nope_dim :]
+    key_map: [heads, nope_dim, latent_dim]; value_map: [heads, value_dim, latent_dim]. Both are of `kv_b_proj`, in the
+    network's dtype.
+    """
 
-    def items(self, hidden: torch.Tensor, rope: Rope) -> torch.Tensor:
-        """The KV items [N, item_dim] of normed hidden states [N, hidden_size]."""
-        compressed = self._module.kv_a_proj_with_mqa(hidden).unsqueeze(1)
-        latent, key_rope = compressed.split((self._latent_dim, self._rope_dim), dim=-1)
-        normed = rms_norm(latent, self._module.kv_a_layernorm)
-        return rope.rotate(key_rope, normed, interleaved=True, beside_first=True).squeeze(1)
+    query_norm: RmsNorm
+    query_b: Linear
+    latent_norm: RmsNorm
+    key_map: torch.Tensor
+    value_map: torch.Tensor
+    out: Linear
 
-    def queries(self, hidden: torch.Tensor, rope: Rope) -> tuple[torch.Tensor, torch.Tensor]:
-        """Absorbed queries [N, heads, item_dim] of normed hidden states [N, hidden_size], to be compared with items,
-        and the latents [N, q_lora_rank] that they are made from, for the indexer."""
-        module = self._module
-        latents = rms_norm(module.q_a_proj(hidden), module.q_a_layernorm)
-        queries = module.q_b_proj(latents).view(len(hidden), -1, self._nope_dim + self._rope_dim)
-        query_nope, query_rope = queries.split((self._nope_dim, self._rope_dim), dim=-1)
-        absorbed = torch.einsum("nhd,hdr->nhr", query_nope, self._key_map)
-        return rope.rotate(query_rope, absorbed, interleaved=True, beside_first=True), latents
+    @classmethod
+    def load(cls, weights: Weights, name: str, config: NetworkConfig) -> "LatentAttention":
+        """The projections of that name, such as `model.layers.0.self_attn`."""
+        heads, head_dim = config.heads, config.nope_dim + config.rope_dim
+        per_head = weights.tensor(
+            f"{name}.kv_b_proj.weight", (heads * (config.nope_dim + config.value_dim), config.latent_dim)
+        ).view(heads, -1, config.latent_dim)
+        return cls(
+            query_norm=RmsNorm(weights.tensor(f"{name}.q_a_layernorm.weight", (config.query_rank,)), _LATENT_NORM_EPS),
+            query_b=weights.linear({f"{name}.q_b_proj": heads * head_dim}, config.query_rank),
+            latent_norm=RmsNorm(
+                weights.tensor(f"{name}.kv_a_layernorm.weight", (config.latent_dim,)), _LATENT_NORM_EPS
+            ),
+            key_map=per_head[:, : config.nope_dim],
+            value_map=per_head[:, config.nope_dim :],
+            out=weights.linear({f"{name}.o_proj": config.hidden_size}, heads * config.value_dim),
+        )
+
+    def items(self, compressed: torch.Tensor, rope: Rope) -> torch.Tensor:
+        """The KV items [N, item_dim] of compressed keys and values of the same shape (kv_a_proj_with_mqa)."""
+        latent, key_rope = compressed.unsqueeze(1).tensor_split((self.key_map.shape[2],), dim=-1)
+        return rope.rotate(key_rope, self.latent_norm(latent), interleaved=True, beside_first=True).squeeze(1)
+
+    def queries(self, query_latents: torch.Tensor, rope: Rope) -> torch.Tensor:
+        """Absorbed queries [N, heads, item_dim], to be compared with items, of normed latents [N, query_rank]."""
+        heads, nope_dim, _ = self.key_map.shape
+        queries = self.query_b(query_latents).view(len(query_latents), heads, -1)
+        query_nope, query_rope = queries.tensor_split((nope_dim,), dim=-1)
+        absorbed = torch.einsum("nhd,hdr->nhr", query_nope, self.key_map)
+        return rope.rotate(query_rope, absorbed, interleaved=True, beside_first=True)
 
     def output(self, latents: torch.Tensor) -> torch.Tensor:
         """Map each head's attended latent, shape [N, heads, latent_dim], to hidden states [N, hidden_size]."""
-        values = latents.new_empty(*latents.shape[:2], self._value_map.shape[1])
-        torch.bmm(latents.transpose(0, 1), self._value_map.transpose(1, 2), out=values.transpose(0, 1))
-        return self._module.o_proj(values.flatten(1))  # type: ignore[no-any-return]
+        values = latents.new_empty(*latents.shape[:2], self.value_map.shape[1])
+        torch.bmm(latents.transpose(0, 1), self.value_map.transpose(1, 2), out=values.transpose(0, 1))
+        return self.out(values.flatten(1))

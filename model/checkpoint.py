@@ -93,7 +93,7 @@ def _stable(config: dict[str, Any]) -> "hashlib._Hash":
 def _identifying_parts(file: Path) -> list[bytes]:
     size = file.stat().st_size
     with file.open("rb") as stream:
-        header = _read_header(stream, file, size)
+        header = read_header(stream, file)
         data_begin = 8 + len(header)
         last_sample = max(data_begin, size - SAMPLE_BYTES)
         parts = [struct.pack("<Q", size), header]
@@ -103,8 +103,10 @@ def _identifying_parts(file: Path) -> list[bytes]:
     return parts
 
 
-def _read_header(stream: BinaryIO, file: Path, size: int) -> bytes:
-    """The JSON header of a safetensors file, whose tensors must end where the file ends."""
+def read_header(stream: BinaryIO, file: Path) -> bytes:
+    """The JSON header of a safetensors file, from its beginning on. Raises StartupError for a damaged file, and for one
+    whose tensors do not end where it ends."""
+    size = file.stat().st_size
     length = int.from_bytes(stream.read(8), "little")
     if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
         raise StartupError(f"{file} is not a complete safetensors file: its header is cut off")

@@ -1,39 +1,118 @@
-"""Mixtures of experts."""
+"""Mixtures of experts (DeepSeek-V3, arXiv:2412.19437, section 2.1.2)."""
 
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
 from model.backends.device import fuses
+from model.config import NetworkConfig
+from model.feed_forward import FeedForward, swiglu
+from model.linear import Linear
 from model.router import Router
+from model.shard import Shard
+from model.weights import Weights
+
+_ALL_AT_ONCE_BYTES = 1 << 30
+"""Every expert computes every token if what that makes is at most so large."""
 
 
+@dataclass(frozen=True)
 class MixtureOfExperts:
-    """The routed and the shared experts of a transformers module."""
+    """The routed experts that this process has, those from `first` on, and the shared expert.
 
-    def __init__(self, module: Any) -> None:
-        self._router = Router.of(module.gate)
-        self._experts = module.experts
-        self._shared = module.shared_experts
-        self._numbers = torch.arange(module.experts.num_experts, device=module.experts.down_proj.device)
+    gate_up, down: of the routed experts, [experts, 2 * width, hidden_size] and [experts, hidden_size, width].
+    """
+
+    router: Router
+    gate_up: Linear
+    down: Linear
+    first: int
+    shared: FeedForward
+
+    @classmethod
+    def load(cls, weights: Weights, name: str, config: NetworkConfig, shard: Shard) -> "MixtureOfExperts":
+        """The mixture of that name, such as `model.layers.3.mlp`."""
+        hidden_size, width = config.hidden_size, config.expert_width
+        own = shard.experts(config.router.experts)
+        experts = [f"{name}.experts.{number}" for number in own]
+        return cls(
+            router=Router.load(weights, f"{name}.gate", hidden_size, config.router),
+            gate_up=weights.stack(
+                [{f"{expert}.gate_proj": width, f"{expert}.up_proj": width} for expert in experts], hidden_size
+            ),
+            down=weights.stack([{f"{expert}.down_proj": hidden_size} for expert in experts], width),
+            first=own.start,
+            shared=FeedForward.load(weights, f"{name}.shared_experts", hidden_size, config.shared_width),
+        )
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        weights, ids = self._router.route(hidden)
-        routed = self._grouped if fuses(hidden) else self._experts
-        return routed(hidden, ids, weights) + self._shared(hidden)  # type: ignore[no-any-return]
+        """hidden: [N, hidden_size]. Returns the same shape: what this process contributes."""
+        weights, ids = self.router.route(hidden)
+        return self.routed(hidden, ids, weights) + self.shared(hidden)
+
+    def routed(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """The weighted sum of the chosen experts of this process. ids, weights: [N, top_k], see Router.route."""
+        if self.gate_up.scales is not None and self.down.scales is not None:
+            # Here, since a machine without a GPU need not have Triton.
+            from model.backends.triton_fp8 import experts
+
+            total: torch.Tensor = experts(
+                hidden,
+                ids,
+                weights,
+                self.gate_up.weight,
+                self.gate_up.scales,
+                self.down.weight,
+                self.down.scales,
+                self.gate_up.power_of_two,
+                self.first,
+            )
+            return total
+        ids = ids - self.first
+        if fuses(hidden):
+            return self._grouped(hidden, ids, weights)
+        number, width, _ = self.gate_up.weight.shape
+        if hidden.is_cuda and number * len(hidden) * width * hidden.element_size() <= _ALL_AT_ONCE_BYTES:
+            return self._all_at_once(hidden, ids, weights)
+        return self._one_by_one(hidden, ids, weights)
+
+    def _one_by_one(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Waits to know which experts were chosen. In the order in which transformers adds up."""
+        total = torch.zeros_like(hidden)
+        for expert, (gate_up, down) in enumerate(zip(self.gate_up.weight, self.down.weight, strict=True)):
+            choice, token = torch.where(ids.t() == expert)
+            if len(token):
+                computed = F.linear(swiglu(F.linear(hidden[token], gate_up)), down)
+                total.index_add_(0, token, (computed * weights[token, choice, None]).to(hidden.dtype))
+        return total
+
+    def _all_at_once(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Waits for nothing, so that it can be recorded: every expert computes every token."""
+        number = len(self.gate_up.weight)
+        chosen = torch.arange(number, device=ids.device) == ids.unsqueeze(-1)
+        weight_of = (weights.unsqueeze(-1) * chosen).sum(1)
+        inner = swiglu(torch.matmul(hidden, self.gate_up.weight.transpose(1, 2)))
+        computed = torch.bmm(inner, self.down.weight.transpose(1, 2))
+        return torch.einsum("enh,ne->nh", computed.float(), weight_of).to(hidden.dtype)
 
     def _grouped(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """The routed experts in bfloat16 on CUDA: what transformers computes, in fewer kernels.
-
-        Pairs of a token and an expert are sorted by expert, and each projection is one grouped product over them.
-        """
-        expert_of, pairs = ids.flatten().sort()
-        ends = torch.searchsorted(expert_of, self._numbers, right=True, out_int32=True)
-        gate_up = F.grouped_mm(hidden[pairs // ids.shape[1]], self._experts.gate_up_proj.transpose(1, 2), offs=ends)
-        gate, up = gate_up.chunk(2, dim=-1)
-        down = F.grouped_mm(F.silu(gate) * up, self._experts.down_proj.transpose(1, 2), offs=ends)
+        """In bfloat16 on CUDA: pairs of a token and an expert are sorted by expert, and each projection is one grouped
+        product over them. Pairs of experts that other processes have come last, and count nothing."""
+        number = len(self.gate_up.weight)
+        present = (ids >= 0) & (ids < number)
+        expert_of, pairs = torch.where(present, ids, number).flatten().sort()
+        ends = torch.searchsorted(expert_of, torch.arange(number, device=ids.device), right=True, out_int32=True)
+        gate_up = F.grouped_mm(hidden[pairs // ids.shape[1]], self.gate_up.weight.transpose(1, 2), offs=ends)
+        down = F.grouped_mm(swiglu(gate_up), self.down.weight.transpose(1, 2), offs=ends)
         by_token = torch.empty_like(down)
         by_token[pairs] = down
         weighted = by_token.view(*ids.shape, -1) * weights.unsqueeze(-1)
+        if self.is_part:  # what was not computed may be no number
+            weighted = weighted.where(present.unsqueeze(-1), 0.0)
         return weighted.sum(1).to(hidden.dtype)
+
+    @property
+    def is_part(self) -> bool:
+        """Whether other processes have experts, too."""
+        return len(self.gate_up.weight) < len(self.router.weight)

@@ -1,11 +1,17 @@
 """The projections of the lightning indexer, which scores positions for selection (DeepSeek-V3.2, section 2.1)."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+import torch.nn.functional as F
 
+from model.config import NetworkConfig
+from model.linear import Linear
+from model.norm import LayerNorm
 from model.rope import Rope
+from model.weights import Weights
+
+_KEY_NORM_EPS = 1e-6
 
 
 @dataclass(frozen=True)
@@ -23,30 +29,47 @@ class IndexQueries:
         return IndexQueries(self.queries[tokens], self.head_weights[tokens])
 
 
+@dataclass(frozen=True)
 class Indexer:
-    """The projections of one transformers DSA indexer module.
+    """The projections of one layer's indexer.
 
-    The families differ in the rotary layout: `interleaved` is GLM's, half-split is DeepSeek-V3.2's.
+    head_weights: float32 [index_heads, hidden_size], unquantised in every checkpoint. interleaved: the rotary layout of
+    GLM; DeepSeek-V3.2's is half-split.
     """
 
-    def __init__(self, module: Any, interleaved: bool) -> None:
-        self._module = module
-        self._interleaved = interleaved
+    query_b: Linear
+    key_norm: LayerNorm
+    head_weights: torch.Tensor
+    interleaved: bool
 
-    def keys(self, hidden: torch.Tensor, rope: Rope) -> torch.Tensor:
-        """The index keys [N, index_dim] of normed hidden states [N, hidden_size]."""
-        keys = self._module.k_norm(self._module.wk(hidden)).unsqueeze(1)
-        return self._rotate(keys, rope).squeeze(1)
+    @classmethod
+    def load(cls, weights: Weights, name: str, config: NetworkConfig) -> "Indexer":
+        """The indexer of that name, such as `model.layers.0.self_attn.indexer`."""
+        key_norm = LayerNorm(
+            weights.tensor(f"{name}.k_norm.weight", (config.index_dim,)),
+            weights.tensor(f"{name}.k_norm.bias", (config.index_dim,)),
+            _KEY_NORM_EPS,
+        )
+        return cls(
+            query_b=weights.linear({f"{name}.wq_b": config.index_heads * config.index_dim}, config.query_rank),
+            key_norm=key_norm,
+            head_weights=weights.tensor(
+                f"{name}.weights_proj.weight", (config.index_heads, config.hidden_size), torch.float32
+            ),
+            interleaved=config.index_interleaved,
+        )
+
+    def keys(self, projected: torch.Tensor, rope: Rope) -> torch.Tensor:
+        """The index keys of projected hidden states (wk), both [N, index_dim]."""
+        return self._rotate(self.key_norm(projected).unsqueeze(1), rope).squeeze(1)
 
     def queries(self, hidden: torch.Tensor, query_latents: torch.Tensor, rope: Rope) -> IndexQueries:
-        """Queries and head weights of normed hidden states [N, hidden_size]."""
-        module = self._module
-        queries = module.wq_b(query_latents).view(len(hidden), module.n_heads, module.head_dim)
-        # transformers keeps this projection in float32 in a bfloat16 model.
-        head_weights = module.weights_proj(hidden.to(module.weights_proj.weight.dtype))
-        return IndexQueries(self._rotate(queries, rope), head_weights.float() * module.n_heads**-0.5)
+        """Queries and head weights of normed hidden states [N, hidden_size] and query latents [N, query_rank]."""
+        heads = len(self.head_weights)
+        queries = self.query_b(query_latents).view(len(hidden), heads, -1)
+        weights = F.linear(hidden.float(), self.head_weights)
+        return IndexQueries(self._rotate(queries, rope), weights * heads**-0.5)
 
     def _rotate(self, x: torch.Tensor, rope: Rope) -> torch.Tensor:
-        rope_dim = self._module.qk_rope_head_dim
-        roped, passed = x[..., :rope_dim], x[..., rope_dim:]
-        return rope.rotate(roped, passed, interleaved=self._interleaved, beside_first=False)
+        roped, passed = x[..., : rope.dim], x[..., rope.dim :]
+        return rope.rotate(roped, passed, interleaved=self.interleaved, beside_first=False)

@@ -1,25 +1,43 @@
 """Loads a Hugging Face checkpoint of a sparse-attention model."""
 
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
+import structlog
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.utils.logging import disable_progress_bar
 
 from base.errors import StartupError
+from base.memory import available_host_bytes, human
+from model.backends.device import fp8_obstacle
 from model.backends.protocol import AttentionBackend
 from model.backends.torch_backend import TorchBackend
 from model.checkpoint import fingerprint, read_json, weight_files
+from model.config import read_config
+from model.network import Network
+from model.progress import Progress
+from model.quantization import BlockFp8
 from model.shard import WHOLE, Shard
 from model.sparse_model import SparseModel
 from model.spec import ModelSpec
+from model.stored_weights import SCALES, StoredWeights
+from model.tensor_files import StoredTensor, find_tensors
+from model.weights import RandomWeights
+
+log = structlog.get_logger(__name__)
 
 LoadFormat = Literal["auto", "dummy"]
 """Where weights come from: the checkpoint's files, or random numbers."""
+Quantization = Literal["auto", "fp8"]
+"""auto: as the checkpoint is. fp8: weights that are in another type become block-fp8 while they are loaded."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-SUPPORTED_MODEL_TYPES = ("deepseek_v32", "glm_moe_dsa")
+
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_EXPERT = re.compile(r"\.mlp\.experts\.\d+\.")
+_NAMED = 3
+"""Weights that a message names."""
 
 
 def resolve_dtype(path: Path, name: str) -> torch.dtype:
@@ -43,27 +61,27 @@ def read_spec(
     `context_length` defaults to all that the model was made for. With load_format `dummy` there need not be weights.
     Raises StartupError where the directory is not a complete checkpoint of a supported model.
     """
-    raw = read_json(path / "config.json")
-    config = _parse_config(path, raw)
+    config = read_config(path)
+    longest = config.max_position_embeddings
     if context_length is None:
-        context_length = config.max_position_embeddings
-    if not 0 < context_length <= config.max_position_embeddings:
+        context_length = longest
+    if not 0 < context_length <= longest:
         raise StartupError(
             f"the context length must be between 1 and the model's max_position_embeddings, "
-            f"{config.max_position_embeddings}, not {context_length}"
+            f"{longest}, not {context_length}"
         )
     return ModelSpec(
         model_type=config.model_type,
-        num_layers=config.num_hidden_layers,
-        index_layer_of=_index_layer_of(path, config),
-        item_dim=config.kv_lora_rank + config.qk_rope_head_dim,
-        latent_dim=config.kv_lora_rank,
-        index_dim=config.index_head_dim,
+        num_layers=len(config.layers),
+        index_layer_of=config.index_layer_of,
+        item_dim=config.latent_dim + config.rope_dim,
+        latent_dim=config.latent_dim,
+        index_dim=config.index_dim,
         index_topk=config.index_topk,
         vocab_size=config.vocab_size,
         context_length=context_length,
         dtype=dtype,
-        fingerprint=fingerprint(raw, weight_files(path) if load_format == "auto" else []),
+        fingerprint=fingerprint(read_json(path / "config.json"), weight_files(path) if load_format == "auto" else []),
     )
 
 
@@ -75,79 +93,75 @@ def load_model(
     backend: AttentionBackend | None = None,
     load_format: LoadFormat = "auto",
     shard: Shard = WHOLE,
+    quantization: Quantization = "auto",
 ) -> SparseModel:
     """Load a checkpoint's weights, converted to `dtype`, onto a device. Never reaches the network.
 
-    Tensors are copied one by one from mapped files, so only a few of them are in host memory at a time, besides the
-    page cache. Experts are fused on the device, which temporarily takes the memory of one or two more layers' experts.
+    Weights in block-fp8 stay as they are where the device computes with them; else they are dequantised. Weights pass
+    through main memory in pieces, half a gigabyte of them at most at a time.
 
     `backend` computes attention; by default torch does. With load_format `dummy` the device generates random weights
-    instead, the same on every device of a kind, as in SGLang and vLLM.
+    instead, the same on every device of a kind, as in SGLang and vLLM. `shard`: which experts to load.
 
-    Raises StartupError for what `read_spec` refuses, and where weights are missing or have other shapes.
+    Raises StartupError for what `read_spec` refuses, where weights are missing or have other shapes, and where they do
+    not fit the device.
     """
     spec = read_spec(path, dtype, context_length, load_format)
-    network = _dummy_network(path, dtype, device) if load_format == "dummy" else _load_network(path, dtype, device)
-    if device.type == "cuda":  # the pools need what fusing left in the allocator's cache
+    config = read_config(path)
+    obstacle = fp8_obstacle(device, dtype)
+    if quantization == "fp8" and obstacle:
+        raise StartupError(f"--quantization fp8: {obstacle}")
+    fp8 = config.quantization or (BlockFp8() if quantization == "fp8" else None)
+    keeps = None if obstacle else fp8
+    if fp8 and obstacle:
+        log.info("fp8 weights are dequantised", dtype=str(dtype).removeprefix("torch."), reason=obstacle)
+    stored = {} if load_format == "dummy" else find_tensors(weight_files(path))
+
+    def weights(where: torch.device) -> RandomWeights | StoredWeights:
+        if load_format == "dummy":
+            return RandomWeights(where, dtype, keeps)
+        return StoredWeights(stored, where, dtype, keeps, quantises=quantization == "fp8")
+
+    # First without memory, so that nothing is read of what cannot be served.
+    planned = weights(torch.device("meta"))
+    Network.load(planned, config, shard)
+    if isinstance(planned, StoredWeights):
+        _check(path, planned, stored, len(config.layers))
+    _check_room(path, planned.num_bytes, device)
+    made = weights(device)
+    network = Network.load(made, config, shard)
+    if isinstance(made, StoredWeights):
+        made.fill(Progress("loading weights"))
+    if device.type == "cuda":  # the pools need what loading left in the allocator's cache
         torch.cuda.empty_cache()
-    return SparseModel(network.requires_grad_(False).eval(), spec, backend or TorchBackend(spec.kv_format), shard)
+    return SparseModel(network, spec, backend or TorchBackend(spec.kv_format))
 
 
-def _load_network(path: Path, dtype: torch.dtype, device: torch.device) -> Any:
-    disable_progress_bar()  # it does not belong in a log
-    try:
-        network, report = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, device_map={"": device}, local_files_only=True, output_loading_info=True
-        )
-    except Exception as error:  # the library lets through what its file readers raise
-        raise StartupError(f"the weights in {path} cannot be loaded: {_first_line(error)}") from error
-    missing = sorted(report["missing_keys"])
-    if missing:
-        raise StartupError(f"{path} lacks {len(missing)} weights, which would be random: {', '.join(missing[:3])}")
-    return network
+def _check(path: Path, planned: StoredWeights, stored: Mapping[str, StoredTensor], num_layers: int) -> None:
+    """Raise StartupError where the network wants what is not stored. Log what is stored and not wanted."""
+    if planned.missing:
+        raise StartupError(f"{path} lacks {_some(planned.missing)}")
+    if planned.misshapen:
+        raise StartupError(f"{path} has weights of other shapes: {'; '.join(planned.misshapen[:_NAMED])}")
+    alone = [name for name in stored if name.endswith(SCALES) and name.removesuffix(SCALES) not in stored]
+    if alone:
+        raise StartupError(f"{path} has scales without the weights that they belong to: {_some(alone)}")
+    left = [name for name in stored if name not in planned.used]
+    skipped = [name for name in left if (layer := _LAYER.match(name)) and int(layer[1]) >= num_layers]
+    if skipped:
+        log.info("multi-token prediction layers are not loaded", weights=len(skipped))
+    unknown = [name for name in set(left).difference(skipped) if not _EXPERT.search(name)]
+    if unknown:
+        log.warning("the checkpoint has weights that this network does not know", weights=_some(sorted(unknown)))
 
 
-def _dummy_network(path: Path, dtype: torch.dtype, device: torch.device) -> Any:
-    config = AutoConfig.from_pretrained(path, local_files_only=True)
-    with device, torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(0)
-        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+def _check_room(path: Path, num_bytes: int, device: torch.device) -> None:
+    """Raise StartupError if weights of so many bytes do not fit the device."""
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_host_bytes()
+    if num_bytes > free and device.type != "meta":
+        raise StartupError(f"the weights of {path} take {human(num_bytes)}, but {device} has {human(free)} free")
 
 
-def _parse_config(path: Path, raw: dict[str, Any]) -> Any:
-    """The library's configuration object, with its defaults for what config.json lacks."""
-    model_type = raw.get("model_type")
-    if model_type not in SUPPORTED_MODEL_TYPES:
-        raise StartupError(
-            f"{path} is not a sparse-attention (DSA) checkpoint: its model_type is {model_type!r}; "
-            f"supported: {', '.join(SUPPORTED_MODEL_TYPES)}"
-        )
-    if raw.get("q_lora_rank", 0) is None:
-        raise StartupError(f"{path}/config.json has q_lora_rank null: the indexer needs low-rank queries")
-    for key in ("quantization_config", "compression_config"):
-        if raw.get(key):
-            method = raw[key].get("quant_method") if isinstance(raw[key], dict) else raw[key]
-            raise StartupError(
-                f"{path} has quantised weights ({key}: {method}), which are not served; "
-                f"give a checkpoint with weights in {' or '.join(DTYPES)}"
-            )
-    try:
-        return AutoConfig.from_pretrained(path, local_files_only=True)
-    except Exception as error:  # the library's validation raises classes of its own and of its dependencies
-        raise StartupError(f"{path}/config.json is not a valid {model_type} config: {_first_line(error)}") from error
-
-
-def _index_layer_of(path: Path, config: Any) -> tuple[int, ...]:
-    num_layers = config.num_hidden_layers
-    # Entries past the last layer belong to the multi-token prediction layers, which are not loaded.
-    kinds = (getattr(config, "indexer_types", None) or ["full"] * num_layers)[:num_layers]
-    if len(kinds) < num_layers or not set(kinds) <= {"full", "shared"} or kinds[0] != "full":
-        raise StartupError(
-            f"{path}/config.json should have 'full' or 'shared' as indexer_types for each of its {num_layers} layers, "
-            f"the first one 'full', not {kinds}"
-        )
-    return tuple(kinds[: layer + 1].count("full") - 1 for layer in range(num_layers))
-
-
-def _first_line(error: Exception) -> str:
-    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+def _some(names: Sequence[str]) -> str:
+    more = ", ..." if len(names) > _NAMED else ""
+    return f"{len(names)} weights: {', '.join(sorted(names)[:_NAMED])}{more}"

@@ -1,14 +1,34 @@
-"""Normalisation by the root mean square of a hidden state (Zhang, Sennrich, arXiv:1910.07467)."""
+"""Normalisation of hidden states."""
 
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
 
-def rms_norm(x: torch.Tensor, module: Any) -> torch.Tensor:
-    """x, [..., dim], normed as by a transformers module, which writes out in seven operations what torch has as one.
+@dataclass(frozen=True)
+class RmsNorm:
+    """By the root mean square (Zhang, Sennrich, arXiv:1910.07467). weight: [dim].
 
     Computed in float32 and rounded once, where transformers rounds before it applies the weight, too.
     """
-    return F.rms_norm(x, module.weight.shape, module.weight, module.variance_epsilon)
+
+    weight: torch.Tensor
+    eps: float
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [..., dim]."""
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+@dataclass(frozen=True)
+class LayerNorm:
+    """By mean and variance (Ba, Kiros, Hinton, arXiv:1607.06450). weight, bias: [dim]."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor
+    eps: float
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [..., dim]."""
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)

@@ -1,10 +1,32 @@
 """Rotary position embedding in the two layouts that sparse-attention checkpoints use."""
 
+import functools
 from dataclasses import dataclass
 
 import torch
 
 from model.backends.device import fuses
+
+
+@dataclass(frozen=True)
+class RopeAngles:
+    """The angles of all positions: position times frequency for each of the rope_dim / 2 pairs.
+
+    scale: factor of cos and sin, which yarn has.
+    """
+
+    frequencies: tuple[float, ...]
+    scale: float
+
+    def at(self, positions: torch.Tensor, dtype: torch.dtype) -> "Rope":
+        """The rotation of tokens at int64 positions [N], computed in float32."""
+        frequencies = self._frequencies_on(positions.device)
+        angles = (positions.unsqueeze(-1).float() * frequencies).unsqueeze(1)
+        return Rope((angles.cos() * self.scale).to(dtype), (angles.sin() * self.scale).to(dtype))
+
+    @functools.cache  # noqa: B019 a network has one, on one device
+    def _frequencies_on(self, device: torch.device) -> torch.Tensor:
+        return torch.tensor(self.frequencies, device=device)
 
 
 @dataclass(frozen=True)
@@ -14,11 +36,10 @@ class Rope:
     cos: torch.Tensor
     sin: torch.Tensor
 
-    @classmethod
-    def from_angles(cls, cos: torch.Tensor, sin: torch.Tensor) -> "Rope":
-        """Take cos and sin of shape [N, rope_dim] whose two halves repeat each other, as transformers makes them."""
-        half = cos.shape[-1] // 2
-        return cls(cos[:, None, :half], sin[:, None, :half])
+    @property
+    def dim(self) -> int:
+        """rope_dim."""
+        return 2 * self.cos.shape[-1]
 
     def rotate(self, x: torch.Tensor, beside: torch.Tensor, *, interleaved: bool, beside_first: bool) -> torch.Tensor:
         """Rotate x, [N, heads, rope_dim], and concatenate it with `beside`, [N, heads, any width], unrotated.

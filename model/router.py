@@ -1,12 +1,13 @@
 """Chooses the experts that compute a token (DeepSeek-V3, arXiv:2412.19437, section 2.1.2)."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from model.backends.device import fuses
+from model.config import RouterConfig
+from model.weights import Weights
 
 
 @dataclass(frozen=True)
@@ -14,30 +15,21 @@ class Router:
     """The router of one mixture of experts.
 
     weight: [experts, hidden_size]. bias: float32 [experts], added to the scores for the choice and not for the weights.
-    groups: the number of groups of equal size that the experts are in. A token chooses among the experts of the
-    `top_groups` best groups, by the sum of their two best experts. normalise: a token's weights are divided by their
-    sum before they are multiplied by `scale`.
+    A token chooses `top_k` among the experts of the `top_groups` best of `groups` groups of equal size, by the sum of
+    their two best experts. If `normalise`, its weights are divided by their sum before they are multiplied by `scale`.
     """
 
     weight: torch.Tensor
     bias: torch.Tensor
-    top_k: int
-    groups: int
-    top_groups: int
-    normalise: bool
-    scale: float
+    config: RouterConfig
 
     @classmethod
-    def of(cls, module: Any) -> "Router":
-        """The router of a transformers module."""
+    def load(cls, weights: Weights, name: str, hidden_size: int, config: RouterConfig) -> "Router":
+        """The router of that name, such as `model.layers.3.mlp.gate`."""
         return cls(
-            weight=module.weight,
-            bias=module.e_score_correction_bias,
-            top_k=module.top_k,
-            groups=module.num_group,
-            top_groups=module.topk_group,
-            normalise=module.norm_topk_prob,
-            scale=module.routed_scaling_factor,
+            weight=weights.tensor(f"{name}.weight", (config.experts, hidden_size)),
+            bias=weights.tensor(f"{name}.e_score_correction_bias", (config.experts,), torch.float32),
+            config=config,
         )
 
     def route(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -48,20 +40,20 @@ class Router:
 
             # Products of bfloat16 numbers are exact in float32, so the factors need not be converted first.
             logits = torch.mm(hidden, self.weight.t(), out_dtype=torch.float32)
-            return choose_experts(logits, self)
+            return choose_experts(logits, self.bias, self.config)
         return self.choose(F.linear(hidden.float(), self.weight.float()))
 
     def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`route` from float32 logits [N, experts]."""
         scores = logits.sigmoid()
         ranked = scores + self.bias
-        if self.groups > 1:
-            grouped = ranked.view(len(ranked), self.groups, -1)
-            best = grouped.topk(2, dim=-1).values.sum(-1).topk(self.top_groups, dim=-1, sorted=False).indices
+        if self.config.groups > 1:
+            grouped = ranked.view(len(ranked), self.config.groups, -1)
+            best = grouped.topk(2, dim=-1).values.sum(-1).topk(self.config.top_groups, dim=-1, sorted=False).indices
             outside = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(1, best, False)
             ranked = grouped.masked_fill(outside.unsqueeze(-1), float("-inf")).flatten(1)
-        ids = ranked.topk(self.top_k, dim=-1, sorted=False).indices
+        ids = ranked.topk(self.config.top_k, dim=-1, sorted=False).indices
         weights = scores.gather(1, ids)
-        if self.normalise:
+        if self.config.normalise:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        return weights * self.scale, ids
+        return weights * self.config.scale, ids

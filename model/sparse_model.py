@@ -1,44 +1,25 @@
-"""A sparse-attention (DSA) model that runs against KV caches owned by others.
+"""A sparse-attention (DSA) model that runs against KV caches owned by others: only selected rows of them are read."""
 
-Weights, linear layers, dense MLPs and rotary angles are those of the transformers model. Its attention, decoder layers
-and caches are not used: KV lies in pools that the caller owns, and only selected rows are read.
-"""
-
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
+import torch.nn.functional as F
 
-from model.attention import LatentAttention
 from model.backends.protocol import AttentionBackend
 from model.cache import DecodeCache
-from model.experts import MixtureOfExperts
-from model.indexer import Indexer
-from model.norm import rms_norm
+from model.network import Network
 from model.passes import DecodePass, PrefillChunk, PrefillPass
-from model.rope import Rope
-from model.shard import WHOLE, Shard
 from model.spec import ModelSpec
 
 
 class SparseModel:
-    """Runs a loaded transformers `deepseek_v32` or `glm_moe_dsa` causal language model.
+    """Runs a network. KV is written and read in the format of the attention backend."""
 
-    KV is written and read in the format of the attention backend. `shard`: the part of the experts that this process
-    has; the network of transformers has all of them.
-    """
-
-    def __init__(self, network: Any, spec: ModelSpec, backend: AttentionBackend, shard: Shard = WHOLE) -> None:
-        if shard != WHOLE:
-            raise ValueError(f"shard {shard.rank} of {shard.of}: this network computes the whole model")
+    def __init__(self, network: Network, spec: ModelSpec, backend: AttentionBackend) -> None:
         self.spec = spec
-        self.shard = shard
-        self.device: torch.device = network.device
-        self._network = network
+        self.device = network.embedding.device
+        self.network = network
         self._backend = backend
-        interleaved = spec.model_type == "glm_moe_dsa"
-        self._layers = [_Layer(module, interleaved) for module in network.model.layers]
 
     @torch.no_grad()
     def prefill(self, chunks: Sequence[PrefillChunk], on_layer: Callable[[int], None] = lambda _: None) -> None:
@@ -58,23 +39,7 @@ class SparseModel:
         Returns float32 logits, shape [batch, vocab_size].
         """
         hidden = self._forward(token_ids, positions, DecodePass(cache, self.spec, self._backend))
-        logits: torch.Tensor = self._network.lm_head(rms_norm(hidden, self._network.model.norm))
-        return logits.float()
-
-    @contextmanager
-    def recordable(self) -> Iterator[None]:
-        """While it lasts, `decode` waits for nothing, so that it can be recorded in a CUDA graph.
-
-        In other dtypes than bfloat16 torch multiplies grouped matrices one by one, and waits to know their sizes. For
-        these dtypes the library's batched variant, which gathers the weights of each token's experts, is used instead.
-        """
-        chosen = self._network.config._experts_implementation
-        if self.spec.dtype != torch.bfloat16:
-            self._network.set_experts_implementation("batched_mm")
-        try:
-            yield
-        finally:
-            self._network.set_experts_implementation(chosen)
+        return F.linear(self.network.norm(hidden), self.network.head).float()
 
     def _forward(
         self,
@@ -88,32 +53,21 @@ class SparseModel:
 
         With `kv_only` it returns when the last layer's KV is stored, and its result is meaningless.
         """
-        hidden: torch.Tensor = self._network.model.embed_tokens(token_ids)
-        cos, sin = self._network.model.rotary_emb(hidden, position_ids=positions.unsqueeze(0))
-        rope = Rope.from_angles(cos.squeeze(0), sin.squeeze(0))
-        for number, layer in enumerate(self._layers):
-            normed = rms_norm(hidden, layer.input_norm)
-            forward_pass.store(number, layer.attention.items(normed, rope))
-            if layer.indexer:
-                forward_pass.store_index_keys(number, layer.indexer.keys(normed, rope))
+        network = self.network
+        hidden = F.embedding(token_ids, network.embedding)
+        rope = network.config.rope.at(positions, hidden.dtype)
+        for number, layer in enumerate(network.layers):
+            normed = layer.input_norm(hidden)
+            projected = layer.project(normed, rope)
+            forward_pass.store(number, projected.items)
+            if projected.index_keys is not None:
+                forward_pass.store_index_keys(number, projected.index_keys)
             on_layer(number)
-            if kv_only and number == len(self._layers) - 1:
+            if kv_only and number == len(network.layers) - 1:
                 break
-            queries, query_latents = layer.attention.queries(normed, rope)
-            index = layer.indexer.queries(normed, query_latents, rope) if layer.indexer else None
-            attended = forward_pass.attend(number, queries, index, layer.attention.scaling)
+            queries = layer.attention.queries(projected.query_latents, rope)
+            index = layer.index_queries(normed, projected, rope)
+            attended = forward_pass.attend(number, queries, index, network.config.scaling)
             hidden = hidden + layer.attention.output(attended)
-            hidden = hidden + layer.mlp(rms_norm(hidden, layer.mlp_norm))
+            hidden = hidden + layer.mlp(layer.mlp_norm(hidden))
         return hidden
-
-
-class _Layer:
-    """The modules of one decoder layer."""
-
-    def __init__(self, module: Any, interleaved: bool) -> None:
-        self.input_norm = module.input_layernorm
-        self.attention = LatentAttention(module.self_attn)
-        indexer = module.self_attn.indexer
-        self.indexer = Indexer(indexer, interleaved) if indexer is not None else None
-        self.mlp_norm = module.post_attention_layernorm
-        self.mlp = MixtureOfExperts(module.mlp) if hasattr(module.mlp, "experts") else module.mlp

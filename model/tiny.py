@@ -15,6 +15,9 @@ from transformers import AutoConfig, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from model.quantization import BlockFp8
+from model.tiny_fp8 import quantization_config, write_fp8
+
 Family = Literal["deepseek_v32", "glm_moe_dsa"]
 
 SPECIAL_TOKENS = ("<|begin|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
@@ -46,6 +49,7 @@ def write_tiny_checkpoint(
     index_topk: int = 64,
     index_n_heads: int = 32,
     max_position_embeddings: int = 8192,
+    fp8: BlockFp8 | None = None,
 ) -> None:
     """Write a complete random checkpoint of about a million parameters into a directory.
 
@@ -54,6 +58,9 @@ def write_tiny_checkpoint(
 
     The first layer is dense, the others are mixtures of experts. GLM's layers share selections: from the third on,
     every other layer reuses the selection of the layer before it. Raises ValueError for a shape that cannot work.
+
+    fp8: as the published checkpoints in block-fp8 are, with shards, an index, a projection that is left out and a
+    multi-token prediction layer; latents are wider than a block, and no multiple of it.
     """
     if layers < 1 or index_topk < 1 or max_position_embeddings < 1:
         raise ValueError(
@@ -83,8 +90,8 @@ def write_tiny_checkpoint(
         n_group=1,
         topk_group=1,
         routed_scaling_factor=1.0,
-        kv_lora_rank=48,
-        q_lora_rank=48,
+        kv_lora_rank=144 if fp8 else 48,
+        q_lora_rank=160 if fp8 else 48,
         qk_nope_head_dim=16,
         qk_rope_head_dim=16,
         v_head_dim=16,
@@ -95,11 +102,17 @@ def write_tiny_checkpoint(
         # A padding token would make a zero embedding row, whose index scores all tie.
         pad_token_id=None,
         architectures=[MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]],
-        dtype="float32",
+        dtype="bfloat16" if fp8 else "float32",
         **({"index_topk_freq": 2} if family == "glm_moe_dsa" else {}),
     )
-    write_without_weights(path, config.to_dict())
-    save_file(_random_weights(config, seed), path / "model.safetensors", metadata={"format": "pt"})
+    if fp8 is None:
+        write_without_weights(path, config.to_dict())
+        save_file(_random_weights(config, seed), path / "model.safetensors", metadata={"format": "pt"})
+        return
+    left_out = [f"model.layers.{layers - 1}.self_attn.q_a_proj"]
+    extra = {"quantization_config": quantization_config(fp8, left_out), "num_nextn_predict_layers": 1}
+    write_without_weights(path, config.to_dict() | extra)
+    write_fp8(path, _random_weights(config, seed) | _prediction_layer(config, seed + 1), fp8, left_out)
 
 
 def write_without_weights(path: Path, config: dict[str, Any]) -> None:
@@ -134,6 +147,18 @@ def _random_weights(config: Any, seed: int) -> dict[str, torch.Tensor]:
             values = gain * fan_in**-0.5 * values
         weights[name] = values.to(torch.bfloat16).float()
     return weights
+
+
+def _prediction_layer(config: Any, seed: int) -> dict[str, torch.Tensor]:
+    """Weights of a multi-token prediction layer (DeepSeek-V3, section 2.2), which has the number after the last."""
+    last, number = f"model.layers.{config.num_hidden_layers - 1}.", f"model.layers.{config.num_hidden_layers}."
+    hidden, vocab = config.hidden_size, VOCAB_SIZE
+    layer = {name.replace(last, number): shape for name, shape in _shapes(config).items() if name.startswith(last)}
+    layer |= {f"{number}{norm}.weight": (hidden,) for norm in ("enorm", "hnorm", "shared_head.norm")}
+    layer |= {f"{number}eh_proj.weight": (hidden, 2 * hidden)}
+    layer |= {f"{number}{name}.weight": (vocab, hidden) for name in ("embed_tokens", "shared_head.head")}
+    generator = torch.Generator().manual_seed(seed)
+    return {name: 0.1 * torch.randn(shape, generator=generator) for name, shape in layer.items()}
 
 
 def _shapes(config: Any) -> dict[str, tuple[int, ...]]:

@@ -48,7 +48,15 @@ def run_prefill_node(config: PrefillConfig) -> None:
         at_end.callback(shell.close)
         ports = claim_transfer_ports(config)
         log.info("attention backend", backend=backend.name)
-        model = load_model(config.model_path, dtype, device, config.context_length, backend, config.load_format)
+        model = load_model(
+            config.model_path,
+            dtype,
+            device,
+            config.context_length,
+            backend,
+            config.load_format,
+            quantization=config.quantization,
+        )
         pool = PagedKVPool(spec.kv_layout, _num_pages(config, spec, device), config.page_size, device)
         layers = [*pool.kv, *pool.index_keys]
         transports = Transports(config.data_host, config.transfer_protocol, config.ib_device, ports)

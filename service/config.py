@@ -62,6 +62,10 @@ class NodeConfig(ProcessConfig):
             "auto: the checkpoint's weights; dummy: random ones, made on the device, to measure without a checkpoint."
         ),
     ] = "auto"
+    quantization: Annotated[
+        Literal["auto", "fp8"],
+        Flag("auto: weights as the checkpoint has them; fp8: others become block-fp8 while they are loaded."),
+    ] = "auto"
     gateways: Annotated[
         tuple[str, ...],
         Flag(

@@ -12,7 +12,7 @@ one's, is measured beside it.
 
 import gc
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
@@ -29,6 +29,7 @@ from benchmarks.swap_in.workload import Shape as RotationShape
 from engine.runner import ModelRunner
 from model.backends.choice import choose_backend
 from model.backends.protocol import AttentionBackend
+from model.network import Network
 from model.sparse_model import SparseModel
 
 _OWN_WARM_UP = 8
@@ -62,7 +63,7 @@ def main(
 class DecodeStepBench:
     """Measures case by case; `results` are there as soon as they are known."""
 
-    def __init__(self, shape: Shape, network: Any, device: torch.device, steps: int, console: Console) -> None:
+    def __init__(self, shape: Shape, network: Network, device: torch.device, steps: int, console: Console) -> None:
         self.results: list[CaseResult] = []
         self._shape = shape
         self._network = network

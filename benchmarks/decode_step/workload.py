@@ -1,10 +1,9 @@
 """A synthetic model with DeepSeek-V3.2's attention shapes, requests that it decodes, and what it is made to select."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from benchmarks.wrapped_backend import WrappedBackend
 from hisparse.config import HiSparseConfig
@@ -13,8 +12,11 @@ from hisparse.sizing import plan_sizes
 from hisparse.tiers import build_tiers
 from model.backends.protocol import AttentionBackend
 from model.cache import PagedKeys
+from model.config import network_config
 from model.indexer import IndexQueries
+from model.network import Network
 from model.spec import ModelSpec
+from model.weights import RandomWeights
 
 GIB = 2**30
 _INDEX_PAGE = 64
@@ -66,8 +68,8 @@ def model_spec(shape: Shape) -> ModelSpec:
     )
 
 
-def build_network(shape: Shape, device: torch.device) -> Any:
-    """The transformers model with random bfloat16 weights, and a dense feed-forward in every layer."""
+def build_network(shape: Shape, device: torch.device) -> Network:
+    """A network with random bfloat16 weights, and a dense feed-forward in every layer."""
     config = AutoConfig.for_model(
         "deepseek_v32",
         vocab_size=shape.vocab,
@@ -88,9 +90,7 @@ def build_network(shape: Shape, device: torch.device) -> Any:
         mlp_layer_types=["dense"] * shape.layers,
         tie_word_embeddings=False,
     )
-    with device:  # where the weights are drawn, which takes the host many seconds
-        network = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    return network.requires_grad_(False).eval()
+    return Network.load(RandomWeights(device, torch.bfloat16), network_config(config))
 
 
 class GivenSelection(WrappedBackend):

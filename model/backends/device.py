@@ -37,6 +37,15 @@ def fuses(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda and tensor.dtype == torch.bfloat16 and has_triton()
 
 
+def fp8_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why this process does not compute with weights in block-fp8 on the device; None if it does."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
+        return "needs a GPU that multiplies fp8 numbers as Hopper does"
+    if dtype != torch.bfloat16:
+        return "needs --dtype bfloat16"
+    return triton_obstacle()
+
+
 def tile_width(size: int) -> int:
     """The width of a tile that holds `size` elements."""
     return max(MIN_TILE, 1 << (size - 1).bit_length())

@@ -1,36 +1,33 @@
 """The choice of a token's experts as a Triton kernel: one warp per token, which holds all of its scores."""
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 
-if TYPE_CHECKING:
-    from model.router import Router
+from model.config import RouterConfig
 
 
-def choose_experts(logits: torch.Tensor, router: "Router") -> tuple[torch.Tensor, torch.Tensor]:
-    """`router.choose`, best expert first, and of equal ones the first. NaN too gets ids of experts that exist."""
+def choose_experts(logits: torch.Tensor, bias: torch.Tensor, config: RouterConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """`Router.choose`, best expert first, and of equal ones the first. NaN too gets ids of experts that exist."""
     tokens, experts = logits.shape
-    weights = logits.new_empty(tokens, router.top_k)
+    weights = logits.new_empty(tokens, config.top_k)
     ids = torch.empty_like(weights, dtype=torch.int64)
     if tokens:
         with torch.cuda.device(logits.device):
             _choose[(tokens,)](
                 logits.contiguous(),
-                router.bias,
+                bias,
                 weights,
                 ids,
-                router.scale,
-                router.top_k,
-                router.groups,
-                experts // router.groups,
-                router.top_groups,
-                router.normalise,
-                block_k=triton.next_power_of_2(router.top_k),
-                block_groups=triton.next_power_of_2(router.groups),
-                block_members=triton.next_power_of_2(experts // router.groups),
+                config.scale,
+                config.top_k,
+                config.groups,
+                experts // config.groups,
+                config.top_groups,
+                config.normalise,
+                block_k=triton.next_power_of_2(config.top_k),
+                block_groups=triton.next_power_of_2(config.groups),
+                block_members=triton.next_power_of_2(experts // config.groups),
                 num_warps=1,
             )
     return weights, ids

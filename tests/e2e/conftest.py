@@ -8,11 +8,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from model.quantization import BlockFp8
 from model.tiny import write_tiny_checkpoint
+from tests.dequantised import write_dequantised
 from tests.e2e.cluster import Cluster
 from tests.e2e.spawn import execute, fork
 
 FAMILIES = ("deepseek_v32", "glm_moe_dsa")
+SCALE_FORMATS = ("float", "ue8m0")
+"""Of checkpoints in block-fp8, which are called `family-format`."""
 TOKEN_BYTES = 4 * (4 * 64 + 4 * 32)
 """Of the tiny deepseek_v32 checkpoint: items and index keys of four layers in float32."""
 
@@ -42,15 +46,35 @@ class Reference:
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("checkpoints")
+    root = tmp_path_factory.mktemp("e2e") / "checkpoints"
     for family in FAMILIES:
         write_tiny_checkpoint(root / family, family, seed=7, index_topk=64)
-    return {family: root / family for family in FAMILIES}
+        for scales in SCALE_FORMATS:
+            fp8 = BlockFp8(power_of_two=scales == "ue8m0")
+            write_tiny_checkpoint(root / f"{family}-{scales}", family, seed=7, hidden_size=192, fp8=fp8)
+    return {path.name: path for path in root.iterdir()}
+
+
+class References(dict[str, Reference]):
+    """The reference of each checkpoint, made when it is first asked for: of one in fp8, from a float32 copy."""
+
+    def __init__(self, checkpoints: dict[str, Path]) -> None:
+        super().__init__()
+        self._checkpoints = checkpoints
+
+    def __missing__(self, name: str) -> Reference:
+        path = self._checkpoints[name]
+        if name not in FAMILIES:
+            copy = path.parent.parent / "copies" / name
+            write_dequantised(path, copy)
+            path = copy
+        self[name] = Reference(path)
+        return self[name]
 
 
 @pytest.fixture(scope="session")
 def references(checkpoints: dict[str, Path]) -> dict[str, Reference]:
-    return {family: Reference(path) for family, path in checkpoints.items()}
+    return References(checkpoints)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.cluster import Cluster, Job, complete
-from tests.e2e.conftest import FAMILIES, Reference
+from tests.e2e.conftest import FAMILIES, SCALE_FORMATS, Reference
 
 HOT_BUFFER = json.dumps({"device_buffer_size": 128})
 NEW_TOKENS = 64
@@ -78,6 +78,26 @@ def test_greedy_tokens_equal_transformers(
     assert "checksums=0" not in decode.log
     assert decode.metric("swap_in_misses_total") > 0
     assert decode.metric("host_slots", state="used") == 0
+
+
+@pytest.mark.parametrize(
+    "checkpoint",
+    [
+        pytest.param(f"{family}-{scales}", marks=pytest.mark.slow if number in (1, 2) else ())
+        for number, (family, scales) in enumerate(product(FAMILIES, SCALE_FORMATS))
+    ],
+)
+def test_checkpoints_in_fp8_say_what_transformers_says_of_a_float32_copy(
+    start_cluster: Callable[..., Cluster], references: dict[str, Reference], device: str, checkpoint: str
+) -> None:
+    cluster = start_cluster(checkpoint)
+    nodes = {"device": device, "dtype": "float32"}
+    cluster.prefill(**nodes, chunked_prefill_size=333, transfer_checksum="full")
+    decode = cluster.decode(**nodes, hisparse_config=HOT_BUFFER, debug_verify_swap_in=True)
+    cluster.wait_ready()
+
+    assert_exact(cluster, references[checkpoint], TOGETHER, concurrency=16)
+    assert decode.metric("swap_in_misses_total") > 0
 
 
 @pytest.mark.slow

@@ -1,7 +1,5 @@
 """The kernels that stand for chains of small operations, against these operations in plain torch."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,8 +9,10 @@ pytest.importorskip("triton")
 from model.backends.triton_choose import choose_experts
 from model.backends.triton_rope import rotate
 from model.backends.triton_top import MAX_K, top_positions
+from model.config import RouterConfig
 from model.experts import MixtureOfExperts
-from model.norm import rms_norm
+from model.linear import Linear
+from model.norm import RmsNorm
 from model.rope import Rope
 from model.router import Router
 from tests.gpu.test_attention_backends import CUDA, captured, generator, randn
@@ -32,8 +32,7 @@ def test_rotation_is_that_of_torch_rounded_once(
 ) -> None:
     """Of parts of wider tensors, and beside one whose heads come before its tokens."""
     angles = 6 * torch.rand(tokens, rope_dim // 2, device=CUDA, generator=generator())
-    both = torch.cat((angles, angles), -1)
-    rope = Rope.from_angles(both.cos().to(dtype), both.sin().to(dtype))
+    rope = Rope(angles.cos().to(dtype).unsqueeze(1), angles.sin().to(dtype).unsqueeze(1))
     x = randn(tokens, heads, rope_dim + 6, dtype=dtype, seed=1)[..., 6:]
     beside = randn(heads, tokens, width, dtype=dtype, seed=2).transpose(0, 1)
     rotated = rotate(x, beside, rope.cos, rope.sin, interleaved, beside_first)
@@ -56,7 +55,8 @@ def test_parts_that_do_not_fit_together_are_refused() -> None:
 
 def router(experts: int, top_k: int, groups: int, top_groups: int, normalise: bool = True) -> Router:
     weight = (0.03 * randn(experts, 1024, seed=3)).bfloat16()
-    return Router(weight, 0.1 * randn(experts, seed=4), top_k, groups, top_groups, normalise, scale=2.5)
+    config = RouterConfig(experts, top_k, groups, top_groups, normalise, scale=2.5)
+    return Router(weight, 0.1 * randn(experts, seed=4), config)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_a_token_gets_the_experts_that_torch_chooses(
 ) -> None:
     rule = router(experts, top_k, groups, top_groups, normalise)
     logits = randn(tokens, experts, seed=5)
-    weights, ids = choose_experts(logits, rule)
+    weights, ids = choose_experts(logits, rule.bias, rule.config)
     their_weights, their_ids = rule.choose(logits)
     assert ids.dtype == torch.int64
     same = (ids.sort(-1).values == their_ids.sort(-1).values).all(-1)
@@ -94,7 +94,7 @@ def test_logits_that_are_no_numbers_choose_experts_that_exist() -> None:
     rule = router(256, 8, 8, 4)
     logits = torch.full((3, 256), float("nan"), device=CUDA)
     logits[1, 7:] = 1.0
-    _, ids = choose_experts(logits, rule)
+    _, ids = choose_experts(logits, rule.bias, rule.config)
     assert ((ids >= 0) & (ids < 256)).all()
 
 
@@ -157,29 +157,28 @@ def test_more_than_a_chunk_can_give_is_refused() -> None:
 @pytest.mark.parametrize("tokens", [1, 64, 700])
 def test_grouped_experts_compute_what_each_expert_computes(tokens: int) -> None:
     experts, top_k, hidden_dim, width = 16, 4, 256, 128
-    module = torch.nn.Module()
-    module.experts = torch.nn.Module()
-    module.experts.num_experts = experts
-    module.experts.gate_up_proj = 0.1 * randn(experts, 2 * width, hidden_dim, dtype=torch.bfloat16, seed=1)
-    module.experts.down_proj = 0.1 * randn(experts, hidden_dim, width, dtype=torch.bfloat16, seed=2)
-    module.shared_experts = torch.zeros_like
-    module.gate = SimpleNamespace(
-        weight=0.1 * randn(experts, hidden_dim, dtype=torch.bfloat16, seed=3),
-        e_score_correction_bias=0.1 * randn(experts, seed=4),
-        top_k=top_k,
-        num_group=1,
-        topk_group=1,
-        norm_topk_prob=True,
-        routed_scaling_factor=2.5,
+    gate_up = 0.1 * randn(experts, 2 * width, hidden_dim, dtype=torch.bfloat16, seed=1)
+    down = 0.1 * randn(experts, hidden_dim, width, dtype=torch.bfloat16, seed=2)
+    gate = Router(
+        0.1 * randn(experts, hidden_dim, dtype=torch.bfloat16, seed=3),
+        0.1 * randn(experts, seed=4),
+        RouterConfig(experts, top_k, 1, 1, True, scale=2.5),
     )
     hidden = randn(tokens, hidden_dim, dtype=torch.bfloat16, seed=5)
-    weights, ids = Router.of(module.gate).route(hidden)
+    weights, ids = gate.route(hidden)
     expected = torch.zeros(tokens, hidden_dim, dtype=torch.float64, device=CUDA)
     for token in range(tokens):
         for weight, number in zip(weights[token], ids[token].tolist(), strict=True):
-            gate, up = (module.experts.gate_up_proj[number].double() @ hidden[token].double()).chunk(2)
-            expected[token] += weight * (module.experts.down_proj[number].double() @ (F.silu(gate) * up))
-    off = MixtureOfExperts(module)(hidden).double() - expected
+            gate, up = (gate_up[number].double() @ hidden[token].double()).chunk(2)
+            expected[token] += weight * (down[number].double() @ (F.silu(gate) * up))
+    parts = [
+        MixtureOfExperts(gate, Linear(gate_up[first:stop]), Linear(down[first:stop]), first, shared=None)  # type: ignore[arg-type]
+        for first, stop in ((0, 4), (4, 16))
+    ]
+    whole = MixtureOfExperts(gate, Linear(gate_up), Linear(down), 0, shared=None)  # type: ignore[arg-type]
+    off = whole.routed(hidden, ids, weights).double() - expected
+    shared_out = sum(part.routed(hidden, ids, weights).double() for part in parts) - expected
+    assert shared_out.norm() <= 0.01 * expected.norm()
     assert off.norm() <= 0.01 * expected.norm()
     assert off.abs().max() <= 0.03 * expected.abs().max()
 
@@ -191,8 +190,7 @@ def test_grouped_experts_compute_what_each_expert_computes(tokens: int) -> None:
 def test_a_norm_is_rounded_once(dtype: torch.dtype) -> None:
     module = torch.nn.RMSNorm(7168, eps=1e-6, device=CUDA, dtype=dtype).requires_grad_(False)
     module.weight.copy_(1 + 0.1 * randn(7168))
-    module.variance_epsilon = module.eps
     hidden = randn(64, 7168, dtype=dtype, seed=1)
     exact = hidden.double() * (hidden.double().pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * module.weight.double()
     step = 2**-8 if dtype == torch.bfloat16 else 1e-6
-    torch.testing.assert_close(rms_norm(hidden, module).double(), exact, rtol=step, atol=1e-6)
+    torch.testing.assert_close(RmsNorm(module.weight, 1e-6)(hidden).double(), exact, rtol=step, atol=1e-6)

@@ -23,7 +23,7 @@ def test_absent_rows_have_no_influence_even_if_unused_rows_hold_nan() -> None:
 def test_the_two_rope_layouts_differ_only_in_the_order_of_their_input() -> None:
     generator = torch.Generator().manual_seed(0)
     angles = torch.rand(5, 4, generator=generator)
-    rope = Rope.from_angles(torch.cat((angles, angles), -1).cos(), torch.cat((angles, angles), -1).sin())
+    rope = Rope(angles.cos().unsqueeze(1), angles.sin().unsqueeze(1))
     pairs = torch.randn(5, 2, 4, 2, generator=generator)
 
     beside = torch.randn(5, 2, 3, generator=generator)

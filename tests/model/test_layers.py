@@ -4,13 +4,12 @@ from typing import Any
 
 import pytest
 import torch
+from networks import mixture_of, router_of
 from transformers import AutoConfig
 from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32MoE, DeepseekV32RMSNorm
 from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaMoE
 
-from model.experts import MixtureOfExperts
-from model.norm import rms_norm
-from model.router import Router
+from model.norm import RmsNorm
 
 # experts, of which a token gets, groups, of which a token gets, weights are normalised
 ROUTERS = [(32, 8, 8, 4, True), (256, 8, 8, 4, True), (256, 8, 1, 1, True), (12, 3, 4, 2, False), (8, 8, 1, 1, True)]
@@ -48,11 +47,11 @@ def test_a_token_gets_the_experts_and_weights_of_the_reference(
     gate = mixture(module, *shape).gate
     hidden = randn(50, 48)
     _, their_weights, their_ids = gate(hidden)
-    weights, ids = Router.of(gate).route(hidden)
+    weights, ids = router_of(gate).route(hidden)
     assert torch.equal(ids, their_ids)
     assert torch.equal(weights, their_weights)
     assert shape[2] == 1 or not torch.equal(
-        ids, Router.of(mixture(module, *shape[:2], 1, 1, True).gate).route(hidden)[1]
+        ids, router_of(mixture(module, *shape[:2], 1, 1, True).gate).route(hidden)[1]
     )
 
 
@@ -60,24 +59,41 @@ def test_a_token_gets_the_experts_and_weights_of_the_reference(
 def test_a_mixture_of_experts_computes_what_the_reference_computes(module: type) -> None:
     reference = mixture(module, 32, 8, 8, 4, True)
     hidden = randn(20, 48)
-    assert torch.equal(MixtureOfExperts(reference)(hidden), reference(hidden[None])[0])
+    ours = mixture_of(reference)
+    weights, ids = ours.router.route(hidden)
+    assert torch.equal(ours.routed(hidden, ids, weights), reference.experts(hidden, ids, weights))
+    torch.testing.assert_close(ours(hidden), reference(hidden[None])[0], rtol=1e-5, atol=1e-5)
+
+
+def test_processes_that_share_the_experts_add_up_to_the_reference() -> None:
+    reference = mixture(DeepseekV32MoE, 32, 8, 8, 4, True)
+    hidden = randn(20, 48)
+    weights, ids = router_of(reference.gate).route(hidden)
+    parts = [mixture_of(reference, range(8 * rank, 8 * rank + 8)) for rank in range(4)]
+    expected = reference.experts(hidden, ids, weights)
+    for name in ("routed", "_all_at_once", "_grouped"):
+        if name == "_grouped":
+            parts = [mixture_of(reference.bfloat16(), range(8 * rank, 8 * rank + 8)) for rank in range(4)]
+            hidden = hidden.bfloat16()
+        local = [ids - (0 if name == "routed" else part.first) for part in parts]
+        computed = [getattr(part, name)(hidden, own, weights) for part, own in zip(parts, local, strict=True)]
+        tolerance = {"rtol": 0.02, "atol": 0.05} if name == "_grouped" else {"rtol": 1e-5, "atol": 1e-5}
+        torch.testing.assert_close(sum(computed).float(), expected, **tolerance)
 
 
 def test_grouped_experts_are_the_references() -> None:
     reference = mixture(DeepseekV32MoE, 32, 8, 8, 4, True).bfloat16()
     hidden = randn(20, 48).bfloat16()
-    weights, ids = Router.of(reference.gate).route(hidden)
+    weights, ids = router_of(reference.gate).route(hidden)
     expected = reference.experts(hidden, ids, weights)
-    torch.testing.assert_close(
-        MixtureOfExperts(reference)._grouped(hidden, ids, weights), expected, rtol=0.02, atol=0.05
-    )
+    torch.testing.assert_close(mixture_of(reference)._grouped(hidden, ids, weights), expected, rtol=0.02, atol=0.05)
 
 
 def test_a_norm_is_the_references_in_float32() -> None:
     module = DeepseekV32RMSNorm(48, eps=1e-3).requires_grad_(False)
     module.weight.copy_(1 + 0.1 * randn(48))
     hidden = 0.03 * randn(20, 2, 48, seed=1)
-    assert torch.equal(rms_norm(hidden, module), module(hidden))
+    assert torch.equal(RmsNorm(module.weight, 1e-3)(hidden), module(hidden))
 
 
 def test_a_norm_rounds_no_more_than_the_reference_in_bfloat16() -> None:
@@ -85,7 +101,7 @@ def test_a_norm_rounds_no_more_than_the_reference_in_bfloat16() -> None:
     module.weight.copy_(1 + 0.1 * randn(48))
     hidden = randn(200, 48, seed=1).bfloat16()
     rounded = module.bfloat16()
-    exact = rms_norm(hidden.double(), rounded.double())
-    rounded = rounded.bfloat16()
-    errors = [(normed.double() - exact).abs().mean() for normed in (rms_norm(hidden, rounded), rounded(hidden))]
+    exact = RmsNorm(rounded.weight.double(), 1e-3)(hidden.double())
+    ours = RmsNorm(rounded.weight, 1e-3)(hidden)
+    errors = [(normed.double() - exact).abs().mean() for normed in (ours, rounded(hidden))]
     assert 0 < errors[0] <= errors[1]

@@ -1,0 +1,191 @@
+"""Sizes and kinds of a network's parts, read from a checkpoint's config.json."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from base.errors import StartupError
+from model.checkpoint import read_json
+from model.quantization import BlockFp8, read_quantization
+from model.rope import RopeAngles
+
+SUPPORTED_MODEL_TYPES = ("deepseek_v32", "glm_moe_dsa")
+_ROPE_TYPES = ("default", "linear", "yarn", "llama3")
+"""Those whose angles do not depend on the length of the sequence."""
+_AS_PUBLISHED = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu"}
+"""Keys that all published checkpoints agree in."""
+
+
+@dataclass(frozen=True)
+class RouterConfig:
+    """How a token's experts are chosen: see model.router.Router."""
+
+    experts: int
+    top_k: int
+    groups: int
+    top_groups: int
+    normalise: bool
+    scale: float
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """What a decoder layer consists of beside attention and norms.
+
+    indexer: it selects positions by itself; else it uses the selection of the layer before it. mixture: its
+    feed-forward network is a mixture of experts.
+    """
+
+    indexer: bool
+    mixture: bool
+
+
+@dataclass(frozen=True)
+class NetworkConfig:
+    """A deepseek_v32 or glm_moe_dsa network, without the multi-token prediction layers.
+
+    Dimensions are numbers of elements. query_rank, latent_dim: of the compressed queries and keys (q_lora_rank,
+    kv_lora_rank). nope_dim, rope_dim, value_dim: of a head. index_interleaved: the members of a pair that the indexer
+    rotates are neighbours (GLM). scaling: of attention scores. tied_head: the head has the embedding's weights.
+    """
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    layers: tuple[LayerKind, ...]
+    heads: int
+    query_rank: int
+    latent_dim: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    index_heads: int
+    index_dim: int
+    index_topk: int
+    index_interleaved: bool
+    dense_width: int
+    expert_width: int
+    shared_width: int
+    router: RouterConfig
+    norm_eps: float
+    scaling: float
+    tied_head: bool
+    max_position_embeddings: int
+    rope: RopeAngles
+    quantization: BlockFp8 | None
+
+    @property
+    def index_layer_of(self) -> tuple[int, ...]:
+        """The number of the index layer whose selection each layer uses."""
+        indexers = [kind.indexer for kind in self.layers]
+        return tuple(sum(indexers[: layer + 1]) - 1 for layer in range(len(indexers)))
+
+
+def read_config(path: Path) -> NetworkConfig:
+    """The configuration of the checkpoint in a directory, with the defaults of transformers for what config.json lacks.
+
+    Raises StartupError for other models, and for what is not served.
+    """
+    raw = read_json(path / "config.json")
+    model_type = raw.get("model_type")
+    if model_type not in SUPPORTED_MODEL_TYPES:
+        raise StartupError(
+            f"{path} is not a sparse-attention (DSA) checkpoint: its model_type is {model_type!r}; "
+            f"supported: {', '.join(SUPPORTED_MODEL_TYPES)}"
+        )
+    if raw.get("q_lora_rank", 0) is None:
+        raise StartupError(f"{path}/config.json has q_lora_rank null: the indexer needs low-rank queries")
+    quantization = read_quantization(path, raw)
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+    except Exception as error:  # the library's validation raises classes of its own and of its dependencies
+        raise StartupError(f"{path}/config.json is not a valid {model_type} config: {_first_line(error)}") from error
+    try:
+        return network_config(config, quantization)
+    except ValueError as error:
+        raise StartupError(f"{path}/config.json: {error}") from error
+
+
+def network_config(config: Any, quantization: BlockFp8 | None = None) -> NetworkConfig:
+    """The sizes in a configuration of transformers. Raises ValueError for what is not served."""
+    for key, expected in _AS_PUBLISHED.items():
+        if getattr(config, key) != expected:
+            raise ValueError(f"{key} {getattr(config, key)!r} is not served; served is {expected!r}")
+    return NetworkConfig(
+        model_type=config.model_type,
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        layers=_layers(config),
+        heads=config.num_attention_heads,
+        query_rank=config.q_lora_rank,
+        latent_dim=config.kv_lora_rank,
+        nope_dim=config.qk_nope_head_dim,
+        rope_dim=config.qk_rope_head_dim,
+        value_dim=config.v_head_dim,
+        index_heads=config.index_n_heads,
+        index_dim=config.index_head_dim,
+        index_topk=config.index_topk,
+        index_interleaved=config.model_type == "glm_moe_dsa",
+        dense_width=config.intermediate_size,
+        expert_width=config.moe_intermediate_size,
+        shared_width=config.moe_intermediate_size * config.n_shared_experts,
+        router=RouterConfig(
+            experts=config.n_routed_experts,
+            top_k=config.num_experts_per_tok,
+            groups=config.n_group,
+            top_groups=config.topk_group,
+            normalise=config.norm_topk_prob,
+            scale=config.routed_scaling_factor,
+        ),
+        norm_eps=config.rms_norm_eps,
+        scaling=_attention_scaling(config),
+        tied_head=config.tie_word_embeddings,
+        max_position_embeddings=config.max_position_embeddings,
+        rope=_rope_angles(config),
+        quantization=quantization,
+    )
+
+
+def _layers(config: Any) -> tuple[LayerKind, ...]:
+    number = config.num_hidden_layers
+    # Entries past the last layer belong to the multi-token prediction layers, which are not loaded.
+    indexers = (getattr(config, "indexer_types", None) or ["full"] * number)[:number]
+    if len(indexers) < number or not set(indexers) <= {"full", "shared"} or indexers[0] != "full":
+        raise ValueError(
+            f"expected 'full' or 'shared' as indexer_types for each of its {number} layers, the first one 'full', "
+            f"found {indexers}"
+        )
+    return tuple(
+        LayerKind(indexer=indexer == "full", mixture=mlp == "sparse")
+        for indexer, mlp in zip(indexers, config.mlp_layer_types, strict=False)
+    )
+
+
+def _attention_scaling(config: Any) -> float:
+    """Of the scores: yarn with mscale_all_dim scales queries and keys, too (DeepSeek-V3's published code)."""
+    scaling = float((config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5)
+    rope = config.rope_parameters
+    if rope["rope_type"] != "default" and (all_dim := rope.get("mscale_all_dim", 0)) and rope["factor"] > 1:
+        scaling *= (0.1 * all_dim * math.log(rope["factor"]) + 1.0) ** 2
+    return scaling
+
+
+def _rope_angles(config: Any) -> RopeAngles:
+    rope_type = config.rope_parameters["rope_type"]
+    if rope_type not in _ROPE_TYPES:
+        raise ValueError(f"rope_type {rope_type} is not served; served are {', '.join(_ROPE_TYPES)}")
+    if rope_type == "default":
+        exponents = torch.arange(0, config.qk_rope_head_dim, 2, dtype=torch.float) / config.qk_rope_head_dim
+        frequencies, scale = 1.0 / (config.rope_parameters["rope_theta"] ** exponents), 1.0
+    else:
+        frequencies, scale = ROPE_INIT_FUNCTIONS[rope_type](config)
+    return RopeAngles(tuple(frequencies.tolist()), float(scale))
+
+
+def _first_line(error: Exception) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,0 +1,227 @@
+"""Loads a network's tensors from a checkpoint's files.
+
+`Network.load` says which tensors it wants and gets them empty. So all names and shapes are checked before anything is
+read; then `fill` reads all, in the order in which they lie in the files.
+"""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import local
+
+import torch
+
+from base.errors import StartupError
+from model.fp8 import BLOCK, FP8, blocks, dequantise, quantise_weight
+from model.linear import Linear
+from model.progress import Progress
+from model.quantization import BlockFp8
+from model.tensor_files import StoredTensor
+from model.weights import Parts, Weights, can_share_blocks
+
+_PIECE_BYTES = 32 << 20
+"""Read at once by a thread, which has two buffers of that size."""
+_THREADS = 8
+SCALES = "_scale_inv"
+"""What the name of a weight's scales has after the name of the weight."""
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """A stored tensor, or rows of it, and where it goes.
+
+    into: of the same shape as the rows, on the device. scales: of a block-fp8 tensor that is dequantised.
+    scales_into: of a tensor that is quantised.
+    """
+
+    source: StoredTensor
+    into: torch.Tensor
+    rows: range
+    scales: StoredTensor | None = None
+    scales_into: torch.Tensor | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.rows) * self.source.row_bytes
+
+    def pieces(self) -> "Iterator[_Copy]":
+        """Copies of few bytes that make this one. Blocks of 128 rows are not divided."""
+        count = max(1, _PIECE_BYTES // max(1, self.source.row_bytes) // BLOCK) * BLOCK
+        for first in range(0, len(self.rows), count):
+            rows = self.rows[first : first + count]
+            part = slice(rows.start, rows.stop)
+            block_part = slice(rows.start // BLOCK, blocks(rows.stop))
+            scales_into = None if self.scales_into is None else self.scales_into[block_part]
+            yield _Copy(self.source, self.into[part], rows, self.scales, scales_into)
+
+
+class StoredWeights(Weights):
+    """Tensors of a checkpoint.
+
+    stored: by name. keeps: how weights in block-fp8 are computed with; None: they are dequantised. quantises: other
+    linear maps become block-fp8, too. Names that are asked for and not stored are collected in `missing`.
+    """
+
+    def __init__(
+        self,
+        stored: Mapping[str, StoredTensor],
+        device: torch.device,
+        dtype: torch.dtype,
+        keeps: BlockFp8 | None = None,
+        quantises: bool = False,
+    ) -> None:
+        super().__init__(device, dtype)
+        self.missing: list[str] = []
+        self.misshapen: list[str] = []
+        self.used: set[str] = set()
+        self._stored = stored
+        self._keeps = keeps
+        self._quantises = quantises and keeps is not None
+        self._copies: list[_Copy] = []
+
+    def tensor(self, name: str, shape: Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
+        into = self._empty(shape, dtype or self.dtype)
+        self._copy(name, into)
+        return into
+
+    def stack(self, maps: Sequence[Parts], columns: int) -> Linear:
+        shape = (len(maps), sum(maps[0].values()), columns)
+        in_fp8 = self._keeps is not None and can_share_blocks(maps[0])
+        in_fp8 &= all(self._quantises or self._is_fp8(f"{name}.weight") for parts in maps for name in parts)
+        weight = self._empty(shape, FP8 if in_fp8 else self.dtype)
+        scales = self._empty_scales(weight) if in_fp8 else None
+        for number, parts in enumerate(maps):
+            begin = 0
+            for name, rows in parts.items():
+                into = weight[number, begin : begin + rows]
+                if scales is None:
+                    self._copy(f"{name}.weight", into)
+                else:
+                    self._copy(f"{name}.weight", into, scales[number, begin // BLOCK : blocks(begin + rows)])
+                begin += rows
+        return Linear(weight, scales, self._keeps is not None and self._keeps.power_of_two)
+
+    def fill(self, progress: Progress) -> None:
+        """Read everything that was asked for. Raises StartupError if a file cannot be read."""
+        copies = sorted(self._copies, key=lambda copy: (copy.source.file, copy.source.begin))
+        pieces = [piece for copy in copies for piece in copy.pieces()]
+        progress.begin(sum(piece.num_bytes for piece in pieces))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # the memory of the tensors may have been in use
+        reader = _Reader(self.device)
+
+        def read(piece: _Copy) -> None:
+            reader.read(piece)
+            progress.advance(piece.num_bytes)
+
+        with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1), "load") as pool:
+            try:
+                for _ in pool.map(read, pieces):
+                    pass
+            except OSError as error:
+                raise StartupError(f"the weights cannot be read: {error}") from error
+            finally:
+                pool.shutdown(cancel_futures=True)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        progress.end()
+
+    def _is_fp8(self, name: str) -> bool:
+        return name in self._stored and self._stored[name].dtype == FP8
+
+    def _find(self, name: str, shape: Sequence[int]) -> StoredTensor | None:
+        found = self._stored.get(name)
+        if found is None:
+            self.missing.append(name)
+        elif found.shape != tuple(shape):
+            self.misshapen.append(f"{name} is {list(found.shape)} instead of {list(shape)}")
+        else:
+            self.used.add(name)
+            return found
+        return None
+
+    def _copy(self, name: str, into: torch.Tensor, scales_into: torch.Tensor | None = None) -> None:
+        """scales_into: where the scales of a tensor go that is to be in block-fp8."""
+        source = self._find(name, into.shape)
+        if source is None:
+            return
+        rows, scales = range(len(into)), None
+        if source.dtype == FP8:
+            scales = self._find(f"{name}{SCALES}", [blocks(size) for size in into.shape])
+            if scales is None:
+                return
+            if scales_into is not None:
+                self._copies.append(_Copy(scales, scales_into, range(len(scales_into))))
+                scales = scales_into = None
+        self._copies.append(_Copy(source, into, rows, scales, scales_into))
+
+
+class _Reader:
+    """Reads pieces into tensors of a device. Every thread has buffers, and on CUDA a stream, of its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._own = local()
+
+    @torch.inference_mode()
+    def read(self, copy: _Copy) -> None:
+        """Read a piece; on CUDA, its copy to the device may still be queued afterwards."""
+        if self._device.type == "meta":
+            return
+        if self._device.type == "cpu" and copy.into.dtype == copy.source.dtype and copy.into.is_contiguous():
+            copy.source.read_rows(copy.rows.start, copy.rows.stop, _as_bytes(copy.into))
+            return
+        with self._buffers().next(copy.num_bytes) as buffer:
+            copy.source.read_rows(copy.rows.start, copy.rows.stop, buffer)
+            shape = (len(copy.rows), *copy.source.shape[1:])
+            values = buffer.to(self._device, non_blocking=True).view(copy.source.dtype).view(shape)
+            if copy.scales is not None:
+                values = dequantise(values, self._scales_of(copy), copy.into.dtype)
+            elif copy.scales_into is not None:
+                values, scales = quantise_weight(values)
+                copy.scales_into.copy_(scales)
+            copy.into.copy_(values)
+
+    def _scales_of(self, copy: _Copy) -> torch.Tensor:
+        assert copy.scales is not None
+        begin, end = copy.rows.start // BLOCK, blocks(copy.rows.stop)
+        stored = torch.empty((end - begin) * copy.scales.row_bytes, dtype=torch.uint8)
+        copy.scales.read_rows(begin, end, stored)
+        scales = stored.view(copy.scales.dtype).view(end - begin, *copy.scales.shape[1:])
+        return scales.to(self._device).float()
+
+    def _buffers(self) -> "_Buffers":
+        if not hasattr(self._own, "buffers"):
+            self._own.buffers = _Buffers(self._device)
+        buffers: _Buffers = self._own.buffers
+        return buffers
+
+
+class _Buffers:
+    """Two buffers in main memory, used in turns; on CUDA pinned, with a stream that copies from them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._buffers = [torch.empty(0, dtype=torch.uint8)] * 2
+        self._copied: list[torch.cuda.Event | None] = [None, None]
+        self._next = 0
+
+    @contextmanager
+    def next(self, count: int) -> Iterator[torch.Tensor]:
+        """A buffer of `count` bytes, from which nothing is copied any more. What is queued meanwhile may read it."""
+        turn, self._next = self._next, 1 - self._next
+        if (copied := self._copied[turn]) is not None:
+            copied.synchronize()
+        if len(self._buffers[turn]) < count:
+            pin = self._stream is not None
+            self._buffers[turn] = torch.empty(max(count, _PIECE_BYTES), dtype=torch.uint8, pin_memory=pin)
+        with torch.cuda.stream(self._stream):
+            yield self._buffers[turn][:count]
+            if self._stream is not None:
+                self._copied[turn] = self._stream.record_event()
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.uint8).flatten()

@@ -1,0 +1,92 @@
+"""Where the tensors of a network come from."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from model.fp8 import BLOCK, FP8, MAX, blocks
+from model.linear import Linear
+from model.quantization import BlockFp8
+
+Parts = Mapping[str, int]
+"""Published weights that make one, row after row: names, without `.weight`, and the rows of each."""
+
+
+class Weights(ABC):
+    """Makes the tensors of a network, once each, by their published names.
+
+    device, dtype: of the tensors. Linear maps stay in float8_e4m3 where `in_fp8` says so.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.device = device
+        self.dtype = dtype
+        self.num_bytes = 0
+        """Of all tensors so far."""
+
+    @abstractmethod
+    def tensor(self, name: str, shape: Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A tensor in the network's dtype, or another one. What is published in block-fp8 is dequantised."""
+
+    def linear(self, parts: Parts, columns: int) -> Linear:
+        """The linear map that computes what all parts compute, [sum of rows, columns]."""
+        stack = self.stack([parts], columns)
+        return Linear(stack.weight[0], None if stack.scales is None else stack.scales[0], stack.power_of_two)
+
+    @abstractmethod
+    def stack(self, maps: Sequence[Parts], columns: int) -> Linear:
+        """Linear maps of one shape behind each other, [maps, sum of rows, columns]."""
+
+    def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        made = torch.empty(tuple(shape), dtype=dtype, device=self.device)
+        self.num_bytes += made.nbytes
+        return made
+
+    def _empty_scales(self, weight: torch.Tensor) -> torch.Tensor:
+        *stack, rows, columns = weight.shape
+        return self._empty((*stack, blocks(rows), blocks(columns)), torch.float32)
+
+
+def can_share_blocks(parts: Parts) -> bool:
+    """Whether blocks of 128 rows of the parts are blocks of what they make: only the last may end within one."""
+    *others, _ = parts.values()
+    return all(rows % BLOCK == 0 for rows in others)
+
+
+class RandomWeights(Weights):
+    """Random weights made on the device, the same on every device of a kind, to measure without a checkpoint.
+
+    fp8: linear maps are in block-fp8. Weights have the standard deviation of `initializer_range` in published
+    configurations; weights of norms are 1.
+    """
+
+    _DEVIATION = 0.02
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, fp8: BlockFp8 | None = None) -> None:
+        super().__init__(device, dtype)
+        self._fp8 = fp8
+        self._generator = torch.Generator(device if device.type != "meta" else "cpu").manual_seed(0)
+
+    def tensor(self, name: str, shape: Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
+        made = self._empty(shape, dtype or self.dtype)
+        if name.endswith("norm.weight"):
+            return made.fill_(1)
+        if name.endswith("bias"):
+            return made.zero_()
+        return self._drawn(made, self._DEVIATION)
+
+    def stack(self, maps: Sequence[Parts], columns: int) -> Linear:
+        shape = (len(maps), sum(maps[0].values()), columns)
+        if self._fp8 is None or not can_share_blocks(maps[0]):
+            return Linear(self._drawn(self._empty(shape, self.dtype), self._DEVIATION))
+        weight = self._empty(shape, FP8)
+        deviation = MAX / 8
+        scale = 2.0 ** round(math.log2(self._DEVIATION / deviation))
+        for one in weight:  # as drawn, they take two to four times as many bytes
+            one.copy_(self._drawn(torch.empty(one.shape, dtype=torch.bfloat16, device=self.device), deviation))
+        return Linear(weight, self._empty_scales(weight).fill_(scale), self._fp8.power_of_two)
+
+    def _drawn(self, made: torch.Tensor, deviation: float) -> torch.Tensor:
+        return made if made.device.type == "meta" else made.normal_(0, deviation, generator=self._generator)
