@@ -96,7 +96,7 @@ def experts_quantised(
     for begin in range(0, tokens, _MOST):
         part = slice(begin, begin + _MOST)
         few = tokens <= FEW
-        cut = _tiling(tokens)
+        cut = tiling(tokens)
         order = sort_pairs(ids[part], first_expert, count, cut.m)
         rows = _rows(x[part], x_scales[part], order, ids.shape[1], projections, power_of_two, few, cut)
         _sum(rows, ids[part], weights[part], order, first_expert, count, beside, begin, out)
@@ -120,7 +120,7 @@ def _rows(
     return _product(inner, inner_scales, order, 0, down, down_scales, few, cut)
 
 
-def _tiling(tokens: int) -> Tiling:
+def tiling(tokens: int) -> Tiling:
     """Tiles that hold the rows of most experts at once, if some 8 of 256 are chosen."""
     if tokens <= 16:
         return Tiling(m=16, n=64, warps=4, stages=5, per_sm=4)

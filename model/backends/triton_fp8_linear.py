@@ -39,7 +39,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, power_of
     K has to be a multiple of 16. Raises ValueError for tensors that do not fit together.
     """
     if 0 < len(x) <= _FUSED:
-        return _reduced(_partial(x, None, weight, scales, power_of_two))
+        return reduced(partial_product(x, None, weight, scales, power_of_two))
     return linear_quantised(*quantise(x, power_of_two), weight, scales)
 
 
@@ -48,8 +48,8 @@ def linear_quantised(
 ) -> torch.Tensor:
     """`linear` of activations that are quantised already, as `triton_fp8.quantise` returns them."""
     if len(x) > FEW and _torch_computes(weight):
-        return _torch_product(x, x_scales, weight, scales)
-    return _reduced(_partial(x, x_scales, weight, scales, False))
+        return torch_product(x, x_scales, weight, scales)
+    return reduced(partial_product(x, x_scales, weight, scales, False))
 
 
 def mlp(
@@ -67,13 +67,13 @@ def mlp(
     if down.shape[1] % BLOCK:
         raise ValueError(f"expected a width that is a multiple of {BLOCK}, found {down.shape[1]}")
     if 0 < len(x) <= _FUSED:
-        both = _partial(x, None, gate_up, gate_up_scales, power_of_two)
+        both = partial_product(x, None, gate_up, gate_up_scales, power_of_two)
     else:
         values, x_scales = quantise(x, power_of_two)
         if len(x) > FEW and _torch_computes(gate_up):
-            both = _torch_product(values, x_scales, gate_up, gate_up_scales)
+            both = torch_product(values, x_scales, gate_up, gate_up_scales)
         else:
-            both = _partial(values, x_scales, gate_up, gate_up_scales, False)
+            both = partial_product(values, x_scales, gate_up, gate_up_scales, False)
     return linear_quantised(*swiglu_quantise(both, power_of_two), down, down_scales)
 
 
@@ -85,10 +85,10 @@ def _blockwise(device: torch.device) -> bool:
 
 
 def _torch_computes(weight: torch.Tensor) -> bool:
-    return not any(size % 16 for size in weight.shape) and _blockwise(weight.device)
+    return len(weight) % 16 == 0 and weight.shape[1] % BLOCK == 0 and _blockwise(weight.device)
 
 
-def _torch_product(x: torch.Tensor, x_scales: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def torch_product(x: torch.Tensor, x_scales: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """The product by torch, whose kernel reads the scales of a weight's row of blocks in fours."""
     check_scales(weight, scales)
     return F.scaled_mm(
@@ -123,7 +123,7 @@ _RUN_ROWS = 64
 """Rows of a weight's tile for which `run_of` is computed, whatever the tile: the order of sums is to be one."""
 
 
-def _partial(
+def partial_product(
     x: torch.Tensor,
     x_scales: torch.Tensor | None,
     weight: torch.Tensor,
@@ -178,7 +178,7 @@ def _partial(
     return out
 
 
-def _reduced(partial: torch.Tensor) -> torch.Tensor:
+def reduced(partial: torch.Tensor) -> torch.Tensor:
     """The sum over splits, rounded: bfloat16 [M, N]."""
     if partial.dim() == 2:
         return partial

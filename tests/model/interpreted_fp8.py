@@ -87,7 +87,7 @@ def test_experts(tokens: int, top_k: int, count: int, hidden: int, width: int, m
 def test_experts_of_many_tokens(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_fp8_experts, "FEW", 0)
     monkeypatch.setattr(triton_fp8_experts, "_MOST", 24)
-    monkeypatch.setattr(triton_fp8_experts, "_tiling", lambda tokens: Tiling(32, n, 4, 2, 1, tokens_left=True))
+    monkeypatch.setattr(triton_fp8_experts, "tiling", lambda tokens: Tiling(32, n, 4, 2, 1, tokens_left=True))
     case = expert_case(40, 2, 3, 272, 128)
     close(experts(*case, False, 2), fp8.experts(*case, False, 2), 0.01)
 
