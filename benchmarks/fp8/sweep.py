@@ -51,16 +51,17 @@ def sweep_prefill(console: Console) -> None:
     from model.backends.triton_fp8_tile import Tiling
 
     many = [
-        Tiling(m, n, warps, stages, per_sm, tokens_left=left)
-        for m, n, warps, stages, per_sm, left in (
-            (128, 256, 8, 3, 1, True),
-            (128, 256, 8, 4, 1, True),
-            (128, 128, 8, 4, 1, True),
-            (128, 128, 8, 6, 1, True),
-            (64, 128, 4, 4, 2, True),
-            (64, 128, 4, 3, 3, True),
-            (64, 256, 4, 4, 1, True),
-            (128, 128, 8, 4, 1, False),
+        Tiling(m, n, warps, stages, per_sm, left, registers)
+        for m, n, warps, stages, per_sm, left, registers in (
+            (128, 256, 8, 3, 1, True, None),
+            (128, 256, 8, 4, 1, True, None),
+            (128, 128, 8, 4, 1, True, None),
+            (128, 128, 8, 6, 1, True, None),
+            (128, 128, 8, 3, 2, True, 128),
+            (64, 128, 4, 4, 2, True, None),
+            (64, 128, 4, 3, 3, True, 168),
+            (64, 256, 4, 4, 1, True, None),
+            (128, 128, 8, 4, 1, False, None),
         )
     ]
     _sweep(console, many, (2048, 8192, 65536))

@@ -24,7 +24,7 @@ FEW = 1024
 _MOST = 8192
 """Tokens that are computed at once. Buffers have room for all of their pairs: 1.6 GB for DeepSeek-V3.2, top-8."""
 
-_SPLIT_PAIRS = 32
+_SPLIT_PAIRS = 64
 """With so few pairs, the runs of a tile's channels are shared among programs: they would be too few otherwise."""
 
 _RUNS = 4
@@ -177,6 +177,8 @@ def _product(
             run,
             top_k,
             splits,
+            gathers=top_k > 0,
+            shares=splits > 1,
             ragged=k % BLOCK != 0,
             folds=splits == 1 and run < blocks(k),
             tokens_left=cut.tokens_left,
@@ -184,11 +186,12 @@ def _product(
             block_m=cut.m,
             stages=cut.stages,
             num_warps=cut.warps,
+            maxnreg=cut.registers,
         )
     return out
 
 
-@triton.jit(do_not_specialize=["most_tiles", "num_rows"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["most_tiles", "num_rows", "run", "top_k", "splits"])  # type: ignore[untyped-decorator]
 def _experts(
     weight: tl.tensor,
     scales: tl.tensor,
@@ -206,8 +209,10 @@ def _experts(
     row_blocks: tl.tensor,
     num_blocks: tl.tensor,
     run: tl.tensor,
-    top_k: tl.constexpr,
-    splits: tl.constexpr,
+    top_k: tl.tensor,
+    splits: tl.tensor,
+    gathers: tl.constexpr,
+    shares: tl.constexpr,
     ragged: tl.constexpr,
     folds: tl.constexpr,
     tokens_left: tl.constexpr,
@@ -225,7 +230,7 @@ def _experts(
         expert = tl.load(tiles + tile)
         row = tl.load(tiles + most_tiles + tile) + tl.arange(0, block_m)
         real = row < tl.load(tiles + 2 * most_tiles + tile)
-        x_row = tl.load(pairs + row, mask=real, other=0) // top_k if top_k else row
+        x_row = tl.load(pairs + row, mask=real, other=0) // top_k if gathers else row
         scale_row = expert * row_blocks + first_row // _BLOCK
         if block_n > _BLOCK:
             next_row = tl.minimum(scale_row + 1, (expert + 1) * row_blocks - 1)
@@ -257,8 +262,8 @@ def _experts(
                 x_scale_stride,
                 x_row,
                 real,
-                split * run,
-                tl.minimum(split * run + run, num_blocks) if splits > 1 else num_blocks,
+                split * run if shares else 0,
+                tl.minimum(split * run + run, num_blocks) if shares else num_blocks,
                 run,
                 k,
                 ragged,
@@ -325,7 +330,7 @@ def _sum(
             )
 
 
-@triton.jit(do_not_specialize=["begin", "num_rows", "first_expert"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["begin", "num_rows", "first_expert", "count"])  # type: ignore[untyped-decorator]
 def _weigh(
     rows: tl.tensor,
     ids: tl.tensor,
@@ -337,7 +342,7 @@ def _weigh(
     num_rows: tl.tensor,
     size: tl.tensor,
     first_expert: tl.tensor,
-    count: tl.constexpr,
+    count: tl.tensor,
     top_k: tl.constexpr,
     splits: tl.constexpr,
     block: tl.constexpr,

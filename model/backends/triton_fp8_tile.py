@@ -28,7 +28,8 @@ _BLOCK_BYTES = 16
 class Tiling:
     """How a product is cut. m, n: tokens and rows of the weight per tile. per_sm: programs per multiprocessor.
 
-    n is 64 or 128, or with tokens_left also 256, which is computed as two of 128.
+    n is 64 or 128, or with tokens_left also 256, which is computed as two of 128. registers: the most of a thread, so
+    that per_sm programs fit; None: as many as the compiler takes.
     """
 
     m: int
@@ -37,6 +38,7 @@ class Tiling:
     stages: int
     per_sm: int
     tokens_left: bool = False
+    registers: int | None = None
 
 
 def described(weight: torch.Tensor, block_n: int) -> TensorDescriptor:
