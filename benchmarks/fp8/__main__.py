@@ -1,0 +1,86 @@
+"""`python -m benchmarks.fp8`: products of block-fp8 weights beside torch's and beside the limit of the hardware.
+
+Medians of CUDA graph replays. Each turn of a graph has weights of its own, more in all than the device caches, as one
+layer after another does. The limit is the larger of the time to read the weights and the activations once, at the
+memory's rate, and of the operations, at the tensor cores'. `--sweep` times every way to cut the products instead.
+"""
+
+import json
+from dataclasses import asdict
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from base.errors import StartupError
+from benchmarks.fp8.layers import BYTES_PER_US, LINEAR, OPERATIONS_PER_US, Result, expert_results, linear_results
+from benchmarks.fp8.sweep import sweep_experts, sweep_linear, sweep_prefill
+from benchmarks.machine import this_machine
+from benchmarks.program import run
+
+SCHEMA = 1
+
+
+class Sweep(StrEnum):
+    """What to cut in every way."""
+
+    LINEAR = "linear"
+    EXPERTS = "experts"
+    PREFILL = "prefill"
+
+
+_SWEEPS = {Sweep.LINEAR: sweep_linear, Sweep.EXPERTS: sweep_experts, Sweep.PREFILL: sweep_prefill}
+
+
+def main(
+    only: Annotated[str, typer.Option(help="Part of the names of the layers to time; 'experts' for these.")] = "",
+    sweep: Annotated[Sweep | None, typer.Option(help="Time ways to cut the products.")] = None,
+    json_path: Annotated[Path, typer.Option("--json")] = Path("bench-fp8.json"),
+) -> None:
+    """Time products of block-fp8 weights."""
+    if not torch.cuda.is_available():
+        raise StartupError("the fp8 benchmark needs a CUDA device")
+    torch.set_default_device("cuda")
+    torch.manual_seed(0)
+    console = Console()
+    if sweep is not None:
+        _SWEEPS[sweep](console)
+        return
+    linear = [result for name, shape in LINEAR.items() if only in name for result in linear_results(name, *shape)]
+    if linear:
+        print_results(linear, console)
+    experts = list(expert_results()) if only in "experts" else []
+    if experts:
+        print_results(experts, console)
+    document = {
+        "schema": SCHEMA,
+        "device": torch.cuda.get_device_name(),
+        "machine": asdict(this_machine()),
+        "results": [asdict(result) for result in linear + experts],
+    }
+    json_path.write_text(json.dumps(document, indent=2) + "\n")
+
+
+def print_results(results: list[Result], console: Console) -> None:
+    """A line per result, and what the columns mean."""
+    ways = list(results[0].us)
+    table = Table(box=None, pad_edge=False)
+    for heading in ("", "tokens", *(f"{way} us" for way in ways), "limit us", "ratio"):
+        table.add_column(heading, justify="left" if not heading else "right", no_wrap=True)
+    for result in results:
+        cells = (*(f"{us:.1f}" for us in result.us.values()), f"{result.limit:.1f}")
+        table.add_row(result.name, str(result.tokens), *cells, f"{result.us[ways[0]] / result.limit:.2f}")
+    console.print(table)
+    console.print(
+        f"ratio: of the first column to the limit, at {BYTES_PER_US / 1e6} TB/s and {OPERATIONS_PER_US / 1e6:.0f} "
+        f"TFLOP/s. {torch.cuda.get_device_name()}",
+        highlight=False,
+    )
+
+
+if __name__ == "__main__":
+    run(main)

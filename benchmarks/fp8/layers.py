@@ -1,0 +1,182 @@
+"""Layers of real shapes with random block-fp8 weights, and what they take."""
+
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from benchmarks.attention import median_us
+from model.fp8 import FP8, blocks
+from model.router import Router
+
+LINEAR = {
+    "V3.2 q_a, kv_a, index wk": (2240, 7168),
+    "V3.2 q_b": (24576, 1536),
+    "V3.2 index wq_b": (8192, 1536),
+    "V3.2 o_proj": (7168, 16384),
+    "V3.2 dense gate, up": (36864, 7168),
+    "V3.2 dense down": (7168, 18432),
+    "V3.2 shared gate, up": (4096, 7168),
+    "V3.2 shared down": (7168, 2048),
+    "GLM-5 q_b": (16384, 2048),
+    "GLM-5 o_proj": (6144, 16384),
+    "GLM-5 dense gate, up": (24576, 6144),
+    "GLM-5 dense down": (6144, 12288),
+}
+TOKENS = (1, 8, 16, 64, 256, 4096)
+EXPERT_TOKENS = (1, 8, 64, 128, 256, 512, 8192, 65536)
+"""Of the group, whose ranks have an eighth of the experts each."""
+
+HIDDEN, WIDTH, EXPERTS, RANKS, TOP_K = 7168, 2048, 256, 8, 8
+BYTES_PER_US, OPERATIONS_PER_US = 4.8e6, 1.6e9
+_UNCACHED_BYTES = 256 << 20
+
+Weight = tuple[torch.Tensor, torch.Tensor]
+Projections = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+Routed = tuple[torch.Tensor, torch.Tensor]
+"""Weights and ids of chosen experts."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """Microseconds. us: of each way to compute it."""
+
+    name: str
+    tokens: int
+    us: dict[str, float]
+    limit: float
+
+
+def limit(num_bytes: float, operations: float) -> float:
+    """Microseconds that the hardware needs at least."""
+    return max(num_bytes / BYTES_PER_US, operations / OPERATIONS_PER_US)
+
+
+def random_weight(*shape: int) -> Weight:
+    """Values and scales of a weight [..., N, K]."""
+    values = torch.empty(shape, dtype=FP8)
+    rows = values.view(-1, shape[-1])
+    for begin in range(0, len(rows), 1 << 15):
+        part = rows[begin : begin + (1 << 15)]
+        part.copy_(100 * torch.randn(part.shape))
+    return values, torch.rand(*shape[:-2], *map(blocks, shape[-2:])) / (100 * shape[-1] ** 0.5)
+
+
+def random_layers(n: int, k: int) -> list[Weight]:
+    """Weights of one shape, too many for the device's cache."""
+    return [random_weight(n, k) for _ in range(max(2, -(-_UNCACHED_BYTES // (n * k))))]
+
+
+def linear_results(name: str, n: int, k: int) -> Iterator[Result]:
+    """One layer: from bfloat16 (with quantisation), from quantised activations, and by torch's kernel from these."""
+    from model.backends.triton_fp8 import quantise
+    from model.backends.triton_fp8_linear import linear, linear_quantised, torch_product
+
+    layers = random_layers(n, k)
+
+    def whole(turn: int, x: torch.Tensor) -> object:
+        return linear(x, *layers[turn], True)
+
+    def product(turn: int, quantised: Weight) -> object:
+        return linear_quantised(*quantised, *layers[turn])
+
+    def torchs(turn: int, quantised: Weight) -> object:
+        return torch_product(*quantised, *layers[turn])
+
+    for tokens in TOKENS:
+        x = torch.randn(tokens, k, dtype=torch.bfloat16)
+        quantised = quantise(x, True)
+        us = {
+            "ours": median_us(partial(whole, x=x), len(layers)),
+            "ours, quantised": median_us(partial(product, quantised=quantised), len(layers)),
+            "scaled_mm": median_us(partial(torchs, quantised=quantised), len(layers)),
+        }
+        yield Result(name, tokens, us, limit(n * k + tokens * (2 * k + 2 * n), 2 * tokens * n * k))
+
+
+@dataclass(frozen=True)
+class MoELayer:
+    """A mixture of experts as one rank of eight has it: the router, its experts and the shared expert."""
+
+    norm: torch.Tensor
+    router: Router
+    projections: Projections
+    shared: list[Projections]
+
+    @classmethod
+    def random(cls) -> "MoELayer":
+        chooser = 0.05 * torch.randn(EXPERTS, HIDDEN, dtype=torch.bfloat16)
+        router = Router(chooser, torch.zeros(EXPERTS), TOP_K, 8, 4, True, 2.5)
+        count = EXPERTS // RANKS
+        projections = (*random_weight(count, 2 * WIDTH, HIDDEN), *random_weight(count, HIDDEN, WIDTH))
+        shared = [(*random_weight(2 * WIDTH, HIDDEN), *random_weight(HIDDEN, WIDTH)) for _ in range(6)]
+        return cls(torch.ones(HIDDEN, dtype=torch.bfloat16), router, projections, shared)
+
+    def routed(self, hidden: torch.Tensor, routed: Routed) -> torch.Tensor:
+        """The routed experts alone."""
+        from model.backends.triton_fp8_experts import experts
+
+        weights, ids = routed
+        return experts(hidden, ids, weights, *self.projections, True)
+
+    def whole(self, hidden: torch.Tensor, turn: int) -> torch.Tensor:
+        """From the norm to the sum of the group's tokens; the shared expert of a rank's own."""
+        from model.backends.triton_fp8 import quantise
+        from model.backends.triton_fp8_experts import experts_quantised
+        from model.backends.triton_fp8_linear import mlp
+
+        normed = F.rms_norm(hidden, (HIDDEN,), self.norm, 1e-6)
+        weights, ids = self.router.route(normed)
+        own = -(-len(hidden) // RANKS)
+        shared = mlp(normed[:own], *self.shared[turn % len(self.shared)], True)
+        routed = experts_quantised(*quantise(normed, True), ids, weights, *self.projections, True)
+        routed[:own] += shared
+        return routed
+
+
+def expert_results() -> Iterator[Result]:
+    """The whole layer, and its routed experts, for tokens that choose at random. The limit is that of the experts."""
+    layer = MoELayer.random()
+    for tokens in EXPERT_TOKENS:
+        case = ExpertCase.random(layer, tokens)
+        us = {
+            "moe layer": median_us(case.whole, case.turns),
+            "experts": median_us(case.experts, case.turns),
+        }
+        yield Result(f"{case.used:.1f} experts, {case.rows:.0f} rows", tokens, us, case.limit)
+
+
+@dataclass(frozen=True)
+class ExpertCase:
+    """Tokens of each turn. turns: 0 for what is timed without a graph. used, rows: experts and pairs of the rank."""
+
+    layer: MoELayer
+    hidden: torch.Tensor
+    chosen: list[Routed]
+    turns: int
+    used: float
+    rows: float
+
+    @classmethod
+    def random(cls, layer: MoELayer, tokens: int) -> "ExpertCase":
+        turns = 16 if tokens <= 8 else 4 if tokens <= 512 else 0
+        hidden = torch.randn(max(1, turns), tokens, HIDDEN, dtype=torch.bfloat16)
+        chosen = [layer.router.route(part) for part in hidden]
+        local = [ids[ids < EXPERTS // RANKS].tolist() for _, ids in chosen]
+        used = statistics.mean(len(set(part)) for part in local)
+        return cls(layer, hidden, chosen, turns, used, statistics.mean(map(len, local)))
+
+    @property
+    def limit(self) -> float:
+        """Microseconds that the hardware needs at least for the routed experts."""
+        size = 3 * HIDDEN * WIDTH
+        return limit(self.used * size + 4 * self.hidden[0].numel(), 2 * self.rows * size)
+
+    def experts(self, turn: int) -> object:
+        return self.layer.routed(self.hidden[turn], self.chosen[turn])
+
+    def whole(self, turn: int) -> object:
+        return self.layer.whole(self.hidden[turn], turn)

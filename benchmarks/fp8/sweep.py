@@ -1,0 +1,113 @@
+"""Ways to cut products of block-fp8 weights, and what each takes: where the tilings of the kernels come from."""
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from rich.console import Console
+
+from benchmarks.attention import Work, median_us
+from benchmarks.fp8.layers import LINEAR, ExpertCase, MoELayer, Weight, limit, random_layers
+
+if TYPE_CHECKING:
+    from model.backends.triton_fp8_tile import Tiling
+
+_BEST = 6
+
+
+def sweep_linear(console: Console) -> None:
+    """Of few tokens: every way, by what quantises the tokens."""
+    from model.backends import triton_fp8_linear as ours
+    from model.backends.triton_fp8 import quantise
+    from model.backends.triton_fp8_tile import Tiling
+
+    def work(turn: int, inputs: tuple[torch.Tensor, torch.Tensor | None], layers: list[Weight], cut: Tiling) -> object:
+        return ours.reduced(ours.partial_product(*inputs, *layers[turn], True, cut))
+
+    for name in ("V3.2 q_b", "V3.2 o_proj", "V3.2 shared gate, up"):
+        layers = random_layers(*LINEAR[name])
+        for tokens in (1, 16, 64):
+            x = torch.randn(tokens, LINEAR[name][1], dtype=torch.bfloat16)
+            given: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = {"quantised": quantise(x, True)}
+            if tokens <= 16:
+                given["bfloat16"] = (x, None)
+            times = {
+                f"{cut} {kind}": _time(partial(work, inputs=inputs, layers=layers, cut=cut), len(layers))
+                for cut in _few()
+                if cut.m == max(16, tokens)
+                for kind, inputs in given.items()
+            }
+            least = limit(layers[0][0].numel(), 0)
+            _print_best(f"{name}, {tokens} tokens, limit {least:.1f}", times, console)
+
+
+def sweep_experts(console: Console) -> None:
+    """Of a decode step's tokens."""
+    _sweep(console, _few(), (1, 8, 64, 128, 512))
+
+
+def sweep_prefill(console: Console) -> None:
+    """Of a prompt's tokens."""
+    from model.backends.triton_fp8_tile import Tiling
+
+    many = [
+        Tiling(m, n, warps, stages, per_sm, left, registers)
+        for m, n, warps, stages, per_sm, left, registers in (
+            (128, 256, 8, 3, 1, True, None),
+            (128, 256, 8, 4, 1, True, None),
+            (128, 128, 8, 4, 1, True, None),
+            (128, 128, 8, 6, 1, True, None),
+            (128, 128, 8, 3, 2, True, 128),
+            (64, 128, 4, 4, 2, True, None),
+            (64, 128, 4, 3, 3, True, 168),
+            (64, 256, 4, 4, 1, True, None),
+            (128, 128, 8, 4, 1, False, None),
+        )
+    ]
+    _sweep(console, many, (2048, 8192, 65536))
+
+
+def _few() -> list["Tiling"]:
+    from model.backends.triton_fp8_tile import Tiling
+
+    ways = ((64, 4, 4), (64, 6, 3), (64, 8, 2), (128, 4, 2), (128, 5, 2), (128, 3, 3), (128, 8, 1))
+    return [Tiling(m, n, 4, stages, per_sm) for m in (16, 32, 64) for n, stages, per_sm in ways]
+
+
+def _sweep(console: Console, tilings: list["Tiling"], counts: tuple[int, ...]) -> None:
+    from model.backends import triton_fp8_experts as ours
+
+    layer = MoELayer.random()
+    usual = ours.tiling
+    try:
+        for tokens in counts:
+            case = ExpertCase.random(layer, tokens)
+            times = {}
+            for cut in tilings:
+                if not cut.tokens_left and cut.m > max(16, tokens // 4):
+                    continue
+                ours.tiling = partial(_always, cut)
+                times[str(cut)] = _time(case.experts, case.turns)
+            _print_best(f"experts, {tokens} tokens of the group, limit {case.limit:.1f}", times, console)
+    finally:
+        ours.tiling = usual
+
+
+def _always(cut: "Tiling", tokens: int) -> "Tiling":
+    return cut
+
+
+def _time(work: Work, turns: int) -> float:
+    """Microseconds; infinitely many for a way that the device has no room for."""
+    try:
+        return median_us(work, turns)
+    except Exception as error:
+        if type(error).__name__ != "OutOfResources":
+            raise
+        return float("inf")
+
+
+def _print_best(heading: str, times: dict[str, float], console: Console) -> None:
+    console.print(heading, highlight=False)
+    for name, us in sorted(times.items(), key=lambda item: item[1])[:_BEST]:
+        console.print(f"  {us:8.1f}  {name}", highlight=False)

@@ -1,0 +1,368 @@
+"""Routed experts with block-fp8 weights as Triton kernels that stream the weights of each used expert once.
+
+Six kernels: quantise the tokens; sort pairs of a token and an expert into tiles; gate and up; SwiGLU and
+quantisation; down; each token's weighted sum. Products are cut as in `triton_fp8_tile`. Programs loop over the tiles
+that there are, so that launches depend on shapes alone and a CUDA graph serves every choice of experts.
+
+A token's result does not depend on the others while there are at most `FEW` of them; with more, channels are summed in
+one run.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from model.backends.device import properties
+from model.backends.triton_fp8 import on, quantise, swiglu_quantise
+from model.backends.triton_fp8_sort import Sorted, sort_pairs
+from model.backends.triton_fp8_tile import Tiling, described, multiply, multiply_wide
+from model.fp8 import BLOCK, FP8, blocks, check_scales
+
+FEW = 1024
+"""The most tokens that are a decode step's: weights are streamed, and sums are those of one token alone."""
+
+_MOST = 8192
+"""Tokens that are computed at once. Buffers have room for all of their pairs: 1.6 GB for DeepSeek-V3.2, top-8."""
+
+_SPLIT_PAIRS = 64
+"""With so few pairs, the runs of a tile's channels are shared among programs: they would be too few otherwise."""
+
+_RUNS = 4
+"""Runs of channels of a product, unless they were shorter than _LEAST_RUN."""
+
+_LEAST_RUN = 4
+_BLOCK = tl.constexpr(BLOCK)
+
+
+def experts(
+    hidden: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    gate_up_scales: torch.Tensor,
+    down: torch.Tensor,
+    down_scales: torch.Tensor,
+    power_of_two: bool,
+    first_expert: int = 0,
+    beside: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`model.fp8.experts` of bfloat16: [T, H]. H and W have to be multiples of 16 and of 128.
+
+    An expert that all tokens share may be one of E: give its id in a column of its own, with weight 1.
+    Raises ValueError for tensors that do not fit together.
+    """
+    return experts_quantised(
+        *quantise(hidden, power_of_two),
+        ids,
+        weights,
+        gate_up,
+        gate_up_scales,
+        down,
+        down_scales,
+        power_of_two,
+        first_expert,
+        beside,
+    )
+
+
+def experts_quantised(
+    x: torch.Tensor,
+    x_scales: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    gate_up_scales: torch.Tensor,
+    down: torch.Tensor,
+    down_scales: torch.Tensor,
+    power_of_two: bool,
+    first_expert: int = 0,
+    beside: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`experts` of tokens that are quantised already, as `triton_fp8.quantise` returns them."""
+    check_scales(gate_up, gate_up_scales)
+    check_scales(down, down_scales)
+    (tokens, width), (count, hidden_size, inner) = x.shape, down.shape
+    fits = gate_up.shape == (count, 2 * inner, hidden_size) and width == hidden_size and inner % BLOCK == 0
+    fits &= x.dtype == FP8 and x.is_contiguous() and x_scales.shape == (tokens, blocks(width))
+    fits &= ids.shape == weights.shape and len(ids) == tokens and weights.dtype == torch.float32
+    if not fits or (tokens > 1 and x_scales.stride(0) != 1):
+        raise ValueError(
+            f"expected x [T, H] in fp8 with scales of strides 1 and T, ids and float32 weights [T, k], gate_up "
+            f"[E, 2 * W, H] and down [E, H, W] with W a multiple of {BLOCK}, found {x.dtype} {list(x.shape)}, "
+            f"{list(ids.shape)}, {weights.dtype} {list(weights.shape)}, {list(gate_up.shape)} and {list(down.shape)}"
+        )
+    out = torch.empty(tokens, hidden_size, dtype=torch.bfloat16, device=x.device)
+    projections = (gate_up, gate_up_scales, down, down_scales)
+    for begin in range(0, tokens, _MOST):
+        part = slice(begin, begin + _MOST)
+        few = tokens <= FEW
+        cut = tiling(tokens)
+        order = sort_pairs(ids[part], first_expert, count, cut.m)
+        rows = _rows(x[part], x_scales[part], order, ids.shape[1], projections, power_of_two, few, cut)
+        _sum(rows, ids[part], weights[part], order, first_expert, count, beside, begin, out)
+    return out
+
+
+def _rows(
+    x: torch.Tensor,
+    x_scales: torch.Tensor,
+    order: Sorted,
+    top_k: int,
+    projections: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    power_of_two: bool,
+    few: bool,
+    cut: Tiling,
+) -> torch.Tensor:
+    """What the experts compute of each row: bfloat16 [P, H], or float32 [splits, P, H], which is to be added up."""
+    gate_up, gate_up_scales, down, down_scales = projections
+    both = _product(x, x_scales, order, top_k, gate_up, gate_up_scales, few, cut)
+    inner, inner_scales = swiglu_quantise(both, power_of_two, order.counts)
+    return _product(inner, inner_scales, order, 0, down, down_scales, few, cut)
+
+
+def tiling(tokens: int) -> Tiling:
+    """Tiles that hold the rows of most experts at once, if some 8 of 256 are chosen."""
+    if tokens <= 16:
+        return Tiling(m=16, n=64, warps=4, stages=5, per_sm=4)
+    if tokens <= 128:
+        return Tiling(m=16, n=128, warps=4, stages=5, per_sm=2)
+    if tokens <= 512:
+        return Tiling(m=32, n=128, warps=4, stages=5, per_sm=2)
+    if tokens <= FEW:
+        return Tiling(m=64, n=128, warps=8, stages=4, per_sm=2)
+    return Tiling(m=128, n=256, warps=8, stages=4, per_sm=1, tokens_left=True)
+
+
+def _product(
+    x: torch.Tensor,
+    x_scales: torch.Tensor,
+    order: Sorted,
+    top_k: int,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    few: bool,
+    cut: Tiling,
+) -> torch.Tensor:
+    """Every row times the transpose of its expert's weight [E, N, K]: bfloat16 [P, N] or float32 [splits, P, N].
+
+    top_k: the rows of x are tokens, which have top_k pairs each; 0: they are the rows themselves.
+    """
+    n, k = weight.shape[1:]
+    pairs = len(order.pairs)
+    run = max(_LEAST_RUN, triton.cdiv(blocks(k), _RUNS)) if few else blocks(k)
+    splits = triton.cdiv(blocks(k), run) if pairs <= _SPLIT_PAIRS else 1
+    shape, dtype = ((pairs, n), torch.bfloat16) if splits == 1 else ((splits, pairs, n), torch.float32)
+    out = torch.empty(shape, dtype=dtype, device=x.device)
+    if not pairs:
+        return out
+    tiles_n = triton.cdiv(n, cut.n)
+    programs = properties(x.device).multi_processor_count * cut.per_sm if x.is_cuda else 4
+    with on(x.device):
+        _experts[(min(programs, order.most_tiles * tiles_n * splits),)](
+            described(weight, cut.n),
+            scales,
+            x,
+            x_scales,
+            x_scales.stride(1),
+            order.pairs,
+            order.tiles,
+            order.counts,
+            out,
+            order.most_tiles,
+            pairs,
+            n,
+            k,
+            blocks(n),
+            blocks(k),
+            run,
+            top_k,
+            splits,
+            gathers=top_k > 0,
+            shares=splits > 1,
+            ragged=k % BLOCK != 0,
+            folds=splits == 1 and run < blocks(k),
+            tokens_left=cut.tokens_left,
+            block_n=cut.n,
+            block_m=cut.m,
+            stages=cut.stages,
+            num_warps=cut.warps,
+            maxnreg=cut.registers,
+        )
+    return out
+
+
+@triton.jit(do_not_specialize=["most_tiles", "num_rows", "run", "top_k", "splits"])  # type: ignore[untyped-decorator]
+def _experts(
+    weight: tl.tensor,
+    scales: tl.tensor,
+    x: tl.tensor,
+    x_scales: tl.tensor,
+    x_scale_stride: tl.tensor,
+    pairs: tl.tensor,
+    tiles: tl.tensor,
+    counts: tl.tensor,
+    out: tl.tensor,
+    most_tiles: tl.tensor,
+    num_rows: tl.tensor,
+    n: tl.tensor,
+    k: tl.tensor,
+    row_blocks: tl.tensor,
+    num_blocks: tl.tensor,
+    run: tl.tensor,
+    top_k: tl.tensor,
+    splits: tl.tensor,
+    gathers: tl.constexpr,
+    shares: tl.constexpr,
+    ragged: tl.constexpr,
+    folds: tl.constexpr,
+    tokens_left: tl.constexpr,
+    block_n: tl.constexpr,
+    block_m: tl.constexpr,
+    stages: tl.constexpr,
+) -> None:
+    """Every num_programs-th piece: block_n rows of a weight by a tile's rows, over one run of channels or all."""
+    tiles_n = tl.cdiv(n, block_n)
+    pieces = tl.load(counts + 1) * tiles_n * splits
+    for piece in range(tl.program_id(0), pieces, tl.num_programs(0)):
+        split = piece % splits
+        first_row = piece // splits % tiles_n * block_n
+        tile = piece // (splits * tiles_n)
+        expert = tl.load(tiles + tile)
+        row = tl.load(tiles + most_tiles + tile) + tl.arange(0, block_m)
+        real = row < tl.load(tiles + 2 * most_tiles + tile)
+        x_row = tl.load(pairs + row, mask=real, other=0) // top_k if gathers else row
+        scale_row = expert * row_blocks + first_row // _BLOCK
+        if block_n > _BLOCK:
+            next_row = tl.minimum(scale_row + 1, (expert + 1) * row_blocks - 1)
+            first, second = multiply_wide(
+                weight,
+                expert * n + first_row,
+                scales + scale_row.to(tl.int64) * num_blocks,
+                scales + next_row.to(tl.int64) * num_blocks,
+                x,
+                x_scales,
+                x_scale_stride,
+                x_row,
+                real,
+                num_blocks,
+                k,
+                ragged,
+                block_m,
+                stages,
+            )
+            _store(out, first, row, real, first_row, n, _BLOCK)
+            _store(out, second, row, real, first_row + _BLOCK, n, _BLOCK)
+        else:
+            total = multiply(
+                weight,
+                expert * n + first_row,
+                scales + scale_row.to(tl.int64) * num_blocks,
+                x,
+                x_scales,
+                x_scale_stride,
+                x_row,
+                real,
+                split * run if shares else 0,
+                tl.minimum(split * run + run, num_blocks) if shares else num_blocks,
+                run,
+                k,
+                ragged,
+                folds,
+                tokens_left,
+                block_n,
+                block_m,
+                stages,
+            )
+            _store(out, total, split * num_rows.to(tl.int64) + row, real, first_row, n, block_n)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _store(
+    out: tl.tensor,
+    total: tl.tensor,
+    row: tl.tensor,
+    real: tl.tensor,
+    first_column: tl.tensor,
+    n: tl.tensor,
+    block_n: tl.constexpr,
+) -> None:
+    """Store the real rows of a tile [rows, block_n]. Addresses are made here, behind the loop that needs registers."""
+    column = first_column + tl.arange(0, block_n)
+    place = row.to(tl.int64)[:, None] * n + column[None, :]
+    tl.store(out + place, total.to(out.dtype.element_ty), mask=real[:, None] & (column < n)[None, :])
+
+
+def _sum(
+    rows: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    order: Sorted,
+    first_expert: int,
+    count: int,
+    beside: torch.Tensor | None,
+    begin: int,
+    out: torch.Tensor,
+) -> None:
+    """Write the tokens of ids, which are those of `out` from `begin` on."""
+    tokens, top_k = ids.shape
+    size = out.shape[1]
+    if beside is not None and (beside.shape != out.shape or not beside.is_contiguous()):
+        raise ValueError(f"expected contiguous tokens {list(out.shape)} beside, found {list(beside.shape)}")
+    block = 1024
+    if tokens:
+        with on(out.device):
+            _weigh[(tokens, triton.cdiv(size, block))](
+                rows,
+                ids.contiguous(),
+                weights.contiguous(),
+                order.row,
+                beside,
+                out,
+                begin,
+                len(order.pairs),
+                size,
+                first_expert,
+                count,
+                top_k,
+                splits=len(rows) if rows.dim() == 3 else 1,
+                block=block,
+                num_warps=4,
+            )
+
+
+@triton.jit(do_not_specialize=["begin", "num_rows", "first_expert", "count"])  # type: ignore[untyped-decorator]
+def _weigh(
+    rows: tl.tensor,
+    ids: tl.tensor,
+    weights: tl.tensor,
+    row_of: tl.tensor,
+    beside: tl.tensor,
+    out: tl.tensor,
+    begin: tl.tensor,
+    num_rows: tl.tensor,
+    size: tl.tensor,
+    first_expert: tl.tensor,
+    count: tl.tensor,
+    top_k: tl.constexpr,
+    splits: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    """A block of one token's weighted sum."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * block + tl.arange(0, block)
+    total = tl.zeros([block], tl.float32)
+    for choice in tl.static_range(top_k):
+        pair = token * top_k + choice
+        local = tl.load(ids + pair) - first_expert
+        here = (local >= 0) & (local < count)
+        row = tl.load(row_of + pair, mask=here, other=0).to(tl.int64)
+        real = here & (column < size)
+        value = tl.load(rows + row * size + column, mask=real, other=0.0).to(tl.float32)
+        for split in tl.static_range(1, splits):
+            value += tl.load(rows + (split * num_rows.to(tl.int64) + row) * size + column, mask=real, other=0.0)
+        weight = tl.load(weights + pair, mask=here, other=0.0)
+        total += weight * value.to(tl.bfloat16).to(tl.float32)
+    place = (begin + token) * size + column
+    if beside is not None:
+        total += tl.load(beside + place, mask=column < size, other=0.0).to(tl.float32)
+    tl.store(out + place, total.to(tl.bfloat16), mask=column < size)

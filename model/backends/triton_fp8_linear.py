@@ -1,0 +1,303 @@
+"""Linear layers with block-fp8 weights on Hopper: a Triton kernel for few tokens, torch's blockwise product for many.
+
+The Triton kernel streams the weight once. Where the weight has few rows, several programs share a tile's channels, and
+a second kernel adds up what they computed, in order (`triton_fp8_tile`). How a product is cut depends on the weight's
+shape alone, so a token's result is the same among 1 and among `FEW` tokens. torch's kernel sums in another order.
+"""
+
+import functools
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch.nn.functional import ScalingType
+
+from model.backends.triton_fp8 import on, quantise, quantised, swiglu_quantise
+from model.backends.triton_fp8_tile import Tiling, described, multiply
+from model.fp8 import BLOCK, FP8, blocks, check_scales
+
+FEW = 64
+"""The most tokens that the Triton kernel serves, where torch's can serve more."""
+
+_FUSED = 16
+"""The most tokens that the product quantises itself. Every program does, so it pays for few only."""
+
+_PROGRAMS = 528
+"""Programs that keep the memory of an H200 busy: 4 for each of its 132 multiprocessors. No device's own number, since
+the order of sums follows from it."""
+
+_LEAST_RUN = 8
+"""Blocks of 128 channels that a program computes at least."""
+
+_BLOCK = tl.constexpr(BLOCK)
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, power_of_two: bool) -> torch.Tensor:
+    """`model.fp8.linear` of x, bfloat16 [M, K] in contiguous rows, and a weight fp8 [N, K]: bfloat16 [M, N].
+
+    K has to be a multiple of 16. Raises ValueError for tensors that do not fit together.
+    """
+    if 0 < len(x) <= _FUSED:
+        return reduced(partial_product(x, None, weight, scales, power_of_two))
+    return linear_quantised(*quantise(x, power_of_two), weight, scales)
+
+
+def linear_quantised(
+    x: torch.Tensor, x_scales: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor
+) -> torch.Tensor:
+    """`linear` of activations that are quantised already, as `triton_fp8.quantise` returns them."""
+    if len(x) > FEW and _torch_computes(weight):
+        return torch_product(x, x_scales, weight, scales)
+    return reduced(partial_product(x, x_scales, weight, scales, False))
+
+
+def mlp(
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    gate_up_scales: torch.Tensor,
+    down: torch.Tensor,
+    down_scales: torch.Tensor,
+    power_of_two: bool,
+) -> torch.Tensor:
+    """down(silu(gate(x)) * up(x)) of x, bfloat16 [M, H]. gate_up: [2 * W, H], the rows of gate first. down: [H, W].
+
+    Each projection is rounded to bfloat16. W has to be a multiple of 128, that no block holds rows of gate and of up.
+    """
+    if down.shape[1] % BLOCK:
+        raise ValueError(f"expected a width that is a multiple of {BLOCK}, found {down.shape[1]}")
+    if 0 < len(x) <= _FUSED:
+        both = partial_product(x, None, gate_up, gate_up_scales, power_of_two)
+    else:
+        values, x_scales = quantise(x, power_of_two)
+        if len(x) > FEW and _torch_computes(gate_up):
+            both = torch_product(values, x_scales, gate_up, gate_up_scales)
+        else:
+            both = partial_product(values, x_scales, gate_up, gate_up_scales, False)
+    return linear_quantised(*swiglu_quantise(both, power_of_two), down, down_scales)
+
+
+@functools.cache
+def _blockwise(device: torch.device) -> bool:
+    """Whether torch has the blockwise product: on Hopper, with a cuBLAS of CUDA 12.9 or newer."""
+    version = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
+    return version >= (12, 9) and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def _torch_computes(weight: torch.Tensor) -> bool:
+    return len(weight) % 16 == 0 and weight.shape[1] % BLOCK == 0 and _blockwise(weight.device)
+
+
+def torch_product(x: torch.Tensor, x_scales: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """The product by torch, whose kernel reads the scales of a weight's row of blocks in fours."""
+    check_scales(weight, scales)
+    return F.scaled_mm(
+        x,
+        weight.t(),
+        x_scales,
+        ScalingType.BlockWise1x128,
+        F.pad(scales, (0, -scales.shape[1] % 4)).t() if scales.shape[1] % 4 else scales.t(),
+        ScalingType.BlockWise128x128,
+        output_dtype=torch.bfloat16,
+    )
+
+
+def run_of(n: int, k: int, block_n: int) -> int:
+    """How many blocks of channels one program computes of a weight [n, k]."""
+    splits = max(1, min(_PROGRAMS // -(-n // block_n), blocks(k) // _LEAST_RUN))
+    return -(-blocks(k) // splits)
+
+
+def _tiling(m: int) -> Tiling:
+    """For m tokens; more rows per tile of the weight, if there are many tokens, since each tile reads them."""
+    if m <= 16:
+        return Tiling(m=16, n=64, warps=4, stages=5, per_sm=4)
+    if m <= 32:
+        return Tiling(m=32, n=64, warps=4, stages=4, per_sm=4)
+    if m <= 64:
+        return Tiling(m=64, n=64, warps=4, stages=4, per_sm=3)
+    return Tiling(m=128, n=128, warps=8, stages=4, per_sm=1, tokens_left=True)
+
+
+_RUN_ROWS = 64
+"""Rows of a weight's tile for which `run_of` is computed, whatever the tile: the order of sums is to be one."""
+
+
+def partial_product(
+    x: torch.Tensor,
+    x_scales: torch.Tensor | None,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    power_of_two: bool,
+    tiling: Tiling | None = None,
+) -> torch.Tensor:
+    """The product: bfloat16 [M, N], or float32 [splits, M, N], which is to be added up.
+
+    x: fp8 with scales [M, K / 128] of strides (1, M), or bfloat16 without scales, which the kernel quantises.
+    """
+    (m, k), n = x.shape, len(weight)
+    check_scales(weight, scales)
+    fits = weight.shape[1] == k and x.stride(1) == 1 and scales.is_contiguous()
+    if x_scales is not None:
+        fits &= x.dtype == FP8 and x.stride(0) == k and x_scales.stride(0) == 1 and len(x_scales) == m
+    if not fits or (x_scales is None and x.dtype != torch.bfloat16):
+        raise ValueError(
+            f"expected x [any, {weight.shape[1]}] in bfloat16, or contiguous in fp8 with scales of strides 1 and M, "
+            f"found {x.dtype} {list(x.shape)} of strides {x.stride()}"
+        )
+    cut = tiling or _tiling(m)
+    run = run_of(n, k, _RUN_ROWS)
+    splits = triton.cdiv(blocks(k), run) if m <= FEW else 1
+    if splits == 1:
+        out = torch.empty(m, n, dtype=torch.bfloat16, device=x.device)
+    else:
+        out = torch.empty(splits, m, n, dtype=torch.float32, device=x.device)
+    if m and n:
+        with on(x.device):
+            _linear[(triton.cdiv(n, cut.n), splits, triton.cdiv(m, cut.m))](
+                described(weight, cut.n),
+                scales,
+                x,
+                x.stride(0),
+                x_scales,
+                0 if x_scales is None else x_scales.stride(1),
+                out,
+                m,
+                n,
+                k,
+                blocks(k),
+                run if splits > 1 else blocks(k),
+                power_of_two,
+                ragged=k % BLOCK != 0,
+                tokens_left=cut.tokens_left,
+                block_n=cut.n,
+                block_m=cut.m,
+                stages=cut.stages,
+                num_warps=cut.warps,
+            )
+    return out
+
+
+def reduced(partial: torch.Tensor) -> torch.Tensor:
+    """The sum over splits, rounded: bfloat16 [M, N]."""
+    if partial.dim() == 2:
+        return partial
+    splits, m, n = partial.shape
+    out = torch.empty(m, n, dtype=torch.bfloat16, device=partial.device)
+    block = 512
+    with on(partial.device):
+        _add_up[(triton.cdiv(m * n, block),)](partial, out, m * n, splits, block, num_warps=4)
+    return out
+
+
+@triton.jit(do_not_specialize=["m", "run", "num_blocks"])  # type: ignore[untyped-decorator]
+def _linear(
+    weight: tl.tensor,
+    scales: tl.tensor,
+    x: tl.tensor,
+    x_stride: tl.tensor,
+    x_scales: tl.tensor,
+    x_scale_stride: tl.tensor,
+    out: tl.tensor,
+    m: tl.tensor,
+    n: tl.tensor,
+    k: tl.tensor,
+    num_blocks: tl.tensor,
+    run: tl.tensor,
+    power_of_two: tl.constexpr,
+    ragged: tl.constexpr,
+    tokens_left: tl.constexpr,
+    block_n: tl.constexpr,
+    block_m: tl.constexpr,
+    stages: tl.constexpr,
+) -> None:
+    """One tile over one run of channels."""
+    first_row = tl.program_id(0) * block_n
+    split = tl.program_id(1)
+    token = tl.program_id(2) * block_m + tl.arange(0, block_m)
+    begin = split * run
+    end = tl.minimum(begin + run, num_blocks)
+    weight_scale = scales + (first_row // _BLOCK).to(tl.int64) * num_blocks
+    if x_scales is None:
+        total = _multiply_quantising(
+            weight,
+            first_row,
+            weight_scale,
+            x,
+            x_stride,
+            token,
+            m,
+            begin,
+            end,
+            k,
+            power_of_two,
+            block_n,
+            block_m,
+            stages,
+        )
+    else:
+        total = multiply(
+            weight,
+            first_row,
+            weight_scale,
+            x,
+            x_scales,
+            x_scale_stride,
+            token,
+            token < m,
+            begin,
+            end,
+            run,
+            k,
+            ragged,
+            False,
+            tokens_left,
+            block_n,
+            block_m,
+            stages,
+        )
+    row = first_row + tl.arange(0, block_n)
+    place = (split.to(tl.int64) * m + token)[:, None] * n + row[None, :]
+    tl.store(out + place, total.to(out.dtype.element_ty), mask=(token < m)[:, None] & (row < n)[None, :])
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _multiply_quantising(
+    weight: tl.tensor,
+    weight_row: tl.tensor,
+    weight_scale: tl.tensor,
+    x: tl.tensor,
+    x_stride: tl.tensor,
+    token: tl.tensor,
+    m: tl.tensor,
+    begin: tl.tensor,
+    end: tl.tensor,
+    k: tl.tensor,
+    power_of_two: tl.constexpr,
+    block_n: tl.constexpr,
+    block_m: tl.constexpr,
+    stages: tl.constexpr,
+) -> tl.tensor:
+    """`triton_fp8_tile.multiply` by rows of x in bfloat16, to the same bits."""
+    column = tl.arange(0, _BLOCK)
+    rows = x + token.to(tl.int64)[:, None] * x_stride + column[None, :]
+    total = tl.zeros([block_n, block_m], tl.float32)
+    for block in tl.range(begin, end, num_stages=stages):
+        values = weight.load([weight_row, block * _BLOCK])
+        inside = (token < m)[:, None] & (column + block * _BLOCK < k)[None, :]
+        numbers = tl.load(rows + block * _BLOCK, mask=inside, other=0.0).to(tl.float32)
+        tokens, scale = quantised(numbers, power_of_two)
+        scale *= tl.load(weight_scale + block)
+        total += tl.dot(values, tokens.T) * scale[None, :]
+    return total.T
+
+
+@triton.jit(do_not_specialize=["size"])  # type: ignore[untyped-decorator]
+def _add_up(partial: tl.tensor, out: tl.tensor, size: tl.tensor, splits: tl.constexpr, block: tl.constexpr) -> None:
+    """A block of the sum over the splits of partial [splits, size]."""
+    place = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    real = place < size
+    total = tl.load(partial + place, mask=real, other=0.0)
+    for split in tl.static_range(1, splits):
+        total += tl.load(partial + split * size.to(tl.int64) + place, mask=real, other=0.0)
+    tl.store(out + place, total.to(tl.bfloat16), mask=real)

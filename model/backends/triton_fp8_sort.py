@@ -1,0 +1,123 @@
+"""Pairs of a token and an expert, sorted by expert and cut into tiles, as a Triton kernel.
+
+The launch depends on shapes alone: tables have room for the most rows and tiles that there can be, and how many there
+are stands on the device. Each expert has a program, which counts all pairs by itself, so that programs need not meet.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from model.backends.triton_fp8 import on
+
+
+@dataclass(frozen=True)
+class Sorted:
+    """Rows are the pairs whose expert this process has, expert by expert and in order of their number.
+
+    pairs: int32 [P], the pair (token * k + choice) of a row. row: int32 [P], the row of a pair, if it has one.
+    tiles: int32 [3, most_tiles], of each tile the expert, the first row and the end of the expert's rows.
+    counts: int32 [2], rows and tiles.
+    """
+
+    pairs: torch.Tensor
+    row: torch.Tensor
+    tiles: torch.Tensor
+    counts: torch.Tensor
+
+    @property
+    def most_tiles(self) -> int:
+        return self.tiles.shape[1]
+
+
+def sort_pairs(ids: torch.Tensor, first_expert: int, experts: int, block_m: int) -> Sorted:
+    """Sort ids, integers [T, k], into tiles of block_m rows of one of `experts` experts from first_expert on."""
+    count = ids.numel()
+    most_tiles = min(count, count // block_m + experts)
+    new = torch.empty(2 * count + 3 * most_tiles + 2, dtype=torch.int32, device=ids.device)
+    pairs, row, tiles, counts = torch.split(new, [count, count, 3 * most_tiles, 2])
+    chunk = min(_CHUNK, max(_LEAST_CHUNK, triton.next_power_of_2(count)))
+    with on(ids.device):
+        _sort[(experts,)](
+            ids.contiguous(),
+            pairs,
+            row,
+            tiles,
+            counts,
+            count,
+            most_tiles,
+            first_expert,
+            experts,
+            block_m,
+            bins=triton.next_power_of_2(experts + 1),
+            chunk=chunk,
+            num_warps=4 if chunk < _CHUNK else 8,
+        )
+    return Sorted(pairs, row, tiles.view(3, most_tiles), counts)
+
+
+_LEAST_CHUNK, _CHUNK = 128, 4096
+"""Pairs that are looked at together."""
+
+
+@triton.jit(do_not_specialize=["count", "most_tiles", "first_expert"])  # type: ignore[untyped-decorator]
+def _sort(
+    ids: tl.tensor,
+    pairs: tl.tensor,
+    rows: tl.tensor,
+    tiles: tl.tensor,
+    counts: tl.tensor,
+    count: tl.tensor,
+    most_tiles: tl.tensor,
+    first_expert: tl.tensor,
+    experts: tl.constexpr,
+    block_m: tl.constexpr,
+    bins: tl.constexpr,
+    chunk: tl.constexpr,
+) -> None:
+    """The rows and tiles of one expert."""
+    expert = tl.program_id(0)
+    number = tl.arange(0, bins)
+    of_expert = tl.zeros([bins], tl.int32)
+    for begin in range(0, count, chunk):
+        of_expert += tl.histogram(_local(ids, begin, count, first_expert, experts, chunk), bins)
+    of_expert = tl.where(number < experts, of_expert, 0)
+    tiles_of = (of_expert + block_m - 1) // block_m
+    row = tl.sum(tl.where(number < expert, of_expert, 0), 0)
+    end = row + tl.sum(tl.where(number == expert, of_expert, 0), 0)
+    if expert == 0:
+        tl.store(counts, tl.sum(of_expert, 0))
+        tl.store(counts + 1, tl.sum(tiles_of, 0))
+
+    tile = tl.sum(tl.where(number < expert, tiles_of, 0), 0)
+    for first in range(row, end, block_m):
+        tl.store(tiles + tile, expert)
+        tl.store(tiles + most_tiles + tile, first)
+        tl.store(tiles + 2 * most_tiles + tile, end)
+        tile += 1
+
+    for begin in range(0, count, chunk):
+        pair = begin + tl.arange(0, chunk)
+        mine = (_local(ids, begin, count, first_expert, experts, chunk) == expert).to(tl.int32)
+        place = row + tl.cumsum(mine, 0) - 1
+        tl.store(pairs + place, pair, mask=mine > 0)
+        tl.store(rows + pair, place, mask=mine > 0)
+        row += tl.sum(mine, 0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _local(
+    ids: tl.tensor,
+    begin: tl.tensor,
+    count: tl.tensor,
+    first_expert: tl.tensor,
+    experts: tl.constexpr,
+    chunk: tl.constexpr,
+) -> tl.tensor:
+    """The experts of a chunk of pairs, counted from the first that is here; `experts` for those that are not."""
+    pair = begin + tl.arange(0, chunk)
+    local = tl.load(ids + pair, mask=pair < count, other=-1).to(tl.int32) - first_expert
+    here = (local >= 0) & (local < experts) & (pair < count)
+    return tl.where(here, local, experts)

@@ -1,0 +1,168 @@
+"""Kernels of block-fp8 weights against the plain-torch reference, from the same quantised numbers."""
+
+import pytest
+import torch
+
+from model import fp8
+from tests.model.fp8_cases import close, expert_case, randn, weight
+
+pytest.importorskip("triton")
+
+from model.backends.triton_fp8 import multiplies_fp8, quantise, swiglu_quantise
+from model.backends.triton_fp8_experts import experts, experts_quantised
+from model.backends.triton_fp8_linear import FEW, linear, linear_quantised, mlp
+from tests.gpu.test_attention_backends import captured
+
+CUDA = "cuda"
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or not multiplies_fp8(torch.device(CUDA, 0)), reason="needs a GPU that multiplies fp8"
+)
+
+TOKENS = (1, 2, 8, 16, 17, 63, 64, 65, 512, 4096)
+ODD = [(200, 272), (72, 1152), (576, 400), (130, 4096)]
+REAL = [(2240, 7168), (24576, 1536), (7168, 2048), (4096, 7168)]
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize(("m", "k"), [(1, 7168), (65, 272), (4096, 1536)])
+def test_quantised_activations_are_those_of_the_reference(m: int, k: int, power_of_two: bool) -> None:
+    x = (randn(m, k, device=CUDA) * torch.logspace(-6, 3, m, device=CUDA)[:, None]).bfloat16()
+    values, scales = quantise(x, power_of_two)
+    expected, expected_scales = fp8.quantise_activations(x, power_of_two)
+    assert torch.equal(scales, expected_scales)
+    assert torch.equal(values.float(), expected.float())
+
+
+def test_activations_may_be_part_of_wider_rows() -> None:
+    whole = randn(20, 1024, device=CUDA).bfloat16()
+    values, scales = weight(256, 512, device=CUDA)
+    for m in (3, 20):
+        assert torch.equal(
+            linear(whole[:m, 256:768], values, scales, True), linear(whole[:m, 256:768].clone(), values, scales, True)
+        )
+
+
+@pytest.mark.parametrize("m", TOKENS)
+@pytest.mark.parametrize(("n", "k"), ODD + REAL)
+def test_a_linear_layer(m: int, n: int, k: int) -> None:
+    x = randn(m, k, device=CUDA).bfloat16()
+    values, scales = weight(n, k, device=CUDA)
+    for power_of_two in (False, True):
+        product = linear(x, values, scales, power_of_two)
+        close(product, fp8.linear(x, values, scales, power_of_two))
+        again = linear_quantised(*quantise(x, power_of_two), values, scales)
+        assert torch.equal(product, again), "whoever quantises"
+
+
+@pytest.mark.parametrize("m", [1, 64, 4096])
+def test_the_largest_layer(m: int) -> None:
+    x = randn(m, 16384, device=CUDA).bfloat16()
+    values, scales = weight(7168, 16384, device=CUDA)
+    product = linear(x, values, scales, True)
+    close(product, fp8.linear(x, values, scales, True))
+    exact = x.double()[:64] @ fp8.dequantise(values, scales, torch.float64).t()
+    off = (product[:64].double() - exact).norm() / exact.norm()
+    assert off < 0.04, "what quantising activations costs"
+
+
+@pytest.mark.parametrize(("n", "k"), [(200, 272), (2240, 7168), (7168, 16384)])
+def test_a_token_gets_the_same_among_few_whoever_they_are(n: int, k: int) -> None:
+    x = randn(FEW, k, device=CUDA).bfloat16()
+    values, scales = weight(n, k, device=CUDA)
+    among = linear(x, values, scales, False)
+    for count in (1, 5, 16, 17, 32, 40):
+        assert torch.equal(linear(x[:count], values, scales, False), among[:count])
+
+
+@pytest.mark.parametrize("m", [1, 16, 40, 100, 600])
+def test_a_feed_forward_layer(m: int) -> None:
+    x, gate_up, down = (
+        randn(m, 7168, device=CUDA).bfloat16(),
+        weight(4096, 7168, device=CUDA),
+        weight(7168, 2048, device=CUDA),
+    )
+    inner = fp8.swiglu(fp8.linear(x, *gate_up, True))
+    close(mlp(x, *gate_up, *down, True), fp8.linear(inner, *down, True), 0.01)
+
+
+def test_swiglu_of_sums() -> None:
+    partial = randn(3, 100, 4096, device=CUDA)
+    values, scales = swiglu_quantise(partial, False, torch.tensor([77], dtype=torch.int32, device=CUDA))
+    expected, expected_scales = fp8.quantise_activations(fp8.swiglu(partial.sum(0).bfloat16()), False)
+    ours, theirs = (
+        v[:77].float() * s[:77].repeat_interleave(128, 1) for v, s in ((values, scales), (expected, expected_scales))
+    )
+    close(ours, theirs, 0.01)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 8, 63, 65, 512, 700, 1500, 9000])
+@pytest.mark.parametrize(
+    ("top_k", "count", "of", "hidden", "width"), [(8, 32, 256, 1024, 256), (3, 5, 8, 400, 384), (2, 4, 4, 272, 128)]
+)
+def test_experts(tokens: int, top_k: int, count: int, of: int, hidden: int, width: int) -> None:
+    case = expert_case(tokens, top_k, count, hidden, width, of, device=CUDA)
+    first = min(2, of - count)
+    beside = randn(tokens, hidden, device=CUDA, seed=9).bfloat16()
+    close(experts(*case, False, first), fp8.experts(*case, False, first), 0.01)
+    close(experts(*case, True, first, beside), fp8.experts(*case, True, first, beside), 0.01)
+
+
+@pytest.mark.parametrize("tokens", [8, 128, 2048])
+def test_experts_of_real_shapes(tokens: int) -> None:
+    case = expert_case(tokens, 8, 32, 7168, 2048, 256, device=CUDA)
+    close(experts(*case, True, 64), fp8.experts(*case, True, 64), 0.01)
+
+
+def test_a_token_gets_the_same_from_experts_among_few_whoever_they_are() -> None:
+    x, ids, weights, *projections = expert_case(1000, 8, 32, 7168, 2048, 256, device=CUDA)
+    among = experts(x, ids, weights, *projections, True, 64)
+    for count in (1, 4, 5, 16, 17, 130, 513):
+        assert torch.equal(experts(x[:count], ids[:count], weights[:count], *projections, True, 64), among[:count])
+
+
+def test_an_expert_that_all_share_may_be_one_of_them() -> None:
+    x, ids, weights, *projections = expert_case(40, 2, 5, 512, 256, 4, device=CUDA)
+    ids = torch.cat((ids, torch.full_like(ids[:, :1], 4)), 1)
+    weights = torch.cat((weights, torch.ones_like(weights[:, :1])), 1)
+    shared = mlp(x, *(tensor[4] for tensor in projections), True)
+    routed = experts(x, ids[:, :2], weights[:, :2], *(tensor[:4] for tensor in projections), True, 0, shared)
+    close(experts(x, ids, weights, *projections, True), routed)
+
+
+def test_tokens_that_chose_no_expert_here_get_zeros() -> None:
+    x, ids, weights, *projections = expert_case(9, 2, 4, 512, 256, 8, device=CUDA)
+    assert not experts(x, ids, weights, *projections, True, 100).any()
+
+
+def test_a_replay_computes_what_is_there_at_the_moment() -> None:
+    x, ids, weights, *projections = expert_case(33, 8, 32, 1024, 256, 256, device=CUDA)
+    layer = weight(2240, 1024, device=CUDA)
+    graph, (routed, product) = captured(lambda: (experts(x, ids, weights, *projections, True), linear(x, *layer, True)))
+    x.copy_(x.flip(0) * 2)
+    ids.copy_((ids + 40) % 256)
+    graph.replay()
+    assert torch.equal(routed, experts(x, ids, weights, *projections, True))
+    assert torch.equal(product, linear(x, *layer, True))
+
+
+@pytest.mark.parametrize("m", [3, 20, 100])
+def test_what_is_no_number_stays_with_its_token(m: int) -> None:
+    x, ids, weights, *projections = expert_case(m, 2, 4, 512, 256, 4, device=CUDA)
+    x[1, 7] = float("nan")
+    x[2, 9] = float("inf")
+    for result in (linear(x, *weight(384, 512, device=CUDA), False), experts(x, ids, weights, *projections, False)):
+        assert not result[1].isfinite().any()
+        assert not result[2].isfinite().any()
+        assert result[[0, *range(3, m)]].isfinite().all()
+
+
+def test_tensors_that_do_not_fit_together_are_refused() -> None:
+    x, ids, weights, gate_up, gate_up_scales, down, down_scales = expert_case(4, 2, 3, 512, 256, device=CUDA)
+    with pytest.raises(ValueError, match="expected x"):
+        linear(x[:, :256], gate_up[0], gate_up_scales[0], True)
+    with pytest.raises(ValueError, match="bfloat16"):
+        linear(x.float(), gate_up[0], gate_up_scales[0], True)
+    with pytest.raises(ValueError, match="expected x"):
+        experts_quantised(*quantise(x, True), ids[:3], weights, gate_up, gate_up_scales, down, down_scales, True)
+    with pytest.raises(ValueError, match="multiple of 16 channels"):
+        linear(x[:, :24], *weight(64, 24, device=CUDA), True)

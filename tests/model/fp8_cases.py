@@ -1,0 +1,39 @@
+"""Weights, inputs and tolerances of tests of block-fp8 products."""
+
+import torch
+
+from model import fp8
+
+
+def randn(*shape: int, device: str = "cpu", seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, device=device, generator=torch.Generator(device).manual_seed(seed))
+
+
+def weight(
+    *shape: int, device: str = "cpu", seed: int = 1, power_of_two: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values and scales of a weight [..., N, K] whose blocks are of different magnitudes."""
+    values, scales = fp8.quantise_weight(randn(*shape, device=device, seed=seed) / shape[-1] ** 0.5, power_of_two)
+    sizes = torch.randint(-2, 3, scales.shape, generator=torch.Generator().manual_seed(seed)).to(device)
+    return values, scales * 2.0**sizes
+
+
+def expert_case(
+    tokens: int, top_k: int, count: int, hidden: int, width: int, of: int = 0, first: int = 2, device: str = "cpu"
+) -> tuple[torch.Tensor, ...]:
+    """hidden, ids, weights, and projections of `count` experts of `of`, which choose from all."""
+    ids = torch.rand(tokens, of or count + 3, generator=torch.Generator().manual_seed(2)).topk(top_k).indices
+    x = randn(tokens, hidden, device=device, seed=3).bfloat16()
+    weights = randn(tokens, top_k, device=device, seed=4).sigmoid()
+    gate_up = weight(count, 2 * width, hidden, device=device, seed=5)
+    down = weight(count, hidden, width, device=device, seed=6)
+    return x, ids.to(device), weights, *gate_up, *down
+
+
+def close(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float = 0.003) -> None:
+    """Apart by what bfloat16 rounds, and no element by much more."""
+    assert ours.dtype == theirs.dtype
+    assert ours.shape == theirs.shape
+    off = ours.double() - theirs.double()
+    assert off.norm() <= tolerance * theirs.double().norm(), f"{off.norm() / theirs.double().norm():.5f}"
+    assert off.abs().max() <= 8 * tolerance * theirs.double().abs().max()

@@ -1,0 +1,100 @@
+"""The kernels of block-fp8 weights in Triton's interpreter, against `model.fp8`. `test_fp8.py` runs this file."""
+
+import tests.model.triton_interpreter  # isort: skip
+
+import pytest
+import torch
+
+from model import fp8
+from model.backends import triton_fp8_experts
+from model.backends.triton_fp8 import quantise, swiglu_quantise
+from model.backends.triton_fp8_experts import experts
+from model.backends.triton_fp8_linear import linear, linear_quantised, mlp
+from model.backends.triton_fp8_sort import sort_pairs
+from model.backends.triton_fp8_tile import Tiling
+from tests.model.fp8_cases import close, expert_case, randn, weight
+
+assert tests.model.triton_interpreter
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize(("m", "k"), [(1, 128), (3, 272), (5, 1152)])
+def test_quantised_activations_are_those_of_the_reference(m: int, k: int, power_of_two: bool) -> None:
+    x = randn(m, k).bfloat16()
+    x[0, :128] *= 1e-6
+    values, scales = quantise(x, power_of_two)
+    expected, expected_scales = fp8.quantise_activations(x, power_of_two)
+    assert torch.equal(values.float(), expected.float())
+    assert torch.equal(scales, expected_scales)
+    assert scales.stride(0) == 1
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 64, 128), (3, 200, 272), (17, 72, 1152), (5, 130, 4096), (70, 140, 400)])
+def test_a_linear_layer(m: int, n: int, k: int) -> None:
+    x, (values, scales) = randn(m, k).bfloat16(), weight(n, k)
+    product = linear(x, values, scales, True)
+    close(product, fp8.linear(x, values, scales, True))
+    assert torch.equal(product, linear_quantised(*quantise(x, True), values, scales)), "whoever quantises"
+
+
+def test_a_feed_forward_layer() -> None:
+    x, gate_up, down = randn(18, 256).bfloat16(), weight(512, 256), weight(192, 256)
+    inner = fp8.swiglu(fp8.linear(x, *gate_up, False))
+    close(mlp(x, *gate_up, *down, False), fp8.linear(inner, *down, False), 0.01)
+
+
+def test_swiglu_of_sums() -> None:
+    partial = randn(3, 4, 512)
+    rows = torch.tensor([2])
+    values, scales = swiglu_quantise(partial, False, rows)
+    inner = fp8.swiglu((partial[0] + partial[1] + partial[2]).bfloat16())
+    expected, expected_scales = fp8.quantise_activations(inner, False)
+    assert torch.equal(values[:2].float(), expected[:2].float())
+    assert torch.equal(scales[:2], expected_scales[:2])
+
+
+@pytest.mark.parametrize(("tokens", "block_m"), [(1, 16), (37, 4), (100, 16)])
+def test_pairs_are_sorted_by_expert(tokens: int, block_m: int) -> None:
+    ids = torch.randint(0, 12, (tokens, 3), generator=torch.Generator().manual_seed(1))
+    order = sort_pairs(ids, 4, 5, block_m)
+    rows, tiles = order.counts.tolist()
+    of = [(ids.flatten() == expert).nonzero().squeeze(1) for expert in range(4, 9)]
+    assert torch.equal(order.pairs[:rows].long(), torch.cat(of))
+    assert torch.equal(order.row[torch.cat(of)].long(), torch.arange(rows))
+    expected, first = [], 0
+    for expert, pairs in enumerate(of):
+        end = first + len(pairs)
+        expected += [[expert, row, end] for row in range(first, end, block_m)]
+        first = end
+    assert order.tiles[:, :tiles].t().tolist() == expected
+    assert tiles <= order.most_tiles
+
+
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "count", "hidden", "width"), [(1, 2, 3, 272, 128), (9, 4, 4, 256, 256), (40, 2, 3, 1280, 128)]
+)
+def test_experts(tokens: int, top_k: int, count: int, hidden: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = expert_case(tokens, top_k, count, hidden, width)
+    whole = experts(*case, True, 2)
+    close(whole, fp8.experts(*case, True, 2), 0.01)
+    monkeypatch.setattr(triton_fp8_experts, "_SPLIT_PAIRS", 0 if tokens * top_k <= 64 else 1 << 20)
+    assert torch.equal(experts(*case, True, 2), whole), "however the channels are shared"
+    beside = randn(tokens, hidden).bfloat16()
+    close(experts(*case, True, 2, beside), fp8.experts(*case, True, 2, beside), 0.01)
+
+
+@pytest.mark.parametrize("n", [128, 256])
+def test_experts_of_many_tokens(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_fp8_experts, "FEW", 0)
+    monkeypatch.setattr(triton_fp8_experts, "_MOST", 24)
+    monkeypatch.setattr(triton_fp8_experts, "tiling", lambda tokens: Tiling(32, n, 4, 2, 1, tokens_left=True))
+    case = expert_case(40, 2, 3, 272, 128)
+    close(experts(*case, False, 2), fp8.experts(*case, False, 2), 0.01)
+
+
+def test_what_is_no_number_stays_none() -> None:
+    x, (values, scales) = randn(2, 256).bfloat16(), weight(64, 256)
+    x[0, 3] = float("nan")
+    product = linear(x, values, scales, False)
+    assert product[0].isnan().all()
+    assert product[1].isfinite().all()
