@@ -1,0 +1,164 @@
+// The positions of the k largest scores of each row, ascending; of equal scores the lower positions.
+//
+// A cluster of blocks serves one row; each block has consecutive positions of it, and keeps as many of their keys in shared
+// memory as fit, so that a row is read once. When the k-th largest key is known (radix.cuh), every block also knows how
+// many keys the blocks before it select, and so where its own positions belong.
+#include "radix.cuh"
+
+struct TopKParams {
+    const float* scores;   // [rows, width]
+    const void* lengths;   // [rows], i64 or i32, how many scores of a row count; null: all
+    i64* positions;        // out [rows, k], -1 behind a row that is shorter
+    i64 row_stride;        // from one row of scores to the next
+    i64 length_bytes;      // of one length: 8 or 4
+    i64 width;
+    i64 k;
+    i64 kept;              // keys that the shared memory of the launch has room for, a multiple of WARP
+};
+
+constexpr int AHEAD = 8;  // loads of a thread that are on their way at the same time
+
+struct Shared {
+    Counters counters;
+    u32 totals[WARPS];
+};
+constexpr int KEYS_AT = ceil_div(sizeof(Shared), 16) * 16;  // in shared memory, behind Shared
+static_assert(KEYS_AT <= FIXED_BYTES, "hisparse/cuda/specialization.py reserves less");
+
+// One block's part of a row.
+struct Part {
+    const float* scores;
+    u32* keys;  // [kept]
+    int kept;
+    int count;  // of scores
+
+    // Use each key once, in any order, coming from `load`.
+    template <typename Load, typename Use>
+    __device__ __forceinline__ void scan(int from, int to, Load load, Use use) const {
+        for (int first = from + threadIdx.x; first < to; first += AHEAD * THREADS) {
+            u32 key[AHEAD];
+#pragma unroll
+            for (int j = 0; j < AHEAD; ++j) {
+                if (first + j * THREADS < to) key[j] = load(first + j * THREADS);
+            }
+#pragma unroll
+            for (int j = 0; j < AHEAD; ++j) {
+                if (first + j * THREADS < to) use(first + j * THREADS, key[j]);
+            }
+        }
+    }
+
+    // Use each key, and keep those for which there is room.
+    template <typename Use>
+    __device__ __forceinline__ void read(Use use) const {
+        scan(0, count, [&](int at) { return key_of(scores[at]); },
+             [&](int at, u32 key) {
+                 if (at < kept) keys[at] = key;
+                 use(key);
+             });
+    }
+
+    // Use each key once more.
+    template <typename Use>
+    __device__ __forceinline__ void read_again(Use use) const {
+        scan(0, min(count, kept), [&](int at) { return keys[at]; }, [&](int, u32 key) { use(key); });
+        scan(kept, count, [&](int at) { return key_of(scores[at]); }, [&](int, u32 key) { use(key); });
+    }
+
+    // The same for all lanes of a warp that ask for consecutive keys: `kept` is a multiple of WARP.
+    __device__ __forceinline__ u32 key(int at) const { return at < kept ? keys[at] : key_of(scores[at]); }
+};
+
+__device__ __forceinline__ i64 length_of(const TopKParams& p, i64 row) {
+    if (!p.lengths) return p.width;
+    const i64 length = p.length_bytes == 8 ? static_cast<const i64*>(p.lengths)[row] : static_cast<const i32*>(p.lengths)[row];
+    return max(static_cast<i64>(0), min(length, p.width));
+}
+
+__device__ __forceinline__ Threshold find_threshold(const Part& part, u32 k, const Cluster& cluster, Counters& counters) {
+    constexpr int FIRST_SHIFT = 32 - DIGIT_BITS;
+    counters.open(cluster);
+    cluster.arrive();
+    part.read([&](u32 key) { atomicAdd(&counters.bins[key >> FIRST_SHIFT], 1u); });
+    cluster.wait_for_all();  // all blocks have begun: only then is their shared memory theirs
+    Threshold threshold = counters.narrow({0, FIRST_SHIFT, k, 0, 0, 0}, FIRST_SHIFT, 0, cluster);
+    for (int phase = 1; !threshold.is_final(); ++phase) {
+        counters.clear();
+        __syncthreads();
+        const int shift = max(threshold.shift - DIGIT_BITS, 0);
+        part.read_again([&](u32 key) {
+            if (key >> threshold.shift == threshold.prefix) atomicAdd(&counters.bins[key >> shift & (BINS - 1)], 1u);
+        });
+        threshold = counters.narrow(threshold, shift, phase, cluster);
+    }
+    return threshold;
+}
+
+// The lowest `room` bits that are set.
+__device__ __forceinline__ u32 lowest(u32 bits, u32 room) {
+    for (u32 surplus = __popc(bits); surplus > room; --surplus) bits ^= 0x80000000u >> __clz(bits);
+    return bits;
+}
+
+// Write the selected positions of a part. first: its first position. The bits of a lane are for WARP consecutive positions.
+__device__ __forceinline__ void write_positions(const Part& part, i64 first, const Threshold& threshold, u32* totals, i64* out) {
+    u32 above_before = threshold.above_before, equal_before = threshold.equal_before;
+    const int words = ceil_div(part.count, WARP);
+    for (int done = 0; done < words; done += THREADS) {
+        const int per_warp = min(WARP, ceil_div(words - done, WARPS));
+        const int word = done + warp_id() * per_warp;  // the warp's first
+        u32 above = 0, equal = 0;
+#pragma unroll 4
+        for (int j = 0; j < per_warp; ++j) {
+            const int at = (word + j) * WARP + lane_id();
+            const bool exists = at < part.count;
+            const u32 prefix = exists ? part.key(at) >> threshold.shift : 0;
+            const u32 larger = __ballot_sync(ALL_LANES, exists && prefix > threshold.prefix);
+            const u32 same = __ballot_sync(ALL_LANES, exists && prefix == threshold.prefix);
+            if (lane_id() == j) {
+                above = larger;
+                equal = same;
+            }
+        }
+
+        // Both counts in one sum: a round has at most 32768 positions.
+        const u32 mine = __popc(above) | __popc(equal) << 16;
+        const u32 up_to = sum_up_to_lane(mine);
+        if (lane_id() == WARP - 1) totals[warp_id()] = up_to;
+        __syncthreads();
+        const Totals warps(totals);
+        const u32 before = up_to - mine + warps.before_warp(warp_id()), all = warps.all();
+        const u32 equals = equal_before + (before >> 16);
+        const u32 taken = min(equals, threshold.wanted);
+        i64* to = out + above_before + (before & 0xffff) + taken;
+        for (u32 bits = above | lowest(equal, threshold.wanted - taken); bits; bits &= bits - 1) {
+            *to++ = first + (word + lane_id()) * WARP + __ffs(bits) - 1;
+        }
+        above_before += all & 0xffff;
+        equal_before += all >> 16;
+        __syncthreads();
+    }
+}
+
+// Grid: clusters, one a row.
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_PROCESSOR) top_k(const __grid_constant__ TopKParams p) {
+    extern __shared__ __align__(16) u8 memory[];
+    Shared& shared = *reinterpret_cast<Shared*>(memory);
+    const Cluster cluster;
+    const i64 row = blockIdx.x / cluster.size;
+    const i64 length = length_of(p, row);
+    i64* const out = p.positions + row * p.k;
+    if (length <= p.k) {
+        for (i64 at = cluster.rank * THREADS + threadIdx.x; at < p.k; at += cluster.size * THREADS) {
+            out[at] = at < length ? at : -1;
+        }
+        return;
+    }
+
+    const int each = ceil_div(ceil_div(static_cast<int>(length), cluster.size), WARP) * WARP;
+    const int first = min(cluster.rank * each, static_cast<int>(length));
+    const Part part = {p.scores + row * p.row_stride + first, reinterpret_cast<u32*>(memory + KEYS_AT),
+                       static_cast<int>(p.kept), min(each, static_cast<int>(length) - first)};
+    const Threshold threshold = find_threshold(part, static_cast<u32>(p.k), cluster, shared.counters);
+    write_positions(part, first, threshold, shared.totals, out);
+}
