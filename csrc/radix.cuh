@@ -115,6 +115,7 @@ struct Counters {
         all_groups.expect(cluster.size * GROUPS / 2);
         all_in_group.expect(cluster.size * WARP / 2);
         __syncthreads();
+#pragma unroll 1
         for (int pair = warp_id(); pair < GROUPS / 2; pair += WARPS) {
             const u64 low = __reduce_add_sync(ALL_LANES, bins[2 * pair * WARP + lane_id()]);
             const u64 high = __reduce_add_sync(ALL_LANES, bins[(2 * pair + 1) * WARP + lane_id()]);
@@ -126,6 +127,7 @@ struct Counters {
             const Found group = find<GROUPS / WARP>(reinterpret_cast<const u32*>(groups), known.wanted, cluster);
             const int pair = lane_id() % (WARP / 2);
             const u64 counts = reinterpret_cast<const u64*>(bins)[group.at * WARP / 2 + pair];
+#pragma unroll 1
             for (int peer = lane_id() / (WARP / 2); peer < cluster.size; peer += 2) {
                 all_in_group.send(peer, cluster.rank * WARP / 2 + pair, counts);
             }

@@ -81,17 +81,18 @@ __device__ __forceinline__ Threshold find_threshold(const Part& part, u32 k, con
     cluster.arrive();
     part.read([&](u32 key) { atomicAdd(&counters.bins[key >> FIRST_SHIFT], 1u); });
     cluster.wait_for_all();  // all blocks have begun: only then is their shared memory theirs
-    Threshold threshold = counters.narrow({0, FIRST_SHIFT, k, 0, 0, 0}, FIRST_SHIFT, 0, cluster);
-    for (int phase = 1; !threshold.is_final(); ++phase) {
+    Threshold threshold = {0, FIRST_SHIFT, k, 0, 0, 0};
+    int shift = FIRST_SHIFT;
+    for (int phase = 0;; ++phase) {
+        threshold = counters.narrow(threshold, shift, phase, cluster);
+        if (threshold.is_final()) return threshold;
         counters.clear();
         __syncthreads();
-        const int shift = max(threshold.shift - DIGIT_BITS, 0);
+        shift = max(shift - DIGIT_BITS, 0);
         part.read_again([&](u32 key) {
             if (key >> threshold.shift == threshold.prefix) atomicAdd(&counters.bins[key >> shift & (BINS - 1)], 1u);
         });
-        threshold = counters.narrow(threshold, shift, phase, cluster);
     }
-    return threshold;
 }
 
 // The lowest `room` bits that are set.

@@ -138,8 +138,8 @@ class SwapInSpecialization:
 
 @dataclass(frozen=True)
 class TopKSpecialization:
-    """csrc/top_k.cu. kept: the most keys that a launch may keep in a block's shared memory. max_cluster: the most blocks of
-    a row, a power of two. blocks_per_processor: how many of them the registers of a processor must have room for.
+    """csrc/top_k.cu. kept: the most keys that a launch may keep in the shared memory of a block. max_cluster: the most
+    blocks of a row, a power of two. blocks_per_processor: how many of them a processor must have registers for.
     """
 
     kept: int
@@ -163,6 +163,10 @@ class TopKSpecialization:
     def fitted(self, available: int) -> "TopKSpecialization":
         """This, keeping as many keys as `available` bytes of shared memory per block have room for."""
         return replace(self, kept=(available - self.fixed_bytes) // 4 // KEPT_STEP * KEPT_STEP)
+
+    def kept_of(self, width: int, cluster: int) -> int:
+        """Keys that each block of a cluster keeps of rows so wide: its whole part if it can."""
+        return min(self.kept, -(-width // (cluster * KEPT_STEP)) * KEPT_STEP)
 
     def shared_bytes_for(self, kept: int) -> int:
         """Shared memory of a launch that keeps so many keys in each block."""

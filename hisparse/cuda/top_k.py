@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from hisparse.cuda.launch import DeviceKernel, shared_memory_limit
-from hisparse.cuda.specialization import KEPT_STEP, MAX_BLOCK_SIZE, PORTABLE_CLUSTER, TopKSpecialization
+from hisparse.cuda.specialization import MAX_BLOCK_SIZE, PORTABLE_CLUSTER, TopKSpecialization
 
 MAX_WIDTH = 2**30
 _LEAST_PART = 4096
@@ -27,9 +27,9 @@ class _Params(ctypes.Structure):
 def top_positions(scores: torch.Tensor, k: int, lengths: torch.Tensor | None = None) -> torch.Tensor:
     """Where the largest scores of each row are: int64 [rows, min(k, width)], ascending, of equal scores the first.
 
-    scores: float32 [rows, width] on a CUDA device; rows may be further apart than `width`. lengths: int64 or int32 [rows]
-    on the device, how many scores of each row count, all if None; what lies behind a row's length is not read. -1 follows
-    where a row is shorter than k. NaN counts as larger than every number, and both zeros as equal.
+    scores: float32 [rows, width] on a CUDA device; rows may be further apart than `width`. lengths: int64 or int32
+    [rows] on the device, how many scores of each row count, all if None; what lies behind a row's length is not read.
+    -1 follows where a row is shorter than k. NaN counts as larger than every number, and both zeros as equal.
 
     One launch, which depends on shapes alone and waits for nothing. The first call for a device loads kernels: make one
     before a graph is captured. Raises ValueError for what the kernel cannot read.
@@ -51,7 +51,7 @@ def _check(scores: torch.Tensor, k: int, lengths: torch.Tensor | None) -> None:
         )
     if scores.shape[1] > MAX_WIDTH or (scores.numel() and scores.stride(1) != 1):
         raise ValueError(
-            f"expected rows of at most {MAX_WIDTH} scores, side by side, found shape {tuple(scores.shape)} with strides "
+            f"expected rows of at most {MAX_WIDTH} scores, side by side, found shape {tuple(scores.shape)} and strides "
             f"{scores.stride()}"
         )
     if lengths is None:
@@ -70,6 +70,15 @@ def on_device(device: torch.device) -> "TopK":
     return TopK(device)
 
 
+def specializations(shared_memory: int) -> tuple[TopKSpecialization, TopKSpecialization]:
+    """The kernel for few rows, whose blocks have a processor for themselves, and the one for many rows, of whose blocks
+    several run on a processor. shared_memory: bytes that a block may have.
+    """
+    few = TopKSpecialization(0, MAX_BLOCK_SIZE, 2 * PORTABLE_CLUSTER, 1)
+    many = TopKSpecialization(0, 512, PORTABLE_CLUSTER, 3)
+    return few.fitted(shared_memory), many.fitted(shared_memory // 2)
+
+
 @dataclass(frozen=True)
 class Geometry:
     """A launch: which kernel, blocks per row, and keys that each block keeps in shared memory."""
@@ -84,8 +93,8 @@ def choose_geometry(
 ) -> Geometry:
     """The launch for scores [rows, width].
 
-    few, many: the kernels for few rows, whose blocks have a processor for themselves, and for many rows. running: how many
-    clusters of each size run at the same time with the first, by size, ascending from 1.
+    few, many: of `specializations`. running: how many clusters of each size run at the same time with the first, by
+    size, ascending from 1.
 
     Few rows are shared out to as many processors as they can use. If their blocks cannot keep their parts, smaller
     blocks take turns.
@@ -93,33 +102,20 @@ def choose_geometry(
     at_once = [size for size, clusters in running.items() if rows <= clusters and size * _LEAST_PART <= width]
     size = max(at_once, default=1)
     if rows <= running[size] and (width <= size * few.kept or size >= PORTABLE_CLUSTER):
-        return Geometry(few, size, _kept(few, width, size))
+        return Geometry(few, size, few.kept_of(width, size))
     sizes = [size for size in running if size <= many.max_cluster]
     size = next((size for size in sizes if width <= size * _MANY_ROWS_PART), sizes[-1])
-    return Geometry(many, size, _kept(many, width, size))
-
-
-def _kept(kernel: TopKSpecialization, width: int, cluster: int) -> int:
-    """Keys that a block keeps: its part of the widest row if possible."""
-    steps = -(-width // (cluster * KEPT_STEP))
-    return min(kernel.kept, steps * KEPT_STEP)
+    return Geometry(many, size, many.kept_of(width, size))
 
 
 class TopK:
-    """The kernels on one device."""
+    """The kernels on one device. running: as `choose_geometry` takes it."""
 
     def __init__(self, device: torch.device) -> None:
-        room = shared_memory_limit(device)
-        few = TopKSpecialization(0, MAX_BLOCK_SIZE, 2 * PORTABLE_CLUSTER, 1).fitted(room)
-        many = TopKSpecialization(0, 512, PORTABLE_CLUSTER, 3).fitted(room // 2)
-        self._kernels = {kernel: DeviceKernel(kernel, device) for kernel in (few, many)}
-        self._few, self._many = few, many
+        self.specializations = specializations(shared_memory_limit(device))
+        self._kernels = {kernel: DeviceKernel(kernel, device) for kernel in self.specializations}
         processors = torch.cuda.get_device_properties(device).multi_processor_count
-        self._running = {1: processors, **self._kernels[few].cluster_sizes()}
-
-    def geometry(self, rows: int, width: int) -> Geometry:
-        """See `choose_geometry`."""
-        return choose_geometry(rows, width, self._few, self._many, self._running)
+        self.running = {1: processors, **self._kernels[self.specializations[0]].cluster_sizes()}
 
     def launch(
         self,
@@ -128,9 +124,11 @@ class TopK:
         positions: torch.Tensor,
         geometry: Geometry | None = None,
     ) -> None:
-        """Fill `positions`, int64 [rows, k], k at most the width. Otherwise as `top_positions`, unchecked."""
+        """Fill `positions`, int64 [rows, k], k from 1 to the width. geometry: chosen if None. Otherwise as
+        `top_positions`, unchecked.
+        """
         rows, width = scores.shape
-        geometry = geometry or self.geometry(rows, width)
+        geometry = geometry or choose_geometry(rows, width, *self.specializations, self.running)
         kernel = self._kernels[geometry.kernel]
         params = launch_params(scores, lengths, positions, geometry.kept)
         shared_bytes = geometry.kernel.shared_bytes_for(geometry.kept)
