@@ -29,12 +29,19 @@ Select = Callable[[torch.Tensor, int], object]
 
 @dataclass(frozen=True)
 class CaseResult:
-    """Medians in microseconds by who selects. hbm_us: reading the scores once at the speed of a copy."""
+    """Medians in microseconds by who selects. hbm_us: reading the scores once at a copy's speed. swept: of our kernels,
+    by threads of a block and blocks per row.
+    """
 
     rows: int
     width: int
     hbm_us: float
     us: dict[str, float]
+    swept: dict[str, float]
+
+    @property
+    def shape(self) -> str:
+        return f"{self.rows} x {self.width >> 10}K"
 
 
 def main(
@@ -57,9 +64,8 @@ def main(
     for rows, width in ((rows, k << 10) for rows, k in (*DECODE, *PROMPT)):
         scores = torch.randn(rows, width)
         us = {name: median_us(select, scores) for name, select in selects.items()}
-        if sweep:
-            us |= {name: median_us(select, scores) for name, select in geometries(rows, width)}
-        results.append(CaseResult(rows, width, scores.nbytes / bytes_per_us, us))
+        swept = {name: median_us(select, scores) for name, select in geometries(rows, width)} if sweep else {}
+        results.append(CaseResult(rows, width, scores.nbytes / bytes_per_us, us, swept))
     print_results(results, Console())
 
 
@@ -121,19 +127,21 @@ def _elapsed_us(work: Callable[[], object]) -> float:
 
 def print_results(results: list[CaseResult], console: Console) -> None:
     """A line per case, and what the columns mean."""
-    names = list(dict.fromkeys(name for result in results for name in result.us))
     table = Table(box=None, pad_edge=False)
-    for heading in ("rows x width", "HBM us", *(f"{name} us" for name in names), "torch/ours", "HBM/ours"):
+    for heading in ("rows x width", "HBM", *results[0].us, "torch/ours", "HBM/ours"):
         table.add_column(heading, justify="right", no_wrap=True)
     for result in results:
         ours = result.us["ours"]
-        cells = [f"{result.us[name]:.1f}" if name in result.us else "" for name in names]
-        ratios = (f"{result.us['torch'] / ours:.1f}", f"{result.hbm_us / ours:.0%}")
-        table.add_row(f"{result.rows} x {result.width >> 10}K", f"{result.hbm_us:.1f}", *cells, *ratios)
+        times = [f"{us:.1f}" for us in (result.hbm_us, *result.us.values())]
+        table.add_row(result.shape, *times, f"{result.us['torch'] / ours:.1f}", f"{result.hbm_us / ours:.0%}")
     console.print(table)
+    for result in results:
+        if result.swept:
+            swept = ", ".join(f"{name} {us:.1f}" for name, us in result.swept.items())
+            console.print(f"{result.shape}, threads x blocks per row: {swept}", highlight=False)
     console.print(
-        f"k {TOPK}, float32 scores, whole rows; medians within CUDA graphs. HBM: reading the scores once at the speed of "
-        f"a copy of 1 GiB. What fits the L2 cache is read from there. {torch.cuda.get_device_name()}",
+        f"Microseconds, medians in CUDA graphs; k {TOPK}, float32 scores, whole rows. HBM: reading the scores once at "
+        f"the speed of a copy of 1 GiB. What fits the L2 cache is read from there. {torch.cuda.get_device_name()}",
         highlight=False,
     )
 

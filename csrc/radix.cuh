@@ -97,7 +97,10 @@ struct Counters {
     Threshold threshold;
 
     __device__ __forceinline__ void clear() {
-        for (int bin = threadIdx.x; bin < BINS; bin += THREADS) bins[bin] = 0;
+#pragma unroll
+        for (int first = 0; first < BINS; first += THREADS) {
+            if (first + threadIdx.x < BINS) bins[first + threadIdx.x] = 0;
+        }
     }
 
     // Before anything is counted, and before `Cluster::arrive`; `wait_for_all` comes before the first `narrow`.

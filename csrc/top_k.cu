@@ -16,6 +16,7 @@ struct TopKParams {
     i64 kept;              // keys that the shared memory of the launch has room for, a multiple of WARP
 };
 
+constexpr int FIRST_SHIFT = 32 - DIGIT_BITS;
 constexpr int AHEAD = 8;  // loads of a thread that are on their way at the same time
 
 struct Shared {
@@ -32,54 +33,66 @@ struct Part {
     int kept;
     int count;  // of scores
 
-    // Use each key once, in any order, coming from `load`.
-    template <typename Load, typename Use>
-    __device__ __forceinline__ void scan(int from, int to, Load load, Use use) const {
-        for (int first = from + threadIdx.x; first < to; first += AHEAD * THREADS) {
-            u32 key[AHEAD];
+    // Use AHEAD * THREADS values from `first` on, of which those before `end` exist; WHOLE: all do. All loads are on their way
+    // before the first is used, which predicates would prevent: what does not exist loads what does.
+    template <bool WHOLE, typename T, typename Use>
+    __device__ __forceinline__ static void use_chunk(const T* from, int first, int end, Use use) {
+        T loaded[AHEAD];
 #pragma unroll
-            for (int j = 0; j < AHEAD; ++j) {
-                if (first + j * THREADS < to) key[j] = load(first + j * THREADS);
-            }
+        for (int j = 0; j < AHEAD; ++j) {
+            const int at = first + j * THREADS + threadIdx.x;
+            loaded[j] = from[WHOLE ? at : min(at, end - 1)];
+        }
 #pragma unroll
-            for (int j = 0; j < AHEAD; ++j) {
-                if (first + j * THREADS < to) use(first + j * THREADS, key[j]);
-            }
+        for (int j = 0; j < AHEAD; ++j) {
+            const int at = first + j * THREADS + threadIdx.x;
+            use(at, loaded[j], WHOLE || at < end);
         }
     }
 
-    // Use each key, and keep those for which there is room.
-    template <typename Use>
-    __device__ __forceinline__ void read(Use use) const {
-        scan(0, count, [&](int at) { return key_of(scores[at]); },
-             [&](int at, u32 key) {
-                 if (at < kept) keys[at] = key;
-                 use(key);
-             });
+    // Use each value between two places once, in any order.
+    template <typename T, typename Use>
+    __device__ __forceinline__ static void scan(const T* from, int begin, int end, Use use) {
+        int first = begin;
+#pragma unroll 1
+        for (; first + AHEAD * THREADS <= end; first += AHEAD * THREADS) use_chunk<true>(from, first, end, use);
+        if (first < end) use_chunk<false>(from, first, end, use);
     }
 
-    // Use each key once more.
-    template <typename Use>
-    __device__ __forceinline__ void read_again(Use use) const {
-        scan(0, min(count, kept), [&](int at) { return keys[at]; }, [&](int, u32 key) { use(key); });
-        scan(kept, count, [&](int at) { return key_of(scores[at]); }, [&](int, u32 key) { use(key); });
+    // Count each key in the bin of its first digit, and keep those for which there is room.
+    __device__ __forceinline__ void count_first(u32* bins) const {
+        scan(scores, 0, count, [&](int at, float score, bool exists) {
+            const u32 key = key_of(score);
+            u32* const bin = &bins[key >> FIRST_SHIFT];
+            if (at < kept) keys[at] = key;
+            if (exists) atomicAdd(bin, 1u);
+        });
+    }
+
+    // Count each key that may be the k-th largest in the bin of its next digit.
+    __device__ __forceinline__ void count_next(const Threshold& known, int shift, u32* bins) const {
+        const auto use = [&](u32 key, bool exists) {
+            u32* const bin = &bins[key >> shift & (BINS - 1)];
+            if (exists && key >> known.shift == known.prefix) atomicAdd(bin, 1u);
+        };
+        scan(keys, 0, min(count, kept), [&](int, u32 key, bool exists) { use(key, exists); });
+        scan(scores, kept, count, [&](int, float score, bool exists) { use(key_of(score), exists); });
     }
 
     // The same for all lanes of a warp that ask for consecutive keys: `kept` is a multiple of WARP.
     __device__ __forceinline__ u32 key(int at) const { return at < kept ? keys[at] : key_of(scores[at]); }
 };
 
-__device__ __forceinline__ i64 length_of(const TopKParams& p, i64 row) {
-    if (!p.lengths) return p.width;
+__device__ __forceinline__ int length_of(const TopKParams& p, i64 row) {
+    if (!p.lengths) return static_cast<int>(p.width);
     const i64 length = p.length_bytes == 8 ? static_cast<const i64*>(p.lengths)[row] : static_cast<const i32*>(p.lengths)[row];
-    return max(static_cast<i64>(0), min(length, p.width));
+    return static_cast<int>(max(static_cast<i64>(0), min(length, p.width)));
 }
 
 __device__ __forceinline__ Threshold find_threshold(const Part& part, u32 k, const Cluster& cluster, Counters& counters) {
-    constexpr int FIRST_SHIFT = 32 - DIGIT_BITS;
     counters.open(cluster);
     cluster.arrive();
-    part.read([&](u32 key) { atomicAdd(&counters.bins[key >> FIRST_SHIFT], 1u); });
+    part.count_first(counters.bins);
     cluster.wait_for_all();  // all blocks have begun: only then is their shared memory theirs
     Threshold threshold = {0, FIRST_SHIFT, k, 0, 0, 0};
     int shift = FIRST_SHIFT;
@@ -89,9 +102,7 @@ __device__ __forceinline__ Threshold find_threshold(const Part& part, u32 k, con
         counters.clear();
         __syncthreads();
         shift = max(shift - DIGIT_BITS, 0);
-        part.read_again([&](u32 key) {
-            if (key >> threshold.shift == threshold.prefix) atomicAdd(&counters.bins[key >> shift & (BINS - 1)], 1u);
-        });
+        part.count_next(threshold, shift, counters.bins);
     }
 }
 
@@ -146,20 +157,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_PROCESSOR) top_
     extern __shared__ __align__(16) u8 memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     const Cluster cluster;
-    const i64 row = blockIdx.x / cluster.size;
-    const i64 length = length_of(p, row);
-    i64* const out = p.positions + row * p.k;
-    if (length <= p.k) {
-        for (i64 at = cluster.rank * THREADS + threadIdx.x; at < p.k; at += cluster.size * THREADS) {
+    const i64 row = blockIdx.x >> cluster.log2_size();
+    const int length = length_of(p, row), k = static_cast<int>(p.k);
+    i64* const out = p.positions + row * k;
+    if (length <= k) {
+#pragma unroll 1
+        for (int at = cluster.rank * THREADS + threadIdx.x; at < k; at += cluster.size * THREADS) {
             out[at] = at < length ? at : -1;
         }
         return;
     }
 
-    const int each = ceil_div(ceil_div(static_cast<int>(length), cluster.size), WARP) * WARP;
-    const int first = min(cluster.rank * each, static_cast<int>(length));
+    // A multiple of WARP; the last blocks of a short row may have nothing.
+    const int each = ((length - 1 >> cluster.log2_size()) / WARP + 1) * WARP;
+    const int first = min(cluster.rank * each, length);
     const Part part = {p.scores + row * p.row_stride + first, reinterpret_cast<u32*>(memory + KEYS_AT),
-                       static_cast<int>(p.kept), min(each, static_cast<int>(length) - first)};
-    const Threshold threshold = find_threshold(part, static_cast<u32>(p.k), cluster, shared.counters);
+                       static_cast<int>(p.kept), min(each, length - first)};
+    const Threshold threshold = find_threshold(part, static_cast<u32>(k), cluster, shared.counters);
     write_positions(part, first, threshold, shared.totals, out);
 }
