@@ -3,7 +3,7 @@
 # Run in the repository's root: sh benchmarks/gpu.sh DIRECTORY [STEP...]; without steps, all of them. Logs, JSON and PNG go
 # to the directory; the tables and one line per step come last. Exit code 1 if a step failed.
 set -u
-OUT=${1:?usage: gpu.sh DIRECTORY [tests|sanitizer|swap-in|attention|decode-step|overlap...]}
+OUT=${1:?usage: gpu.sh DIRECTORY [tests|sanitizer|swap-in|top-k|attention|decode-step|overlap...]}
 shift
 PYTHON=${PYTHON:-python3}
 SUMMARY=$OUT/summary
@@ -22,7 +22,7 @@ step() { # NAME COMMAND...: run it into NAME.log, and note how it went
 # The binding packages look for driver functions that an older driver lacks: those API errors are no finding.
 sanitize() {
     step "$1" compute-sanitizer --tool "$1" --report-api-errors no --error-exitcode 9 \
-        $PYTHON -m pytest -q -p no:cacheprovider tests/gpu/test_swap_in.py -k few_steps
+        $PYTHON -m pytest -q -p no:cacheprovider tests/gpu/test_swap_in.py tests/gpu/test_top_k.py -k "few_steps or apart"
 }
 
 for name in "${@:-all}"; do
@@ -37,6 +37,7 @@ for name in "${@:-all}"; do
         step swap-in $PYTHON -c "from cli.main import main; main()" bench swap-in \
             --json "$OUT/bench-swap-in.json" --png "$OUT/bench-swap-in.png" ;;
     esac
+    case $name in all | top-k) step top-k $PYTHON -m benchmarks.top_k ;; esac
     case $name in all | attention) step attention $PYTHON -m benchmarks.attention ;; esac
     case $name in all | decode-step)
         step decode-step $PYTHON -m benchmarks.decode_step \
@@ -46,7 +47,7 @@ for name in "${@:-all}"; do
 done
 
 test -f "$OUT/tests.log" && grep -E '^(FAILED|ERROR) ' "$OUT/tests.log"
-for name in swap-in attention decode-step overlap; do
+for name in swap-in top-k attention decode-step overlap; do
     test -f "$OUT/$name.log" && tail -n 45 "$OUT/$name.log"
 done
 cat "$SUMMARY"

@@ -1,7 +1,6 @@
 // What every kernel here uses: integer types, lanes, warps and thread block clusters.
 //
-// Compile-time constants come from hisparse/cuda/kernels.py as macros: THREADS, ITEM_BYTES, ALIGNED, and for swap_in.cu
-// those of hisparse/cuda/specialization.py.
+// Compile-time constants come from hisparse/cuda/specialization.py as macros: THREADS for all kernels, others for each.
 #pragma once
 
 typedef unsigned char u8;
@@ -35,7 +34,33 @@ __device__ __forceinline__ void copy_async_bytes(void* to, const void* from) {
 }
 __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// The blocks that work together on one request; their number is a power of two. Before Hopper it is one.
+// The sum of the warp's numbers up to this lane's, of which those of the first LANES are not 0.
+template <int LANES = WARP>
+__device__ __forceinline__ u32 sum_up_to_lane(u32 mine) {
+#pragma unroll
+    for (int distance = 1; distance < LANES; distance *= 2) {
+        const u32 other = __shfl_up_sync(ALL_LANES, mine, distance);
+        if (lane_id() >= distance) mine += other;
+    }
+    return mine;
+}
+
+// Sums over the block's warps of the numbers that they wrote before a barrier. A number may be several packed into 32 bits.
+struct Totals {
+    u32 up_to;  // lane i: the sum over warps 0 .. i
+
+    __device__ __forceinline__ explicit Totals(const u32* of_warps) {
+        up_to = sum_up_to_lane<WARPS>(lane_id() < WARPS ? of_warps[lane_id()] : 0);
+    }
+
+    __device__ __forceinline__ u32 all() const { return __shfl_sync(ALL_LANES, up_to, WARPS - 1); }
+    __device__ __forceinline__ u32 before_warp(int warp) const {
+        const u32 sum = __shfl_sync(ALL_LANES, up_to, (warp + WARPS - 1) % WARPS);
+        return warp == 0 ? 0 : sum;
+    }
+};
+
+// The blocks that work together on one request or row; their number is a power of two. Before Hopper it is one.
 struct Cluster {
     int rank;
     int size;
@@ -73,7 +98,8 @@ struct Cluster {
 
 // An array of 8-byte words in the shared memory of every block of a cluster; each block writes its words to all blocks.
 // Every block counts what arrives (with a transaction barrier, `mbarrier`). A barrier of the cluster would do, but waits
-// for all that its threads have written anywhere.
+// for all that its threads have written anywhere. It may be used several times: each use is a
+// phase, 0 first.
 class Mailbox {
     u64* words_;
     u64* arrived_;
@@ -125,19 +151,30 @@ class Mailbox {
         words_[at] = value;
     }
 
-    // Wait until all words have arrived. A barrier of the block's threads, for all of its shared memory.
+    // Wait until all words of the first phase have arrived. A barrier of the block's threads, for all of its shared memory.
     __device__ __forceinline__ void wait() const {
         __syncthreads();
+        wait_for_words(0);
+    }
+
+    // The same of any phase, for the threads of one warp; `expect` was called before a barrier.
+    __device__ __forceinline__ void wait_in_warp(int phase) const {
+        __syncwarp();
+        wait_for_words(phase & 1);
+    }
+
+  private:
+    __device__ __forceinline__ void wait_for_words(u32 parity) const {
 #if __CUDA_ARCH__ >= 900
         for (u32 done = alone_; !done;) {
             asm volatile(
                 "{\n"
                 ".reg .pred done;\n"
-                "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%1], 0;\n"
+                "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%1], %2;\n"
                 "selp.u32 %0, 1, 0, done;\n"
                 "}"
                 : "=r"(done)
-                : "r"(shared_address(arrived_))
+                : "r"(shared_address(arrived_)), "r"(parity)
                 : "memory");
         }
 #endif

@@ -88,27 +88,6 @@ struct Shared {
     }
 };
 
-// Sums over the block's warps of the numbers that they wrote before a barrier. A number may be several packed into 32 bits.
-struct Totals {
-    u32 up_to;  // lane i: the sum over warps 0 .. i
-
-    __device__ __forceinline__ explicit Totals(const u32* of_warps) {
-        const int lane = lane_id();
-        up_to = lane < WARPS ? of_warps[lane] : 0;
-#pragma unroll
-        for (int distance = 1; distance < WARPS; distance *= 2) {
-            const u32 other = __shfl_up_sync(ALL_LANES, up_to, distance);
-            if (lane >= distance) up_to += other;
-        }
-    }
-
-    __device__ __forceinline__ u32 all() const { return __shfl_sync(ALL_LANES, up_to, WARPS - 1); }
-    __device__ __forceinline__ u32 before_warp(int warp) const {
-        const u32 sum = __shfl_sync(ALL_LANES, up_to, (warp + WARPS - 1) % WARPS);
-        return warp == 0 ? 0 : sum;
-    }
-};
-
 // One request's part of the parameters.
 struct Request {
     i64 newest;

@@ -8,10 +8,9 @@ from cuda.bindings import driver
 from cuda.core import ObjectCode
 
 from hisparse.cuda.kernels import cubin
-from hisparse.cuda.specialization import Specialization
+from hisparse.cuda.specialization import PORTABLE_CLUSTER, Specialization
 
-_CLUSTER_SIZES = (2, 4, 8)
-"""Blocks per cluster, up to what every device with clusters supports."""
+_CLUSTER_SIZES = (2, 4, 8, 16)
 
 
 class CudaError(RuntimeError):
@@ -32,42 +31,54 @@ class DeviceKernel:
         self._code = ObjectCode.from_cubin(cubin(specialization, f"sm_{major}{minor}"))  # keeps the kernel loaded
         self._kernel = self._code.get_kernel(specialization.entry)
         self._function = driver.CUfunction(int(self._kernel.handle))
+        attributes = driver.CUfunction_attribute
         if specialization.shared_bytes:
-            _check(
-                driver.cuKernelSetAttribute(
-                    driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-                    specialization.shared_bytes,
-                    self._kernel.handle,
-                    driver.CUdevice(device.index),
-                )
-            )
-        self._configs: dict[tuple[tuple[int, int, int], int], Any] = {}
+            self._set(attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, specialization.shared_bytes, device)
+        if self._has_clusters and specialization.max_cluster > PORTABLE_CLUSTER:
+            self._set(attributes.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1, device)
+        self._configs: dict[tuple[tuple[int, int, int], int, int], Any] = {}
 
-    def launch(self, params: ctypes.Structure, grid: tuple[int, int, int], cluster: int = 1) -> None:
-        """Launch on torch's current stream. grid: blocks in x (a multiple of `cluster`), y and z.
+    def launch(
+        self,
+        params: ctypes.Structure,
+        grid: tuple[int, int, int],
+        cluster: int = 1,
+        shared_bytes: int | None = None,
+    ) -> None:
+        """Launch on torch's current stream. grid: blocks in x (a multiple of `cluster`), y and z. shared_bytes: of
+        dynamic shared memory, all that the specialization has if None.
 
         Nothing waits, so a launch may be captured in a graph. `params` is copied before this returns.
         """
-        config = self._configs.get((grid, cluster))
+        shared_bytes = self.specialization.shared_bytes if shared_bytes is None else shared_bytes
+        config = self._configs.get((grid, cluster, shared_bytes))
         if config is None:
-            config = self._configs[grid, cluster] = self._config(grid, cluster)
+            config = self._configs[grid, cluster, shared_bytes] = self._config(grid, cluster, shared_bytes)
         config.hStream = driver.CUstream(torch.cuda.current_stream().cuda_stream)
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(params))
         _check(driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(pointers), 0))
 
     def cluster_sizes(self) -> dict[int, int]:
         """By cluster size (blocks, above 1): how many such clusters the device runs at a time."""
-        sizes = {}
+        sizes: dict[int, int] = {}
         for cluster in _CLUSTER_SIZES if self._has_clusters else ():
-            config = self._config((cluster, 1, 1), cluster)
-            sizes[cluster] = int(_check(driver.cuOccupancyMaxActiveClusters(self._function, config))[0])
+            if cluster > self.specialization.max_cluster:
+                break
+            config = self._config((cluster, 1, 1), cluster, self.specialization.shared_bytes)
+            result = driver.cuOccupancyMaxActiveClusters(self._function, config)
+            if cluster > PORTABLE_CLUSTER and result[0] == driver.CUresult.CUDA_ERROR_INVALID_CLUSTER_SIZE:
+                break  # no such clusters on this device
+            sizes[cluster] = int(_check(result)[0])
         return sizes
 
-    def _config(self, grid: tuple[int, int, int], cluster: int) -> Any:
+    def _set(self, attribute: Any, value: int, device: torch.device) -> None:
+        _check(driver.cuKernelSetAttribute(attribute, value, self._kernel.handle, driver.CUdevice(device.index)))
+
+    def _config(self, grid: tuple[int, int, int], cluster: int, shared_bytes: int) -> Any:
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = grid
         config.blockDimX, config.blockDimY, config.blockDimZ = self.specialization.block_size, 1, 1
-        config.sharedMemBytes = self.specialization.shared_bytes
+        config.sharedMemBytes = shared_bytes
         if cluster > 1:
             attribute = driver.CUlaunchAttribute()
             attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION

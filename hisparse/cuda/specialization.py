@@ -8,6 +8,10 @@ from hisparse.device_pool import hot_granule
 
 WARP = 32
 MAX_BLOCK_SIZE = 1024
+PORTABLE_CLUSTER = 8
+"""Blocks of a cluster that every device with clusters supports."""
+KEPT_STEP = 1024
+"""What a block of the top-k kernel keeps is a multiple of this, so that there are few different launches."""
 MIN_ITEM_BYTES = 8
 VECTOR_BYTES = 16
 _MIN_SEEN_BITS = 10
@@ -27,6 +31,7 @@ class CopySpecialization:
     source = "copy_items.cu"
     entry = "copy_items"
     shared_bytes = 0
+    max_cluster = 1
 
     def defines(self) -> dict[str, str]:
         return {
@@ -56,6 +61,7 @@ class SwapInSpecialization:
 
     source = "swap_in.cu"
     entry = "swap_in"
+    max_cluster = PORTABLE_CLUSTER
 
     def __post_init__(self) -> None:
         """Raises StartupError for what the kernel does not support and HiSparseConfig does not refuse."""
@@ -130,7 +136,52 @@ class SwapInSpecialization:
         }
 
 
-Specialization = CopySpecialization | SwapInSpecialization
+@dataclass(frozen=True)
+class TopKSpecialization:
+    """csrc/top_k.cu. kept: the most keys that a launch may keep in the shared memory of a block. max_cluster: the most
+    blocks of a row, a power of two. blocks_per_processor: how many of them a processor must have registers for.
+    """
+
+    kept: int
+    block_size: int
+    max_cluster: int
+    blocks_per_processor: int
+
+    source = "top_k.cu"
+    entry = "top_k"
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Shared memory beside the keys: `Counters` of csrc/radix.cuh, and a counter for each warp."""
+        bins, groups_and_bins_of_a_group, arrived, threshold, totals = 2048, 64 + 32, 4, 8, 32
+        return 4 * (bins + self.max_cluster * groups_and_bins_of_a_group + arrived + threshold + totals)
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.shared_bytes_for(self.kept)
+
+    def fitted(self, available: int) -> "TopKSpecialization":
+        """This, keeping as many keys as `available` bytes of shared memory per block have room for."""
+        return replace(self, kept=(available - self.fixed_bytes) // 4 // KEPT_STEP * KEPT_STEP)
+
+    def kept_of(self, width: int, cluster: int) -> int:
+        """Keys that each block of a cluster keeps of rows so wide: its whole part if it can."""
+        return min(self.kept, -(-width // (cluster * KEPT_STEP)) * KEPT_STEP)
+
+    def shared_bytes_for(self, kept: int) -> int:
+        """Shared memory of a launch that keeps so many keys in each block."""
+        return self.fixed_bytes + 4 * kept
+
+    def defines(self) -> dict[str, str]:
+        return {
+            "THREADS": str(self.block_size),
+            "MAX_CLUSTER": str(self.max_cluster),
+            "BLOCKS_PER_PROCESSOR": str(self.blocks_per_processor),
+            "FIXED_BYTES": str(self.fixed_bytes),
+        }
+
+
+Specialization = CopySpecialization | SwapInSpecialization | TopKSpecialization
 
 
 def seen_bits(max_context: int) -> int:

@@ -1,5 +1,6 @@
 """Which attention backend a node runs, chosen once from its configuration."""
 
+import importlib
 from typing import Literal
 
 import structlog
@@ -26,7 +27,7 @@ def choose_backend(name: BackendName, device: torch.device, spec: ModelSpec) -> 
         return TorchBackend(spec.kv_format)
     obstacle = _obstacle(device, spec)
     if obstacle is None:
-        # Here, since a machine that does not run it need not have Triton.
+        # Here, since a machine that does not run it need not have what it is made of.
         from model.backends.triton_backend import TritonBackend
 
         return TritonBackend(spec.kv_format)
@@ -42,12 +43,15 @@ def _obstacle(device: torch.device, spec: ModelSpec) -> str | None:
         return f"runs on CUDA devices, not on {device}"
     if obstacle := triton_obstacle():
         return obstacle
+    try:
+        importlib.import_module("hisparse.cuda.top_k")
+    except ImportError as error:
+        return f"needs {error.name}, which compiles its top-k kernel: install hisparse-pd[kernels]"
     # What the registers and the shared memory of one program of the Triton kernels hold.
     for what, size, limit in (
         ("kv_lora_rank", spec.latent_dim, 512),
         ("qk_rope_head_dim", spec.item_dim - spec.latent_dim, 64),
         ("index_head_dim", spec.index_dim, 128),
-        ("index_topk", spec.index_topk, 8192),
     ):
         if size > limit:
             return f"takes a {what} of at most {limit}, not {size}"

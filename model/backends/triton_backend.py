@@ -1,11 +1,14 @@
-"""Sparse attention by Triton kernels. Imported only where it was chosen: other machines need not have Triton."""
+"""Sparse attention by Triton kernels, and top-k by a kernel of csrc/.
+
+Imported only where it was chosen: other machines need have neither Triton nor what compiles csrc/.
+"""
 
 import torch
 
+from hisparse.cuda.top_k import top_positions
 from hisparse.format import KVFormat
 from model.backends.triton_attend import attend_rows
 from model.backends.triton_index import decode_scores, prompt_scores
-from model.backends.triton_top import top_positions
 from model.cache import PagedKeys
 from model.indexer import IndexQueries
 
@@ -37,12 +40,14 @@ class TritonBackend:
         keys = self.format.index_keys(keys)
         num_queries, num_keys = len(index.queries), len(keys)
         block = max(1, SCORE_BLOCK_BYTES // (4 * num_keys))
+        lengths = torch.arange(start + 1, start + 1 + num_queries, device=keys.device)
         selections = []
         for begin in range(0, num_queries, block):
             part = slice(begin, begin + block)
-            selections.append(top_positions(prompt_scores(index[part], keys, start + begin), topk))
+            selections.append(top_positions(prompt_scores(index[part], keys, start + begin), topk, lengths[part]))
         return torch.cat(selections)
 
     def select_for_decode(self, index: IndexQueries, pages: PagedKeys, topk: int) -> torch.Tensor:
         """See AttentionBackend; k is min(topk, positions that the page table has room for), whatever the lengths."""
-        return top_positions(decode_scores(index, pages, self.format.index_keys(pages.keys)), topk)
+        scores = decode_scores(index, pages, self.format.index_keys(pages.keys))
+        return top_positions(scores, topk, pages.seq_lens)

@@ -109,6 +109,7 @@ inline int __syncthreads_or(int predicate) {
     block.any = false;
     return any;
 }
+inline void __syncwarp() { meet(current->warp->barrier, "__syncwarp"); }
 inline void __cluster_barrier_arrive() { current->cluster_generation = arrive(current->cluster->barrier, "cluster"); }
 inline void __cluster_barrier_arrive_relaxed() { __cluster_barrier_arrive(); }
 inline void __cluster_barrier_wait() { wait(current->cluster->barrier, current->cluster_generation, "cluster"); }
@@ -166,6 +167,11 @@ inline unsigned __reduce_add_sync(unsigned, unsigned value) {
     });
 }
 
+inline unsigned __float_as_uint(float value) {
+    unsigned bits;
+    std::memcpy(&bits, &value, sizeof(bits));
+    return bits;
+}
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 inline int __ffs(unsigned bits) { return __builtin_ffs(bits); }
 inline int __clz(unsigned bits) { return bits ? __builtin_clz(bits) : 32; }

@@ -33,17 +33,24 @@ class EmulatedKernel:
         self._run = ctypes.CDLL(str(_build(specialization))).run_kernel
         self._run.argtypes = [ctypes.c_void_p, *[ctypes.c_int] * 6]
 
-    def launch(self, params: ctypes.Structure, grid: tuple[int, int, int], cluster: int = 1) -> None:
+    def launch(
+        self,
+        params: ctypes.Structure,
+        grid: tuple[int, int, int],
+        cluster: int = 1,
+        shared_bytes: int | None = None,
+    ) -> None:
         """Run to the end. Raises RuntimeError for what would hang on a GPU (details on stderr)."""
         shape = self.specialization
-        if self._run(ctypes.addressof(params), *grid, cluster, shape.block_size, shape.shared_bytes):
+        shared_bytes = shape.shared_bytes if shared_bytes is None else shared_bytes
+        if self._run(ctypes.addressof(params), *grid, cluster, shape.block_size, shared_bytes):
             raise RuntimeError(f"{shape.entry} does not come to its end")
 
 
 def _build(specialization: Specialization) -> Path:
     """A shared library with `run_kernel`, in a directory for such."""
     assert COMPILER is not None
-    params = {"swap_in": "SwapInParams", "copy_items": "CopyItemsParams"}[specialization.entry]
+    params = {"swap_in": "SwapInParams", "copy_items": "CopyItemsParams", "top_k": "TopKParams"}[specialization.entry]
     source = _flatten(CSRC / specialization.source, set())
     for statement, in_cpp in _IN_PTX.items():
         source = re.sub(statement, in_cpp, source, flags=re.DOTALL)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from base.errors import StartupError
-from hisparse.cuda import copy_items, kernels, swap_in
+from hisparse.cuda import copy_items, kernels, swap_in, top_k
 from hisparse.cuda.kernels import CSRC, KernelCompileError, compile_kernel, cubin
 from hisparse.cuda.specialization import (
     CopySpecialization,
@@ -23,6 +23,7 @@ from hisparse.cuda.specialization import (
 )
 
 H100_SHARED_MEMORY = 232448
+TOP_K = list(top_k.specializations(H100_SHARED_MEMORY))
 INTEGERS: tuple[IndexType, IndexType] = ("int32", "int64")
 
 
@@ -56,7 +57,7 @@ def every_specialization() -> list[Specialization]:
         specialization(top_k=top_k, hot_size=hot_size, block_size=default_block_size(top_k))
         for top_k, hot_size in [(1, 1), (31, 33), (512, 1024), (2048, 2048), (2048, 32767), (8192, 16384)]
     ]
-    return found
+    return [*found, *TOP_K]
 
 
 def compilations() -> Iterator[Any]:
@@ -65,7 +66,7 @@ def compilations() -> Iterator[Any]:
     Slow ones: blocks of 32 threads, which take ten seconds to compile, and for others than sm_90 all but what a usual
     model takes.
     """
-    usual = (CopySpecialization(1152, True), specialization())
+    usual = (CopySpecialization(1152, True), specialization(), *TOP_K)
     for architecture, kernel in product(("sm_90", "sm_80", "sm_100"), every_specialization()):
         is_slow = kernel.block_size == 32 or (architecture != "sm_90" and kernel not in usual)
         yield pytest.param(
@@ -179,7 +180,11 @@ def test_long_contexts_share_bits_where_shared_memory_is_short() -> None:
 
 @pytest.mark.parametrize(
     ("source", "struct", "params"),
-    [("request.cuh", "SwapInParams", swap_in._Params), ("copy_items.cu", "CopyItemsParams", copy_items._Params)],
+    [
+        ("request.cuh", "SwapInParams", swap_in._Params),
+        ("copy_items.cu", "CopyItemsParams", copy_items._Params),
+        ("top_k.cu", "TopKParams", top_k._Params),
+    ],
 )
 def test_parameters_are_the_same_on_both_sides(source: str, struct: str, params: type[ctypes.Structure]) -> None:
     body = (CSRC / source).read_text().partition(f"struct {struct} {{")[2].partition("};")[0]

@@ -8,14 +8,13 @@ pytest.importorskip("triton")
 
 from model.backends.triton_choose import choose_experts
 from model.backends.triton_rope import rotate
-from model.backends.triton_top import MAX_K, top_positions
 from model.config import RouterConfig
 from model.experts import MixtureOfExperts
 from model.linear import Linear
 from model.norm import RmsNorm
 from model.rope import Rope
 from model.router import Router
-from tests.gpu.test_attention_backends import CUDA, captured, generator, randn
+from tests.gpu.test_attention_backends import CUDA, generator, randn
 
 # Rotation
 
@@ -96,59 +95,6 @@ def test_logits_that_are_no_numbers_choose_experts_that_exist() -> None:
     logits[1, 7:] = 1.0
     _, ids = choose_experts(logits, rule.bias, rule.config)
     assert ((ids >= 0) & (ids < 256)).all()
-
-
-# The largest
-
-
-@pytest.mark.parametrize(
-    ("rows", "width", "k"),
-    [
-        (1, 1, 5),
-        (3, 100, 64),
-        (2, 2048, 2048),
-        (64, 5000, 512),
-        (64, 32512, 2048),
-        (2, 131072, 2048),
-        (1, 300_000, MAX_K),
-    ],
-)
-@pytest.mark.parametrize("kind", ["random", "equal", "short"])
-def test_the_largest_are_found_and_of_equal_ones_the_first(rows: int, width: int, k: int, kind: str) -> None:
-    scores = randn(rows, width)
-    if kind == "equal":
-        scores = scores.round() + 0.0  # no negative zeros
-    lengths = torch.full((rows,), width, device=CUDA)
-    if kind == "short":
-        lengths = torch.randint(0, width + 1, (rows,), device=CUDA, generator=generator(1))
-        scores[torch.arange(width, device=CUDA) >= lengths[:, None]] = float("-inf")
-    selected = top_positions(scores, k)
-    assert selected.shape == (rows, min(k, width))
-    for row in range(rows):
-        count = min(k, int(lengths[row]))
-        expected = scores[row].sort(descending=True, stable=True).indices[:count].sort().values
-        assert torch.equal(selected[row, :count], expected)
-        assert (selected[row, count:] == -1).all()
-
-
-def test_zeros_of_either_sign_infinities_and_extremes_are_in_order() -> None:
-    values = [float("inf"), 3e38, 1e-45, 0.0, -1e-45, -3e38]
-    scores = torch.tensor([values], device=CUDA)
-    for k in range(1, len(values) + 1):
-        assert top_positions(scores, k)[0].tolist() == list(range(k))
-
-
-def test_a_replay_selects_from_the_scores_of_the_moment() -> None:
-    scores = randn(4, 40_000)
-    graph, selected = captured(lambda: top_positions(scores, 100))
-    scores.copy_(scores.flip(1))
-    graph.replay()
-    assert torch.equal(selected, top_positions(scores, 100))
-
-
-def test_more_than_a_chunk_can_give_is_refused() -> None:
-    with pytest.raises(ValueError, match=f"k from 1 to {MAX_K}"):
-        top_positions(randn(1, 2 * MAX_K), MAX_K + 1)
 
 
 # Experts

@@ -25,10 +25,14 @@ def spec(checkpoint: Path) -> ModelSpec:
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, lacking: str = "") -> None:
-    """That the machine has all that Triton takes, or lacks one thing. Nothing here uses Triton itself."""
+    """That the machine has all that the backend takes, or lacks one thing. Nothing here uses Triton itself."""
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setitem(sys.modules, "triton", None if lacking == "triton" else types.ModuleType("triton"))
     monkeypatch.setattr(shutil, "which", lambda name: None if lacking == "compiler" else f"/usr/bin/{name}")
+    if lacking == "kernels":
+        for name in [name for name in sys.modules if name.split(".")[:2] == ["hisparse", "cuda"]]:
+            monkeypatch.delitem(sys.modules, name)
+        monkeypatch.setitem(sys.modules, "cuda.bindings", None)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -44,7 +48,7 @@ def test_torch_is_there_for_the_asking(spec: ModelSpec) -> None:
     assert isinstance(choose_backend("torch", CUDA, spec), TorchBackend)
 
 
-@pytest.mark.parametrize("lacking", ["triton", "compiler"])
+@pytest.mark.parametrize("lacking", ["triton", "compiler", "kernels"])
 def test_auto_makes_do_with_torch_where_triton_cannot_run(
     spec: ModelSpec, monkeypatch: pytest.MonkeyPatch, lacking: str
 ) -> None:
@@ -58,7 +62,12 @@ def test_triton_on_a_cpu_is_refused(spec: ModelSpec) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lacking", "message"), [("triton", "triton, which cannot be imported"), ("compiler", "C compiler")]
+    ("lacking", "message"),
+    [
+        ("triton", "triton, which cannot be imported"),
+        ("compiler", "C compiler"),
+        ("kernels", r"needs cuda\.bindings, .*: install hisparse-pd\[kernels\]; give --attention-backend torch"),
+    ],
 )
 def test_triton_is_refused_where_it_cannot_run(
     spec: ModelSpec, monkeypatch: pytest.MonkeyPatch, lacking: str, message: str
@@ -74,7 +83,6 @@ def test_triton_is_refused_where_it_cannot_run(
         ({"latent_dim": 1024, "item_dim": 1088}, "kv_lora_rank of at most 512, not 1024"),
         ({"latent_dim": 48, "item_dim": 176}, "qk_rope_head_dim of at most 64, not 128"),
         ({"index_dim": 256}, "index_head_dim of at most 128, not 256"),
-        ({"index_topk": 10000}, "index_topk of at most 8192, not 10000"),
     ],
 )
 def test_shapes_that_no_program_holds_are_refused(
