@@ -5,9 +5,11 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from base.errors import StartupError
 from model.backends.device import fuses
 from model.config import NetworkConfig
 from model.feed_forward import FeedForward, swiglu
+from model.fp8 import BLOCK
 from model.linear import Linear
 from model.router import Router
 from model.shard import Shard
@@ -32,16 +34,20 @@ class MixtureOfExperts:
 
     @classmethod
     def load(cls, weights: Weights, name: str, config: NetworkConfig, shard: Shard) -> "MixtureOfExperts":
-        """The mixture of that name, such as `model.layers.3.mlp`."""
+        """The mixture of that name, such as `model.layers.3.mlp`. Raises StartupError if it is in fp8 in part."""
         hidden_size, width = config.hidden_size, config.expert_width
         own = shard.experts(config.router.experts)
         experts = [f"{name}.experts.{number}" for number in own]
+        gate_up = weights.stack(
+            [{f"{expert}.gate_proj": width, f"{expert}.up_proj": width} for expert in experts], hidden_size
+        )
+        down = weights.stack([{f"{expert}.down_proj": hidden_size} for expert in experts], width, multiple=BLOCK)
+        if (gate_up.scales is None) != (down.scales is None):
+            raise StartupError(f"of {name}.experts some projections are in fp8 and others are not, which is not served")
         return cls(
             router=Router.load(weights, f"{name}.gate", hidden_size, config.router),
-            gate_up=weights.stack(
-                [{f"{expert}.gate_proj": width, f"{expert}.up_proj": width} for expert in experts], hidden_size
-            ),
-            down=weights.stack([{f"{expert}.down_proj": hidden_size} for expert in experts], width),
+            gate_up=gate_up,
+            down=down,
             first=own.start,
             shared=FeedForward.load(weights, f"{name}.shared_experts", hidden_size, config.shared_width),
         )
@@ -49,26 +55,20 @@ class MixtureOfExperts:
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden: [N, hidden_size]. Returns the same shape: what this process contributes."""
         weights, ids = self.router.route(hidden)
-        return self.routed(hidden, ids, weights) + self.shared(hidden)
+        shared = self.shared(hidden)
+        if self.gate_up.scales is None or self.down.scales is None:
+            return self.routed(hidden, ids, weights) + shared
+        # Here, since a machine without a GPU need not have Triton.
+        from model.backends.triton_fp8_experts import experts
+
+        maps = self.gate_up.weight, self.gate_up.scales, self.down.weight, self.down.scales
+        return experts(hidden, ids, weights, *maps, self.gate_up.power_of_two, self.first, beside=shared)
 
     def routed(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """The weighted sum of the chosen experts of this process. ids, weights: [N, top_k], see Router.route."""
-        if self.gate_up.scales is not None and self.down.scales is not None:
-            # Here, since a machine without a GPU need not have Triton.
-            from model.backends.triton_fp8 import experts
+        """The weighted sum of the chosen experts of this process. ids, weights: [N, top_k], see Router.route.
 
-            total: torch.Tensor = experts(
-                hidden,
-                ids,
-                weights,
-                self.gate_up.weight,
-                self.gate_up.scales,
-                self.down.weight,
-                self.down.scales,
-                self.gate_up.power_of_two,
-                self.first,
-            )
-            return total
+        For weights in the network's dtype.
+        """
         ids = ids - self.first
         if fuses(hidden):
             return self._grouped(hidden, ids, weights)

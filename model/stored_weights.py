@@ -19,7 +19,7 @@ from model.linear import Linear
 from model.progress import Progress
 from model.quantization import BlockFp8
 from model.tensor_files import StoredTensor
-from model.weights import Parts, Weights, can_share_blocks
+from model.weights import FP8_COLUMNS, Parts, Weights, can_be_fp8
 
 _PIECE_BYTES = 32 << 20
 """Read at once by a thread, which has two buffers of that size."""
@@ -86,9 +86,9 @@ class StoredWeights(Weights):
         self._copy(name, into)
         return into
 
-    def stack(self, maps: Sequence[Parts], columns: int) -> Linear:
+    def stack(self, maps: Sequence[Parts], columns: int, multiple: int = FP8_COLUMNS) -> Linear:
         shape = (len(maps), sum(maps[0].values()), columns)
-        in_fp8 = self._keeps is not None and can_share_blocks(maps[0])
+        in_fp8 = self._keeps is not None and can_be_fp8(maps[0], columns, multiple)
         in_fp8 &= all(self._quantises or self._is_fp8(f"{name}.weight") for parts in maps for name in parts)
         weight = self._empty(shape, FP8 if in_fp8 else self.dtype)
         scales = self._empty_scales(weight) if in_fp8 else None

@@ -14,10 +14,14 @@ Parts = Mapping[str, int]
 """Published weights that make one, row after row: names, without `.weight`, and the rows of each."""
 
 
+FP8_COLUMNS = 16
+"""Kernels take multiples of so many columns."""
+
+
 class Weights(ABC):
     """Makes the tensors of a network, once each, by their published names.
 
-    device, dtype: of the tensors. Linear maps stay in float8_e4m3 where `in_fp8` says so.
+    device, dtype: of the tensors. The weights of linear maps may be in block-fp8 instead.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
@@ -36,8 +40,11 @@ class Weights(ABC):
         return Linear(stack.weight[0], None if stack.scales is None else stack.scales[0], stack.power_of_two)
 
     @abstractmethod
-    def stack(self, maps: Sequence[Parts], columns: int) -> Linear:
-        """Linear maps of one shape behind each other, [maps, sum of rows, columns]."""
+    def stack(self, maps: Sequence[Parts], columns: int, multiple: int = FP8_COLUMNS) -> Linear:
+        """Linear maps of one shape behind each other, [maps, sum of rows, columns].
+
+        multiple: of which `columns` must be one for block-fp8.
+        """
 
     def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         made = torch.empty(tuple(shape), dtype=dtype, device=self.device)
@@ -49,10 +56,10 @@ class Weights(ABC):
         return self._empty((*stack, blocks(rows), blocks(columns)), torch.float32)
 
 
-def can_share_blocks(parts: Parts) -> bool:
-    """Whether blocks of 128 rows of the parts are blocks of what they make: only the last may end within one."""
+def can_be_fp8(parts: Parts, columns: int, multiple: int) -> bool:
+    """Whether the parts make one weight in block-fp8: only the last may end within a block."""
     *others, _ = parts.values()
-    return all(rows % BLOCK == 0 for rows in others)
+    return columns % multiple == 0 and all(rows % BLOCK == 0 for rows in others)
 
 
 class RandomWeights(Weights):
@@ -77,9 +84,9 @@ class RandomWeights(Weights):
             return made.zero_()
         return self._drawn(made, self._DEVIATION)
 
-    def stack(self, maps: Sequence[Parts], columns: int) -> Linear:
+    def stack(self, maps: Sequence[Parts], columns: int, multiple: int = FP8_COLUMNS) -> Linear:
         shape = (len(maps), sum(maps[0].values()), columns)
-        if self._fp8 is None or not can_share_blocks(maps[0]):
+        if self._fp8 is None or not can_be_fp8(maps[0], columns, multiple):
             return Linear(self._drawn(self._empty(shape, self.dtype), self._DEVIATION))
         weight = self._empty(shape, FP8)
         deviation = MAX / 8

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.attention import median_us
+from model.config import RouterConfig
 from model.fp8 import FP8, blocks
 from model.router import Router
 
@@ -109,7 +110,7 @@ class MoELayer:
     @classmethod
     def random(cls) -> "MoELayer":
         chooser = 0.05 * torch.randn(EXPERTS, HIDDEN, dtype=torch.bfloat16)
-        router = Router(chooser, torch.zeros(EXPERTS), TOP_K, 8, 4, True, 2.5)
+        router = Router(chooser, torch.zeros(EXPERTS), RouterConfig(EXPERTS, TOP_K, 8, 4, True, 2.5))
         count = EXPERTS // RANKS
         projections = (*random_weight(count, 2 * WIDTH, HIDDEN), *random_weight(count, HIDDEN, WIDTH))
         shared = [(*random_weight(2 * WIDTH, HIDDEN), *random_weight(HIDDEN, WIDTH)) for _ in range(6)]

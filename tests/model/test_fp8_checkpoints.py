@@ -150,10 +150,10 @@ def test_a_weight_without_its_scales_is_refused(damaged: Path) -> None:
 
 
 def test_scales_without_their_weight_are_refused(damaged: Path) -> None:
-    edit(damaged, **{"model.layers.2.self_attn.o_proj.weight": None})
-    assert refusal(damaged).endswith(
-        "has scales without the weights that they belong to: 1 weights: model.layers.2.self_attn.o_proj.weight_scale_inv"
-    )
+    name = "model.layers.2.self_attn.o_proj.weight"
+    edit(damaged, **{name: None})
+    message = f"has scales without the weights that they belong to: 1 weights: {name}_scale_inv"
+    assert refusal(damaged).endswith(message)
 
 
 def test_scales_of_another_shape_are_refused(damaged: Path) -> None:
@@ -210,9 +210,7 @@ def test_projections_stay_in_fp8_side_by_side(one: Path, tmp_path: Path) -> None
     for number, weight in enumerate(last.mlp.gate_up.weight):
         parts = [exact[f"{name}.{number}.{part}_proj.weight"] for part in ("gate", "up")]
         assert torch.equal(weight, torch.cat(parts).bfloat16())
-    for number in range(8):
-        down = dequantise(last.mlp.down.weight[number], scales_of(last.mlp.down)[number], torch.float32)
-        assert torch.equal(down, exact[f"{name}.{number}.down_proj.weight"])
+        assert torch.equal(last.mlp.down.weight[number], exact[f"{name}.{number}.down_proj.weight"].bfloat16())
     assert first.attention.out.weight.dtype == torch.float8_e4m3fn
     out = dequantise(first.attention.out.weight, scales_of(first.attention.out), torch.float32)
     assert torch.equal(out, exact["model.layers.0.self_attn.o_proj.weight"])
@@ -226,13 +224,21 @@ def scales_of(linear: Linear) -> torch.Tensor:
     return linear.scales
 
 
-def test_a_process_loads_its_experts_only(one: Path) -> None:
-    whole, part = (network(one, shard).layers[1].mlp for shard in (WHOLE, Shard(3, 4)))
+def test_a_process_loads_its_experts_only(tmp_path: Path) -> None:
+    write_tiny_checkpoint(tmp_path, "glm_moe_dsa", seed=3, layers=2, hidden_size=256, fp8=BlockFp8())
+    whole, part = (network(tmp_path, shard).layers[1].mlp for shard in (WHOLE, Shard(3, 4)))
     assert isinstance(whole, MixtureOfExperts)
     assert isinstance(part, MixtureOfExperts)
     assert part.first == 6
     assert torch.equal(part.down.weight.view(torch.uint8), whole.down.weight[6:].view(torch.uint8))
     assert torch.equal(scales_of(part.down), scales_of(whole.down)[6:])
+    write_dequantised(tmp_path, tmp_path / "copy")
+    exact = load_file(tmp_path / "copy" / "model.safetensors")
+    for number in (6, 7):
+        name = f"model.layers.1.mlp.experts.{number}"
+        weight, scales = part.gate_up.weight[number - 6], scales_of(part.gate_up)[number - 6]
+        expected = torch.cat([exact[f"{name}.{half}_proj.weight"] for half in ("gate", "up")])
+        assert torch.equal(dequantise(weight, scales, torch.float32), expected)
     assert torch.equal(part.router.weight, whole.router.weight)
 
 
