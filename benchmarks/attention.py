@@ -19,7 +19,7 @@ from rich.table import Table
 from base.errors import StartupError
 from benchmarks.machine import this_machine
 from benchmarks.program import run
-from hisparse.format import KVFormat
+from hisparse.format import DenseFormat
 from model.backends.protocol import AttentionBackend
 from model.backends.torch_backend import TorchBackend
 from model.indexer import IndexQueries
@@ -31,7 +31,7 @@ HEADS = (16, 128)
 BATCHES = (1, 4, 16, 64)
 CHUNK = 2048
 
-FORMAT = KVFormat(torch.bfloat16, ITEM_DIM, INDEX_DIM)
+FORMAT = DenseFormat(torch.bfloat16, ITEM_DIM, INDEX_DIM)
 _NUM_ROWS = 1 << 20
 _UNCACHED_BYTES = 256 << 20
 _SCALING = 0.1

@@ -50,7 +50,7 @@ def run_decode_node(config: DecodeConfig) -> None:
     token = None if config.key_dir is None else load_token(config.key_dir)
     device = use_device(config.device)
     dtype = resolve_dtype(config.model_path, config.dtype)
-    spec = read_spec(config.model_path, dtype, config.context_length, config.load_format)
+    spec = read_spec(config.model_path, dtype, config.context_length, config.load_format, config.kv_cache_dtype)
     checkpoint = identify(config.model_path)
     hisparse = parse_config(config.hisparse_config, spec.index_topk)
     backend = choose_backend(config.attention_backend, device, spec)
@@ -59,7 +59,15 @@ def run_decode_node(config: DecodeConfig) -> None:
         at_end.callback(shell.close)
         ports = claim_transfer_ports(config)
         log.info("attention backend", backend=backend.name)
-        model = load_model(config.model_path, dtype, device, config.context_length, backend, config.load_format)
+        model = load_model(
+            config.model_path,
+            dtype,
+            device,
+            config.context_length,
+            backend,
+            config.load_format,
+            kv_cache_dtype=config.kv_cache_dtype,
+        )
         transports = Transports(config.data_host, config.transfer_protocol, config.ib_device, ports)
         coordinator = build_tiers(
             _plan(config, hisparse, spec, device),

@@ -8,6 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from base.errors import StartupError
+from hisparse.format import KVCacheDtype
 from model.backends.protocol import AttentionBackend
 from model.backends.torch_backend import TorchBackend
 from model.checkpoint import fingerprint, read_json, weight_files
@@ -36,12 +37,17 @@ def resolve_dtype(path: Path, name: str) -> torch.dtype:
 
 
 def read_spec(
-    path: Path, dtype: torch.dtype, context_length: int | None = None, load_format: LoadFormat = "auto"
+    path: Path,
+    dtype: torch.dtype,
+    context_length: int | None = None,
+    load_format: LoadFormat = "auto",
+    kv_cache_dtype: KVCacheDtype = "auto",
 ) -> ModelSpec:
     """Read a checkpoint's shapes and identity from its configuration and weight headers, without its weights.
 
     `context_length` defaults to all that the model was made for. With load_format `dummy` there need not be weights.
-    Raises StartupError where the directory is not a complete checkpoint of a supported model.
+    Raises StartupError where the directory is not a complete checkpoint of a supported model, or its KV cannot be
+    stored as `kv_cache_dtype`.
     """
     raw = read_json(path / "config.json")
     config = _parse_config(path, raw)
@@ -52,7 +58,7 @@ def read_spec(
             f"the context length must be between 1 and the model's max_position_embeddings, "
             f"{config.max_position_embeddings}, not {context_length}"
         )
-    return ModelSpec(
+    spec = ModelSpec(
         model_type=config.model_type,
         num_layers=config.num_hidden_layers,
         index_layer_of=_index_layer_of(path, config),
@@ -64,7 +70,13 @@ def read_spec(
         context_length=context_length,
         dtype=dtype,
         fingerprint=fingerprint(raw, weight_files(path) if load_format == "auto" else []),
+        kv_cache_dtype=kv_cache_dtype,
     )
+    try:
+        _ = spec.kv_format
+    except ValueError as error:
+        raise StartupError(f"{path}: --kv-cache-dtype {kv_cache_dtype}: {error}") from error
+    return spec
 
 
 def load_model(
@@ -75,18 +87,19 @@ def load_model(
     backend: AttentionBackend | None = None,
     load_format: LoadFormat = "auto",
     shard: Shard = WHOLE,
+    kv_cache_dtype: KVCacheDtype = "auto",
 ) -> SparseModel:
     """Load a checkpoint's weights, converted to `dtype`, onto a device. Never reaches the network.
 
     Tensors are copied one by one from mapped files, so only a few of them are in host memory at a time, besides the
     page cache. Experts are fused on the device, which temporarily takes the memory of one or two more layers' experts.
 
-    `backend` computes attention; by default torch does. With load_format `dummy` the device generates random weights
+    `backend` computes attention, on KV of `kv_cache_dtype`; by default torch does. With load_format `dummy` the device generates random weights
     instead, the same on every device of a kind, as in SGLang and vLLM.
 
     Raises StartupError for what `read_spec` refuses, and where weights are missing or have other shapes.
     """
-    spec = read_spec(path, dtype, context_length, load_format)
+    spec = read_spec(path, dtype, context_length, load_format, kv_cache_dtype)
     network = _dummy_network(path, dtype, device) if load_format == "dummy" else _load_network(path, dtype, device)
     if device.type == "cuda":  # the pools need what fusing left in the allocator's cache
         torch.cuda.empty_cache()
