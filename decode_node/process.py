@@ -50,7 +50,7 @@ def run_decode_node(config: DecodeConfig) -> None:
     token = None if config.key_dir is None else load_token(config.key_dir)
     device = use_device(config.device)
     dtype = resolve_dtype(config.model_path, config.dtype)
-    spec = read_spec(config.model_path, dtype, config.context_length, config.load_format)
+    spec = read_spec(config.model_path, dtype, config.context_length, config.load_format, config.kv_cache_dtype)
     checkpoint = identify(config.model_path)
     hisparse = parse_config(config.hisparse_config, spec.index_topk)
     backend = choose_backend(config.attention_backend, device, spec)
@@ -67,6 +67,7 @@ def run_decode_node(config: DecodeConfig) -> None:
             backend,
             config.load_format,
             quantization=config.quantization,
+            kv_cache_dtype=config.kv_cache_dtype,
         )
         transports = Transports(config.data_host, config.transfer_protocol, config.ib_device, ports)
         coordinator = build_tiers(

@@ -10,6 +10,7 @@ import torch
 
 from base.errors import StartupError
 from base.memory import available_host_bytes, human
+from hisparse.format import KVCacheDtype
 from model.backends.device import fp8_obstacle
 from model.backends.protocol import AttentionBackend
 from model.backends.torch_backend import TorchBackend
@@ -54,12 +55,17 @@ def resolve_dtype(path: Path, name: str) -> torch.dtype:
 
 
 def read_spec(
-    path: Path, dtype: torch.dtype, context_length: int | None = None, load_format: LoadFormat = "auto"
+    path: Path,
+    dtype: torch.dtype,
+    context_length: int | None = None,
+    load_format: LoadFormat = "auto",
+    kv_cache_dtype: KVCacheDtype = "auto",
 ) -> ModelSpec:
     """Read a checkpoint's shapes and identity from its configuration and weight headers, without its weights.
 
     `context_length` defaults to all that the model was made for. With load_format `dummy` there need not be weights.
-    Raises StartupError where the directory is not a complete checkpoint of a supported model.
+    Raises StartupError where the directory is not a complete checkpoint of a supported model, or its KV cannot be
+    stored as `kv_cache_dtype`.
     """
     config = read_config(path)
     longest = config.max_position_embeddings
@@ -70,7 +76,7 @@ def read_spec(
             f"the context length must be between 1 and the model's max_position_embeddings, "
             f"{longest}, not {context_length}"
         )
-    return ModelSpec(
+    spec = ModelSpec(
         model_type=config.model_type,
         num_layers=len(config.layers),
         index_layer_of=config.index_layer_of,
@@ -82,7 +88,13 @@ def read_spec(
         context_length=context_length,
         dtype=dtype,
         fingerprint=fingerprint(read_json(path / "config.json"), weight_files(path) if load_format == "auto" else []),
+        kv_cache_dtype=kv_cache_dtype,
     )
+    try:
+        _ = spec.kv_format
+    except ValueError as error:
+        raise StartupError(f"{path}: --kv-cache-dtype {kv_cache_dtype}: {error}") from error
+    return spec
 
 
 def load_model(
@@ -94,19 +106,21 @@ def load_model(
     load_format: LoadFormat = "auto",
     shard: Shard = WHOLE,
     quantization: Quantization = "auto",
+    kv_cache_dtype: KVCacheDtype = "auto",
 ) -> SparseModel:
     """Load a checkpoint's weights, converted to `dtype`, onto a device. Never reaches the network.
 
     Weights in block-fp8 stay as they are where the device computes with them; else they are dequantised. Weights pass
     through main memory in pieces, half a gigabyte of them at most at a time.
 
-    `backend` computes attention; by default torch does. With load_format `dummy` the device generates random weights
-    instead, the same on every device of a kind, as in SGLang and vLLM. `shard`: which experts to load.
+    `backend` computes attention, on KV of `kv_cache_dtype`; by default torch does. With load_format `dummy` the device
+    generates random weights instead, the same on every device of a kind, as in SGLang and vLLM. `shard`: which experts
+    to load.
 
     Raises StartupError for what `read_spec` refuses, where weights are missing or have other shapes, and where they do
     not fit the device.
     """
-    spec = read_spec(path, dtype, context_length, load_format)
+    spec = read_spec(path, dtype, context_length, load_format, kv_cache_dtype)
     config = read_config(path)
     obstacle = fp8_obstacle(device, dtype)
     if quantization == "fp8" and obstacle:

@@ -4,8 +4,11 @@ from dataclasses import dataclass
 
 import torch
 
-from hisparse.format import KVFormat
+from hisparse.format import DenseFormat, KVCacheDtype, KVFormat
+from hisparse.fp8_format import Fp8Format
 from hisparse.layout import KVLayout
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -15,7 +18,7 @@ class ModelSpec:
     A *layer* stores one KV item per token, of `item_dim` elements: the normed latent (`latent_dim`, kv_lora_rank), then
     the roped key (qk_rope_head_dim). An *index layer* is a layer with an indexer of its own; it stores one index key
     per token. `index_layer_of[layer]` is the index layer whose selection the layer uses: its own, or the previous one
-    where the checkpoint shares selections between layers.
+    where the checkpoint shares selections between layers. `kv_cache_dtype` chooses `kv_format`.
     """
 
     model_type: str
@@ -29,6 +32,7 @@ class ModelSpec:
     context_length: int
     dtype: torch.dtype
     fingerprint: str
+    kv_cache_dtype: KVCacheDtype = "auto"
 
     @property
     def num_index_layers(self) -> int:
@@ -36,8 +40,11 @@ class ModelSpec:
 
     @property
     def kv_format(self) -> KVFormat:
-        """How items and index keys are stored."""
-        return KVFormat(self.dtype, self.item_dim, self.index_dim)
+        """How items and index keys are stored. Raises ValueError for widths that the format does not take."""
+        if self.kv_cache_dtype == "fp8_e4m3":
+            return Fp8Format(self.latent_dim, self.item_dim - self.latent_dim, self.index_dim)
+        dtype = self.dtype if self.kv_cache_dtype == "auto" else _DTYPES[self.kv_cache_dtype]
+        return DenseFormat(dtype, self.item_dim, self.index_dim)
 
     @property
     def kv_layout(self) -> KVLayout:

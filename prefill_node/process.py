@@ -40,7 +40,7 @@ def run_prefill_node(config: PrefillConfig) -> None:
     check(config)
     device = use_device(config.device)
     dtype = resolve_dtype(config.model_path, config.dtype)
-    spec = read_spec(config.model_path, dtype, config.context_length, config.load_format)
+    spec = read_spec(config.model_path, dtype, config.context_length, config.load_format, config.kv_cache_dtype)
     checkpoint = identify(config.model_path)
     backend = choose_backend(config.attention_backend, device, spec)
     with ExitStack() as at_end:
@@ -56,6 +56,7 @@ def run_prefill_node(config: PrefillConfig) -> None:
             backend,
             config.load_format,
             quantization=config.quantization,
+            kv_cache_dtype=config.kv_cache_dtype,
         )
         pool = PagedKVPool(spec.kv_layout, _num_pages(config, spec, device), config.page_size, device)
         layers = [*pool.kv, *pool.index_keys]

@@ -77,7 +77,11 @@ class NodeConfig(ProcessConfig):
     device: Annotated[str, Flag("cpu, cuda or cuda:N; with `serve`, cuda is a GPU for each node.")] = "cpu"
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16"],
-        Flag("Weights and KV; auto is the checkpoint's own."),
+        Flag("What is computed in; auto is the checkpoint's own."),
+    ] = "auto"
+    kv_cache_dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "fp8_e4m3"],
+        Flag("How KV is stored and sent, the same on all nodes; auto follows --dtype."),
     ] = "auto"
     attention_backend: Annotated[
         Literal["auto", "triton", "torch"],

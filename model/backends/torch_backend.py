@@ -29,11 +29,10 @@ class TorchBackend:
         self, queries: torch.Tensor, kv: torch.Tensor, rows: torch.Tensor, scaling: float, latent_dim: int
     ) -> torch.Tensor:
         """See AttentionBackend."""
-        kv = self.format.items(kv)
-        bytes_per_query = max(1, rows.shape[1] * kv.shape[1] * kv.element_size())
+        bytes_per_query = max(1, rows.shape[1] * queries.shape[2] * queries.element_size())
         block = max(1, GATHER_BLOCK_BYTES // bytes_per_query)
         attended = [
-            _attend_block(queries[begin : begin + block], kv, rows[begin : begin + block], scaling, latent_dim)
+            self._attend_block(queries[begin : begin + block], kv, rows[begin : begin + block], scaling, latent_dim)
             for begin in range(0, len(rows), block)
         ]
         return torch.cat(attended) if attended else queries[..., :latent_dim]
@@ -42,7 +41,7 @@ class TorchBackend:
         self, index: IndexQueries, keys: torch.Tensor, start: int, sequence_length: int, topk: int
     ) -> torch.Tensor:
         """See AttentionBackend; k is min(topk, sequence_length)."""
-        num_keys = len(keys)
+        index, num_keys = self._stored_as_keys(index), len(keys)
         keys = self.format.index_keys(keys).float()
         block = max(1, SCORE_BLOCK_BYTES // (4 * index.queries.shape[1] * num_keys))
         key_positions = torch.arange(num_keys, device=keys.device)
@@ -63,6 +62,7 @@ class TorchBackend:
         Where the host knows the lengths, each row is scored over exactly its own, and k is min(topk, longest sequence);
         else over all that the page table has room for, and k is the least of topk and that.
         """
+        index = self._stored_as_keys(index)
         if pages.lengths is None:
             return self._select_masked(index, pages, topk)
         lengths = pages.lengths
@@ -75,6 +75,22 @@ class TorchBackend:
             selected = scores.topk(min(topk, length), dim=-1).indices
             selections[row, : selected.shape[1]] = selected[0]
         return selections
+
+    def _attend_block(
+        self, queries: torch.Tensor, kv: torch.Tensor, rows: torch.Tensor, scaling: float, latent_dim: int
+    ) -> torch.Tensor:
+        absent = rows < 0
+        # An absent row gets no weight, but zero times whatever an unused row holds may be NaN: read a row that exists.
+        items = self.format.items_at(kv, torch.where(absent, rows[:, :1], rows)).to(queries.dtype)
+        scores = torch.bmm(queries, items.transpose(1, 2)).float() * scaling
+        # The least number rather than -inf: a query without any row must not become NaN.
+        scores = scores.masked_fill(absent.unsqueeze(1), torch.finfo(scores.dtype).min)
+        weights = scores.softmax(dim=-1).to(queries.dtype)
+        return torch.bmm(weights, items[..., :latent_dim])
+
+    def _stored_as_keys(self, index: IndexQueries) -> IndexQueries:
+        """Queries in the coordinates of the stored keys."""
+        return IndexQueries(self.format.index_queries(index.queries), index.head_weights)
 
     def _select_masked(self, index: IndexQueries, pages: PagedKeys, topk: int) -> torch.Tensor:
         """Select without knowing any length: what lies behind a sequence scores -inf."""
@@ -90,19 +106,6 @@ class TorchBackend:
             selected = scores.topk(min(topk, width), dim=-1).indices
             selections.append(selected.masked_fill_(selected >= lengths[part], -1))
         return torch.cat(selections)
-
-
-def _attend_block(
-    queries: torch.Tensor, kv: torch.Tensor, rows: torch.Tensor, scaling: float, latent_dim: int
-) -> torch.Tensor:
-    absent = rows < 0
-    # An absent row gets no weight, but zero times whatever an unused row holds may be NaN: read a row that exists.
-    items = kv[torch.where(absent, rows[:, :1], rows)]
-    scores = torch.bmm(queries, items.transpose(1, 2)).float() * scaling
-    # The least number rather than -inf: a query without any row must not become NaN.
-    scores = scores.masked_fill(absent.unsqueeze(1), torch.finfo(scores.dtype).min)
-    weights = scores.softmax(dim=-1).to(queries.dtype)
-    return torch.bmm(weights, items[..., :latent_dim])
 
 
 def _scores(index: IndexQueries, keys: torch.Tensor) -> torch.Tensor:

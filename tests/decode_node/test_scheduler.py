@@ -36,7 +36,7 @@ from engine.runner import LaunchedStep, ModelRunner
 from hisparse.config import HiSparseConfig
 from hisparse.coordinator import HiSparseCoordinator
 from hisparse.extents import HostSlots
-from hisparse.format import KVFormat
+from hisparse.format import DenseFormat
 from hisparse.layout import KVLayout
 from hisparse.sizing import Sizes
 from hisparse.step import DecodeStep
@@ -47,7 +47,7 @@ from transfer.checksum import Mismatch
 from transfer.fencing import DRAIN_GRACE_S, LANDED_CAN_WAIT_S, ReservationTable
 from transfer.incoming import IncomingCut
 
-FORMAT = KVFormat(torch.float32, item_dim=2, index_dim=2)
+FORMAT = DenseFormat(torch.float32, item_dim=2, index_dim=2)
 LAYOUT = KVLayout((0,), FORMAT.item_bytes, FORMAT.index_key_bytes)
 PREFILL = Peer(role="prefill", address="127.0.0.1:2", boot_id="prefill")
 VOCAB = 512

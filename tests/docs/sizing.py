@@ -11,7 +11,7 @@ import torch
 
 from base.memory import DEFAULT_FRACTION
 from hisparse.config import HiSparseConfig
-from hisparse.format import KVFormat
+from hisparse.format import DenseFormat
 from hisparse.layout import KVLayout
 from hisparse.sizing import GIB, Sizes, plan_sizes
 
@@ -20,7 +20,7 @@ _BLOCK = re.compile(r"(<!-- sizing -->\n).*?(<!-- /sizing -->)", re.DOTALL)
 _FRACTION = DEFAULT_FRACTION["cuda"]
 
 
-FORMAT = KVFormat(torch.bfloat16, item_dim=512 + 64, index_dim=128)
+FORMAT = DenseFormat(torch.bfloat16, item_dim=512 + 64, index_dim=128)
 LAYOUT = KVLayout(tuple(range(61)), FORMAT.item_bytes, FORMAT.index_key_bytes)
 """DeepSeek-V3.2's: kv_lora_rank 512, qk_rope_head_dim 64, index_head_dim 128, an indexer in every layer."""
 

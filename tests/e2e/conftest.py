@@ -1,12 +1,13 @@
 """Tiny checkpoints of both families, what transformers says of them, and clusters that serve them."""
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from model.quantization import BlockFp8
 from model.tiny import write_tiny_checkpoint
@@ -22,10 +23,11 @@ TOKEN_BYTES = 4 * (4 * 64 + 4 * 32)
 
 
 class Reference:
-    """transformers' own greedy generation, each answer computed once."""
+    """transformers' own greedy generation, each answer computed once, with KV in caches of a class."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, cache: Callable[..., DynamicCache] = DynamicCache) -> None:
         self._network: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        self._cache = partial(cache, config=self._network.config)
         self._answers: dict[tuple[int, ...], list[int]] = {}
 
     def generate(self, prompt_ids: Sequence[int], max_tokens: int) -> list[int]:
@@ -39,6 +41,7 @@ class Reference:
                 do_sample=False,
                 max_new_tokens=max_tokens,
                 eos_token_id=None,
+                past_key_values=self._cache(),
             )
             answer = self._answers[key] = output[0, len(prompt_ids) :].tolist()
         return answer[:max_tokens]

@@ -4,12 +4,14 @@ import json
 import random
 from collections.abc import Callable, Iterator
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.e2e.cluster import Cluster, Job, complete
 from tests.e2e.conftest import FAMILIES, SCALE_FORMATS, Reference
+from tests.fp8_reference import Fp8Cache
 
 HOT_BUFFER = json.dumps({"device_buffer_size": 128})
 NEW_TOKENS = 64
@@ -98,6 +100,22 @@ def test_checkpoints_in_fp8_say_what_transformers_says_of_a_float32_copy(
 
     assert_exact(cluster, references[checkpoint], TOGETHER, concurrency=16)
     assert decode.metric("swap_in_misses_total") > 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fp8_kv_gives_the_tokens_of_a_plain_encoding_and_decoding(
+    start_cluster: Callable[..., Cluster], checkpoints: dict[str, Path], device: str, family: str
+) -> None:
+    """vllm 57019: noise that only a comparison of the system with itself did not see."""
+    cluster = start_cluster(family)
+    common = {"device": device, "kv_cache_dtype": "fp8_e4m3"}
+    prefill = cluster.prefill(**common, page_size=16, chunked_prefill_size=333, transfer_checksum="full")
+    cluster.decode(**common, hisparse_config=HOT_BUFFER, debug_verify_swap_in=True)
+    cluster.wait_ready()
+    assert_exact(cluster, Reference(checkpoints[family], Fp8Cache), TOGETHER, concurrency=16)
+    tokens = sum(len(prompt) - 1 for prompt in TOGETHER)
+    layers, index_layers = (4, 4) if family == "deepseek_v32" else (4, 3)
+    assert prefill.metric("transfer_bytes_total") == tokens * (layers * (48 + 4 + 32) + index_layers * 36)
 
 
 @pytest.mark.slow

@@ -146,6 +146,15 @@ def test_a_prefill_node_of_another_dtype_is_refused_with_both_values(start_clust
     assert "bfloat16 != float32" in other.log
 
 
+def test_nodes_of_two_kv_formats_refuse_each_other_with_both_names(start_cluster: Callable[..., Cluster]) -> None:
+    cluster = start_cluster()
+    decode = cluster.decode(dtype="bfloat16", kv_cache_dtype="fp8_e4m3")
+    wait_until(lambda: "event=registered" in decode.log, timeout=60)
+    other = cluster.prefill(dtype="bfloat16")
+    assert other.process.wait(timeout=60) == 2
+    assert "kv_format bfloat16 != fp8_e4m3" in other.log
+
+
 def test_a_prefill_node_of_another_model_is_refused(
     start_cluster: Callable[..., Cluster], checkpoints: dict[str, Path]
 ) -> None:

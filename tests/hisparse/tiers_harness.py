@@ -12,7 +12,7 @@ from hisparse.coordinator import HiSparseCoordinator, StepPlaces
 from hisparse.copy_stream import CopyStream
 from hisparse.device_pool import DeviceKVPool
 from hisparse.extents import HostSlots
-from hisparse.format import KVFormat
+from hisparse.format import DenseFormat
 from hisparse.host_pool import HostKVPool
 from hisparse.layout import KVLayout
 from hisparse.sizing import Sizes
@@ -20,7 +20,7 @@ from hisparse.step import DecodeStep
 from hisparse.swap_in import StagedKV
 from hisparse.tiers import build_tiers
 
-FORMAT = KVFormat(torch.float32, item_dim=3, index_dim=2)
+FORMAT = DenseFormat(torch.float32, item_dim=3, index_dim=2)
 LAYOUT = KVLayout((0, 1, 1, 1, 2), FORMAT.item_bytes, FORMAT.index_key_bytes)
 TOP_K = 4
 HOT = 6

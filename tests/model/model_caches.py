@@ -19,11 +19,10 @@ class PagedPool:
     def __init__(self, spec: ModelSpec, num_pages: int, page_size: int, seed: int = 0) -> None:
         rows = num_pages * page_size
         self.page_size = page_size
-        nothing = float("nan")
-        self.kv = torch.full((spec.num_layers, rows, spec.item_dim), nothing, dtype=spec.dtype).view(torch.uint8)
-        self.keys = torch.full((spec.num_index_layers, rows, spec.index_dim), nothing, dtype=spec.dtype).view(
-            torch.uint8
-        )
+        nothing = 0xFF  # NaN in every format
+        kv_format = spec.kv_format
+        self.kv = torch.full((spec.num_layers, rows, kv_format.item_bytes), nothing, dtype=torch.uint8)
+        self.keys = torch.full((spec.num_index_layers, rows, kv_format.index_key_bytes), nothing, dtype=torch.uint8)
         self._free = torch.randperm(num_pages, generator=torch.Generator().manual_seed(seed)).tolist()
 
     def allocate(self, length: int) -> torch.Tensor:

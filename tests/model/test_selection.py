@@ -5,12 +5,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_caches import BatchIndexPages
 
-from hisparse.format import KVFormat
+from hisparse.format import DenseFormat
 from model.backends.torch_backend import TorchBackend
 from model.indexer import IndexQueries
 
 HEADS, DIM = 16, 8
-BACKEND = TorchBackend(KVFormat(torch.float32, item_dim=DIM, index_dim=DIM))
+BACKEND = TorchBackend(DenseFormat(torch.float32, item_dim=DIM, index_dim=DIM))
 
 
 def index_queries(generator: torch.Generator, tokens: int) -> IndexQueries:
