@@ -21,8 +21,9 @@ from benchmarks.passkey.question import KEYS, Question, make_question, sentence
 from cli.config import ServeConfig
 from cli.serve import free_port, plan, processes, wait_ready
 
-TEXT_TOKENS = 4096
-DEPTHS = (0.1, 0.5, 0.9)
+TEXTS = ((1024, 0.9), (2048, 0.5), (4096, 0.1))
+"""Tokens, and how deep in the text the pass key lies. A core computes about a thousand tokens a second."""
+CONTEXT_LENGTH = 8192
 HOT_BUFFER = 128
 MODEL = "passkey"
 _READY_S = 120.0
@@ -56,7 +57,7 @@ def run(console: Console, log_path: Path) -> int:
         port=free_port(),
         transfer_protocol="tcp",
         chunked_prefill_size=512,
-        context_length=2 * TEXT_TOKENS,
+        context_length=CONTEXT_LENGTH,
         hisparse_config=json.dumps({"device_buffer_size": HOT_BUFFER}),
     )
     children = plan(config).children()
@@ -66,19 +67,20 @@ def run(console: Console, log_path: Path) -> int:
     costs: list[Cost] = []
     right = 0
     with log_path.open("wb") as log, processes(children, log=log) as running:
-        console.print(f"starting {', '.join(running)}: ZeroMQ between them, KV over Mooncake (TCP)")
+        console.print(f"starting {', '.join(running)}: KV over Mooncake (TCP)")
         wait_ready(urls["gateway"], running, _READY_S)
-        for number, depth in enumerate(DEPTHS, start=1):
-            question = make_question(f"demo/{number}", TEXT_TOKENS, depth)
+        for number, (length, depth) in enumerate(TEXTS, start=1):
+            question = make_question(f"demo/{number}", length, depth)
             show_question(console, number, question)
             before = read_metrics(*nodes)
-            answers.append(ask(urls["gateway"], MODEL, question, lambda text: console.print(text, end="", markup=False)))
+            answers.append(
+                ask(urls["gateway"], MODEL, question, lambda text: console.print(text, end="", markup=False))
+            )
             costs.append(Cost.between(before, read_metrics(*nodes)))
             is_right = question.is_answered_by(answers[-1].text)
             right += is_right
             console.print("   [green]right[/green]" if is_right else f"   [red]wrong, it is {question.key}[/red]")
-    console.print("", cost_table(answers, costs, HOT_BUFFER))
-    console.print(f"{right} of {len(answers)} right")
+        console.print("", cost_table(answers, costs, HOT_BUFFER), f"\n{right} of {len(answers)} right")
     return 0 if right == len(answers) else 1
 
 
@@ -86,9 +88,8 @@ def show_question(console: Console, number: int, question: Question) -> None:
     """The lines around the pass key, the question, and whose turn it is."""
     before, asked, after = question.text.partition(sentence(question.word, question.key))
     depth = len(before) / len(question.text)
-    console.print(
-        f"\n[bold]{number}. A text of {len(question.text)} bytes with {KEYS} pass keys, this one at {depth:.0%} of it:[/bold]"
-    )
+    size = f"{len(question.text)} bytes with {KEYS} pass keys"
+    console.print(f"\n[bold]{number}. A text of {size}, this one at {depth:.0%} of it:[/bold]")
     for line in before.splitlines()[-_EXCERPT_LINES:]:
         console.print(f"   {line}", style="dim", markup=False)
     console.print(f"   {asked}", style="yellow")

@@ -60,4 +60,6 @@ def ask(base_url: str, model: str, question: Question, show: Callable[[str], Non
                     show(piece)
     if not times:
         raise httpx.HTTPError("the answer is empty")
-    return Answer("".join(pieces), usage["prompt_tokens"], usage["completion_tokens"], times[0] - asked, times[-1] - times[0])
+    return Answer(
+        "".join(pieces), usage["prompt_tokens"], usage["completion_tokens"], times[0] - asked, times[-1] - times[0]
+    )

@@ -26,9 +26,9 @@ class Cost:
 
     @classmethod
     def between(cls, before: Metrics, after: Metrics) -> "Cost":
-        names = ("swap_in_hits_total", "swap_in_misses_total", "swap_in_bytes_total")
-        names += ("transfer_bytes_total", "transfer_descriptors_total", "transfer_seconds_sum")
-        return cls(*(after[name] - before[name] for name in names))
+        swap_in = ("swap_in_hits_total", "swap_in_misses_total", "swap_in_bytes_total")
+        transfer = ("transfer_bytes_total", "transfer_descriptors_total", "transfer_seconds_sum")
+        return cls(*(after[name] - before[name] for name in (*swap_in, *transfer)))
 
 
 def read_metrics(*base_urls: str) -> Metrics:
@@ -55,9 +55,10 @@ def cost_table(answers: Sequence[Answer], costs: Sequence[Cost], hot_buffer: int
         table.add_row(name, *cells)
 
     row("context", *(f"{answer.prompt_tokens + answer.tokens} tokens" for answer in answers))
-    row("hot buffer", *(f"{hot_buffer} slots, {hot_buffer / (a.prompt_tokens + a.tokens):.1%}" for a in answers))
+    row("hot buffer", *(f"{hot_buffer} slots" for _ in answers))
+    row("of the context", *(f"{hot_buffer / (answer.prompt_tokens + answer.tokens):.1%}" for answer in answers))
     row("hit rate", *(f"{cost.hits / max(1, cost.hits + cost.misses):.1%}" for cost in costs))
-    row("fetched from host memory", *(f"{cost.fetched / 1e6:.2f} MB" for cost in costs))
+    row("fetched from host", *(f"{cost.fetched / 1e6:.2f} MB" for cost in costs))
     row("time to first token", *(f"{answer.first:.2f} s" for answer in answers))
     row("time between tokens", *(f"{answer.between_tokens * 1e3:.1f} ms" for answer in answers))
     row("KV sent", *(f"{cost.sent / 1e6:.1f} MB, {cost.writes:.0f} writes" for cost in costs))

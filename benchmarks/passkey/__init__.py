@@ -1,6 +1,6 @@
 """A small trained model that finds pass keys in long texts, and questions to ask it.
 
-Unlike random weights it selects what its answers depend on, so hit rates mean something and wrong KV gives wrong answers.
+Unlike random weights it selects what its answers depend on: hit rates mean something, and wrong KV gives wrong answers.
 """
 
 from pathlib import Path

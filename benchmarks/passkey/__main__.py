@@ -1,13 +1,13 @@
 """`python -m benchmarks.passkey`: how many pass keys in long texts a service finds.
 
-Of a service that runs, or of the trained model served here, once for each `--variant`: so precisions, KV formats and sizes
-of the hot buffer can be compared by what they do to answers.
+Of a service that runs, or of the trained model served here, once for each `--variant`. This shows what precisions, KV
+formats and sizes of the hot buffer do to answers.
 """
 
 import asyncio
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated
@@ -33,7 +33,8 @@ _SHOWN = 5
 def main(
     serve_flags: Annotated[list[str] | None, typer.Argument(help="After --: flags of `hisparse-pd serve`.")] = None,
     base_urls: Annotated[
-        list[str] | None, typer.Option("--base-url", help="http://HOST:PORT or LABEL=URL of a service that runs; repeated.")
+        list[str] | None,
+        typer.Option("--base-url", help="http://HOST:PORT or LABEL=URL of a service that runs; repeated."),
     ] = None,
     model: Annotated[str | None, typer.Option(help="Its model; default: the only one.")] = None,
     api_key: Annotated[str | None, typer.Option(help="Key for --base-url.", envvar="OPENAI_API_KEY")] = None,
@@ -71,7 +72,7 @@ def main(
     report(marked, Console(highlight=False))
 
 
-def report(marked: dict[str, Sequence[Marked]] | dict[str, list[Marked]], console: Console) -> None:
+def report(marked: Mapping[str, Sequence[Marked]], console: Console) -> None:
     """Right answers by service and length, and some of the wrong ones."""
     table = Table(title="pass keys found, by tokens of the prompt", title_justify="left", box=None, pad_edge=False)
     table.add_column("service", overflow="fold")
@@ -84,7 +85,9 @@ def report(marked: dict[str, Sequence[Marked]] | dict[str, list[Marked]], consol
     console.print(table, "")
     for label, answers in marked.items():
         for one in [one for one in answers if not one.is_right][:_SHOWN]:
-            console.print(f"{label}: {one.length} tokens, {one.question.word}: {one.question.key}, answered {one.answer!r}")
+            console.print(
+                f"{label}: {one.length} tokens, {one.question.word}: {one.question.key}, answered {one.answer!r}"
+            )
     console.print(f"client: {this_machine()}")
 
 

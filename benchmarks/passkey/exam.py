@@ -31,7 +31,9 @@ def questions(lengths: Sequence[int], count: int, seed: int) -> list[tuple[int, 
     """So many of each length, in tokens, with the length. Raises StartupError for one that cannot be."""
     try:
         return [
-            (length, make_question(f"{seed}/{length}/{number}", length)) for length in lengths for number in range(count)
+            (length, make_question(f"{seed}/{length}/{number}", length))
+            for length in lengths
+            for number in range(count)
         ]
     except ValueError as error:
         raise StartupError(f"--lengths {','.join(map(str, lengths))}: {error}") from error

@@ -1,7 +1,7 @@
 """A long text with pass keys in it, the question for one of them, and whether an answer is right.
 
-After Mohtashami and Jaggi, "Landmark Attention" (2023), where the text is the same sentence again and again; with several
-keys, as in "multi-key" retrieval of RULER (Hsieh et al., 2024). The wording is the one that the model was trained on.
+After Mohtashami and Jaggi, "Landmark Attention" (2023), whose text repeats a few sentences; with several keys, as in the
+"multi-key" task of RULER (Hsieh et al., 2024). The wording is the one that the model was trained on.
 """
 
 import random
@@ -13,10 +13,11 @@ from benchmarks.passkey.text import passage
 KEYS = 4
 """Pass keys in a text, one of which is asked for."""
 
-WORDS = (
-    "river mountain garden window bottle candle forest harbour island kitchen ladder mirror needle orange pencil "
-    "rabbit saddle table umbrella valley wagon basket bridge castle desert engine feather guitar hammer jacket"
-).split()
+_NOUNS = """
+river mountain garden window bottle candle forest harbour island kitchen ladder mirror needle orange pencil rabbit saddle
+table umbrella valley wagon basket bridge castle desert engine feather guitar hammer jacket
+"""
+WORDS = tuple(_NOUNS.split())
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,9 @@ def make_question(seed: str, length: int, depth: float | None = None) -> Questio
     asked, asked_key = words[0], keys[0]
     rest = length - len("".join(lines)) - len(Question("", asked, asked_key, 0)._tail) - 1
     if rest < 0:
-        raise ValueError(f"a text with {KEYS} pass keys and a question has at least {length - rest} tokens, not {length}")
+        raise ValueError(
+            f"a text with {KEYS} pass keys and a question has at least {length - rest} tokens, not {length}"
+        )
     text = passage(rng, rest)
     # Between lines; those of one place follow each other.
     ends = [0, *(found.end() for found in re.finditer("\n", text))]

@@ -6,7 +6,6 @@ same minor version only.
 
 import random
 from functools import cache
-
 from pydoc_data.topics import topics
 
 

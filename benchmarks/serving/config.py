@@ -53,7 +53,11 @@ class ServingBench:
     output_tokens: Annotated[int | None, Flag("Tokens per answer; default 128.", min=1)] = None
     range_ratio: Annotated[float, Flag("Both lengths are drawn from (1 - ratio) to (1 + ratio) times as many.")] = 0.0
     vocab_size: Annotated[
-        int | None, Flag("Token ids to draw from; default: the checkpoint's, 256 with --base-url, and English text for the default one.", min=1)
+        int | None,
+        Flag(
+            "Token ids to draw from; default: the checkpoint's, 256 with --base-url, none but text for the default one.",
+            min=1,
+        ),
     ] = None
     prompts: Annotated[
         Path | None,

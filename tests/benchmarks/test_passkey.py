@@ -1,4 +1,4 @@
-"""Questions for pass keys: what they look like, who says what is right, and the exam of a service that says what it is told."""
+"""Questions for pass keys: what they look like, which answers are right, and what is said of a service that was asked."""
 
 import json
 import re
@@ -30,9 +30,7 @@ def test_a_text_has_pass_keys_one_of_which_is_asked_for(seed: int, length: int, 
     assert len(dict(found)) == KEYS
     assert dict(found)[question.word] == question.key
     assert question.text[question.place :].startswith(f"The pass key of {question.word} is {question.key}.\n")
-    assert question.prompt == (
-        f"<|begin|>{question.text}\nQuestion: What is the pass key of {question.word}? Answer: "
-    )
+    assert question.prompt == (f"<|begin|>{question.text}\nQuestion: What is the pass key of {question.word}? Answer: ")
     assert question == make_question(str(seed), length, depth)
 
 
@@ -130,7 +128,7 @@ def test_an_exam_counts_by_length_and_quotes_what_is_wrong(scholar: str, capsys:
 
 
 def test_a_service_that_does_not_answer_is_one_line() -> None:
-    with pytest.raises(StartupError, match="no service answers at http://127.0.0.1:1/v1/models"):
+    with pytest.raises(StartupError, match="no service answers at http://127"):
         main(base_urls=["http://127.0.0.1:1"], count=1)
 
 
