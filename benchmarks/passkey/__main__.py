@@ -40,7 +40,8 @@ def main(
     api_key: Annotated[str | None, typer.Option(help="Key for --base-url.", envvar="OPENAI_API_KEY")] = None,
     model_path: Annotated[Path, typer.Option(help="Checkpoint to serve here; default: the trained one.")] = CHECKPOINT,
     variants: Annotated[
-        list[str] | None, typer.Option("--variant", help="Further flags of `serve`, in quotes; a service for each.")
+        list[str] | None,
+        typer.Option("--variant", help="Further flags of `serve`, quoted, or LABEL=FLAGS; repeated."),
     ] = None,
     lengths: Annotated[str, typer.Option(help="Tokens of a prompt, separated by commas.")] = "1024,4096,8192",
     count: Annotated[int, typer.Option(min=1, help="Questions of each length.")] = 20,
@@ -57,8 +58,7 @@ def main(
     else:
         # More threads would slow down a small model.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-        common = tuple(serve_flags or ())
-        services = [Local(flags or "default", model_path, (*common, *shlex.split(flags))) for flags in variants or [""]]
+        services = [variant(words, model_path, serve_flags or ()) for words in variants or [""]]
     asked = questions(parse_numbers("--lengths", [lengths]), count, seed)
     marked: dict[str, list[Marked]] = {}
     with Progress(console=Console(stderr=True), refresh_per_second=2) as bar:
@@ -70,6 +70,14 @@ def main(
                     examine(endpoint, asked, concurrency, timeout, progress=lambda: bar.advance(task))
                 )
     report(marked, Console(highlight=False))
+
+
+def variant(words: str, model_path: Path, common: Sequence[str]) -> Service:
+    """A service with further flags, or LABEL=FLAGS, which come last: of a flag that is given twice they win."""
+    label, equals, flags = words.partition("=")
+    if not equals or label.startswith("-"):
+        label, flags = words, words
+    return Local(label or "default", model_path, (*common, *shlex.split(flags)))
 
 
 def report(marked: Mapping[str, Sequence[Marked]], console: Console) -> None:

@@ -1,7 +1,7 @@
 """A long text with pass keys in it, the question for one of them, and whether an answer is right.
 
-After Mohtashami and Jaggi, "Landmark Attention" (2023), whose text repeats a few sentences; with several keys, as in the
-"multi-key" task of RULER (Hsieh et al., 2024). The wording is the one that the model was trained on.
+After Mohtashami and Jaggi, "Landmark Attention" (arXiv:2305.16300), with several keys as in RULER's "multi-key" task
+(Hsieh et al., arXiv:2404.06654). The wording is one that the model was trained on.
 """
 
 import random
@@ -14,8 +14,8 @@ KEYS = 4
 """Pass keys in a text, one of which is asked for."""
 
 _NOUNS = """
-river mountain garden window bottle candle forest harbour island kitchen ladder mirror needle orange pencil rabbit saddle
-table umbrella valley wagon basket bridge castle desert engine feather guitar hammer jacket
+river mountain garden window bottle candle forest harbour island kitchen ladder mirror needle orange pencil rabbit
+saddle table umbrella valley wagon basket bridge castle desert engine feather guitar hammer jacket
 """
 WORDS = tuple(_NOUNS.split())
 

@@ -8,6 +8,8 @@ import random
 from functools import cache
 from pydoc_data.topics import topics
 
+from benchmarks.passkey import BEGIN_ID
+
 
 @cache
 def reference_text() -> str:
@@ -26,3 +28,8 @@ def passage(rng: random.Random, length: int) -> str:
         raise ValueError(f"a passage has at most {len(text) // 2} characters, not {length}")
     start = text.index("\n", rng.randrange(len(text) // 2)) + 1
     return text[start : start + length]
+
+
+def passage_ids(rng: random.Random, length: int) -> list[int]:
+    """A passage as so many token ids of the model, the first of which begins a text. Raises ValueError as `passage`."""
+    return [BEGIN_ID, *passage(rng, length - 1).encode()]

@@ -55,7 +55,7 @@ class ServingBench:
     vocab_size: Annotated[
         int | None,
         Flag(
-            "Token ids to draw from; default: the checkpoint's, 256 with --base-url, none but text for the default one.",
+            "Token ids to draw from; default: the checkpoint's, 256 with --base-url, text for the default one.",
             min=1,
         ),
     ] = None

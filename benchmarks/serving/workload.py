@@ -11,8 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from base.errors import StartupError
-from benchmarks.passkey import BEGIN_ID
-from benchmarks.passkey.text import passage
+from benchmarks.passkey.text import passage_ids
 
 
 @dataclass(frozen=True)
@@ -78,8 +77,7 @@ class TextPrompts(RandomPrompts):
     """The same lengths of English for `benchmarks.passkey`'s model: each prompt a passage that begins anywhere."""
 
     def _content(self, rng: np.random.Generator, length: int) -> list[int]:
-        begin = random.Random(int(rng.integers(1 << 32)))
-        return [BEGIN_ID, *passage(begin, length - 1).encode()]
+        return passage_ids(random.Random(int(rng.integers(1 << 32))), length)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Questions for pass keys: what they look like, which answers are right, and what is said of a service that was asked."""
+"""Questions for pass keys: what they look like, which answers are right, and the report on a service that was asked."""
 
 import json
 import re
