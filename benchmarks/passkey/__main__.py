@@ -6,7 +6,6 @@ formats and sizes of the hot buffer do to answers.
 
 import asyncio
 import os
-import shlex
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -73,11 +72,11 @@ def main(
 
 
 def variant(words: str, model_path: Path, common: Sequence[str]) -> Service:
-    """A service with further flags, or LABEL=FLAGS, which come last: of a flag that is given twice they win."""
+    """A service with further flags, separated by blanks, or LABEL=FLAGS. They come last: of two of a kind, they win."""
     label, equals, flags = words.partition("=")
     if not equals or label.startswith("-"):
         label, flags = words, words
-    return Local(label or "default", model_path, (*common, *shlex.split(flags)))
+    return Local(label or "default", model_path, (*common, *flags.split()))
 
 
 def report(marked: Mapping[str, Sequence[Marked]], console: Console) -> None:

@@ -1,8 +1,8 @@
 """`python -m benchmarks.swap_in.record`: which positions a model selects while it decodes.
 
-By default the trained model of `benchmarks.passkey`, after a text: what random weights select is nearly random. One file
-per index layer, as `benchmarks.swap_in.eviction --trace` reads them. The model runs through the KV tiers as it does in a
-decode node, with a hot buffer as large as the context; what it selects does not depend on that.
+By default the trained model of `benchmarks.passkey`, after a text: what random weights select is nearly random.
+One file per index layer, as `benchmarks.swap_in.eviction --trace` reads them. The model runs through the KV tiers as it
+does in a decode node, with a hot buffer as large as the context; what it selects does not depend on that.
 """
 
 import random

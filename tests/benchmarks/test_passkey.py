@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from base.errors import StartupError
 from benchmarks.passkey import BEGIN_ID, CHECKPOINT, CONTEXT_LENGTH
-from benchmarks.passkey.__main__ import main
+from benchmarks.passkey.__main__ import main, variant
 from benchmarks.passkey.exam import questions
 from benchmarks.passkey.question import KEYS, make_question
 from benchmarks.passkey.text import reference_text
+from benchmarks.serving.services import Local
 from gateway.tokenizer import CheckpointTokenizer
 
 SENTENCE = re.compile(r"^The pass key of (\w+) is (\d{5})\.$", re.MULTILINE)
@@ -130,6 +131,19 @@ def test_an_exam_counts_by_length_and_quotes_what_is_wrong(scholar: str, capsys:
 def test_a_service_that_does_not_answer_is_one_line() -> None:
     with pytest.raises(StartupError, match="no service answers at http://127"):
         main(base_urls=["http://127.0.0.1:1"], count=1)
+
+
+@pytest.mark.parametrize(
+    ("words", "label", "flags"),
+    [
+        ("", "default", ()),
+        ("--dtype float32", "--dtype float32", ("--dtype", "float32")),
+        ("--dtype=float32", "--dtype=float32", ("--dtype=float32",)),
+        ('fp32, all=--hisparse-config {"a":1}', "fp32, all", ("--hisparse-config", '{"a":1}')),
+    ],
+)
+def test_a_variant_has_further_flags_and_maybe_a_label(words: str, label: str, flags: tuple[str, ...]) -> None:
+    assert variant(words, CHECKPOINT, ["--device", "cuda"]) == Local(label, CHECKPOINT, ("--device", "cuda", *flags))
 
 
 def test_flags_of_serve_are_not_for_a_service_that_runs() -> None:
