@@ -90,13 +90,17 @@ def show_question(console: Console, number: int, question: Question) -> None:
     depth = len(before) / len(question.text)
     size = f"{len(question.text)} bytes with {KEYS} pass keys"
     console.print(f"\n[bold]{number}. A text of {size}, this one at {depth:.0%} of it:[/bold]")
-    for line in before.splitlines()[-_EXCERPT_LINES:]:
+    for line in _filled(before)[-_EXCERPT_LINES:]:
         console.print(f"   {line}", style="dim", markup=False)
     console.print(f"   {asked}", style="yellow")
-    for line in after.strip("\n").splitlines()[:_EXCERPT_LINES]:
+    for line in _filled(after)[:_EXCERPT_LINES]:
         console.print(f"   {line}", style="dim", markup=False)
     console.print(f"[bold]Question:[/bold] {question.words}")
     console.print("[bold]Answer:[/bold]   ", end="")
+
+
+def _filled(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.strip()]
 
 
 if __name__ == "__main__":

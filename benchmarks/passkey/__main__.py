@@ -81,7 +81,8 @@ def variant(words: str, model_path: Path, common: Sequence[str]) -> Service:
 
 def report(marked: Mapping[str, Sequence[Marked]], console: Console) -> None:
     """Right answers by service and length, and some of the wrong ones."""
-    table = Table(title="pass keys found, by tokens of the prompt", title_justify="left", box=None, pad_edge=False)
+    console.print("pass keys found, by tokens of the prompt", style="bold")
+    table = Table(box=None, pad_edge=False)
     table.add_column("service", overflow="fold")
     for length in sorted({one.length for answers in marked.values() for one in answers}):
         table.add_column(str(length), justify="right", no_wrap=True)

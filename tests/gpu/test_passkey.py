@@ -1,4 +1,4 @@
-"""The trained model on a CUDA device finds pass keys in long texts: what is right does not come from the system itself."""
+"""The trained model on a CUDA device finds pass keys in long texts: what is right does not come from the system."""
 
 import asyncio
 import json
