@@ -3,7 +3,7 @@
 # Run in the repository's root: sh benchmarks/gpu.sh DIRECTORY [STEP...]; without steps, all of them. Logs, JSON and PNG go
 # to the directory; the tables and one line per step come last. Exit code 1 if a step failed.
 set -u
-OUT=${1:?usage: gpu.sh DIRECTORY [tests|sanitizer|swap-in|top-k|attention|decode-step|overlap...]}
+OUT=${1:?usage: gpu.sh DIRECTORY [tests|sanitizer|swap-in|top-k|fp8|attention|decode-step|overlap|passkey...]}
 shift
 PYTHON=${PYTHON:-python3}
 SUMMARY=$OUT/summary
@@ -39,15 +39,23 @@ for name in "${@:-all}"; do
     esac
     case $name in all | top-k) step top-k $PYTHON -m benchmarks.top_k ;; esac
     case $name in all | attention) step attention $PYTHON -m benchmarks.attention ;; esac
+    case $name in all | fp8) step fp8 $PYTHON -m benchmarks.fp8 ;; esac
     case $name in all | decode-step)
         step decode-step $PYTHON -m benchmarks.decode_step \
             --json "$OUT/bench-decode-step.json" --png "$OUT/bench-decode-step.png" ;;
     esac
     case $name in all | overlap) step overlap $PYTHON -m benchmarks.overlap --json "$OUT/bench-overlap.json" ;; esac
+    # Two nodes share one device.
+    case $name in all | passkey)
+        step passkey $PYTHON -m benchmarks.passkey --count 100 --concurrency 16 \
+            --variant 'float32=--dtype float32' --variant 'bfloat16=--dtype bfloat16' \
+            --variant 'all resident=--dtype bfloat16 --hisparse-config {"device_buffer_size":8256}' \
+            -- --device cuda --mem-fraction-static 0.2 --max-running-requests 16 ;;
+    esac
 done
 
 test -f "$OUT/tests.log" && grep -E '^(FAILED|ERROR) ' "$OUT/tests.log"
-for name in swap-in top-k attention decode-step overlap; do
+for name in swap-in top-k fp8 attention decode-step overlap passkey; do
     test -f "$OUT/$name.log" && tail -n 45 "$OUT/$name.log"
 done
 cat "$SUMMARY"

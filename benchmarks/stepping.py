@@ -12,13 +12,22 @@ from hisparse.coordinator import HiSparseCoordinator
 GREEDY = Sampling(temperature=0)
 
 
-def launch(runner: ModelRunner, coordinator: HiSparseCoordinator, request_ids: Sequence[str]) -> LaunchedStep:
-    """Queue the forward pass of a step of these requests, which have room for it and take the likeliest tokens."""
+def launch(
+    runner: ModelRunner,
+    coordinator: HiSparseCoordinator,
+    request_ids: Sequence[str],
+    sampling: Sampling = GREEDY,
+    uniform: float = 0.0,
+) -> LaunchedStep:
+    """Queue the forward pass of a step of these requests, which have room for it.
+
+    sampling: of all of them, by default the likeliest token. uniform: the random number from 0 to 1 that draws theirs.
+    """
     batch = Batch(
         request_ids=tuple(request_ids),
         places=coordinator.begin_step(request_ids),
-        sampling=(GREEDY,) * len(request_ids),
-        uniforms=np.zeros(len(request_ids)),
+        sampling=(sampling,) * len(request_ids),
+        uniforms=np.full(len(request_ids), uniform),
     )
     return runner.launch(batch)
 

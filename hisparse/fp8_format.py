@@ -131,7 +131,7 @@ def rotate(x: torch.Tensor) -> torch.Tensor:
         low, high = rotated.reshape(*x.shape[:-1], dim // (2 * half), 2, half).unbind(-2)
         rotated = torch.stack((low + high, low - high), dim=-2).flatten(-3)
         half *= 2
-    return rotated * dim**-0.5
+    return rotated * float(dim**-0.5)
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:

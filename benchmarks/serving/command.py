@@ -2,8 +2,7 @@
 
 import asyncio
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 
 from rich.console import Console
 
@@ -15,8 +14,8 @@ from benchmarks.serving.plan import points, slo
 from benchmarks.serving.plot import write_png
 from benchmarks.serving.progress import Bar
 from benchmarks.serving.report import Report, document, print_report, write_json
-from benchmarks.serving.services import Service, local_services, remote, tiny_checkpoint, vocab_size
-from benchmarks.serving.workload import RandomPrompts, Workload, read_prompts
+from benchmarks.serving.services import Service, local_services, remote, small_checkpoint, vocab_size
+from benchmarks.serving.workload import RandomPrompts, TextPrompts, Workload, read_prompts
 
 _ANY_VOCAB = 256
 """Token ids that every model has."""
@@ -34,8 +33,7 @@ def run_serving_bench(config: ServingBench) -> Report:
     """
     config.check()
     disturbance = Disturbance()
-    with _subjects(config) as (services, workload):
-        results = _measure(config, services, workload)
+    results = _measure(config, *_subjects(config))
     # Services elsewhere cannot be told from other processes.
     others = None if config.base_urls else disturbance.cores()
     report = Report.of(results, slo(config), config.options, this_machine(), others)
@@ -62,26 +60,25 @@ def _measure(config: ServingBench, services: Sequence[Service], workload: Worklo
     return results
 
 
-@contextmanager
-def _subjects(config: ServingBench) -> Iterator[tuple[list[Service], Workload]]:
+def _subjects(config: ServingBench) -> tuple[list[Service], Workload]:
     """The services to measure, and what to ask all of them."""
-    with ExitStack() as stack:
-        if config.base_urls:
-            vocab = config.vocab_size or _ANY_VOCAB
-            yield [remote(word, config) for word in config.base_urls], _workload(config, vocab)
-            return
-        longest = _random_prompts(config, _ANY_VOCAB).longest
-        checkpoint = config.model_path or stack.enter_context(tiny_checkpoint(longest))
-        vocab = config.vocab_size or vocab_size(checkpoint)
-        yield local_services(checkpoint, config), _workload(config, vocab)
+    if config.base_urls:
+        return [remote(word, config) for word in config.base_urls], _workload(config, RandomPrompts, _ANY_VOCAB)
+    if config.model_path:
+        workload = _workload(config, RandomPrompts, config.vocab_size or vocab_size(config.model_path))
+        return local_services(config.model_path, config), workload
+    drawn = _drawn_prompts(config, TextPrompts, _ANY_VOCAB)
+    return local_services(small_checkpoint(drawn.longest), config), _workload(config, TextPrompts, _ANY_VOCAB)
 
 
-def _workload(config: ServingBench, vocab: int) -> Workload:
+def _workload(config: ServingBench, kind: type[RandomPrompts], vocab: int) -> Workload:
     if config.prompts:
         _, output_tokens = config.lengths
         return read_prompts(config.prompts, output_tokens)
-    return _random_prompts(config, vocab)
+    return _drawn_prompts(config, kind, vocab)
 
 
-def _random_prompts(config: ServingBench, vocab: int) -> RandomPrompts:
-    return RandomPrompts(*config.lengths, range_ratio=config.range_ratio, vocab_size=vocab, seed=config.seed)
+def _drawn_prompts(config: ServingBench, kind: type[RandomPrompts], vocab: int) -> RandomPrompts:
+    """Random token ids if the flags have a vocabulary to draw them from."""
+    kind, vocab = (RandomPrompts, config.vocab_size) if config.vocab_size else (kind, vocab)
+    return kind(*config.lengths, range_ratio=config.range_ratio, vocab_size=vocab, seed=config.seed)

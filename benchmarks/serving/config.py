@@ -41,7 +41,7 @@ class ServingBench:
     model: Annotated[str | None, Flag("Its model; default: the only one.")] = None
     api_key: Annotated[str | None, Flag("Key for --base-url.", env="OPENAI_API_KEY")] = field(default=None, repr=False)
     extra_body: Annotated[str | None, Flag("JSON object: further fields of each request.")] = None
-    model_path: Annotated[Path | None, Flag("Checkpoint to serve here; default: a tiny random one.")] = None
+    model_path: Annotated[Path | None, Flag("Checkpoint to serve here; default: a small trained one.")] = None
     hisparse_config: HiSparseJson = None
     compare_hisparse_config: Annotated[
         tuple[str, ...], Flag("Serve with this configuration too, one after the other; may be repeated.")
@@ -53,7 +53,11 @@ class ServingBench:
     output_tokens: Annotated[int | None, Flag("Tokens per answer; default 128.", min=1)] = None
     range_ratio: Annotated[float, Flag("Both lengths are drawn from (1 - ratio) to (1 + ratio) times as many.")] = 0.0
     vocab_size: Annotated[
-        int | None, Flag("Token ids to draw from; default: the checkpoint's, 256 with --base-url.", min=1)
+        int | None,
+        Flag(
+            "Token ids to draw from; default: the checkpoint's, 256 with --base-url, text for the default one.",
+            min=1,
+        ),
     ] = None
     prompts: Annotated[
         Path | None,

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import httpx
 
 from base.errors import StartupError
+from benchmarks.passkey import CHECKPOINT, CONTEXT_LENGTH
 from benchmarks.serving.client import Endpoint, error_message
 from benchmarks.serving.config import ServingBench
 from cli.serve import Child, free_port, processes, wait_ready
@@ -104,17 +105,19 @@ def local_services(checkpoint: Path, config: ServingBench) -> list[Service]:
     return services
 
 
-@contextmanager
-def tiny_checkpoint(context_length: int) -> Iterator[Path]:
-    """A random model for as long as it is needed, and the environment in which it is served best."""
-    from model.tiny import write_tiny_checkpoint
+def small_checkpoint(context_length: int) -> Path:
+    """The trained model that comes with the benchmarks, and the environment in which it is served best.
 
-    # On few cores, threads that wait for each other would only slow a tiny model down.
+    Raises StartupError for contexts that it does not take.
+    """
+    if context_length > CONTEXT_LENGTH:
+        raise StartupError(
+            f"{context_length} tokens of prompt and answer: the model that is served without --model-path takes "
+            f"{CONTEXT_LENGTH}"
+        )
+    # On few cores, threads that wait for each other would only slow a small model down.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    with tempfile.TemporaryDirectory(prefix="hisparse-pd-bench-") as directory:
-        path = Path(directory) / "tiny-deepseek_v32"
-        write_tiny_checkpoint(path, "deepseek_v32", seed=1, max_position_embeddings=max(8192, context_length))
-        yield path
+    return CHECKPOINT
 
 
 def vocab_size(checkpoint: Path) -> int:

@@ -1,6 +1,7 @@
 """What is asked of the service."""
 
 import json
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
@@ -10,6 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from base.errors import StartupError
+from benchmarks.passkey.text import passage_ids
 
 
 @dataclass(frozen=True)
@@ -50,15 +52,17 @@ class RandomPrompts:
     def draw(self, point: int, count: int) -> Iterator[Prompt]:
         rng = np.random.default_rng((self.seed, point))
         for _ in range(count):
-            yield Prompt(
-                content=rng.integers(0, self.vocab_size, self._length(rng, self.input_tokens)).tolist(),
-                output_tokens=self._length(rng, self.output_tokens),
-            )
+            content = self._content(rng, self._length(rng, self.input_tokens))
+            yield Prompt(content, output_tokens=self._length(rng, self.output_tokens))
 
     @property
     def longest(self) -> int:
         """The most tokens that a prompt and its answer can have together."""
         return sum(self._bounds(tokens)[1] for tokens in (self.input_tokens, self.output_tokens))
+
+    def _content(self, rng: np.random.Generator, length: int) -> list[int]:
+        ids: list[int] = rng.integers(0, self.vocab_size, length).tolist()
+        return ids
 
     def _length(self, rng: np.random.Generator, tokens: int) -> int:
         least, most = self._bounds(tokens)
@@ -66,6 +70,14 @@ class RandomPrompts:
 
     def _bounds(self, tokens: int) -> tuple[int, int]:
         return max(1, round(tokens * (1 - self.range_ratio))), max(1, round(tokens * (1 + self.range_ratio)))
+
+
+@dataclass(frozen=True)
+class TextPrompts(RandomPrompts):
+    """The same lengths of English for `benchmarks.passkey`'s model: each prompt a passage that begins anywhere."""
+
+    def _content(self, rng: np.random.Generator, length: int) -> list[int]:
+        return passage_ids(random.Random(int(rng.integers(1 << 32))), length)
 
 
 @dataclass(frozen=True)

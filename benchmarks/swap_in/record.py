@@ -1,9 +1,11 @@
-"""`python -m benchmarks.swap_in.record CHECKPOINT`: which positions a model selects while it decodes.
+"""`python -m benchmarks.swap_in.record`: which positions a model selects while it decodes.
 
+By default the trained model of `benchmarks.passkey`, after a text: what random weights select is nearly random.
 One file per index layer, as `benchmarks.swap_in.eviction --trace` reads them. The model runs through the KV tiers as it
 does in a decode node, with a hot buffer as large as the context; what it selects does not depend on that.
 """
 
+import random
 from pathlib import Path
 from typing import Annotated
 
@@ -13,9 +15,12 @@ import typer
 from rich.console import Console
 
 from base.errors import StartupError
+from benchmarks.passkey import CHECKPOINT
+from benchmarks.passkey.text import passage_ids
 from benchmarks.program import run
 from benchmarks.stepping import GREEDY, launch, next_tokens
 from benchmarks.wrapped_backend import WrappedBackend
+from control.messages import Sampling
 from engine.chunked import ChunkedPrefill, PrefillJob
 from engine.paged_pool import PagedKVPool
 from engine.runner import ModelRunner
@@ -50,8 +55,10 @@ class RecordingBackend(WrappedBackend):
         return positions
 
 
-def record(checkpoint: Path, prompt_ids: list[int], steps: int, device: torch.device) -> dict[int, torch.Tensor]:
-    """Decode greedily after a prompt. Returns the selected positions, int64 [steps, k], by index layer.
+def record(
+    checkpoint: Path, prompt_ids: list[int], steps: int, device: torch.device, sampling: Sampling = GREEDY
+) -> dict[int, torch.Tensor]:
+    """Decode after a prompt. Returns the selected positions, int64 [steps, k], by index layer.
 
     The newest position of the first step is the last of the prompt. A step that selects fewer than k positions has
     -1 for the rest. Raises StartupError for a checkpoint that cannot be run, or if prompt and steps exceed its context.
@@ -69,10 +76,10 @@ def record(checkpoint: Path, prompt_ids: list[int], steps: int, device: torch.de
     prefill: ChunkedPrefill[PrefillJob] = ChunkedPrefill(model, pool, _CHUNK)
     _prefill(prefill, coordinator, prompt_ids[:-1])
     runner = ModelRunner(model, coordinator, 1, spec.context_length, record=False)
-    runner.admit(_REQUEST, prompt_ids[-1], GREEDY)
-    for _ in range(steps):
+    runner.admit(_REQUEST, prompt_ids[-1], sampling)
+    for uniform in np.random.default_rng(sampling.seed).random(steps):
         coordinator.append_tokens([_REQUEST])
-        next_tokens(runner, launch(runner, coordinator, [_REQUEST]))
+        next_tokens(runner, launch(runner, coordinator, [_REQUEST], sampling, uniform))
     coordinator.request_finished(_REQUEST)
     coordinator.close()
     return _by_layer(backend.selected, spec)
@@ -123,22 +130,30 @@ def _by_layer(selected: list[torch.Tensor], spec: ModelSpec) -> dict[int, torch.
 
 
 def main(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint directory.")],
-    prompt: Annotated[Path | None, typer.Option(help="Text to decode after; default: random token ids.")] = None,
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint directory; default: the trained one.")] = CHECKPOINT,
+    prompt: Annotated[
+        Path | None,
+        typer.Option(help="Text to decode after; default: English for the trained model, random token ids for others."),
+    ] = None,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of the prompt.")] = 4096,
     steps: Annotated[int, typer.Option(min=1, help="Tokens to decode.")] = 800,
+    temperature: Annotated[
+        float, typer.Option(min=0, help="At which they are drawn; at 0 a small model repeats itself.")
+    ] = 0.7,
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
     out: Annotated[Path, typer.Option(help="Directory for the traces.")] = Path("bench-traces"),
 ) -> None:
     """Record what a model selects, as traces for the eviction benchmark."""
-    if prompt is None:
+    if prompt is None and checkpoint == CHECKPOINT:
+        ids = passage_ids(random.Random(0), prompt_tokens)
+    elif prompt is None:
         vocab = read_spec(checkpoint, resolve_dtype(checkpoint, "auto"), None).vocab_size
         ids = np.random.default_rng(0).integers(0, vocab, prompt_tokens).tolist()
     else:
         from gateway.tokenizer import CheckpointTokenizer
 
         ids = CheckpointTokenizer(str(checkpoint)).encode(prompt.read_text(), special_tokens=True)[:prompt_tokens]
-    traces = record(checkpoint, ids, steps, torch.device(device))
+    traces = record(checkpoint, ids, steps, torch.device(device), Sampling(temperature=temperature))
     out.mkdir(parents=True, exist_ok=True)
     for layer, positions in traces.items():
         np.savez_compressed(

@@ -245,6 +245,7 @@ def test_a_load_that_is_not_answered_at_all_is_an_error(
         (["--base-url", "STUB", "--range-ratio", "1"], "--range-ratio 1.0: expected 0 or more, and less than 1"),
         (["--model", "m"], "--model: the name of a model at --base-url"),
         (["--model-path", "/nowhere"], "--model-path /nowhere: no config.json"),
+        (["--input-tokens", "16384", "--output-tokens", "1"], "16385 tokens of prompt and answer: the model that is"),
     ],
 )
 def test_what_cannot_be_measured_is_one_line(

@@ -85,6 +85,15 @@ def test_the_kernels_sources_are_in_the_wheel(names: set[str]) -> None:
     assert sources - names == set()
 
 
+def test_the_trained_model_is_in_the_wheel_with_its_readme(names: set[str]) -> None:
+    checkpoint = "benchmarks/passkey/checkpoint"
+    files = {str(file) for file in source_files() if str(file.parent) == checkpoint}
+    assert {
+        f"{checkpoint}/{name}" for name in ("model.safetensors", "config.json", "tokenizer.json", "README.md")
+    } <= files
+    assert files - names == set()
+
+
 def test_the_wheel_has_its_license(names: set[str], metadata: Message) -> None:
     assert metadata["License-Expression"] == "Apache-2.0"
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)

@@ -1,6 +1,7 @@
 """`serve` and the demo start several processes and leave none behind."""
 
 import os
+import re
 import signal
 import ssl
 import subprocess
@@ -139,17 +140,20 @@ def test_serve_passes_a_start_up_error_on() -> None:
 DEMO = [sys.executable, "-m", "benchmarks.demo"]
 
 
-def test_the_demo_prints_its_summary_and_leaves_nothing_behind() -> None:
-    demo = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.demo"], stdout=subprocess.PIPE, text=True, env=ENVIRONMENT
-    )
+def test_the_demo_finds_the_pass_keys_says_what_that_cost_and_leaves_nothing_behind() -> None:
+    demo = subprocess.Popen(DEMO, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT)
     children: list[psutil.Process] = []
     wait_until(lambda: len(children_of(demo)) == 3, what="the demo's processes")  # type: ignore[arg-type]
     children = children_of(demo)  # type: ignore[arg-type]
     output, _ = demo.communicate(timeout=120)
     assert demo.returncode == 0
-    for line in ("1500 prompt, 96 generated", "time to first token", "KV transferred", "hits"):
-        assert line in output
+    keys = re.findall(r"^   The pass key of (\w+) is (\d{5})\.$", output, re.MULTILINE)
+    assert len(keys) == 3
+    for word, key in keys:
+        assert f"Question: What is the pass key of {word}?\nAnswer:   The pass key of {word} is {key}." in output
+    assert "3 of 3 right" in output
+    for line in ("context", "hot buffer", "hit rate", "time to first token", "time between tokens", "transfer rate"):
+        assert re.search(rf"^{line}( +\S+){{3,}}$", output, re.MULTILINE), line
     assert all_gone(children)
 
 

@@ -1,0 +1,66 @@
+"""What an answer cost the nodes, by their metrics before and after it, and the table of all answers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+from rich.table import Table
+
+from benchmarks.demo.conversation import Answer
+
+Metrics = dict[str, float]
+"""Values of metrics without labels, by name without prefix."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """hits, misses: selected items that were in the hot buffer, or not. fetched, sent: bytes. seconds: of sending."""
+
+    hits: float
+    misses: float
+    fetched: float
+    sent: float
+    writes: float
+    seconds: float
+
+    @classmethod
+    def between(cls, before: Metrics, after: Metrics) -> "Cost":
+        swap_in = ("swap_in_hits_total", "swap_in_misses_total", "swap_in_bytes_total")
+        transfer = ("transfer_bytes_total", "transfer_descriptors_total", "transfer_seconds_sum")
+        return cls(*(after[name] - before[name] for name in (*swap_in, *transfer)))
+
+
+def read_metrics(*base_urls: str) -> Metrics:
+    """Of all these processes, added up. Raises httpx.HTTPError for one that does not answer."""
+    values: Metrics = {}
+    for base_url in base_urls:
+        text = httpx.get(f"{base_url}/metrics", timeout=10).raise_for_status().text
+        samples = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
+        for sample in samples:
+            if not sample.labels:
+                name = sample.name.removeprefix("hisparse_pd_")
+                values[name] = values.get(name, 0.0) + sample.value
+    return values
+
+
+def cost_table(answers: Sequence[Answer], costs: Sequence[Cost], hot_buffer: int) -> Table:
+    """A column for each answer. hot_buffer: slots of a request."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("")
+    for number in range(1, len(answers) + 1):
+        table.add_column(f"question {number}", justify="right", no_wrap=True)
+
+    def row(name: str, *cells: str) -> None:
+        table.add_row(name, *cells)
+
+    row("context", *(f"{answer.prompt_tokens + answer.tokens} tokens" for answer in answers))
+    row("hot buffer", *(f"{hot_buffer} slots" for _ in answers))
+    row("of the context", *(f"{hot_buffer / (answer.prompt_tokens + answer.tokens):.1%}" for answer in answers))
+    row("hit rate", *(f"{cost.hits / max(1, cost.hits + cost.misses):.1%}" for cost in costs))
+    row("fetched from host", *(f"{cost.fetched / 1e6:.2f} MB" for cost in costs))
+    row("time to first token", *(f"{answer.first:.2f} s" for answer in answers))
+    row("time between tokens", *(f"{answer.between_tokens * 1e3:.1f} ms" for answer in answers))
+    row("KV sent", *(f"{cost.sent / 1e6:.1f} MB, {cost.writes:.0f} writes" for cost in costs))
+    row("transfer rate", *(f"{cost.sent / max(cost.seconds, 1e-9) / 1e9:.2f} GB/s" for cost in costs))
+    return table
