@@ -79,9 +79,46 @@ struct Part {
         scan(scores, kept, count, [&](int, float score, bool exists) { use(key_of(score), exists); });
     }
 
-    // The same for all lanes of a warp that ask for consecutive keys: `kept` is a multiple of WARP.
-    __device__ __forceinline__ u32 key(int at) const { return at < kept ? keys[at] : key_of(scores[at]); }
+    // The keys at `first`, `first` + WARP, ...; where there is none, another one.
+    __device__ __forceinline__ void look_at(int first, u32 (&key)[AHEAD]) const {
+        if (first - lane_id() + AHEAD * WARP <= min(kept, count)) {
+#pragma unroll
+            for (int j = 0; j < AHEAD; ++j) key[j] = keys[first + j * WARP];
+            return;
+        }
+#pragma unroll
+        for (int j = 0; j < AHEAD; ++j) {
+            const int at = min(first + j * WARP, count - 1);
+            key[j] = at < kept ? keys[at] : key_of(scores[at]);
+        }
+    }
 };
+
+// Which of WARP consecutive positions are selected, as bits: by larger keys, or by the same if there is room.
+struct Word {
+    u32 above;
+    u32 equal;
+};
+
+// Each lane gets one of `words` consecutive words, the first of which begins at `first`.
+__device__ __forceinline__ Word select(const Part& part, int first, int words, const Threshold& threshold) {
+    Word mine = {0, 0};
+#pragma unroll 1
+    for (int done = 0; done < words; done += AHEAD) {
+        u32 key[AHEAD];
+        part.look_at(first + done * WARP + lane_id(), key);
+#pragma unroll
+        for (int j = 0; j < AHEAD; ++j) {
+            const u32 prefix = key[j] >> threshold.shift;
+            const u32 above = __ballot_sync(ALL_LANES, prefix > threshold.prefix);
+            const u32 equal = __ballot_sync(ALL_LANES, prefix == threshold.prefix);
+            if (lane_id() == done + j) mine = {above, equal};
+        }
+    }
+    const int exist = lane_id() < words ? part.count - first - lane_id() * WARP : 0;
+    const u32 bits = exist >= WARP ? ALL_LANES : exist > 0 ? (1u << exist) - 1 : 0;
+    return {mine.above & bits, mine.equal & bits};
+}
 
 __device__ __forceinline__ int length_of(const TopKParams& p, i64 row) {
     if (!p.lengths) return static_cast<int>(p.width);
@@ -112,29 +149,17 @@ __device__ __forceinline__ u32 lowest(u32 bits, u32 room) {
     return bits;
 }
 
-// Write the selected positions of a part. first: its first position. The bits of a lane are for WARP consecutive positions.
+// Write the selected positions of a part. first: its first position.
 __device__ __forceinline__ void write_positions(const Part& part, i64 first, const Threshold& threshold, u32* totals, i64* out) {
     u32 above_before = threshold.above_before, equal_before = threshold.equal_before;
     const int words = ceil_div(part.count, WARP);
     for (int done = 0; done < words; done += THREADS) {
         const int per_warp = min(WARP, ceil_div(words - done, WARPS));
         const int word = done + warp_id() * per_warp;  // the warp's first
-        u32 above = 0, equal = 0;
-#pragma unroll 4
-        for (int j = 0; j < per_warp; ++j) {
-            const int at = (word + j) * WARP + lane_id();
-            const bool exists = at < part.count;
-            const u32 prefix = exists ? part.key(at) >> threshold.shift : 0;
-            const u32 larger = __ballot_sync(ALL_LANES, exists && prefix > threshold.prefix);
-            const u32 same = __ballot_sync(ALL_LANES, exists && prefix == threshold.prefix);
-            if (lane_id() == j) {
-                above = larger;
-                equal = same;
-            }
-        }
+        const Word bits = select(part, word * WARP, per_warp, threshold);
 
         // Both counts in one sum: a round has at most 32768 positions.
-        const u32 mine = __popc(above) | __popc(equal) << 16;
+        const u32 mine = __popc(bits.above) | __popc(bits.equal) << 16;
         const u32 up_to = sum_up_to_lane(mine);
         if (lane_id() == WARP - 1) totals[warp_id()] = up_to;
         __syncthreads();
@@ -143,8 +168,8 @@ __device__ __forceinline__ void write_positions(const Part& part, i64 first, con
         const u32 equals = equal_before + (before >> 16);
         const u32 taken = min(equals, threshold.wanted);
         i64* to = out + above_before + (before & 0xffff) + taken;
-        for (u32 bits = above | lowest(equal, threshold.wanted - taken); bits; bits &= bits - 1) {
-            *to++ = first + (word + lane_id()) * WARP + __ffs(bits) - 1;
+        for (u32 left = bits.above | lowest(bits.equal, threshold.wanted - taken); left; left &= left - 1) {
+            *to++ = first + (word + lane_id()) * WARP + __ffs(left) - 1;
         }
         above_before += all & 0xffff;
         equal_before += all >> 16;

@@ -1,13 +1,16 @@
 """The top-k kernel's own source, run on the CPU, selects what sorting selects."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hisparse.cuda.specialization import TopKSpecialization
-from hisparse.cuda.top_k import launch_params
+from hisparse.cuda import top_k
+from hisparse.cuda.specialization import Specialization, TopKSpecialization
+from hisparse.cuda.top_k import TopK, launch_params
 from tests.csrc.emulator import COMPILER, EmulatedKernel
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
@@ -93,3 +96,30 @@ def test_nan_of_the_other_sign_comes_to_an_end_with_positions_in_range() -> None
     selected = emulated_top(scores, 50, None, cluster=2)[0]
     assert (selected.diff() > 0).all()
     assert ((selected >= 0) & (selected < 160)).all()
+
+
+class EmulatedDevice(EmulatedKernel):
+    """A kernel on a device of two processors, which form a cluster."""
+
+    def __init__(self, specialization: Specialization, _: torch.device) -> None:
+        super().__init__(specialization)
+
+    def cluster_sizes(self) -> dict[int, int]:
+        return {2: 1}
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "length_type"), [(1, 9000, None), (2, 700, torch.int32), (4, 5000, torch.int64)]
+)
+def test_the_launcher_runs_both_kernels(
+    rows: int, width: int, length_type: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    properties = SimpleNamespace(multi_processor_count=2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(top_k, "shared_memory_limit", lambda _: 101376)
+    monkeypatch.setattr(top_k, "DeviceKernel", EmulatedDevice)
+    scores = torch.randn(rows, width, generator=torch.Generator().manual_seed(rows))
+    lengths = None if length_type is None else torch.arange(width - rows, width, dtype=length_type)
+    positions = torch.full((rows, 300), -9)
+    TopK(torch.device("cpu")).launch(scores, lengths, positions)
+    assert torch.equal(positions, sorted_top(scores, 300, lengths))
