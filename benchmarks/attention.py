@@ -25,6 +25,7 @@ from hisparse.fp8_format import Fp8Format
 from model.backends.protocol import AttentionBackend
 from model.backends.torch_backend import TorchBackend
 from model.indexer import IndexQueries
+from model.norm import LayerNorm, RmsNorm
 from model.rope import Rope
 
 SCHEMA = 2
@@ -233,7 +234,7 @@ def prompt_selection_case(name: str, context_length: int) -> Case:
 
 def encode_items_case(name: str, tokens: int) -> Case:
     """Norm, rotation and bytes of fp8 items: torch operation by operation, and the kernel."""
-    from model.backends.triton_encode import Norm, encode_items
+    from model.backends.triton_encode import encode_items
 
     compressed, weight = torch.randn(tokens, ITEM_DIM).bfloat16(), torch.randn(LATENT_DIM).bfloat16()
     rope = _rope(tokens)
@@ -244,7 +245,7 @@ def encode_items_case(name: str, tokens: int) -> Case:
         items = rope.rotate(key.unsqueeze(1), normed.unsqueeze(1), interleaved=True, beside_first=True)
         return FP8.encode_items(items.squeeze(1))
 
-    norm = Norm(weight, None, 1e-6)
+    norm = RmsNorm(weight, 1e-6)
     work: dict[str, Work] = {
         "torch": by_torch,
         "fp8": lambda _: encode_items(compressed, norm, rope.cos, rope.sin, FP8),
@@ -254,10 +255,10 @@ def encode_items_case(name: str, tokens: int) -> Case:
 
 def encode_index_keys_case(name: str, tokens: int) -> Case:
     """Norm, rotation, Hadamard and bytes of fp8 index keys, as above."""
-    from model.backends.triton_encode import Norm, encode_index_keys
+    from model.backends.triton_encode import encode_index_keys
 
     projected = torch.randn(tokens, INDEX_DIM).bfloat16()
-    norm = Norm(torch.randn(INDEX_DIM).bfloat16(), torch.randn(INDEX_DIM).bfloat16(), 1e-6)
+    norm = LayerNorm(torch.randn(INDEX_DIM).bfloat16(), torch.randn(INDEX_DIM).bfloat16(), 1e-6)
     rope = _rope(tokens)
 
     def by_torch(_: int) -> torch.Tensor:

@@ -5,6 +5,8 @@ import torch
 from model.backends.protocol import AttentionBackend
 from model.cache import PagedKeys
 from model.indexer import IndexQueries
+from model.norm import LayerNorm, RmsNorm
+from model.rope import Rope
 
 
 class WrappedBackend:
@@ -14,6 +16,14 @@ class WrappedBackend:
         self.name = inner.name
         self.format = inner.format
         self.inner = inner
+
+    def encode_items(self, compressed: torch.Tensor, norm: RmsNorm, rope: Rope) -> torch.Tensor:
+        return self.inner.encode_items(compressed, norm, rope)
+
+    def encode_index_keys(
+        self, projected: torch.Tensor, norm: LayerNorm, rope: Rope, interleaved: bool
+    ) -> torch.Tensor:
+        return self.inner.encode_index_keys(projected, norm, rope, interleaved)
 
     def attend_rows(
         self, queries: torch.Tensor, kv: torch.Tensor, rows: torch.Tensor, scaling: float, latent_dim: int

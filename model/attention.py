@@ -52,11 +52,6 @@ class LatentAttention:
             out=weights.linear({f"{name}.o_proj": config.hidden_size}, heads * config.value_dim),
         )
 
-    def items(self, compressed: torch.Tensor, rope: Rope) -> torch.Tensor:
-        """The KV items [N, item_dim] of compressed keys and values of the same shape (kv_a_proj_with_mqa)."""
-        latent, key_rope = compressed.unsqueeze(1).tensor_split((self.key_map.shape[2],), dim=-1)
-        return rope.rotate(key_rope, self.latent_norm(latent), interleaved=True, beside_first=True).squeeze(1)
-
     def queries(self, query_latents: torch.Tensor, rope: Rope) -> torch.Tensor:
         """Absorbed queries [N, heads, item_dim], to be compared with items, of normed latents [N, query_rank]."""
         heads, nope_dim, _ = self.key_map.shape
@@ -70,3 +65,9 @@ class LatentAttention:
         values = latents.new_empty(*latents.shape[:2], self.value_map.shape[1])
         torch.bmm(latents.transpose(0, 1), self.value_map.transpose(1, 2), out=values.transpose(0, 1))
         return self.out(values.flatten(1))
+
+
+def items_of(compressed: torch.Tensor, norm: RmsNorm, rope: Rope) -> torch.Tensor:
+    """The KV items [N, item_dim] of compressed keys and values of the same shape (kv_a_proj_with_mqa)."""
+    latent, key_rope = compressed.unsqueeze(1).tensor_split((norm.weight.numel(),), dim=-1)
+    return rope.rotate(key_rope, norm(latent), interleaved=True, beside_first=True).squeeze(1)

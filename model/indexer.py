@@ -59,17 +59,19 @@ class Indexer:
             interleaved=config.index_interleaved,
         )
 
-    def keys(self, projected: torch.Tensor, rope: Rope) -> torch.Tensor:
-        """The index keys of projected hidden states (wk), both [N, index_dim]."""
-        return self._rotate(self.key_norm(projected).unsqueeze(1), rope).squeeze(1)
-
     def queries(self, hidden: torch.Tensor, query_latents: torch.Tensor, rope: Rope) -> IndexQueries:
         """Queries and head weights of normed hidden states [N, hidden_size] and query latents [N, query_rank]."""
         heads = len(self.head_weights)
         queries = self.query_b(query_latents).view(len(hidden), heads, -1)
         weights = F.linear(hidden.float(), self.head_weights)
-        return IndexQueries(self._rotate(queries, rope), weights * heads**-0.5)
+        return IndexQueries(_rotated(queries, rope, self.interleaved), weights * heads**-0.5)
 
-    def _rotate(self, x: torch.Tensor, rope: Rope) -> torch.Tensor:
-        roped, passed = x[..., : rope.dim], x[..., rope.dim :]
-        return rope.rotate(roped, passed, interleaved=self.interleaved, beside_first=False)
+
+def index_keys_of(projected: torch.Tensor, norm: LayerNorm, rope: Rope, interleaved: bool) -> torch.Tensor:
+    """The index keys of projected hidden states (wk), both [N, index_dim]."""
+    return _rotated(norm(projected).unsqueeze(1), rope, interleaved).squeeze(1)
+
+
+def _rotated(x: torch.Tensor, rope: Rope, interleaved: bool) -> torch.Tensor:
+    """Rotates the first elements of x, [N, heads, index_dim]."""
+    return rope.rotate(x[..., : rope.dim], x[..., rope.dim :], interleaved=interleaved, beside_first=False)

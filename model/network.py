@@ -1,6 +1,7 @@
 """The weights and modules of a sparse-attention network: DeepSeek-V3.2 or GLM-5."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -8,7 +9,7 @@ from model.attention import LatentAttention
 from model.config import LayerKind, NetworkConfig
 from model.experts import MixtureOfExperts
 from model.feed_forward import FeedForward
-from model.indexer import Indexer, IndexQueries
+from model.indexer import Indexer
 from model.linear import Linear
 from model.norm import RmsNorm
 from model.rope import Rope
@@ -16,17 +17,16 @@ from model.shard import WHOLE, Shard
 from model.weights import Weights
 
 
-@dataclass(frozen=True)
-class Projected:
-    """What a layer's attention makes of normed hidden states of N tokens.
+class Projected(NamedTuple):
+    """What a layer projects normed hidden states of N tokens to: products of one weight, one after the other.
 
-    items: [N, item_dim], and index_keys, [N, index_dim], None without an indexer: to be cached. query_latents: normed,
-    [N, query_rank].
+    query_latents: [N, query_rank], before their norm. index_keys: [N, index_dim], before norm and rotation; of no width
+    where the layer has no indexer. compressed: [N, latent_dim + rope_dim], keys and values, likewise.
     """
 
-    items: torch.Tensor
-    index_keys: torch.Tensor | None
     query_latents: torch.Tensor
+    index_keys: torch.Tensor
+    compressed: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -60,20 +60,10 @@ class Layer:
         )
 
     def project(self, normed: torch.Tensor, rope: Rope) -> Projected:
-        """What is cached of normed hidden states [N, hidden_size], and what queries are made from."""
-        query_rank, item_dim = self.attention.query_norm.weight.numel(), self.attention.key_map.shape[2] + rope.dim
-        query_latents, index_keys, compressed = self.down(normed).tensor_split(
-            (query_rank, self.down.weight.shape[0] - item_dim), dim=-1
-        )
-        return Projected(
-            items=self.attention.items(compressed, rope),
-            index_keys=self.indexer.keys(index_keys, rope) if self.indexer else None,
-            query_latents=self.attention.query_norm(query_latents),
-        )
-
-    def index_queries(self, normed: torch.Tensor, projected: Projected, rope: Rope) -> IndexQueries | None:
-        """The queries of the layer's indexer, if it has one."""
-        return self.indexer.queries(normed, projected.query_latents, rope) if self.indexer else None
+        """Project normed hidden states, [N, hidden_size]."""
+        query_rank, latent_dim = self.attention.query_norm.weight.numel(), self.attention.latent_norm.weight.numel()
+        compressed_at = self.down.weight.shape[0] - latent_dim - rope.dim
+        return Projected(*self.down(normed).tensor_split((query_rank, compressed_at), dim=-1))
 
 
 @dataclass(frozen=True)

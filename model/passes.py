@@ -44,13 +44,12 @@ class DecodePass:
         self._positions: torch.Tensor | None = None
 
     def store(self, layer: int, items: torch.Tensor) -> None:
-        """Keep the new tokens' KV items, [N, item_dim]."""
-        self._cache.append(layer, self._backend.format.encode_items(items))
+        """Keep the new tokens' KV items, uint8 [N, item_bytes]."""
+        self._cache.append(layer, items)
 
     def store_index_keys(self, layer: int, keys: torch.Tensor) -> None:
-        """Keep the new tokens' index keys, [N, index_dim]."""
-        index_layer = self._spec.index_layer_of[layer]
-        self._cache.append_index_keys(index_layer, self._backend.format.encode_index_keys(keys))
+        """Keep the new tokens' index keys, uint8 [N, index_key_bytes]."""
+        self._cache.append_index_keys(self._spec.index_layer_of[layer], keys)
 
     def attend(self, layer: int, queries: torch.Tensor, index: IndexQueries | None, scaling: float) -> torch.Tensor:
         """Select and attend: queries [N, heads, item_dim] to attended latents [N, heads, latent_dim].
@@ -105,11 +104,10 @@ class _RequestPass:
         self._selected_rows: torch.Tensor | None = None
 
     def store(self, layer: int, items: torch.Tensor) -> None:
-        self._chunk.cache.kv(layer)[self._new_rows] = self._backend.format.encode_items(items)
+        self._chunk.cache.kv(layer)[self._new_rows] = items
 
     def store_index_keys(self, layer: int, keys: torch.Tensor) -> None:
-        stored = self._chunk.cache.index_keys(self._spec.index_layer_of[layer])
-        stored[self._new_rows] = self._backend.format.encode_index_keys(keys)
+        self._chunk.cache.index_keys(self._spec.index_layer_of[layer])[self._new_rows] = keys
 
     def attend(self, layer: int, queries: torch.Tensor, index: IndexQueries | None, scaling: float) -> torch.Tensor:
         chunk, spec = self._chunk, self._spec

@@ -53,21 +53,24 @@ class SparseModel:
 
         With `kv_only` it returns when the last layer's KV is stored, and its result is meaningless.
         """
-        network = self.network
+        network, backend = self.network, self._backend
         hidden = F.embedding(token_ids, network.embedding)
         rope = network.config.rope.at(positions, hidden.dtype)
         for number, layer in enumerate(network.layers):
             normed = layer.input_norm(hidden)
             projected = layer.project(normed, rope)
-            forward_pass.store(number, projected.items)
-            if projected.index_keys is not None:
-                forward_pass.store_index_keys(number, projected.index_keys)
+            attention, indexer = layer.attention, layer.indexer
+            forward_pass.store(number, backend.encode_items(projected.compressed, attention.latent_norm, rope))
+            if indexer:
+                keys = backend.encode_index_keys(projected.index_keys, indexer.key_norm, rope, indexer.interleaved)
+                forward_pass.store_index_keys(number, keys)
             on_layer(number)
             if kv_only and number == len(network.layers) - 1:
                 break
-            queries = layer.attention.queries(projected.query_latents, rope)
-            index = layer.index_queries(normed, projected, rope)
+            query_latents = attention.query_norm(projected.query_latents)
+            queries = attention.queries(query_latents, rope)
+            index = indexer.queries(normed, query_latents, rope) if indexer else None
             attended = forward_pass.attend(number, queries, index, network.config.scaling)
-            hidden = hidden + layer.attention.output(attended)
+            hidden = hidden + attention.output(attended)
             hidden = hidden + layer.mlp(layer.mlp_norm(hidden))
         return hidden

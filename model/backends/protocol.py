@@ -1,4 +1,4 @@
-"""The interface of attention backends, which select positions and attend to their rows."""
+"""The interface of attention backends, which write KV, select positions and attend to their rows."""
 
 from typing import Protocol
 
@@ -7,6 +7,8 @@ import torch
 from hisparse.format import KVFormat
 from model.cache import PagedKeys
 from model.indexer import IndexQueries
+from model.norm import LayerNorm, RmsNorm
+from model.rope import Rope
 
 
 class AttentionBackend(Protocol):
@@ -15,6 +17,22 @@ class AttentionBackend(Protocol):
     name: str
     format: KVFormat
     """The format of the items and index keys that it reads."""
+
+    def encode_items(self, compressed: torch.Tensor, norm: RmsNorm, rope: Rope) -> torch.Tensor:
+        """Items as pools store them, uint8 [N, item_bytes].
+
+        compressed: [N, latent_dim + rope_dim], what `kv_a_proj_with_mqa` computes. norm: of the latent.
+        """
+        ...
+
+    def encode_index_keys(
+        self, projected: torch.Tensor, norm: LayerNorm, rope: Rope, interleaved: bool
+    ) -> torch.Tensor:
+        """Index keys as pools store them, uint8 [N, index_key_bytes].
+
+        projected: [N, index_dim], what `wk` computes. interleaved: see Rope.rotate.
+        """
+        ...
 
     def attend_rows(
         self, queries: torch.Tensor, kv: torch.Tensor, rows: torch.Tensor, scaling: float, latent_dim: int

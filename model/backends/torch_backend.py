@@ -8,8 +8,11 @@ query of the prompt, the sequence so far for a decoded token.
 import torch
 
 from hisparse.format import KVFormat
+from model.attention import items_of
 from model.cache import PagedKeys
-from model.indexer import IndexQueries
+from model.indexer import IndexQueries, index_keys_of
+from model.norm import LayerNorm, RmsNorm
+from model.rope import Rope
 
 GATHER_BLOCK_BYTES = 64 << 20
 """Bounds the gathered items of one block of queries, so that memory does not grow with the length of a chunk."""
@@ -24,6 +27,16 @@ class TorchBackend:
 
     def __init__(self, kv_format: KVFormat) -> None:
         self.format = kv_format
+
+    def encode_items(self, compressed: torch.Tensor, norm: RmsNorm, rope: Rope) -> torch.Tensor:
+        """See AttentionBackend."""
+        return self.format.encode_items(items_of(compressed, norm, rope))
+
+    def encode_index_keys(
+        self, projected: torch.Tensor, norm: LayerNorm, rope: Rope, interleaved: bool
+    ) -> torch.Tensor:
+        """See AttentionBackend."""
+        return self.format.encode_index_keys(index_keys_of(projected, norm, rope, interleaved))
 
     def attend_rows(
         self, queries: torch.Tensor, kv: torch.Tensor, rows: torch.Tensor, scaling: float, latent_dim: int

@@ -8,11 +8,14 @@ import torch
 from hisparse.cuda.top_k import top_positions
 from hisparse.format import KVFormat
 from hisparse.fp8_format import Fp8Format
+from model.attention import items_of
 from model.backends.triton_attend import attend_fp8_rows, attend_rows
-from model.backends.triton_encode import encode_index_queries
+from model.backends.triton_encode import encode_index_keys, encode_index_queries, encode_items
 from model.backends.triton_index import StoredKeys, decode_scores, prompt_scores
 from model.cache import PagedKeys
-from model.indexer import IndexQueries
+from model.indexer import IndexQueries, index_keys_of
+from model.norm import LayerNorm, RmsNorm
+from model.rope import Rope
 
 # Bounds the scores of one block of a prompt's queries, so that memory is linear in the length of the context.
 SCORE_BLOCK_BYTES = 64 << 20
@@ -28,6 +31,20 @@ class TritonBackend:
 
     def __init__(self, kv_format: KVFormat) -> None:
         self.format = kv_format
+
+    def encode_items(self, compressed: torch.Tensor, norm: RmsNorm, rope: Rope) -> torch.Tensor:
+        """See AttentionBackend."""
+        if isinstance(self.format, Fp8Format):
+            return encode_items(compressed, norm, rope.cos, rope.sin, self.format)
+        return self.format.encode_items(items_of(compressed, norm, rope))
+
+    def encode_index_keys(
+        self, projected: torch.Tensor, norm: LayerNorm, rope: Rope, interleaved: bool
+    ) -> torch.Tensor:
+        """See AttentionBackend."""
+        if isinstance(self.format, Fp8Format):
+            return encode_index_keys(projected, norm, rope.cos, rope.sin, interleaved, self.format)
+        return self.format.encode_index_keys(index_keys_of(projected, norm, rope, interleaved))
 
     def attend_rows(
         self, queries: torch.Tensor, kv: torch.Tensor, rows: torch.Tensor, scaling: float, latent_dim: int

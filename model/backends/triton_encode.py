@@ -4,8 +4,6 @@ The layouts and rules are those of `hisparse.fp8_format`. Nothing is rounded bef
 queries once to bfloat16 before they are multiplied by the Hadamard matrix, which is a product on tensor cores.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -13,6 +11,7 @@ import triton.language as tl
 from hisparse.fp8_format import LARGEST, LEAST_AMAX, SCALED_TOGETHER, Fp8Format
 from model.backends.device import MIN_TILE
 from model.indexer import IndexQueries
+from model.norm import LayerNorm, RmsNorm
 
 _LARGEST = tl.constexpr(LARGEST)
 _LEAST_AMAX = tl.constexpr(LEAST_AMAX)
@@ -20,16 +19,8 @@ _MAX_HEADS = 64
 """Heads per program."""
 
 
-class Norm(NamedTuple):
-    """The parameters of a norm. weight: [dim]. bias: [dim], None for RMSNorm. eps: added to the variance."""
-
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-    eps: float
-
-
 def encode_items(
-    compressed: torch.Tensor, norm: Norm, cos: torch.Tensor, sin: torch.Tensor, kv_format: Fp8Format
+    compressed: torch.Tensor, norm: RmsNorm, cos: torch.Tensor, sin: torch.Tensor, kv_format: Fp8Format
 ) -> torch.Tensor:
     """The fp8 items of what `kv_a_proj_with_mqa` computed: RMSNorm of the latent, rotation of the key, bytes.
 
@@ -67,7 +58,12 @@ def encode_items(
 
 
 def encode_index_keys(
-    projected: torch.Tensor, norm: Norm, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, kv_format: Fp8Format
+    projected: torch.Tensor,
+    norm: LayerNorm,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    interleaved: bool,
+    kv_format: Fp8Format,
 ) -> torch.Tensor:
     """The fp8 index keys of what `wk` computed: LayerNorm, rotary embedding of the first elements, Hadamard, bytes.
 
@@ -77,10 +73,8 @@ def encode_index_keys(
     """
     tokens, dim, rope_dim = len(projected), kv_format.index_dim, kv_format.rope_dim
     _check(projected, dim, cos, sin, rope_dim)
-    if norm.bias is None or dim < MIN_TILE or rope_dim > dim:
-        raise ValueError(
-            f"expected a LayerNorm with a bias and {rope_dim} or more of at least 16 elements, found {dim}"
-        )
+    if dim < MIN_TILE or rope_dim > dim:
+        raise ValueError(f"expected {rope_dim} or more of at least 16 elements, found {dim}")
     stored = projected.new_empty(tokens, kv_format.index_key_bytes, dtype=torch.uint8)
     if tokens:
         with torch.cuda.device(projected.device):

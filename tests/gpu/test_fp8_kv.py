@@ -12,6 +12,7 @@ from hisparse.fp8_format import Fp8Format, quantise, rotate
 from model.backends.torch_backend import TorchBackend
 from model.indexer import IndexQueries
 from model.loader import load_model
+from model.norm import LayerNorm, RmsNorm
 from model.rope import Rope
 from model.tiny import Family, write_tiny_checkpoint
 
@@ -19,7 +20,7 @@ pytest.importorskip("triton")
 
 from model.backends.triton_attend import attend_fp8_rows
 from model.backends.triton_backend import TritonBackend
-from model.backends.triton_encode import Norm, encode_index_keys, encode_index_queries, encode_items
+from model.backends.triton_encode import encode_index_keys, encode_index_queries, encode_items
 from model.backends.triton_index import StoredKeys, decode_scores, prompt_scores
 from tests.gpu.test_attention_backends import (
     CUDA,
@@ -42,8 +43,7 @@ ODD = Fp8Format(latent_dim=260, rope_dim=10, index_dim=16)
 
 def rope_of(tokens: int, rope_dim: int, dtype: torch.dtype) -> Rope:
     angles = 6 * torch.rand(tokens, rope_dim // 2, device=CUDA, generator=generator(11))
-    both = torch.cat((angles, angles), -1)
-    return Rope.from_angles(both.cos().to(dtype), both.sin().to(dtype))
+    return Rope(angles.cos().to(dtype).unsqueeze(1), angles.sin().to(dtype).unsqueeze(1))
 
 
 def exactly(rope: Rope) -> Rope:
@@ -57,7 +57,7 @@ def test_items_are_the_formats_bytes_of_the_exact_ones(tokens: int, kv_format: F
     latent_dim, rope_dim = kv_format.latent_dim, kv_format.rope_dim
     compressed = (3 * randn(tokens, latent_dim + rope_dim + 8, dtype=dtype))[:, 8:]
     weight, rope = 1 + 0.1 * randn(latent_dim, dtype=dtype, seed=1), rope_of(tokens, rope_dim, dtype)
-    written = encode_items(compressed, Norm(weight, None, 1e-6), rope.cos, rope.sin, kv_format)
+    written = encode_items(compressed, RmsNorm(weight, 1e-6), rope.cos, rope.sin, kv_format)
 
     latent, key = compressed.double().split((latent_dim, rope_dim), -1)
     normed = F.rms_norm(latent, (latent_dim,), weight.double(), 1e-6)
@@ -78,7 +78,7 @@ def test_index_keys_are_the_formats_bytes(tokens: int, kv_format: Fp8Format, int
     weight = 1 + 0.1 * randn(dim, dtype=torch.bfloat16, seed=1)
     bias = 0.1 * randn(dim, dtype=torch.bfloat16, seed=2)
     rope = rope_of(tokens, rope_dim, torch.bfloat16)
-    written = encode_index_keys(projected, Norm(weight, bias, 1e-6), rope.cos, rope.sin, interleaved, kv_format)
+    written = encode_index_keys(projected, LayerNorm(weight, bias, 1e-6), rope.cos, rope.sin, interleaved, kv_format)
 
     normed = F.layer_norm(projected.double(), (dim,), weight.double(), bias.double(), 1e-6).unsqueeze(1)
     turned, passed = normed.split((rope_dim, dim - rope_dim), -1)
@@ -106,7 +106,7 @@ def test_nan_stays_nan() -> None:
     compressed = randn(2, 576, dtype=torch.bfloat16)
     compressed[1, 7] = float("nan")
     rope = rope_of(2, 64, torch.bfloat16)
-    norm = Norm(torch.ones(512, dtype=torch.bfloat16, device=CUDA), None, 1e-6)
+    norm = RmsNorm(torch.ones(512, dtype=torch.bfloat16, device=CUDA), 1e-6)
     items = PUBLISHED.items(encode_items(compressed, norm, rope.cos, rope.sin, PUBLISHED))
     assert items[0].isfinite().all()
     assert items[1].isnan().any()
@@ -114,7 +114,7 @@ def test_nan_stays_nan() -> None:
 
 def test_tensors_that_do_not_fit_together_are_refused() -> None:
     rope = rope_of(2, 64, torch.bfloat16)
-    norm = Norm(torch.ones(512, device=CUDA), None, 1e-6)
+    norm = RmsNorm(torch.ones(512, device=CUDA), 1e-6)
     with pytest.raises(ValueError, match="expected"):
         encode_items(randn(2, 575), norm, rope.cos, rope.sin, PUBLISHED)
     with pytest.raises(ValueError, match="expected"):

@@ -115,8 +115,8 @@ def test_grouped_experts_compute_what_each_expert_computes(tokens: int) -> None:
     expected = torch.zeros(tokens, hidden_dim, dtype=torch.float64, device=CUDA)
     for token in range(tokens):
         for weight, number in zip(weights[token], ids[token].tolist(), strict=True):
-            gate, up = (gate_up[number].double() @ hidden[token].double()).chunk(2)
-            expected[token] += weight * (down[number].double() @ (F.silu(gate) * up))
+            opened, up = (gate_up[number].double() @ hidden[token].double()).chunk(2)
+            expected[token] += weight * (down[number].double() @ (F.silu(opened) * up))
     parts = [
         MixtureOfExperts(gate, Linear(gate_up[first:stop]), Linear(down[first:stop]), first, shared=None)  # type: ignore[arg-type]
         for first, stop in ((0, 4), (4, 16))
