@@ -179,6 +179,7 @@ def _product(
             splits,
             gathers=top_k > 0,
             shares=splits > 1,
+            compiled=x.is_cuda,
             ragged=k % BLOCK != 0,
             folds=splits == 1 and run < blocks(k),
             tokens_left=cut.tokens_left,
@@ -191,7 +192,18 @@ def _product(
     return out
 
 
-@triton.jit(do_not_specialize=["most_tiles", "num_rows", "run", "top_k", "splits"])  # type: ignore[untyped-decorator]
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=[
+        "x_scale_stride",
+        "most_tiles",
+        "num_rows",
+        "row_blocks",
+        "num_blocks",
+        "run",
+        "top_k",
+        "splits",
+    ]
+)
 def _experts(
     weight: tl.tensor,
     scales: tl.tensor,
@@ -213,6 +225,7 @@ def _experts(
     splits: tl.tensor,
     gathers: tl.constexpr,
     shares: tl.constexpr,
+    compiled: tl.constexpr,
     ragged: tl.constexpr,
     folds: tl.constexpr,
     tokens_left: tl.constexpr,
@@ -246,6 +259,7 @@ def _experts(
                 real,
                 num_blocks,
                 k,
+                compiled,
                 ragged,
                 block_m,
                 stages,

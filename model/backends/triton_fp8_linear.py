@@ -115,7 +115,7 @@ def _tiling(m: int) -> Tiling:
     if m <= 32:
         return Tiling(m=32, n=64, warps=4, stages=4, per_sm=4)
     if m <= 64:
-        return Tiling(m=64, n=64, warps=4, stages=4, per_sm=3)
+        return Tiling(m=64, n=64, warps=4, stages=3, per_sm=4, registers=128)
     return Tiling(m=128, n=128, warps=8, stages=4, per_sm=1, tokens_left=True)
 
 
@@ -174,6 +174,7 @@ def partial_product(
                 block_m=cut.m,
                 stages=cut.stages,
                 num_warps=cut.warps,
+                maxnreg=cut.registers,
             )
     return out
 
@@ -190,7 +191,7 @@ def reduced(partial: torch.Tensor) -> torch.Tensor:
     return out
 
 
-@triton.jit(do_not_specialize=["m", "run", "num_blocks"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["x_scale_stride", "m", "num_blocks", "run"])  # type: ignore[untyped-decorator]
 def _linear(
     weight: tl.tensor,
     scales: tl.tensor,

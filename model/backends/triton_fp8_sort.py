@@ -36,8 +36,9 @@ def sort_pairs(ids: torch.Tensor, first_expert: int, experts: int, block_m: int)
     """Sort ids, integers [T, k], into tiles of block_m rows of one of `experts` experts from first_expert on."""
     count = ids.numel()
     most_tiles = min(count, count // block_m + experts)
-    new = torch.empty(2 * count + 3 * most_tiles + 2, dtype=torch.int32, device=ids.device)
-    pairs, row, tiles, counts = torch.split(new, [count, count, 3 * most_tiles, 2])
+    pairs, row, tiles, counts = (
+        torch.empty(size, dtype=torch.int32, device=ids.device) for size in (count, count, 3 * most_tiles, 2)
+    )
     chunk = min(_CHUNK, max(_LEAST_CHUNK, triton.next_power_of_2(count)))
     with on(ids.device):
         _sort[(experts,)](

@@ -118,13 +118,15 @@ def multiply_wide(
     real: tl.tensor,
     num_blocks: tl.tensor,
     k: tl.tensor,
+    compiled: tl.constexpr,
     ragged: tl.constexpr,
     block_m: tl.constexpr,
     stages: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
     """`multiply` over all blocks by 128 rows of the weight and by the 128 that follow, whose scales are at next_scale.
 
-    Each token that is read serves twice as many rows, and only one half's products are held beside both sums.
+    Each token that is read serves twice as many rows, and only one half's products are held beside both sums. compiled:
+    not interpreted.
     """
     column = tl.arange(0, _BLOCK)
     rows = x + x_row.to(tl.int64)[:, None] * k + column[None, :]
@@ -137,6 +139,11 @@ def multiply_wide(
         scale = tl.load(x_scales + block * x_scale_stride, mask=real, other=0.0)
         values = weight.load([weight_row, block * _BLOCK])
         first += tl.dot(tokens, values.T) * (scale * tl.load(weight_scale + block))[:, None]
+        if compiled:
+            # The compiler would start the next product before it has added this one up, and run out of registers.
+            first = tl.inline_asm_elementwise(
+                "mov.b32 $0, $1;", "=r,r", [first], dtype=tl.float32, is_pure=False, pack=1
+            )
         values = weight.load([weight_row + _BLOCK, block * _BLOCK])
         second += tl.dot(tokens, values.T) * (scale * tl.load(next_scale + block))[:, None]
     return first, second
