@@ -107,11 +107,12 @@ class MoELayer:
     shared: list[Projections]
 
     @classmethod
-    def random(cls) -> "MoELayer":
+    def random(cls, by_column: bool = False) -> "MoELayer":
+        """by_column: the rank has an eighth of each expert's width, instead of an eighth of the experts."""
         chooser = 0.05 * torch.randn(EXPERTS, HIDDEN, dtype=torch.bfloat16)
         router = Router(chooser, torch.zeros(EXPERTS), TOP_K, 8, 4, True, 2.5)
-        count = EXPERTS // RANKS
-        projections = (*random_weight(count, 2 * WIDTH, HIDDEN), *random_weight(count, HIDDEN, WIDTH))
+        count, width = (EXPERTS, WIDTH // RANKS) if by_column else (EXPERTS // RANKS, WIDTH)
+        projections = (*random_weight(count, 2 * width, HIDDEN), *random_weight(count, HIDDEN, width))
         shared = [(*random_weight(2 * WIDTH, HIDDEN), *random_weight(HIDDEN, WIDTH)) for _ in range(6)]
         return cls(torch.ones(HIDDEN, dtype=torch.bfloat16), router, projections, shared)
 
@@ -139,14 +140,18 @@ class MoELayer:
 
 def expert_results() -> Iterator[Result]:
     """The whole layer, and its routed experts, for tokens that choose at random. The limit is that of the experts."""
-    layer = MoELayer.random()
-    for tokens in EXPERT_TOKENS:
+    yield from _results(MoELayer.random(), "", EXPERT_TOKENS)
+    yield from _results(MoELayer.random(by_column=True), "by column: ", (8, 128, 512))
+
+
+def _results(layer: MoELayer, prefix: str, counts: tuple[int, ...]) -> Iterator[Result]:
+    for tokens in counts:
         case = ExpertCase.random(layer, tokens)
         us = {
             "moe layer": median_us(case.whole, case.turns),
             "experts": median_us(case.experts, case.turns),
         }
-        yield Result(f"{case.used:.1f} experts, {case.rows:.0f} rows", tokens, us, case.limit)
+        yield Result(f"{prefix}{case.used:.1f} experts, {case.rows:.0f} rows", tokens, us, case.limit)
 
 
 @dataclass(frozen=True)
@@ -165,14 +170,14 @@ class ExpertCase:
         turns = 16 if tokens <= 8 else 4 if tokens <= 512 else 0
         hidden = torch.randn(max(1, turns), tokens, HIDDEN, dtype=torch.bfloat16)
         chosen = [layer.router.route(part) for part in hidden]
-        local = [ids[ids < EXPERTS // RANKS].tolist() for _, ids in chosen]
+        local = [ids[ids < len(layer.projections[0])].tolist() for _, ids in chosen]
         used = statistics.mean(len(set(part)) for part in local)
         return cls(layer, hidden, chosen, turns, used, statistics.mean(map(len, local)))
 
     @property
     def limit(self) -> float:
         """Microseconds that the hardware needs at least for the routed experts."""
-        size = 3 * HIDDEN * WIDTH
+        size = 3 * HIDDEN * self.layer.projections[2].shape[2]
         return limit(self.used * size + 4 * self.hidden[0].numel(), 2 * self.rows * size)
 
     def experts(self, turn: int) -> object:

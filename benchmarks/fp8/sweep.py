@@ -51,7 +51,7 @@ def sweep_prefill(console: Console) -> None:
     from model.backends.triton_fp8_tile import Tiling
 
     many = [
-        Tiling(m, n, warps, stages, per_sm, left, registers)
+        Tiling(m, n, warps, stages, per_sm, 1, left, registers)
         for m, n, warps, stages, per_sm, left, registers in (
             (128, 256, 8, 3, 1, True, None),
             (128, 256, 8, 4, 1, True, None),
@@ -70,8 +70,18 @@ def sweep_prefill(console: Console) -> None:
 def _few() -> list["Tiling"]:
     from model.backends.triton_fp8_tile import Tiling
 
-    ways = ((64, 4, 4), (64, 6, 3), (64, 8, 2), (128, 4, 2), (128, 5, 2), (128, 3, 3), (128, 8, 1))
-    return [Tiling(m, n, 4, stages, per_sm) for m in (16, 32, 64) for n, stages, per_sm in ways]
+    ways = (
+        (64, 4, 4, 1),
+        (64, 6, 3, 1),
+        (64, 3, 3, 2),
+        (128, 4, 2, 1),
+        (128, 5, 2, 1),
+        (128, 3, 2, 2),
+        (128, 3, 3, 1),
+        (128, 8, 1, 1),
+        (128, 5, 1, 2),
+    )
+    return [Tiling(m, n, 4, stages, per_sm, unroll) for m in (16, 32, 64) for n, stages, per_sm, unroll in ways]
 
 
 def _sweep(console: Console, tilings: list["Tiling"], counts: tuple[int, ...]) -> None:

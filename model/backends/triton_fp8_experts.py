@@ -129,7 +129,7 @@ def tiling(tokens: int) -> Tiling:
     if tokens <= 512:
         return Tiling(m=32, n=128, warps=4, stages=5, per_sm=2)
     if tokens <= FEW:
-        return Tiling(m=64, n=128, warps=8, stages=4, per_sm=2)
+        return Tiling(m=64, n=128, warps=8, stages=6, per_sm=1)
     return Tiling(m=128, n=256, warps=8, stages=4, per_sm=1, tokens_left=True)
 
 
@@ -186,6 +186,7 @@ def _product(
             block_n=cut.n,
             block_m=cut.m,
             stages=cut.stages,
+            unroll=cut.unroll,
             num_warps=cut.warps,
             maxnreg=cut.registers,
         )
@@ -232,6 +233,7 @@ def _experts(
     block_n: tl.constexpr,
     block_m: tl.constexpr,
     stages: tl.constexpr,
+    unroll: tl.constexpr,
 ) -> None:
     """Every num_programs-th piece: block_n rows of a weight by a tile's rows, over one run of channels or all."""
     tiles_n = tl.cdiv(n, block_n)
@@ -286,6 +288,7 @@ def _experts(
                 block_n,
                 block_m,
                 stages,
+                unroll,
             )
             _store(out, total, split * num_rows.to(tl.int64) + row, real, first_row, n, block_n)
 

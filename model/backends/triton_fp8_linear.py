@@ -173,6 +173,7 @@ def partial_product(
                 block_n=cut.n,
                 block_m=cut.m,
                 stages=cut.stages,
+                unroll=cut.unroll,
                 num_warps=cut.warps,
                 maxnreg=cut.registers,
             )
@@ -211,6 +212,7 @@ def _linear(
     block_n: tl.constexpr,
     block_m: tl.constexpr,
     stages: tl.constexpr,
+    unroll: tl.constexpr,
 ) -> None:
     """One tile over one run of channels."""
     first_row = tl.program_id(0) * block_n
@@ -235,6 +237,7 @@ def _linear(
             block_n,
             block_m,
             stages,
+            unroll,
         )
     else:
         total = multiply(
@@ -256,6 +259,7 @@ def _linear(
             block_n,
             block_m,
             stages,
+            unroll,
         )
     row = first_row + tl.arange(0, block_n)
     place = (split.to(tl.int64) * m + token)[:, None] * n + row[None, :]
@@ -278,12 +282,13 @@ def _multiply_quantising(
     block_n: tl.constexpr,
     block_m: tl.constexpr,
     stages: tl.constexpr,
+    unroll: tl.constexpr,
 ) -> tl.tensor:
     """`triton_fp8_tile.multiply` by rows of x in bfloat16, to the same bits."""
     column = tl.arange(0, _BLOCK)
     rows = x + token.to(tl.int64)[:, None] * x_stride + column[None, :]
     total = tl.zeros([block_n, block_m], tl.float32)
-    for block in tl.range(begin, end, num_stages=stages):
+    for block in tl.range(begin, end, num_stages=stages, loop_unroll_factor=unroll):
         values = weight.load([weight_row, block * _BLOCK])
         inside = (token < m)[:, None] & (column + block * _BLOCK < k)[None, :]
         numbers = tl.load(rows + block * _BLOCK, mask=inside, other=0.0).to(tl.float32)
