@@ -7,7 +7,7 @@ import torch
 from rich.console import Console
 
 from benchmarks.attention import Work, median_us
-from benchmarks.fp8.layers import LINEAR, ExpertCase, MoELayer, Weight, limit, random_layers
+from benchmarks.fp8.layers import LINEAR, ExpertCase, Weight, limit, random_layers, random_moe_layers
 
 if TYPE_CHECKING:
     from model.backends.triton_fp8_tile import Tiling
@@ -87,20 +87,25 @@ def _few() -> list["Tiling"]:
 def _sweep(console: Console, tilings: list["Tiling"], counts: tuple[int, ...]) -> None:
     from model.backends import triton_fp8_experts as ours
 
-    layer = MoELayer.random()
+    layers = random_moe_layers()
     usual = ours.tiling
     try:
         for tokens in counts:
-            case = ExpertCase.random(layer, tokens)
+            case = ExpertCase.random(layers, tokens)
             times = {}
             for cut in tilings:
-                if not cut.tokens_left and cut.m > max(16, tokens // 4):
+                if cut.warps == 4 and not cut.tokens_left and not _worth_it(cut, tokens):
                     continue
                 ours.tiling = partial(_always, cut)
                 times[str(cut)] = _time(case.experts, case.turns)
             _print_best(f"experts, {tokens} tokens of the group, limit {case.limit:.1f}", times, console)
     finally:
         ours.tiling = usual
+
+
+def _worth_it(cut: "Tiling", tokens: int) -> bool:
+    """Wide tiles of tokens that do not hold few rows, nor leave few registers."""
+    return cut.m == 16 or (cut.m <= tokens // 4 and cut.n == 128 and cut.per_sm <= 2)
 
 
 def _always(cut: "Tiling", tokens: int) -> "Tiling":
