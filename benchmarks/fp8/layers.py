@@ -120,7 +120,7 @@ class MoELayer:
         return len(self.projections[0]) - 1
 
     def own(self, tokens: int) -> int:
-        """How many of the group's tokens the shared expert computes here: the rank's own, or all of a part of its width."""
+        """Tokens that the shared expert computes here: the rank's own, or all with a part of its width."""
         return tokens if self.count == EXPERTS else -(-tokens // RANKS)
 
     def routed(self, hidden: torch.Tensor, routed: Routed) -> torch.Tensor:
