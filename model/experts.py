@@ -23,21 +23,25 @@ _ALL_AT_ONCE_BYTES = 1 << 30
 class MixtureOfExperts:
     """The routed experts that this process has, those from `first` on, and the shared expert.
 
-    gate_up, down: of the routed experts, [experts, 2 * width, hidden_size] and [experts, hidden_size, width].
+    gate_up, down: of the routed experts, [experts, 2 * width, hidden_size] and [experts, hidden_size, width]. They may be
+    followed by a shared expert of the same width; else `shared` is that expert.
     """
 
     router: Router
     gate_up: Linear
     down: Linear
     first: int
-    shared: FeedForward
+    number: int
+    shared: FeedForward | None
 
     @classmethod
     def load(cls, weights: Weights, name: str, config: NetworkConfig, shard: Shard) -> "MixtureOfExperts":
         """The mixture of that name, such as `model.layers.3.mlp`. Raises StartupError if it is in fp8 in part."""
         hidden_size, width = config.hidden_size, config.expert_width
-        own = shard.experts(config.router.experts)
+        own, shared = shard.experts(config.router.experts), f"{name}.shared_experts"
         experts = [f"{name}.experts.{number}" for number in own]
+        if config.shared_width == width:
+            experts.append(shared)
         gate_up = weights.stack(
             [{f"{expert}.gate_proj": width, f"{expert}.up_proj": width} for expert in experts], hidden_size
         )
@@ -49,20 +53,36 @@ class MixtureOfExperts:
             gate_up=gate_up,
             down=down,
             first=own.start,
-            shared=FeedForward.load(weights, f"{name}.shared_experts", hidden_size, config.shared_width),
+            number=len(own),
+            shared=None
+            if config.shared_width == width
+            else FeedForward.load(weights, shared, hidden_size, config.shared_width),
         )
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden: [N, hidden_size]. Returns the same shape: what this process contributes."""
         weights, ids = self.router.route(hidden)
-        shared = self.shared(hidden)
+        beside = self.shared(hidden) if self.shared else None
         if self.gate_up.scales is None or self.down.scales is None:
-            return self.routed(hidden, ids, weights) + shared
+            if beside is None:
+                beside = FeedForward(self.gate_up[self.number], self.down[self.number])(hidden)
+            return self.routed(hidden, ids, weights) + beside
         # Here, since a machine without a GPU need not have Triton.
         from model.backends.triton_fp8_experts import experts
 
-        maps = self.gate_up.weight, self.gate_up.scales, self.down.weight, self.down.scales
-        return experts(hidden, ids, weights, *maps, self.gate_up.power_of_two, self.first, beside=shared)
+        return experts(
+            hidden,
+            ids,
+            weights,
+            self.gate_up.weight,
+            self.gate_up.scales,
+            self.down.weight,
+            self.down.scales,
+            self.gate_up.power_of_two,
+            self.first,
+            beside=beside,
+            shared=range(len(hidden)) if beside is None else None,
+        )
 
     def routed(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """The weighted sum of the chosen experts of this process. ids, weights: [N, top_k], see Router.route.
@@ -72,39 +92,39 @@ class MixtureOfExperts:
         ids = ids - self.first
         if fuses(hidden):
             return self._grouped(hidden, ids, weights)
-        number, width, _ = self.gate_up.weight.shape
-        if hidden.is_cuda and number * len(hidden) * width * hidden.element_size() <= _ALL_AT_ONCE_BYTES:
+        width = self.gate_up.weight.shape[1]
+        if hidden.is_cuda and self.number * len(hidden) * width * hidden.element_size() <= _ALL_AT_ONCE_BYTES:
             return self._all_at_once(hidden, ids, weights)
         return self._one_by_one(hidden, ids, weights)
 
     def _one_by_one(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Waits to know which experts were chosen. In the order in which transformers adds up."""
         total = torch.zeros_like(hidden)
-        for expert, (gate_up, down) in enumerate(zip(self.gate_up.weight, self.down.weight, strict=True)):
+        for expert in range(self.number):
             choice, token = torch.where(ids.t() == expert)
             if len(token):
-                computed = F.linear(swiglu(F.linear(hidden[token], gate_up)), down)
+                computed = self.down[expert](swiglu(self.gate_up[expert](hidden[token])))
                 total.index_add_(0, token, (computed * weights[token, choice, None]).to(hidden.dtype))
         return total
 
     def _all_at_once(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Waits for nothing, so that it can be recorded: every expert computes every token."""
-        number = len(self.gate_up.weight)
-        chosen = torch.arange(number, device=ids.device) == ids.unsqueeze(-1)
+        chosen = torch.arange(self.number, device=ids.device) == ids.unsqueeze(-1)
         weight_of = (weights.unsqueeze(-1) * chosen).sum(1)
-        inner = swiglu(torch.matmul(hidden, self.gate_up.weight.transpose(1, 2)))
-        computed = torch.bmm(inner, self.down.weight.transpose(1, 2))
+        inner = swiglu(torch.matmul(hidden, self.gate_up.weight[: self.number].transpose(1, 2)))
+        computed = torch.bmm(inner, self.down.weight[: self.number].transpose(1, 2))
         return torch.einsum("enh,ne->nh", computed.float(), weight_of).to(hidden.dtype)
 
     def _grouped(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """In bfloat16 on CUDA: pairs of a token and an expert are sorted by expert, and each projection is one grouped
         product over them. Pairs of experts that other processes have come last, and count nothing."""
-        number = len(self.gate_up.weight)
-        present = (ids >= 0) & (ids < number)
-        expert_of, pairs = torch.where(present, ids, number).flatten().sort()
-        ends = torch.searchsorted(expert_of, torch.arange(number, device=ids.device), right=True, out_int32=True)
-        gate_up = F.grouped_mm(hidden[pairs // ids.shape[1]], self.gate_up.weight.transpose(1, 2), offs=ends)
-        down = F.grouped_mm(swiglu(gate_up), self.down.weight.transpose(1, 2), offs=ends)
+        present = (ids >= 0) & (ids < self.number)
+        expert_of, pairs = torch.where(present, ids, self.number).flatten().sort()
+        ends = torch.searchsorted(expert_of, torch.arange(self.number, device=ids.device), right=True, out_int32=True)
+        gate_up = F.grouped_mm(
+            hidden[pairs // ids.shape[1]], self.gate_up.weight[: self.number].transpose(1, 2), offs=ends
+        )
+        down = F.grouped_mm(swiglu(gate_up), self.down.weight[: self.number].transpose(1, 2), offs=ends)
         by_token = torch.empty_like(down)
         by_token[pairs] = down
         weighted = by_token.view(*ids.shape, -1) * weights.unsqueeze(-1)
@@ -115,4 +135,4 @@ class MixtureOfExperts:
     @property
     def is_part(self) -> bool:
         """Whether other processes have experts, too."""
-        return len(self.gate_up.weight) < len(self.router.weight)
+        return self.number < len(self.router.weight)

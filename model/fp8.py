@@ -126,23 +126,30 @@ def experts(
     power_of_two: bool,
     first_expert: int = 0,
     beside: torch.Tensor | None = None,
+    shared: range | None = None,
 ) -> torch.Tensor:
     """The weighted sum [T, H] of the chosen experts that this process has, and of `beside` [T, H].
 
     hidden: [T, H]. ids: [T, k] integers; weights: float32 [T, k]. gate_up: fp8 [E, 2 * W, H], the rows of gate before
     those of up, with scales [E, 2 * W / 128, H / 128 rounded up]. down: fp8 [E, H, W]. The process has the experts
     from `first_expert` on; others contribute nothing here. Every projection is rounded to the type of hidden, as is the
-    sum, which is made in float32 in the order of a token's ids. W must be a multiple of 128, or 128 x 128 blocks would
-    straddle gate and up.
+    sum, which is made in float32 in the order of a token's ids. shared: the last of E is not one of those that ids
+    choose among, but computes these tokens of T, with weight 1. W must be a multiple of 128, or a block of 128 x 128
+    would hold rows of gate and of up.
     """
+
+    def computed(x: torch.Tensor, expert: int) -> torch.Tensor:
+        inner = swiglu(linear(x, gate_up[expert], gate_up_scales[expert], power_of_two))
+        return linear(inner, down[expert], down_scales[expert], power_of_two).float()
+
     total = torch.zeros_like(hidden, dtype=torch.float32)
     for choice in range(ids.shape[1]):
         local = ids[:, choice] - first_expert
-        for expert in set(local.tolist()):
-            if not 0 <= expert < len(gate_up):
-                continue
+        for expert in range(len(gate_up) - (shared is not None)):
             chosen = (local == expert).nonzero().squeeze(1)
-            inner = swiglu(linear(hidden[chosen], gate_up[expert], gate_up_scales[expert], power_of_two))
-            outer = linear(inner, down[expert], down_scales[expert], power_of_two)
-            total[chosen] += weights[chosen, choice, None] * outer.float()
+            if len(chosen):
+                total[chosen] += weights[chosen, choice, None] * computed(hidden[chosen], expert)
+    if shared:
+        own = slice(shared.start, shared.stop)
+        total[own] += computed(hidden[own], -1)
     return (total if beside is None else total + beside).to(hidden.dtype)

@@ -18,6 +18,10 @@ class Linear:
     scales: torch.Tensor | None = None
     power_of_two: bool = False
 
+    def __getitem__(self, number: int) -> "Linear":
+        """One of a stack."""
+        return Linear(self.weight[number], None if self.scales is None else self.scales[number], self.power_of_two)
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x: [N, in]. Returns [N, out]."""
         if self.scales is None:

@@ -36,8 +36,7 @@ class Weights(ABC):
 
     def linear(self, parts: Parts, columns: int) -> Linear:
         """The linear map that computes what all parts compute, [sum of rows, columns]."""
-        stack = self.stack([parts], columns)
-        return Linear(stack.weight[0], None if stack.scales is None else stack.scales[0], stack.power_of_two)
+        return self.stack([parts], columns)[0]
 
     @abstractmethod
     def stack(self, maps: Sequence[Parts], columns: int, multiple: int = FP8_COLUMNS) -> Linear:

@@ -100,61 +100,90 @@ def linear_results(name: str, n: int, k: int) -> Iterator[Result]:
 
 @dataclass(frozen=True)
 class MoELayer:
-    """A mixture of experts as one rank of eight has it: the router, its experts and the shared expert."""
+    """A mixture of experts as one rank of eight has it. projections: of its experts, and last of the shared expert."""
 
     norm: torch.Tensor
     router: Router
     projections: Projections
-    shared: list[Projections]
 
     @classmethod
-    def random(cls) -> "MoELayer":
+    def random(cls, by_column: bool = False) -> "MoELayer":
+        """by_column: the rank has an eighth of each expert's width, instead of an eighth of the experts."""
         chooser = 0.05 * torch.randn(EXPERTS, HIDDEN, dtype=torch.bfloat16)
         router = Router(chooser, torch.zeros(EXPERTS), RouterConfig(EXPERTS, TOP_K, 8, 4, True, 2.5))
-        count = EXPERTS // RANKS
-        projections = (*random_weight(count, 2 * WIDTH, HIDDEN), *random_weight(count, HIDDEN, WIDTH))
-        shared = [(*random_weight(2 * WIDTH, HIDDEN), *random_weight(HIDDEN, WIDTH)) for _ in range(6)]
-        return cls(torch.ones(HIDDEN, dtype=torch.bfloat16), router, projections, shared)
+        count, width = (EXPERTS, WIDTH // RANKS) if by_column else (EXPERTS // RANKS, WIDTH)
+        projections = (*random_weight(count + 1, 2 * width, HIDDEN), *random_weight(count + 1, HIDDEN, width))
+        return cls(torch.ones(HIDDEN, dtype=torch.bfloat16), router, projections)
+
+    @property
+    def count(self) -> int:
+        """Experts that tokens choose."""
+        return len(self.projections[0]) - 1
+
+    def own(self, tokens: int) -> int:
+        """Tokens that the shared expert computes here: the rank's own, or all with a part of its width."""
+        return tokens if self.count == EXPERTS else -(-tokens // RANKS)
 
     def routed(self, hidden: torch.Tensor, routed: Routed) -> torch.Tensor:
         """The routed experts alone."""
         from model.backends.triton_fp8_experts import experts
 
         weights, ids = routed
-        return experts(hidden, ids, weights, *self.projections, True)
+        return experts(hidden, ids, weights, *self.projections, True, shared=range(0))
 
-    def whole(self, hidden: torch.Tensor, turn: int) -> torch.Tensor:
-        """From the norm to the sum of the group's tokens; the shared expert of a rank's own."""
+    def whole(self, hidden: torch.Tensor) -> torch.Tensor:
+        """From the norm to the sum of the group's tokens; the shared expert is one of the kernels' experts."""
+        from model.backends.triton_fp8 import quantise
+        from model.backends.triton_fp8_experts import experts_quantised
+
+        normed = F.rms_norm(hidden, (HIDDEN,), self.norm, 1e-6)
+        weights, ids = self.router.route(normed)
+        own = range(self.own(len(hidden)))
+        return experts_quantised(*quantise(normed, True), ids, weights, *self.projections, True, shared=own)
+
+    def apart(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`whole` with a shared expert whose weights are elsewhere."""
         from model.backends.triton_fp8 import quantise
         from model.backends.triton_fp8_experts import experts_quantised
         from model.backends.triton_fp8_linear import mlp
 
         normed = F.rms_norm(hidden, (HIDDEN,), self.norm, 1e-6)
         weights, ids = self.router.route(normed)
-        own = -(-len(hidden) // RANKS)
-        shared = mlp(normed[:own], *self.shared[turn % len(self.shared)], True)
-        routed = experts_quantised(*quantise(normed, True), ids, weights, *self.projections, True)
-        routed[:own] += shared
-        return routed
+        own = self.own(len(hidden))
+        gate_up, gate_up_scales, down, down_scales = (tensor[-1] for tensor in self.projections)
+        shared = mlp(normed[:own], gate_up, gate_up_scales, down, down_scales, True)
+        total = experts_quantised(*quantise(normed, True), ids, weights, *self.projections, True, shared=range(0))
+        total[:own] += shared
+        return total
 
 
 def expert_results() -> Iterator[Result]:
-    """The whole layer, and its routed experts, for tokens that choose at random. The limit is that of the experts."""
-    layer = MoELayer.random()
-    for tokens in EXPERT_TOKENS:
-        case = ExpertCase.random(layer, tokens)
+    """The whole layer, and its routed experts, for tokens that choose at random. The limit is that of all experts."""
+    yield from _results(random_moe_layers(), "", EXPERT_TOKENS)
+    yield from _results(random_moe_layers(by_column=True), "by column: ", (8, 128, 512))
+
+
+def random_moe_layers(by_column: bool = False) -> list[MoELayer]:
+    """Some, so that no turn finds the shared expert's weights in the device's cache."""
+    return [MoELayer.random(by_column) for _ in range(3)]
+
+
+def _results(layers: list[MoELayer], prefix: str, counts: tuple[int, ...]) -> Iterator[Result]:
+    for tokens in counts:
+        case = ExpertCase.random(layers, tokens)
         us = {
             "moe layer": median_us(case.whole, case.turns),
+            "shared apart": median_us(case.apart, case.turns),
             "experts": median_us(case.experts, case.turns),
         }
-        yield Result(f"{case.used:.1f} experts, {case.rows:.0f} rows", tokens, us, case.limit)
+        yield Result(f"{prefix}{case.used:.1f} experts, {case.rows:.0f} rows", tokens, us, case.limit)
 
 
 @dataclass(frozen=True)
 class ExpertCase:
     """Tokens of each turn. turns: 0 for what is timed without a graph. used, rows: experts and pairs of the rank."""
 
-    layer: MoELayer
+    layers: list[MoELayer]
     hidden: torch.Tensor
     chosen: list[Routed]
     turns: int
@@ -162,22 +191,29 @@ class ExpertCase:
     rows: float
 
     @classmethod
-    def random(cls, layer: MoELayer, tokens: int) -> "ExpertCase":
-        turns = 16 if tokens <= 8 else 4 if tokens <= 512 else 0
+    def random(cls, layers: list[MoELayer], tokens: int) -> "ExpertCase":
+        turns = 15 if tokens <= 8 else 3 if tokens <= 512 else 0
         hidden = torch.randn(max(1, turns), tokens, HIDDEN, dtype=torch.bfloat16)
-        chosen = [layer.router.route(part) for part in hidden]
-        local = [ids[ids < EXPERTS // RANKS].tolist() for _, ids in chosen]
+        chosen = [layers[turn % len(layers)].router.route(part) for turn, part in enumerate(hidden)]
+        local = [ids[ids < layers[0].count].tolist() for _, ids in chosen]
         used = statistics.mean(len(set(part)) for part in local)
-        return cls(layer, hidden, chosen, turns, used, statistics.mean(map(len, local)))
+        return cls(layers, hidden, chosen, turns, used, statistics.mean(map(len, local)))
 
     @property
     def limit(self) -> float:
-        """Microseconds that the hardware needs at least for the routed experts."""
-        size = 3 * HIDDEN * WIDTH
-        return limit(self.used * size + 4 * self.hidden[0].numel(), 2 * self.rows * size)
+        """Microseconds that the hardware needs at least for the experts, the shared one included."""
+        size = 3 * HIDDEN * self.layers[0].projections[2].shape[2]
+        rows = self.rows + self.layers[0].own(self.hidden.shape[1])
+        return limit((self.used + 1) * size + 4 * self.hidden[0].numel(), 2 * rows * size)
+
+    def _layer(self, turn: int) -> MoELayer:
+        return self.layers[turn % len(self.layers)]
 
     def experts(self, turn: int) -> object:
-        return self.layer.routed(self.hidden[turn], self.chosen[turn])
+        return self._layer(turn).routed(self.hidden[turn], self.chosen[turn])
 
     def whole(self, turn: int) -> object:
-        return self.layer.whole(self.hidden[turn], turn)
+        return self._layer(turn).whole(self.hidden[turn])
+
+    def apart(self, turn: int) -> object:
+        return self._layer(turn).apart(self.hidden[turn])

@@ -7,7 +7,7 @@ import torch
 from rich.console import Console
 
 from benchmarks.attention import Work, median_us
-from benchmarks.fp8.layers import LINEAR, ExpertCase, MoELayer, Weight, limit, random_layers
+from benchmarks.fp8.layers import LINEAR, ExpertCase, Weight, limit, random_layers, random_moe_layers
 
 if TYPE_CHECKING:
     from model.backends.triton_fp8_tile import Tiling
@@ -51,7 +51,7 @@ def sweep_prefill(console: Console) -> None:
     from model.backends.triton_fp8_tile import Tiling
 
     many = [
-        Tiling(m, n, warps, stages, per_sm, left, registers)
+        Tiling(m, n, warps, stages, per_sm, 1, left, registers)
         for m, n, warps, stages, per_sm, left, registers in (
             (128, 256, 8, 3, 1, True, None),
             (128, 256, 8, 4, 1, True, None),
@@ -70,27 +70,42 @@ def sweep_prefill(console: Console) -> None:
 def _few() -> list["Tiling"]:
     from model.backends.triton_fp8_tile import Tiling
 
-    ways = ((64, 4, 4), (64, 6, 3), (64, 8, 2), (128, 4, 2), (128, 5, 2), (128, 3, 3), (128, 8, 1))
-    return [Tiling(m, n, 4, stages, per_sm) for m in (16, 32, 64) for n, stages, per_sm in ways]
+    ways = (
+        (64, 4, 4, 1),
+        (64, 6, 3, 1),
+        (64, 3, 3, 2),
+        (128, 4, 2, 1),
+        (128, 5, 2, 1),
+        (128, 3, 2, 2),
+        (128, 3, 3, 1),
+        (128, 8, 1, 1),
+        (128, 5, 1, 2),
+    )
+    return [Tiling(m, n, 4, stages, per_sm, unroll) for m in (16, 32, 64) for n, stages, per_sm, unroll in ways]
 
 
 def _sweep(console: Console, tilings: list["Tiling"], counts: tuple[int, ...]) -> None:
     from model.backends import triton_fp8_experts as ours
 
-    layer = MoELayer.random()
+    layers = random_moe_layers()
     usual = ours.tiling
     try:
         for tokens in counts:
-            case = ExpertCase.random(layer, tokens)
+            case = ExpertCase.random(layers, tokens)
             times = {}
             for cut in tilings:
-                if not cut.tokens_left and cut.m > max(16, tokens // 4):
+                if cut.warps == 4 and not cut.tokens_left and not _worth_it(cut, tokens):
                     continue
                 ours.tiling = partial(_always, cut)
                 times[str(cut)] = _time(case.experts, case.turns)
             _print_best(f"experts, {tokens} tokens of the group, limit {case.limit:.1f}", times, console)
     finally:
         ours.tiling = usual
+
+
+def _worth_it(cut: "Tiling", tokens: int) -> bool:
+    """Wide tiles of tokens that do not hold few rows, nor leave few registers."""
+    return cut.m == 16 or (cut.m <= tokens // 4 and cut.n == 128 and cut.per_sm <= 2)
 
 
 def _always(cut: "Tiling", tokens: int) -> "Tiling":

@@ -45,10 +45,10 @@ def experts(
     power_of_two: bool,
     first_expert: int = 0,
     beside: torch.Tensor | None = None,
+    shared: range | None = None,
 ) -> torch.Tensor:
     """`model.fp8.experts` of bfloat16: [T, H]. H and W have to be multiples of 16 and of 128.
 
-    An expert that all tokens share may be one of E: give its id in a column of its own, with weight 1.
     Raises ValueError for tensors that do not fit together.
     """
     return experts_quantised(
@@ -62,6 +62,7 @@ def experts(
         power_of_two,
         first_expert,
         beside,
+        shared,
     )
 
 
@@ -77,6 +78,7 @@ def experts_quantised(
     power_of_two: bool,
     first_expert: int = 0,
     beside: torch.Tensor | None = None,
+    shared: range | None = None,
 ) -> torch.Tensor:
     """`experts` of tokens that are quantised already, as `triton_fp8.quantise` returns them."""
     check_scales(gate_up, gate_up_scales)
@@ -97,9 +99,10 @@ def experts_quantised(
         part = slice(begin, begin + _MOST)
         few = tokens <= FEW
         cut = tiling(tokens)
-        order = sort_pairs(ids[part], first_expert, count, cut.m)
+        here = None if shared is None else range(max(0, shared.start - begin), max(0, min(_MOST, shared.stop - begin)))
+        order = sort_pairs(ids[part], first_expert, count, cut.m, here)
         rows = _rows(x[part], x_scales[part], order, ids.shape[1], projections, power_of_two, few, cut)
-        _sum(rows, ids[part], weights[part], order, first_expert, count, beside, begin, out)
+        _sum(rows, ids[part], weights[part], order, first_expert, count - (here is not None), beside, begin, out)
     return out
 
 
@@ -129,7 +132,7 @@ def tiling(tokens: int) -> Tiling:
     if tokens <= 512:
         return Tiling(m=32, n=128, warps=4, stages=5, per_sm=2)
     if tokens <= FEW:
-        return Tiling(m=64, n=128, warps=8, stages=4, per_sm=2)
+        return Tiling(m=64, n=128, warps=8, stages=6, per_sm=1)
     return Tiling(m=128, n=256, warps=8, stages=4, per_sm=1, tokens_left=True)
 
 
@@ -179,19 +182,32 @@ def _product(
             splits,
             gathers=top_k > 0,
             shares=splits > 1,
+            compiled=x.is_cuda,
             ragged=k % BLOCK != 0,
             folds=splits == 1 and run < blocks(k),
             tokens_left=cut.tokens_left,
             block_n=cut.n,
             block_m=cut.m,
             stages=cut.stages,
+            unroll=cut.unroll,
             num_warps=cut.warps,
             maxnreg=cut.registers,
         )
     return out
 
 
-@triton.jit(do_not_specialize=["most_tiles", "num_rows", "run", "top_k", "splits"])  # type: ignore[untyped-decorator]
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=[
+        "x_scale_stride",
+        "most_tiles",
+        "num_rows",
+        "row_blocks",
+        "num_blocks",
+        "run",
+        "top_k",
+        "splits",
+    ]
+)
 def _experts(
     weight: tl.tensor,
     scales: tl.tensor,
@@ -213,12 +229,14 @@ def _experts(
     splits: tl.tensor,
     gathers: tl.constexpr,
     shares: tl.constexpr,
+    compiled: tl.constexpr,
     ragged: tl.constexpr,
     folds: tl.constexpr,
     tokens_left: tl.constexpr,
     block_n: tl.constexpr,
     block_m: tl.constexpr,
     stages: tl.constexpr,
+    unroll: tl.constexpr,
 ) -> None:
     """Every num_programs-th piece: block_n rows of a weight by a tile's rows, over one run of channels or all."""
     tiles_n = tl.cdiv(n, block_n)
@@ -246,6 +264,7 @@ def _experts(
                 real,
                 num_blocks,
                 k,
+                compiled,
                 ragged,
                 block_m,
                 stages,
@@ -272,6 +291,7 @@ def _experts(
                 block_n,
                 block_m,
                 stages,
+                unroll,
             )
             _store(out, total, split * num_rows.to(tl.int64) + row, real, first_row, n, block_n)
 
@@ -316,9 +336,12 @@ def _sum(
                 ids.contiguous(),
                 weights.contiguous(),
                 order.row,
+                order.counts,
                 beside,
                 out,
                 begin,
+                order.shared.start,
+                len(order.shared),
                 len(order.pairs),
                 size,
                 first_expert,
@@ -330,15 +353,20 @@ def _sum(
             )
 
 
-@triton.jit(do_not_specialize=["begin", "num_rows", "first_expert", "count"])  # type: ignore[untyped-decorator]
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["begin", "shared_first", "shared_count", "num_rows", "first_expert", "count"]
+)
 def _weigh(
     rows: tl.tensor,
     ids: tl.tensor,
     weights: tl.tensor,
     row_of: tl.tensor,
+    counts: tl.tensor,
     beside: tl.tensor,
     out: tl.tensor,
     begin: tl.tensor,
+    shared_first: tl.tensor,
+    shared_count: tl.tensor,
     num_rows: tl.tensor,
     size: tl.tensor,
     first_expert: tl.tensor,
@@ -355,14 +383,32 @@ def _weigh(
         pair = token * top_k + choice
         local = tl.load(ids + pair) - first_expert
         here = (local >= 0) & (local < count)
-        row = tl.load(row_of + pair, mask=here, other=0).to(tl.int64)
-        real = here & (column < size)
-        value = tl.load(rows + row * size + column, mask=real, other=0.0).to(tl.float32)
-        for split in tl.static_range(1, splits):
-            value += tl.load(rows + (split * num_rows.to(tl.int64) + row) * size + column, mask=real, other=0.0)
-        weight = tl.load(weights + pair, mask=here, other=0.0)
-        total += weight * value.to(tl.bfloat16).to(tl.float32)
+        row = tl.load(row_of + pair, mask=here, other=0)
+        value = _row(rows, row, here & (column < size), column, num_rows, size, splits)
+        total += tl.load(weights + pair, mask=here, other=0.0) * value
+    number = tl.program_id(0) - shared_first
+    here = (number >= 0) & (number < shared_count)
+    row = tl.load(counts, mask=here, other=0) - shared_count + number
+    total += _row(rows, row, here & (column < size), column, num_rows, size, splits)
     place = (begin + token) * size + column
     if beside is not None:
         total += tl.load(beside + place, mask=column < size, other=0.0).to(tl.float32)
     tl.store(out + place, total.to(tl.bfloat16), mask=column < size)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _row(
+    rows: tl.tensor,
+    row: tl.tensor,
+    real: tl.tensor,
+    column: tl.tensor,
+    num_rows: tl.tensor,
+    size: tl.tensor,
+    splits: tl.constexpr,
+) -> tl.tensor:
+    """A block of the sum over the splits of one row, rounded to bfloat16; zeros where it is not real."""
+    place = rows + row.to(tl.int64) * size + column
+    value = tl.load(place, mask=real, other=0.0).to(tl.float32)
+    for split in tl.static_range(1, splits):
+        value += tl.load(place + split * (num_rows.to(tl.int64) * size), mask=real, other=0.0)
+    return value.to(tl.bfloat16).to(tl.float32)

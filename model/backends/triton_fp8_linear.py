@@ -30,6 +30,7 @@ the order of sums follows from it."""
 _LEAST_RUN = 8
 """Blocks of 128 channels that a program computes at least."""
 
+_FOUR = 4
 _BLOCK = tl.constexpr(BLOCK)
 
 
@@ -89,17 +90,22 @@ def _torch_computes(weight: torch.Tensor) -> bool:
 
 
 def torch_product(x: torch.Tensor, x_scales: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """The product by torch, whose kernel reads the scales of a weight's row of blocks in fours."""
+    """The product by torch, whose kernel reads scales in fours: of tokens, and of a weight's row of blocks."""
     check_scales(weight, scales)
-    return F.scaled_mm(
+    tokens = len(x)
+    if tokens % _FOUR:
+        x = F.pad(x.view(torch.uint8), (0, 0, 0, -tokens % _FOUR)).view(FP8)
+        x_scales = F.pad(x_scales.t(), (0, -tokens % _FOUR)).t()
+    product = F.scaled_mm(
         x,
         weight.t(),
         x_scales,
         ScalingType.BlockWise1x128,
-        F.pad(scales, (0, -scales.shape[1] % 4)).t() if scales.shape[1] % 4 else scales.t(),
+        F.pad(scales, (0, -scales.shape[1] % _FOUR)).t() if scales.shape[1] % _FOUR else scales.t(),
         ScalingType.BlockWise128x128,
         output_dtype=torch.bfloat16,
     )
+    return product[:tokens]
 
 
 def run_of(n: int, k: int, block_n: int) -> int:
@@ -115,7 +121,7 @@ def _tiling(m: int) -> Tiling:
     if m <= 32:
         return Tiling(m=32, n=64, warps=4, stages=4, per_sm=4)
     if m <= 64:
-        return Tiling(m=64, n=64, warps=4, stages=4, per_sm=3)
+        return Tiling(m=64, n=64, warps=4, stages=3, per_sm=4, registers=128)
     return Tiling(m=128, n=128, warps=8, stages=4, per_sm=1, tokens_left=True)
 
 
@@ -173,7 +179,9 @@ def partial_product(
                 block_n=cut.n,
                 block_m=cut.m,
                 stages=cut.stages,
+                unroll=cut.unroll,
                 num_warps=cut.warps,
+                maxnreg=cut.registers,
             )
     return out
 
@@ -190,7 +198,7 @@ def reduced(partial: torch.Tensor) -> torch.Tensor:
     return out
 
 
-@triton.jit(do_not_specialize=["m", "run", "num_blocks"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["x_scale_stride", "m", "num_blocks", "run"])  # type: ignore[untyped-decorator]
 def _linear(
     weight: tl.tensor,
     scales: tl.tensor,
@@ -210,6 +218,7 @@ def _linear(
     block_n: tl.constexpr,
     block_m: tl.constexpr,
     stages: tl.constexpr,
+    unroll: tl.constexpr,
 ) -> None:
     """One tile over one run of channels."""
     first_row = tl.program_id(0) * block_n
@@ -234,6 +243,7 @@ def _linear(
             block_n,
             block_m,
             stages,
+            unroll,
         )
     else:
         total = multiply(
@@ -255,6 +265,7 @@ def _linear(
             block_n,
             block_m,
             stages,
+            unroll,
         )
     row = first_row + tl.arange(0, block_n)
     place = (split.to(tl.int64) * m + token)[:, None] * n + row[None, :]
@@ -277,12 +288,13 @@ def _multiply_quantising(
     block_n: tl.constexpr,
     block_m: tl.constexpr,
     stages: tl.constexpr,
+    unroll: tl.constexpr,
 ) -> tl.tensor:
     """`triton_fp8_tile.multiply` by rows of x in bfloat16, to the same bits."""
     column = tl.arange(0, _BLOCK)
     rows = x + token.to(tl.int64)[:, None] * x_stride + column[None, :]
     total = tl.zeros([block_n, block_m], tl.float32)
-    for block in tl.range(begin, end, num_stages=stages):
+    for block in tl.range(begin, end, num_stages=stages, loop_unroll_factor=unroll):
         values = weight.load([weight_row, block * _BLOCK])
         inside = (token < m)[:, None] & (column + block * _BLOCK < k)[None, :]
         numbers = tl.load(rows + block * _BLOCK, mask=inside, other=0.0).to(tl.float32)

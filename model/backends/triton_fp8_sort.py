@@ -17,7 +17,9 @@ from model.backends.triton_fp8 import on
 class Sorted:
     """Rows are the pairs whose expert this process has, expert by expert and in order of their number.
 
-    pairs: int32 [P], the pair (token * k + choice) of a row. row: int32 [P], the row of a pair, if it has one.
+    The last rows are those of `shared`, tokens that go to the last expert without having chosen it.
+    pairs: int32 [P + shared], the pair (token * k + choice) of a row; token * k of shared ones.
+    row: int32 [P], the row of a pair, if it has one.
     tiles: int32 [3, most_tiles], of each tile the expert, the first row and the end of the expert's rows.
     counts: int32 [2], rows and tiles.
     """
@@ -26,18 +28,24 @@ class Sorted:
     row: torch.Tensor
     tiles: torch.Tensor
     counts: torch.Tensor
+    shared: range
 
     @property
     def most_tiles(self) -> int:
         return self.tiles.shape[1]
 
 
-def sort_pairs(ids: torch.Tensor, first_expert: int, experts: int, block_m: int) -> Sorted:
-    """Sort ids, integers [T, k], into tiles of block_m rows of one of `experts` experts from first_expert on."""
+def sort_pairs(ids: torch.Tensor, first_expert: int, experts: int, block_m: int, shared: range | None = None) -> Sorted:
+    """Sort ids, integers [T, k], into tiles of block_m rows of one of `experts` experts from first_expert on.
+
+    shared: the last expert is not one of those, and computes these tokens.
+    """
     count = ids.numel()
-    most_tiles = min(count, count // block_m + experts)
-    new = torch.empty(2 * count + 3 * most_tiles + 2, dtype=torch.int32, device=ids.device)
-    pairs, row, tiles, counts = torch.split(new, [count, count, 3 * most_tiles, 2])
+    most_rows = count + len(shared or ())
+    most_tiles = min(most_rows, most_rows // block_m + experts)
+    pairs, row, tiles, counts = (
+        torch.empty(size, dtype=torch.int32, device=ids.device) for size in (most_rows, count, 3 * most_tiles, 2)
+    )
     chunk = min(_CHUNK, max(_LEAST_CHUNK, triton.next_power_of_2(count)))
     with on(ids.device):
         _sort[(experts,)](
@@ -49,20 +57,25 @@ def sort_pairs(ids: torch.Tensor, first_expert: int, experts: int, block_m: int)
             count,
             most_tiles,
             first_expert,
-            experts,
+            shared.start if shared else 0,
+            len(shared or ()),
+            ids.shape[1],
+            experts if shared is None else experts - 1,
             block_m,
             bins=triton.next_power_of_2(experts + 1),
             chunk=chunk,
             num_warps=4 if chunk < _CHUNK else 8,
         )
-    return Sorted(pairs, row, tiles.view(3, most_tiles), counts)
+    return Sorted(pairs, row, tiles.view(3, most_tiles), counts, shared or range(0))
 
 
 _LEAST_CHUNK, _CHUNK = 128, 4096
 """Pairs that are looked at together."""
 
 
-@triton.jit(do_not_specialize=["count", "most_tiles", "first_expert"])  # type: ignore[untyped-decorator]
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["count", "most_tiles", "first_expert", "shared_first", "shared_count", "top_k"]
+)
 def _sort(
     ids: tl.tensor,
     pairs: tl.tensor,
@@ -72,18 +85,21 @@ def _sort(
     count: tl.tensor,
     most_tiles: tl.tensor,
     first_expert: tl.tensor,
-    experts: tl.constexpr,
+    shared_first: tl.tensor,
+    shared_count: tl.tensor,
+    top_k: tl.tensor,
+    chosen: tl.constexpr,
     block_m: tl.constexpr,
     bins: tl.constexpr,
     chunk: tl.constexpr,
 ) -> None:
-    """The rows and tiles of one expert."""
+    """The rows and tiles of one expert. chosen: how many there are that ids choose among; one more is shared."""
     expert = tl.program_id(0)
     number = tl.arange(0, bins)
     of_expert = tl.zeros([bins], tl.int32)
     for begin in range(0, count, chunk):
-        of_expert += tl.histogram(_local(ids, begin, count, first_expert, experts, chunk), bins)
-    of_expert = tl.where(number < experts, of_expert, 0)
+        of_expert += tl.histogram(_local(ids, begin, count, first_expert, chosen, chunk), bins)
+    of_expert = tl.where(number < chosen, of_expert, tl.where(number == chosen, shared_count, 0))
     tiles_of = (of_expert + block_m - 1) // block_m
     row = tl.sum(tl.where(number < expert, of_expert, 0), 0)
     end = row + tl.sum(tl.where(number == expert, of_expert, 0), 0)
@@ -98,13 +114,19 @@ def _sort(
         tl.store(tiles + 2 * most_tiles + tile, end)
         tile += 1
 
-    for begin in range(0, count, chunk):
-        pair = begin + tl.arange(0, chunk)
-        mine = (_local(ids, begin, count, first_expert, experts, chunk) == expert).to(tl.int32)
-        place = row + tl.cumsum(mine, 0) - 1
-        tl.store(pairs + place, pair, mask=mine > 0)
-        tl.store(rows + pair, place, mask=mine > 0)
-        row += tl.sum(mine, 0)
+    if expert < chosen:
+        for begin in range(0, count, chunk):
+            pair = begin + tl.arange(0, chunk)
+            mine = (_local(ids, begin, count, first_expert, chosen, chunk) == expert).to(tl.int32)
+            place = row + tl.cumsum(mine, 0) - 1
+            tl.store(pairs + place, pair, mask=mine > 0)
+            tl.store(rows + pair, place, mask=mine > 0)
+            row += tl.sum(mine, 0)
+    else:
+        for begin in range(0, shared_count, chunk):
+            number_shared = begin + tl.arange(0, chunk)
+            real = number_shared < shared_count
+            tl.store(pairs + row + number_shared, (shared_first + number_shared) * top_k, mask=real)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -113,11 +135,11 @@ def _local(
     begin: tl.tensor,
     count: tl.tensor,
     first_expert: tl.tensor,
-    experts: tl.constexpr,
+    chosen: tl.constexpr,
     chunk: tl.constexpr,
 ) -> tl.tensor:
-    """The experts of a chunk of pairs, counted from the first that is here; `experts` for those that are not."""
+    """The experts of a chunk of pairs, counted from the first that is here; `chosen` for those that are not."""
     pair = begin + tl.arange(0, chunk)
     local = tl.load(ids + pair, mask=pair < count, other=-1).to(tl.int32) - first_expert
-    here = (local >= 0) & (local < experts) & (pair < count)
-    return tl.where(here, local, experts)
+    here = (local >= 0) & (local < chosen) & (pair < count)
+    return tl.where(here, local, chosen)

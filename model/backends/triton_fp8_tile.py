@@ -29,7 +29,8 @@ class Tiling:
     """How a product is cut. m, n: tokens and rows of the weight per tile. per_sm: programs per multiprocessor.
 
     n is 64 or 128, or with tokens_left also 256, which is computed as two of 128. registers: the most of a thread, so
-    that per_sm programs fit; None: as many as the compiler takes.
+    that per_sm programs fit; None: as many as the compiler takes. unroll: blocks of channels per turn of the loop; the
+    copies of two that lie side by side are started together.
     """
 
     m: int
@@ -37,6 +38,7 @@ class Tiling:
     warps: int
     stages: int
     per_sm: int
+    unroll: int = 1
     tokens_left: bool = False
     registers: int | None = None
 
@@ -75,6 +77,7 @@ def multiply(
     block_n: tl.constexpr,
     block_m: tl.constexpr,
     stages: tl.constexpr,
+    unroll: tl.constexpr,
 ) -> tl.tensor:
     """float32 [block_m, block_n]: rows x_row of x by rows of the weight from weight_row on, over blocks begin to end.
 
@@ -86,7 +89,7 @@ def multiply(
     x_scales = x_scale + x_row
     total = tl.zeros([block_m, block_n] if tokens_left else [block_n, block_m], tl.float32)
     part = total
-    for block in tl.range(begin, end, num_stages=stages):
+    for block in tl.range(begin, end, num_stages=stages, loop_unroll_factor=unroll):
         values = weight.load([weight_row, block * _BLOCK])
         inside = real[:, None] & (column + block * _BLOCK < k)[None, :] if ragged else real[:, None]
         tokens = tl.load(rows + block * _BLOCK, mask=inside, other=0.0)
@@ -118,13 +121,15 @@ def multiply_wide(
     real: tl.tensor,
     num_blocks: tl.tensor,
     k: tl.tensor,
+    compiled: tl.constexpr,
     ragged: tl.constexpr,
     block_m: tl.constexpr,
     stages: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
     """`multiply` over all blocks by 128 rows of the weight and by the 128 that follow, whose scales are at next_scale.
 
-    Each token that is read serves twice as many rows, and only one half's products are held beside both sums.
+    Each token that is read serves twice as many rows, and only one half's products are held beside both sums. compiled:
+    not interpreted.
     """
     column = tl.arange(0, _BLOCK)
     rows = x + x_row.to(tl.int64)[:, None] * k + column[None, :]
@@ -137,6 +142,11 @@ def multiply_wide(
         scale = tl.load(x_scales + block * x_scale_stride, mask=real, other=0.0)
         values = weight.load([weight_row, block * _BLOCK])
         first += tl.dot(tokens, values.T) * (scale * tl.load(weight_scale + block))[:, None]
+        if compiled:
+            # The compiler would start the next product before it has added this one up, and run out of registers.
+            first = tl.inline_asm_elementwise(
+                "mov.b32 $0, $1;", "=r,r", [first], dtype=tl.float32, is_pure=False, pack=1
+            )
         values = weight.load([weight_row + _BLOCK, block * _BLOCK])
         second += tl.dot(tokens, values.T) * (scale * tl.load(next_scale + block))[:, None]
     return first, second

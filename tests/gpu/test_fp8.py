@@ -120,13 +120,14 @@ def test_a_token_gets_the_same_from_experts_among_few_whoever_they_are() -> None
         assert torch.equal(experts(x[:count], ids[:count], weights[:count], *projections, True, 64), among[:count])
 
 
-def test_an_expert_that_all_share_may_be_one_of_them() -> None:
-    x, ids, weights, *projections = expert_case(40, 2, 5, 512, 256, 4, device=CUDA)
-    ids = torch.cat((ids, torch.full_like(ids[:, :1], 4)), 1)
-    weights = torch.cat((weights, torch.ones_like(weights[:, :1])), 1)
-    shared = mlp(x, *(tensor[4] for tensor in projections), True)
-    routed = experts(x, ids[:, :2], weights[:, :2], *(tensor[:4] for tensor in projections), True, 0, shared)
-    close(experts(x, ids, weights, *projections, True), routed)
+@pytest.mark.parametrize("tokens", [1, 40, 9000])
+def test_an_expert_that_all_share_may_be_one_of_them(tokens: int) -> None:
+    x, ids, weights, *projections = expert_case(tokens, 2, 5, 512, 256, 4, device=CUDA)
+    own = range(tokens // 2, tokens)
+    beside = torch.zeros_like(x)
+    beside[own.start :] = mlp(x[own.start :], *(tensor[4] for tensor in projections), True)
+    routed = experts(x, ids, weights, *(tensor[:4] for tensor in projections), True, 0, beside)
+    close(experts(x, ids, weights, *projections, True, shared=own), routed)
 
 
 def test_tokens_that_chose_no_expert_here_get_zeros() -> None:

@@ -118,10 +118,10 @@ def test_grouped_experts_compute_what_each_expert_computes(tokens: int) -> None:
             opened, up = (gate_up[number].double() @ hidden[token].double()).chunk(2)
             expected[token] += weight * (down[number].double() @ (F.silu(opened) * up))
     parts = [
-        MixtureOfExperts(gate, Linear(gate_up[first:stop]), Linear(down[first:stop]), first, shared=None)  # type: ignore[arg-type]
+        MixtureOfExperts(gate, Linear(gate_up[first:stop]), Linear(down[first:stop]), first, stop - first, None)
         for first, stop in ((0, 4), (4, 16))
     ]
-    whole = MixtureOfExperts(gate, Linear(gate_up), Linear(down), 0, shared=None)  # type: ignore[arg-type]
+    whole = MixtureOfExperts(gate, Linear(gate_up), Linear(down), 0, experts, None)
     off = whole.routed(hidden, ids, weights).double() - expected
     shared_out = sum(part.routed(hidden, ids, weights).double() for part in parts) - expected
     assert shared_out.norm() <= 0.01 * expected.norm()

@@ -79,6 +79,8 @@ def test_experts(tokens: int, top_k: int, count: int, hidden: int, width: int, m
     close(whole, fp8.experts(*case, True, 2), 0.01)
     monkeypatch.setattr(triton_fp8_experts, "_SPLIT_PAIRS", 0 if tokens * top_k <= 64 else 1 << 20)
     assert torch.equal(experts(*case, True, 2), whole), "however the channels are shared"
+    shared = range(tokens // 3, tokens)
+    close(experts(*case, True, 2, shared=shared), fp8.experts(*case, True, 2, shared=shared), 0.01)
     beside = randn(tokens, hidden).bfloat16()
     close(experts(*case, True, 2, beside), fp8.experts(*case, True, 2, beside), 0.01)
 
@@ -90,6 +92,9 @@ def test_experts_of_many_tokens(n: int, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(triton_fp8_experts, "tiling", lambda tokens: Tiling(32, n, 4, 2, 1, tokens_left=True))
     case = expert_case(40, 2, 3, 272, 128)
     close(experts(*case, False, 2), fp8.experts(*case, False, 2), 0.01)
+    for shared in (range(3, 30), range(30, 40), range(0)):
+        ours, theirs = (compute(*case, False, 2, shared=shared) for compute in (experts, fp8.experts))
+        close(ours, theirs, 0.01)
 
 
 def test_what_is_no_number_stays_none() -> None:

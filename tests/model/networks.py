@@ -35,6 +35,7 @@ def mixture_of(module: Any, experts: range | None = None) -> MixtureOfExperts:
         gate_up=Linear(module.experts.gate_up_proj[own.start : own.stop]),
         down=Linear(module.experts.down_proj[own.start : own.stop]),
         first=own.start,
+        number=len(own),
         shared=FeedForward(
             Linear(torch.cat((shared.gate_proj.weight, shared.up_proj.weight))), Linear(shared.down_proj.weight)
         ),
