@@ -23,8 +23,8 @@ _ALL_AT_ONCE_BYTES = 1 << 30
 class MixtureOfExperts:
     """The routed experts that this process has, those from `first` on, and the shared expert.
 
-    gate_up, down: of the routed experts, [experts, 2 * width, hidden_size] and [experts, hidden_size, width]. They may be
-    followed by a shared expert of the same width; else `shared` is that expert.
+    gate_up, down: of the `number` routed experts, [experts, 2 * width, hidden_size] and [experts, hidden_size, width],
+    followed by the shared expert if that has the same width; else it is `shared`.
     """
 
     router: Router
