@@ -6,7 +6,8 @@ import structlog
 import torch
 
 from base.errors import StartupError
-from model.backends.device import triton_obstacle
+from hisparse.fp8_format import Fp8Format
+from model.backends.device import MIN_TILE, triton_obstacle
 from model.backends.protocol import AttentionBackend
 from model.backends.torch_backend import TorchBackend
 from model.spec import ModelSpec
@@ -42,6 +43,11 @@ def _obstacle(device: torch.device, spec: ModelSpec) -> str | None:
         return f"runs on CUDA devices, not on {device}"
     if obstacle := triton_obstacle():
         return obstacle
+    if isinstance(spec.kv_format, Fp8Format):
+        if spec.dtype != torch.bfloat16 or spec.index_dim < MIN_TILE:
+            return f"reads fp8 KV in bfloat16 and with an index_head_dim of {MIN_TILE} or more, not in {spec.dtype}"
+    elif spec.kv_format.name != str(spec.dtype).removeprefix("torch."):
+        return f"reads KV of the type that it computes in, {spec.dtype}, or fp8_e4m3, not {spec.kv_format.name}"
     # What the registers and the shared memory of one program of the Triton kernels hold.
     for what, size, limit in (
         ("kv_lora_rank", spec.latent_dim, 512),

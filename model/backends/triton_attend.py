@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from hisparse.fp8_format import SCALED_TOGETHER, Fp8Format
 from model.backends.device import MIN_TILE, properties, tile_width
 
 _MAX_SPLITS = 64
@@ -24,6 +25,7 @@ _LARGE_TILES_BYTES = 224_000
 
 # Below every score and yet finite: an absent row's score is -inf, and -inf less this is still -inf rather than NaN.
 _FLOOR = tl.constexpr(-1e30)
+_TOGETHER = tl.constexpr(SCALED_TOGETHER)
 
 
 @dataclass(frozen=True)
@@ -49,17 +51,47 @@ def attend_rows(
     A query may also have no row at all; it attends to zero. The launch depends on shapes alone and waits for nothing,
     so it can be captured in a CUDA graph. Raises ValueError for tensors that do not fit together.
     """
-    num_queries, heads, item_dim = queries.shape
-    k = rows.shape[1]
+    num_queries, _, item_dim = queries.shape
     if kv.shape[1:] != (item_dim,) or len(rows) != num_queries or kv.dtype != queries.dtype or kv.stride(1) != 1:
         raise ValueError(
             f"expected kv [num_rows, {item_dim}] of {queries.dtype}, each row contiguous, and rows [{num_queries}, k], "
             f"found kv {tuple(kv.shape)} of {kv.dtype} with strides {kv.stride()} and rows {tuple(rows.shape)}"
         )
+    return _attend(queries, (kv, kv, kv), rows, scaling, latent_dim, 0, _tiling(queries))
+
+
+def attend_fp8_rows(
+    queries: torch.Tensor, kv: torch.Tensor, rows: torch.Tensor, scaling: float, kv_format: Fp8Format
+) -> torch.Tensor:
+    """`attend_rows` of a pool of fp8 items, uint8 [num_rows, item_bytes], contiguous, by queries in bfloat16."""
+    num_queries, heads, item_dim = queries.shape
+    fits = item_dim == kv_format.latent_dim + kv_format.rope_dim and len(rows) == num_queries
+    if not fits or kv.shape[1:] != (kv_format.item_bytes,) or not kv.is_contiguous() or queries.dtype != torch.bfloat16:
+        raise ValueError(
+            f"expected queries [{len(rows)}, heads, {kv_format.latent_dim + kv_format.rope_dim}] of bfloat16 and "
+            f"contiguous kv [num_rows, {kv_format.item_bytes}], found {tuple(queries.shape)} of {queries.dtype} and "
+            f"{tuple(kv.shape)} with strides {kv.stride()}"
+        )
+    parts = tuple(kv.view(dtype) for dtype in (torch.float8_e4m3fn, torch.float32, torch.bfloat16))
+    tiling = _fp8_tiling(heads, queries.device)
+    return _attend(queries, parts, rows, scaling, kv_format.latent_dim, kv_format.num_scales, tiling)
+
+
+def _attend(
+    queries: torch.Tensor,
+    parts: tuple[torch.Tensor, ...],
+    rows: torch.Tensor,
+    scaling: float,
+    latent_dim: int,
+    num_scales: int,
+    tiling: _Tiling,
+) -> torch.Tensor:
+    """parts: the pool as numbers of the types that the kernel reads; num_scales: 0 for items of the queries' type."""
+    num_queries, heads, item_dim = queries.shape
+    k = rows.shape[1]
     output = queries.new_empty(num_queries, heads, latent_dim)
     if num_queries == 0:
         return output
-    tiling = _tiling(heads, queries.dtype, queries.device)
     head_tiles = triton.cdiv(heads, tiling.heads)
     num_splits, rows_per_split = _splits(num_queries * head_tiles, k, tiling, queries.device)
     log_sums = queries.new_empty(num_queries, heads, num_splits, dtype=torch.float32)
@@ -68,20 +100,21 @@ def attend_rows(
     with torch.cuda.device(queries.device):
         _attend_split[(num_queries * head_tiles, num_splits)](
             queries.contiguous(),
-            kv,
+            *parts,
             rows.contiguous(),
             partial,
             log_sums,
-            kv.stride(0),
+            parts[0].stride(0),
             k,
             rows_per_split,
             scaling * math.log2(math.e),
             heads,
             latent_dim,
             item_dim,
+            num_scales,
             block_heads=tiling.heads,
             block_rows=tiling.rows,
-            block_latent=block_latent,
+            block_latent=max(block_latent, SCALED_TOGETHER) if num_scales else block_latent,
             block_rope=tile_width(item_dim - latent_dim),
             num_warps=tiling.warps,
             # With a tile or two there is nothing to fetch ahead.
@@ -101,13 +134,21 @@ def attend_rows(
     return output
 
 
-def _tiling(heads: int, dtype: torch.dtype, device: torch.device) -> _Tiling:
+def _tiling(queries: torch.Tensor) -> _Tiling:
     """The fastest that was found on an H200, at 1 to 64 queries and at prompt chunks, for what the device can hold."""
-    if dtype.itemsize > 2:
+    heads, device = queries.shape[1], queries.device
+    if queries.dtype.itemsize > 2:
         return _Tiling(heads=MIN_TILE, rows=MIN_TILE, warps=4, stages=1, waves=2)
     if heads > 32 and properties(device).shared_memory_per_block_optin >= _LARGE_TILES_BYTES:
         return _Tiling(heads=64, rows=64, warps=8, stages=3, waves=1)
     return _Tiling(heads=MIN_TILE, rows=32, warps=4, stages=5, waves=2)
+
+
+def _fp8_tiling(heads: int, device: torch.device) -> _Tiling:
+    """As for bfloat16. fp8 items in flight take half the room, and the tile that is multiplied takes its own."""
+    if heads > 32 and properties(device).shared_memory_per_block_optin >= _LARGE_TILES_BYTES:
+        return _Tiling(heads=64, rows=64, warps=8, stages=3, waves=1)
+    return _Tiling(heads=MIN_TILE, rows=32, warps=4, stages=3, waves=2)
 
 
 def _splits(programs: int, k: int, tiling: _Tiling, device: torch.device) -> tuple[int, int]:
@@ -125,6 +166,8 @@ def _splits(programs: int, k: int, tiling: _Tiling, device: torch.device) -> tup
 def _attend_split(
     queries: tl.tensor,
     kv: tl.tensor,
+    kv_scales: tl.tensor,
+    kv_ropes: tl.tensor,
     rows: tl.tensor,
     partial: tl.tensor,
     log_sums: tl.tensor,
@@ -135,12 +178,17 @@ def _attend_split(
     heads: tl.constexpr,
     latent_dim: tl.constexpr,
     item_dim: tl.constexpr,
+    num_scales: tl.constexpr,
     block_heads: tl.constexpr,
     block_rows: tl.constexpr,
     block_latent: tl.constexpr,
     block_rope: tl.constexpr,
 ) -> None:
     """One tile of a query's heads over one split of its rows. scale: of scores, in units of log2(e).
+
+    kv: items of the queries' type, kv_stride elements apart. With num_scales above 0 they are fp8 items, and kv,
+    kv_scales and kv_ropes are the same bytes as numbers of three types. A tile is then scaled to the queries' type in
+    registers.
 
     Writes partial [N, heads, splits, latent_dim], the mean latent by the split's own weights, and log_sums
     [N, heads, splits], the base-2 logarithm of the sum of those weights.
@@ -167,8 +215,19 @@ def _attend_split(
         row = tl.load(rows + query * k + column, mask=column < end, other=-1)
         present = row >= 0
         items = kv + row[:, None] * kv_stride
-        latents = tl.load(items + latent[None, :], mask=present[:, None] & real_latent[None, :], other=0.0)
-        ropes = tl.load(items + rope[None, :], mask=present[:, None] & real_rope[None, :], other=0.0)
+        if num_scales == 0:
+            latents = tl.load(items + latent[None, :], mask=present[:, None] & real_latent[None, :], other=0.0)
+            ropes = tl.load(items + rope[None, :], mask=present[:, None] & real_rope[None, :], other=0.0)
+        else:
+            stored = tl.load(items + latent[None, :], mask=present[:, None] & real_latent[None, :], other=0.0)
+            group = tl.arange(0, block_latent // _TOGETHER)
+            item_scales = kv_scales + row[:, None] * (kv_stride // 4) + latent_dim // 4 + group[None, :]
+            scales = tl.load(item_scales, mask=present[:, None] & (group < num_scales)[None, :], other=0.0)
+            grouped = stored.to(tl.float32).reshape([block_rows, block_latent // _TOGETHER, _TOGETHER])
+            latents = (grouped * scales[:, :, None]).reshape([block_rows, block_latent]).to(queries.dtype.element_ty)
+            # Behind the latent's bytes and four for each scale.
+            item_ropes = kv_ropes + row[:, None] * (kv_stride // 2) + (4 * num_scales - latent_dim) // 2
+            ropes = tl.load(item_ropes + rope[None, :], mask=present[:, None] & real_rope[None, :], other=0.0)
         scores = tl.dot(query_latents, tl.trans(latents), input_precision="ieee")
         scores = tl.dot(query_ropes, tl.trans(ropes), scores, input_precision="ieee")
         scores = tl.where(present[None, :], scores * scale, float("-inf"))

@@ -3,7 +3,12 @@
 DeepSeek-V3.2, section 2.1. Per-head scores stay on the chip. The scale is positive, so it is applied to the head
 weights instead of every score. Products of float32 have "ieee" precision, since tensor cores would round their factors
 to 10 bits. It does not affect other dtypes.
+
+fp8 keys are multiplied as they are stored, by queries in fp8 (`triton_encode.encode_index_queries`), and the sum over
+heads is then multiplied by the key's scale, which is positive, too.
 """
+
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -17,33 +22,50 @@ _DEEP_PIPELINE_BYTES = 152_000
 """Shared memory that a program with three tiles of 128 keys in flight needs."""
 
 
-def decode_scores(index: IndexQueries, pages: PagedKeys, keys: torch.Tensor) -> torch.Tensor:
+@dataclass(frozen=True)
+class StoredKeys:
+    """Index keys as kernels read them.
+
+    vectors: [..., dim], each contiguous, in the type of the queries. scales: float32 [...], what to multiply products
+    with them by; None: 1.
+    """
+
+    vectors: torch.Tensor
+    scales: torch.Tensor | None = None
+
+    @classmethod
+    def fp8(cls, stored: torch.Tensor, dim: int) -> "StoredKeys":
+        """Of uint8 [..., dim + 4], contiguous: float8_e4m3 vectors, and behind each of them its scale."""
+        return cls(stored.view(torch.float8_e4m3fn)[..., :dim], stored.view(torch.float32)[..., dim // 4])
+
+
+def decode_scores(index: IndexQueries, pages: PagedKeys, keys: StoredKeys) -> torch.Tensor:
     """Scores of one query per request against its own sequence.
 
-    keys: `pages.keys` decoded, [num_pages, page_size, dim].
+    keys: those of `pages`, [num_pages, page_size, dim].
 
     Returns float32 [batch, page_table width * page_size], -inf past each sequence's length. Lengths are read on the
     device, so the launch depends on shapes alone and can be captured in a CUDA graph.
     """
     table = pages.page_table
     batch, heads, dim = index.queries.shape
-    page_size = keys.shape[1]
+    vectors, page_size = keys.vectors, keys.vectors.shape[1]
     width = table.shape[1] * page_size
     scores = index.head_weights.new_empty(batch, width)
-    wide = keys.dtype.itemsize > 2
-    block_heads, block_positions = (MIN_TILE, 32) if wide else (min(tile_width(heads), 64), 128)
-    tiles = triton.cdiv(width, block_positions)
-    # One program per multiprocessor: it can fetch ahead in a long row of tiles.
-    tiles_per_program = triton.cdiv(tiles * batch, properties(keys.device).multi_processor_count)
-    with torch.cuda.device(keys.device):
+    tiling = _tiling(heads, dim, vectors)
+    tiles = triton.cdiv(width, tiling.positions)
+    programs = tiling.waves * properties(vectors.device).multi_processor_count
+    tiles_per_program = triton.cdiv(tiles * batch, programs)
+    with torch.cuda.device(vectors.device):
         _score_pages[(batch, triton.cdiv(tiles, tiles_per_program))](
             index.queries.contiguous(),
             index.head_weights.contiguous(),
-            keys,
+            vectors,
+            vectors if keys.scales is None else keys.scales,
             table,
             pages.seq_lens,
             scores,
-            *keys.stride()[:2],
+            vectors.stride(0),
             table.stride(0),
             width,
             tiles_per_program,
@@ -51,36 +73,42 @@ def decode_scores(index: IndexQueries, pages: PagedKeys, keys: torch.Tensor) -> 
             heads,
             dim,
             page_size,
-            block_heads=block_heads,
+            key_stride=vectors.stride(1),
+            scaled=keys.scales is not None,
+            block_heads=tiling.heads,
             block_dim=tile_width(dim),
-            block_positions=block_positions,
-            num_warps=4,
-            num_stages=_decode_stages(heads, block_heads, keys.device),
+            block_positions=tiling.positions,
+            num_warps=tiling.warps,
+            num_stages=tiling.stages,
         )
     return scores
 
 
-def prompt_scores(index: IndexQueries, keys: torch.Tensor, start: int) -> torch.Tensor:
+def prompt_scores(index: IndexQueries, keys: StoredKeys, start: int) -> torch.Tensor:
     """Scores of queries at consecutive positions from `start` on against the keys [num_keys, dim] of positions from 0.
 
     Returns float32 [N, num_keys], -inf past each query's own position.
     """
     num_queries, heads, dim = index.queries.shape
-    scores = index.head_weights.new_empty(num_queries, len(keys))
-    wide = keys.dtype.itemsize > 2
+    vectors, num_keys = keys.vectors, len(keys.vectors)
+    scores = index.head_weights.new_empty(num_queries, num_keys)
+    wide = vectors.dtype.itemsize > 2
     block_queries, block_keys = (32, 32) if wide else (128, 128)
-    with torch.cuda.device(keys.device):
-        _score_prompt[(triton.cdiv(len(keys), block_keys), triton.cdiv(num_queries, block_queries))](
+    with torch.cuda.device(vectors.device):
+        _score_prompt[(triton.cdiv(num_keys, block_keys), triton.cdiv(num_queries, block_queries))](
             index.queries.contiguous(),
             index.head_weights.contiguous(),
-            keys.contiguous(),
+            vectors,
+            vectors if keys.scales is None else keys.scales,
             scores,
             num_queries,
-            len(keys),
+            num_keys,
             start,
             dim**-0.5,
             heads,
             dim,
+            key_stride=vectors.stride(0),
+            scaled=keys.scales is not None,
             block_queries=block_queries,
             block_keys=block_keys,
             block_dim=tile_width(dim),
@@ -90,8 +118,36 @@ def prompt_scores(index: IndexQueries, keys: torch.Tensor, start: int) -> torch.
     return scores
 
 
-def _decode_stages(heads: int, block_heads: int, device: torch.device) -> int:
-    """Page numbers are fetched ahead of the keys, so every second stage holds keys."""
+@dataclass(frozen=True)
+class _Tiling:
+    """How `_score_pages` cuts its work: heads and positions per tile, and what Triton is told about each program.
+
+    waves: programs per multiprocessor. stages: page numbers are fetched ahead of the keys, so every second one holds
+    keys.
+    """
+
+    heads: int
+    positions: int
+    warps: int
+    stages: int
+    waves: int
+
+
+FP8_TILING = _Tiling(64, 128, warps=4, stages=5, waves=2)
+
+
+def _tiling(heads: int, dim: int, vectors: torch.Tensor) -> _Tiling:
+    """One program per multiprocessor can fetch ahead in a long row of tiles. Tiles of fp8 are small enough for two,
+    of which one multiplies while the other adds up heads."""
+    if vectors.dtype.itemsize > 2:
+        return _Tiling(MIN_TILE, 32, warps=4, stages=_stages(heads, MIN_TILE, vectors.device), waves=1)
+    block_heads = min(tile_width(heads), 64)
+    if vectors.dtype.itemsize == 1:
+        return FP8_TILING if heads <= 64 else replace(FP8_TILING, stages=1)
+    return _Tiling(block_heads, 128, warps=4, stages=_stages(heads, block_heads, vectors.device), waves=1)
+
+
+def _stages(heads: int, block_heads: int, device: torch.device) -> int:
     if heads > block_heads:
         return 1  # more stages would also hold several tiles of queries
     return 5 if properties(device).shared_memory_per_block_optin >= _DEEP_PIPELINE_BYTES else 3
@@ -102,11 +158,11 @@ def _score_pages(
     queries: tl.tensor,
     head_weights: tl.tensor,
     keys: tl.tensor,
+    key_scales: tl.tensor,
     page_table: tl.tensor,
     seq_lens: tl.tensor,
     scores: tl.tensor,
     page_stride: tl.tensor,
-    key_stride: tl.tensor,
     table_stride: tl.tensor,
     width: tl.tensor,
     tiles_per_program: tl.tensor,
@@ -114,11 +170,13 @@ def _score_pages(
     heads: tl.constexpr,
     dim: tl.constexpr,
     page_size: tl.constexpr,
+    key_stride: tl.constexpr,
+    scaled: tl.constexpr,
     block_heads: tl.constexpr,
     block_dim: tl.constexpr,
     block_positions: tl.constexpr,
 ) -> None:
-    """One sequence, some consecutive tiles of its positions."""
+    """One sequence, some consecutive tiles of its positions. page_stride, key_stride: in elements of the keys."""
     sequence = tl.program_id(0).to(tl.int64)
     begin = tl.program_id(1) * tiles_per_program * block_positions
     end = tl.minimum(begin + tiles_per_program * block_positions, width)
@@ -145,6 +203,9 @@ def _score_pages(
             weight = tl.load(head_weights + place, mask=real_head, other=0.0) * scale
             per_head = tl.dot(tile, query, input_precision="ieee")
             score += tl.sum(tl.maximum(per_head, 0.0) * weight[None, :], 1)
+        if scaled:  # a scale takes as much room as four elements
+            place = page * (page_stride // 4) + (position % page_size) * (key_stride // 4)
+            score *= tl.load(key_scales + place, mask=present, other=0.0)
         score = tl.where(present, score, float("-inf"))
         tl.store(scores + sequence * width + position, score, mask=position < end)
 
@@ -160,6 +221,7 @@ def _score_prompt(
     queries: tl.tensor,
     head_weights: tl.tensor,
     keys: tl.tensor,
+    key_scales: tl.tensor,
     scores: tl.tensor,
     num_queries: tl.tensor,
     num_keys: tl.tensor,
@@ -167,6 +229,8 @@ def _score_prompt(
     scale: tl.tensor,
     heads: tl.constexpr,
     dim: tl.constexpr,
+    key_stride: tl.constexpr,
+    scaled: tl.constexpr,
     block_queries: tl.constexpr,
     block_keys: tl.constexpr,
     block_dim: tl.constexpr,
@@ -178,7 +242,7 @@ def _score_prompt(
     column = tl.arange(0, block_dim)
     real_token, real_key, real_column = token < num_queries, key < num_keys, column < dim
     tile = tl.load(
-        keys + key[None, :].to(tl.int64) * dim + column[:, None],
+        keys + key[None, :].to(tl.int64) * key_stride + column[:, None],
         mask=real_key[None, :] & real_column[:, None],
         other=0.0,
     )
@@ -194,6 +258,9 @@ def _score_prompt(
         weight = tl.load(head_weights + place, mask=real_token, other=0.0) * scale
         per_head = tl.dot(query, tile, input_precision="ieee")
         score += tl.maximum(per_head, 0.0) * weight[:, None]
+    if scaled:
+        place = key.to(tl.int64) * (key_stride // 4)
+        score *= tl.load(key_scales + place, mask=real_key, other=0.0)[None, :]
     score = tl.where(key[None, :] <= start + token[:, None], score, float("-inf"))
     tl.store(
         scores + token[:, None].to(tl.int64) * num_keys + key[None, :],

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hisparse.format import KVFormat
+from hisparse.format import DenseFormat, KVFormat
 from model.backends.protocol import AttentionBackend
 from model.backends.torch_backend import TorchBackend
 from model.indexer import IndexQueries
@@ -38,7 +38,7 @@ SHAPES = [
 
 def dense(dtype: torch.dtype) -> KVFormat:
     """Of whatever width: reading it is a view."""
-    return KVFormat(dtype, item_dim=0, index_dim=0)
+    return DenseFormat(dtype, item_dim=0, index_dim=0)
 
 
 def generator(seed: int = 0) -> torch.Generator:
