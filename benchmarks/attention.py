@@ -8,6 +8,7 @@ import json
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -20,18 +21,24 @@ from base.errors import StartupError
 from benchmarks.machine import this_machine
 from benchmarks.program import run
 from hisparse.format import DenseFormat
+from hisparse.fp8_format import Fp8Format
 from model.backends.protocol import AttentionBackend
 from model.backends.torch_backend import TorchBackend
 from model.indexer import IndexQueries
+from model.rope import Rope
 
-SCHEMA = 1
+SCHEMA = 2
 LATENT_DIM, ITEM_DIM, TOPK = 512, 576, 2048
 INDEX_HEADS, INDEX_DIM, PAGE_SIZE = 64, 128, 64
-HEADS = (16, 128)
+HEADS = (16, 64, 128)
 BATCHES = (1, 4, 16, 64)
+SCORED = ((1, 131072), (16, 65536))
+"""Batches and contexts for scores without a selection."""
+ENCODED = (1, 64, 4096)
 CHUNK = 2048
 
-FORMAT = DenseFormat(torch.bfloat16, ITEM_DIM, INDEX_DIM)
+DENSE = DenseFormat(torch.bfloat16, ITEM_DIM, INDEX_DIM)
+FP8 = Fp8Format(LATENT_DIM, ITEM_DIM - LATENT_DIM, INDEX_DIM)
 _NUM_ROWS = 1 << 20
 _UNCACHED_BYTES = 256 << 20
 _SCALING = 0.1
@@ -43,77 +50,105 @@ Work = Callable[[int], object]
 
 @dataclass(frozen=True)
 class Case:
-    """One thing to time. num_bytes: items or keys that it has to read once. turns: how often in one graph; 0: none."""
+    """One thing to time.
+
+    num_bytes: what has to be read or written once, in bfloat16 and in fp8. turns: how often in one graph; 0: none.
+    work: for each column what is timed: torch and triton in bfloat16, fp8 by Triton.
+    """
 
     name: str
     batch: int
-    num_bytes: int
+    num_bytes: tuple[int, int]
     turns: int
-    work: Callable[[AttentionBackend], Work]
+    work: dict[str, Work]
 
 
 @dataclass(frozen=True)
 class CaseResult:
-    """Median microseconds of each backend."""
+    """Median microseconds in each column."""
 
     name: str
     batch: int
-    num_bytes: int
+    num_bytes: tuple[int, int]
     us: dict[str, float]
 
 
 def main(
     context_length: Annotated[int, typer.Option(min=TOPK, help="Tokens per sequence that are scored.")] = 32768,
     json_path: Annotated[Path, typer.Option("--json")] = Path("bench-attention.json"),
+    only: Annotated[str, typer.Option(help="Cases whose name contains this.")] = "",
 ) -> None:
-    """Time the torch and the Triton backend side by side."""
+    """Time the torch and the Triton backend side by side, and Triton on fp8 KV."""
     if not torch.cuda.is_available():
         raise StartupError("the attention benchmark needs a CUDA device")
-    # Here, since a machine without CUDA need not have Triton.
-    from model.backends.triton_backend import TritonBackend
-
     torch.set_default_device("cuda")
-    backends: dict[str, AttentionBackend] = {"torch": TorchBackend(FORMAT), "triton": TritonBackend(FORMAT)}
     results = []
-    for case in cases(context_length):
-        us = {name: median_us(case.work(backend), case.turns) for name, backend in backends.items()}
-        results.append(CaseResult(case.name, case.batch, case.num_bytes, us))
-    print_results(results, context_length, Console())
+    for make in cases(context_length):
+        if only in make.name:
+            case = make.case()
+            us = {name: median_us(work, case.turns) for name, work in case.work.items()}
+            results.append(CaseResult(case.name, case.batch, case.num_bytes, us))
+    bandwidth = copy_gb_per_s()
+    print_results(results, context_length, bandwidth, Console())
     document = {
         "schema": SCHEMA,
         "device": torch.cuda.get_device_name(),
         "machine": asdict(this_machine()),
         "context_length": context_length,
+        "copy_gb_per_s": bandwidth,
         "results": [asdict(result) for result in results],
     }
     json_path.write_text(json.dumps(document, indent=2) + "\n")
 
 
-def cases(context_length: int) -> Iterator[Case]:
+@dataclass(frozen=True)
+class Made:
+    """A case that is made when it is its turn, since its tensors are large."""
+
+    name: str
+    case: Callable[[], Case]
+
+
+def cases(context_length: int) -> Iterator[Made]:
     """What a decode step does at each batch size, then what a prompt's chunk does at the end of its context."""
     for heads in HEADS:
-        for batch in BATCHES:
-            yield attend_case(f"attend, {heads} heads", heads, batch, graph=True)
+        name = f"attend, {heads} heads"
+        yield from (Made(name, partial(attend_case, name, heads, batch, graph=True)) for batch in BATCHES)
+    for batch, context in SCORED:
+        name = f"score {context} tokens"
+        yield Made(name, partial(score_case, name, batch, context))
     for batch in BATCHES:
-        yield decode_selection_case(batch, context_length)
-    yield attend_case("attend a chunk, 16 heads", 16, CHUNK, graph=False)
-    yield prompt_selection_case(context_length)
+        yield Made("select", partial(decode_selection_case, "select", batch, context_length))
+    for tokens in ENCODED:
+        yield Made("encode items", partial(encode_items_case, "encode items", tokens))
+        yield Made("encode index keys", partial(encode_index_keys_case, "encode index keys", tokens))
+    name = "attend a chunk, 16 heads"
+    yield Made(name, partial(attend_case, name, 16, CHUNK, graph=False))
+    yield Made("select for a chunk", partial(prompt_selection_case, "select for a chunk", context_length))
+
+
+def backends() -> dict[str, AttentionBackend]:
+    """What each column attends and selects with."""
+    # Here, since a machine without CUDA need not have Triton.
+    from model.backends.triton_backend import TritonBackend
+
+    return {"torch": TorchBackend(DENSE), "triton": TritonBackend(DENSE), "fp8": TritonBackend(FP8)}
 
 
 def attend_case(name: str, heads: int, queries: int, graph: bool) -> Case:
     """Attention of queries to TOPK rows each."""
-    num_bytes = queries * TOPK * ITEM_DIM * 2
-    turns = _turns(num_bytes) if graph else 0
-    kv = torch.randn(_NUM_ROWS, ITEM_DIM, dtype=torch.bfloat16)
+    num_bytes = (queries * TOPK * DENSE.item_bytes, queries * TOPK * FP8.item_bytes)
+    turns = max(2, -(-_UNCACHED_BYTES // num_bytes[1])) if graph else 0
+    items = torch.randn(_NUM_ROWS, ITEM_DIM, dtype=torch.bfloat16)
+    stored = {"fp8": FP8.encode_items(items)}
+    stored["torch"] = stored["triton"] = DENSE.encode_items(items)
     query = torch.randn(queries, heads, ITEM_DIM, dtype=torch.bfloat16)
     rows = torch.randint(0, _NUM_ROWS, (max(1, turns), queries, TOPK))
-    return Case(
-        name,
-        queries,
-        num_bytes,
-        turns,
-        lambda backend: lambda turn: backend.attend_rows(query, kv, rows[turn], _SCALING, LATENT_DIM),
-    )
+
+    def work(backend: AttentionBackend, kv: torch.Tensor) -> Work:
+        return lambda turn: backend.attend_rows(query, kv, rows[turn], _SCALING, LATENT_DIM)
+
+    return Case(name, queries, num_bytes, turns, {key: work(by, stored[key]) for key, by in backends().items()})
 
 
 @dataclass(frozen=True)
@@ -126,35 +161,124 @@ class _Pages:
     lengths: None = None
 
 
-def decode_selection_case(batch: int, context_length: int) -> Case:
-    """Scores and top-k of one new token of each request."""
-    pages_each = -(-context_length // PAGE_SIZE)
-    num_bytes = batch * pages_each * PAGE_SIZE * INDEX_DIM * 2
-    turns = _turns(num_bytes)
-    keys = torch.randn(turns * batch * pages_each, PAGE_SIZE, INDEX_DIM, dtype=torch.bfloat16)
-    tables = torch.randperm(len(keys)).view(turns, batch, pages_each)
-    seq_lens = torch.full((batch,), context_length)
-    index = _index_inputs(batch)
-    return Case(
-        "select",
-        batch,
-        num_bytes,
-        turns,
-        lambda backend: lambda turn: backend.select_for_decode(index, _Pages(keys, tables[turn], seq_lens), TOPK),
-    )
+@dataclass(frozen=True)
+class _Sequences:
+    """Requests of one length, whose index keys lie in shuffled pages; a page table for each turn."""
+
+    num_bytes: tuple[int, int]
+    turns: int
+    keys: dict[str, torch.Tensor]
+    tables: torch.Tensor
+    seq_lens: torch.Tensor
+
+    @classmethod
+    def random(cls, batch: int, context_length: int) -> "_Sequences":
+        pages_each = -(-context_length // PAGE_SIZE)
+        tokens = batch * pages_each * PAGE_SIZE
+        turns = max(2, -(-_UNCACHED_BYTES // (tokens * FP8.index_key_bytes)))
+        keys = torch.randn(turns * tokens, INDEX_DIM, dtype=torch.bfloat16)
+        paged = {"fp8": FP8.encode_index_keys(keys).view(-1, PAGE_SIZE, FP8.index_key_bytes)}
+        paged["torch"] = paged["triton"] = DENSE.encode_index_keys(keys).view(-1, PAGE_SIZE, DENSE.index_key_bytes)
+        return cls(
+            num_bytes=(tokens * DENSE.index_key_bytes, tokens * FP8.index_key_bytes),
+            turns=turns,
+            keys=paged,
+            tables=torch.randperm(len(paged["fp8"])).view(turns, batch, pages_each),
+            seq_lens=torch.full((batch,), context_length),
+        )
+
+    def pages(self, column: str, turn: int) -> _Pages:
+        return _Pages(self.keys[column], self.tables[turn], self.seq_lens)
 
 
-def prompt_selection_case(context_length: int) -> Case:
+def decode_selection_case(name: str, batch: int, context_length: int) -> Case:
+    """Scores and top-k of one new token of each request; in fp8 with the encoding of its queries."""
+    given, index = _Sequences.random(batch, context_length), _index_inputs(batch)
+
+    def work(column: str, backend: AttentionBackend) -> Work:
+        return lambda turn: backend.select_for_decode(index, given.pages(column, turn), TOPK)
+
+    by_column = {column: work(column, backend) for column, backend in backends().items()}
+    return Case(name, batch, given.num_bytes, given.turns, by_column)
+
+
+def score_case(name: str, batch: int, context_length: int) -> Case:
+    """Scores alone, of queries that are encoded already."""
+    from model.backends.triton_encode import encode_index_queries
+    from model.backends.triton_index import StoredKeys, decode_scores
+
+    given, index = _Sequences.random(batch, context_length), _index_inputs(batch)
+    encoded = encode_index_queries(index)
+    dense, fp8 = StoredKeys(DENSE.index_keys(given.keys["triton"])), StoredKeys.fp8(given.keys["fp8"], INDEX_DIM)
+    work: dict[str, Work] = {
+        "triton": lambda turn: decode_scores(index, given.pages("triton", turn), dense),
+        "fp8": lambda turn: decode_scores(encoded, given.pages("fp8", turn), fp8),
+    }
+    return Case(name, batch, given.num_bytes, given.turns, work)
+
+
+def prompt_selection_case(name: str, context_length: int) -> Case:
     """Scores and top-k of the last CHUNK tokens of a prompt."""
     keys = torch.randn(context_length, INDEX_DIM, dtype=torch.bfloat16)
+    stored = {"fp8": FP8.encode_index_keys(keys)}
+    stored["torch"] = stored["triton"] = DENSE.encode_index_keys(keys)
     index, start = _index_inputs(CHUNK), context_length - CHUNK
-    return Case(
-        "select for a chunk",
-        CHUNK,
-        keys.nbytes,
-        0,
-        lambda backend: lambda _: backend.select_for_prompt(index, keys, start, context_length, TOPK),
-    )
+
+    def work(column: str, backend: AttentionBackend) -> Work:
+        return lambda _: backend.select_for_prompt(index, stored[column], start, context_length, TOPK)
+
+    by_column = {column: work(column, backend) for column, backend in backends().items()}
+    return Case(name, CHUNK, (stored["torch"].nbytes, stored["fp8"].nbytes), 0, by_column)
+
+
+def encode_items_case(name: str, tokens: int) -> Case:
+    """Norm, rotation and bytes of fp8 items: torch operation by operation, and the kernel."""
+    from model.backends.triton_encode import Norm, encode_items
+
+    compressed, weight = torch.randn(tokens, ITEM_DIM).bfloat16(), torch.randn(LATENT_DIM).bfloat16()
+    rope = _rope(tokens)
+
+    def by_torch(_: int) -> torch.Tensor:
+        latent, key = compressed[:, :LATENT_DIM], compressed[:, LATENT_DIM:]
+        normed = torch.nn.functional.rms_norm(latent, weight.shape, weight, 1e-6)
+        items = rope.rotate(key.unsqueeze(1), normed.unsqueeze(1), interleaved=True, beside_first=True)
+        return FP8.encode_items(items.squeeze(1))
+
+    norm = Norm(weight, None, 1e-6)
+    work: dict[str, Work] = {
+        "torch": by_torch,
+        "fp8": lambda _: encode_items(compressed, norm, rope.cos, rope.sin, FP8),
+    }
+    return Case(name, tokens, (compressed.nbytes, tokens * FP8.item_bytes), 20, work)
+
+
+def encode_index_keys_case(name: str, tokens: int) -> Case:
+    """Norm, rotation, Hadamard and bytes of fp8 index keys, as above."""
+    from model.backends.triton_encode import Norm, encode_index_keys
+
+    projected = torch.randn(tokens, INDEX_DIM).bfloat16()
+    norm = Norm(torch.randn(INDEX_DIM).bfloat16(), torch.randn(INDEX_DIM).bfloat16(), 1e-6)
+    rope = _rope(tokens)
+
+    def by_torch(_: int) -> torch.Tensor:
+        normed = torch.nn.functional.layer_norm(projected, (INDEX_DIM,), norm.weight, norm.bias, norm.eps).unsqueeze(1)
+        rope_dim = ITEM_DIM - LATENT_DIM
+        return FP8.encode_index_keys(
+            rope.rotate(normed[..., :rope_dim], normed[..., rope_dim:], interleaved=False, beside_first=False).squeeze(
+                1
+            )
+        )
+
+    work: dict[str, Work] = {
+        "torch": by_torch,
+        "fp8": lambda _: encode_index_keys(projected, norm, rope.cos, rope.sin, False, FP8),
+    }
+    return Case(name, tokens, (projected.nbytes, tokens * FP8.index_key_bytes), 20, work)
+
+
+def _rope(tokens: int) -> Rope:
+    angles = torch.rand(tokens, 1, (ITEM_DIM - LATENT_DIM) // 2)
+    return Rope(angles.cos().bfloat16(), angles.sin().bfloat16())
 
 
 def _index_inputs(tokens: int) -> IndexQueries:
@@ -162,10 +286,6 @@ def _index_inputs(tokens: int) -> IndexQueries:
         queries=torch.randn(tokens, INDEX_HEADS, INDEX_DIM, dtype=torch.bfloat16),
         head_weights=torch.randn(tokens, INDEX_HEADS),
     )
-
-
-def _turns(num_bytes: int) -> int:
-    return max(2, -(-_UNCACHED_BYTES // num_bytes))
 
 
 def median_us(work: Work, turns: int) -> float:
@@ -182,6 +302,14 @@ def median_us(work: Work, turns: int) -> float:
     return statistics.median(_elapsed_us(graph.replay) for _ in range(_REPLAYS)) / turns
 
 
+def copy_gb_per_s() -> float:
+    """Bytes read and written per second by a large copy in device memory: what to measure reading against."""
+    source = torch.randn(1 << 28)
+    target = torch.empty_like(source)
+    us = median_us(lambda _: target.copy_(source), 2)
+    return 2 * source.nbytes / us / 1e3
+
+
 def _elapsed_us(work: Callable[[], object]) -> float:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     start.record()
@@ -191,23 +319,37 @@ def _elapsed_us(work: Callable[[], object]) -> float:
     return float(start.elapsed_time(end)) * 1e3
 
 
-def print_results(results: list[CaseResult], context_length: int, console: Console) -> None:
-    """A line per case, and what the columns mean."""
+def print_results(results: list[CaseResult], context_length: int, bandwidth: float, console: Console) -> None:
+    """A line per case, and what the columns mean. bandwidth: GB/s, of the limits."""
     table = Table(box=None, pad_edge=False)
-    for heading in ("", "queries", "torch us", "triton us", "ratio", "triton GB/s"):
+    headings = ("", "queries", "torch us", "triton us", "ratio", "GB/s", "fp8 us", "GB/s", "fp8 limit us")
+    for heading in headings:
         table.add_column(heading, justify="left" if not heading else "right", no_wrap=True)
     for result in results:
-        torch_us, triton_us = result.us["torch"], result.us["triton"]
-        speed = f"{result.num_bytes / triton_us / 1e3:.0f}"
-        cells = (f"{torch_us:.1f}", f"{triton_us:.1f}", f"{torch_us / triton_us:.2f}", speed)
-        table.add_row(result.name, str(result.batch), *cells)
+        dense_bytes, fp8_bytes = result.num_bytes
+        torch_us, triton_us, fp8_us = (result.us.get(name) for name in ("torch", "triton", "fp8"))
+        table.add_row(
+            result.name,
+            str(result.batch),
+            _number(torch_us),
+            _number(triton_us),
+            _number(torch_us / triton_us if torch_us and triton_us else None, 2),
+            _number(dense_bytes / triton_us / 1e3 if triton_us else None, 0),
+            _number(fp8_us),
+            _number(fp8_bytes / fp8_us / 1e3 if fp8_us else None, 0),
+            _number(fp8_bytes / bandwidth / 1e3),
+        )
     console.print(table)
     console.print(
-        f"bfloat16, items of {ITEM_DIM}, top-k {TOPK}; selection: {INDEX_HEADS} heads of {INDEX_DIM} over "
-        f"{context_length} tokens. GB/s counts the items or keys once, whatever was read again. "
-        f"{torch.cuda.get_device_name()}",
+        f"torch and triton: bfloat16; items of {ITEM_DIM}, top-k {TOPK}; selection: {INDEX_HEADS} heads of {INDEX_DIM} "
+        f"over {context_length} tokens. GB/s counts the items or keys once, whatever was read again; the limit is that "
+        f"at {bandwidth:.0f} GB/s, what a copy reached in this run. {torch.cuda.get_device_name()}",
         highlight=False,
     )
+
+
+def _number(value: float | None, digits: int = 1) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
 
 
 if __name__ == "__main__":

@@ -11,9 +11,9 @@ and spreads outliers over all elements, so that one scale serves them all. DeepS
 does so (`rotate_activation`, `Indexer.forward` in `inference/model.py` of the checkpoint's repository).
 
 A scale is max(largest magnitude, 1e-4) / 448 in float32, and 448 is the largest float8_e4m3. Others differ in details
-that do not change how the bytes are read. vLLM takes max(largest magnitude / 448, FLT_MIN) for items, and for index
-keys max(largest magnitude, 1e-4) / 448, rounded up to a power of two for checkpoints with `scale_fmt: ue8m0`. FlashMLA's
-test rounds the scales of items up to powers of two.
+that do not change how the bytes are read. vLLM takes max(largest magnitude / 448, FLT_MIN) for items; for index keys
+(`indexer_k_quant_and_cache_kernel`) it takes this rule, and rounds up to a power of two for checkpoints with
+`scale_fmt: ue8m0`. FlashMLA's test rounds the scales of items up to powers of two.
 
 All parts begin at multiples of 4 bytes. An item of 656 bytes is 41 times 16 bytes, so that 16-byte copies are aligned.
 """
@@ -73,7 +73,7 @@ class Fp8Format(KVFormat):
         return self.index_dim + _SCALE_BYTES
 
     def encode_items(self, items: torch.Tensor) -> torch.Tensor:
-        latents, ropes = items.split((self.latent_dim, self.rope_dim), dim=-1)
+        latents, ropes = items[..., : self.latent_dim], items[..., self.latent_dim :]
         quantised, scales = quantise(latents, SCALED_TOGETHER)
         return torch.cat((_bytes(quantised), _bytes(scales), _bytes(ropes.to(torch.bfloat16))), dim=-1)
 
@@ -112,7 +112,7 @@ def quantise(x: torch.Tensor, together: int) -> tuple[torch.Tensor, torch.Tensor
     """
     dim = x.shape[-1]
     groups = -(-dim // together)
-    padded = torch.nn.functional.pad(x.float(), (0, groups * together - dim)).unflatten(-1, (groups, together))
+    padded = torch.nn.functional.pad(x.float(), (0, groups * together - dim)).view(*x.shape[:-1], groups, together)
     scales = padded.abs().amax(-1, keepdim=True).clamp(min=LEAST_AMAX) / LARGEST
     quantised = (padded / scales).clamp(-LARGEST, LARGEST).flatten(-2)[..., :dim].to(torch.float8_e4m3fn)
     return quantised.contiguous(), scales.squeeze(-1)
@@ -128,7 +128,7 @@ def rotate(x: torch.Tensor) -> torch.Tensor:
     dim = x.shape[-1]
     rotated, half = x.float(), 1
     while half < dim:
-        low, high = rotated.unflatten(-1, (dim // (2 * half), 2, half)).unbind(-2)
+        low, high = rotated.reshape(*x.shape[:-1], dim // (2 * half), 2, half).unbind(-2)
         rotated = torch.stack((low + high, low - high), dim=-2).flatten(-3)
         half *= 2
     return rotated * dim**-0.5

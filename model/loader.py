@@ -94,8 +94,8 @@ def load_model(
     Tensors are copied one by one from mapped files, so only a few of them are in host memory at a time, besides the
     page cache. Experts are fused on the device, which temporarily takes the memory of one or two more layers' experts.
 
-    `backend` computes attention, on KV of `kv_cache_dtype`; by default torch does. With load_format `dummy` the device generates random weights
-    instead, the same on every device of a kind, as in SGLang and vLLM.
+    `backend` computes attention, on KV of `kv_cache_dtype`; by default torch does. With load_format `dummy` the device
+    generates random weights instead, the same on every device of a kind, as in SGLang and vLLM.
 
     Raises StartupError for what `read_spec` refuses, and where weights are missing or have other shapes.
     """

@@ -1,4 +1,4 @@
-"""fp8 KV by its definition, independently of the product: numbers of float8_e4m3 from a table, a matrix for the rotation.
+"""fp8 KV by its definition, independently of the product: float8_e4m3 from a table, the rotation as a matrix.
 
 `Fp8Cache` is the cache of a transformers model that keeps what an fp8 item and an fp8 index key hold.
 """

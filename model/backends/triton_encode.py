@@ -77,8 +77,10 @@ def encode_index_keys(
     """
     tokens, dim, rope_dim = len(projected), kv_format.index_dim, kv_format.rope_dim
     _check(projected, dim, cos, sin, rope_dim)
-    if norm.bias is None or not MIN_TILE <= dim or rope_dim > dim:
-        raise ValueError(f"expected a LayerNorm with a bias and {rope_dim} or more of at least 16 elements, found {dim}")
+    if norm.bias is None or dim < MIN_TILE or rope_dim > dim:
+        raise ValueError(
+            f"expected a LayerNorm with a bias and {rope_dim} or more of at least 16 elements, found {dim}"
+        )
     stored = projected.new_empty(tokens, kv_format.index_key_bytes, dtype=torch.uint8)
     if tokens:
         with torch.cuda.device(projected.device):

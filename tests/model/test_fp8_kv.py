@@ -64,5 +64,5 @@ def test_widths_that_fp8_does_not_take_are_refused(checkpoint: Path, tmp_path: P
     config = (checkpoint / "config.json").read_text()
     assert '"index_head_dim": 32' in config
     (tmp_path / "config.json").write_text(config.replace('"index_head_dim": 32', '"index_head_dim": 24'))
-    with pytest.raises(StartupError, match="--kv-cache-dtype fp8_e4m3: it takes .* power of two, not 48, 16 and 24"):
+    with pytest.raises(StartupError, match=r"--kv-cache-dtype fp8_e4m3: it takes .* power of two, not 48, 16 and 24"):
         read_spec(tmp_path, torch.float32, load_format="dummy", kv_cache_dtype="fp8_e4m3")

@@ -1,0 +1,323 @@
+"""Triton on fp8 KV: what it writes against the format's own torch, what it reads against float64."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from hisparse.fp8_format import Fp8Format, quantise, rotate
+from model.backends.torch_backend import TorchBackend
+from model.indexer import IndexQueries
+from model.loader import load_model
+from model.rope import Rope
+from model.tiny import Family, write_tiny_checkpoint
+
+pytest.importorskip("triton")
+
+from model.backends.triton_attend import attend_fp8_rows
+from model.backends.triton_backend import TritonBackend
+from model.backends.triton_encode import Norm, encode_index_keys, encode_index_queries, encode_items
+from model.backends.triton_index import StoredKeys, decode_scores, prompt_scores
+from tests.gpu.test_attention_backends import (
+    CUDA,
+    NUM_ROWS,
+    SCALING,
+    Pages,
+    captured,
+    forced_logits,
+    generator,
+    index_queries,
+    randn,
+)
+
+PUBLISHED = Fp8Format(latent_dim=512, rope_dim=64, index_dim=128)
+TINY = Fp8Format(latent_dim=48, rope_dim=16, index_dim=32)
+ODD = Fp8Format(latent_dim=260, rope_dim=10, index_dim=16)
+
+# What writes
+
+
+def rope_of(tokens: int, rope_dim: int, dtype: torch.dtype) -> Rope:
+    angles = 6 * torch.rand(tokens, rope_dim // 2, device=CUDA, generator=generator(11))
+    both = torch.cat((angles, angles), -1)
+    return Rope.from_angles(both.cos().to(dtype), both.sin().to(dtype))
+
+
+def exactly(rope: Rope) -> Rope:
+    return Rope(rope.cos.double(), rope.sin.double())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kv_format", [PUBLISHED, TINY, ODD], ids=["published", "tiny", "odd"])
+@pytest.mark.parametrize("tokens", [1, 17, 1000])
+def test_items_are_the_formats_bytes_of_the_exact_ones(tokens: int, kv_format: Fp8Format, dtype: torch.dtype) -> None:
+    latent_dim, rope_dim = kv_format.latent_dim, kv_format.rope_dim
+    compressed = (3 * randn(tokens, latent_dim + rope_dim + 8, dtype=dtype))[:, 8:]
+    weight, rope = 1 + 0.1 * randn(latent_dim, dtype=dtype, seed=1), rope_of(tokens, rope_dim, dtype)
+    written = encode_items(compressed, Norm(weight, None, 1e-6), rope.cos, rope.sin, kv_format)
+
+    latent, key = compressed.double().split((latent_dim, rope_dim), -1)
+    normed = F.rms_norm(latent, (latent_dim,), weight.double(), 1e-6)
+    items = exactly(rope).rotate(key.unsqueeze(1), normed.unsqueeze(1), interleaved=True, beside_first=True).squeeze(1)
+    read, expected = kv_format.items(written), kv_format.items(kv_format.encode_items(items.float()))
+    # A number between two of float8_e4m3 may be rounded to either, and a scale may differ in its last bits.
+    same = (read - expected).abs() <= 1e-5 * expected.abs() + 1e-6
+    assert same.float().mean() > 0.998
+    assert ((read - items).abs() <= items.abs() * 2**-4 + normed.abs().amax() / 448 * 2**-9 + 1e-6).all()
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("kv_format", [PUBLISHED, TINY], ids=["published", "tiny"])
+@pytest.mark.parametrize("tokens", [1, 17, 1000])
+def test_index_keys_are_the_formats_bytes(tokens: int, kv_format: Fp8Format, interleaved: bool) -> None:
+    dim, rope_dim = kv_format.index_dim, kv_format.rope_dim
+    projected = randn(tokens, dim, dtype=torch.bfloat16)
+    weight = 1 + 0.1 * randn(dim, dtype=torch.bfloat16, seed=1)
+    bias = 0.1 * randn(dim, dtype=torch.bfloat16, seed=2)
+    rope = rope_of(tokens, rope_dim, torch.bfloat16)
+    written = encode_index_keys(projected, Norm(weight, bias, 1e-6), rope.cos, rope.sin, interleaved, kv_format)
+
+    normed = F.layer_norm(projected.double(), (dim,), weight.double(), bias.double(), 1e-6).unsqueeze(1)
+    turned, passed = normed.split((rope_dim, dim - rope_dim), -1)
+    keys = exactly(rope).rotate(turned, passed, interleaved=interleaved, beside_first=False).squeeze(1)
+    read, expected = (
+        kv_format.index_keys(stored) for stored in (written, kv_format.encode_index_keys(keys.bfloat16()))
+    )
+    same = (read - expected).abs() <= 1e-5 * expected.abs() + 1e-6
+    assert same.float().mean() > 0.98
+    assert (read - expected).norm() <= 0.02 * expected.norm()
+
+
+@pytest.mark.parametrize(("tokens", "heads", "dim"), [(1, 64, 128), (3, 32, 32), (200, 20, 16), (5, 130, 128)])
+def test_index_queries_are_rotated_and_their_scales_are_in_the_weights(tokens: int, heads: int, dim: int) -> None:
+    index = index_queries(tokens, heads, dim, torch.bfloat16)
+    encoded = encode_index_queries(index)
+    expected, scales = quantise(rotate(index.queries), dim)
+    torch.testing.assert_close(encoded.head_weights, index.head_weights * scales.squeeze(-1), rtol=1e-5, atol=1e-8)
+    assert (encoded.queries.view(torch.uint8) == expected.view(torch.uint8)).float().mean() > 0.995
+    difference = encoded.queries.float() - expected.float()
+    assert difference.norm() <= 0.01 * expected.float().norm()
+
+
+def test_nan_stays_nan() -> None:
+    compressed = randn(2, 576, dtype=torch.bfloat16)
+    compressed[1, 7] = float("nan")
+    rope = rope_of(2, 64, torch.bfloat16)
+    norm = Norm(torch.ones(512, dtype=torch.bfloat16, device=CUDA), None, 1e-6)
+    items = PUBLISHED.items(encode_items(compressed, norm, rope.cos, rope.sin, PUBLISHED))
+    assert items[0].isfinite().all()
+    assert items[1].isnan().any()
+
+
+def test_tensors_that_do_not_fit_together_are_refused() -> None:
+    rope = rope_of(2, 64, torch.bfloat16)
+    norm = Norm(torch.ones(512, device=CUDA), None, 1e-6)
+    with pytest.raises(ValueError, match="expected"):
+        encode_items(randn(2, 575), norm, rope.cos, rope.sin, PUBLISHED)
+    with pytest.raises(ValueError, match="expected"):
+        encode_items(randn(3, 576), norm, rope.cos, rope.sin, PUBLISHED)
+    with pytest.raises(ValueError, match="LayerNorm"):
+        encode_index_keys(randn(2, 128), norm, rope.cos, rope.sin, False, PUBLISHED)
+    queries, rows = randn(2, 16, 576, dtype=torch.bfloat16), torch.zeros((2, 4), dtype=torch.int64, device=CUDA)
+    with pytest.raises(ValueError, match="contiguous kv"):
+        attend_fp8_rows(queries, torch.zeros((9, 652), dtype=torch.uint8, device=CUDA), rows, SCALING, PUBLISHED)
+    with pytest.raises(ValueError, match="of bfloat16"):
+        attend_fp8_rows(queries.float(), torch.zeros((9, 656), dtype=torch.uint8, device=CUDA), rows, 1.0, PUBLISHED)
+
+
+# Attention
+
+
+def random_rows(num_queries: int, heads: int, kv_format: Fp8Format, k: int) -> tuple[torch.Tensor, ...]:
+    """Queries, a pool and rows of it, of which some are absent; rows that no query has hold NaN."""
+    dim = kv_format.latent_dim + kv_format.rope_dim
+    rows = torch.randint(1, NUM_ROWS, (num_queries, k), device=CUDA, generator=generator(1))
+    absent = torch.rand(num_queries, k, device=CUDA, generator=generator(2)) < 0.2
+    absent[:, 0] = False
+    absent[-1, 1 + k // 2 :] = True  # a short sequence: whole tiles are absent
+    rows[absent] = -1
+    # Scales that differ a lot between rows and within one.
+    spread = 4 ** randn(NUM_ROWS, 1, seed=4) * 2 ** randn(1, dim, seed=5)
+    kv = kv_format.encode_items(randn(NUM_ROWS, dim) * spread)
+    used = torch.zeros(NUM_ROWS, dtype=torch.bool, device=CUDA)
+    used[rows[rows >= 0]] = True
+    kv[~used] = 0xFF
+    return 0.1 * randn(num_queries, heads, dim, dtype=torch.bfloat16, seed=3), kv, rows
+
+
+@pytest.mark.parametrize(
+    ("num_queries", "heads", "kv_format", "k"),
+    [
+        *((queries, heads, PUBLISHED, 2048) for queries in (1, 4, 16, 64) for heads in (16, 64, 128)),
+        *((queries, heads, PUBLISHED, k) for queries in (1, 3) for heads in (64, 128) for k in (1, 64, 100, 1000)),
+        *((queries, 4, TINY, k) for queries in (1, 3, 64) for k in (1, 33, 64, 257)),
+        (2, 20, ODD, 100),
+        (2, 80, PUBLISHED, 300),
+        (300, 128, PUBLISHED, 130),
+    ],
+)
+def test_attention_is_as_exact_as_torch(num_queries: int, heads: int, kv_format: Fp8Format, k: int) -> None:
+    queries, kv, rows = random_rows(num_queries, heads, kv_format, k)
+    exact = []
+    for query, own in zip(queries.double(), rows, strict=True):
+        items = kv_format.items(kv[own[own >= 0]]).double()
+        exact.append((query @ items.T * SCALING).softmax(-1) @ items[:, : kv_format.latent_dim])
+    truth = torch.stack(exact)
+    ours, torchs = (
+        backend(kv_format).attend_rows(queries, kv, rows, SCALING, kv_format.latent_dim)
+        for backend in (TritonBackend, TorchBackend)
+    )
+    assert ours.dtype == torch.bfloat16
+    our_error, torch_error = ((result.double() - truth).norm() for result in (ours, torchs))
+    assert our_error <= 1.2 * torch_error + 1e-9
+    assert our_error <= 0.01 * truth.norm()
+
+
+def test_a_query_without_rows_is_zero() -> None:
+    queries, kv, rows = random_rows(3, 128, PUBLISHED, 200)
+    rows[1] = -1
+    attended = attend_fp8_rows(queries, kv, rows, SCALING, PUBLISHED)
+    assert attended.isfinite().all()
+    assert (attended[1] == 0).all()
+    assert attend_fp8_rows(queries[:0], kv, rows[:0], SCALING, PUBLISHED).shape == (0, 128, 512)
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+def test_pools_of_more_than_two_to_the_31_bytes(heads: int) -> None:
+    last = 2**31 // 656 + 1000
+    queries, kv, rows = random_rows(2, heads, PUBLISHED, 64)
+    far = torch.empty(last + NUM_ROWS, 656, dtype=torch.uint8, device=CUDA)
+    far[last:] = kv
+    attended = attend_fp8_rows(queries, far, torch.where(rows < 0, -1, rows + last), SCALING, PUBLISHED)
+    assert torch.equal(attended, attend_fp8_rows(queries, kv, rows, SCALING, PUBLISHED))
+
+
+@pytest.mark.parametrize("num_queries", [1, 16, 200])
+def test_a_replay_attends_as_an_eager_call_does(num_queries: int) -> None:
+    queries, kv, rows = random_rows(num_queries, 128, PUBLISHED, 2048)
+    kv[(kv == 0xFF).all(-1)] = 0  # the rows change below
+    graph, result = captured(lambda: attend_fp8_rows(queries, kv, rows, SCALING, PUBLISHED))
+    rows.copy_(rows.roll(1, dims=1).flip(0))
+    queries.copy_(queries.flip(0))
+    graph.replay()
+    assert torch.equal(result, attend_fp8_rows(queries, kv, rows, SCALING, PUBLISHED))
+
+
+# Scores
+
+
+def exact_scores(encoded: IndexQueries, keys: torch.Tensor, dim: int) -> torch.Tensor:
+    """Float64 [N, num_keys], of encoded queries and decoded keys [num_keys, dim]."""
+    products = (encoded.queries.double() @ keys.double().T * dim**-0.5).relu()
+    return torch.einsum("nh,nhk->nk", encoded.head_weights.double(), products)
+
+
+def assert_scores(scores: torch.Tensor, exact: torch.Tensor) -> None:
+    """Tensor cores add fp8 products with some 13 bits."""
+    assert (scores.double() - exact).abs().max() <= 2e-3 * exact.abs().max() + 1e-6
+
+
+def fp8_pages(lengths: list[int], width: int, page_size: int, kv_format: Fp8Format) -> tuple[Pages, list[torch.Tensor]]:
+    """Shuffled pages, and the decoded keys of each sequence; what lies behind a sequence's end is NaN."""
+    num_pages = width // page_size
+    keys = torch.full(
+        (len(lengths) * num_pages, page_size, kv_format.index_key_bytes), 0xFF, dtype=torch.uint8, device=CUDA
+    )
+    table = torch.randperm(len(keys), device=CUDA, generator=generator(7)).view(len(lengths), -1)
+    decoded = []
+    for row, length in enumerate(lengths):
+        stored = kv_format.encode_index_keys(randn(length, kv_format.index_dim, seed=8 + row) * 3**row)
+        positions = torch.arange(length, device=CUDA)
+        keys[table[row, positions // page_size], positions % page_size] = stored
+        decoded.append(kv_format.index_keys(stored))
+    return Pages(keys, table, torch.tensor(lengths, device=CUDA)), decoded
+
+
+@pytest.mark.parametrize(
+    ("lengths", "width", "page_size", "heads", "kv_format"),
+    [
+        ([5000, 20000], 32768, 64, 64, PUBLISHED),
+        ([100, 0, 1], 1024, 16, 32, PUBLISHED),
+        ([3000], 4096, 64, 130, PUBLISHED),
+        ([1, 63, 64, 65, 200], 208, 16, 32, TINY),
+        ([200], 200, 1, 16, TINY),
+    ],
+)
+def test_decode_scores(lengths: list[int], width: int, page_size: int, heads: int, kv_format: Fp8Format) -> None:
+    dim = kv_format.index_dim
+    encoded = encode_index_queries(index_queries(len(lengths), heads, dim, torch.bfloat16))
+    pages, decoded = fp8_pages(lengths, width, page_size, kv_format)
+    scores = decode_scores(encoded, pages, StoredKeys.fp8(pages.keys, dim))
+    assert scores.shape == (len(lengths), width)
+    for row, length in enumerate(lengths):
+        assert (scores[row, length:] == float("-inf")).all()
+        if length:
+            one = encoded[row : row + 1]
+            assert_scores(scores[row, :length], exact_scores(one, decoded[row], dim)[0])
+
+
+@pytest.mark.parametrize(
+    ("start", "tokens", "heads", "kv_format"),
+    [(0, 1, 16, TINY), (100, 33, 20, TINY), (0, 300, 64, PUBLISHED), (3000, 300, 32, PUBLISHED)],
+)
+def test_prompt_scores(start: int, tokens: int, heads: int, kv_format: Fp8Format) -> None:
+    dim = kv_format.index_dim
+    encoded = encode_index_queries(index_queries(tokens, heads, dim, torch.bfloat16))
+    stored = kv_format.encode_index_keys(randn(start + tokens, dim, seed=9))
+    scores = prompt_scores(encoded, StoredKeys.fp8(stored, dim), start)
+    behind = torch.arange(start + tokens, device=CUDA) > torch.arange(start, start + tokens, device=CUDA)[:, None]
+    assert (scores[behind] == float("-inf")).all()
+    exact = exact_scores(encoded, kv_format.index_keys(stored), dim)
+    assert_scores(scores.masked_fill(behind, 0), exact.masked_fill(behind, 0))
+
+
+@dataclass(frozen=True)
+class KnownPages:
+    """`PagedKeys` whose lengths the host knows."""
+
+    keys: torch.Tensor
+    page_table: torch.Tensor
+    seq_lens: torch.Tensor
+    lengths: Sequence[int]
+
+
+@pytest.mark.parametrize("host_knows", [False, True])
+def test_selections_agree_with_torch_on_most_positions(host_knows: bool) -> None:
+    """Torch does not round queries to fp8."""
+    lengths, topk = [3000, 700], 256
+    index = index_queries(2, 64, 128, torch.bfloat16)
+    pages, _ = fp8_pages(lengths, 3072, 64, PUBLISHED)
+    by_triton = TritonBackend(PUBLISHED).select_for_decode(index, pages, topk)
+    known = KnownPages(pages.keys, pages.page_table, pages.seq_lens, lengths) if host_knows else pages
+    by_torch = TorchBackend(PUBLISHED).select_for_decode(index, known, topk)
+    for ours, theirs in zip(by_triton.tolist(), by_torch.tolist(), strict=True):
+        assert len(set(ours) & set(theirs)) >= 0.9 * topk
+    stored = PUBLISHED.encode_index_keys(randn(900, 128, seed=9))
+    ours = TritonBackend(PUBLISHED).select_for_prompt(index, stored, 898, 900, topk)
+    theirs = TorchBackend(PUBLISHED).select_for_prompt(index, stored, 898, 900, topk)
+    for row in range(2):
+        assert len(set(ours[row].tolist()) & set(theirs[row].tolist())) >= 0.9 * topk
+
+
+# The model
+
+
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
+def test_a_bfloat16_model_with_fp8_kv_is_as_exact_by_either_backend(family: Family, tmp_path: Path) -> None:
+    write_tiny_checkpoint(tmp_path / "tiny", family, seed=1, layers=5)
+    exact = load_model(tmp_path / "tiny", torch.float32, CUDA)
+    kv_format = Fp8Format(exact.spec.latent_dim, exact.spec.item_dim - exact.spec.latent_dim, exact.spec.index_dim)
+    by_torch, by_triton = (
+        load_model(tmp_path / "tiny", torch.bfloat16, CUDA, backend=backend(kv_format), kv_cache_dtype="fp8_e4m3")
+        for backend in (TorchBackend, TritonBackend)
+    )
+    torch_errors, triton_errors = [], []
+    for seed in range(8):
+        tokens = torch.randint(0, 256, (50 + 60 * seed,), device=CUDA, generator=generator(seed))
+        truth = forced_logits(exact, tokens, 16)
+        torch_errors.append((forced_logits(by_torch, tokens, 16) - truth).abs())
+        triton_errors.append((forced_logits(by_triton, tokens, 16) - truth).abs())
+    assert torch.cat(triton_errors).mean() <= 1.2 * torch.cat(torch_errors).mean()
