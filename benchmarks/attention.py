@@ -53,7 +53,7 @@ class Case:
     """One thing to time.
 
     num_bytes: what has to be read or written once, in bfloat16 and in fp8. turns: how often in one graph; 0: none.
-    work: for each column what is timed: torch and triton in bfloat16, fp8 by Triton.
+    work: for each column what is timed: torch and triton in bfloat16; fp8, and `plain`, fp8 without Gluon.
     """
 
     name: str
@@ -137,6 +137,8 @@ def backends() -> dict[str, AttentionBackend]:
 
 def attend_case(name: str, heads: int, queries: int, graph: bool) -> Case:
     """Attention of queries to TOPK rows each."""
+    from model.backends.triton_attend import attend_fp8_rows
+
     num_bytes = (queries * TOPK * DENSE.item_bytes, queries * TOPK * FP8.item_bytes)
     turns = max(2, -(-_UNCACHED_BYTES // num_bytes[1])) if graph else 0
     items = torch.randn(_NUM_ROWS, ITEM_DIM, dtype=torch.bfloat16)
@@ -148,7 +150,11 @@ def attend_case(name: str, heads: int, queries: int, graph: bool) -> Case:
     def work(backend: AttentionBackend, kv: torch.Tensor) -> Work:
         return lambda turn: backend.attend_rows(query, kv, rows[turn], _SCALING, LATENT_DIM)
 
-    return Case(name, queries, num_bytes, turns, {key: work(by, stored[key]) for key, by in backends().items()})
+    def plain(turn: int) -> torch.Tensor:
+        return attend_fp8_rows(query, stored["fp8"], rows[turn], _SCALING, FP8, by_hand=False)
+
+    columns = {key: work(by, stored[key]) for key, by in backends().items()}
+    return Case(name, queries, num_bytes, turns, columns | {"plain": plain})
 
 
 @dataclass(frozen=True)
@@ -322,7 +328,7 @@ def _elapsed_us(work: Callable[[], object]) -> float:
 def print_results(results: list[CaseResult], context_length: int, bandwidth: float, console: Console) -> None:
     """A line per case, and what the columns mean. bandwidth: GB/s, of the limits."""
     table = Table(box=None, pad_edge=False)
-    headings = ("", "queries", "torch us", "triton us", "ratio", "GB/s", "fp8 us", "GB/s", "fp8 limit us")
+    headings = ("", "queries", "torch us", "triton us", "ratio", "GB/s", "fp8 us", "GB/s", "limit us", "plain fp8 us")
     for heading in headings:
         table.add_column(heading, justify="left" if not heading else "right", no_wrap=True)
     for result in results:
@@ -338,12 +344,14 @@ def print_results(results: list[CaseResult], context_length: int, bandwidth: flo
             _number(fp8_us),
             _number(fp8_bytes / fp8_us / 1e3 if fp8_us else None, 0),
             _number(fp8_bytes / bandwidth / 1e3),
+            _number(result.us.get("plain")),
         )
     console.print(table)
     console.print(
         f"torch and triton: bfloat16; items of {ITEM_DIM}, top-k {TOPK}; selection: {INDEX_HEADS} heads of {INDEX_DIM} "
         f"over {context_length} tokens. GB/s counts the items or keys once, whatever was read again; the limit is that "
-        f"at {bandwidth:.0f} GB/s, what a copy reached in this run. {torch.cuda.get_device_name()}",
+        f"of fp8 at {bandwidth:.0f} GB/s, what a copy reached in this run; plain: without kernels in Gluon. "
+        f"{torch.cuda.get_device_name()}",
         highlight=False,
     )
 

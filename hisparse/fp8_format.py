@@ -125,13 +125,13 @@ def rotate(x: torch.Tensor) -> torch.Tensor:
     Returns float32. Computed by log2(dim) rounds of sums and differences (the fast Walsh-Hadamard transform), whose
     rounding, unlike a matrix product's, does not depend on how many vectors there are.
     """
-    dim = x.shape[-1]
-    rotated, half = x.float(), 1
+    dim, half = x.shape[-1], 1
+    rotated: torch.Tensor = x.float()
     while half < dim:
         low, high = rotated.reshape(*x.shape[:-1], dim // (2 * half), 2, half).unbind(-2)
         rotated = torch.stack((low + high, low - high), dim=-2).flatten(-3)
         half *= 2
-    return rotated * dim**-0.5
+    return rotated.mul(dim**-0.5)
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:

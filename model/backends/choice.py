@@ -44,10 +44,12 @@ def _obstacle(device: torch.device, spec: ModelSpec) -> str | None:
     if obstacle := triton_obstacle():
         return obstacle
     if isinstance(spec.kv_format, Fp8Format):
-        if spec.dtype != torch.bfloat16 or spec.index_dim < MIN_TILE:
-            return f"reads fp8 KV in bfloat16 and with an index_head_dim of {MIN_TILE} or more, not in {spec.dtype}"
-    elif spec.kv_format.name != str(spec.dtype).removeprefix("torch."):
-        return f"reads KV of the type that it computes in, {spec.dtype}, or fp8_e4m3, not {spec.kv_format.name}"
+        if spec.dtype != torch.bfloat16:
+            return f"reads fp8 KV in bfloat16 models, not in {spec.dtype}"
+        if spec.index_dim < MIN_TILE:
+            return f"reads fp8 index keys with an index_head_dim of {MIN_TILE} or more, not {spec.index_dim}"
+    elif spec.kv_format.name != (computed := str(spec.dtype).removeprefix("torch.")):
+        return f"reads KV of the type that it computes in, {computed}, or fp8_e4m3, not {spec.kv_format.name}"
     # What the registers and the shared memory of one program of the Triton kernels hold.
     for what, size, limit in (
         ("kv_lora_rank", spec.latent_dim, 512),

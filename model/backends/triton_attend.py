@@ -9,7 +9,10 @@ Products of float32 have "ieee" precision, since tensor cores would round their 
 other dtypes.
 """
 
+import functools
+import importlib
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +23,8 @@ from hisparse.fp8_format import SCALED_TOGETHER, Fp8Format
 from model.backends.device import MIN_TILE, properties, tile_width
 
 _MAX_SPLITS = 64
+_FEW_HEADS = 32
+"""So many heads do not fill a tile of 64."""
 _LARGE_TILES_BYTES = 224_000
 """Shared memory that a program with 64 heads and 64 rows of 576 elements needs."""
 
@@ -57,13 +62,21 @@ def attend_rows(
             f"expected kv [num_rows, {item_dim}] of {queries.dtype}, each row contiguous, and rows [{num_queries}, k], "
             f"found kv {tuple(kv.shape)} of {kv.dtype} with strides {kv.stride()} and rows {tuple(rows.shape)}"
         )
-    return _attend(queries, (kv, kv, kv), rows, scaling, latent_dim, 0, _tiling(queries))
+    return _attend(queries, rows, scaling, latent_dim, _tiling(queries), _Triton((kv, kv, kv), num_scales=0))
 
 
 def attend_fp8_rows(
-    queries: torch.Tensor, kv: torch.Tensor, rows: torch.Tensor, scaling: float, kv_format: Fp8Format
+    queries: torch.Tensor,
+    kv: torch.Tensor,
+    rows: torch.Tensor,
+    scaling: float,
+    kv_format: Fp8Format,
+    by_hand: bool = True,
 ) -> torch.Tensor:
-    """`attend_rows` of a pool of fp8 items, uint8 [num_rows, item_bytes], contiguous, by queries in bfloat16."""
+    """`attend_rows` of a pool of fp8 items, uint8 [num_rows, item_bytes], contiguous, by queries in bfloat16.
+
+    by_hand: take the kernel of `gluon_attend` where it can run.
+    """
     num_queries, heads, item_dim = queries.shape
     fits = item_dim == kv_format.latent_dim + kv_format.rope_dim and len(rows) == num_queries
     if not fits or kv.shape[1:] != (kv_format.item_bytes,) or not kv.is_contiguous() or queries.dtype != torch.bfloat16:
@@ -72,56 +85,109 @@ def attend_fp8_rows(
             f"contiguous kv [num_rows, {kv_format.item_bytes}], found {tuple(queries.shape)} of {queries.dtype} and "
             f"{tuple(kv.shape)} with strides {kv.stride()}"
         )
-    parts = tuple(kv.view(dtype) for dtype in (torch.float8_e4m3fn, torch.float32, torch.bfloat16))
-    tiling = _fp8_tiling(heads, queries.device)
-    return _attend(queries, parts, rows, scaling, kv_format.latent_dim, kv_format.num_scales, tiling)
+    latent_dim, published = kv_format.latent_dim, (kv_format.latent_dim, kv_format.rope_dim) == (512, 64)
+    if by_hand and published and heads > _FEW_HEADS and runs_gluon(queries.device):
+        return _attend(queries, rows, scaling, latent_dim, _GLUON_TILING, _Gluon(kv.view(torch.int32)))
+    latents, scales, ropes = (kv.view(dtype) for dtype in (torch.float8_e4m3fn, torch.float32, torch.bfloat16))
+    kernel = _Triton((latents, scales, ropes), kv_format.num_scales)
+    return _attend(queries, rows, scaling, latent_dim, _fp8_tiling(heads, queries.device), kernel)
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """One launch of a kernel that attends to splits: the arguments that all of them take."""
+
+    grid: tuple[int, int]
+    queries: torch.Tensor
+    rows: torch.Tensor
+    partial: torch.Tensor
+    log_sums: torch.Tensor
+    rows_per_split: int
+    scale: float
+    tiling: _Tiling
+
+
+@dataclass(frozen=True)
+class _Triton:
+    """`_attend_split` on a pool. parts: the pool as numbers of the three types that the kernel reads."""
+
+    parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    num_scales: int
+
+    def __call__(self, launch: _Launch) -> None:
+        tiling, (_, heads, item_dim), latent_dim = launch.tiling, launch.queries.shape, launch.partial.shape[-1]
+        block_latent = tile_width(latent_dim)
+        _attend_split[launch.grid](
+            launch.queries,
+            *self.parts,
+            launch.rows,
+            launch.partial,
+            launch.log_sums,
+            self.parts[0].stride(0),
+            launch.rows.shape[1],
+            launch.rows_per_split,
+            launch.scale,
+            heads,
+            latent_dim,
+            item_dim,
+            self.num_scales,
+            block_heads=tiling.heads,
+            block_rows=tiling.rows,
+            block_latent=max(block_latent, SCALED_TOGETHER) if self.num_scales else block_latent,
+            block_rope=tile_width(item_dim - latent_dim),
+            num_warps=tiling.warps,
+            # With a tile or two there is nothing to fetch ahead.
+            num_stages=tiling.stages if launch.rows_per_split > 2 * tiling.rows else min(tiling.stages, 2),
+        )
+
+
+@dataclass(frozen=True)
+class _Gluon:
+    """`gluon_attend.attend_split` on a pool of fp8 items, as words."""
+
+    items: torch.Tensor
+
+    def __call__(self, launch: _Launch) -> None:
+        # Here, since a Triton without Gluon must do, too.
+        from model.backends.gluon_attend import attend_split
+
+        attend_split[launch.grid](
+            launch.queries,
+            self.items,
+            launch.rows,
+            launch.partial,
+            launch.log_sums,
+            launch.rows.shape[1],
+            launch.rows_per_split,
+            launch.scale,
+            heads=launch.queries.shape[1],
+            num_warps=launch.tiling.warps,
+        )
 
 
 def _attend(
     queries: torch.Tensor,
-    parts: tuple[torch.Tensor, ...],
     rows: torch.Tensor,
     scaling: float,
     latent_dim: int,
-    num_scales: int,
     tiling: _Tiling,
+    kernel: Callable[[_Launch], None],
 ) -> torch.Tensor:
-    """parts: the pool as numbers of the types that the kernel reads; num_scales: 0 for items of the queries' type."""
-    num_queries, heads, item_dim = queries.shape
-    k = rows.shape[1]
+    """Split the rows of each query, attend to each split by the kernel, and put the splits together."""
+    num_queries, heads, _ = queries.shape
     output = queries.new_empty(num_queries, heads, latent_dim)
     if num_queries == 0:
         return output
     head_tiles = triton.cdiv(heads, tiling.heads)
-    num_splits, rows_per_split = _splits(num_queries * head_tiles, k, tiling, queries.device)
+    num_splits, rows_per_split = _splits(num_queries * head_tiles, rows.shape[1], tiling, queries.device)
     log_sums = queries.new_empty(num_queries, heads, num_splits, dtype=torch.float32)
     partial = output if num_splits == 1 else log_sums.new_empty(num_queries, heads, num_splits, latent_dim)
-    block_latent = tile_width(latent_dim)
+    scale = scaling * math.log2(math.e)
+    grid = (num_queries * head_tiles, num_splits)
     with torch.cuda.device(queries.device):
-        _attend_split[(num_queries * head_tiles, num_splits)](
-            queries.contiguous(),
-            *parts,
-            rows.contiguous(),
-            partial,
-            log_sums,
-            parts[0].stride(0),
-            k,
-            rows_per_split,
-            scaling * math.log2(math.e),
-            heads,
-            latent_dim,
-            item_dim,
-            num_scales,
-            block_heads=tiling.heads,
-            block_rows=tiling.rows,
-            block_latent=max(block_latent, SCALED_TOGETHER) if num_scales else block_latent,
-            block_rope=tile_width(item_dim - latent_dim),
-            num_warps=tiling.warps,
-            # With a tile or two there is nothing to fetch ahead.
-            num_stages=tiling.stages if rows_per_split > 2 * tiling.rows else min(tiling.stages, 2),
-        )
+        kernel(_Launch(grid, queries.contiguous(), rows.contiguous(), partial, log_sums, rows_per_split, scale, tiling))
         if num_splits > 1:
-            block = min(block_latent, 128)
+            block = min(tile_width(latent_dim), 128)
             _combine[(num_queries * heads, triton.cdiv(latent_dim, block))](
                 partial,
                 log_sums,
@@ -139,14 +205,30 @@ def _tiling(queries: torch.Tensor) -> _Tiling:
     heads, device = queries.shape[1], queries.device
     if queries.dtype.itemsize > 2:
         return _Tiling(heads=MIN_TILE, rows=MIN_TILE, warps=4, stages=1, waves=2)
-    if heads > 32 and properties(device).shared_memory_per_block_optin >= _LARGE_TILES_BYTES:
+    if heads > _FEW_HEADS and properties(device).shared_memory_per_block_optin >= _LARGE_TILES_BYTES:
         return _Tiling(heads=64, rows=64, warps=8, stages=3, waves=1)
     return _Tiling(heads=MIN_TILE, rows=32, warps=4, stages=5, waves=2)
 
 
+_GLUON_TILING = _Tiling(heads=64, rows=64, warps=8, stages=1, waves=1)
+"""What `gluon_attend` is written for."""
+
+
+@functools.cache
+def runs_gluon(device: torch.device) -> bool:
+    """Whether the device is a Hopper GPU, whose instructions `gluon_attend` uses, and this Triton has Gluon."""
+    if properties(device).major != 9:
+        return False
+    try:
+        importlib.import_module("model.backends.gluon_attend")
+    except ImportError:  # an experimental part of Triton, which others than 3.6 may have elsewhere
+        return False
+    return True
+
+
 def _fp8_tiling(heads: int, device: torch.device) -> _Tiling:
     """As for bfloat16. fp8 items in flight take half the room, and the tile that is multiplied takes its own."""
-    if heads > 32 and properties(device).shared_memory_per_block_optin >= _LARGE_TILES_BYTES:
+    if heads > _FEW_HEADS and properties(device).shared_memory_per_block_optin >= _LARGE_TILES_BYTES:
         return _Tiling(heads=64, rows=64, warps=8, stages=3, waves=1)
     return _Tiling(heads=MIN_TILE, rows=32, warps=4, stages=3, waves=2)
 

@@ -83,3 +83,28 @@ def test_shapes_that_no_program_holds_are_refused(
     pretend(monkeypatch)
     with pytest.raises(StartupError, match=message):
         choose_backend("triton", CUDA, dataclasses.replace(spec, **changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"kv_cache_dtype": "fp8_e4m3", "dtype": torch.float32},
+            "reads fp8 KV in bfloat16 models, not in torch.float32",
+        ),
+        ({"kv_cache_dtype": "fp8_e4m3", "index_dim": 8}, "index_head_dim of 16 or more, not 8"),
+        ({"kv_cache_dtype": "float32"}, "reads KV of the type that it computes in, bfloat16, or fp8_e4m3, not float32"),
+    ],
+)
+def test_kv_that_no_kernel_reads_is_refused(
+    spec: ModelSpec, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], message: str
+) -> None:
+    pretend(monkeypatch)
+    with pytest.raises(StartupError, match=message):
+        choose_backend("triton", CUDA, dataclasses.replace(spec, **changes))
+
+
+def test_auto_reads_such_kv_by_torch(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch)
+    mixed = dataclasses.replace(spec, kv_cache_dtype="float32")
+    assert isinstance(choose_backend("auto", CUDA, mixed), TorchBackend)
