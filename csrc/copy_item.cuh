@@ -66,6 +66,36 @@ __device__ inline void copy_unaligned(u8* to, const u8* from) {
     for (int i = tail + lane; i < ITEM_BYTES; i += WARP) to[i] = from[i];
 }
 
+// Items of whole words, too small for each to keep a warp busy, such as index keys: a warp copies the words of all its
+// items as one sequence, so that items which lie beside each other are read as one piece.
+constexpr bool SMALL_ITEMS = !ALIGNED && ITEM_BYTES % 4 == 0 && ITEM_BYTES <= 512;
+
+// Copy `count` items, named by the first lanes. Bases are multiples of 4 bytes.
+__device__ inline void copy_words(u8* to_base, const u8* from_base, i64 to, i64 from, int count) {
+    constexpr int WORDS = ITEM_BYTES / 4 < 1 ? 1 : ITEM_BYTES / 4;
+    constexpr int AT_ONCE = 8;
+    const int total = count * WORDS;
+    for (int start = 0; start < total; start += AT_ONCE * WARP) {
+        u32 loaded[AT_ONCE];
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; ++j) {
+            const int word = start + j * WARP + lane_id();
+            const int item = word < total ? word / WORDS : 0;
+            const i64 slot = __shfl_sync(ALL_LANES, from, item);
+            const u32* source = reinterpret_cast<const u32*>(from_base + slot * ITEM_BYTES);
+            loaded[j] = word < total && slot >= 0 ? source[word - item * WORDS] : 0;
+        }
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; ++j) {
+            const int word = start + j * WARP + lane_id();
+            const int item = word < total ? word / WORDS : 0;
+            const i64 slot = __shfl_sync(ALL_LANES, to, item);
+            u32* target = reinterpret_cast<u32*>(to_base + slot * ITEM_BYTES);
+            if (word < total && slot >= 0) target[word - item * WORDS] = loaded[j];
+        }
+    }
+}
+
 // Copies up to 32 items, one named by each lane. With `from_base` null nothing is copied.
 class WarpCopy {
     static constexpr int VECTORS = ITEM_BYTES / 16;
@@ -114,6 +144,8 @@ class WarpCopy {
                 each_vector(step, from_base_, from_, [](uint4& vector, const u8* from) { vector = load16(from); });
                 each_vector(step, to_base_, to_, [](uint4 vector, u8* to) { store16(to, vector); });
             }
+        } else if (SMALL_ITEMS && !((reinterpret_cast<u64>(to_base_) | reinterpret_cast<u64>(from_base_)) & 3)) {
+            copy_words(to_base_, from_base_, to_, from_, count_);
         } else {
             for (int i = 0; i < count_; ++i) {
                 const i64 at = __shfl_sync(ALL_LANES, to_, i);

@@ -131,7 +131,7 @@ def test_positions_that_do_not_exist_are_counted_once_and_select_nothing(newest:
     assert violations == 3
 
 
-@pytest.mark.parametrize("item_bytes", [8, 9, 16, 17, 31, 48, 65, 513, 1152, 6004])
+@pytest.mark.parametrize("item_bytes", [8, 9, 12, 16, 17, 31, 36, 48, 65, 132, 513, 656, 1152, 6004])
 @pytest.mark.parametrize("offset", [0, 1, 8])
 def test_items_of_any_size_are_copied_whole_and_nothing_else(item_bytes: int, offset: int) -> None:
     torch.manual_seed(item_bytes)
