@@ -8,7 +8,7 @@ fp8 keys are multiplied as they are stored, by queries in fp8 (`triton_encode.en
 heads is then multiplied by the key's scale, which is positive, too.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -52,7 +52,7 @@ def decode_scores(index: IndexQueries, pages: PagedKeys, keys: StoredKeys) -> to
     vectors, page_size = keys.vectors, keys.vectors.shape[1]
     width = table.shape[1] * page_size
     scores = index.head_weights.new_empty(batch, width)
-    tiling = _tiling(heads, dim, vectors)
+    tiling = _tiling(heads, vectors)
     tiles = triton.cdiv(width, tiling.positions)
     programs = tiling.waves * properties(vectors.device).multi_processor_count
     tiles_per_program = triton.cdiv(tiles * batch, programs)
@@ -76,7 +76,7 @@ def decode_scores(index: IndexQueries, pages: PagedKeys, keys: StoredKeys) -> to
             key_stride=vectors.stride(1),
             scaled=keys.scales is not None,
             block_heads=tiling.heads,
-            block_dim=tile_width(dim),
+            block_dim=_tile_dim(dim, vectors),
             block_positions=tiling.positions,
             num_warps=tiling.warps,
             num_stages=tiling.stages,
@@ -111,7 +111,7 @@ def prompt_scores(index: IndexQueries, keys: StoredKeys, start: int) -> torch.Te
             scaled=keys.scales is not None,
             block_queries=block_queries,
             block_keys=block_keys,
-            block_dim=tile_width(dim),
+            block_dim=_tile_dim(dim, vectors),
             num_warps=8,
             num_stages=1 if wide else 3,
         )
@@ -133,18 +133,20 @@ class _Tiling:
     waves: int
 
 
-FP8_TILING = _Tiling(64, 128, warps=4, stages=5, waves=2)
-
-
-def _tiling(heads: int, dim: int, vectors: torch.Tensor) -> _Tiling:
+def _tiling(heads: int, vectors: torch.Tensor) -> _Tiling:
     """One program per multiprocessor can fetch ahead in a long row of tiles. Tiles of fp8 are small enough for two,
     of which one multiplies while the other adds up heads."""
     if vectors.dtype.itemsize > 2:
         return _Tiling(MIN_TILE, 32, warps=4, stages=_stages(heads, MIN_TILE, vectors.device), waves=1)
     block_heads = min(tile_width(heads), 64)
     if vectors.dtype.itemsize == 1:
-        return FP8_TILING if heads <= 64 else replace(FP8_TILING, stages=1)
+        return _Tiling(block_heads, 128, warps=4, stages=5 if heads <= block_heads else 1, waves=2)
     return _Tiling(block_heads, 128, warps=4, stages=_stages(heads, block_heads, vectors.device), waves=1)
+
+
+def _tile_dim(dim: int, vectors: torch.Tensor) -> int:
+    """The width of a tile of keys; tensor cores take 32 bytes of one at a time."""
+    return max(tile_width(dim), 32 // vectors.dtype.itemsize)
 
 
 def _stages(heads: int, block_heads: int, device: torch.device) -> int:
