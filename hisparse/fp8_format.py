@@ -135,7 +135,8 @@ def rotate(x: torch.Tensor) -> torch.Tensor:
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
-    return x.contiguous().view(torch.uint8)
+    # Not `contiguous`, which leaves the strides of a tensor without elements as they are.
+    return x.clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 def _part(stored: torch.Tensor, begin: int, end: int, dtype: torch.dtype) -> torch.Tensor:

@@ -115,6 +115,11 @@ def test_rows_of_a_pool() -> None:
     assert torch.equal(TINY.items_at(stored, rows), TINY.items(stored)[rows])
 
 
+def test_no_vectors() -> None:
+    assert PUBLISHED.items(PUBLISHED.encode_items(randn(0, 576))).shape == (0, 576)
+    assert PUBLISHED.index_keys(PUBLISHED.encode_index_keys(randn(0, 128))).shape == (0, 128)
+
+
 def test_a_single_vector_may_begin_anywhere() -> None:
     stored = TINY.encode_items(randn(4, 64))
     assert torch.equal(TINY.items(stored[2:3]), TINY.items(stored)[2:3])
