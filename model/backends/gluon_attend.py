@@ -147,20 +147,20 @@ def attend_split(
     query_ropes = gl.allocate_shared_memory(gl.bfloat16, [_HEADS, _ROPE], shared)
     query_ropes.store(gl.load(query_rows + column[None, :], mask=(head < heads)[:, None], other=0.0))
 
-    item_latents = gl.allocate_shared_memory(gl.bfloat16, [_ROWS, _LATENT], shared)
-    item_ropes = gl.allocate_shared_memory(gl.bfloat16, [_ROWS, _ROPE], shared)
-    latent_words = item_latents._reinterpret(gl.int32, [_ROWS, _LATENT // 2], shared_words)
-    rope_words = item_ropes._reinterpret(gl.int32, [_ROWS, _ROPE // 2], shared_words)
+    latent_tiles = gl.allocate_shared_memory(gl.bfloat16, [2, _ROWS, _LATENT], shared)
+    rope_tiles = gl.allocate_shared_memory(gl.bfloat16, [2, _ROWS, _ROPE], shared)
     shared_weights = gl.allocate_shared_memory(gl.bfloat16, [_HEADS, _ROWS], shared)
 
     highest = gl.full([_HEADS], _FLOOR, gl.float32, layout=gl.SliceLayout(1, score_layout))
     total = gl.full([_HEADS], 0.0, gl.float32, layout=gl.SliceLayout(1, score_layout))
     adding = warpgroup_mma_init(gl.full([_HEADS, _LATENT], 0.0, gl.float32, layout=sum_layout))
     for first in range(begin, end, _ROWS):
+        turn = ((first - begin) // _ROWS) % 2
+        item_latents, item_ropes = latent_tiles.index(turn), rope_tiles.index(turn)
+        # The weights of the tile before are still being multiplied, by a tile in the other half of this memory.
         scaled = _to_bfloat16(latents, scales)
-        attended = warpgroup_mma_wait(num_outstanding=0, deps=[adding])
-        latent_words.store(scaled)
-        rope_words.store(ropes)
+        item_latents._reinterpret(gl.int32, [_ROWS, _LATENT // 2], shared_words).store(scaled)
+        item_ropes._reinterpret(gl.int32, [_ROWS, _ROPE // 2], shared_words).store(ropes)
         fence_async_shared()
         latents, scales, ropes = _load_items(items, row, tile_layout, rope_layout)
         row = _load_rows(rows, first + 2 * _ROWS, end, row_layout)
@@ -169,7 +169,7 @@ def attend_split(
         scores = gl.full([_HEADS, _ROWS], 0.0, gl.float32, layout=score_layout)
         multiplying = warpgroup_mma(query_latents, item_latents.permute((1, 0)), scores, is_async=True, use_acc=False)
         multiplying = warpgroup_mma(query_ropes, item_ropes.permute((1, 0)), multiplying, is_async=True)
-        scores = warpgroup_mma_wait(num_outstanding=0, deps=[multiplying])
+        attended, scores = warpgroup_mma_wait(num_outstanding=0, deps=[adding, multiplying])
 
         scores = gl.where(present[None, :], scores * scale, float("-inf"))
         new_highest = gl.maximum(highest, gl.max(scores, 1))

@@ -210,6 +210,8 @@ def _tiling(queries: torch.Tensor) -> _Tiling:
     return _Tiling(heads=MIN_TILE, rows=32, warps=4, stages=5, waves=2)
 
 
+_GLUON_BYTES = 229_888
+"""Shared memory of a program of `gluon_attend`."""
 _GLUON_TILING = _Tiling(heads=64, rows=64, warps=8, stages=1, waves=1)
 """What `gluon_attend` is written for."""
 
@@ -217,7 +219,8 @@ _GLUON_TILING = _Tiling(heads=64, rows=64, warps=8, stages=1, waves=1)
 @functools.cache
 def runs_gluon(device: torch.device) -> bool:
     """Whether the device is a Hopper GPU, whose instructions `gluon_attend` uses, and this Triton has Gluon."""
-    if properties(device).major != 9:
+    found = properties(device)
+    if found.major != 9 or found.shared_memory_per_block_optin < _GLUON_BYTES:
         return False
     try:
         importlib.import_module("model.backends.gluon_attend")
