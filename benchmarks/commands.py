@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 import typer
 
+from benchmarks.decode.config import DecodeBench
 from benchmarks.serving.config import ServingBench
 from benchmarks.swap_in.config import SwapInBench
 from benchmarks.transfer.config import TransferBench
@@ -36,6 +37,15 @@ def swap_in(config: SwapInBench) -> None:
     from benchmarks.swap_in.bench import run_swap_in_bench
 
     run_swap_in_bench(config)
+
+
+@app.command()
+@takes_flags
+def decode(config: DecodeBench) -> None:
+    """Time a decode step of a published shape with random weights, part by part, beside what the hardware takes."""
+    from benchmarks.decode.bench import run_decode_bench
+
+    run_decode_bench(config)
 
 
 @app.command()

@@ -10,9 +10,11 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from base.errors import StartupError
+from hisparse.format import KVCacheDtype
 from model.checkpoint import read_json
 from model.quantization import BlockFp8, read_quantization
 from model.rope import RopeAngles
+from model.spec import ModelSpec
 
 SUPPORTED_MODEL_TYPES = ("deepseek_v32", "glm_moe_dsa")
 _ROPE_TYPES = ("default", "linear", "yarn", "llama3")
@@ -78,6 +80,25 @@ class NetworkConfig:
     max_position_embeddings: int
     rope: RopeAngles
     quantization: BlockFp8 | None
+
+    def spec(
+        self, dtype: torch.dtype, context_length: int, fingerprint: str, kv_cache_dtype: KVCacheDtype = "auto"
+    ) -> ModelSpec:
+        """What the rest of the service reads of it."""
+        return ModelSpec(
+            model_type=self.model_type,
+            num_layers=len(self.layers),
+            index_layer_of=self.index_layer_of,
+            item_dim=self.latent_dim + self.rope_dim,
+            latent_dim=self.latent_dim,
+            index_dim=self.index_dim,
+            index_topk=self.index_topk,
+            vocab_size=self.vocab_size,
+            context_length=context_length,
+            dtype=dtype,
+            fingerprint=fingerprint,
+            kv_cache_dtype=kv_cache_dtype,
+        )
 
     @property
     def index_layer_of(self) -> tuple[int, ...]:

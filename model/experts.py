@@ -12,7 +12,7 @@ from model.feed_forward import FeedForward, swiglu
 from model.fp8 import BLOCK
 from model.linear import Linear
 from model.router import Router
-from model.shard import Shard
+from model.shard import ALONE, Exchange, Shard
 from model.weights import Weights
 
 _ALL_AT_ONCE_BYTES = 1 << 30
@@ -33,9 +33,12 @@ class MixtureOfExperts:
     first: int
     number: int
     shared: FeedForward | None
+    exchange: Exchange = ALONE
 
     @classmethod
-    def load(cls, weights: Weights, name: str, config: NetworkConfig, shard: Shard) -> "MixtureOfExperts":
+    def load(
+        cls, weights: Weights, name: str, config: NetworkConfig, shard: Shard, exchange: Exchange = ALONE
+    ) -> "MixtureOfExperts":
         """The mixture of that name, such as `model.layers.3.mlp`. Raises StartupError if it is in fp8 in part."""
         hidden_size, width = config.hidden_size, config.expert_width
         own, shared = shard.experts(config.router.experts), f"{name}.shared_experts"
@@ -57,21 +60,21 @@ class MixtureOfExperts:
             shared=None
             if config.shared_width == width
             else FeedForward.load(weights, shared, hidden_size, config.shared_width),
+            exchange=exchange,
         )
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden: [N, hidden_size]. Returns the same shape: what this process contributes."""
-        weights, ids = self.router.route(hidden)
-        beside = self.shared(hidden) if self.shared else None
+        """hidden: [N, hidden_size]. Returns the same shape."""
+        gathered = self.exchange.gather(hidden)
+        weights, ids = self.router.route(gathered)
         if self.gate_up.scales is None or self.down.scales is None:
-            if beside is None:
-                beside = FeedForward(self.gate_up[self.number], self.down[self.number])(hidden)
-            return self.routed(hidden, ids, weights) + beside
+            shared = self.shared or FeedForward(self.gate_up[self.number], self.down[self.number])
+            return self.exchange.reduce(self.routed(gathered, ids, weights)) + shared(hidden)
         # Here, since a machine without a GPU need not have Triton.
         from model.backends.triton_fp8_experts import experts
 
-        return experts(
-            hidden,
+        total = experts(
+            gathered,
             ids,
             weights,
             self.gate_up.weight,
@@ -80,9 +83,10 @@ class MixtureOfExperts:
             self.down.scales,
             self.gate_up.power_of_two,
             self.first,
-            beside=beside,
-            shared=range(len(hidden)) if beside is None else None,
+            shared=None if self.shared else self.exchange.own(len(hidden)),
         )
+        total = self.exchange.reduce(total)
+        return total + self.shared(hidden) if self.shared else total
 
     def routed(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """The weighted sum of the chosen experts of this process. ids, weights: [N, top_k], see Router.route.

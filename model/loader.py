@@ -76,20 +76,8 @@ def read_spec(
             f"the context length must be between 1 and the model's max_position_embeddings, "
             f"{longest}, not {context_length}"
         )
-    spec = ModelSpec(
-        model_type=config.model_type,
-        num_layers=len(config.layers),
-        index_layer_of=config.index_layer_of,
-        item_dim=config.latent_dim + config.rope_dim,
-        latent_dim=config.latent_dim,
-        index_dim=config.index_dim,
-        index_topk=config.index_topk,
-        vocab_size=config.vocab_size,
-        context_length=context_length,
-        dtype=dtype,
-        fingerprint=fingerprint(read_json(path / "config.json"), weight_files(path) if load_format == "auto" else []),
-        kv_cache_dtype=kv_cache_dtype,
-    )
+    files = weight_files(path) if load_format == "auto" else []
+    spec = config.spec(dtype, context_length, fingerprint(read_json(path / "config.json"), files), kv_cache_dtype)
     try:
         _ = spec.kv_format
     except ValueError as error:

@@ -13,7 +13,7 @@ from model.indexer import Indexer
 from model.linear import Linear
 from model.norm import RmsNorm
 from model.rope import Rope
-from model.shard import WHOLE, Shard
+from model.shard import ALONE, WHOLE, Exchange, Shard
 from model.weights import Weights
 
 
@@ -41,7 +41,7 @@ class Layer:
     mlp: MixtureOfExperts | FeedForward
 
     @classmethod
-    def load(cls, weights: Weights, number: int, config: NetworkConfig, shard: Shard) -> "Layer":
+    def load(cls, weights: Weights, number: int, config: NetworkConfig, shard: Shard, exchange: Exchange) -> "Layer":
         """The layer of that number."""
         kind, hidden_size = config.layers[number], config.hidden_size
         name = f"model.layers.{number}"
@@ -54,7 +54,7 @@ class Layer:
             mlp_norm=RmsNorm(
                 weights.tensor(f"{name}.post_attention_layernorm.weight", (hidden_size,)), config.norm_eps
             ),
-            mlp=MixtureOfExperts.load(weights, mlp, config, shard)
+            mlp=MixtureOfExperts.load(weights, mlp, config, shard, exchange)
             if kind.mixture
             else FeedForward.load(weights, mlp, hidden_size, config.dense_width),
         )
@@ -77,14 +77,16 @@ class Network:
     head: torch.Tensor
 
     @classmethod
-    def load(cls, weights: Weights, config: NetworkConfig, shard: Shard = WHOLE) -> "Network":
+    def load(
+        cls, weights: Weights, config: NetworkConfig, shard: Shard = WHOLE, exchange: Exchange = ALONE
+    ) -> "Network":
         """The part of the network that a process computes. Raises ValueError for a shard that is not possible."""
         vocabulary = config.vocab_size, config.hidden_size
         embedding = weights.tensor("model.embed_tokens.weight", vocabulary)
         return cls(
             config=config,
             embedding=embedding,
-            layers=tuple(Layer.load(weights, number, config, shard) for number in range(len(config.layers))),
+            layers=tuple(Layer.load(weights, number, config, shard, exchange) for number in range(len(config.layers))),
             norm=RmsNorm(weights.tensor("model.norm.weight", (config.hidden_size,)), config.norm_eps),
             head=embedding if config.tied_head else weights.tensor("lm_head.weight", vocabulary),
         )

@@ -1,6 +1,9 @@
-"""Which part of a model's work one process does."""
+"""Which part of a model's work one process does, and what processes exchange."""
 
 from dataclasses import dataclass
+from typing import Protocol
+
+import torch
 
 
 @dataclass(frozen=True)
@@ -31,3 +34,36 @@ class Shard:
 
 WHOLE = Shard()
 """One process computes everything."""
+
+
+class Exchange(Protocol):
+    """What the processes of a group exchange around a mixture of experts, of which each has some."""
+
+    def gather(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The hidden states of all processes' tokens, [M, hidden_size], of this process's, [N, hidden_size]."""
+        ...
+
+    def own(self, count: int) -> range:
+        """Which of the M are this process's `count` tokens."""
+        ...
+
+    def reduce(self, parts: torch.Tensor) -> torch.Tensor:
+        """What all processes contribute to this process's tokens, [N, hidden_size], of what each computed, [M,
+        hidden_size]."""
+        ...
+
+
+class Alone:
+    """One process has all tokens and all experts."""
+
+    def gather(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+    def own(self, count: int) -> range:
+        return range(count)
+
+    def reduce(self, parts: torch.Tensor) -> torch.Tensor:
+        return parts
+
+
+ALONE: Exchange = Alone()

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from benchmarks import attention
-from benchmarks.decode_step import report as decode_step
-from benchmarks.decode_step.timing import StepTiming
-from benchmarks.decode_step.workload import Shape as ModelShape
+from benchmarks.decode import report as decode
+from benchmarks.decode.config import DecodeBench
+from benchmarks.decode.limits import HBM_BYTES_PER_MS, Work
+from benchmarks.decode.timing import Part, StepTiming
 from benchmarks.machine import this_machine
 from benchmarks.percentiles import Percentiles
 from benchmarks.serving import report as serving
@@ -102,19 +103,16 @@ def test_serving(services: tuple[str, ...]) -> None:
     assert not_whole(text, [*requests, *rates, *latencies, *gaps]) == []
 
 
-def test_decode_step() -> None:
-    kernels = {"_score_pages": 234.51, "topk": 106.12, "swap_in": 441.35, "_attend_split": 107.13}
+def test_decode() -> None:
+    kernels = {"_score_pages": (134.51, 61.0), "_experts": (106.12, 116.0), "swap_in": (141.35, 61.0)}
     timing = StepTiming(
-        median_ms=1050.88, p90_ms=1051.0, hit_rate=0.1311, misses=1779.0, num_bytes=18.3e9, kernels=kernels
+        median_ms=450.88, p90_ms=451.0, hit_rate=0.1311, misses=1779.0, num_bytes=18.3e9, kernels=kernels
     )
-    results = [
-        decode_step.CaseResult(256, decode_step.OWN, decode_step.HISPARSE, 14 * 2**30, timing),
-        decode_step.CaseResult(256, "2048 new", decode_step.RESIDENT, 142 * 2**30, timing),
-        decode_step.CaseResult(256, "2048 new", decode_step.HISPARSE, 14 * 2**30, timing),
-    ]
-    text = printed(lambda console: decode_step.print_results(results, ModelShape(), console))
-    steps = ["256", "2048", "14.0", "142.0", "1779", "13.1", "1050.88", "1.00"]
-    parts = ["234.51", "106.12", "441.35", "107.13", "161.77", "41"]
+    work = {part: (Work(num_bytes=12.34 * HBM_BYTES_PER_MS),) for part in Part}
+    results = [decode.CaseResult(256, 2048, 14 * 2**30, timing, work, 55.4)]
+    text = printed(lambda console: decode.print_results(results, DecodeBench(rank_of=8), 103 * 2**30, console))
+    steps = ["256", "2048", "450.88", "86.38", "5.22", "568", "238", "1779", "14.0"]
+    parts = ["134.51/12.34", "106.12/12.34", "141.35/12.34", "68.90/12.34"]
     assert not_whole(text, [*steps, *parts]) == []
 
 

@@ -120,8 +120,9 @@ def test_tensors_that_do_not_fit_together_are_refused() -> None:
         encode_items(randn(2, 575), norm, rope.cos, rope.sin, PUBLISHED)
     with pytest.raises(ValueError, match="expected"):
         encode_items(randn(3, 576), norm, rope.cos, rope.sin, PUBLISHED)
-    with pytest.raises(ValueError, match="LayerNorm"):
-        encode_index_keys(randn(2, 128), norm, rope.cos, rope.sin, False, PUBLISHED)
+    key_norm = LayerNorm(torch.ones(128, device=CUDA), torch.zeros(128, device=CUDA), 1e-6)
+    with pytest.raises(ValueError, match="expected"):
+        encode_index_keys(randn(2, 127), key_norm, rope.cos, rope.sin, False, PUBLISHED)
     queries, rows = randn(2, 16, 576, dtype=torch.bfloat16), torch.zeros((2, 4), dtype=torch.int64, device=CUDA)
     with pytest.raises(ValueError, match="contiguous kv"):
         attend_fp8_rows(queries, torch.zeros((9, 652), dtype=torch.uint8, device=CUDA), rows, SCALING, PUBLISHED)

@@ -6,50 +6,70 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import StrEnum
 
 import torch
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.decode_step.workload import Requests
+from benchmarks.decode.workload import Requests
 from benchmarks.stepping import GREEDY, launch
 from engine.runner import ModelRunner
 
-PARTS: dict[str, tuple[str, ...]] = {
-    "index": ("_score_pages",),
-    "top-k": ("topk", "devicescan"),
-    "swap-in": ("swap_in",),
-    "attention": ("_attend_split", "_combine"),
-}
-"""What a kernel's name contains, in lower case, by the part of a step that it belongs to.
 
-Index is the scoring of all positions; the indexer's projections cannot be told from the others. torch's top-k scans by
-a kernel of CUB, which nothing else in a step does.
+class Part(StrEnum):
+    """Of a decode step."""
+
+    PROJECTIONS = "projections"
+    """Of attention, indexers, dense layers and the head."""
+    EXPERTS = "experts"
+    INDEX = "index"
+    TOP_K = "top-k"
+    SWAP_IN = "swap-in"
+    ATTENTION = "attention"
+    REST = "rest"
+
+
+_NAMES: dict[Part, tuple[str, ...]] = {
+    Part.EXPERTS: ("_experts", "_sort", "_swiglu_quantise", "_weigh", "_sum", "_choose", "grouped"),
+    Part.INDEX: ("_score_pages", "_encode_index"),
+    Part.TOP_K: ("top_k", "topk", "devicescan"),
+    Part.SWAP_IN: ("swap_in",),
+    Part.ATTENTION: ("_attend_split", "attend_split", "_combine"),
+    Part.PROJECTIONS: ("_linear", "_multiply_quantising", "_add_up", "_quantise", "nvjet", "gemm", "cutlass", "gemv"),
+}
+"""What a kernel's name contains, in lower case, by the part of a step that it belongs to; the first that matches.
+
+The rest is norms, rotation, encoding, storing and backing up new tokens, and the time from one kernel to the next.
+torch's top-k scans by a kernel of CUB, which nothing else in a step does.
 """
-REST = "rest"
 _PROFILED_STEPS = 5
 _STREAMS = 24
 
 
 @dataclass(frozen=True)
 class StepTiming:
-    """Of one decode step. num_bytes: swapped in. misses: per request and layer. kernels: ms of each, by its name."""
+    """Of one decode step. num_bytes: swapped in. misses: per request and layer.
+
+    kernels: milliseconds of each, and how many there are, by name.
+    """
 
     median_ms: float
     p90_ms: float
     hit_rate: float
     misses: float
     num_bytes: float
-    kernels: dict[str, float]
+    kernels: dict[str, tuple[float, float]]
 
     @property
-    def parts(self) -> dict[str, float]:
-        """Milliseconds of the kernels of each of PARTS, and what is left of the step: other kernels, and none."""
-        parts = dict.fromkeys(PARTS, 0.0)
-        for name, ms in self.kernels.items():
-            if (part := part_of(name)) != REST:
+    def parts(self) -> dict[Part, float]:
+        """Milliseconds of the kernels of each part; the rest: other kernels, and none."""
+        parts = dict.fromkeys(Part, 0.0)
+        for name, (ms, _) in self.kernels.items():
+            if (part := part_of(name)) is not Part.REST:
                 parts[part] += ms
-        return {**parts, REST: self.median_ms - sum(parts.values())}
+        parts[Part.REST] = self.median_ms - sum(parts.values())
+        return parts
 
 
 def use_streams(device: torch.device) -> list[torch.cuda.Stream]:
@@ -67,10 +87,10 @@ def use_streams(device: torch.device) -> list[torch.cuda.Stream]:
     return streams
 
 
-def part_of(kernel: str) -> str:
+def part_of(kernel: str) -> Part:
     """The part of a step that a kernel of this name belongs to."""
     lowered = kernel.lower()
-    return next((part for part, marks in PARTS.items() if any(mark in lowered for mark in marks)), REST)
+    return next((part for part, marks in _NAMES.items() if any(mark in lowered for mark in marks)), Part.REST)
 
 
 def time_steps(
@@ -120,10 +140,12 @@ def time_steps(
     )
 
 
-def _kernel_ms(profiled: profile) -> dict[str, float]:
-    """Milliseconds of each kernel in one step."""
+def _kernel_ms(profiled: profile) -> dict[str, tuple[float, float]]:
+    """Milliseconds and number of each kernel in one step."""
     total: Counter[str] = Counter()
+    count: Counter[str] = Counter()
     for event in profiled.events() or ():  # type: ignore[no-untyped-call]
         if event.device_type == DeviceType.CUDA:
             total[event.name] += event.time_range.elapsed_us()
-    return {name: us / 1e3 / _PROFILED_STEPS for name, us in total.most_common()}
+            count[event.name] += 1
+    return {name: (us / 1e3 / _PROFILED_STEPS, count[name] / _PROFILED_STEPS) for name, us in total.most_common()}

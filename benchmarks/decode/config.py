@@ -1,0 +1,34 @@
+"""How `hisparse-pd bench decode` is configured."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from base.flags import Flag
+from model.shapes import ShapeName
+
+_UP_TO = "or all of the shape's"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeBench:
+    """The flags of the benchmark."""
+
+    shape: Annotated[ShapeName, Flag("Whose widths to take.")] = "deepseek-v3.2"
+    layers: Annotated[int | None, Flag(f"Layers, {_UP_TO}.", min=1)] = None
+    rank_of: Annotated[
+        int,
+        Flag("Of a group of so many: that part of the experts, for the tokens of all; nothing is exchanged.", min=1),
+    ] = 1
+    batches: Annotated[tuple[str, ...], Flag("Requests that decode; may be repeated.", name="--batch")] = ()
+    new_positions: Annotated[
+        tuple[str, ...], Flag("Selected positions that are new in each step and layer; may be repeated.")
+    ] = ()
+    context: Annotated[int, Flag("Tokens of each request.", min=1)] = 32768
+    device_buffer_size: Annotated[int, Flag("Hot slots of each request.", min=1)] = 4096
+    resident: Annotated[bool, Flag("With all KV in HBM instead.")] = False
+    quantization: Annotated[Literal["none", "fp8"], Flag("Of the weights: bfloat16, or block-fp8.")] = "fp8"
+    kv_cache_dtype: Annotated[Literal["bfloat16", "fp8_e4m3"], Flag("Of items and index keys.")] = "fp8_e4m3"
+    steps: Annotated[int, Flag("Steps that are timed of each case.", min=10)] = 30
+    json: Annotated[Path, Flag("Where to write every figure.")] = Path("bench-decode.json")
+    png: Annotated[Path, Flag("Where to draw the parts of a step.")] = Path("bench-decode.png")

@@ -1,0 +1,152 @@
+"""A model with published widths and random weights, requests that it decodes, and what it is made to select."""
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from transformers import AutoConfig
+
+from benchmarks.decode.config import DecodeBench
+from benchmarks.wrapped_backend import WrappedBackend
+from hisparse.config import HiSparseConfig
+from hisparse.coordinator import HiSparseCoordinator
+from hisparse.sizing import plan_sizes
+from hisparse.tiers import build_tiers
+from model.backends.protocol import AttentionBackend
+from model.cache import PagedKeys
+from model.config import NetworkConfig, network_config
+from model.indexer import IndexQueries
+from model.network import Network
+from model.quantization import BlockFp8
+from model.shapes import published_config
+from model.shard import ALONE, Exchange, Shard
+from model.spec import ModelSpec
+from model.weights import RandomWeights
+
+GIB = 2**30
+_INDEX_PAGE = 64
+_FILL_ROWS = 1 << 14
+_MORE_TOKENS = 512
+"""Tokens that a request may get after its admission."""
+
+
+class Copies:
+    """Stands for a group whose other processes have as many tokens, with other hidden states. Nothing is exchanged."""
+
+    def __init__(self, of: int, hidden_size: int, device: torch.device, dtype: torch.dtype) -> None:
+        generator = torch.Generator(device).manual_seed(1)
+        signs = torch.randint(0, 2, (of, 1, hidden_size), generator=generator, device=device)
+        self._factors = (2 * signs - 1).to(dtype)
+        self._factors[0] = 1
+
+    def gather(self, hidden: torch.Tensor) -> torch.Tensor:
+        return (self._factors * hidden).flatten(0, 1)
+
+    def own(self, count: int) -> range:
+        return range(count)
+
+    def reduce(self, parts: torch.Tensor) -> torch.Tensor:
+        return parts[: len(parts) // len(self._factors)]
+
+
+@dataclass(frozen=True)
+class Model:
+    """The network of one process. num_bytes: of its weights."""
+
+    network: Network
+    spec: ModelSpec
+    num_bytes: int
+
+    @property
+    def config(self) -> NetworkConfig:
+        return self.network.config
+
+
+def build_model(config: DecodeBench, device: torch.device) -> Model:
+    """Raises ValueError for layers or ranks that the shape does not have."""
+    described = AutoConfig.for_model(**published_config(config.shape, config.layers))
+    return model_of(network_config(described), config, device)
+
+
+def model_of(sizes: NetworkConfig, config: DecodeBench, device: torch.device) -> Model:
+    """The same, of these sizes."""
+    dtype = torch.bfloat16
+    weights = RandomWeights(device, dtype, BlockFp8(power_of_two=True) if config.quantization == "fp8" else None)
+    group = config.rank_of > 1
+    exchange = cast(Exchange, Copies(config.rank_of, sizes.hidden_size, device, dtype)) if group else ALONE
+    network = Network.load(weights, sizes, Shard(0, config.rank_of), exchange)
+    spec = sizes.spec(dtype, config.context + _MORE_TOKENS, "random", config.kv_cache_dtype)
+    return Model(network, spec, weights.num_bytes)
+
+
+class GivenSelection(WrappedBackend):
+    """Selects as another backend does, for what it costs, and then answers what it was given.
+
+    Hidden states of random weights drift as no text does, and so would what they select: the miss rate would say
+    nothing. `positions`, int64 [batch, topk] on the device, are what every layer is told to have selected; replays of
+    a recorded step read what was last written to it.
+    """
+
+    def __init__(self, inner: AttentionBackend, batch: int, topk: int, device: torch.device) -> None:
+        super().__init__(inner)
+        self.positions = torch.zeros((batch, topk), dtype=torch.int64, device=device)
+
+    def select_for_decode(self, index: IndexQueries, pages: PagedKeys, topk: int) -> torch.Tensor:
+        batch, k = super().select_for_decode(index, pages, topk).shape
+        return self.positions[:batch, :k].contiguous()
+
+
+class Requests:
+    """A batch of running requests of `context` tokens each, admitted from a host pool of random items and keys.
+
+    device_buffer_size: hot slots of each; with at least the context length of the spec nothing is ever missed, and
+    admission brings all KV into HBM.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, context: int, batch: int, device_buffer_size: int, device: torch.device
+    ) -> None:
+        host_slots = batch * (context + _MORE_TOKENS)
+        self.sizes = plan_sizes(
+            HiSparseConfig(
+                device_buffer_size=device_buffer_size,
+                top_k=spec.index_topk,
+                host_to_device_ratio=None,
+                host_pool_gib=(host_slots + 1) * spec.kv_layout.token_bytes / GIB,
+            ),
+            spec.kv_layout,
+            max_running_requests=batch,
+            context_length=spec.context_length,
+            index_page_size=_INDEX_PAGE,
+            available_host_bytes=2**40,
+            available_device_bytes=2**40,
+        )
+        self.ids = [f"r{number}" for number in range(batch)]
+        self.coordinator: HiSparseCoordinator = build_tiers(self.sizes, device)
+        kv_format = spec.kv_format
+        items = kv_format.encode_items(torch.randn(_FILL_ROWS, spec.item_dim, device=device))
+        keys = kv_format.encode_index_keys(torch.randn(_FILL_ROWS, spec.index_dim, device=device))
+        for pool, stored in ((self.coordinator.host.kv, items), (self.coordinator.host.index_keys, keys)):
+            everything = pool.flatten(0, 1)
+            for start in range(0, len(everything), _FILL_ROWS):
+                rows = everything[start : start + _FILL_ROWS]
+                rows.copy_(stored[: len(rows)])
+        for request_id in self.ids:
+            slots = self.coordinator.host.allocate(context)
+            if slots is None or not self.coordinator.admit_request_direct(request_id, slots, context):
+                raise RuntimeError(f"the pools have no room for request {request_id} of {batch}")
+
+    def make_room(self) -> None:
+        """For the next token of each request. Raises RuntimeError if there is none."""
+        if short_of := self.coordinator.append_tokens(self.ids):
+            raise RuntimeError(f"the pools have no room for a token of {len(short_of)} requests")
+
+    def close(self) -> None:
+        """Finish the requests and unpin the host pool. Raises what the device found wrong in the meantime."""
+        for request_id in self.ids:
+            self.coordinator.request_finished(request_id)
+        if not self.coordinator.is_idle():
+            raise RuntimeError("finished requests left something behind")
+        if violations := self.coordinator.counters().violations:
+            raise RuntimeError(f"{violations} swap-in violations: what was timed is no decode step")
+        self.coordinator.close()

@@ -1,0 +1,187 @@
+"""Which part of a decode step a kernel belongs to, what the hardware takes for it, and that the requests decode."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import AutoConfig
+
+from base.errors import StartupError
+from benchmarks.decode.bench import run_decode_bench
+from benchmarks.decode.config import DecodeBench
+from benchmarks.decode.limits import HBM_BYTES_PER_MS, Work, work_of
+from benchmarks.decode.timing import Part, StepTiming, part_of
+from benchmarks.decode.workload import Copies, GivenSelection, Model, Requests, model_of
+from benchmarks.stepping import GREEDY, launch, next_tokens
+from engine.runner import ModelRunner
+from model.backends.choice import choose_backend
+from model.config import network_config
+from model.sparse_model import SparseModel
+
+ROOT = Path(__file__).resolve().parents[2]
+CPU = torch.device("cpu")
+OURS = {
+    "_score_pages": (Part.INDEX, "model/backends/triton_index.py"),
+    "_encode_index_queries": (Part.INDEX, "model/backends/triton_encode.py"),
+    "swap_in": (Part.SWAP_IN, "csrc/swap_in.cu"),
+    "top_k": (Part.TOP_K, "csrc/top_k.cu"),
+    "_attend_split": (Part.ATTENTION, "model/backends/triton_attend.py"),
+    "attend_split": (Part.ATTENTION, "model/backends/gluon_attend.py"),
+    "_linear": (Part.PROJECTIONS, "model/backends/triton_fp8_linear.py"),
+    "_multiply_quantising": (Part.PROJECTIONS, "model/backends/triton_fp8_linear.py"),
+    "_add_up": (Part.PROJECTIONS, "model/backends/triton_fp8_linear.py"),
+    "_quantise": (Part.PROJECTIONS, "model/backends/triton_fp8.py"),
+    "_swiglu_quantise": (Part.EXPERTS, "model/backends/triton_fp8.py"),
+    "_experts": (Part.EXPERTS, "model/backends/triton_fp8_experts.py"),
+    "_weigh": (Part.EXPERTS, "model/backends/triton_fp8_experts.py"),
+    "_sort": (Part.EXPERTS, "model/backends/triton_fp8_sort.py"),
+    "_choose": (Part.EXPERTS, "model/backends/triton_choose.py"),
+}
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_a_kernel_of_this_project_is_known_by_its_name(name: str) -> None:
+    """Renaming one would move its time to the rest."""
+    part, source = OURS[name]
+    assert f" {name}(" in (ROOT / source).read_text()
+    assert part_of(name) is part
+
+
+@pytest.mark.parametrize(
+    ("kernel", "part"),
+    [
+        ("void at::native::mbtopk::computeBlockDigitCounts<float, unsigned int, unsigned int, 1>", Part.TOP_K),
+        ("void at_cuda_detail::cub::detail::scan_by_key::DeviceScanByKeyKernel<", Part.TOP_K),
+        ("nvjet_sm90_tst_64x8_64x16_4x1_v_bz_TNT", Part.PROJECTIONS),
+        ("copy_items", Part.REST),
+    ],
+)
+def test_other_kernels(kernel: str, part: Part) -> None:
+    assert part_of(kernel) is part
+
+
+def test_the_parts_are_the_whole_step() -> None:
+    kernels = {name: (ms, 2.0) for name, ms in (("_score_pages", 1.0), ("swap_in", 2.0), ("other", 3.0))}
+    timing = StepTiming(median_ms=10.0, p90_ms=11.0, hit_rate=1.0, misses=0.0, num_bytes=0.0, kernels=kernels)
+    assert {part: ms for part, ms in timing.parts.items() if ms} == {
+        Part.INDEX: 1.0,
+        Part.SWAP_IN: 2.0,
+        Part.REST: 7.0,
+    }
+
+
+def small(config: DecodeBench) -> Model:
+    sizes = AutoConfig.for_model(
+        "deepseek_v32",
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=64,
+        moe_intermediate_size=32,
+        num_hidden_layers=2,
+        first_k_dense_replace=1,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        kv_lora_rank=32,
+        q_lora_rank=32,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=16,
+        v_head_dim=16,
+        index_topk=32,
+        index_n_heads=16,
+        index_head_dim=32,
+    )
+    return model_of(network_config(sizes), config, CPU)
+
+
+@pytest.mark.parametrize("rank_of", [1, 4])
+@pytest.mark.parametrize("kv_cache_dtype", ["bfloat16", "fp8_e4m3"])
+def test_requests_decode_and_miss_what_they_are_made_to_select(rank_of: int, kv_cache_dtype: str) -> None:
+    """On the CPU, and a small model; otherwise as it is timed."""
+    config = DecodeBench(rank_of=rank_of, context=300, quantization="none", kv_cache_dtype=kv_cache_dtype)  # type: ignore[arg-type]
+    model = small(config)
+    spec = model.spec
+    requests = Requests(spec, config.context, 2, 2 * spec.index_topk, CPU)
+    given = GivenSelection(choose_backend("auto", CPU, spec), 2, spec.index_topk, CPU)
+    runner = ModelRunner(
+        SparseModel(model.network, spec, given), requests.coordinator, 2, spec.context_length, record=False
+    )
+    for request_id in requests.ids:
+        runner.admit(request_id, 1, GREEDY)
+
+    for first, misses in ((0, 32), (8, 8)):
+        given.positions.copy_(torch.arange(first, first + spec.index_topk))
+        before = requests.coordinator.counters()
+        requests.make_room()
+        tokens = next_tokens(runner, launch(runner, requests.coordinator, requests.ids))
+        assert all(0 <= token < spec.vocab_size for token in tokens)
+        assert requests.coordinator.counters().misses - before.misses == misses * 2 * spec.num_layers
+    requests.close()
+
+
+def test_other_processes_have_other_tokens_and_a_process_gets_its_own_back() -> None:
+    copies = Copies(4, 64, CPU, torch.float32)
+    hidden = torch.randn(3, 64)
+    gathered = copies.gather(hidden)
+    assert gathered.shape == (12, 64)
+    assert torch.equal(gathered[:3], hidden)
+    assert not any(torch.equal(gathered[3 * rank : 3 * rank + 3], hidden) for rank in (1, 2, 3))
+    assert torch.equal(copies.reduce(gathered), hidden)
+
+
+def test_work_is_what_has_to_be_read() -> None:
+    config = DecodeBench(rank_of=4, quantization="none", kv_cache_dtype="fp8_e4m3")
+    model = small(config)
+    work = work_of(model, batch=2, context=1000, missed=5, rank_of=4)
+    item_bytes, key_bytes = 32 + 4 + 32, 32 + 4
+    assert work[Part.INDEX][0].num_bytes == 2 * 2 * 1000 * key_bytes
+    assert work[Part.ATTENTION][0].num_bytes == 2 * 2 * 32 * item_bytes
+    assert work[Part.SWAP_IN][0] == Work(link_bytes=2 * 2 * 5 * item_bytes)
+    expert, router = 3 * 32 * 64 * 2, 8 * 64 * 2
+    hit = 2 * (1 - (6 / 8) ** 8)  # of the two of eight experts that this process has, by eight tokens
+    assert work[Part.EXPERTS][0].num_bytes == pytest.approx(expert * (hit + 1) + router)
+    attention = (32 + 32 + 48) * 64 + 2 * 32 * 32 + 2 * 32 * 32 + 64 * 32 + 16 * 32 * 32
+    assert work[Part.PROJECTIONS][0].num_bytes == 2 * (2 * attention + 3 * 64 * 64)
+    assert work[Part.PROJECTIONS][1] == Work(64 * 64 * 2, 2 * 2 * 64 * 64)
+
+
+def test_a_part_takes_the_larger_of_memory_and_arithmetic_and_then_the_link() -> None:
+    assert Work(num_bytes=HBM_BYTES_PER_MS, operations=800e9 / 2).ms(50) == 1
+    assert Work(num_bytes=HBM_BYTES_PER_MS, operations=800e9 * 3).ms(50) == 3
+    assert Work(num_bytes=HBM_BYTES_PER_MS, operations=800e9 * 3, in_fp8=True).ms(50) == 1.5
+    assert Work(num_bytes=HBM_BYTES_PER_MS, link_bytes=100e6).ms(50) == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"batches": ("x",)}, "--batch x: expected whole numbers from 1"),
+        ({"new_positions": ("-1",)}, "--new-positions -1: expected whole numbers from 0"),
+        ({"rank_of": 3}, "256 experts cannot be divided among 3 processes"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(
+    changes: dict[str, object], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr("benchmarks.decode.bench.build_model", lambda config, _: small_of_published(config))
+    with pytest.raises(StartupError, match=message):
+        run_decode_bench(dataclasses.replace(DecodeBench(), **changes), Console())  # type: ignore[arg-type]
+
+
+def small_of_published(config: DecodeBench) -> Model:
+    from benchmarks.decode.workload import build_model
+
+    return build_model(dataclasses.replace(config, layers=4, quantization="none"), torch.device("meta"))
+
+
+def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(StartupError, match="bench decode needs a CUDA device"):
+        run_decode_bench(DecodeBench())
