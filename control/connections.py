@@ -13,6 +13,9 @@ IDLE_CLOSE_S = 60.0
 STUCK_S = 2.0
 """A connection that took nothing for so long is made anew with the next frame. ZeroMQ gives a connection up for good if
 the other side breaks its protocol, for example by expecting keys where none are shown."""
+DEAF_S = 10.0
+"""A connection to a peer that was not heard for so long is made anew with the next frame. If the other side ends while
+it breaks its protocol, ZeroMQ may give the connection up and yet take frames for it, until MAX_QUEUED of them wait."""
 _UNACKNOWLEDGED_MS = 3000
 """A connection without acknowledgements for so long is made anew. TCP doubles its pauses: after a partition it would
 take as long again as the partition lasted."""
@@ -22,8 +25,9 @@ _CONNECT_MS = 2000
 @dataclass
 class _Connection:
     socket: "zmq.Socket[bytes]"
+    made: float
     last_used: float
-    """When it last took a frame (time.monotonic)."""
+    """When it last took a frame (time.monotonic, as `made`)."""
 
 
 class Connections:
@@ -34,13 +38,19 @@ class Connections:
         self._access = access
         self._by_address: dict[str, _Connection] = {}
 
-    def post(self, address: str, frame: bytes) -> None:
-        """Queue a frame. Raises zmq.ZMQError if the queue is full or nothing can be connected to the address."""
+    def post(self, address: str, frame: bytes, heard: float | None) -> None:
+        """Queue a frame. heard: when somebody at the address was last heard (time.monotonic).
+
+        Raises zmq.ZMQError if the queue is full or nothing can be connected to the address.
+        """
         now = time.monotonic()
         connection = self._by_address.get(address)
+        if connection is not None and now - max(connection.made, heard or 0.0) > DEAF_S:
+            self._close(address)
+            connection = None
         if connection is None:
             self._close_idle(now)
-            connection = self._by_address[address] = _Connection(self._connect(address), now)
+            connection = self._by_address[address] = _Connection(self._connect(address), now, now)
         try:
             connection.socket.send(frame, zmq.NOBLOCK)
             connection.last_used = now

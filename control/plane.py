@@ -294,7 +294,7 @@ class ControlPlane:
         try:
             if len(frame) > MAX_FRAME_BYTES:
                 raise ValueError(f"{len(frame)} bytes; a frame has at most {MAX_FRAME_BYTES}")
-            self._connections.post(to.address, frame)
+            self._connections.post(to.address, frame, self._liveness.last_heard_at(to.address))
         except (zmq.ZMQError, ValueError) as error:
             # A full queue, or an address that cannot be connected to: a peer names its own, so it may be anything.
             self.undeliverable += 1
