@@ -34,9 +34,9 @@ class Copies:
     """Stands for a group whose other processes have as many tokens, with other hidden states. Nothing is exchanged."""
 
     def __init__(self, of: int, hidden_size: int, device: torch.device, dtype: torch.dtype) -> None:
-        generator = torch.Generator(device).manual_seed(1)
-        signs = torch.randint(0, 2, (of, 1, hidden_size), generator=generator, device=device)
-        self._factors = (2 * signs - 1).to(dtype)
+        generator = torch.Generator().manual_seed(1)
+        signs = torch.randint(0, 2, (of, 1, hidden_size), generator=generator)
+        self._factors = (2 * signs - 1).to(device, dtype)
         self._factors[0] = 1
 
     def gather(self, hidden: torch.Tensor) -> torch.Tensor:
