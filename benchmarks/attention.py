@@ -327,27 +327,23 @@ def _elapsed_us(work: Callable[[], object]) -> float:
 
 
 def print_results(results: list[CaseResult], context_length: int, bandwidth: float, console: Console) -> None:
-    """A line per case, and what the columns mean. bandwidth: GB/s, of the limits."""
-    table = Table(box=None, pad_edge=False)
-    headings = ("", "queries", "torch us", "triton us", "ratio", "GB/s", "fp8 us", "GB/s", "limit us", "plain fp8 us")
-    for heading in headings:
-        table.add_column(heading, justify="left" if not heading else "right", no_wrap=True)
+    """A line per case and format, and what the columns mean. bandwidth: GB/s, of the limits."""
+    dense = _table("bfloat16", "torch us", "triton us", "ratio", "GB/s")
+    fp8 = _table("fp8", "torch us", "us", "GB/s", "limit us", "plain us")
     for result in results:
         dense_bytes, fp8_bytes = result.num_bytes
         torch_us, triton_us, fp8_us = (result.us.get(name) for name in ("torch", "triton", "fp8"))
-        table.add_row(
-            result.name,
-            str(result.batch),
-            _number(torch_us),
-            _number(triton_us),
-            _number(torch_us / triton_us if torch_us and triton_us else None, 2),
-            _number(dense_bytes / triton_us / 1e3 if triton_us else None, 0),
-            _number(fp8_us),
-            _number(fp8_bytes / fp8_us / 1e3 if fp8_us else None, 0),
-            _number(fp8_bytes / bandwidth / 1e3),
-            _number(result.us.get("plain")),
-        )
-    console.print(table)
+        if triton_us:
+            ratio = None if torch_us is None else torch_us / triton_us
+            cells = (_number(torch_us), _number(triton_us), _number(ratio, 2))
+            dense.add_row(result.name, str(result.batch), *cells, _number(dense_bytes / triton_us / 1e3, 0))
+        if fp8_us:
+            in_torch = _number(None if triton_us else torch_us)  # beside triton_us it stands for bfloat16
+            cells = (in_torch, _number(fp8_us), _number(fp8_bytes / fp8_us / 1e3, 0))
+            limit = _number(fp8_bytes / bandwidth / 1e3)
+            fp8.add_row(result.name, str(result.batch), *cells, limit, _number(result.us.get("plain")))
+    console.print(dense, "")
+    console.print(fp8, "")
     console.print(
         f"torch and triton: bfloat16; items of {ITEM_DIM}, top-k {TOPK}; selection: {INDEX_HEADS} heads of {INDEX_DIM} "
         f"over {context_length} tokens. GB/s counts the items or keys once, whatever was read again; the limit is that "
@@ -355,6 +351,13 @@ def print_results(results: list[CaseResult], context_length: int, bandwidth: flo
         f"{torch.cuda.get_device_name()}",
         highlight=False,
     )
+
+
+def _table(title: str, *headings: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for heading in ("", "queries", *headings):
+        table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
+    return table
 
 
 def _number(value: float | None, digits: int = 1) -> str:

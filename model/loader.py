@@ -17,7 +17,7 @@ from model.backends.torch_backend import TorchBackend
 from model.checkpoint import fingerprint, read_json, weight_files
 from model.config import read_config
 from model.network import Network
-from model.progress import Progress
+from model.progress import LoadProgress
 from model.quantization import BlockFp8
 from model.shard import WHOLE, Shard
 from model.sparse_model import SparseModel
@@ -133,7 +133,7 @@ def load_model(
     made = weights(device)
     network = Network.load(made, config, shard)
     if isinstance(made, StoredWeights):
-        made.fill(Progress("loading weights"))
+        made.fill(LoadProgress("loading weights"))
     if device.type == "cuda":  # the pools need what loading left in the allocator's cache
         torch.cuda.empty_cache()
     return SparseModel(network, spec, backend or TorchBackend(spec.kv_format))

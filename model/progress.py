@@ -17,7 +17,7 @@ _LEAST_BYTES = 1 << 30
 """Less is loaded before anybody reads a line about it."""
 
 
-class Progress:
+class LoadProgress:
     """Any thread may call `advance`. `_lock` guards the count."""
 
     def __init__(self, what: str) -> None:

@@ -16,7 +16,7 @@ import torch
 from base.errors import StartupError
 from model.fp8 import BLOCK, FP8, blocks, dequantise, quantise_weight
 from model.linear import Linear
-from model.progress import Progress
+from model.progress import LoadProgress
 from model.quantization import BlockFp8
 from model.tensor_files import StoredTensor
 from model.weights import FP8_COLUMNS, Parts, Weights, can_be_fp8
@@ -103,7 +103,7 @@ class StoredWeights(Weights):
                 begin += rows
         return Linear(weight, scales, self._keeps is not None and self._keeps.power_of_two)
 
-    def fill(self, progress: Progress) -> None:
+    def fill(self, progress: LoadProgress) -> None:
         """Read everything that was asked for. Raises StartupError if a file cannot be read."""
         copies = sorted(self._copies, key=lambda copy: (copy.source.file, copy.source.begin))
         pieces = [piece for copy in copies for piece in copy.pieces()]

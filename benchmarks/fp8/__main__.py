@@ -69,15 +69,16 @@ def print_results(results: list[Result], console: Console) -> None:
     """A line per result, and what the columns mean."""
     ways = list(results[0].us)
     table = Table(box=None, pad_edge=False)
-    for heading in ("", "tokens", *(f"{way} us" for way in ways), "limit us", "ratio"):
+    for heading in ("", "tokens", *ways, "limit", "ratio"):
         table.add_column(heading, justify="left" if not heading else "right", no_wrap=True)
     for result in results:
         cells = (*(f"{us:.1f}" for us in result.us.values()), f"{result.limit:.1f}")
         table.add_row(result.name, str(result.tokens), *cells, f"{result.us[ways[0]] / result.limit:.2f}")
     console.print(table)
     console.print(
-        f"ratio: of the first column to the limit, at {BYTES_PER_US / 1e6} TB/s and {OPERATIONS_PER_US / 1e6:.0f} "
-        f"TFLOP/s. {torch.cuda.get_device_name()}",
+        "us; quantised: of tokens that are quantised already; layer: a mixture of experts from its norm to its sum; "
+        "apart: with the shared expert apart. ratio: of the first column to the limit, at "
+        f"{BYTES_PER_US / 1e6} TB/s and {OPERATIONS_PER_US / 1e6:.0f} TFLOP/s. {torch.cuda.get_device_name()}",
         highlight=False,
     )
 

@@ -92,7 +92,7 @@ def linear_results(name: str, n: int, k: int) -> Iterator[Result]:
         quantised = quantise(x, True)
         us = {
             "ours": median_us(partial(whole, x=x), len(layers)),
-            "ours, quantised": median_us(partial(product, quantised=quantised), len(layers)),
+            "quantised": median_us(partial(product, quantised=quantised), len(layers)),
             "scaled_mm": median_us(partial(torchs, quantised=quantised), len(layers)),
         }
         yield Result(name, tokens, us, limit(n * k + tokens * (2 * k + 2 * n), 2 * tokens * n * k))
@@ -172,8 +172,8 @@ def _results(layers: list[MoELayer], prefix: str, counts: tuple[int, ...]) -> It
     for tokens in counts:
         case = ExpertCase.random(layers, tokens)
         us = {
-            "moe layer": median_us(case.whole, case.turns),
-            "shared apart": median_us(case.apart, case.turns),
+            "layer": median_us(case.whole, case.turns),
+            "apart": median_us(case.apart, case.turns),
             "experts": median_us(case.experts, case.turns),
         }
         yield Result(f"{prefix}{case.used:.1f} experts, {case.rows:.0f} rows", tokens, us, case.limit)

@@ -20,8 +20,8 @@ from model.fp8 import BLOCK, FP8, blocks, check_scales
 FEW = 64
 """The most tokens that the Triton kernel serves, where torch's can serve more."""
 
-_FUSED = 16
-"""The most tokens that the product quantises itself. Every program does, so it pays for few only."""
+_FUSED_TOKENS, _FUSED_CHANNELS = 16, 2048
+"""The most that the product quantises itself. Every program does, so it pays for little only."""
 
 _PROGRAMS = 528
 """Programs that keep the memory of an H200 busy: 4 for each of its 132 multiprocessors. No device's own number, since
@@ -39,7 +39,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, power_of
 
     K has to be a multiple of 16. Raises ValueError for tensors that do not fit together.
     """
-    if 0 < len(x) <= _FUSED:
+    if _fuses(x):
         return reduced(partial_product(x, None, weight, scales, power_of_two))
     return linear_quantised(*quantise(x, power_of_two), weight, scales)
 
@@ -67,7 +67,7 @@ def mlp(
     """
     if down.shape[1] % BLOCK:
         raise ValueError(f"expected a width that is a multiple of {BLOCK}, found {down.shape[1]}")
-    if 0 < len(x) <= _FUSED:
+    if _fuses(x):
         both = partial_product(x, None, gate_up, gate_up_scales, power_of_two)
     else:
         values, x_scales = quantise(x, power_of_two)
@@ -76,6 +76,10 @@ def mlp(
         else:
             both = partial_product(values, x_scales, gate_up, gate_up_scales, False)
     return linear_quantised(*swiglu_quantise(both, power_of_two), down, down_scales)
+
+
+def _fuses(x: torch.Tensor) -> bool:
+    return 0 < len(x) <= _FUSED_TOKENS and x.shape[1] <= _FUSED_CHANNELS
 
 
 @functools.cache

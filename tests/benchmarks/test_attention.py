@@ -21,5 +21,6 @@ def test_the_table_gives_ratio_and_bandwidth(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a device")
     results = [CaseResult("attend", 4, (9_000_000, 6_000_000), {"torch": 30.0, "triton": 10.0, "fp8": 5.0})]
     print_results(results, 32768, 4000.0, Console(width=200))
-    cells = ["attend", "4", "30.0", "10.0", "3.00", "900", "5.0", "1200", "1.5"]
-    assert (capsys.readouterr().out.splitlines()[1].split()) == cells
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["attend", "4", "30.0", "10.0", "3.00", "900"] in lines
+    assert ["attend", "4", "5.0", "1200", "1.5"] in lines

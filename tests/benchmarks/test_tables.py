@@ -117,10 +117,8 @@ def test_decode() -> None:
 
 
 def test_attention() -> None:
-    results = [
-        attention.CaseResult(
-            "attend a chunk, 128 heads", 2048, 90_000_000_000, {"torch": 1_286_669.1, "triton": 23358.2}
-        ),
-    ]
-    text = printed(lambda console: attention.print_results(results, 131072, console))
-    assert not_whole(text, ["2048", "1286669.1", "23358.2", "55.08", "3853"]) == []
+    us = {"torch": 1_286_669.1, "triton": 23358.2, "fp8": 13358.2, "plain": 14358.2}
+    results = [attention.CaseResult("attend a chunk, 128 heads", 2048, (90_000_000_000, 70_000_000_000), us)]
+    text = printed(lambda console: attention.print_results(results, 131072, 2707.0, console))
+    cells = ["2048", "1286669.1", "23358.2", "55.08", "3853", "13358.2", "5240", "25858.9", "14358.2"]
+    assert not_whole(text, cells) == []

@@ -15,7 +15,6 @@ from tests.e2e.test_parity import (
     HOT_BUFFER,
     TOGETHER,
     assert_exact,
-    test_fp8_kv_gives_the_tokens_of_a_plain_encoding_and_decoding,
     test_greedy_tokens_equal_transformers,
 )
 from tests.e2e.test_paths import (
@@ -28,7 +27,6 @@ __all__ = [
     "references",
     "start_cluster",
     "test_a_node_that_prefills_for_itself_says_the_same",
-    "test_fp8_kv_gives_the_tokens_of_a_plain_encoding_and_decoding",
     "test_greedy_tokens_equal_transformers",
     "test_requests_that_were_retracted_say_the_same",
     "test_two_hundred_requests_a_third_of_them_aborted",

@@ -23,7 +23,7 @@ from model.fp8 import dequantise
 from model.linear import Linear
 from model.loader import load_model
 from model.network import Network
-from model.progress import Progress
+from model.progress import LoadProgress
 from model.quantization import BlockFp8
 from model.shard import WHOLE, Shard
 from model.stored_weights import StoredWeights
@@ -196,7 +196,7 @@ def network(path: Path, shard: Shard = WHOLE, quantises: bool = False) -> Networ
     made = Network.load(weights, read_config(path), shard)
     assert not weights.missing
     assert not weights.misshapen
-    weights.fill(Progress("loading"))
+    weights.fill(LoadProgress("loading"))
     return made
 
 

@@ -6,13 +6,13 @@ import sys
 import pytest
 import structlog
 
-from model.progress import Progress
+from model.progress import LoadProgress
 
 GIB = 1 << 30
 
 
 def test_a_log_has_a_line_for_every_tenth_and_one_for_the_end() -> None:
-    progress = Progress("loading weights")
+    progress = LoadProgress("loading weights")
     with structlog.testing.capture_logs() as logs:
         progress.begin(40 * GIB)
         for _ in range(80):
@@ -23,7 +23,7 @@ def test_a_log_has_a_line_for_every_tenth_and_one_for_the_end() -> None:
 
 
 def test_little_is_loaded_with_one_line() -> None:
-    progress = Progress("loading weights")
+    progress = LoadProgress("loading weights")
     with structlog.testing.capture_logs() as logs:
         progress.begin(10)
         progress.advance(9)
@@ -40,7 +40,7 @@ def test_a_terminal_has_a_bar_instead_of_lines(monkeypatch: pytest.MonkeyPatch) 
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")
-    progress = Progress("loading weights")
+    progress = LoadProgress("loading weights")
     with structlog.testing.capture_logs() as logs:
         progress.begin(40 * GIB)
         progress.advance(20 * GIB)

@@ -1,0 +1,166 @@
+"""`python -m benchmarks.loading`: how fast a checkpoint in block-fp8 loads, beside what dd reads from the same disk.
+
+Writes a checkpoint with a published model's widths and random weights, unless the directory has one, and loads it: with
+its files out of the page cache, and then from it.
+"""
+
+import json
+import os
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoConfig
+
+from base.memory import human
+from benchmarks.machine import this_machine
+from benchmarks.program import run
+from model.checkpoint import INDEX_FILE
+from model.config import network_config
+from model.fp8 import FP8, blocks
+from model.linear import Linear
+from model.loader import load_model, read_spec
+from model.network import Network
+from model.quantization import BlockFp8
+from model.shapes import ShapeName, published_config
+from model.stored_weights import SCALES
+from model.tiny import write_without_weights
+from model.tiny_fp8 import quantization_config
+from model.weights import FP8_COLUMNS, Parts, Weights
+
+_SHARD_BYTES = 4 << 30
+_RANDOM_BYTES = 64 << 20
+_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", FP8: "F8_E4M3"}
+_WARM_LOADS = 2
+
+Tensors = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+
+
+def main(
+    directory: Annotated[Path, typer.Argument(help="Of the checkpoint; written if there is none.")],
+    shape: ShapeName = "deepseek-v3.2",
+    layers: Annotated[int, typer.Option(min=1)] = 5,
+    routed_experts: Annotated[int | None, typer.Option(min=1, help="In each mixture; default: as published.")] = None,
+    device: str = "cuda",
+    dtype: str = "bfloat16",
+) -> None:
+    """Time the loading of a checkpoint."""
+    console = Console()
+    if not (directory / "config.json").exists():
+        write_checkpoint(directory, published_config(shape, layers, routed_experts))
+    files = sorted(directory.glob("*.safetensors"))
+    size = sum(file.stat().st_size for file in files)
+    forget(files)
+    table = Table("", "s", "GB/s", title=f"{human(size)} in {len(files)} files, {device}, {dtype}")
+    for what, seconds in timed(directory, files, device, dtype):
+        table.add_row(what, f"{seconds:.2f}", f"{size / seconds / 1e9:.2f}")
+    console.print(table)
+    console.print(str(this_machine()))
+
+
+def timed(directory: Path, files: Sequence[Path], device: str, dtype: str) -> Iterator[tuple[str, float]]:
+    """What was done, and the seconds that it took."""
+    begun = time.monotonic()
+    for file in files:
+        subprocess.run(["dd", f"if={file}", "of=/dev/null", "bs=16M"], check=True, capture_output=True)
+    yield "dd, not cached", time.monotonic() - begun
+    forget(files)
+    yield "loading, not cached", _load_seconds(directory, device, dtype)
+    for _ in range(_WARM_LOADS):
+        yield "loading, cached", _load_seconds(directory, device, dtype)
+
+
+def forget(files: Sequence[Path]) -> None:
+    """Take files out of the page cache."""
+    for file in files:
+        with file.open("rb") as stream:
+            os.fsync(stream.fileno())
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _load_seconds(directory: Path, device: str, dtype: str) -> float:
+    where, kind = torch.device(device), getattr(torch, dtype)
+    read_spec(directory, kind)  # what is imported and read at a first use
+    begun = time.monotonic()
+    load_model(directory, kind, where)
+    return time.monotonic() - begun
+
+
+def write_checkpoint(path: Path, config: Mapping[str, object]) -> None:
+    """A checkpoint in block-fp8 with random numbers, as large as a published one of these sizes."""
+    wanted = Wanted()
+    Network.load(wanted, network_config(AutoConfig.for_model(**config)))
+    quantized = {"quantization_config": quantization_config(BlockFp8(), [])}
+    write_without_weights(path, {**config, **quantized})
+    shards: list[Tensors] = [{}]
+    total = 0
+    for name, (dtype, shape) in wanted.tensors.items():
+        num_bytes = torch.Size(shape).numel() * dtype.itemsize
+        if shards[-1] and total + num_bytes > _SHARD_BYTES:
+            shards.append({})
+            total = 0
+        shards[-1][name] = dtype, shape
+        total += num_bytes
+    file_of = {}
+    for number, tensors in enumerate(shards, start=1):
+        file = path / f"model-{number:05}-of-{len(shards):06}.safetensors"
+        _write_shard(file, tensors)
+        file_of |= dict.fromkeys(tensors, file.name)
+    (path / INDEX_FILE).write_text(json.dumps({"metadata": {}, "weight_map": file_of}))
+
+
+def _write_shard(file: Path, tensors: Tensors) -> None:
+    header: dict[str, object] = {}
+    end = 0
+    for name, (dtype, shape) in tensors.items():
+        begin, end = end, end + torch.Size(shape).numel() * dtype.itemsize
+        header[name] = {"dtype": _NAMES[dtype], "shape": shape, "data_offsets": (begin, end)}
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    random = {dtype: _random_bytes(dtype) for dtype in _NAMES}
+    with file.open("wb") as stream:
+        stream.write(len(encoded).to_bytes(8, "little") + encoded)
+        for dtype, shape in tensors.values():
+            left = torch.Size(shape).numel() * dtype.itemsize
+            while left:
+                left -= stream.write(random[dtype][:left])
+
+
+def _random_bytes(dtype: torch.dtype) -> memoryview:
+    numbers = torch.randn(_RANDOM_BYTES // dtype.itemsize, generator=torch.Generator().manual_seed(0))
+    return memoryview((0.02 * numbers).to(dtype).view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+class Wanted(Weights):
+    """Notes which published tensors a network wants."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("meta"), torch.bfloat16)
+        self.tensors: Tensors = {}
+
+    def tensor(self, name: str, shape: Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
+        if name.endswith("kv_b_proj.weight"):
+            self._note_fp8(name, tuple(shape))
+        else:
+            self.tensors[name] = dtype or self.dtype, tuple(shape)
+        return self._empty(shape, dtype or self.dtype)
+
+    def stack(self, maps: Sequence[Parts], columns: int, multiple: int = FP8_COLUMNS) -> Linear:
+        for parts in maps:
+            for name, rows in parts.items():
+                self._note_fp8(f"{name}.weight", (rows, columns))
+        return Linear(self._empty((len(maps), sum(maps[0].values()), columns), self.dtype))
+
+    def _note_fp8(self, name: str, shape: tuple[int, ...]) -> None:
+        self.tensors[name] = FP8, shape
+        self.tensors[f"{name}{SCALES}"] = torch.float32, tuple(map(blocks, shape))
+
+
+if __name__ == "__main__":
+    run(main)
