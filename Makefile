@@ -8,8 +8,8 @@ STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
 PYTEST := $(BIN)/python -m pytest
-# One more than cores: tests of several processes often wait.
-WORKERS ?= $(shell expr $$(nproc) + 1)
+# Two more than cores: tests of several processes often wait.
+WORKERS ?= $(shell expr $$(nproc) + 2)
 # Files are not divided: their tests share processes.
 IN_PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 

@@ -249,6 +249,7 @@ def test_a_decode_node_that_restarts_at_another_address_is_used_at_once_and_noth
         assert select.select(listeners, [], [], 0)[0] == [], "nobody tried to write to whoever has the old address"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("nft") is None, reason="not installed: nft")
 def test_the_nftables_recipe_keeps_strangers_from_the_transfer_ports_and_lets_nodes_through(site: Site) -> None:
     stranger = site.network.host("stranger", "data")
