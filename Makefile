@@ -8,8 +8,8 @@ STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
 PYTEST := $(BIN)/python -m pytest
-# Two more than cores: tests of several processes often wait.
-WORKERS ?= $(shell expr $$(nproc) + 2)
+# One more than cores: tests of several processes often wait.
+WORKERS ?= $(shell expr $$(nproc) + 1)
 # Files are not divided: their tests share processes.
 IN_PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 

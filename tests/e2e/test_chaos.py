@@ -1,6 +1,6 @@
 """Everything goes wrong at once, at random: no byte is wrong, no slot is lost, no request hangs.
 
-HISPARSE_PD_CHAOS_SECONDS (30 by default, 60 in .ci/run) and HISPARSE_PD_CHAOS_SEED say how long, and which faults.
+HISPARSE_PD_CHAOS_SECONDS (20 by default, 60 in .ci/run) and HISPARSE_PD_CHAOS_SEED say how long, and which faults.
 """
 
 import heapq
@@ -25,7 +25,7 @@ from tests.e2e.conftest import TOKEN_BYTES, Reference
 from tests.e2e.faulty_node import MODULE, Faults, Switches
 from tests.e2e.spawn import fork
 
-SECONDS = float(os.environ.get("HISPARSE_PD_CHAOS_SECONDS", "30"))
+SECONDS = float(os.environ.get("HISPARSE_PD_CHAOS_SECONDS", "20"))
 SEED = int(os.environ.get("HISPARSE_PD_CHAOS_SEED", random.randrange(1_000_000)))
 LENGTHS = (1, 7, 40, 64, 129, 200, 333, 512, 700, 1000, 1500, 3000)
 MOST_TOKENS = 40
