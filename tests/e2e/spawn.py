@@ -89,8 +89,9 @@ _IMPORTED = [
     "tests.e2e.hosts",
     "tests.e2e.spawn",
     "uvicorn.protocols.http.auto",
-    "transformers.models.deepseek_v32.modeling_deepseek_v32",
-    "transformers.models.glm_moe_dsa.modeling_glm_moe_dsa",
+    "transformers.models.deepseek_v32.configuration_deepseek_v32",
+    "transformers.models.glm_moe_dsa.configuration_glm_moe_dsa",
+    "tests.e2e.frozen",
 ]
 """Nothing here starts a thread, which a fork would be without."""
 
