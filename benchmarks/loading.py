@@ -107,7 +107,7 @@ def write_checkpoint(path: Path, config: Mapping[str, object]) -> None:
             total = 0
         shards[-1][name] = dtype, shape
         total += num_bytes
-    file_of = {}
+    file_of: dict[str, str] = {}
     for number, tensors in enumerate(shards, start=1):
         file = path / f"model-{number:05}-of-{len(shards):06}.safetensors"
         _write_shard(file, tensors)
