@@ -5,14 +5,12 @@ for, and what a product kernel reads in whole cache lines.
 """
 
 import contextlib
-import functools
 from contextlib import AbstractContextManager
 
 import torch
 import triton
 import triton.language as tl
 
-from model.backends.device import has_triton
 from model.fp8 import BLOCK, FP8, MAX, TINY, blocks
 
 _BLOCK = tl.constexpr(BLOCK)
@@ -20,16 +18,6 @@ _MAX = tl.constexpr(MAX)
 _TINY = tl.constexpr(TINY)
 _GROUPS = 8
 """Blocks of 128 channels per program."""
-
-
-@functools.cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
-
-
-def multiplies_fp8(device: torch.device) -> bool:
-    """Whether the kernels of block-fp8 weights run here: CUDA devices from Hopper on. Others dequantise."""
-    return device.type == "cuda" and _capability(device) >= (9, 0) and has_triton()
 
 
 def on(device: torch.device) -> AbstractContextManager[object]:

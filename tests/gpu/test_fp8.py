@@ -8,14 +8,16 @@ from tests.model.fp8_cases import close, expert_case, randn, weight
 
 pytest.importorskip("triton")
 
-from model.backends.triton_fp8 import multiplies_fp8, quantise, swiglu_quantise
+from model.backends.device import fp8_obstacle
+from model.backends.triton_fp8 import quantise, swiglu_quantise
 from model.backends.triton_fp8_experts import experts, experts_quantised
 from model.backends.triton_fp8_linear import FEW, linear, linear_quantised, mlp
 from tests.gpu.test_attention_backends import captured
 
 CUDA = "cuda"
 pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() or not multiplies_fp8(torch.device(CUDA, 0)), reason="needs a GPU that multiplies fp8"
+    not torch.cuda.is_available() or fp8_obstacle(torch.device(CUDA, 0), torch.bfloat16) is not None,
+    reason="needs a GPU that multiplies fp8",
 )
 
 TOKENS = (1, 2, 8, 16, 17, 63, 64, 65, 512, 4096)
