@@ -97,7 +97,8 @@ def document() -> Json:
     def write(path: str, summary: str, body: type[RequestBody], answer: type[BaseModel]) -> Json:
         content = _content(schema(answer))
         if path in _STREAMS:
-            content["text/event-stream"] = {"schema": {"type": "string"}}
+            # No schema: tools disagree whether it would be of the text or of each event.
+            content["text/event-stream"] = {}
         responses: Json = {"200": {"description": answer.__doc__, "content": content}}
         operation = {
             "summary": summary,
