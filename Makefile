@@ -15,7 +15,10 @@ WORKERS ?= $(shell expr $$(nproc) + 1)
 # Files are not divided: their tests share processes.
 IN_PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup demo test test-slow test-gpu lint format clean
+# Other projects' clients of the API: versions are the newest, so what fails may be theirs.
+CLIENTS := .venv-clients
+
+.PHONY: setup demo test test-slow test-gpu test-clients lint format clean
 
 setup: $(STAMP)
 
@@ -35,6 +38,13 @@ test-slow: setup
 test-gpu: setup
 	$(PYTEST) -m "" tests/gpu
 
+test-clients: setup $(CLIENTS)/.installed
+	CLIENTS=$(CLIENTS) $(PYTEST) tests/clients/third_party.py
+
+$(CLIENTS)/.installed: deploy/clients.sh
+	PYTHON=$(PYTHON) CLIENTS=$(CLIENTS) sh deploy/clients.sh
+	touch $@
+
 lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -46,4 +56,4 @@ format: setup
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) $(CLIENTS) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

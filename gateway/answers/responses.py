@@ -138,7 +138,8 @@ class ResponseAnswer(StreamedAnswer):
                 "type": "function_call",
                 "call_id": block.call_id,
                 "name": block.name,
-                "arguments": block.text,
+                # A block may have grown since it began.
+                "arguments": "" if begins else block.text,
             }
         content = [] if begins else [self._part(block, self._logprobs[block.number], block.text)]
         if block.kind == "text":

@@ -39,6 +39,13 @@ _WRITES: dict[str, tuple[str, type[RequestBody], type[BaseModel]]] = {
     "/detokenize": ("Text of tokens", DetokenizeRequest, described.Detokenized),
 }
 _STREAMS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"})
+_EVENT: Json = {
+    "description": "Each event of a stream. data: JSON, or [DONE] at the end. event: its type, where types are named.",
+    "type": "object",
+    "properties": {"data": {"type": "string"}, "event": {"type": "string"}},
+    "required": ["data"],
+    "additionalProperties": False,
+}
 _GUARDED = {
     401: "The API key is missing or wrong",
     413: "The body is too large",
@@ -97,8 +104,7 @@ def document() -> Json:
     def write(path: str, summary: str, body: type[RequestBody], answer: type[BaseModel]) -> Json:
         content = _content(schema(answer))
         if path in _STREAMS:
-            # No schema: tools disagree whether it would be of the text or of each event.
-            content["text/event-stream"] = {}
+            content["text/event-stream"] = {"schema": _EVENT}
         responses: Json = {"200": {"description": answer.__doc__, "content": content}}
         operation = {
             "summary": summary,

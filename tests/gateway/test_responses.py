@@ -159,6 +159,10 @@ def test_events_come_in_the_published_order(glm: Service) -> None:
     final = events[-1]["response"]
     done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
     assert final["output"] == done
+    added = [event["item"] for event in events if event["type"] == "response.output_item.added"]
+    assert [item.get("content", item.get("arguments")) for item in added] == [[], [], ""]
+    deltas = [event["delta"] for event in events if event["type"] == "response.function_call_arguments.delta"]
+    assert "".join(deltas) == done[2]["arguments"] == '{"city": "Rome"}'
     assert events[0]["response"]["usage"] is None
     assert {event["item_id"] for event in events if "item_id" in event} == {item["id"] for item in done}
 
