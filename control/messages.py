@@ -19,6 +19,7 @@ ADDRESS_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*:\d{1,5}$"
 Address = Annotated[str, Field(pattern=ADDRESS_PATTERN, max_length=262)]
 Identifier = Annotated[str, Field(min_length=1, max_length=128)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+CacheSalt = Annotated[str, Field(max_length=128)]
 TokenIds = Annotated[tuple[TokenId, ...], Field(max_length=2**24)]
 ADDRESS_LIMIT = 2**63
 """No memory may end past it: address arithmetic is in signed integers of 64 bits."""
@@ -214,6 +215,7 @@ class Generate(Message):
 
     prefill_nodes: in order of preference. longest_prompts: the most tokens that each takes, by its boot id. priority: a
     request with a lower one goes first, then that which came first. grammar: what the answer has to look like.
+    cache_salt: requests with different ones share no cached KV.
     """
 
     request_id: Identifier
@@ -223,6 +225,7 @@ class Generate(Message):
     stop_token_ids: TokenIds = ()
     priority: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
     grammar: Grammar | None = None
+    cache_salt: CacheSalt = ""
     prefill_nodes: tuple[Peer, ...] = ()
     longest_prompts: dict[Identifier, UInt] = {}
 
@@ -384,17 +387,21 @@ class AttemptId(NamedTuple):
 
 
 class PrefillRequest(Message):
-    """Decode node to prefill node: compute these tokens and write their KV to these slots.
+    """Decode node to prefill node: compute these tokens and write their KV, from position `start` on, to these slots.
 
-    token_ids: all tokens of the sequence but the last, which the decode node computes. extents: (start, length) runs of
-    slots in the order of positions. hisparse: whether the slots are in host memory. Repeated until PrefillAccepted.
+    token_ids: all tokens of the sequence but the last, which the decode node computes. start: the decode node has the
+    KV of the positions before it. extents: (start, length) runs of slots in the order of positions, for `start` and
+    those behind it. hisparse: whether the slots are in host memory. cache_salt: requests with different ones share no
+    cached KV. Repeated until PrefillAccepted.
     """
 
     attempt: AttemptId
     token_ids: Annotated[TokenIds, Field(min_length=1)]
+    start: UInt = 0
     destination: Destination
     extents: tuple[tuple[UInt, UInt], ...]
     hisparse: bool = False
+    cache_salt: CacheSalt = ""
 
     @model_validator(mode="after")
     def _extents_cover_tokens(self) -> Self:
@@ -402,8 +409,10 @@ class PrefillRequest(Message):
         if any(start + length > slots for start, length in self.extents):
             raise ValueError(f"an extent ends past the {slots} registered slots")
         covered = sum(length for _, length in self.extents)
-        if covered < len(self.token_ids):
-            raise ValueError(f"{covered} slots for {len(self.token_ids)} tokens")
+        if self.start >= len(self.token_ids):
+            raise ValueError(f"nothing to write from position {self.start} on, of {len(self.token_ids)} tokens")
+        if covered < len(self.token_ids) - self.start:
+            raise ValueError(f"{covered} slots for {len(self.token_ids) - self.start} tokens")
         if covered > slots:
             raise ValueError(f"{covered} slots of {slots} registered ones: extents overlap")
         return self
