@@ -210,6 +210,7 @@ def _plan(
         available_host_bytes=host_bytes,
         available_device_bytes=for_pools - for_local_prefill,
         max_device_slots=config.max_device_slots,
+        vocab_size=spec.vocab_size if config.enable_prefix_caching else None,
     )
     if ranks is not None:
         check_host_memory(ranks, sizes, host_bytes)
