@@ -250,13 +250,18 @@ FinishReason = Literal["stop", "length", "abort", "error", "invalid"]
 
 
 class Output(WireModel):
-    """New tokens of one request. start: index of the first one among the generated tokens, so that a loss shows."""
+    """New tokens of one request. start: index of the first one among the generated tokens, so that a loss shows.
+
+    cached_tokens: tokens of the prompt that were not computed for this request. In the output with its first token and
+    in its last one; 0 in others.
+    """
 
     request_id: Identifier
     start: UInt
     tokens: tuple[Token, ...] = ()
     finish_reason: FinishReason | None = None
     error: str | None = None
+    cached_tokens: UInt = 0
 
 
 class Outputs(Message):
