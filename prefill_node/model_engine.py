@@ -15,6 +15,7 @@ from prefill_node.engine import PrefillEngine, PrefillUpdate
 from prefill_node.job import JobState, TransferJob
 from prefill_node.offer import Destinations, Offer
 from prefill_node.outgoing import SendReport
+from prefill_node.progress import ForwardProgress
 from prefill_node.sender import Sender, SendResources
 
 log = structlog.get_logger(__name__)
@@ -152,8 +153,14 @@ class ModelEngine(PrefillEngine):
         self._passes += 1
         progress = self._compute.start(step)
         for job, chunk in step.chunks:
-            job.in_flight += 2  # being computed, and being sent
-            self._sender.submit(job.chunk(chunk.start, chunk.stop, progress))
+            job.in_flight += 1  # being computed
+            self._send(job, chunk.start, chunk.stop, progress)
+
+    def _send(self, job: TransferJob, start: int, stop: int, progress: ForwardProgress) -> None:
+        """Send positions [start, stop) as the forward pass computes them, but for those that the decode node has."""
+        if chunk := job.chunk(start, stop, progress):
+            job.in_flight += 1
+            self._sender.submit(chunk)
 
     def _on_computed(self, computed: Computed) -> None:
         """Raises DeviceFailed."""
