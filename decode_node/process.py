@@ -113,6 +113,7 @@ def run_decode_node(config: DecodeConfig, place: RankPlace | None = None) -> Non
             shell.metrics,
             config.prefill_timeout,
             on_lost=lambda request, reason: scheduler.retry(request, reason),
+            on_landed=lambda request, cached: scheduler.landed(request, cached),
         )
         runner = ModelRunner(
             model,

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from hisparse.prefix_results import PrefixMatch
 
+
 class SlotAccountingError(RuntimeError):
     """A slot was released or retained while free, or a pool's books do not add up: always a bug, never load."""
 
@@ -80,6 +81,9 @@ class HostSlots:
             if here < extent.length:
                 tail.append(Extent(extent.start + here, extent.length - here))
         return tuple(head), tuple(tail)
+
+
+NO_SLOTS = HostSlots(())
 
 
 class SlotAllocator:

@@ -21,8 +21,8 @@ class HostKVPool:
     kv: uint8 [num_layers, num_slots, item_bytes]. index_keys: uint8 [num_index_layers, num_slots, index_key_bytes].
     Both start at a memory page, and each layer is one contiguous buffer. pin: register the memory with CUDA (torch's
     own pinned allocator would round it up to a power of two). shareable: let other processes of the host map it
-    (`shared`). cpus: processors near which it should lie. vocab_size: keep a prefix cache for that many token ids; None:
-    keep none. Raises StartupError if the machine does not have the memory.
+    (`shared`). cpus: processors near which it should lie. vocab_size: keep a prefix cache, for tokens with ids
+    below that. Raises StartupError if the machine does not have the memory.
 
     prefixes: the prefix cache, which gives slots up as others need them. So what only the cache owns counts as free.
     """

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from control.block_hashes import BLOCK_TOKENS
-from hisparse.extents import HostSlots, SlotAccountingError, SlotAllocator, extents_of
+from hisparse.extents import NO_SLOTS, HostSlots, SlotAccountingError, SlotAllocator, extents_of
 from hisparse.prefix_tree import PrefixTree, TokenIds
 
 BLOCK_BYTES = 200 + 4 * BLOCK_TOKENS
@@ -55,7 +55,7 @@ class PrefixCache:
         """
         match = self._tree.lookup(tokens, salt)
         if not match.blocks:
-            return HostSlots(())
+            return NO_SLOTS
         self._tree.retain(match)
         extents = extents_of(match.values.ravel())
         self._slots.retain(extents)
@@ -117,4 +117,6 @@ class PrefixCache:
         before = self._slots.free
         self._slots.release(extents_of(values.ravel()))
         if self._slots.free - before != values.size:
-            raise SlotAccountingError(f"of {values.size} slots that nobody held {self._slots.free - before} are free now")
+            raise SlotAccountingError(
+                f"of {values.size} slots that nobody held {self._slots.free - before} are free now"
+            )

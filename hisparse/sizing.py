@@ -169,8 +169,8 @@ def _describe_prefix_cache(sizes: Sizes) -> list[str]:
     if sizes.vocab_size is None:
         return []
     return [
-        f"prefix cache: up to {sizes.num_host_slots // BLOCK_TOKENS} blocks of {BLOCK_TOKENS} tokens, in host slots that "
-        f"no request needs, and {human(sizes.prefix_cache_bytes)} beside them"
+        f"prefix cache: up to {sizes.num_host_slots // BLOCK_TOKENS} blocks of {BLOCK_TOKENS} tokens, in host slots "
+        f"that no request needs, and {human(sizes.prefix_cache_bytes)} beside them"
     ]
 
 
