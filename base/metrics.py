@@ -60,7 +60,9 @@ class Metrics:
             "prefix_cache_queries_total", "Tokens of prompts that were looked up in a prefix cache.", "side"
         )
         self.prefix_cache_hits = counter(
-            "prefix_cache_hits_total", "Tokens of prompts that were not computed, as a prefix cache had their KV.", "side"
+            "prefix_cache_hits_total",
+            "Tokens of prompts that were not computed, as a prefix cache had their KV.",
+            "side",
         )
         self.prompt_tokens = counter("prompt_tokens_total", "Prompt tokens computed.")
         self.generated_tokens = counter("generated_tokens_total", "Tokens generated.")
