@@ -454,6 +454,7 @@ class PrefillDone(Message):
     chunks: how many ChunkDone the attempt has; they may come later. checksums: of the rest. transfer_seconds: how long
     something of it was being written, without waits for layers or for a lease. lingering: a write was cut and posted
     again; the second copy has landed, and the first may still land, with the same bytes at the same place.
+    cached_tokens: those whose KV the node had and did not compute.
     """
 
     attempt: AttemptId
@@ -464,6 +465,7 @@ class PrefillDone(Message):
     chunks: UInt = 0
     checksums: Checksums = Checksums()
     lingering: bool = False
+    cached_tokens: UInt = 0
 
 
 class PrefillFailed(Message):

@@ -80,7 +80,9 @@ class TransferJob(PrefillJob):
     def of(cls, request: PrefillRequest, decode: Peer) -> Self:
         slots = expand_extents(request.extents, len(request.token_ids) - request.start)
         token_ids = torch.tensor(request.token_ids)
-        return cls(token_ids, request.attempt, decode, request.destination, request.start, slots)
+        job = cls(token_ids, request.attempt, decode, request.destination, request.start, slots)
+        job.salt = request.cache_salt
+        return job
 
     def move(self, to: JobState) -> None:
         """The only way in which the state changes. Raises RuntimeError if `to` cannot follow."""
@@ -91,7 +93,7 @@ class TransferJob(PrefillJob):
     def chunk(self, start: int, stop: int, progress: ForwardProgress) -> Chunk | None:
         """Those of positions [start, stop) that are sent, for the sender; None if the decode node has all of them.
 
-        progress: of the forward pass that computes them.
+        progress: of the forward pass that computes them, or one that is over.
         """
         assert self.pages is not None
         if stop <= self.start:
@@ -135,4 +137,5 @@ class TransferJob(PrefillJob):
             chunks=self.chunks_announced,
             checksums=Checksums.of(self.last_checksums),
             lingering=self.lingering,
+            cached_tokens=self.cached,
         )

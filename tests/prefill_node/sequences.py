@@ -1,9 +1,11 @@
 """A prefill engine that computes and sends for real, with a model of which every byte is known."""
 
 import queue
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import TypeVar
 
 import torch
 
@@ -14,10 +16,14 @@ from control.messages import (
     Checksum,
     ChunkDone,
     Destination,
+    Peer,
     PrefillDone,
+    PrefillFailed,
     PrefillRequest,
+    Quiesced,
 )
 from engine.chunked import ChunkedPrefill
+from engine.page_cache import PageCache, can_cache
 from engine.paged_pool import PagedKVPool
 from model.passes import PrefillChunk
 from prefill_node.engine import PrefillUpdate
@@ -33,9 +39,15 @@ from tests.prefill_node.test_endpoint import IDENTITY, TCP
 from transfer.choices import ChecksumMode
 
 NUM_SLOTS = 1024
+VOCAB = 100
 UNTOUCHED = 255
 TOKEN_BYTES = 2 * LAYOUT.item_bytes + LAYOUT.index_key_bytes
 """Of a token in all buffers: two layers, of which one has index keys."""
+
+
+def new_cache(num_pages: int = 16, page_size: int = 16) -> PageCache:
+    """A cache, which is off where pages are no parts of blocks."""
+    return PageCache(PagedKVPool(LAYOUT, num_pages, page_size, CPU), VOCAB if can_cache(page_size) else None)
 
 
 def states_of(tokens: Sequence[int]) -> list[int]:
@@ -45,6 +57,9 @@ def states_of(tokens: Sequence[int]) -> list[int]:
         state = (state * 31 + token + 1) % 200
         states.append(state)
     return states
+
+
+UpdateT = TypeVar("UpdateT", ChunkDone, PrefillDone, PrefillFailed, Quiesced)
 
 
 class RunningModel:
@@ -115,13 +130,14 @@ class Slots:
 class PrefillHarness:
     """A whole prefill engine between a fake model and a channel that copies."""
 
-    def __init__(self, pool: PagedKVPool, chunk_size: int = 32, checksums: ChecksumMode = "full") -> None:
+    def __init__(self, cache: PageCache, chunk_size: int = 32, checksums: ChecksumMode = "full") -> None:
         self.model = RunningModel()
-        self.pool = pool
+        self.cache = cache
+        self.pool = pool = cache.pool
         self.slots = Slots()
         self.metrics = Metrics()
         self.channel = LateChannel("tcp")
-        self.prefill: ChunkedPrefill[TransferJob] = ChunkedPrefill(self.model, pool, chunk_size)  # type: ignore[arg-type]
+        self.prefill: ChunkedPrefill[TransferJob] = ChunkedPrefill(self.model, pool, chunk_size, cache)  # type: ignore[arg-type]
         self._woken: queue.SimpleQueue[None] = queue.SimpleQueue()
         source = HostSource([*pool.kv, *pool.index_keys])
         self.engine = ModelEngine(
@@ -133,20 +149,27 @@ class PrefillHarness:
                 connect=lambda _: self.channel,
                 silence=lambda _: 0.0,
             ),
-            Offer(IDENTITY, ("tcp",), max_tokens=512, vocab_size=100),
+            Offer(IDENTITY, ("tcp",), max_tokens=512, vocab_size=VOCAB),
             self.metrics,
             wake=lambda: self._woken.put(None),
             transfer_timeout=30.0,
         )
+        self.hold = threading.Event()
+        """For a test that holds the model or the channel."""
         self.updates: list[PrefillUpdate] = []
         self._requests = 0
 
     def ask(
-        self, tokens: Sequence[int], start: int = 0, extents: tuple[tuple[int, int], ...] | None = None, salt: str = ""
+        self,
+        tokens: Sequence[int],
+        start: int = 0,
+        extents: tuple[tuple[int, int], ...] | None = None,
+        salt: str = "",
+        decode: Peer = ME,
     ) -> AttemptId:
         """Start a prefill."""
         self._requests += 1
-        attempt = AttemptId(ME.boot_id, f"r{self._requests}", 1)
+        attempt = AttemptId(decode.boot_id, f"r{self._requests}", 1)
         request = PrefillRequest(
             attempt=attempt,
             token_ids=tuple(tokens),
@@ -156,26 +179,33 @@ class PrefillHarness:
             hisparse=True,
             cache_salt=salt,
         )
-        assert self.engine.refusal(ME, request) is None
-        self.engine.start(ME, request)
+        assert self.engine.refusal(decode, request) is None
+        self.engine.start(decode, request)
         return attempt
 
-    def until(self, kind: type[PrefillUpdate], attempt: AttemptId) -> PrefillUpdate:
-        """Turn the loop until the engine says this of an attempt."""
+    def turn_until(self, condition: Callable[[], bool]) -> None:
+        """Turn the engine's loop."""
         deadline = time.monotonic() + 10
-        while time.monotonic() < deadline:
-            self.updates += self.engine.poll()
-            for update in self.updates:
-                if isinstance(update, kind) and update.attempt == attempt:
-                    return update
+        while not condition():
+            assert time.monotonic() < deadline, f"there were {self.updates}"
             with suppress(queue.Empty):
-                self._woken.get(timeout=0.05)
-        raise AssertionError(f"no {kind.__name__} of {attempt}; there were {self.updates}")
+                self._woken.get(timeout=0.01)
+            self.updates += self.engine.poll()
+
+    def until(self, kind: type[UpdateT], attempt: AttemptId) -> UpdateT:
+        """Turn the loop until the engine says this of an attempt."""
+
+        def said() -> list[UpdateT]:
+            return [each for each in self.updates if isinstance(each, kind) and each.attempt == attempt]
+
+        self.turn_until(lambda: bool(said()))
+        return said()[-1]
+
+    def until_computed(self, attempt: AttemptId, tokens: int) -> None:
+        self.turn_until(lambda: self.engine.progress((attempt,)).computed[0][1] >= tokens)
 
     def done(self, attempt: AttemptId) -> PrefillDone:
-        done = self.until(PrefillDone, attempt)
-        assert isinstance(done, PrefillDone)
-        return done
+        return self.until(PrefillDone, attempt)
 
     def checksums_of(self, attempt: AttemptId) -> list[Checksum]:
         """All that the decode node was told of an attempt, in order of positions."""

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from control.messages import Quiesced
+from engine.page_cache import PageCache
 from engine.paged_pool import PagedKVPool
 from tests.prefill_node.fakes import LAYOUT
 from tests.prefill_node.sending import CPU
@@ -15,7 +16,7 @@ TOKENS = [7 * i % 100 for i in range(100)]
 
 @pytest.fixture
 def node() -> Iterator[PrefillHarness]:
-    node = PrefillHarness(PagedKVPool(LAYOUT, num_pages=16, page_size=16, device=CPU))
+    node = PrefillHarness(PageCache(PagedKVPool(LAYOUT, num_pages=16, page_size=16, device=CPU)))
     yield node
     node.close()
 
