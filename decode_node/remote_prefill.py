@@ -49,8 +49,8 @@ class RemotePrefill:
     """Owns the attempts of requests in state PREFILLING. One loop calls it.
 
     `verify` queues checksums for the verifier, whose result comes to `verified`; False if the verifier is too busy.
-    `on_landed` is called when the KV of a request is complete and verified, with how many tokens of its prompt the
-    prefill node had. `on_lost` is told the reason when a request has lost its attempt.
+    `on_landed` is called when the KV of a request is complete and verified, with how many of its tokens
+    the prefill node had. `on_lost` is told the reason when a request has lost its attempt.
     `patience`: seconds without acceptance or progress after which an attempt is given up.
     """
 
@@ -154,7 +154,7 @@ class RemotePrefill:
             lingering=done.lingering,
             **attempt.id.log_fields,
         )
-        self._on_landed(request, len(attempt.prefix))
+        self._on_landed(request, done.cached_tokens)
 
     def _lose(self, attempt_id: AttemptId, reason: str, leaving: bool = False) -> None:
         """The node stopped working on an attempt. That fails the attempt unless the node had announced everything.

@@ -122,7 +122,10 @@ class Scheduler:
             request.again_at = time.monotonic() + min(pause, LONGEST_RETRY_S)
 
     def landed(self, request: Request, cached_tokens: int) -> None:
-        """The KV of a request is complete and verified. cached_tokens: tokens of its prompt that were not computed."""
+        """The KV of a request is complete and verified. cached_tokens: tokens that were not computed for that.
+
+        A node that prefills computes what it lacks of the prompt, also what the decode node has.
+        """
         if request.cached_tokens is None:
             request.cached_tokens = cached_tokens
         self._slots.share(request)
@@ -180,13 +183,11 @@ class Scheduler:
         if slots is None:
             self._slots.release(request)
             return False
-        # Local prefill computes cached tokens, too.
-        hits = 0 if missing and isinstance(node, LocalPrefill) else len(prefix)
         self._metrics.prefix_cache_queries.labels("decode").inc(request.kv_tokens)
-        self._metrics.prefix_cache_hits.labels("decode").inc(hits)
+        self._metrics.prefix_cache_hits.labels("decode").inc(len(prefix))
         if not missing:
             request.move(RequestState.LANDED)
-            self.landed(request, hits)
+            self.landed(request, len(prefix))
         elif isinstance(node, LocalPrefill):
             request.host_slots = prefix.extend(slots.extents)
             node.start(request, len(prefix))

@@ -173,6 +173,7 @@ class Harness:
                 self.control.answered(key)
                 self.write(message)
                 done = PrefillDone(attempt=message.attempt, num_tokens=len(message.token_ids), lingering=self.lingering)
+                done = done.model_copy(update={"cached_tokens": message.start})
                 self.remote.take(PREFILL, done)
             elif isinstance(message, Abort) and self.quiet:
                 self.remote.take(PREFILL, Quiesced(attempt=message.attempt))
