@@ -31,6 +31,7 @@ class TokenizedRequest:
     deadline: float
     priority: int = 0
     grammar: Grammar | None = None
+    cache_salt: str = ""
 
     @property
     def tokens(self) -> int:
@@ -45,11 +46,13 @@ class NewTokens:
     """Tokens of an answer, in order and each once. The last ones come with a finish reason.
 
     first: the answer begins with these tokens. Earlier ones came from a node that failed and no longer count.
+    cached_tokens: with the first ones, tokens of the prompt that were not computed.
     """
 
     tokens: tuple[Token, ...]
     finish_reason: FinishReason | None
     first: bool
+    cached_tokens: int = 0
 
 
 class NodeFailed(Exception):
@@ -140,7 +143,7 @@ class Attempt:
                 self.gap = None
         self.over = output.finish_reason is not None
         if tokens or self.over:
-            self.events.put_nowait(NewTokens(tokens, output.finish_reason, first))
+            self.events.put_nowait(NewTokens(tokens, output.finish_reason, first, output.cached_tokens))
 
     def _failure(self, output: Output) -> Exception:
         if output.finish_reason == "abort":

@@ -29,6 +29,7 @@ from gateway.requests.chat import ChatCompletionRequest
 from gateway.requests.completions import CompletionRequest, Prompt
 from gateway.requests.conversion import ConvertedRequest
 from gateway.requests.unsupported import FieldPolicy
+from gateway.salts import salt_of
 from gateway.tokenizer import CheckpointTokenizer
 
 log = structlog.get_logger(__name__)
@@ -93,6 +94,7 @@ class Completer:
         self._metrics = metrics
         self.context_length = context_length
         self._request_timeout = config.request_timeout
+        self._prefix_cache_per_key = config.prefix_cache_per_key
         self._fields = FieldPolicy(config.strict_fields)
         self.chat_format = chat_format
         self._small = ThreadPoolExecutor(_THREADS, thread_name_prefix="small")
@@ -109,18 +111,24 @@ class Completer:
             message = f"the model {model!r} does not exist; this server serves {self.model!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    async def prepare(self, body: bytes, kind: type[ApiRequest] | type[ConvertedRequest]) -> Prepared:
-        """Parse, check and tokenize a request. Raises ApiError (504 if that takes longer than a request may)."""
+    async def prepare(
+        self, body: bytes, kind: type[ApiRequest] | type[ConvertedRequest], client_key: bytes
+    ) -> Prepared:
+        """Parse, check and tokenize a request. Raises ApiError (504 if that takes longer than a request may).
+
+        client_key: the API key of its client, empty if it has none.
+        """
         arrived = time.monotonic()
+        salt_key = client_key if self._prefix_cache_per_key else None
         capacity = self.capacity
 
         def prepared(request: ApiRequest | ConvertedRequest) -> Prepared:
             if not isinstance(request, ConvertedRequest):
                 name = "cmpl-" if isinstance(request, CompletionRequest) else "chatcmpl-"
-                return self._prepared(request, name, capacity, arrived)
+                return self._prepared(request, name, capacity, arrived, salt_key)
             with request.renaming():
                 chat = self.chat_of(request)
-                return replace(self._prepared(chat, request.id_prefix, capacity, arrived), source=request)
+                return replace(self._prepared(chat, request.id_prefix, capacity, arrived, salt_key), source=request)
 
         return await self.read(body, kind, prepared)
 
@@ -155,9 +163,10 @@ class Completer:
 
     def deltas(self, prepared: Prepared) -> AsyncGenerator[tuple[int, Delta], None]:
         """The answers, piece by piece, each with its index. Raises ApiError. Closing it early cancels the request."""
-        return merged([self._branch_deltas(branch, prepared.text) for branch in prepared.branches])
+        return merged([self._branch_deltas(prepared, number) for number in range(len(prepared.branches))])
 
-    async def _branch_deltas(self, branch: TokenizedRequest, text: TextOptions) -> AsyncGenerator[Delta, None]:
+    async def _branch_deltas(self, prepared: Prepared, number: int) -> AsyncGenerator[Delta, None]:
+        branch = prepared.branches[number]
         stats = _RequestStats(self._metrics, branch.arrived)
         log.info(
             "request arrived",
@@ -169,7 +178,8 @@ class Completer:
             async with aclosing(self._client.stream(branch)) as answer:
                 async for new in answer:
                     if new.first:
-                        choice = Choice(self.tokenizer, text)
+                        choice = Choice(self.tokenizer, prepared.text)
+                        prepared.cached[number] = new.cached_tokens
                         stats.tokens = 0
                     delta = choice.push(new)
                     stats.add(len(delta.tokens))
@@ -196,7 +206,9 @@ class Completer:
         for threads in (self._small, self._large):
             threads.shutdown(cancel_futures=True)
 
-    def _prepared(self, request: ApiRequest, id_prefix: str, capacity: Capacity, arrived: float) -> Prepared:
+    def _prepared(
+        self, request: ApiRequest, id_prefix: str, capacity: Capacity, arrived: float, salt_key: bytes | None
+    ) -> Prepared:
         request_id = f"{id_prefix}{uuid.uuid4().hex}"
         own_stops = () if request.ignore_eos else self.tokenizer.stop_token_ids
         stop_token_ids = (*own_stops, *(request.stop_token_ids or ()))
@@ -225,6 +237,7 @@ class Completer:
                 deadline=arrived + self._request_timeout,
                 priority=request.priority or 0,
                 grammar=grammar,
+                cache_salt=salt_of(request.cache_salt, salt_key),
             )
             for number, (prompt_ids, max_new_tokens) in enumerate(zip(prompts, lengths, strict=True))
             for choice in range(request.computed_choices)
