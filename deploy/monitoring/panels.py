@@ -153,8 +153,8 @@ ROWS: dict[str, tuple[Panel, ...]] = {
                 f"{rate('hisparse_pd_prefix_cache_queries_total', selector)}"
                 for side, selector in (("decode", DECODE), ("prefill", PREFILL))
             },
-            "Of the prompt tokens that were looked up. What a decode node has is not sent to it; what a prefill node has, "
-            "it does not compute.",
+            "Of the prompt tokens that were looked up. What a decode node has is not sent to it; what a prefill node "
+            "has, it does not compute.",
         ),
         Panel(
             "Host slots for prefixes",

@@ -77,7 +77,7 @@ class Example:
         """Requests of full length that device memory holds with full hot buffers, if host memory is no limit."""
         running = 1
         while True:
-            sizes = self.sizes(running + 1, pool_gib=self.host_gib)
+            sizes = self.sizes(running + 1, pool_gib=self.host_gib - self.reserved_gib)
             if sizes.num_device_slots < sizes.asked_device_slots:
                 return running
             running += 1
