@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
+from control.block_hashes import BlockHashes
 from control.grammar import Grammar
 from control.messages import FinishReason, Output, Peer, Sampling, Token
 from gateway.errors import ApiError
@@ -32,6 +33,8 @@ class TokenizedRequest:
     priority: int = 0
     grammar: Grammar | None = None
     cache_salt: str = ""
+    block_hashes: BlockHashes | None = field(default=None, compare=False)
+    """Of the prompt's blocks, by which the gateway looks for a node that has them; None if it does not."""
 
     @property
     def tokens(self) -> int:
