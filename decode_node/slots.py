@@ -50,6 +50,7 @@ class SlotManager:
     def hold_prefix(self, request: Request) -> HostSlots:
         """Give a waiting request the slots of its longest cached prefix, until it is released."""
         assert request.host_slots is None
+        request.may_be_shared = True
         prefixes = self._coordinator.host.prefixes
         slots = NO_SLOTS
         if prefixes is not None:
