@@ -267,7 +267,8 @@ class Generate(Message):
 
     prefill_nodes: in order of preference. longest_prompts: the most tokens that each takes, by its boot id. priority: a
     request with a lower one goes first, then that which came first. grammar: what the answer has to look like.
-    cache_salt: requests with different ones share no cached KV.
+    cache_salt: requests with different ones share no cached KV. group: requests of one group have the same prompt, whose
+    KV is prefilled once if they are at one node together.
     """
 
     request_id: Identifier
@@ -278,6 +279,7 @@ class Generate(Message):
     priority: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
     grammar: Grammar | None = None
     cache_salt: CacheSalt = ""
+    group: Annotated[str, Field(max_length=128)] = ""
     prefill_nodes: tuple[Peer, ...] = ()
     longest_prompts: dict[Identifier, UInt] = {}
 

@@ -32,6 +32,8 @@ class TokenizedRequest:
     deadline: float
     priority: int = 0
     grammar: Grammar | None = None
+    group: str = ""
+    """Choices of one prompt have the same group, and are generated at one node as long as it does not fail them."""
     block_hashes: BlockHashes | None = field(default=None, compare=False)
     """Of the prompt's blocks, by which the gateway looks for a node that has them; None if it does not."""
 

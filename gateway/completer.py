@@ -230,6 +230,7 @@ class Completer:
                 deadline=arrived + self._request_timeout,
                 priority=request.priority or 0,
                 grammar=grammar,
+                group=f"{request_id}-{number}" if request.computed_choices > 1 else "",
                 block_hashes=hashes,
             )
             for number, (prompt_ids, max_new_tokens, hashes) in enumerate(zip(prompts, lengths, named, strict=True))
