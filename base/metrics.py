@@ -56,6 +56,14 @@ class Metrics:
             "Requests that lost their slots and resumed later, by the pool that ran out.",
             "pool",
         )
+        self.prefix_cache_queries = counter(
+            "prefix_cache_queries_total", "Tokens of prompts that were looked up in a prefix cache.", "side"
+        )
+        self.prefix_cache_hits = counter(
+            "prefix_cache_hits_total",
+            "Of these, tokens whose KV was there: it was not sent to a decode node, or not computed by a prefill node.",
+            "side",
+        )
         self.prompt_tokens = counter("prompt_tokens_total", "Prompt tokens computed.")
         self.generated_tokens = counter("generated_tokens_total", "Tokens generated.")
         self.swap_in_hits = counter("swap_in_hits_total", "Selected items that were in the hot buffer.")
@@ -89,6 +97,9 @@ class Metrics:
         for pool in ("device", "host"):
             self.retractions.labels(pool)
         self.requests_finished.labels("queue_full")
+        for side in ("decode", "prefill"):
+            self.prefix_cache_queries.labels(side)
+            self.prefix_cache_hits.labels(side)
 
     def note_control(self, malformed: int, dropped: int, refused: Mapping[str, int]) -> None:
         """Set what the control plane has counted, before a scrape."""

@@ -304,13 +304,18 @@ FinishReason = Literal["stop", "length", "abort", "error", "invalid"]
 
 
 class Output(WireModel):
-    """New tokens of one request. start: index of the first one among the generated tokens, so that a loss shows."""
+    """New tokens of one request. start: index of the first one among the generated tokens, so that a loss shows.
+
+    cached_tokens: tokens of the prompt that were not computed for this request. In the output with its first token and
+    in its last one; 0 in others.
+    """
 
     request_id: Identifier
     start: UInt
     tokens: tuple[Token, ...] = ()
     finish_reason: FinishReason | None = None
     error: str | None = None
+    cached_tokens: UInt = 0
 
 
 class Outputs(Message):
@@ -503,6 +508,7 @@ class PrefillDone(Message):
     chunks: how many ChunkDone the attempt has; they may come later. checksums: of the rest. transfer_seconds: how long
     something of it was being written, without waits for layers or for a lease. lingering: a write was cut and posted
     again; the second copy has landed, and the first may still land, with the same bytes at the same place.
+    cached_tokens: those whose KV the node had and did not compute.
     """
 
     attempt: AttemptId
@@ -513,6 +519,7 @@ class PrefillDone(Message):
     chunks: UInt = 0
     checksums: Checksums = Checksums()
     lingering: bool = False
+    cached_tokens: UInt = 0
 
 
 class PrefillFailed(Message):

@@ -6,7 +6,7 @@ from functools import cached_property
 
 from control.messages import AttemptId, ChunkDone, Peer, PrefillDone
 from decode_node.request import Request
-from hisparse.extents import HostSlots
+from hisparse.extents import NO_SLOTS, HostSlots
 from transfer.planner import Int64s
 
 ChunkNumber = int | None
@@ -51,7 +51,9 @@ class PrefillAttempt:
     slots: HostSlots
     dispatched_at: float
     num_tokens: int
-    """Tokens whose KV was asked for."""
+    """Tokens whose KV was asked for, those of `prefix` included."""
+    prefix: HostSlots = NO_SLOTS
+    """Slots of the positions before those of `slots`: nobody writes to them."""
     state: AttemptState = AttemptState.REQUESTED
     computed: int = 0
     """Tokens that the node has reported as computed."""
@@ -71,7 +73,7 @@ class PrefillAttempt:
     @cached_property
     def positions(self) -> Int64s:
         """The slot of every position. Computed at first use, which may take milliseconds."""
-        return self.slots.slots()
+        return self.prefix.extend(self.slots.extents).slots()
 
     @property
     def needs_node(self) -> bool:

@@ -12,7 +12,10 @@ from hisparse.swap_in import StagedKV
 
 @dataclass(eq=False)
 class LocalJob(PrefillJob):
+    """cached: so many tokens have KV in host memory already. They are computed here all the same, and not copied."""
+
     request: Request
+    cached: int
 
 
 class LocalPrefill:
@@ -42,10 +45,10 @@ class LocalPrefill:
     def fits(self, num_tokens: int) -> bool:
         return self._prefill.fits(num_tokens)
 
-    def start(self, request: Request) -> None:
-        """Compute the prompt of a request that holds host slots for it."""
+    def start(self, request: Request, cached: int = 0) -> None:
+        """Compute the prompt of a request that holds host slots for it. cached: so many of them have their KV."""
         request.move(RequestState.LOCAL_PREFILL)
-        job = LocalJob(torch.tensor(request.tokens[:-1]), request)
+        job = LocalJob(torch.tensor(request.tokens[:-1]), request, cached)
         self._jobs[request.request_id] = job
         self._prefill.add(job)
 
@@ -90,9 +93,11 @@ class LocalPrefill:
         staged = StagedKV(
             kv_rows=list(pool.kv),
             index_rows=list(pool.index_keys),
-            rows=job.cache.rows(0, job.num_tokens),
+            rows=job.cache.rows(job.cached, job.num_tokens),
             release=lambda: self._prefill.release(job),
         )
         request.move(RequestState.STAGING)
         self._staging[request.request_id] = request
-        self._coordinator.admit_request_into_staging(request.request_id, request.host_slots, staged, job.num_tokens)
+        self._coordinator.admit_request_into_staging(
+            request.request_id, request.host_slots, staged, job.num_tokens, job.cached
+        )

@@ -143,7 +143,9 @@ class DecodeNode:
         """Update gauges and counters for a scrape. Always called by the same thread, which need not be the loop's."""
         host, device, metrics = self._coordinator.host, self._coordinator.device, self._metrics
         quarantined = self._remote.abandoned.num_slots
-        metrics.host_slots.labels("free").set(host.free)
+        cached = host.cached
+        metrics.host_slots.labels("free").set(host.free - cached)
+        metrics.host_slots.labels("cached").set(cached)
         metrics.host_slots.labels("quarantined").set(quarantined)
         metrics.host_slots.labels("used").set(host.used - quarantined)
         metrics.quarantine_seconds.set(self._remote.abandoned.oldest_seconds(time.monotonic()))
@@ -223,6 +225,8 @@ class DecodeNode:
         log.error("swap-in violations", violations=violations, ended=len(suspects))
         for request in suspects:
             self._scheduler.end(request, "error", f"its tokens may be wrong (swap-in violations: {violations})")
+        # So may the KV of those that ended since the last look.
+        self._scheduler.forget_prefixes()
 
     def _check_idle(self) -> None:
         """Check for leaked slots whenever the last request has gone."""

@@ -35,23 +35,25 @@ StreamKey = tuple[str, str, str]
 class _NewToken(NamedTuple):
     """A token that does not end its request.
 
-    place: its index among the generated tokens. interval: seconds since the one before it.
+    place: its index among the generated tokens. interval: seconds since the one before it. cached_tokens: see Output.
     """
 
     request_id: str
     place: int
     token: Token
     interval: float | None
+    cached_tokens: int
 
 
 @dataclass
 class _Stream:
-    """What a gateway was sent of a request. last: the output that ended it."""
+    """What a gateway was sent of a request. last: the output that ended it. cached_tokens: see Output."""
 
     key: StreamKey
     gateway: Peer
     tokens: StreamedTokens = field(default_factory=StreamedTokens)
     last: Output | None = None
+    cached_tokens: int = 0
 
 
 class OutputStream:
@@ -82,12 +84,20 @@ class OutputStream:
         self._new_tokens += 1
         stream = self._stream_of(request)
         stream.tokens.append(token)
+        stream.cached_tokens = request.cached_tokens or 0
         if finish_reason is None:
-            self._new_of(stream.gateway).append(_NewToken(request.request_id, index, token, interval))
+            cached_tokens = 0 if index else stream.cached_tokens
+            self._new_of(stream.gateway).append(_NewToken(request.request_id, index, token, interval, cached_tokens))
             return
         if interval is not None:
             self._metrics.inter_token.observe(interval)
-        last = Output(request_id=request.request_id, start=index, tokens=(token,), finish_reason=finish_reason)
+        last = Output(
+            request_id=request.request_id,
+            start=index,
+            tokens=(token,),
+            finish_reason=finish_reason,
+            cached_tokens=stream.cached_tokens,
+        )
         self._end(stream, last, finish_reason)
 
     def end(self, request: Request, finish_reason: FinishReason, error: str | None = None) -> None:
@@ -123,7 +133,8 @@ class OutputStream:
         log.info("tokens are sent again", request_id=request_id, start=start, tokens=max(0, count - start))
         for first in range(start, count, _TOKENS_AGAIN):
             tokens = stream.tokens.between(first, first + _TOKENS_AGAIN)
-            output = Output(request_id=request_id, start=first, tokens=tokens)
+            cached_tokens = 0 if first else stream.cached_tokens
+            output = Output(request_id=request_id, start=first, tokens=tokens, cached_tokens=cached_tokens)
             self._control.send(gateway, Outputs(outputs=(output,)))
         if stream.last is not None:
             self._control.send(gateway, Outputs(outputs=(stream.last,)))
@@ -149,7 +160,15 @@ class OutputStream:
             if token.interval is not None:
                 self._metrics.inter_token.observe(token.interval)
         return Outputs(
-            outputs=tuple(Output(request_id=one.request_id, start=one.place, tokens=(one.token,)) for one in new)
+            outputs=tuple(
+                Output(
+                    request_id=one.request_id,
+                    start=one.place,
+                    tokens=(one.token,),
+                    cached_tokens=one.cached_tokens,
+                )
+                for one in new
+            )
         )
 
     def _new_of(self, gateway: Peer) -> list[_NewToken]:

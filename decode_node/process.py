@@ -113,6 +113,7 @@ def run_decode_node(config: DecodeConfig, place: RankPlace | None = None) -> Non
             shell.metrics,
             config.prefill_timeout,
             on_lost=lambda request, reason: scheduler.retry(request, reason),
+            on_landed=lambda request, cached: scheduler.landed(request, cached),
         )
         runner = ModelRunner(
             model,
@@ -210,6 +211,7 @@ def _plan(
         available_host_bytes=host_bytes,
         available_device_bytes=for_pools - for_local_prefill,
         max_device_slots=config.max_device_slots,
+        vocab_size=spec.vocab_size if config.enable_prefix_caching else None,
     )
     if ranks is not None:
         check_host_memory(ranks, sizes, host_bytes)

@@ -5,6 +5,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 
+import numpy as np
+import numpy.typing as npt
+
 from control.messages import AttemptId, FinishReason, Generate, Peer
 from engine.adjustments import adjusts, banned_tokens
 from engine.grammar.state import GrammarState
@@ -18,7 +21,8 @@ class RequestState(Enum):
     WAITING = "waiting"
     """It holds nothing and waits to be prefilled."""
     PREFILLING = "prefilling"
-    """A prefill node may be writing to its slots: the reservation table holds them."""
+    """A prefill node may be writing to its slots: the reservation table holds them. The request holds those of the
+    positions before them, which were cached."""
     LOCAL_PREFILL = "local_prefill"
     """This node computes its prompt; the request holds its slots."""
     STAGING = "staging"
@@ -73,6 +77,10 @@ class Request:
     last_token_at: float = 0.0
     grammar: GrammarState | None = None
     """Where it is in its grammar, once that is compiled."""
+    cached_tokens: int | None = None
+    """Tokens of its prompt that were not computed for it; None before its KV has landed for the first time."""
+    may_be_shared: bool = True
+    """Whether its KV may be cached. Not if something may still be written to its slots, be it the same."""
 
     @cached_property
     def random(self) -> RandomStream:
@@ -101,6 +109,15 @@ class Request:
     def tokens(self) -> tuple[int, ...]:
         """Prompt and generated ids. The KV of all but the last is prefilled; a decode step computes the last."""
         return self.generate.prompt_ids + tuple(self.generated)
+
+    @property
+    def kv_token_ids(self) -> npt.NDArray[np.int32]:
+        """The tokens whose KV is stored once it has landed: int32 [kv_tokens]."""
+        return np.concatenate([self._prompt, np.array(self.generated, dtype=np.int32)])[:-1]
+
+    @cached_property
+    def _prompt(self) -> npt.NDArray[np.int32]:
+        return np.array(self.generate.prompt_ids, dtype=np.int32)
 
     @property
     def kv_tokens(self) -> int:

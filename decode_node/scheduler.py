@@ -11,6 +11,7 @@ import structlog
 
 from base.metrics import Metrics
 from base.tombstones import Tombstones
+from control.block_hashes import BLOCK_TOKENS
 from control.messages import FinishReason, Generate, Peer, Rejected
 from decode_node.grammars import Grammars
 from decode_node.limits import Limits
@@ -25,7 +26,7 @@ from engine.ranks import RankGroup
 from engine.runner import ModelRunner
 from engine.sampling import NoToken
 from hisparse.coordinator import HiSparseCoordinator
-from hisparse.extents import HostSlots
+from hisparse.extents import NO_SLOTS
 
 log = structlog.get_logger(__name__)
 
@@ -108,13 +109,26 @@ class Scheduler:
             self.outputs.unknown(request_id, gateway)
 
     def retry(self, request: Request, reason: str) -> None:
-        """A request that lost its prefill attempt waits for another one, or ends if it had all its attempts."""
+        """A request that lost its prefill attempt waits for another one, or ends if it had all its attempts.
+
+        It gives its cached prefix back, and looks for one again then.
+        """
+        self._slots.release(request)
         if request.prefill_attempts > self._limits.prefill_retries:
             self.end(request, "error", f"prefill failed {request.prefill_attempts} times, at last: {reason}")
         else:
             self._metrics.prefill_retries.inc()
             pause = RETRY_S * 2 ** max(0, request.prefill_attempts - 1)
             request.again_at = time.monotonic() + min(pause, LONGEST_RETRY_S)
+
+    def landed(self, request: Request, cached_tokens: int) -> None:
+        """The KV of a request is complete and verified. cached_tokens: tokens that were not computed for that.
+
+        A node that prefills computes what it lacks of the prompt, also what the decode node has.
+        """
+        if request.cached_tokens is None:
+            request.cached_tokens = cached_tokens
+        self._slots.share(request)
 
     # --- a turn of the loop ---
 
@@ -146,26 +160,40 @@ class Scheduler:
     def _start_prefills(self) -> None:
         """Give waiting requests host slots and a node that prefills them, in order."""
         for request in self.requests.in_state(RequestState.WAITING):
-            if not request.kv_tokens:
-                # A prompt of one token: its KV is that of its first step.
-                request.host_slots = HostSlots(())
-                request.move(RequestState.LANDED)
+            node: Peer | LocalPrefill | None = self._remote.nodes.choose(request)
+            if isinstance(node, Peer) and node.boot_id in request.tried and time.monotonic() < request.again_at:
+                node = None
+            elif node is None and self._local and self._local.fits(request.kv_tokens):
+                node = self._local
+            if node is None and request.kv_tokens % BLOCK_TOKENS:
+                # Nobody can prefill this one now, but perhaps a shorter prompt, and it cannot be cached whole.
                 continue
-            node = self._remote.nodes.choose(request)
-            local = self._local if node is None and self._local and self._local.fits(request.kv_tokens) else None
-            if node is None and local is None:
-                # Nobody can prefill this one now, but perhaps a shorter prompt.
-                continue
-            if node is not None and node.boot_id in request.tried and time.monotonic() < request.again_at:
-                continue
-            slots = self._slots.reserve_host(request.kv_tokens)
-            if slots is None:
+            if not self._start(request, node):
                 return
-            if node is not None:
-                self._remote.dispatch(request, node, slots)
-            elif local is not None:
-                request.host_slots = slots
-                local.start(request)
+
+    def _start(self, request: Request, node: Peer | LocalPrefill | None) -> bool:
+        """Have the node prefill what is not cached. False if that has to wait for host slots."""
+        prefix = self._slots.hold_prefix(request)
+        missing = request.kv_tokens - len(prefix)
+        if missing and node is None:
+            self._slots.release(request)
+            return True
+        # A prompt of one token needs no slots, and so no room.
+        slots = self._slots.reserve_host(missing) if request.kv_tokens else NO_SLOTS
+        if slots is None:
+            self._slots.release(request)
+            return False
+        self._metrics.prefix_cache_queries.labels("decode").inc(request.kv_tokens)
+        self._metrics.prefix_cache_hits.labels("decode").inc(len(prefix))
+        if not missing:
+            request.move(RequestState.LANDED)
+            self.landed(request, len(prefix))
+        elif isinstance(node, LocalPrefill):
+            request.host_slots = prefix.extend(slots.extents)
+            node.start(request, len(prefix))
+        elif node is not None:
+            self._remote.dispatch(request, node, slots)
+        return True
 
     def _advance_local_prefill(self) -> None:
         if self._local is None or not self._local.has_work:
@@ -179,6 +207,7 @@ class Scheduler:
                 self.end(request, "error", f"prefill failed: {error}")
         landed, broken = self._local.staged()
         for request in landed:
+            self.landed(request, 0)
             log.info("staged", request_id=request.request_id, tokens=request.kv_tokens)
         for request, failure in broken:
             self.end(request, "error", f"copying the prompt's KV to host memory failed: {failure}")
@@ -259,7 +288,8 @@ class Scheduler:
         self.outputs.flush()
 
     def _close(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
-        self._slots.release(request)
+        # What a failed step has left behind may be wrong.
+        self._slots.release(request, keep=reason != "error")
         request.move(RequestState.FINISHED)
         self._grammars.forget(request)
         del self.requests[request.request_id]
@@ -267,6 +297,10 @@ class Scheduler:
         log.info("finished", request_id=request.request_id, reason=reason, tokens=len(request.generated), error=error)
 
     # --- state ---
+
+    def forget_prefixes(self) -> None:
+        """Give up what is cached and not in use, as some of it may be wrong."""
+        self._slots.clear_prefixes()
 
     def take_stepped(self) -> list[Request]:
         """Requests, retracted ones included, that were in a step since the last call and have not ended."""
@@ -285,7 +319,8 @@ class Scheduler:
         return bool(self.requests) or not idle
 
     def check_idle(self) -> None:
-        """When nothing is held, every pool must be as full as at start. Raises RuntimeError if not."""
+        """When nothing is held, every pool must be as full as at start, but for the prefix cache. Raises RuntimeError
+        if not."""
         if self.holds_something:
             return
         if not self._coordinator.is_idle() or (self._local is not None and not self._local.is_idle):

@@ -7,7 +7,7 @@ from decode_node.local_prefill import LocalPrefill
 from decode_node.remote_prefill import RemotePrefill
 from decode_node.request import Request, RequestState, RequestTable
 from hisparse.coordinator import HOST_GRANULE, HiSparseCoordinator, Tier
-from hisparse.extents import HostSlots
+from hisparse.extents import NO_SLOTS, HostSlots
 
 log = structlog.get_logger(__name__)
 
@@ -35,8 +35,34 @@ class SlotManager:
         self._local = local
         self._metrics = metrics
 
+    def hold_prefix(self, request: Request) -> HostSlots:
+        """Give a waiting request the slots of its longest cached prefix, until it is released."""
+        assert request.host_slots is None
+        prefixes = self._coordinator.host.prefixes
+        slots = NO_SLOTS
+        if prefixes is not None:
+            slots = prefixes.hold(request.kv_token_ids, request.generate.cache_salt)
+        request.host_slots = slots
+        return slots
+
+    def share(self, request: Request) -> None:
+        """Cache the prompt of a request that has just landed, and exchange what was cached before it landed."""
+        prefixes = self._coordinator.host.prefixes
+        if prefixes is not None and request.may_be_shared:
+            assert request.host_slots is not None
+            salt = request.generate.cache_salt
+            request.host_slots = prefixes.share(request.kv_token_ids, request.host_slots, salt)
+
+    def clear_prefixes(self) -> None:
+        """Give up what is cached and not in use."""
+        if (prefixes := self._coordinator.host.prefixes) is not None:
+            prefixes.clear()
+
     def reserve_host(self, num_tokens: int) -> HostSlots | None:
-        """Host slots for a prompt, or None. Leaves running requests room to grow: for that they would soon drop it."""
+        """Host slots for what is not cached of a prompt, or None.
+
+        Leaves running requests room to grow: for that they would soon drop it.
+        """
         host = self._coordinator.host
         if host.free - num_tokens < HOST_GRANULE * self._coordinator.num_running:
             return None
@@ -68,19 +94,45 @@ class SlotManager:
             elif not short_of or not self._free_host_slots(len(short_of), can_wait=bool(ready)):
                 return ready
 
-    def release(self, request: Request) -> None:
-        """The one release path: give back whatever the request's state says it holds."""
+    def release(self, request: Request, keep: bool = True) -> None:
+        """The one release path: give back whatever the request's state says it holds.
+
+        keep: cache its KV.
+        """
         match request.state:
+            case RequestState.WAITING:
+                self._release_prefix(request)
             case RequestState.PREFILLING:
                 self._remote.abandon(request)
-            case RequestState.RUNNING:
-                self._coordinator.request_finished(request.request_id)
-            case RequestState.LANDED | RequestState.RETRACTED:
+                self._release_prefix(request)
+            case RequestState.RUNNING | RequestState.LANDED | RequestState.RETRACTED:
+                if request.state is RequestState.RUNNING:
+                    request.host_slots = self._coordinator.retract_request(request.request_id)
+                if keep:
+                    self._cache(request)
                 self._release_host(request)
             case RequestState.LOCAL_PREFILL | RequestState.STAGING:
                 assert self._local is not None
                 if self._local.cancel(request):
                     self._release_host(request)
+
+    def _cache(self, request: Request) -> None:
+        """Cache the KV of all tokens but the newest, which a step in flight may be writing.
+
+        A step writes its newest token only, and the tokens of a request are taken when their steps are over. So
+        whatever is in flight, the KV of the first `kv_tokens` tokens is in host memory and stays as it is.
+        """
+        prefixes = self._coordinator.host.prefixes
+        if prefixes is not None and request.may_be_shared:
+            assert request.host_slots is not None
+            salt = request.generate.cache_salt
+            request.host_slots = prefixes.insert(request.kv_token_ids, request.host_slots, salt)
+
+    def _release_prefix(self, request: Request) -> None:
+        """At once: nobody writes to slots that are cached."""
+        if request.host_slots is not None:
+            self._coordinator.host.release(request.host_slots)
+            request.host_slots = None
 
     def _release_host(self, request: Request) -> None:
         assert request.host_slots is not None

@@ -47,14 +47,16 @@ _NEXT = {
 class TransferJob(PrefillJob):
     """An attempt that this node works on.
 
-    slots: int64 [num_tokens], the destination of each position. in_flight: chunks being computed, plus chunks that the
-    sender has, plus chunks with writes of unknown end. Pages are released when the job ends and never earlier, since
-    they are written and read until then.
+    start: the first position that is sent; the decode node has those before it. slots: int64 [num_tokens - start], the
+    destination of each position from `start` on. in_flight: chunks being computed, plus chunks that the sender has,
+    plus chunks with writes of unknown end. Pages are released when the job ends and never earlier, since they are
+    written and read until then.
     """
 
     attempt: AttemptId
     decode: Peer
     destination: Destination
+    start: int
     slots: Int64s
     state: JobState = JobState.COMPUTING
     in_flight: int = 0
@@ -76,8 +78,11 @@ class TransferJob(PrefillJob):
 
     @classmethod
     def of(cls, request: PrefillRequest, decode: Peer) -> Self:
-        slots = expand_extents(request.extents, len(request.token_ids))
-        return cls(torch.tensor(request.token_ids), request.attempt, decode, request.destination, slots)
+        slots = expand_extents(request.extents, len(request.token_ids) - request.start)
+        token_ids = torch.tensor(request.token_ids)
+        job = cls(token_ids, request.attempt, decode, request.destination, request.start, slots)
+        job.salt = request.cache_salt
+        return job
 
     def move(self, to: JobState) -> None:
         """The only way in which the state changes. Raises RuntimeError if `to` cannot follow."""
@@ -85,15 +90,21 @@ class TransferJob(PrefillJob):
             raise RuntimeError(f"attempt {self.attempt} is {self.state.value} and cannot become {to.value}")
         self.state = to
 
-    def chunk(self, start: int, stop: int, progress: ForwardProgress) -> Chunk:
-        """Positions [start, stop), which the forward pass computes, for the sender."""
+    def chunk(self, start: int, stop: int, progress: ForwardProgress) -> Chunk | None:
+        """Those of positions [start, stop) that are sent, for the sender; None if the decode node has all of them.
+
+        progress: of the forward pass that computes them, or one that is over.
+        """
         assert self.pages is not None
+        if stop <= self.start:
+            return None
         return Chunk(
             attempt=self.attempt,
-            start=start,
+            start=max(start, self.start),
             stop=stop,
             pages=self.pages,
             slots=self.slots,
+            slots_start=self.start,
             decode=self.decode,
             destination=self.destination,
             progress=progress,
@@ -126,4 +137,5 @@ class TransferJob(PrefillJob):
             chunks=self.chunks_announced,
             checksums=Checksums.of(self.last_checksums),
             lingering=self.lingering,
+            cached_tokens=self.cached,
         )

@@ -9,12 +9,13 @@ import torch
 
 from base.metrics import Metrics
 from control.messages import AttemptId, Peer, PrefillFailed, PrefillRequest, Progress, Quiesced
-from engine.chunked import ChunkedPrefill
+from engine.chunked import CachedRange, ChunkedPrefill
 from prefill_node.compute import Computed, ComputeThread
 from prefill_node.engine import PrefillEngine, PrefillUpdate
 from prefill_node.job import JobState, TransferJob
 from prefill_node.offer import Destinations, Offer
 from prefill_node.outgoing import SendReport
+from prefill_node.progress import ForwardProgress
 from prefill_node.sender import Sender, SendResources
 
 log = structlog.get_logger(__name__)
@@ -39,6 +40,7 @@ class ModelEngine(PrefillEngine):
     ) -> None:
         """transfer_timeout: seconds that a job's transfer may go on after its computation."""
         self._prefill = prefill
+        self._device = device
         self._offer = offer
         self._transfer_timeout = transfer_timeout
         self._metrics = metrics
@@ -130,9 +132,10 @@ class ModelEngine(PrefillEngine):
 
     def refresh_metrics(self) -> None:
         """Bring the gauges up to date for a scrape. Any thread may call it."""
-        pool = self._prefill.pool
-        self._metrics.prefill_pages.labels("free").set(pool.free_pages)
-        self._metrics.prefill_pages.labels("used").set(pool.num_pages - pool.free_pages)
+        pool, free, cached = self._prefill.pool, self._prefill.pool.free_pages, self._prefill.pages.cached_pages
+        self._metrics.prefill_pages.labels("free").set(free)
+        self._metrics.prefill_pages.labels("cached").set(cached)
+        self._metrics.prefill_pages.labels("used").set(max(0, pool.num_pages - free - cached))
         self._metrics.prompt_tokens_waiting.set(self.queued_tokens)
         states = [job.state for job in list(self._jobs.values())]
         for state in JobState:
@@ -145,15 +148,39 @@ class ModelEngine(PrefillEngine):
         self._wake()
 
     def _start_step(self) -> None:
-        """Start the next forward pass, and the sending of what it computes, layer by layer."""
-        if self._computing or self.device_failed or (step := self._prefill.plan()) is None:
+        """Start the next forward pass, and the sending of what it computes, layer by layer, and of what is cached."""
+        if self.device_failed:
+            return
+        step = None
+        if self._computing:
+            self._prefill.start_waiting()
+        else:
+            step = self._prefill.plan()
+        for found in self._prefill.take_found():
+            self._send_cached(found)
+        if step is None:
             return
         self._computing = True
         self._passes += 1
         progress = self._compute.start(step)
         for job, chunk in step.chunks:
-            job.in_flight += 2  # being computed, and being sent
-            self._sender.submit(job.chunk(chunk.start, chunk.stop, progress))
+            job.in_flight += 1  # being computed
+            self._send(job, chunk.start, chunk.stop, progress)
+
+    def _send_cached(self, found: CachedRange[TransferJob]) -> None:
+        """In pieces of the size of chunks, so that the decode node verifies one while the next is sent."""
+        job = found.job
+        over = ForwardProgress.over(self._device, self._prefill.pool.layout.num_layers)
+        for start in range(max(found.start, job.start), found.stop, self._prefill.chunk_size):
+            self._send(job, start, min(start + self._prefill.chunk_size, found.stop), over)
+        if not job.remaining:
+            self._all_computed(job)
+
+    def _send(self, job: TransferJob, start: int, stop: int, progress: ForwardProgress) -> None:
+        """Send positions [start, stop) as the forward pass computes them, but for those that the decode node has."""
+        if chunk := job.chunk(start, stop, progress):
+            job.in_flight += 1
+            self._sender.submit(chunk)
 
     def _on_computed(self, computed: Computed) -> None:
         """Raises DeviceFailed."""
@@ -167,12 +194,17 @@ class ModelEngine(PrefillEngine):
                 continue
             self._metrics.prompt_tokens.inc(chunk.stop - chunk.start)
             if job.state is JobState.COMPUTING and not job.remaining:
-                job.computed_at = time.monotonic()
-                job.move(JobState.SENDING)
+                self._all_computed(job)
             self._advance(job)
         if computed.device_failed is not None:
             self.device_failed = True
             raise computed.device_failed
+
+    def _all_computed(self, job: TransferJob) -> None:
+        job.computed_at = time.monotonic()
+        job.move(JobState.SENDING)
+        self._metrics.prefix_cache_queries.labels("prefill").inc(job.num_tokens)
+        self._metrics.prefix_cache_hits.labels("prefill").inc(job.cached)
 
     def _on_sent(self, report: SendReport) -> None:
         job = self._jobs[report.chunk.attempt]
@@ -215,6 +247,7 @@ class ModelEngine(PrefillEngine):
             self._updates.append(job.done())
             log.info(
                 "sent",
+                cached=job.cached,
                 bytes=job.num_bytes,
                 descriptors=job.num_descriptors,
                 seconds=round(job.seconds, 4),
@@ -224,9 +257,11 @@ class ModelEngine(PrefillEngine):
             )
 
     def _end(self, job: TransferJob) -> None:
-        """The one place where a job's pages are released."""
+        """The one place where a job's pages are released. Raises SlotAccountingError if any has leaked."""
         self._prefill.release(job)
         del self._jobs[job.attempt]
+        if not self._jobs:
+            self._prefill.pages.check_idle()
 
     def _stop_late_transfers(self, now: float) -> None:
         for job in list(self._jobs.values()):

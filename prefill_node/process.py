@@ -8,10 +8,12 @@ import torch
 from base.errors import StartupError
 from base.logs import configure_logging
 from base.memory import device_split, human, pool_bytes
+from control.block_hashes import BLOCK_TOKENS
 from control.membership import Membership
 from control.messages import Heartbeat, Message, Peer, Register
 from engine.chunked import ChunkedPrefill
 from engine.identity import identity_of
+from engine.page_cache import PageCache, can_cache
 from engine.paged_pool import PagedKVPool
 from model.backends.choice import choose_backend
 from model.loader import load_model, read_spec, resolve_dtype
@@ -68,7 +70,8 @@ def run_prefill_node(config: PrefillConfig) -> None:
             max_tokens=spec.context_length,
             vocab_size=spec.vocab_size,
         )
-        prefill: ChunkedPrefill[TransferJob] = ChunkedPrefill(model, pool, config.chunked_prefill_size)
+        cache = PageCache(pool, spec.vocab_size if _is_caching(config) else None)
+        prefill: ChunkedPrefill[TransferJob] = ChunkedPrefill(model, pool, config.chunked_prefill_size, cache)
         engine = ModelEngine(
             prefill,
             device,
@@ -111,6 +114,17 @@ def run_prefill_node(config: PrefillConfig) -> None:
         shell.start(membership, engine.refresh_metrics)
         shell.announce(transports, spec.model_type, spec.fingerprint)
         PrefillEndpoint(shell, engine).run()
+
+
+def _is_caching(config: PrefillConfig) -> bool:
+    """Whether KV is kept for later prompts; logs why not."""
+    if not config.enable_prefix_caching:
+        log.info("prefix caching is off", why="--no-enable-prefix-caching")
+    elif not can_cache(config.page_size):
+        log.warning("prefix caching is off", why=f"--page-size {config.page_size} does not divide {BLOCK_TOKENS}")
+    else:
+        return True
+    return False
 
 
 def _num_pages(config: PrefillConfig, spec: ModelSpec, device: torch.device) -> int:

@@ -96,6 +96,9 @@ class NodeConfig(ProcessConfig):
         int,
         Flag("Tokens per page of the prefill pool, or of a decode node's index keys.", min=1),
     ] = 64
+    enable_prefix_caching: Annotated[
+        bool, Flag("Keep the KV of prompts and answers for requests that begin with the same tokens.")
+    ] = True
     transfer_protocol: Annotated[
         TransferProtocol,
         Flag("auto: shared memory where the decode node's pool can be mapped, RDMA where both have it, else TCP."),

@@ -36,7 +36,7 @@ def test_two_hundred_requests_a_third_of_them_aborted(
         disable_cuda_graph=disable_cuda_graph,
     )
     cluster.wait_ready()
-    before, pages_before = pools(decode), prefill.metric("prefill_pages", state="free")
+    before = pools(decode)
 
     rng = random.Random(11)
     prompts = [[rng.randrange(256) for _ in range(length)] for length in LENGTHS]
@@ -57,5 +57,5 @@ def test_two_hundred_requests_a_third_of_them_aborted(
         assert answer == longest[tuple(job.prompt_ids)][: len(answer)]
         assert len(answer) == job.max_tokens or job.abort_after is not None
     wait_until(lambda: pools(decode) == before, what="every pool to be as full as before")
-    wait_until(lambda: prefill.metric("prefill_pages", state="free") == pages_before, what="pages to come back")
+    wait_until(lambda: prefill.metric("prefill_pages", state="used") == 0, what="pages to come back")
     assert decode.metric("requests_finished_total", reason="abort") > 0
