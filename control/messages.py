@@ -11,6 +11,7 @@ from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from control.grammar import Grammar
+from control.prompt_logprobs import Alternatives, PromptLogprobs
 
 Role = Literal["gateway", "prefill", "decode"]
 Transport = Literal["shm", "rdma", "tcp"]
@@ -215,7 +216,8 @@ class Generate(Message):
 
     prefill_nodes: in order of preference. longest_prompts: the most tokens that each takes, by its boot id. priority: a
     request with a lower one goes first, then that which came first. grammar: what the answer has to look like.
-    cache_salt: requests with different ones share no cached KV.
+    cache_salt: requests with different ones share no cached KV. prompt_logprobs: log probabilities of the prompt's
+    tokens are asked for, with so many alternatives each; they take a prompt that is computed whole, whatever is cached.
     """
 
     request_id: Identifier
@@ -226,6 +228,7 @@ class Generate(Message):
     priority: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
     grammar: Grammar | None = None
     cache_salt: CacheSalt = ""
+    prompt_logprobs: Alternatives | None = None
     prefill_nodes: tuple[Peer, ...] = ()
     longest_prompts: dict[Identifier, UInt] = {}
 
@@ -250,13 +253,17 @@ FinishReason = Literal["stop", "length", "abort", "error", "invalid"]
 
 
 class Output(WireModel):
-    """New tokens of one request. start: index of the first one among the generated tokens, so that a loss shows."""
+    """New tokens of one request. start: index of the first one among the generated tokens, so that a loss shows.
+
+    prompt_logprobs: a piece of what was asked for. All pieces come before the first token, in outputs of their own.
+    """
 
     request_id: Identifier
     start: UInt
     tokens: tuple[Token, ...] = ()
     finish_reason: FinishReason | None = None
     error: str | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class Outputs(Message):
@@ -272,7 +279,10 @@ class Ended(Message):
 
 
 class Resend(Message):
-    """Gateway to decode node: send the tokens from index `start` on again. Repeated until the gap is closed."""
+    """Gateway to decode node: send the tokens from index `start` on again. Repeated until the gap is closed.
+
+    With `start` 0 the log probabilities of the prompt come again, too.
+    """
 
     request_id: Identifier
     start: UInt
@@ -392,7 +402,8 @@ class PrefillRequest(Message):
     token_ids: all tokens of the sequence but the last, which the decode node computes. start: the decode node has the
     KV of the positions before it. extents: (start, length) runs of slots in the order of positions, for `start` and
     those behind it. hisparse: whether the slots are in host memory. cache_salt: requests with different ones share no
-    cached KV. Repeated until PrefillAccepted.
+    cached KV. prompt_logprobs: as in Generate; then last_token_id is the token that `token_ids` leaves out, and every
+    token is computed, whatever is cached. Repeated until PrefillAccepted.
     """
 
     attempt: AttemptId
@@ -402,6 +413,14 @@ class PrefillRequest(Message):
     extents: tuple[tuple[UInt, UInt], ...]
     hisparse: bool = False
     cache_salt: CacheSalt = ""
+    prompt_logprobs: Alternatives | None = None
+    last_token_id: TokenId | None = None
+
+    @model_validator(mode="after")
+    def _last_token_is_named(self) -> Self:
+        if self.prompt_logprobs is not None and self.last_token_id is None:
+            raise ValueError("prompt_logprobs needs last_token_id")
+        return self
 
     @model_validator(mode="after")
     def _extents_cover_tokens(self) -> Self:
@@ -427,13 +446,15 @@ class PrefillAccepted(Message):
 class ChunkDone(Message):
     """Prefill node to decode node: every write of a chunk before the last was confirmed. Repeated until ChunkTaken.
 
-    Only chunks with checksums have one: the decode node verifies them while later chunks compute. number: counts these
-    messages of the attempt from 0, in the order in which their chunks landed.
+    Only chunks with checksums have one, which the decode node verifies while later chunks compute, and those that were
+    asked for log probabilities. number: counts these messages of the attempt from 0, in the order in which their chunks
+    landed. prompt_logprobs: those that no message before it has, of this chunk and of others.
     """
 
     attempt: AttemptId
     number: UInt
     checksums: Checksums
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
 
 
 class ChunkTaken(Message):
@@ -446,9 +467,10 @@ class ChunkTaken(Message):
 class PrefillDone(Message):
     """Prefill node to decode node: every write was confirmed, and nothing is in flight. Repeated until Admitted.
 
-    chunks: how many ChunkDone the attempt has; they may come later. checksums: of the rest. transfer_seconds: how long
-    something of it was being written, without waits for layers or for a lease. lingering: a write was cut and posted
-    again; the second copy has landed, and the first may still land, with the same bytes at the same place.
+    chunks: how many ChunkDone the attempt has; they may come later. checksums, prompt_logprobs: the rest.
+    transfer_seconds: how long something of it was being written, without waits for layers or for a lease. lingering: a
+    write was cut and posted again; the second copy has landed, and the first may still land, with the same bytes at the
+    same place.
     """
 
     attempt: AttemptId
@@ -458,6 +480,7 @@ class PrefillDone(Message):
     transfer_seconds: Annotated[float, Field(ge=0)] = 0.0
     chunks: UInt = 0
     checksums: Checksums = Checksums()
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     lingering: bool = False
 
 

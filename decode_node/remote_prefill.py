@@ -88,7 +88,15 @@ class RemotePrefill:
         request.prefill_attempts += 1
         request.tried.add(node.boot_id)
         request.move(RequestState.PREFILLING)
-        attempt = PrefillAttempt(request.attempt(self._me), request, node, slots, time.monotonic(), request.kv_tokens)
+        attempt = PrefillAttempt(
+            request.attempt(self._me),
+            request,
+            node,
+            slots,
+            time.monotonic(),
+            request.kv_tokens,
+            request.logprobs_to_compute(),
+        )
         self._reservations.open(attempt.id, node, slots, len(slots))
         self._attempts[attempt.id] = attempt
         self.health.begun(node, request.request_id)
@@ -99,6 +107,8 @@ class RemotePrefill:
             destination=self._destination,
             extents=extents,
             hisparse=True,
+            prompt_logprobs=None if attempt.prompt_logprobs is None else request.generate.prompt_logprobs,
+            last_token_id=None if attempt.prompt_logprobs is None else request.tokens[-1],
         )
         self._control.repeat(("prefill", attempt.id), node, message)
         log.info(
@@ -126,6 +136,8 @@ class RemotePrefill:
         request = attempt.request
         self._end(attempt.id, AttemptState.LANDED)
         request.host_slots = self._reservations.landed(attempt.id, time.monotonic(), done.lingering)
+        if attempt.prompt_logprobs is not None:
+            request.prompt_logprobs = attempt.prompt_logprobs
         request.tried.clear()
         request.prefill_attempts = 0
         request.move(RequestState.LANDED)
@@ -264,8 +276,12 @@ class RemotePrefill:
             self._fail(attempt, result.reason, "checksum")
 
     def _land_if_verified(self, attempt: PrefillAttempt) -> None:
-        if attempt.done is not None and attempt.is_verified:
+        if attempt.done is None or not attempt.is_verified:
+            return
+        if attempt.prompt_logprobs is None or attempt.prompt_logprobs.complete:
             self._land(attempt, attempt.done)
+        else:
+            self._fail(attempt, "log probabilities of the prompt are missing")
 
     # --- housekeeping ---
 

@@ -6,6 +6,7 @@ from enum import Enum
 from functools import cached_property
 
 from control.messages import AttemptId, FinishReason, Generate, Peer
+from control.prompt_logprobs import PromptLogprobTable
 from engine.adjustments import adjusts, banned_tokens
 from engine.grammar.state import GrammarState
 from engine.sampling import RandomStream
@@ -73,6 +74,8 @@ class Request:
     last_token_at: float = 0.0
     grammar: GrammarState | None = None
     """Where it is in its grammar, once that is compiled."""
+    prompt_logprobs: PromptLogprobTable | None = None
+    """Those of its prompt, if they are asked for, once the prompt has landed for the first time."""
 
     @cached_property
     def random(self) -> RandomStream:
@@ -92,6 +95,16 @@ class Request:
     def banned_tokens(self) -> set[int]:
         """Tokens that may not come next, beside those that never may."""
         return banned_tokens(self.generate.sampling, self.generate.stop_token_ids, self.generated)
+
+    def logprobs_to_compute(self) -> PromptLogprobTable | None:
+        """Where the log probabilities of the next prefill go, which computes the whole prompt for them, or None.
+
+        A prefill after the first that has landed gives none again.
+        """
+        asked, prompt = self.generate.prompt_logprobs, self.generate.prompt_ids
+        if asked is None or len(prompt) == 1 or self.prompt_logprobs is not None:
+            return None
+        return PromptLogprobTable(len(prompt), asked)
 
     @property
     def request_id(self) -> str:

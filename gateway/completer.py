@@ -211,6 +211,7 @@ class Completer:
         if not all(prompts):
             raise ApiError(400, "the prompt has no tokens: expected at least one", param=request.prompt_field)
         grammar = _grammar(request, reading)
+        request.check_prompt_logprobs(sum(map(len, prompts)))
         lengths = [request.max_new_tokens(len(prompt_ids), capacity) for prompt_ids in prompts]
         several = len(prompts) * request.computed_choices > 1
         branches = tuple(
@@ -225,6 +226,7 @@ class Completer:
                 deadline=arrived + self._request_timeout,
                 priority=request.priority or 0,
                 grammar=grammar,
+                prompt_logprobs=request.requested_prompt_logprobs(),
             )
             for number, (prompt_ids, max_new_tokens) in enumerate(zip(prompts, lengths, strict=True))
             for choice in range(request.computed_choices)
@@ -240,6 +242,7 @@ class Completer:
             includes_stop=bool(request.include_stop_str_in_output),
             min_tokens=request.min_tokens or 0,
             skipped=skipped,
+            prompt_only=request.prompt_only,
         )
         return Prepared(request, request_id, branches, text, reading)
 

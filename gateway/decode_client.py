@@ -156,6 +156,7 @@ class DecodeClient:
             stop_token_ids=request.stop_token_ids,
             priority=request.priority,
             grammar=request.grammar,
+            prompt_logprobs=request.prompt_logprobs,
             prefill_nodes=tuple(prefill_nodes),
             longest_prompts=self._registry.longest_prompts(now),
         )
