@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 
 from control.block_hashes import BlockHashes
 from control.grammar import Grammar
+from control.prompt_logprobs import Alternatives, PromptLogprobs
 
 Role = Literal["gateway", "prefill", "decode"]
 Transport = Literal["shm", "rdma", "tcp"]
@@ -267,8 +268,9 @@ class Generate(Message):
 
     prefill_nodes: in order of preference. longest_prompts: the most tokens that each takes, by its boot id. priority: a
     request with a lower one goes first, then that which came first. grammar: what the answer has to look like.
-    cache_salt: requests with different ones share no cached KV. group: requests of one group have the same prompt, whose
-    KV is prefilled once if they are at one node together.
+    cache_salt: requests with different ones share no cached KV. group: requests of one group have the same prompt,
+    whose KV is prefilled once if they are at one node together. prompt_logprobs: log probabilities of the prompt's
+    tokens are asked for, with so many alternatives each; they take a prompt that is computed whole, whatever is cached.
     """
 
     request_id: Identifier
@@ -280,6 +282,7 @@ class Generate(Message):
     grammar: Grammar | None = None
     cache_salt: CacheSalt = ""
     group: Annotated[str, Field(max_length=128)] = ""
+    prompt_logprobs: Alternatives | None = None
     prefill_nodes: tuple[Peer, ...] = ()
     longest_prompts: dict[Identifier, UInt] = {}
 
@@ -307,7 +310,8 @@ class Output(WireModel):
     """New tokens of one request. start: index of the first one among the generated tokens, so that a loss shows.
 
     cached_tokens: tokens of the prompt that were not computed for this request. In the output with its first token and
-    in its last one; 0 in others.
+    in its last one; 0 in others. prompt_logprobs: a piece of what was asked for. All pieces come before the first
+    token, in outputs of their own.
     """
 
     request_id: Identifier
@@ -316,6 +320,7 @@ class Output(WireModel):
     finish_reason: FinishReason | None = None
     error: str | None = None
     cached_tokens: UInt = 0
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class Outputs(Message):
@@ -331,7 +336,10 @@ class Ended(Message):
 
 
 class Resend(Message):
-    """Gateway to decode node: send the tokens from index `start` on again. Repeated until the gap is closed."""
+    """Gateway to decode node: send the tokens from index `start` on again. Repeated until the gap is closed.
+
+    With `start` 0 the log probabilities of the prompt come again, too.
+    """
 
     request_id: Identifier
     start: UInt
@@ -451,7 +459,8 @@ class PrefillRequest(Message):
     token_ids: all tokens of the sequence but the last, which the decode node computes. start: the decode node has the
     KV of the positions before it. extents: (start, length) runs of slots in the order of positions, for `start` and
     those behind it. hisparse: whether the slots are in host memory. cache_salt: requests with different ones share no
-    cached KV. Repeated until PrefillAccepted.
+    cached KV. prompt_logprobs: as in Generate; then last_token_id is the token that `token_ids` leaves out, and every
+    token is computed, whatever is cached. Repeated until PrefillAccepted.
     """
 
     attempt: AttemptId
@@ -461,6 +470,14 @@ class PrefillRequest(Message):
     extents: tuple[tuple[UInt, UInt], ...]
     hisparse: bool = False
     cache_salt: CacheSalt = ""
+    prompt_logprobs: Alternatives | None = None
+    last_token_id: TokenId | None = None
+
+    @model_validator(mode="after")
+    def _last_token_is_named(self) -> Self:
+        if self.prompt_logprobs is not None and self.last_token_id is None:
+            raise ValueError("prompt_logprobs needs last_token_id")
+        return self
 
     @model_validator(mode="after")
     def _extents_cover_tokens(self) -> Self:
@@ -486,13 +503,15 @@ class PrefillAccepted(Message):
 class ChunkDone(Message):
     """Prefill node to decode node: every write of a chunk before the last was confirmed. Repeated until ChunkTaken.
 
-    Only chunks with checksums have one: the decode node verifies them while later chunks compute. number: counts these
-    messages of the attempt from 0, in the order in which their chunks landed.
+    Only chunks with checksums have one, which the decode node verifies while later chunks compute, and those that were
+    asked for log probabilities. number: counts these messages of the attempt from 0, in the order in which their chunks
+    landed. prompt_logprobs: those that no message before it has, of this chunk and of others.
     """
 
     attempt: AttemptId
     number: UInt
     checksums: Checksums
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
 
 
 class ChunkTaken(Message):
@@ -505,10 +524,10 @@ class ChunkTaken(Message):
 class PrefillDone(Message):
     """Prefill node to decode node: every write was confirmed, and nothing is in flight. Repeated until Admitted.
 
-    chunks: how many ChunkDone the attempt has; they may come later. checksums: of the rest. transfer_seconds: how long
-    something of it was being written, without waits for layers or for a lease. lingering: a write was cut and posted
-    again; the second copy has landed, and the first may still land, with the same bytes at the same place.
-    cached_tokens: those whose KV the node had and did not compute.
+    chunks: how many ChunkDone the attempt has; they may come later. checksums, prompt_logprobs: the rest.
+    transfer_seconds: how long something of it was being written, without waits for layers or for a lease. lingering: a
+    write was cut and posted again; the second copy has landed, and the first may still land, with the same bytes at the
+    same place. cached_tokens: those whose KV the node had and did not compute.
     """
 
     attempt: AttemptId
@@ -518,6 +537,7 @@ class PrefillDone(Message):
     transfer_seconds: Annotated[float, Field(ge=0)] = 0.0
     chunks: UInt = 0
     checksums: Checksums = Checksums()
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     lingering: bool = False
     cached_tokens: UInt = 0
 

@@ -96,7 +96,14 @@ class RemotePrefill:
         request.move(RequestState.PREFILLING)
         prefix = request.host_slots or NO_SLOTS
         attempt = PrefillAttempt(
-            request.attempt(self._me), request, node, slots, time.monotonic(), request.kv_tokens, prefix=prefix
+            request.attempt(self._me),
+            request,
+            node,
+            slots,
+            time.monotonic(),
+            request.kv_tokens,
+            prefix,
+            request.logprobs_to_compute(),
         )
         self._reservations.open(attempt.id, node, slots, len(slots))
         self._attempts[attempt.id] = attempt
@@ -110,6 +117,8 @@ class RemotePrefill:
             extents=extents,
             hisparse=True,
             cache_salt=request.generate.cache_salt,
+            prompt_logprobs=None if attempt.prompt_logprobs is None else request.generate.prompt_logprobs,
+            last_token_id=None if attempt.prompt_logprobs is None else request.tokens[-1],
         )
         self._control.repeat(("prefill", attempt.id), node, message)
         log.info(
@@ -140,6 +149,8 @@ class RemotePrefill:
         landed = self._reservations.landed(attempt.id, time.monotonic(), done.lingering)
         request.host_slots = attempt.prefix.extend(landed.extents)
         request.may_be_shared = not done.lingering
+        if attempt.prompt_logprobs is not None:
+            request.prompt_logprobs = attempt.prompt_logprobs
         request.tried.clear()
         request.prefill_attempts = 0
         request.move(RequestState.LANDED)
@@ -279,8 +290,12 @@ class RemotePrefill:
             self._fail(attempt, result.reason, "checksum")
 
     def _land_if_verified(self, attempt: PrefillAttempt) -> None:
-        if attempt.done is not None and attempt.is_verified:
+        if attempt.done is None or not attempt.is_verified:
+            return
+        if attempt.prompt_logprobs is None or attempt.prompt_logprobs.complete:
             self._land(attempt, attempt.done)
+        else:
+            self._fail(attempt, "log probabilities of the prompt are missing")
 
     # --- housekeeping ---
 

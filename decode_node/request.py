@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from control.messages import AttemptId, FinishReason, Generate, Peer
+from control.prompt_logprobs import PromptLogprobTable
 from engine.adjustments import adjusts, banned_tokens
 from engine.grammar.state import GrammarState
 from engine.sampling import RandomStream
@@ -81,6 +82,8 @@ class Request:
     """Tokens of its prompt that were not computed for it; None before its KV has landed for the first time."""
     may_be_shared: bool = True
     """Whether its KV may be cached. Not if something may still be written to its slots, be it the same."""
+    prompt_logprobs: PromptLogprobTable | None = None
+    """Those of its prompt, if they are asked for, once the prompt has landed for the first time."""
 
     @cached_property
     def random(self) -> RandomStream:
@@ -100,6 +103,22 @@ class Request:
     def banned_tokens(self) -> set[int]:
         """Tokens that may not come next, beside those that never may."""
         return banned_tokens(self.generate.sampling, self.generate.stop_token_ids, self.generated)
+
+    def logprobs_to_compute(self) -> PromptLogprobTable | None:
+        """Where the log probabilities of the next prefill go, which computes the whole prompt for them, or None.
+
+        A prefill after the first that has landed gives none again.
+        """
+        asked = self.generate.prompt_logprobs
+        if asked is None or not self.lacks_logprobs:
+            return None
+        return PromptLogprobTable(len(self.generate.prompt_ids), asked)
+
+    @property
+    def lacks_logprobs(self) -> bool:
+        """Whether its next prefill has to compute log probabilities of its prompt."""
+        asked = self.generate.prompt_logprobs is not None and len(self.generate.prompt_ids) > 1
+        return asked and self.prompt_logprobs is None
 
     @property
     def request_id(self) -> str:

@@ -40,7 +40,7 @@ class SlotManager:
         assert request.host_slots is None
         prefixes = self._coordinator.host.prefixes
         slots = NO_SLOTS
-        if prefixes is not None:
+        if prefixes is not None and not request.lacks_logprobs:
             slots = prefixes.hold(request.kv_token_ids, request.generate.cache_salt)
         request.host_slots = slots
         return slots

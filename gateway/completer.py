@@ -215,6 +215,7 @@ class Completer:
         if not all(prompts):
             raise ApiError(400, "the prompt has no tokens: expected at least one", param=request.prompt_field)
         grammar = _grammar(request, reading)
+        request.check_prompt_logprobs(sum(map(len, prompts)))
         lengths = [request.max_new_tokens(len(prompt_ids), capacity) for prompt_ids in prompts]
         named = [None if self._block_hasher is None else self._block_hasher(prompt) for prompt in prompts]
         several = len(prompts) * request.computed_choices > 1
@@ -231,6 +232,7 @@ class Completer:
                 priority=request.priority or 0,
                 grammar=grammar,
                 group=f"{request_id}-{number}" if request.computed_choices > 1 else "",
+                prompt_logprobs=request.requested_prompt_logprobs(),
                 block_hashes=hashes,
             )
             for number, (prompt_ids, max_new_tokens, hashes) in enumerate(zip(prompts, lengths, named, strict=True))
@@ -247,6 +249,7 @@ class Completer:
             includes_stop=bool(request.include_stop_str_in_output),
             min_tokens=request.min_tokens or 0,
             skipped=skipped,
+            prompt_only=request.prompt_only,
         )
         return Prepared(request, request_id, branches, text, reading)
 

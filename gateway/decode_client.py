@@ -159,6 +159,7 @@ class DecodeClient:
             priority=request.priority,
             grammar=request.grammar,
             group=request.group,
+            prompt_logprobs=request.prompt_logprobs,
             prefill_nodes=tuple(prefill_nodes),
             longest_prompts=self._registry.longest_prompts(now),
         )

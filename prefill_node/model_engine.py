@@ -193,6 +193,8 @@ class ModelEngine(PrefillEngine):
                 self.stop(job.attempt, computed.error)
                 continue
             self._metrics.prompt_tokens.inc(chunk.stop - chunk.start)
+            if (found := computed.prompt_logprobs.get(job)) is not None:
+                job.unsent_logprobs.append(found)
             if job.state is JobState.COMPUTING and not job.remaining:
                 self._all_computed(job)
             self._advance(job)

@@ -4,6 +4,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from control.messages import Destination, ModelIdentity, Peer, PrefillRequest, Transport
+from control.prompt_logprobs import too_many
 
 
 @dataclass(frozen=True)
@@ -32,9 +33,10 @@ class Offer:
             return f"destination item lengths {destination.buffers.item_lengths} != {expected}"
         if num_tokens > self.max_tokens:
             return f"prompt of {num_tokens} tokens; this node takes up to {self.max_tokens}"
-        if max(request.token_ids) >= self.vocab_size:
-            return f"token id {max(request.token_ids)} is outside the vocabulary of {self.vocab_size}"
-        return None
+        largest = max(*request.token_ids, request.last_token_id or 0)
+        if largest >= self.vocab_size:
+            return f"token id {largest} is outside the vocabulary of {self.vocab_size}"
+        return None if request.prompt_logprobs is None else too_many(num_tokens, request.prompt_logprobs)
 
 
 class Destinations:

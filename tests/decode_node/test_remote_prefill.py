@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 
 from base.metrics import Metrics
@@ -28,6 +29,7 @@ from control.messages import (
     Progress,
     Quiesced,
 )
+from control.prompt_logprobs import PromptLogprobs
 from decode_node.health import SILENCE_S
 from decode_node.remote_prefill import PrefillMessage, RemotePrefill
 from decode_node.request import Request, RequestState
@@ -190,6 +192,62 @@ def test_a_landed_prompt_takes_its_slots_along(h: Harness) -> None:
     assert h.control.take(Admitted) == [Admitted(attempt=R)]
     assert h.remote.is_idle
     assert h.freed == []
+
+
+def logprobs(start: int, stop: int) -> PromptLogprobs:
+    rows = np.arange(start, stop)[:, None].repeat(3, axis=1)
+    return PromptLogprobs.of(start, rows.astype(np.int32), -rows.astype(np.float32))
+
+
+def test_log_probabilities_land_with_the_prompt_and_are_asked_for_until_then(h: Harness) -> None:
+    generate = h.request.generate.model_copy(update={"prompt_logprobs": 2})
+    h.request = Request(generate, GATEWAY)
+    h.dispatch()
+    [(_, asked)] = h.control.repeated.values()
+    assert isinstance(asked, PrefillRequest)
+    assert (asked.prompt_logprobs, asked.last_token_id) == (2, 4)
+    chunk = ChunkDone(attempt=R, number=0, checksums=NO_CHECKSUMS, prompt_logprobs=(logprobs(1, 3),))
+    h.take(FIRST, chunk)
+    assert len(h.take(FIRST, PrefillFailed(attempt=R, reason="out of memory"))) == 1
+    assert h.request.prompt_logprobs is None
+
+    h.dispatch(SECOND)
+    second = R._replace(epoch=2)
+    h.take(SECOND, ChunkDone(attempt=second, number=0, checksums=NO_CHECKSUMS, prompt_logprobs=(logprobs(1, 3),)))
+    done = PrefillDone(attempt=second, num_tokens=3, chunks=1, prompt_logprobs=(logprobs(3, 4),))
+    assert h.outcomes(lambda: h.remote.take(SECOND, done)) == [Landed(h.request)]
+    assert h.request.prompt_logprobs is not None
+    assert h.request.prompt_logprobs.floats.tolist() == [[-1.0] * 3, [-2.0] * 3, [-3.0] * 3]
+
+    h.request.move(RequestState.WAITING)
+    h.control.repeated.clear()
+    h.dispatch()
+    [asked_again] = [message for key, (_, message) in h.control.repeated.items() if key[0] == "prefill"]  # type: ignore[index]
+    assert isinstance(asked_again, PrefillRequest)
+    assert (asked_again.prompt_logprobs, asked_again.last_token_id) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "reason"),
+    [
+        ((logprobs(1, 3),), "missing"),
+        ((logprobs(1, 5),), "of a prompt of 4 tokens"),
+        ((PromptLogprobs.of(1, np.zeros((3, 3), np.int32), np.full((3, 3), np.inf, np.float32)),), "finite"),
+    ],
+)
+def test_log_probabilities_that_cannot_be_cost_the_attempt(
+    h: Harness, pieces: tuple[PromptLogprobs, ...], reason: str
+) -> None:
+    h.request = Request(h.request.generate.model_copy(update={"prompt_logprobs": 2}), GATEWAY)
+    h.dispatch()
+    [lost] = h.take(FIRST, PrefillDone(attempt=R, num_tokens=3, prompt_logprobs=pieces))
+    assert reason in lost.reason
+
+
+def test_log_probabilities_that_nobody_asked_for_cost_the_attempt(h: Harness) -> None:
+    h.dispatch()
+    [lost] = h.take(FIRST, PrefillDone(attempt=R, num_tokens=3, prompt_logprobs=(logprobs(1, 4),)))
+    assert "not asked for" in lost.reason
 
 
 def test_done_of_an_attempt_that_was_given_up_lands_nothing_but_ends_the_quarantine(h: Harness) -> None:
