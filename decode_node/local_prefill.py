@@ -14,10 +14,10 @@ from hisparse.swap_in import StagedKV
 
 @dataclass(eq=False)
 class LocalJob(PrefillJob):
-    """in_host: so many tokens have KV in host memory already. They are computed here all the same, and not copied."""
+    """on_host: so many tokens have KV in host memory already. They are computed here all the same, and not copied."""
 
     request: Request
-    in_host: int
+    on_host: int
     logprobs: PromptLogprobTable | None = None
     """Where those of the prompt are collected, if they are asked for."""
     queued: list[QueuedLogprobs] = field(default_factory=list)
@@ -51,14 +51,14 @@ class LocalPrefill:
     def fits(self, num_tokens: int) -> bool:
         return self._prefill.fits(num_tokens)
 
-    def start(self, request: Request, cached: int = 0) -> None:
-        """Compute the prompt of a request that holds host slots for it. cached: so many of them have their KV."""
+    def start(self, request: Request, on_host: int = 0) -> None:
+        """Compute the prompt of a request that holds host slots for it. on_host: so many of them have their KV."""
         request.move(RequestState.LOCAL_PREFILL)
         table = request.logprobs_to_compute()
         job = LocalJob(
             torch.tensor(request.tokens[:-1]),
             request,
-            cached,
+            on_host,
             table,
             prompt_logprobs=None if table is None else request.generate.prompt_logprobs,
             last_token=request.tokens[-1],
@@ -114,13 +114,13 @@ class LocalPrefill:
         staged = StagedKV(
             kv_rows=list(pool.kv),
             index_rows=list(pool.index_keys),
-            rows=job.cache.rows(job.in_host, job.num_tokens),
+            rows=job.cache.rows(job.on_host, job.num_tokens),
             release=lambda: self._prefill.release(job),
         )
         request.move(RequestState.STAGING)
         self._staging[request.request_id] = job
         self._coordinator.admit_request_into_staging(
-            request.request_id, request.host_slots, staged, job.num_tokens, job.in_host
+            request.request_id, request.host_slots, staged, job.num_tokens, job.on_host
         )
 
 

@@ -134,6 +134,15 @@ class Request:
         """The tokens whose KV is stored once it has landed: int32 [kv_tokens]."""
         return np.concatenate([self._prompt, np.array(self.generated, dtype=np.int32)])[:-1]
 
+    @property
+    def shared_token_ids(self) -> npt.NDArray[np.int32]:
+        """The tokens whose KV may be cached once it has landed: int32 [n].
+
+        Requests of a group share slots behind the last whole block of their prompt, too. A slot can be in one cached
+        block only, so of a group nothing but the prompt is cached.
+        """
+        return self._prompt[:-1] if self.generate.group else self.kv_token_ids
+
     @cached_property
     def _prompt(self) -> npt.NDArray[np.int32]:
         return np.array(self.generate.prompt_ids, dtype=np.int32)
@@ -152,6 +161,11 @@ class Request:
     def wants_step(self) -> bool:
         """Whether another step should be launched for it, unless a token that is not read yet ends it."""
         return self.launched < self.generate.max_new_tokens
+
+    @property
+    def has_kv(self) -> bool:
+        """Whether its KV is complete in host memory."""
+        return self.state in (RequestState.LANDED, RequestState.RUNNING, RequestState.RETRACTED)
 
     def attempt(self, decode: str) -> AttemptId:
         """Its latest prefill attempt. decode: the boot id of this node."""
@@ -182,6 +196,15 @@ class RequestTable(dict[str, Request]):
         self[request.request_id] = request
         for other in behind:
             self[other.request_id] = self.pop(other.request_id)
+
+    def donors(self) -> dict[str, Request]:
+        """By group, a request whose prompt others of the group can share, now or when it has landed."""
+        donors: dict[str, Request] = {}
+        for request in self.values():
+            group = request.generate.group
+            if group and request.state is not RequestState.WAITING and (group not in donors or request.has_kv):
+                donors[group] = request
+        return donors
 
     def in_state(self, *states: RequestState) -> list[Request]:
         """Requests in these states, in order."""

@@ -159,21 +159,31 @@ class Scheduler:
 
     def _start_prefills(self) -> None:
         """Give waiting requests host slots and a node that prefills them, in order."""
+        donors = self.requests.donors()
         for request in self.requests.in_state(RequestState.WAITING):
+            donor = donors.get(request.generate.group) if not request.generated else None
+            if donor is not None and not donor.has_kv:
+                # It waits for the prompt that is being prefilled for another one.
+                continue
             node: Peer | LocalPrefill | None = self._remote.nodes.choose(request)
             if isinstance(node, Peer) and node.boot_id in request.tried and time.monotonic() < request.again_at:
                 node = None
             elif node is None and self._local and self._local.fits(request.kv_tokens):
                 node = self._local
-            if node is None and request.kv_tokens % BLOCK_TOKENS:
+            if node is None and donor is None and request.kv_tokens % BLOCK_TOKENS:
                 # Nobody can prefill this one now, but perhaps a shorter prompt, and it cannot be cached whole.
                 continue
-            if not self._start(request, node):
+            if not self._start(request, node, donor):
                 return
+            if request.generate.group and request.state is not RequestState.WAITING:
+                donors.setdefault(request.generate.group, request)
 
-    def _start(self, request: Request, node: Peer | LocalPrefill | None) -> bool:
-        """Have the node prefill what is not cached. False if that has to wait for host slots."""
-        prefix = self._slots.hold_prefix(request)
+    def _start(self, request: Request, node: Peer | LocalPrefill | None, donor: Request | None) -> bool:
+        """Have the node prefill what is not cached. False if that has to wait for host slots.
+
+        donor: a request with the same prompt, whose KV is there.
+        """
+        prefix = self._slots.hold_prompt(request, donor) if donor else self._slots.hold_prefix(request)
         missing = request.kv_tokens - len(prefix)
         if missing and node is None:
             self._slots.release(request)

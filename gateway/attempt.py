@@ -40,6 +40,7 @@ class TokenizedRequest:
     """Choices of one prompt have the same group, and are generated at one node as long as it does not fail them."""
     block_hashes: BlockHashes | None = field(default=None, compare=False)
     """Of the prompt's blocks, by which the gateway looks for a node that has them; None if it does not."""
+    cache_salt: str = ""
 
     @property
     def tokens(self) -> int:
@@ -54,13 +55,15 @@ class NewTokens:
     """Tokens of an answer, in order and each once. The last ones come with a finish reason.
 
     first: the answer begins with these tokens. Earlier ones came from a node that failed and no longer count.
-    prompt: with the first tokens, the log probabilities of the prompt, if they were asked for.
+    prompt: with the first tokens, the log probabilities of the prompt, if they were asked for. cached_tokens: with the
+    first ones, tokens of the prompt that were not computed.
     """
 
     tokens: tuple[Token, ...]
     finish_reason: FinishReason | None
     first: bool
     prompt: PromptLogprobTable | None = None
+    cached_tokens: int = 0
 
 
 class NodeFailed(Exception):
@@ -167,7 +170,8 @@ class Attempt:
                 self.gap = None
         self.over = output.finish_reason is not None
         if tokens or self.over:
-            self.events.put_nowait(NewTokens(tokens, output.finish_reason, first, self.prompt if first else None))
+            prompt = self.prompt if first else None
+            self.events.put_nowait(NewTokens(tokens, output.finish_reason, first, prompt, output.cached_tokens))
 
     def _failure(self, output: Output) -> Exception:
         if output.finish_reason == "abort":

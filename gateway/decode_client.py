@@ -160,6 +160,7 @@ class DecodeClient:
             grammar=request.grammar,
             group=request.group,
             prompt_logprobs=request.prompt_logprobs,
+            cache_salt=request.cache_salt,
             prefill_nodes=tuple(prefill_nodes),
             longest_prompts=self._registry.longest_prompts(now),
         )

@@ -85,14 +85,19 @@ class ApiServer:
 
     async def _answer(self, http: Request) -> Response:
         kind, answer_kind = _GENERATES[http.url.path]
-        body = await http.body()
-        return await unless_client_leaves(http, self._generate(body, kind, answer_kind, http.scope["counted"]))
+        work = self._generate(await http.body(), kind, answer_kind, http.scope["counted"], http.scope["client_key"])
+        return await unless_client_leaves(http, work)
 
     async def _generate(
-        self, body: bytes, kind: _RequestKind, answer_kind: type[StreamedAnswer], counted: RequestBytes
+        self,
+        body: bytes,
+        kind: _RequestKind,
+        answer_kind: type[StreamedAnswer],
+        counted: RequestBytes,
+        client_key: bytes,
     ) -> Response:
         """The complete answer, or a stream once it has its first tokens: until then an error has an HTTP status."""
-        prepared = await self._completer.prepare(body, kind)
+        prepared = await self._completer.prepare(body, kind, client_key)
         request = prepared.request
         counted.prompt(prepared.held_tokens)
         if refusal := self._refusal():

@@ -24,6 +24,7 @@ class Answer(StreamedAnswer, ABC):
         request = prepared.request
         self._head: Json = {"id": prepared.request_id, "created": int(time.time()), "model": model}
         self._count = len(prepared.branches)
+        self._prepared = prepared
         self._prompt_tokens = prepared.prompt_tokens
         self._completion_tokens = 0
         self._tokenizer = tokenizer
@@ -85,7 +86,7 @@ class Answer(StreamedAnswer, ABC):
             "prompt_tokens": self._prompt_tokens,
             "completion_tokens": self._completion_tokens,
             "total_tokens": self._prompt_tokens + self._completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": 0},
+            "prompt_tokens_details": {"cached_tokens": self._prepared.cached_tokens},
         }
 
     @abstractmethod

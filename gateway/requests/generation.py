@@ -89,6 +89,7 @@ class GenerationRequest(RequestBody, StructureFields, ABC):
     skip_special_tokens: bool | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
     priority: Int64 | None = None
+    cache_salt: Annotated[str, Field(min_length=1)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None

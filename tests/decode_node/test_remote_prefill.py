@@ -220,6 +220,7 @@ def test_log_probabilities_land_with_the_prompt_and_are_asked_for_until_then(h: 
     assert h.request.prompt_logprobs.floats.tolist() == [[-1.0] * 3, [-2.0] * 3, [-3.0] * 3]
 
     h.request.move(RequestState.WAITING)
+    h.request.host_slots = None
     h.control.repeated.clear()
     h.dispatch()
     [asked_again] = [message for key, (_, message) in h.control.repeated.items() if key[0] == "prefill"]  # type: ignore[index]

@@ -195,6 +195,8 @@ class FakeDecodeNode(FakeNode):
         self.resent: list[Resend] = []
         """What it was asked for again."""
         self._answers: dict[str, list[Output]] = {}
+        self.cached_tokens: Sequence[int] = (0,)
+        """Tokens of the prompt that were not computed, of one request after the other, round and round."""
         self.extra_outputs: list[Output] = []
         """Sent after the tokens; their request ids are replaced."""
         self.generated: list[Generate] = []
@@ -245,6 +247,9 @@ class FakeDecodeNode(FakeNode):
         for number, (ids, finish) in enumerate(self._script(request)):
             tokens = tuple(self._token(token_id, request) for token_id in ids)
             output = Output(request_id=request.request_id, start=start, tokens=tokens, finish_reason=finish)
+            if not start:
+                cached = self.cached_tokens[(len(self.generated) - 1) % len(self.cached_tokens)]
+                output = output.model_copy(update={"cached_tokens": cached})
             answer.append(output)
             if number not in self.lost:
                 self.send(sender, output)
