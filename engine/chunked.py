@@ -23,7 +23,7 @@ class PrefillJob:
     token_ids: int64, in host memory. salt: jobs with different ones share no cached KV. prompt_logprobs: log
     probabilities of the tokens are asked for, with so many alternatives each; then every token is computed, whatever is
     cached, and last_token is the prompt's last token. computed: how many tokens have KV in the pool. cached: how many
-    of these had it when the job came to them. lease, cache: set from the job's start until it is released.
+    of these had it when the job came to them. lease, pages, cache: set from the job's start until it is released.
     """
 
     token_ids: torch.Tensor
@@ -33,17 +33,13 @@ class PrefillJob:
     computed: int = field(default=0, init=False)
     cached: int = field(default=0, init=False)
     lease: PageLease | None = field(default=None, init=False, repr=False)
+    pages: Int64s | None = field(default=None, init=False, repr=False)
     cache: PagedSequence | None = field(default=None, init=False, repr=False)
 
     @property
     def reuse(self) -> bool:
         """Whether cached pages may be used. Log probabilities come only of tokens that are computed."""
         return self.prompt_logprobs is None
-
-    @property
-    def pages(self) -> Int64s | None:
-        """The job's pages, int64, from its start until it is released."""
-        return self.lease.pages if self.lease else None
 
     @property
     def num_tokens(self) -> int:
@@ -129,7 +125,7 @@ class ChunkedPrefill(Generic[JobT]):
         self.forget(job)
         if job.lease is not None:
             self.pages.give_back(job.lease)
-            job.lease = job.cache = None
+            job.lease = job.pages = job.cache = None
 
     def start_waiting(self) -> None:
         """Start waiting jobs, in their order, while there are pages. `plan` does so, too."""
@@ -180,7 +176,7 @@ class ChunkedPrefill(Generic[JobT]):
         for job, chunk in step.chunks:
             job.computed = chunk.stop
             if job.lease is not None:
-                self.pages.insert(job.lease, _ids(job)[: chunk.stop])
+                self.pages.insert(job.lease, chunk.stop)
             if not job.remaining and job in self._running:
                 self._running.remove(job)
 
@@ -189,12 +185,12 @@ class ChunkedPrefill(Generic[JobT]):
         if lease.cached > job.computed:
             self._found.append(CachedRange(job, job.computed, lease.cached))
         job.computed = job.cached = lease.cached
-        job.cache = PagedSequence(self.pool, lease.pages)
+        job.pages, job.cache = lease.pages, PagedSequence(self.pool, lease.pages)
 
     def _look_again(self, job: JobT) -> None:
         """Before a job's first chunk: use what was cached since it started."""
         assert job.lease is not None
-        if job.reuse and job.computed == job.cached and self.pages.extend(job.lease, _ids(job)):
+        if job.reuse and job.computed == job.cached and self.pages.extend(job.lease):
             self._use_cached(job, job.lease)
 
     def _take_chunks(self) -> list[tuple[JobT, PrefillChunk]]:

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from control.block_hashes import BLOCK_TOKENS
+from control.block_hashes import BLOCK_TOKENS, BlockHasher, BlockHashes
+from control.cache_reports import CacheReports
 from engine.paged_pool import PagedKVPool
 from hisparse.extents import SlotAccountingError
 from hisparse.prefix_results import PrefixMatch
@@ -21,16 +22,19 @@ def can_cache(page_size: int) -> bool:
 class PageLease:
     """The pages of one prompt, until `PageCache.give_back`.
 
-    pages: int64, of all its tokens, each of which the lease owns; replaced and never changed, since other threads read
-    it. cached: tokens at its beginning that had KV when the lease began. match: the blocks that it holds in the tree.
-    inserted: tokens whose blocks are in the tree.
+    tokens: its ids [n]. pages: int64, of all tokens, each of which the lease owns; replaced and never changed, since
+    other threads read it. cached: tokens at its beginning that had KV when the lease began. inserted: tokens whose
+    blocks are in the tree. match: these blocks, which the lease holds; None without a cache.
     """
 
+    tokens: TokenIds
+    salt: str
     pages: Int64s
     cached: int
-    match: PrefixMatch | None
-    salt: str
     inserted: int
+    match: PrefixMatch | None
+    hashes: BlockHashes | None = None
+    """Of all blocks of the prompt, once they were needed."""
 
 
 class PageCache:
@@ -42,9 +46,15 @@ class PageCache:
     pages, the least recently used first; so to a prompt their pages are as good as free. One thread calls it.
     """
 
-    def __init__(self, pool: PagedKVPool, vocab_size: int | None = None) -> None:
-        """vocab_size: token ids are below it; None for no cache. Raises ValueError if the pages are none of blocks."""
+    def __init__(self, pool: PagedKVPool, vocab_size: int | None = None, seed: int = 0) -> None:
+        """vocab_size: token ids are below it; None for no cache. seed: of the hashes of blocks (`cache_seed`).
+
+        Raises ValueError if blocks are no whole pages.
+        """
         self.pool = pool
+        self.reports: CacheReports | None = None
+        """Hears which blocks come and go."""
+        self._hasher = BlockHasher(seed)
         self._tree: PrefixTree | None = None
         self._block_pages = BLOCK_TOKENS // pool.page_size
         if vocab_size is not None:
@@ -52,6 +62,11 @@ class PageCache:
                 raise ValueError(f"pages of {pool.page_size} tokens: blocks of {BLOCK_TOKENS} are no whole pages")
             if blocks := pool.num_pages // self._block_pages:
                 self._tree = PrefixTree(blocks, self._block_pages, vocab_size)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is ever kept."""
+        return self._tree is not None
 
     @property
     def cached_pages(self) -> int:
@@ -73,14 +88,14 @@ class PageCache:
         if own is None:
             self._release(match)
             return None
-        return PageLease(self._shared(match, own), cached, match, salt, cached)
+        return PageLease(tokens, salt, self._shared(match, own), cached, cached, match)
 
-    def extend(self, lease: PageLease, tokens: TokenIds) -> bool:
+    def extend(self, lease: PageLease) -> bool:
         """Use what was cached since the lease began, in place of pages of its own. Whether there is any.
 
         To be called before anything was computed in the lease: the pages that it gives back are empty.
         """
-        match = self._hold(tokens, lease.salt)
+        match = self._hold(lease.tokens, lease.salt)
         if match is None or match.tokens <= lease.cached:
             self._release(match)
             return False
@@ -91,26 +106,32 @@ class PageCache:
         lease.match, lease.cached, lease.inserted = match, match.tokens, match.tokens
         return True
 
-    def insert(self, lease: PageLease, tokens: TokenIds) -> None:
-        """Keep the whole blocks of `tokens`, ids [n], with which the lease's prompt begins, and which are computed.
+    def insert(self, lease: PageLease, computed: int) -> None:
+        """Keep the whole blocks of a prompt's first `computed` tokens, which have KV.
 
         Blocks that another prompt brought first stay as they are; the lease keeps its own pages of these.
         """
-        blocks = len(tokens) // BLOCK_TOKENS
+        blocks = computed // BLOCK_TOKENS
         if self._tree is None or blocks * BLOCK_TOKENS <= lease.inserted:
             return
-        count = blocks * self._block_pages
-        values = lease.pages[:count].reshape(blocks, self._block_pages)
-        insertion = self._tree.insert(tokens, values, lease.salt)
+        values = lease.pages[: blocks * self._block_pages].reshape(blocks, self._block_pages)
+        hashes = self._hashes(lease)[:blocks]
+        insertion = self._tree.insert(lease.tokens[: blocks * BLOCK_TOKENS], values, lease.salt, hashes)
         self.pool.retain(values[insertion.present :].ravel())
         self._tree.retain(insertion.match)
         self._release(lease.match)
         lease.match, lease.inserted = insertion.match, blocks * BLOCK_TOKENS
+        if self.reports is not None:
+            self.reports.gained(hashes[insertion.present :])
 
     def give_back(self, lease: PageLease) -> None:
         """End a lease: nothing reads or writes its pages any more."""
         self.pool.free(lease.pages)
         self._release(lease.match)
+
+    def newest(self, limit: int) -> BlockHashes:
+        """Hashes of the cached blocks that were used last, at most so many, the newest first: uint64 [n]."""
+        return self._tree.newest_hashes(limit) if self._tree else np.empty(0, dtype=np.uint64)
 
     def drop(self) -> None:
         """Give up all cached pages that no lease holds."""
@@ -151,7 +172,15 @@ class PageCache:
 
     def _evict(self, blocks: int) -> None:
         assert self._tree is not None
-        self.pool.free(self._tree.evict(blocks).values.astype(np.int64).ravel())
+        evicted = self._tree.evict(blocks)
+        self.pool.free(evicted.values.astype(np.int64).ravel())
+        if self.reports is not None:
+            self.reports.lost(evicted.hashes)
+
+    def _hashes(self, lease: PageLease) -> BlockHashes:
+        if lease.hashes is None:
+            lease.hashes = self._hasher(lease.tokens, lease.salt)
+        return lease.hashes
 
     def _shared(self, match: PrefixMatch | None, rest: Int64s) -> Int64s:
         """The pages of a match, which have one owner more, and then `rest`."""

@@ -113,8 +113,11 @@ class ModelEngine(PrefillEngine):
                     self._on_computed(computed)
                 case SendReport() as report:
                     self._on_sent(report)
-        self._stop_late_transfers(time.monotonic())
+        now = time.monotonic()
+        self._stop_late_transfers(now)
         self._start_step()
+        if (reports := self._prefill.pages.reports) is not None:
+            reports.send(now)
         updates, self._updates = self._updates, []
         return updates
 

@@ -9,6 +9,7 @@ from base.errors import StartupError
 from base.logs import configure_logging
 from base.memory import device_split, human, pool_bytes
 from control.block_hashes import BLOCK_TOKENS
+from control.cache_reports import CacheReports
 from control.membership import Membership
 from control.messages import Heartbeat, Message, Peer, Register
 from engine.chunked import ChunkedPrefill
@@ -70,7 +71,7 @@ def run_prefill_node(config: PrefillConfig) -> None:
             max_tokens=spec.context_length,
             vocab_size=spec.vocab_size,
         )
-        cache = PageCache(pool, spec.vocab_size if _is_caching(config) else None)
+        cache = PageCache(pool, spec.vocab_size if _is_caching(config) else None, shell.cache_seed)
         prefill: ChunkedPrefill[TransferJob] = ChunkedPrefill(model, pool, config.chunked_prefill_size, cache)
         engine = ModelEngine(
             prefill,
@@ -111,6 +112,8 @@ def run_prefill_node(config: PrefillConfig) -> None:
                 running_requests=len(engine.attempts),
             ),
         )
+        if cache.is_on:
+            cache.reports = CacheReports(membership, cache.newest)
         shell.start(membership, engine.refresh_metrics)
         shell.announce(transports, spec.model_type, spec.fingerprint)
         PrefillEndpoint(shell, engine).run()

@@ -13,7 +13,7 @@ from fastapi import APIRouter
 from base.errors import StartupError
 from base.metrics import Metrics
 from control.discovery import GatewayAddresses
-from control.keys import load_keys
+from control.keys import cache_seed, load_keys
 from control.membership import HEARTBEAT_S, Membership
 from control.messages import HeartbeatAck, Message, Peer, Refused, Registered, Role
 from control.plane import ControlPlane
@@ -46,13 +46,15 @@ class NodeShell(Generic[Event]):
         self._dropped = 0
         self._listener = bind_http(config.host, config.port)
         try:
+            keys = None if config.key_dir is None else load_keys(config.key_dir, role)
+            self.cache_seed = cache_seed(keys)
             self.control = ControlPlane(
                 role,
                 config.host,
                 config.control_port,
                 config.advertised_host,
                 deliver=self._deliver,
-                keys=None if config.key_dir is None else load_keys(config.key_dir, role),
+                keys=keys,
             )
         except BaseException:
             self._listener.close()

@@ -39,10 +39,10 @@ def test_tokens_are_the_same_whether_a_prefix_was_cached_or_computed(
     page_size: int,
     chunk: int,
 ) -> None:
-    """A node with room for everything, cold and warm, and one that gives up what it has for each prompt."""
+    """A node with room for everything, cold and warm."""
     cluster = start_cluster(family)
     common = {"device": device, "page_size": page_size, "chunked_prefill_size": chunk, "context_length": 256}
-    roomy = cluster.prefill("roomy", **common, max_total_tokens=4096, transfer_checksum="full")
+    prefill = cluster.prefill(**common, max_total_tokens=4096, transfer_checksum="full")
     decode = cluster.decode(device=device, context_length=256, no_enable_prefix_caching=True)
     cluster.wait_ready()
     batch = prompts()
@@ -55,21 +55,33 @@ def test_tokens_are_the_same_whether_a_prefix_was_cached_or_computed(
         assert answer == references[family].likeliest(prompt, answer)
     tokens = sum(len(prompt) - 1 for prompt in batch)
     cached = sum(shared // 64 * 64 for shared in SHARED) if page_size <= 64 else 0
-    assert roomy.metric("prefix_cache_hits_total", side="prefill") == cached
-    assert roomy.metric("prompt_tokens_total") == tokens - cached
-    token_bytes = roomy.metric("transfer_bytes_total") / tokens
+    assert prefill.metric("prefix_cache_hits_total", side="prefill") == cached
+    assert prefill.metric("prompt_tokens_total") == tokens - cached
+    token_bytes = prefill.metric("transfer_bytes_total") / tokens
     assert ask(4) == cold
     cached += sum((len(prompt) - 1) // 64 * 64 for prompt in batch) if page_size <= 64 else 0
-    assert roomy.metric("prefix_cache_hits_total", side="prefill") == cached
-    assert roomy.metric("prompt_tokens_total") == 2 * tokens - cached
-    assert roomy.metric("transfer_bytes_total") == 2 * tokens * token_bytes, "all is sent, cached or not"
-    roomy.kill()
+    assert prefill.metric("prefix_cache_hits_total", side="prefill") == cached
+    assert prefill.metric("prompt_tokens_total") == 2 * tokens - cached
+    assert prefill.metric("transfer_bytes_total") == 2 * tokens * token_bytes, "all is sent, cached or not"
+    assert decode.metric("host_slots", state="used") == 0
 
-    tight = cluster.prefill("tight", **common, max_total_tokens=320)
-    cluster.nodes.pop("roomy")
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "page_size"), [(FAMILIES[0], 64), (FAMILIES[1], 16)])
+def test_tokens_are_the_same_where_each_prompt_displaces_what_is_cached(
+    start_cluster: Callable[..., Cluster], references: dict[str, Reference], device: str, family: str, page_size: int
+) -> None:
+    cluster = start_cluster(family)
+    common = {"device": device, "context_length": 256}
+    prefill = cluster.prefill(**common, page_size=page_size, chunked_prefill_size=100, max_total_tokens=320)
+    decode = cluster.decode(device=device, context_length=256, no_enable_prefix_caching=True)
     cluster.wait_ready()
-    assert ask(4) == cold
-    pages = 320 // page_size
-    assert tight.metric("prefill_pages", state="used") == 0
-    assert tight.metric("prefill_pages", state="free") + tight.metric("prefill_pages", state="cached") == pages
+    batch = prompts()
+    for concurrency in (1, 4):
+        answers = complete(cluster.url, [Job(prompt, NEW_TOKENS) for prompt in batch], concurrency)
+        for prompt, answer in zip(batch, answers, strict=True):
+            assert answer == references[family].likeliest(prompt, answer)
+    assert prefill.metric("prefill_pages", state="used") == 0
+    free, cached = (prefill.metric("prefill_pages", state=state) for state in ("free", "cached"))
+    assert free + cached == 320 // page_size
     assert decode.metric("host_slots", state="used") == 0

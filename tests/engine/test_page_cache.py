@@ -8,7 +8,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from control.block_hashes import BLOCK_TOKENS
+from control.block_hashes import BLOCK_TOKENS, BlockHashes, block_hashes
 from engine.page_cache import PageCache, PageLease
 from engine.paged_pool import PagedKVPool
 from hisparse.extents import SlotAccountingError
@@ -38,7 +38,7 @@ def lend(cache: PageCache, tokens: npt.NDArray[np.int64], salt: str = "") -> Pag
 def fill(cache: PageCache, names: str, salt: str = "") -> PageLease:
     """A prompt that was computed and is over."""
     lease = lend(cache, tokens_of(names), salt)
-    cache.insert(lease, tokens_of(names))
+    cache.insert(lease, len(lease.tokens))
     cache.give_back(lease)
     return lease
 
@@ -68,7 +68,7 @@ def test_prompts_with_other_salts_share_nothing() -> None:
 def test_a_part_of_a_block_is_not_kept() -> None:
     cache = new_cache()
     lease = lend(cache, tokens_of("a", rest=63))
-    cache.insert(lease, tokens_of("a", rest=63))
+    cache.insert(lease, 64 + 63)
     cache.give_back(lease)
     assert cache.find(tokens_of("aa")) == 64
     assert cache.pool.free_pages == 10
@@ -102,10 +102,10 @@ def test_a_prompt_without_room_takes_and_gives_up_nothing() -> None:
 def test_a_prompt_that_comes_while_the_same_one_is_computed_uses_what_is_there_at_its_turn() -> None:
     cache = new_cache()
     first, second = lend(cache, tokens_of("ab")), lend(cache, tokens_of("abc"))
-    assert not cache.extend(second, tokens_of("abc"))
+    assert not cache.extend(second)
     before = second.pages
-    cache.insert(first, tokens_of("ab"))
-    assert cache.extend(second, tokens_of("abc"))
+    cache.insert(first, 128)
+    assert cache.extend(second)
     assert (second.cached, list(second.pages[:4])) == (128, list(first.pages))
     assert list(second.pages[4:]) == list(before[4:])
     assert list(before) != list(second.pages), "others may be reading the old list"
@@ -118,8 +118,8 @@ def test_a_prompt_that_comes_while_the_same_one_is_computed_uses_what_is_there_a
 def test_blocks_that_two_prompts_computed_are_kept_once() -> None:
     cache = new_cache()
     first, second = lend(cache, tokens_of("ab")), lend(cache, tokens_of("abc"))
-    cache.insert(first, tokens_of("ab"))
-    cache.insert(second, tokens_of("abc"))
+    cache.insert(first, 128)
+    cache.insert(second, 192)
     cache.give_back(second)
     assert cache.pool.free_pages == 12 - 6
     third = lend(cache, tokens_of("abc"))
@@ -156,6 +156,33 @@ def test_a_page_that_is_free_is_not_freed_again() -> None:
             act(pages)
     pool.free(pages[:1])
     assert pool.free_pages == 4
+
+
+def test_gateways_hear_of_blocks_that_come_and_go() -> None:
+    cache = new_cache(num_pages=6, page_size=32)
+    cache.reports = heard = Recorder()  # type: ignore[assignment]
+    names = block_hashes(tokens_of("abc")).tolist()
+    fill(cache, "ab")
+    fill(cache, "abc")
+    assert heard.gained_hashes == names, "each once"
+    assert sorted(cache.newest(9).tolist()) == sorted(names)
+    lend(cache, tokens_of("d", rest=1))
+    assert heard.lost_hashes == names[:0:-1]
+    assert cache.newest(9).tolist() == names[:1]
+
+
+class Recorder:
+    """Stands in for CacheReports."""
+
+    def __init__(self) -> None:
+        self.gained_hashes: list[int] = []
+        self.lost_hashes: list[int] = []
+
+    def gained(self, hashes: BlockHashes) -> None:
+        self.gained_hashes += hashes.tolist()
+
+    def lost(self, hashes: BlockHashes) -> None:
+        self.lost_hashes += hashes.tolist()
 
 
 # Against a plain dictionary
@@ -216,7 +243,7 @@ class _Walk:
         for prompt in self.prompts:
             if prompt.computed == prompt.lease.cached:
                 longest = self.longest(prompt.tokens, prompt.salt)
-                assert self.cache.extend(prompt.lease, prompt.tokens) == (longest > prompt.computed)
+                assert self.cache.extend(prompt.lease) == (longest > prompt.computed)
                 prompt.computed = prompt.lease.cached
                 assert prompt.computed == longest
                 self.check_cached(prompt)
@@ -231,7 +258,7 @@ class _Walk:
             assert self.cache.pool._owners[page] == 1, "a page is written that others read"
             self.rows[page * self.page_size + position % self.page_size] = prompt.name(position + 1)
         prompt.computed = stop
-        self.cache.insert(prompt.lease, prompt.tokens[:stop])
+        self.cache.insert(prompt.lease, stop)
         for end in range(BLOCK_TOKENS, stop + 1, BLOCK_TOKENS):
             self.cached.setdefault(prompt.name(end), prompt.tokens[:end])
 
