@@ -117,6 +117,8 @@ class DecodeNode:
         self._remote.tick(now)
         self._housekeep(now)
         self._scheduler.turn()
+        if (prefixes := self._coordinator.host.prefixes) is not None:
+            prefixes.send_reports(now)
         self._check_idle()
         self._stand_with_group()
 

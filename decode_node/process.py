@@ -9,6 +9,8 @@ import torch
 from base.errors import StartupError
 from base.logs import configure_logging
 from base.memory import available_host_bytes, device_split, human, pool_bytes
+from control.block_hashes import BlockHasher
+from control.cache_reports import CacheReports
 from control.keys import load_token
 from control.membership import Membership
 from control.messages import Heartbeat, Register
@@ -171,6 +173,8 @@ def run_decode_node(config: DecodeConfig, place: RankPlace | None = None) -> Non
                 running_requests=coordinator.num_running,
             ),
         )
+        if (prefixes := coordinator.host.prefixes) is not None:
+            prefixes.report_to(CacheReports(membership, prefixes.newest), BlockHasher(shell.cache_seed))
         node = DecodeNode(shell, scheduler, remote, coordinator, membership, ranks)
         quarantine = quarantine_router(Quarantine(reservations, shell.control), shell.inbox.put, token=token)
         shell.start(membership, node.refresh_metrics, quarantine)

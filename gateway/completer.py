@@ -97,8 +97,8 @@ class Completer:
         self._metrics = metrics
         self.context_length = context_length
         self._request_timeout = config.request_timeout
-        self._block_hasher = block_hasher
         self._prefix_cache_per_key = config.prefix_cache_per_key
+        self._block_hasher = block_hasher
         self._fields = FieldPolicy(config.strict_fields)
         self.chat_format = chat_format
         self._small = ThreadPoolExecutor(_THREADS, thread_name_prefix="small")

@@ -15,9 +15,9 @@ Whoever inserts answers for the KV: it is complete and verified, and nobody writ
 from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 
-from control.block_hashes import BLOCK_TOKENS
+from control.block_hashes import BLOCK_TOKENS, BlockHasher, BlockHashes
+from control.cache_reports import CacheReports
 from hisparse.extents import NO_SLOTS, HostSlots, SlotAccountingError, SlotAllocator, extents_of
 from hisparse.prefix_tree import PrefixTree, TokenIds
 
@@ -28,15 +28,13 @@ _CHECKED_BLOCKS = 1024
 
 
 class PrefixCache:
-    """Owns slots of the pool whose allocator it gets. One thread uses both.
-
-    insertions: counts calls that added blocks. Who found too little cached need not look again before it has changed.
-    """
+    """Owns slots of the pool whose allocator it gets. One thread uses both."""
 
     def __init__(self, slots: SlotAllocator, vocab_size: int) -> None:
-        self.insertions = 0
         self._slots = slots
         self._tree = PrefixTree(max(1, slots.num_slots // BLOCK_TOKENS), BLOCK_TOKENS, vocab_size)
+        self._reports: CacheReports | None = None
+        self._hasher = BlockHasher(0)
 
     @property
     def cached_slots(self) -> int:
@@ -70,10 +68,12 @@ class PrefixCache:
         if not blocks:
             return slots
         values = slots.slots()[: blocks * BLOCK_TOKENS].reshape(blocks, BLOCK_TOKENS)
-        insertion = self._tree.insert(tokens, values, salt)
-        if insertion.present < blocks:
-            self._slots.retain(extents_of(values[insertion.present :].ravel()))
-            self.insertions += 1
+        # Only gateways want hashes, which take longer than all the rest.
+        hashes = None if self._reports is None else self._hasher(tokens, salt)
+        insertion = self._tree.insert(tokens, values, salt, hashes)
+        self._slots.retain(extents_of(values[insertion.present :].ravel()))
+        if self._reports is not None and hashes is not None:
+            self._reports.gained(hashes[insertion.present :])
         self._tree.retain(insertion.match)
         self.let_go(slots)
         return replace(slots, held=insertion.match)
@@ -100,11 +100,31 @@ class PrefixCache:
     def evict(self, slots: int) -> None:
         """Give up the blocks that were not used for longest, until `slots` more slots are free, or no block is left
         that nobody holds."""
-        self._give_up(self._tree.evict(-(-slots // BLOCK_TOKENS)).values)
+        evicted = self._tree.evict(-(-slots // BLOCK_TOKENS))
+        before = self._slots.free
+        self._slots.release(extents_of(evicted.values.ravel()))
+        if self._slots.free - before != evicted.values.size:
+            freed = self._slots.free - before
+            raise SlotAccountingError(f"of {evicted.values.size} slots that nobody held {freed} are free now")
+        if self._reports is not None:
+            self._reports.lost(evicted.hashes)
 
     def clear(self) -> None:
         """Give up all blocks that nobody holds."""
         self.evict(self.evictable_slots)
+
+    def newest(self, limit: int) -> BlockHashes:
+        """Hashes of the cached blocks that were used last, at most so many, the newest first: uint64 [n]."""
+        return self._tree.newest_hashes(limit)
+
+    def report_to(self, reports: CacheReports, hasher: BlockHasher) -> None:
+        """From now on tell gateways what comes and goes. To be called while nothing is cached."""
+        self._reports, self._hasher = reports, hasher
+
+    def send_reports(self, now: float) -> None:
+        """Tell gateways what is to be told. To be called in every turn of the loop."""
+        if self._reports is not None:
+            self._reports.send(now)
 
     def check_integrity(self, thorough: bool = True) -> None:
         """Raise SlotAccountingError unless the cache owns its slots. thorough: check the tree whatever its size."""
@@ -112,11 +132,3 @@ class PrefixCache:
             return
         self._tree.check_integrity()
         self._slots.check_held(self._tree.all_values().ravel())
-
-    def _give_up(self, values: npt.NDArray[np.integer]) -> None:
-        before = self._slots.free
-        self._slots.release(extents_of(values.ravel()))
-        if self._slots.free - before != values.size:
-            raise SlotAccountingError(
-                f"of {values.size} slots that nobody held {self._slots.free - before} are free now"
-            )

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from control.block_hashes import BLOCK_TOKENS
+from control.block_hashes import BLOCK_TOKENS, BlockHasher, BlockHashes, block_hashes
 from hisparse.extents import Extent, HostSlots, SlotAccountingError, extents_of
 from hisparse.format import DenseFormat
 from hisparse.host_pool import HostKVPool
@@ -151,6 +151,38 @@ def test_a_slot_that_the_cache_owns_and_somebody_freed_is_noticed() -> None:
     pool.release(HostSlots(slots.extents))
     with pytest.raises(SlotAccountingError, match="owned and free"):
         cache.check_integrity()
+
+
+@dataclass
+class _Reports:
+    """Stands in for CacheReports."""
+
+    present: list[int] = field(default_factory=list)
+
+    def gained(self, hashes: BlockHashes) -> None:
+        assert not set(self.present) & set(hashes.tolist()), "each once"
+        self.present += hashes.tolist()
+
+    def lost(self, hashes: BlockHashes) -> None:
+        for name in hashes.tolist():
+            self.present.remove(name)
+
+
+def test_gateways_hear_of_blocks_that_come_and_go() -> None:
+    pool, cache = new_pool(256)
+    reports = _Reports()
+    cache.report_to(reports, BlockHasher(7))  # type: ignore[arg-type]
+    names = block_hashes(prompt(1, 2, 3), "a", seed=7).tolist()
+    pool.release(landed(pool, prompt(1, 2), "a"))
+    pool.release(landed(pool, prompt(1, 2, 3), "a"))
+    assert reports.present == names
+    assert sorted(cache.newest(9).tolist()) == sorted(names)
+    taken = pool.allocate(128)
+    assert taken is not None
+    assert reports.present == names[:2]
+    pool.release(taken)
+    cache.clear()
+    assert reports.present == []
 
 
 def test_slots_are_joined_and_cut_in_their_order() -> None:
