@@ -9,6 +9,8 @@ from typing import Annotated, Any
 from base.errors import StartupError
 from base.flags import Flag
 from benchmarks.flags import parse_numbers, parse_rates, swept
+from benchmarks.prefix.trace import TRACE_BLOCK_TOKENS
+from control.block_hashes import BLOCK_TOKENS
 from decode_node.config import HiSparseJson
 
 
@@ -46,6 +48,10 @@ class ServingBench:
     compare_hisparse_config: Annotated[
         tuple[str, ...], Flag("Serve with this configuration too, one after the other; may be repeated.")
     ] = ()
+    variants: Annotated[
+        tuple[str, ...],
+        Flag("Further flags of `serve`, or LABEL=FLAGS; may be repeated: one after the other.", name="--variant"),
+    ] = ()
     serve_flags: Annotated[
         tuple[str, ...], Flag("After --: further flags of `hisparse-pd serve`.", positional=True)
     ] = ()
@@ -63,6 +69,41 @@ class ServingBench:
         Path | None,
         Flag('JSONL file of prompts instead: {"prompt": ..., "output_tokens": ...}.'),
     ] = None
+    turns: Annotated[
+        int,
+        Flag(
+            "Turns of a conversation: each sends all that was said before, answers included, and --input-tokens more. "
+            "Requests are conversations then; a conversation waits for its answers.",
+            min=1,
+        ),
+    ] = 1
+    shared_prefix: Annotated[int, Flag("Tokens that all prompts begin with, as a system prompt.", min=0)] = 0
+    trace: Annotated[
+        Path | None,
+        Flag(
+            "Replay this trace in Mooncake's format: prompts of made-up tokens, equal where its hash_ids are, at its "
+            "timestamps, or by --concurrency or --request-rate instead."
+        ),
+    ] = None
+    speed: Annotated[float, Flag("Of the trace: so many times as fast as it was recorded; inf: all at once.")] = 1.0
+    limit: Annotated[int | None, Flag("Of the trace: only its first requests.", min=1)] = None
+    block_tokens: Annotated[
+        int,
+        Flag(
+            f"Of the trace: tokens for each of its blocks of {TRACE_BLOCK_TOKENS}. All lengths become shorter by the "
+            f"same factor, so what is shared stays the same part. A multiple of {BLOCK_TOKENS}.",
+            min=BLOCK_TOKENS,
+        ),
+    ] = TRACE_BLOCK_TOKENS
+    max_input: Annotated[
+        int | None,
+        Flag(
+            "Of the trace: requests with longer prompts, in tokens that are sent, are left out. Those that do not fit "
+            "the checkpoint's context are anyway.",
+            min=1,
+        ),
+    ] = None
+    max_output: Annotated[int | None, Flag("Of the trace: answers end after so many tokens.", min=1)] = None
     seed: Annotated[int, Flag("Seed of prompts and arrivals.", min=0)] = 0
     concurrency: Annotated[
         tuple[int, ...], swept("Clients that wait for their answers; default 1,4,16.", parse_numbers)
@@ -89,6 +130,7 @@ class ServingBench:
             "--model-path": self.model_path,
             "--hisparse-config": self.hisparse_config,
             "--compare-hisparse-config": self.compare_hisparse_config,
+            "--variant": self.variants,
             "flags of serve": self.serve_flags,
         }
         given = [name for name, value in own.items() if value]
@@ -102,6 +144,42 @@ class ServingBench:
             raise StartupError(f"--concurrency {min(self.concurrency)}: expected at least 1")
         if not 0 <= self.range_ratio < 1:
             raise StartupError(f"--range-ratio {self.range_ratio}: expected 0 or more, and less than 1")
+        self._check_prompts()
+
+    def _check_prompts(self) -> None:
+        """Raises StartupError for options of different prompts."""
+        conversations = {"--turns": self.turns > 1, "--shared-prefix": self.shared_prefix}
+        of_trace = {
+            "--speed": self.speed != 1.0,
+            "--limit": self.limit,
+            "--block-tokens": self.block_tokens != TRACE_BLOCK_TOKENS,
+            "--max-input": self.max_input,
+            "--max-output": self.max_output,
+        }
+        others = {
+            "--prompts": self.prompts,
+            "--input-tokens": self.input_tokens,
+            "--output-tokens": self.output_tokens,
+            "--range-ratio": self.range_ratio,
+            "--num-requests": self.num_requests,
+        }
+        refused = {name for name, value in (conversations | others if self.trace else of_trace).items() if value}
+        if refused:
+            why = "a trace has its own requests" if self.trace else "for --trace, which is not given"
+            raise StartupError(f"{', '.join(sorted(refused))}: {why}")
+        if self.prompts and any(conversations.values()):
+            raise StartupError("--prompts: with --turns and --shared-prefix, prompts are random")
+        if self.trace and len(self.concurrency) + len(self.request_rate) > 1:
+            raise StartupError("--trace: expected one load, since the next one would find all its prompts cached")
+        if self.speed <= 0:
+            raise StartupError(f"--speed {self.speed:g}: expected more than 0")
+        if self.block_tokens % BLOCK_TOKENS:
+            raise StartupError(f"--block-tokens {self.block_tokens}: expected a multiple of {BLOCK_TOKENS}")
+
+    @property
+    def finds_prefixes(self) -> bool:
+        """Whether prompts share beginnings, so that what a cache finds of them is to be reported."""
+        return self.trace is not None or self.turns > 1 or self.shared_prefix > 0
 
     @property
     def sizes(self) -> Sizes:
