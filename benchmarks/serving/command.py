@@ -44,10 +44,15 @@ def run_serving_bench(config: ServingBench) -> Report:
     """
     config.check()
     disturbance = Disturbance()
-    results = _measure(config, *_subjects(config))
+    services, workload = _subjects(config)
+    options = config.options
+    if isinstance(workload, TraceReplay) and workload.left_out:
+        options = {**options, "left_out": workload.left_out}
+        print(f"{config.trace}: {workload.left_out} requests do not fit and are left out", file=sys.stderr)
+    results = _measure(config, services, workload)
     # Services elsewhere cannot be told from other processes.
     others = None if config.base_urls else disturbance.cores()
-    report = Report.of(results, slo(config), config.options, this_machine(), others, config.finds_prefixes)
+    report = Report.of(results, slo(config), options, this_machine(), others, config.finds_prefixes)
     print_report(report, Console())
     write_json(config.json, document(report))
     (write_prefix_png if config.finds_prefixes else write_png)(config.png, report)
@@ -59,12 +64,7 @@ def run_serving_bench(config: ServingBench) -> Report:
 
 
 def _measure(config: ServingBench, services: Sequence[Service], workload: Workload) -> list[PointResult]:
-    schedule = None
-    if isinstance(workload, TraceReplay):
-        schedule = workload.schedule(config.speed)
-        if workload.left_out:
-            print(f"{config.trace}: {workload.left_out} requests do not fit and are left out", file=sys.stderr)
-    loads = points(config, schedule)
+    loads = points(config, workload.schedule(config.speed) if isinstance(workload, TraceReplay) else None)
     results = []
     with Bar(len(services) * sum(point.most_requests for point in loads)) as bar:
         for service in services:

@@ -196,7 +196,8 @@ class ServingBench:
         """What to write down of a run beside its load points: everything but the key."""
         left_out = ("api_key", "concurrency", "request_rate")
         written = {name: value for name, value in vars(self).items() if name not in left_out}
-        written |= dict(zip(("input_tokens", "output_tokens"), self.lengths, strict=True))
+        if self.trace is None:
+            written |= dict(zip(("input_tokens", "output_tokens"), self.lengths, strict=True))
         return {name: str(value) if isinstance(value, Path) else value for name, value in written.items()}
 
     @property

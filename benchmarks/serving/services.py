@@ -106,7 +106,7 @@ def local_services(checkpoint: Path, config: ServingBench) -> list[Service]:
             service = variant(words, checkpoint, flags)
             label = hisparse or "default"
             if words:
-                label = f"{hisparse}, {service.label}" if config.compare_hisparse_config else service.label
+                label = f"{label}, {service.label}" if config.compare_hisparse_config else service.label
             services.append(replace(service, label=label, extra_body=config.extra_fields))
     return services
 
