@@ -9,9 +9,10 @@ from typing import Annotated, Any
 from base.errors import StartupError
 from base.flags import Flag
 from benchmarks.flags import parse_numbers, parse_rates, swept
-from benchmarks.prefix.trace import TRACE_BLOCK_TOKENS
-from control.block_hashes import BLOCK_TOKENS
 from decode_node.config import HiSparseJson
+
+_TRACE_BLOCK_TOKENS = 512
+"""As `benchmarks.prefix.trace` has it, whose import would make --help slow."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,7 @@ class ServingBench:
     turns: Annotated[
         int,
         Flag(
-            "Turns of a conversation: each sends all that was said before, answers included, and --input-tokens more. "
-            "Requests are conversations then; a conversation waits for its answers.",
+            "Turns of a conversation: each sends all that was said before, answers included, and --input-tokens more.",
             min=1,
         ),
     ] = 1
@@ -90,11 +90,11 @@ class ServingBench:
     block_tokens: Annotated[
         int,
         Flag(
-            f"Of the trace: tokens for each of its blocks of {TRACE_BLOCK_TOKENS}. All lengths become shorter by the "
-            f"same factor, so what is shared stays the same part. A multiple of {BLOCK_TOKENS}.",
-            min=BLOCK_TOKENS,
+            "Of the trace: tokens for each of its blocks of 512. All lengths become shorter by the same factor, so "
+            "what is shared stays the same part. A multiple of 64.",
+            min=64,
         ),
-    ] = TRACE_BLOCK_TOKENS
+    ] = _TRACE_BLOCK_TOKENS
     max_input: Annotated[
         int | None,
         Flag(
@@ -111,7 +111,9 @@ class ServingBench:
     request_rate: Annotated[
         tuple[float, ...], swept("Requests per second, at random times, instead; inf: all at once.", parse_rates)
     ] = ()
-    num_requests: Annotated[int | None, Flag("Per load; default 64, and at least 4 per client.", min=1)] = None
+    num_requests: Annotated[
+        int | None, Flag("Per load; default 64, and at least 4 per client; with --turns, conversations.", min=1)
+    ] = None
     warmup_requests: Annotated[
         int | None, Flag("Ahead of each load, not counted; default: one per client, or 4.", min=0)
     ] = None
@@ -122,7 +124,9 @@ class ServingBench:
     ] = None
     quick: Annotated[bool, Flag("Small requests and few, in less than a minute.", name="--quick")] = False
     json: Annotated[Path, Flag("Where to write every figure.")] = Path("bench-serving.json")
-    png: Annotated[Path, Flag("Where to draw tokens per second and gaps.")] = Path("bench-serving.png")
+    png: Annotated[Path, Flag("Where to draw tokens per second and gaps, or what was cached.")] = Path(
+        "bench-serving.png"
+    )
 
     def check(self) -> None:
         """Raises StartupError for options that contradict each other, before anything is started."""
@@ -152,7 +156,7 @@ class ServingBench:
         of_trace = {
             "--speed": self.speed != 1.0,
             "--limit": self.limit,
-            "--block-tokens": self.block_tokens != TRACE_BLOCK_TOKENS,
+            "--block-tokens": self.block_tokens != _TRACE_BLOCK_TOKENS,
             "--max-input": self.max_input,
             "--max-output": self.max_output,
         }
@@ -173,8 +177,6 @@ class ServingBench:
             raise StartupError("--trace: expected one load, since the next one would find all its prompts cached")
         if self.speed <= 0:
             raise StartupError(f"--speed {self.speed:g}: expected more than 0")
-        if self.block_tokens % BLOCK_TOKENS:
-            raise StartupError(f"--block-tokens {self.block_tokens}: expected a multiple of {BLOCK_TOKENS}")
 
     @property
     def finds_prefixes(self) -> bool:

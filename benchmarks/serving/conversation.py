@@ -1,12 +1,14 @@
 """Conversations: each turn sends all that was said before it, and more."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
+from typing import Any
 
 import numpy as np
 
-from benchmarks.serving.workload import Prompt, RandomPrompts
+from benchmarks.serving.client import Endpoint, Failure, Outcome, Request
+from benchmarks.serving.workload import Prompt, RandomPrompts, Session
 
 
 @dataclass(frozen=True)
@@ -43,3 +45,30 @@ class Conversations:
         rng = np.random.default_rng((self.prompts.seed, 0, 1))
         ids: list[int] = rng.integers(0, self.prompts.vocab_size, self.shared_prefix).tolist()
         return ids
+
+
+@dataclass(frozen=True)
+class Opening:
+    """A session, and its first request, which is made before anything is timed."""
+
+    request: Request
+    session: Session
+
+
+Send = Callable[[Request], Coroutine[Any, Any, Outcome]]
+
+
+async def converse(endpoint: Endpoint, opening: Opening, send: Send) -> list[Outcome]:
+    """Send one turn after the other, each behind all that was said. A turn that fails is the last one."""
+    prompt, *others = opening.session.turns
+    outcomes = [await send(opening.request)]
+    for turn in others:
+        last = outcomes[-1]
+        if last.failure is None and not last.token_ids:
+            failure = Failure("no token ids", "conversations need a service that heeds return_token_ids")
+            outcomes[-1] = last = replace(last, failure=failure)
+        if last.failure is not None:
+            break
+        prompt = turn.after(prompt, last.token_ids)
+        outcomes.append(await send(endpoint.request(prompt)))
+    return outcomes

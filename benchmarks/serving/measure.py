@@ -1,16 +1,16 @@
 """Puts one endpoint under one load after another."""
 
 import time
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from base.errors import StartupError
 from benchmarks.metric_pages import Metrics
-from benchmarks.serving.client import Client, Endpoint, Failure, Outcome, Request
+from benchmarks.serving.client import Client, Endpoint, Outcome, Request
+from benchmarks.serving.conversation import Opening, Send, converse
 from benchmarks.serving.load import Closed, Load, Scheduled
 from benchmarks.serving.processes import Counters
-from benchmarks.serving.workload import Session, Workload
+from benchmarks.serving.workload import Workload
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class Point:
 class PointResult:
     """What became of all requests of a load point. client_cores: processor time of this process, per second.
 
-    ahead: of the requests that do not count. counted: by how much each counter of the nodes grew, None where the nodes
-    are not known.
+    ahead: of the requests that do not count. counted: by how much each counter of the nodes grew, None where that
+    is not known.
     """
 
     label: str
@@ -70,40 +70,12 @@ async def measure(
             load_ahead = Closed(1) if isinstance(point.load, Scheduled) else point.load
             ahead = _joined(await load_ahead.drive(openings[: point.warm_up], hold))
             _check_warm(endpoint, ahead)
-            counters = Counters.of(endpoint)
+            counters = Counters(endpoint)
             wall, processor = time.perf_counter(), time.process_time()
             outcomes = _joined(await point.load.drive(openings[point.warm_up :], hold))
             cores = (time.process_time() - processor) / (time.perf_counter() - wall)
-            counted = counters.grown() if counters else None
-            results.append(PointResult(endpoint.label, point.load, outcomes, cores, ahead, counted))
+            results.append(PointResult(endpoint.label, point.load, outcomes, cores, ahead, counters.grown()))
     return results
-
-
-@dataclass(frozen=True)
-class Opening:
-    """A session, and its first request, which is made before anything is timed."""
-
-    request: Request
-    session: Session
-
-
-Send = Callable[[Request], Coroutine[Any, Any, Outcome]]
-
-
-async def converse(endpoint: Endpoint, opening: Opening, send: Send) -> list[Outcome]:
-    """Send one turn after the other, each behind all that was said. A turn that fails is the last one."""
-    prompt, *others = opening.session.turns
-    outcomes = [await send(opening.request)]
-    for turn in others:
-        last = outcomes[-1]
-        if last.failure is None and not last.token_ids:
-            failure = Failure("no token ids", "conversations need a service that heeds return_token_ids")
-            outcomes[-1] = last = replace(last, failure=failure)
-        if last.failure is not None:
-            break
-        prompt = turn.after(prompt, last.token_ids)
-        outcomes.append(await send(endpoint.request(prompt)))
-    return outcomes
 
 
 def _joined(groups: Sequence[Sequence[Outcome]]) -> list[Outcome]:

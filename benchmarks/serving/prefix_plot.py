@@ -28,6 +28,7 @@ def write_prefix_png(path: Path, report: Report) -> None:
         if counted is not None:
             sent.bar(number, counted.get("transfer_bytes_total", 0.0) / 1e6, color=f"C{number}", width=0.5)
     times.set(xlabel="time to first token, ms", title="requests, by time to first token", xscale="log", ylim=(0, 1))
+    hits.margins(y=0.2)  # for the legend
     hits.set(title="cached tokens, % of prompt tokens", ylim=(0, None))
     sent.set(title="KV written by prefill nodes, MB", ylim=(0, None))
     for axis in (hits, sent):

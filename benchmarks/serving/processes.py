@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 
+import httpx
 import psutil
 
 from benchmarks.metric_pages import Metrics, read_metrics
@@ -17,20 +18,26 @@ _CPUCLOCK_SCHED = 2
 class Counters:
     """What the nodes of a service have counted, and how much more it is later."""
 
-    def __init__(self, node_urls: list[str]) -> None:
-        self._urls = node_urls
-        self._before = read_metrics(*node_urls)
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._urls = [] if endpoint.process_id is None else node_urls(endpoint.process_id)
+        self._before = self._read()
 
-    @classmethod
-    def of(cls, endpoint: Endpoint) -> "Counters | None":
-        """None for a service whose nodes are not known."""
-        urls = [] if endpoint.process_id is None else node_urls(endpoint.process_id)
-        return cls(urls) if urls else None
+    def grown(self) -> Metrics | None:
+        """By how much each counter without labels has grown, by name without prefix, those that did not left out.
 
-    def grown(self) -> Metrics:
-        """By how much each counter without labels has grown, by name without prefix, those that did not left out."""
-        grown = {name: value - self._before.get(name, 0.0) for name, value in read_metrics(*self._urls).items()}
+        None for a service whose nodes are not known, and if one of them did not answer.
+        """
+        after = self._read()
+        if self._before is None or after is None:
+            return None
+        grown = {name: value - self._before.get(name, 0.0) for name, value in after.items()}
         return {name: value for name, value in grown.items() if value and name.endswith("_total")}
+
+    def _read(self) -> Metrics | None:
+        try:
+            return read_metrics(*self._urls) if self._urls else None
+        except httpx.HTTPError:
+            return None
 
 
 def node_urls(process_id: int) -> list[str]:

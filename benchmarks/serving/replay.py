@@ -11,6 +11,7 @@ from base.errors import StartupError
 from benchmarks.prefix.trace import TRACE_BLOCK_TOKENS, TracedPrompt, load_trace
 from benchmarks.serving.load import Scheduled
 from benchmarks.serving.workload import Prompt, RandomPrompts
+from control.block_hashes import BLOCK_TOKENS
 
 _AHEAD_OUTPUT = 4
 
@@ -85,11 +86,16 @@ class TraceReplay:
 
 
 def read_replay(path: Path, limit: int | None, scale: Scale, vocab_size: int, seed: int) -> TraceReplay:
-    """The first `limit` requests of a trace that fit. Raises StartupError for what is no trace, and if none fits."""
+    """The first `limit` requests of a trace that fit.
+
+    Raises StartupError for what is no trace, if no request fits, and for blocks that a cache does not keep whole.
+    """
     try:
         traced = sorted(load_trace(path), key=lambda one: one.timestamp)
     except (OSError, UnicodeDecodeError) as error:
         raise StartupError(f"--trace {path}: {error}") from error
+    if scale.block_tokens % BLOCK_TOKENS:
+        raise StartupError(f"--block-tokens {scale.block_tokens}: expected a multiple of {BLOCK_TOKENS}")
     wanted: list[TracedPrompt] = []
     left_out = 0
     for one in traced:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from base.errors import StartupError
+from benchmarks.prefix.trace import TRACE_BLOCK_TOKENS
 from benchmarks.serving import processes
 from benchmarks.serving.config import ServingBench
 from benchmarks.serving.conversation import Conversations
@@ -37,6 +38,10 @@ def trace(tmp_path: Path) -> Path:
     path = tmp_path / "trace.jsonl"
     path.write_text("".join(json.dumps(request) + "\n" for request in TRACE))
     return path
+
+
+def test_a_block_is_sent_whole_by_default() -> None:
+    assert ServingBench().block_tokens == TRACE_BLOCK_TOKENS
 
 
 def replay(trace: Path, limit: int | None = None, **scale: int) -> TraceReplay:
