@@ -39,6 +39,11 @@ class Peer(WireModel):
     boot_id: Identifier
 
 
+MAX_RANKS = 1024
+"""Processes of one node, at most."""
+Ranks = Annotated[tuple[Peer, ...], Field(max_length=MAX_RANKS)]
+
+
 class Identity(WireModel):
     """What two processes must agree on, field by field."""
 
@@ -153,6 +158,7 @@ class Register(Message):
 
     via: where the node was told to find the gateway, which may name itself otherwise; stable. max_request_tokens: the
     longest prompt (prefill), or prompt and output (decode). local_prefill: whether a decode node computes prompts.
+    ranks: the other processes of a prefill node that has several; they write to slots that are named to the node.
     """
 
     via: Address
@@ -163,6 +169,7 @@ class Register(Message):
     max_request_tokens: UInt
     local_prefill: bool = False
     checkpoint: CheckpointIdentity | None = None
+    ranks: Ranks = ()
 
 
 class Registered(Message):
@@ -193,13 +200,15 @@ class Heartbeat(Message):
 class HeartbeatAck(Message):
     """Gateway to node. A node that is not `known` registers again.
 
-    prefill_nodes: the least loaded first. longest_prompts: see Generate. leaving: boot ids of prefill nodes.
+    prefill_nodes: the least loaded first. longest_prompts, prefill_ranks: see Generate. leaving: boot ids of prefill
+    nodes.
     """
 
     via: Address
     known: bool
     prefill_nodes: tuple[Peer, ...] = ()
     longest_prompts: dict[Identifier, UInt] = {}
+    prefill_ranks: dict[Identifier, Ranks] = {}
     leaving: tuple[Identifier, ...] = ()
 
 
@@ -213,9 +222,10 @@ class Leaving(Message):
 class Generate(Message):
     """Gateway to decode node: take this request. Repeated until Accepted, Rejected or Outputs answers it.
 
-    prefill_nodes: in order of preference. longest_prompts: the most tokens that each takes, by its boot id. priority: a
-    request with a lower one goes first, then that which came first. grammar: what the answer has to look like.
-    cache_salt: requests with different ones share no cached KV.
+    prefill_nodes: in order of preference. longest_prompts: the most tokens that each takes, by its boot id.
+    prefill_ranks: by boot id, the other ranks of those that have some. priority: a request with a lower one goes first,
+    then that which came first. grammar: what the answer has to look like. cache_salt: requests with different ones
+    share no cached KV.
     """
 
     request_id: Identifier
@@ -228,6 +238,7 @@ class Generate(Message):
     cache_salt: CacheSalt = ""
     prefill_nodes: tuple[Peer, ...] = ()
     longest_prompts: dict[Identifier, UInt] = {}
+    prefill_ranks: dict[Identifier, Ranks] = {}
 
 
 class Accepted(Message):
@@ -392,7 +403,8 @@ class PrefillRequest(Message):
     token_ids: all tokens of the sequence but the last, which the decode node computes. start: the decode node has the
     KV of the positions before it. extents: (start, length) runs of slots in the order of positions, for `start` and
     those behind it. hisparse: whether the slots are in host memory. cache_salt: requests with different ones share no
-    cached KV. Repeated until PrefillAccepted.
+    cached KV. ranks: boot ids of the node's other ranks, for which the slots are reserved, too: no others may write.
+    Repeated until PrefillAccepted.
     """
 
     attempt: AttemptId
@@ -402,6 +414,7 @@ class PrefillRequest(Message):
     extents: tuple[tuple[UInt, UInt], ...]
     hisparse: bool = False
     cache_salt: CacheSalt = ""
+    ranks: Annotated[tuple[Identifier, ...], Field(max_length=MAX_RANKS)] = ()
 
     @model_validator(mode="after")
     def _extents_cover_tokens(self) -> Self:

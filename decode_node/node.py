@@ -177,7 +177,7 @@ class DecodeNode:
                 item.run()
             case (sender, Generate() as message):
                 if message.prefill_nodes:
-                    self._remote.nodes.learn(sender.address, message.prefill_nodes, message.longest_prompts)
+                    self._learn(sender, message)
                 rejected = self._scheduler.add(message, sender)
                 self._control.send(sender, rejected or Accepted(request_id=message.request_id))
             case (sender, Cancel() as message):
@@ -187,7 +187,7 @@ class DecodeNode:
             case (sender, Resend() as message):
                 self._scheduler.outputs.resend(message.request_id, message.start, sender)
             case (sender, HeartbeatAck() as message):
-                self._remote.nodes.learn(sender.address, message.prefill_nodes, message.longest_prompts)
+                self._learn(sender, message)
                 self._remote.nodes.retire(*message.leaving)
             case (_, Registered() | Refused()):
                 pass
@@ -195,6 +195,10 @@ class DecodeNode:
                 self._remote.take(sender, message)
             case (sender, message):
                 log.warning("not for a decode node", kind=type(message).__name__, sender=sender.address)
+
+    def _learn(self, gateway: Peer, message: Generate | HeartbeatAck) -> None:
+        """Take a gateway's list of prefill nodes."""
+        self._remote.nodes.learn(gateway.address, message.prefill_nodes, message.longest_prompts, message.prefill_ranks)
 
     def _housekeep(self, now: float) -> None:
         """Once a second, end requests whose gateway is gone and requests whose tokens may be wrong."""

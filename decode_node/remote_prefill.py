@@ -89,7 +89,8 @@ class RemotePrefill:
         request.tried.add(node.boot_id)
         request.move(RequestState.PREFILLING)
         attempt = PrefillAttempt(request.attempt(self._me), request, node, slots, time.monotonic(), request.kv_tokens)
-        self._reservations.open(attempt.id, node, slots, len(slots))
+        ranks = self.nodes.ranks_of(node, request)
+        self._reservations.open(attempt.id, node, slots, len(slots), ranks)
         self._attempts[attempt.id] = attempt
         self.health.begun(node, request.request_id)
         extents = tuple((extent.start, extent.length) for extent in slots.extents)
@@ -99,6 +100,7 @@ class RemotePrefill:
             destination=self._destination,
             extents=extents,
             hisparse=True,
+            ranks=tuple(rank.boot_id for rank in ranks),
         )
         self._control.repeat(("prefill", attempt.id), node, message)
         log.info(
@@ -275,7 +277,8 @@ class RemotePrefill:
         if now < self._inquire_at:
             return
         self._inquire_at = now + _INQUIRE_S
-        self._control.watch(self.nodes.known | {reservation.writer for reservation in self._reservations})
+        writers = {writer.peer for reservation in self._reservations for writer in reservation.writers}
+        self._control.watch(self.nodes.known | writers)
         for attempt_id, attempt in list(self._attempts.items()):
             if attempt.needs_node and (trouble := self.health.trouble(attempt, now)):
                 self._lose(attempt_id, trouble)
