@@ -24,12 +24,12 @@ from decode_node.scheduler import Scheduler
 from decode_node.verifier import Verified
 from engine.agreement import GroupFailed
 from engine.device import DeviceFailed
-from engine.group_table import Standing
 from engine.ranks import RankGroup
 from hisparse.coordinator import HiSparseCoordinator
 from hisparse.swap_in import SwapInCounters
 from service.lifecycle import Phase
 from service.shell import NodeShell
+from service.standing import stand_with_group
 
 log = structlog.get_logger(__name__)
 
@@ -38,12 +38,6 @@ _BUSY_PREFILL_WAIT_S = 0.02
 _GATEWAY_SILENCE_S = 30.0
 _FAREWELL_S = 0.5
 """How long an empty node still refuses requests before it ends: gateways may not know yet that it leaves."""
-
-_STANDING = {
-    Phase.SERVING: Standing.SERVING,
-    Phase.DRAINING: Standing.DRAINING,
-    Phase.ENDING: Standing.ENDING,
-}
 
 Event = Verified | LoopCall
 """What other threads put into the loop's inbox."""
@@ -118,21 +112,8 @@ class DecodeNode:
         self._housekeep(now)
         self._scheduler.turn()
         self._check_idle()
-        self._stand_with_group()
-
-    def _stand_with_group(self) -> None:
-        """If one rank drains or ends, all do."""
-        if self._ranks is None:
-            return
-        lifecycle = self._shell.lifecycle
-        own = _STANDING[lifecycle.phase]
-        standing = self._ranks.stand(own)
-        if standing > own:
-            log.info("stopping with the other ranks", phase=standing.name.lower())
-        if standing is Standing.ENDING:
-            lifecycle.end()
-        elif standing is Standing.DRAINING:
-            lifecycle.drain()
+        if self._ranks is not None:
+            stand_with_group(self._shell.lifecycle, self._ranks)
 
     @property
     def _must_stay(self) -> bool:

@@ -4,6 +4,7 @@ import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import structlog
 import torch
@@ -23,6 +24,14 @@ class Computed:
     step: PrefillStep[TransferJob]
     error: str | None = None
     device_failed: DeviceFailed | None = None
+
+
+class StepCompute(Protocol):
+    """Computes one step at a time, on other threads."""
+
+    def start(self, step: PrefillStep[TransferJob]) -> ForwardProgress:
+        """Compute a step. The progress says which layers may be sent."""
+        ...
 
 
 class ComputeThread:

@@ -4,7 +4,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import structlog
 
@@ -46,6 +46,10 @@ class Chunk:
     destination: Destination
     progress: ForwardProgress
     cancelled: Callable[[], bool]
+
+    def part(self, start: int, stop: int) -> "Chunk":
+        """Some of its positions."""
+        return replace(self, start=start, stop=stop)
 
 
 @dataclass
