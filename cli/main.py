@@ -183,14 +183,14 @@ def main(args: list[str] | None = None) -> None:
 
 def _run_node(config: PrefillConfig | DecodeConfig) -> None:
     """Run a node of one process, or one of the ranks of a node, or start all of them."""
-    from cli.rank_group import run_alone, run_rank, run_ranks
+    from cli.rank_group import run_rank, run_ranks, runner_of
 
     if (place := RankPlace.taken()) is not None:
         run_rank(config, place)
     elif config.ranks > 1:
         raise typer.Exit(run_ranks(config))
     else:
-        run_alone(config)
+        runner_of(config)(config)
 
 
 def _refusal(error: typer.BadParameter) -> str:

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import FrameType
 
 import typer
@@ -62,16 +62,15 @@ def plan_ranks(config: NodeOfRanks, places: list[RankPlace]) -> list[Child]:
     return children
 
 
-def run_alone(config: NodeOfRanks, place: RankPlace | None = None) -> None:
-    """Be a node, or the rank of one that has this place."""
+def runner_of(config: NodeOfRanks) -> Callable[..., None]:
+    """What runs a node of that kind: takes the configuration, and the place of a rank."""
     if isinstance(config, PrefillConfig):
         from prefill_node.process import run_prefill_node
 
-        run_prefill_node(config, place)
-    else:
-        from decode_node.process import run_decode_node
+        return run_prefill_node
+    from decode_node.process import run_decode_node
 
-        run_decode_node(config, place)
+    return run_decode_node
 
 
 def run_ranks(config: NodeOfRanks) -> int:
@@ -124,7 +123,7 @@ def run_rank(config: NodeOfRanks, place: RankPlace) -> None:
     """Be one rank. Why it ends is left for the process that supervises it, which says it once for all ranks."""
     table = GroupTable(place.table, place.size)
     try:
-        run_alone(config, place)
+        runner_of(config)(config, place)
     except GroupFailed as failure:
         table.report(place.rank, str(failure))
         raise typer.Exit(1) from failure

@@ -32,8 +32,8 @@ Event = Order | Computed
 class Follower:
     """Holds an attempt from `Begin` until `Forget`. One loop calls it; the inbox of the shell has the orders.
 
-    It pings the decode nodes itself, since each rank has a lease of its own, and says nothing else to them: what it sent it
-    tells rank 0, which speaks for all.
+    It pings the decode nodes itself, since each rank has a lease of its own. It says nothing else to them: rank 0 hears
+    what it has sent, and speaks for all.
     """
 
     def __init__(
