@@ -157,9 +157,11 @@ def run_prefill_node(config: PrefillConfig, place: RankPlace | None = None) -> N
 
 
 def warm_up(model: SparseModel, pool: PagedKVPool, tokens: int) -> None:
-    """Compute a chunk of so many tokens, as far as the pool has room: what happens at a first use takes longer than a
-    step may. Before the pool is used."""
-    tokens = min(tokens, pool.num_pages * pool.page_size)
+    """Compute a chunk of so many tokens, as far as they fit: what happens at a first use takes longer than a step may.
+
+    To be called before the pool is used.
+    """
+    tokens = min(tokens, pool.num_pages * pool.page_size, model.spec.context_length)
     pages = pool.allocate(tokens)
     assert pages is not None
     model.prefill([PrefillChunk(torch.zeros(tokens, dtype=torch.int64), 0, tokens + 1, PagedSequence(pool, pages))])
