@@ -42,6 +42,11 @@ class Peer(WireModel):
     boot_id: Identifier
 
 
+MAX_RANKS = 1024
+"""Processes of one node, at most."""
+Ranks = Annotated[tuple[Peer, ...], Field(max_length=MAX_RANKS)]
+
+
 class Identity(WireModel):
     """What two processes must agree on, field by field."""
 
@@ -156,6 +161,7 @@ class Register(Message):
 
     via: where the node was told to find the gateway, which may name itself otherwise; stable. max_request_tokens: the
     longest prompt (prefill), or prompt and output (decode). local_prefill: whether a decode node computes prompts.
+    ranks: the other processes of a prefill node that has several; they write to slots that are named to the node.
     """
 
     via: Address
@@ -166,6 +172,7 @@ class Register(Message):
     max_request_tokens: UInt
     local_prefill: bool = False
     checkpoint: CheckpointIdentity | None = None
+    ranks: Ranks = ()
 
 
 class Registered(Message):
@@ -196,15 +203,16 @@ class Heartbeat(Message):
 class HeartbeatAck(Message):
     """Gateway to node. A node that is not `known` registers again.
 
-    prefill_nodes: the least loaded first. longest_prompts: see Generate. leaving: boot ids of prefill nodes.
-    cache_serial: of the last CacheUpdate of this boot before which none is missing, 0 if there is none; None if the
-    gateway wants none.
+    prefill_nodes: the least loaded first. longest_prompts, prefill_ranks: see Generate. leaving: boot ids of prefill
+    nodes. cache_serial: of the last CacheUpdate of this boot before which none is missing, 0 if there is none; None if
+    the gateway wants none.
     """
 
     via: Address
     known: bool
     prefill_nodes: tuple[Peer, ...] = ()
     longest_prompts: dict[Identifier, UInt] = {}
+    prefill_ranks: dict[Identifier, Ranks] = {}
     leaving: tuple[Identifier, ...] = ()
     cache_serial: UInt | None = None
 
@@ -266,11 +274,12 @@ def _column(hashes: BlockHashes) -> bytes:
 class Generate(Message):
     """Gateway to decode node: take this request. Repeated until Accepted, Rejected or Outputs answers it.
 
-    prefill_nodes: in order of preference. longest_prompts: the most tokens that each takes, by its boot id. priority: a
-    request with a lower one goes first, then that which came first. grammar: what the answer has to look like.
-    cache_salt: requests with different ones share no cached KV. group: requests of one group have the same prompt,
-    whose KV is prefilled once if they are at one node together. prompt_logprobs: log probabilities of the prompt's
-    tokens are asked for, with so many alternatives each; they take a prompt that is computed whole, whatever is cached.
+    prefill_nodes: in order of preference. longest_prompts: the most tokens that each takes, by its boot id.
+    prefill_ranks: by boot id, the other ranks of those that have some. priority: a request with a lower one goes first,
+    then that which came first. grammar: what the answer has to look like. cache_salt: requests with different ones
+    share no cached KV. group: requests of one group have the same prompt, whose KV is prefilled once if they are at one
+    node together. prompt_logprobs: log probabilities of the prompt's tokens are asked for, with so many alternatives
+    each; they take a prompt that is computed whole, whatever is cached.
     """
 
     request_id: Identifier
@@ -285,6 +294,7 @@ class Generate(Message):
     prompt_logprobs: Alternatives | None = None
     prefill_nodes: tuple[Peer, ...] = ()
     longest_prompts: dict[Identifier, UInt] = {}
+    prefill_ranks: dict[Identifier, Ranks] = {}
 
 
 class Accepted(Message):
@@ -460,7 +470,8 @@ class PrefillRequest(Message):
     KV of the positions before it. extents: (start, length) runs of slots in the order of positions, for `start` and
     those behind it. hisparse: whether the slots are in host memory. cache_salt: requests with different ones share no
     cached KV. prompt_logprobs: as in Generate; then last_token_id is the token that `token_ids` leaves out, and every
-    token is computed, whatever is cached. Repeated until PrefillAccepted.
+    token is computed, whatever is cached. ranks: boot ids of the node's other ranks, for which the slots are reserved,
+    too: no others may write. Repeated until PrefillAccepted.
     """
 
     attempt: AttemptId
@@ -472,6 +483,7 @@ class PrefillRequest(Message):
     cache_salt: CacheSalt = ""
     prompt_logprobs: Alternatives | None = None
     last_token_id: TokenId | None = None
+    ranks: Annotated[tuple[Identifier, ...], Field(max_length=MAX_RANKS)] = ()
 
     @model_validator(mode="after")
     def _last_token_is_named(self) -> Self:

@@ -105,7 +105,8 @@ class RemotePrefill:
             prefix,
             request.logprobs_to_compute(),
         )
-        self._reservations.open(attempt.id, node, slots, len(slots))
+        ranks = self.nodes.ranks_of(node, request)
+        self._reservations.open(attempt.id, node, slots, len(slots), ranks)
         self._attempts[attempt.id] = attempt
         self.health.begun(node, request.request_id)
         extents = tuple((extent.start, extent.length) for extent in slots.extents)
@@ -119,6 +120,7 @@ class RemotePrefill:
             cache_salt=request.generate.cache_salt,
             prompt_logprobs=None if attempt.prompt_logprobs is None else request.generate.prompt_logprobs,
             last_token_id=None if attempt.prompt_logprobs is None else request.tokens[-1],
+            ranks=tuple(rank.boot_id for rank in ranks),
         )
         self._control.repeat(("prefill", attempt.id), node, message)
         log.info(
@@ -305,7 +307,8 @@ class RemotePrefill:
         if now < self._inquire_at:
             return
         self._inquire_at = now + _INQUIRE_S
-        self._control.watch(self.nodes.known | {reservation.writer for reservation in self._reservations})
+        writers = {writer.peer for reservation in self._reservations for writer in reservation.writers}
+        self._control.watch(self.nodes.known | writers)
         for attempt_id, attempt in list(self._attempts.items()):
             if attempt.needs_node and (trouble := self.health.trouble(attempt, now)):
                 self._lose(attempt_id, trouble)

@@ -163,6 +163,7 @@ class DecodeClient:
             cache_salt=request.cache_salt,
             prefill_nodes=tuple(prefill_nodes),
             longest_prompts=self._registry.longest_prompts(now),
+            prefill_ranks=self._registry.prefill_ranks(now),
         )
         self._control.repeat(_key("generate", request.request_id, node), node, generate)
         self._registry.assign(node, request.tokens)

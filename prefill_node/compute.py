@@ -4,6 +4,7 @@ import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import structlog
 import torch
@@ -28,6 +29,14 @@ class Computed:
     error: str | None = None
     device_failed: DeviceFailed | None = None
     prompt_logprobs: dict[TransferJob, PromptLogprobs] = field(default_factory=dict)
+
+
+class StepCompute(Protocol):
+    """Computes one step at a time, on other threads."""
+
+    def start(self, step: PrefillStep[TransferJob]) -> ForwardProgress:
+        """Compute a step. The progress says which layers may be sent."""
+        ...
 
 
 class ComputeThread:

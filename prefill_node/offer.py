@@ -9,12 +9,13 @@ from control.prompt_logprobs import too_many
 
 @dataclass(frozen=True)
 class Offer:
-    """What a prefill node offers. max_tokens: the longest prompt that it takes."""
+    """What a prefill node offers. max_tokens: the longest prompt that it takes. ranks: boot ids of its other ranks."""
 
     identity: ModelIdentity
     transports: tuple[Transport, ...]
     max_tokens: int
     vocab_size: int
+    ranks: tuple[str, ...] = ()
 
     def refusal(self, request: PrefillRequest) -> str | None:
         """Why the node cannot serve a request, naming both values, or None."""
@@ -24,6 +25,8 @@ class Offer:
         expected += self.identity.num_index_layers * (self.identity.index_key_bytes,)
         if not request.hisparse:
             return "hisparse=false: this node does not write KV to resident device pages"
+        if missing := set(self.ranks) - set(request.ranks):
+            return f"the slots are not reserved for ranks {', '.join(sorted(missing))} of this node"
         if difference := self.identity.differences(destination.identity):
             return f"model mismatch, prefill != decode: {difference}"
         if not set(self.transports) & set(destination.transports):

@@ -983,3 +983,60 @@ def test_a_node_that_contradicts_itself_is_not_served(h: Harness) -> None:
     [lost] = h.done(chunks=1)
     assert lost == Lost(h.request, "chunk 1 landed, of 1 that there can be")
     assert h.control.repeated["abort", R] == (FIRST, Abort(attempt=R))
+
+
+# --- nodes of several ranks ---
+
+RANKS = tuple(Peer(role="prefill", address=f"127.0.0.1:{port}", boot_id=f"first-{port}") for port in (12, 22))
+
+
+def dispatch_to_a_group(h: Harness) -> None:
+    h.remote.nodes.learn(GATEWAY.address, (FIRST, SECOND), {}, {"first": RANKS})
+    h.dispatch()
+
+
+def test_every_rank_of_a_node_is_a_writer_before_slots_are_named(h: Harness) -> None:
+    dispatch_to_a_group(h)
+    _, request = h.control.repeated["prefill", R]
+    assert isinstance(request, PrefillRequest)
+    assert request.ranks == ("first-12", "first-22")
+    h.tick(h.clock.now)
+    assert h.control.watched == {FIRST, SECOND, *RANKS}
+
+
+def test_a_request_brings_the_ranks_of_a_node_that_gateways_do_not_list_any_more(h: Harness) -> None:
+    ranked = h.request.generate.model_copy(update={"prefill_ranks": {"first": RANKS}})
+    assert h.remote.nodes.ranks_of(FIRST, Request(ranked, GATEWAY)) == RANKS
+    assert h.remote.nodes.ranks_of(SECOND, Request(ranked, GATEWAY)) == ()
+
+
+def test_a_restarted_node_whose_old_rank_lives_on_proves_nothing_of_that_rank(h: Harness) -> None:
+    """An orphan would write into slots that were given away."""
+    dispatch_to_a_group(h)
+    h.control.heard |= {peer.boot_id: h.clock.now for peer in (FIRST, *RANKS)}
+    h.remote.abandon(h.request)
+    h.clock.now += 2 * SILENCE_S
+    for died, peer in enumerate((FIRST, *RANKS)):
+        h.tick(h.clock.now)
+        h.clock.now += 2 * DRAIN_GRACE_S
+        h.tick(h.clock.now)
+        assert not h.freed, f"{died} of 3 are dead"
+        assert h.remote.abandoned.num_slots == 3
+        h.control.answers[peer.address] = AnsweredPing("another", h.clock.now)
+        h.clock.now += 1
+    h.tick(h.clock.now)
+    h.tick(h.clock.now + DRAIN_GRACE_S)
+    assert h.freed == [SLOTS]
+
+
+def test_a_rank_does_not_speak_for_its_node(h: Harness) -> None:
+    dispatch_to_a_group(h)
+    assert h.take(RANKS[0], Quiesced(attempt=R)) == []
+    h.remote.abandon(h.request)
+    for rank in RANKS:
+        h.take(rank, Quiesced(attempt=R))
+    assert not h.freed
+    assert ("abort", R) in h.control.repeated
+    h.take(FIRST, Quiesced(attempt=R))
+    assert h.freed == [SLOTS]
+    assert ("abort", R) not in h.control.repeated
