@@ -19,6 +19,7 @@ import structlog
 from base.metrics import Metrics
 from control.messages import FinishReason, Output, Outputs, Peer, Token
 from control.plane import ControlPlane
+from control.prompt_logprobs import PromptLogprobTable
 from decode_node.request import Request
 from decode_node.streamed_tokens import StreamedTokens
 
@@ -51,6 +52,7 @@ class _Stream:
 
     key: StreamKey
     gateway: Peer
+    prompt: PromptLogprobTable | None = None
     tokens: StreamedTokens = field(default_factory=StreamedTokens)
     last: Output | None = None
     cached_tokens: int = 0
@@ -66,6 +68,8 @@ class OutputStream:
         """Those of this turn, by the boot id of the gateway that they are for."""
         self._last: list[_Stream] = []
         """Streams whose last output is not sent yet."""
+        self._begun: list[_Stream] = []
+        """Streams with log probabilities of the prompt that were not sent yet."""
         self._new_tokens = 0
         """Tokens since the last flush, for the metrics."""
         self._streams: dict[StreamKey, _Stream] = {}
@@ -85,6 +89,9 @@ class OutputStream:
         stream = self._stream_of(request)
         stream.tokens.append(token)
         stream.cached_tokens = request.cached_tokens or 0
+        if not index and request.prompt_logprobs is not None:
+            stream.prompt = request.prompt_logprobs
+            self._begun.append(stream)
         if finish_reason is None:
             cached_tokens = 0 if index else stream.cached_tokens
             self._new_of(stream.gateway).append(_NewToken(request.request_id, index, token, interval, cached_tokens))
@@ -105,7 +112,7 @@ class OutputStream:
         start = len(request.generated)
         output = Output(request_id=request.request_id, start=start, finish_reason=finish_reason, error=error)
         stream = self._stream_of(request)
-        stream.tokens = StreamedTokens()
+        stream.tokens, stream.prompt = StreamedTokens(), None
         self._end(stream, output, finish_reason)
 
     def unknown(self, request_id: str, gateway: Peer) -> None:
@@ -123,6 +130,7 @@ class OutputStream:
     def resend(self, request_id: str, start: int, gateway: Peer) -> None:
         """Send the tokens from `start` on again, and the end of the request if it has ended.
 
+        From 0 on: what comes before the first token, too.
         If nothing of it is kept, send an abort: the gateway cannot complete it.
         """
         stream = self._streams.get(_key(request_id, gateway))
@@ -131,6 +139,8 @@ class OutputStream:
             return
         count = len(stream.tokens)
         log.info("tokens are sent again", request_id=request_id, start=start, tokens=max(0, count - start))
+        if not start:
+            self._send_prompt(stream)
         for first in range(start, count, _TOKENS_AGAIN):
             tokens = stream.tokens.between(first, first + _TOKENS_AGAIN)
             cached_tokens = 0 if first else stream.cached_tokens
@@ -142,6 +152,9 @@ class OutputStream:
     def flush(self) -> None:
         self._metrics.generated_tokens.inc(self._new_tokens)
         self._new_tokens = 0
+        for stream in self._begun:
+            self._send_prompt(stream)
+        self._begun.clear()
         for gateway, new in self._new.values():
             self._control.send(gateway, partial(self._message_of, new))
         self._new.clear()
@@ -153,6 +166,12 @@ class OutputStream:
         now = time.monotonic()
         for key in [*takewhile(lambda key: now - self._ended_at[key] > _KEPT_FOR_S, self._ended_at)]:
             self._forget(key)
+
+    def _send_prompt(self, stream: _Stream) -> None:
+        """Send the log probabilities of a prompt, piece by piece."""
+        for piece in () if stream.prompt is None else stream.prompt.pieces():
+            output = Output(request_id=stream.key[1], start=0, prompt_logprobs=piece)
+            self._control.send(stream.gateway, Outputs(outputs=(output,)))
 
     def _message_of(self, new: list[_NewToken]) -> Outputs:
         """Called by the control thread, while the loop goes on."""

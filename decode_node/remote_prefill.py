@@ -96,9 +96,17 @@ class RemotePrefill:
         request.move(RequestState.PREFILLING)
         prefix = request.host_slots or NO_SLOTS
         attempt = PrefillAttempt(
-            request.attempt(self._me), request, node, slots, time.monotonic(), request.kv_tokens, prefix=prefix
+            request.attempt(self._me),
+            request,
+            node,
+            slots,
+            time.monotonic(),
+            request.kv_tokens,
+            prefix,
+            request.logprobs_to_compute(),
         )
-        self._reservations.open(attempt.id, node, slots, len(slots))
+        ranks = self.nodes.ranks_of(node, request)
+        self._reservations.open(attempt.id, node, slots, len(slots), ranks)
         self._attempts[attempt.id] = attempt
         self.health.begun(node, request.request_id)
         extents = tuple((extent.start, extent.length) for extent in slots.extents)
@@ -110,6 +118,9 @@ class RemotePrefill:
             extents=extents,
             hisparse=True,
             cache_salt=request.generate.cache_salt,
+            prompt_logprobs=None if attempt.prompt_logprobs is None else request.generate.prompt_logprobs,
+            last_token_id=None if attempt.prompt_logprobs is None else request.tokens[-1],
+            ranks=tuple(rank.boot_id for rank in ranks),
         )
         self._control.repeat(("prefill", attempt.id), node, message)
         log.info(
@@ -140,6 +151,8 @@ class RemotePrefill:
         landed = self._reservations.landed(attempt.id, time.monotonic(), done.lingering)
         request.host_slots = attempt.prefix.extend(landed.extents)
         request.may_be_shared = not done.lingering
+        if attempt.prompt_logprobs is not None:
+            request.prompt_logprobs = attempt.prompt_logprobs
         request.tried.clear()
         request.prefill_attempts = 0
         request.move(RequestState.LANDED)
@@ -279,8 +292,12 @@ class RemotePrefill:
             self._fail(attempt, result.reason, "checksum")
 
     def _land_if_verified(self, attempt: PrefillAttempt) -> None:
-        if attempt.done is not None and attempt.is_verified:
+        if attempt.done is None or not attempt.is_verified:
+            return
+        if attempt.prompt_logprobs is None or attempt.prompt_logprobs.complete:
             self._land(attempt, attempt.done)
+        else:
+            self._fail(attempt, "log probabilities of the prompt are missing")
 
     # --- housekeeping ---
 
@@ -290,7 +307,8 @@ class RemotePrefill:
         if now < self._inquire_at:
             return
         self._inquire_at = now + _INQUIRE_S
-        self._control.watch(self.nodes.known | {reservation.writer for reservation in self._reservations})
+        writers = {writer.peer for reservation in self._reservations for writer in reservation.writers}
+        self._control.watch(self.nodes.known | writers)
         for attempt_id, attempt in list(self._attempts.items()):
             if attempt.needs_node and (trouble := self.health.trouble(attempt, now)):
                 self._lose(attempt_id, trouble)

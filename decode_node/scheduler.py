@@ -158,7 +158,7 @@ class Scheduler:
             self.end(refused.request, "abort" if refused.elsewhere else "invalid", refused.reason)
 
     def _start_prefills(self) -> None:
-        self._starter.start(self.requests.in_state(RequestState.WAITING))
+        self._starter.start(self.requests)
 
     def _advance_local_prefill(self) -> None:
         if self._local is None or not self._local.has_work:

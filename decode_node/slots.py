@@ -53,10 +53,27 @@ class SlotManager:
         request.may_be_shared = True
         prefixes = self._coordinator.host.prefixes
         slots = NO_SLOTS
-        if prefixes is not None:
+        if prefixes is not None and not request.lacks_logprobs:
             slots = prefixes.hold(request.kv_token_ids, request.generate.cache_salt)
         request.host_slots = slots
         return slots
+
+    def hold_prompt(self, request: Request, donor: Request) -> HostSlots:
+        """Give a waiting request the slots of a prompt that another one has the KV of, but for the prompt's last token.
+
+        Whole blocks are cached; the slots behind them are the donor's, too, which writes to none of them any more.
+        """
+        prefix = self.hold_prefix(request)
+        slots = donor.host_slots
+        if donor.state is RequestState.RUNNING:
+            slots = self._coordinator.host_slots(donor.request_id)
+        assert slots is not None
+        of_prompt = HostSlots(slots.cut(len(request.generate.prompt_ids) - 1)[0])
+        rest = HostSlots(of_prompt.cut(len(prefix))[1])
+        self._coordinator.host.retain(rest)
+        request.host_slots = prefix.extend(rest.extents)
+        request.may_be_shared = donor.may_be_shared
+        return request.host_slots
 
     def share(self, request: Request) -> None:
         """Cache the prompt of a request that has just landed, and exchange what was cached before it landed."""
@@ -64,7 +81,7 @@ class SlotManager:
         if prefixes is not None and request.may_be_shared:
             assert request.host_slots is not None
             salt = request.generate.cache_salt
-            request.host_slots = prefixes.share(request.kv_token_ids, request.host_slots, salt)
+            request.host_slots = prefixes.share(request.shared_token_ids, request.host_slots, salt)
 
     def clear_prefixes(self) -> None:
         """Give up what is cached and not in use."""
@@ -156,7 +173,7 @@ class SlotManager:
         if prefixes is not None and request.may_be_shared:
             assert request.host_slots is not None
             salt = request.generate.cache_salt
-            request.host_slots = prefixes.insert(request.kv_token_ids, request.host_slots, salt)
+            request.host_slots = prefixes.insert(request.shared_token_ids, request.host_slots, salt)
 
     def _release_prefix(self, request: Request) -> None:
         """At once: nobody writes to slots that are cached."""

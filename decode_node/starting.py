@@ -1,14 +1,14 @@
 """Starts waiting requests: what is cached of them, host slots for the rest, and a node that prefills it."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from base.metrics import Metrics
 from control.block_hashes import BLOCK_TOKENS
 from control.messages import Peer
 from decode_node.local_prefill import LocalPrefill
 from decode_node.remote_prefill import RemotePrefill
-from decode_node.request import Request, RequestState
+from decode_node.request import Request, RequestState, RequestTable
 from decode_node.slots import SlotManager
 from hisparse.extents import NO_SLOTS
 
@@ -35,15 +35,22 @@ class PrefillStarter:
         self._metrics = metrics
         self._landed = landed
 
-    def start(self, waiting: Iterable[Request]) -> None:
-        """Start requests, in order, until one has to wait for host slots."""
-        for request in waiting:
+    def start(self, requests: RequestTable) -> None:
+        """Start those that are waiting, in order, until one has to wait for host slots."""
+        donors = requests.donors()
+        for request in requests.in_state(RequestState.WAITING):
+            donor = donors.get(request.generate.group) if not request.generated else None
+            if donor is not None and not donor.has_kv:
+                # It waits for the prompt that is being prefilled for another one.
+                continue
             node = self._choose(request)
-            if node is None and request.kv_tokens % BLOCK_TOKENS:
+            if node is None and donor is None and request.kv_tokens % BLOCK_TOKENS:
                 # Nobody can prefill this one now, but perhaps a shorter prompt. It cannot be cached whole.
                 continue
-            if not self._start(request, node):
+            if not self._start(request, node, donor):
                 return
+            if request.generate.group and request.state is not RequestState.WAITING:
+                donors.setdefault(request.generate.group, request)
 
     def _choose(self, request: Request) -> PrefillNode | None:
         """Who would prefill a request now, or None."""
@@ -52,11 +59,14 @@ class PrefillStarter:
             return self._local if self._local is not None and self._local.fits(request.kv_tokens) else None
         return None if node.boot_id in request.tried and time.monotonic() < request.again_at else node
 
-    def _start(self, request: Request, node: PrefillNode | None) -> bool:
-        """Have the node prefill what is not cached. False if that has to wait for host slots."""
-        if self._slots.must_wait(request):
+    def _start(self, request: Request, node: PrefillNode | None, donor: Request | None) -> bool:
+        """Have the node prefill what is not cached. False if that has to wait for host slots.
+
+        donor: a request with the same prompt, whose KV is there.
+        """
+        if donor is None and self._slots.must_wait(request):
             return False
-        prefix = self._slots.hold_prefix(request)
+        prefix = self._slots.hold_prompt(request, donor) if donor else self._slots.hold_prefix(request)
         missing = request.kv_tokens - len(prefix)
         if missing and node is None:
             self._slots.release(request)

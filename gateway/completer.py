@@ -3,7 +3,7 @@
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -226,10 +226,14 @@ class Completer:
         prompts = [request.truncated(token_ids, capacity.context) for token_ids in prompts]
         if not all(prompts):
             raise ApiError(400, "the prompt has no tokens: expected at least one", param=request.prompt_field)
-        grammar = _grammar(request, reading)
+        grammar = _grammar(request, reading, self.tokenizer.added_ids)
+        request.check_prompt_logprobs(sum(map(len, prompts)))
         lengths = [request.max_new_tokens(len(prompt_ids), capacity) for prompt_ids in prompts]
         salt = salt_of(request.cache_salt, salt_key)
         named = [None if self._block_hasher is None else self._block_hasher(prompt, salt) for prompt in prompts]
+        prompt_logprobs = request.requested_prompt_logprobs()
+        # Each choice that reports log probabilities of the prompt has them computed for itself.
+        shares_prompt = request.computed_choices > 1 and prompt_logprobs is None
         several = len(prompts) * request.computed_choices > 1
         branches = tuple(
             TokenizedRequest(
@@ -243,6 +247,8 @@ class Completer:
                 deadline=arrived + self._request_timeout,
                 priority=request.priority or 0,
                 grammar=grammar,
+                group=f"{request_id}-{number}" if shares_prompt else "",
+                prompt_logprobs=prompt_logprobs,
                 cache_salt=salt,
                 block_hashes=hashes,
             )
@@ -260,6 +266,7 @@ class Completer:
             includes_stop=bool(request.include_stop_str_in_output),
             min_tokens=request.min_tokens or 0,
             skipped=skipped,
+            prompt_only=request.prompt_only,
         )
         return Prepared(request, request_id, branches, text, reading)
 
@@ -298,15 +305,19 @@ class Completer:
         return prompt
 
 
-def _grammar(request: ApiRequest, reading: ChatReading | None) -> Grammar | None:
-    """What the answers have to look like. Behind reasoning, if they begin with it. Raises ApiError."""
+def _grammar(request: ApiRequest, reading: ChatReading | None, added_ids: Mapping[str, int]) -> Grammar | None:
+    """What the answers have to look like. Behind reasoning, if they begin with it. Raises ApiError.
+
+    added_ids: the tokenizer's added tokens, by their text.
+    """
     structure = request.structure()
     after = reading.format.end_of_reasoning if reading is not None and reading.reasoning else None
     if isinstance(request, ChatCompletionRequest) and (tools := request.required_tools):
         if structure is not None:
             raise ApiError(400, "tool_choice: a required call has no other structure", param="tool_choice")
         assert reading is not None
-        calls = reading.format.call_grammar(tools, parallel=request.parallel_tool_calls is not False)
+        parallel = request.parallel_tool_calls is not False
+        calls = reading.format.call_grammar(tools, parallel=parallel, token_ids=added_ids)
         if calls is None:
             raise ApiError(400, "tool_choice: this model's format has no tool calls", param="tool_choice")
         structure = Lark(grammar=calls)

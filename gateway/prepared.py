@@ -46,6 +46,10 @@ class Prepared:
         """Of all prompts, each counted once."""
         return sum(len(branch.prompt_ids) for branch in self.branches[:: self.request.computed_choices])
 
+    def prompt_ids(self, index: int) -> tuple[int, ...]:
+        """The prompt of an answer that is given."""
+        return self.branches[index // self.request.choices * self.request.computed_choices].prompt_ids
+
     @property
     def cached_tokens(self) -> int:
         """Those of `prompt_tokens` that were computed for none of the answers."""

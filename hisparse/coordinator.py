@@ -211,6 +211,10 @@ class HiSparseCoordinator:
         else:
             self._releasing.append((self._begun, slots))
 
+    def host_slots(self, request_id: str) -> HostSlots:
+        """The host slots of a running request. The coordinator owns them."""
+        return self._request(request_id).host_slots
+
     def row(self, request_id: str) -> int:
         """The row of a running request in the device tables."""
         return self._request(request_id).row

@@ -4,6 +4,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+from gateway.answers.prompt import by_position
 from gateway.answers.streamed import Json, StreamedAnswer
 from gateway.choice import Delta
 from gateway.errors import ApiError
@@ -30,6 +31,8 @@ class Answer(StreamedAnswer, ABC):
         self._token_ids = bool(request.return_token_ids)
         options = request.stream_options
         self._include_usage = bool(options and options.include_usage)
+        self._prepared = prepared
+        self._prompt_logprobs = request.prompt_logprobs
         self._usage_in_chunks = bool(options and options.continuous_usage_stats)
 
     def whole(self, answers: Sequence[Sequence[Delta]], unused: Sequence[Sequence[Delta]] = ()) -> Json:
@@ -65,13 +68,18 @@ class Answer(StreamedAnswer, ABC):
         self._completion_tokens += len(delta.tokens)
         choice: Json = {
             "index": index,
-            "logprobs": self._logprobs(delta),
+            "logprobs": self._logprobs(index, delta),
             "finish_reason": delta.finish_reason,
             **self._text(index, delta, whole),
         }
         if self._token_ids:
             choice["token_ids"] = [token.token_id for token in delta.tokens]
         return choice
+
+    def _by_position(self, index: int, first: Delta, alternatives: int) -> list[Json | None]:
+        """The log probabilities of the prompt of a choice, which its first delta has."""
+        assert first.prompt is not None, "they were asked for"
+        return by_position(self._prepared.prompt_ids(index), first.prompt, alternatives, self._tokenizer)
 
     def _usage(self) -> Json:
         return {
@@ -86,7 +94,7 @@ class Answer(StreamedAnswer, ABC):
         """The text of a choice, and what else depends on it. whole: rather than of a chunk."""
 
     @abstractmethod
-    def _logprobs(self, delta: Delta) -> Json | None:
+    def _logprobs(self, index: int, delta: Delta) -> Json | None:
         """The log probabilities of a choice, if they were asked for."""
 
 
@@ -100,4 +108,5 @@ def _joined(deltas: Sequence[Delta]) -> Delta:
         offsets=tuple(min(offset, len(text)) for delta in deltas for offset in delta.offsets),
         finish_reason=deltas[-1].finish_reason,
         stop=deltas[-1].stop,
+        prompt=deltas[0].prompt,
     )
