@@ -64,7 +64,7 @@ class PrefillStarter:
 
         donor: a request with the same prompt, whose KV is there.
         """
-        if donor is None and self._slots.must_wait(request):
+        if node is not None and donor is None and self._slots.must_wait(request):
             return False
         prefix = self._slots.hold_prompt(request, donor) if donor else self._slots.hold_prefix(request)
         missing = request.kv_tokens - len(prefix)

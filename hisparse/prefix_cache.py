@@ -23,7 +23,7 @@ from hisparse.prefix_tree import PrefixTree, TokenIds
 
 BLOCK_BYTES = 200 + 4 * BLOCK_TOKENS
 """What the cache takes of main memory for a block, at most: the tree's tables and the numbers of its slots."""
-_CHECKED_BLOCKS = 1024
+_CHECKED_BLOCKS = 256
 """A larger tree is not checked whenever a node becomes idle: it would take longer than a short request."""
 
 
