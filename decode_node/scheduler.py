@@ -11,7 +11,6 @@ import structlog
 
 from base.metrics import Metrics
 from base.tombstones import Tombstones
-from control.block_hashes import BLOCK_TOKENS
 from control.messages import FinishReason, Generate, Peer, Rejected
 from decode_node.grammars import Grammars
 from decode_node.limits import Limits
@@ -20,13 +19,13 @@ from decode_node.outputs import OutputStream
 from decode_node.remote_prefill import RemotePrefill
 from decode_node.request import Request, RequestState, RequestTable
 from decode_node.slots import SlotManager
+from decode_node.starting import PrefillStarter
 from decode_node.stepper import Stepper
 from engine.grammar.errors import GrammarViolation
 from engine.ranks import RankGroup
 from engine.runner import ModelRunner
 from engine.sampling import NoToken
 from hisparse.coordinator import HiSparseCoordinator
-from hisparse.extents import NO_SLOTS
 
 log = structlog.get_logger(__name__)
 
@@ -65,6 +64,7 @@ class Scheduler:
         self._metrics = metrics
         self._limits = limits
         self._slots = SlotManager(self.requests, coordinator, remote, local, metrics)
+        self._starter = PrefillStarter(self._slots, remote, local, metrics, self.landed)
         self._grammars = grammars
         self._steps = Stepper(runner, coordinator, metrics, grammars, self._step_failed, ranks)
         self._ended: Tombstones[str] = Tombstones()
@@ -158,52 +158,7 @@ class Scheduler:
             self.end(refused.request, "abort" if refused.elsewhere else "invalid", refused.reason)
 
     def _start_prefills(self) -> None:
-        """Give waiting requests host slots and a node that prefills them, in order."""
-        donors = self.requests.donors()
-        for request in self.requests.in_state(RequestState.WAITING):
-            donor = donors.get(request.generate.group) if not request.generated else None
-            if donor is not None and not donor.has_kv:
-                # It waits for the prompt that is being prefilled for another one.
-                continue
-            node: Peer | LocalPrefill | None = self._remote.nodes.choose(request)
-            if isinstance(node, Peer) and node.boot_id in request.tried and time.monotonic() < request.again_at:
-                node = None
-            elif node is None and self._local and self._local.fits(request.kv_tokens):
-                node = self._local
-            if node is None and donor is None and request.kv_tokens % BLOCK_TOKENS:
-                # Nobody can prefill this one now, but perhaps a shorter prompt, and it cannot be cached whole.
-                continue
-            if not self._start(request, node, donor):
-                return
-            if request.generate.group and request.state is not RequestState.WAITING:
-                donors.setdefault(request.generate.group, request)
-
-    def _start(self, request: Request, node: Peer | LocalPrefill | None, donor: Request | None) -> bool:
-        """Have the node prefill what is not cached. False if that has to wait for host slots.
-
-        donor: a request with the same prompt, whose KV is there.
-        """
-        prefix = self._slots.hold_prompt(request, donor) if donor else self._slots.hold_prefix(request)
-        missing = request.kv_tokens - len(prefix)
-        if missing and node is None:
-            self._slots.release(request)
-            return True
-        # A prompt of one token needs no slots, and so no room.
-        slots = self._slots.reserve_host(missing) if request.kv_tokens else NO_SLOTS
-        if slots is None:
-            self._slots.release(request)
-            return False
-        self._metrics.prefix_cache_queries.labels("decode").inc(request.kv_tokens)
-        self._metrics.prefix_cache_hits.labels("decode").inc(len(prefix))
-        if not missing:
-            request.move(RequestState.LANDED)
-            self.landed(request, len(prefix))
-        elif isinstance(node, LocalPrefill):
-            request.host_slots = prefix.extend(slots.extents)
-            node.start(request, len(prefix))
-        elif node is not None:
-            self._remote.dispatch(request, node, slots)
-        return True
+        self._starter.start(self.requests)
 
     def _advance_local_prefill(self) -> None:
         if self._local is None or not self._local.has_work:

@@ -1,5 +1,7 @@
 """Gives requests their slots, takes them back, and says who gives way when a pool runs short."""
 
+from dataclasses import dataclass
+
 import structlog
 
 from base.metrics import Metrics
@@ -13,6 +15,15 @@ log = structlog.get_logger(__name__)
 
 _FRESH_S = 10.0
 """Slots whose writer lives leave quarantine within that, also if they wait for a fence."""
+
+
+@dataclass(frozen=True)
+class _Shortage:
+    """A request got no slots for so many tokens that were not cached. Unless more was inserted, it needs no fewer."""
+
+    request_id: str
+    num_tokens: int
+    insertions: int
 
 
 class SlotManager:
@@ -34,10 +45,12 @@ class SlotManager:
         self._remote = remote
         self._local = local
         self._metrics = metrics
+        self._shortage: _Shortage | None = None
 
     def hold_prefix(self, request: Request) -> HostSlots:
         """Give a waiting request the slots of its longest cached prefix, until it is released."""
         assert request.host_slots is None
+        request.may_be_shared = True
         prefixes = self._coordinator.host.prefixes
         slots = NO_SLOTS
         if prefixes is not None and not request.lacks_logprobs:
@@ -75,15 +88,32 @@ class SlotManager:
         if (prefixes := self._coordinator.host.prefixes) is not None:
             prefixes.clear()
 
-    def reserve_host(self, num_tokens: int) -> HostSlots | None:
-        """Host slots for what is not cached of a prompt, or None.
+    def reserve_host(self, request: Request, num_tokens: int) -> HostSlots | None:
+        """Host slots for so many tokens of a request that are not cached, or None.
 
         Leaves running requests room to grow: for that they would soon drop it.
         """
-        host = self._coordinator.host
-        if host.free - num_tokens < HOST_GRANULE * self._coordinator.num_running:
-            return None
-        return host.allocate(num_tokens)
+        if self._has_room(num_tokens):
+            return self._coordinator.host.allocate(num_tokens)
+        self._shortage = _Shortage(request.request_id, num_tokens, self._insertions)
+        return None
+
+    def must_wait(self, request: Request) -> bool:
+        """Whether `reserve_host` would refuse a request again, as far as that is known without a look at the cache.
+
+        The first request in the queue is asked for in every turn, and a look takes a millisecond for a long prompt.
+        """
+        short = self._shortage
+        is_known = short is not None and (short.request_id, short.insertions) == (request.request_id, self._insertions)
+        return short is not None and is_known and not self._has_room(short.num_tokens)
+
+    def _has_room(self, num_tokens: int) -> bool:
+        return self._coordinator.host.free - num_tokens >= HOST_GRANULE * self._coordinator.num_running
+
+    @property
+    def _insertions(self) -> int:
+        prefixes = self._coordinator.host.prefixes
+        return 0 if prefixes is None else prefixes.insertions
 
     def admit(self, request: Request) -> bool:
         """Give device slots to a request whose KV is in host memory. False if there are too few."""

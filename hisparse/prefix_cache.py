@@ -28,11 +28,15 @@ _CHECKED_BLOCKS = 1024
 
 
 class PrefixCache:
-    """Owns slots of the pool whose allocator it gets. One thread uses both."""
+    """Owns slots of the pool whose allocator it gets. One thread uses both.
+
+    insertions: how often blocks were added. Until then, what was not found is not there.
+    """
 
     def __init__(self, slots: SlotAllocator, vocab_size: int) -> None:
         self._slots = slots
         self._tree = PrefixTree(max(1, slots.num_slots // BLOCK_TOKENS), BLOCK_TOKENS, vocab_size)
+        self.insertions = 0
         self._reports: CacheReports | None = None
         self._hasher = BlockHasher(0)
 
@@ -72,6 +76,7 @@ class PrefixCache:
         hashes = None if self._reports is None else self._hasher(tokens, salt)
         insertion = self._tree.insert(tokens, values, salt, hashes)
         self._slots.retain(extents_of(values[insertion.present :].ravel()))
+        self.insertions += insertion.present < blocks
         if self._reports is not None and hashes is not None:
             self._reports.gained(hashes[insertion.present :])
         self._tree.retain(insertion.match)

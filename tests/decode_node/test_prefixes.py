@@ -9,7 +9,9 @@ import torch
 from control.block_hashes import BLOCK_TOKENS
 from control.messages import AttemptId, PrefillFailed, PrefillRequest, Quiesced
 from decode_node.request import Request, RequestState
+from hisparse.extents import HostSlots
 from hisparse.prefix_cache import PrefixCache
+from hisparse.prefix_tree import TokenIds
 from tests.decode_node.fakes import GATEWAY
 from tests.decode_node.test_scheduler import FORMAT, HOT, PREFILL, Harness, counted
 from transfer.fencing import DRAIN_GRACE_S, LANDED_CAN_WAIT_S
@@ -182,6 +184,29 @@ def test_blocks_are_given_up_before_anybody_waits_or_gives_way() -> None:
     assert all(h.state(f"now-{number}") is not RequestState.WAITING for number in range(3))
     h.run()
     assert h.metrics.retractions.labels("host")._value.get() == 0
+
+
+def test_one_that_waits_for_slots_is_not_looked_up_again_before_something_has_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    h = Caching(host_slots=400)
+    h.ask("running", prompt=prompt(200), tokens=100)
+    for _ in range(3):
+        h.turn()
+    looked_up: list[int] = []
+    hold = h.cache.hold
+
+    def noting(tokens: TokenIds, salt: str = "") -> HostSlots:
+        looked_up.append(len(tokens))
+        return hold(tokens, salt)
+
+    monkeypatch.setattr(h.cache, "hold", noting)
+    h.ask("waits", prompt=prompt(300, seed=1), tokens=2)
+    for _ in range(20):
+        h.turn()
+    assert (h.state("waits"), looked_up) == (RequestState.WAITING, [299])
+    h.run()
+    assert h.answers["waits"] == counted(prompt(300, seed=1), 2)
 
 
 def test_what_is_dropped_resumes_from_its_own_blocks() -> None:
