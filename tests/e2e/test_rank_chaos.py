@@ -92,6 +92,8 @@ def test_whatever_happens_to_single_ranks_no_token_is_wrong_and_nothing_is_left(
                 assert code == (0 if notes[-1].endswith("drain") else 1), notes[-1]
                 notes[-1] += f": {group.log.splitlines()[-1][:100]}" if code else ""
                 cluster.restart(group)
+                # A gateway counts the old processes for 3 s.
+                wait_until(group.is_up, 120, "the group to be up")
                 wait_until(lambda: registered(cluster), 120, "the group to be back")
         finally:
             clients.stop()
