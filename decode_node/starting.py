@@ -36,12 +36,14 @@ class PrefillStarter:
         self._landed = landed
 
     def start(self, requests: RequestTable) -> None:
-        """Start those that are waiting, in order, until one has to wait for host slots."""
+        """Start waiting requests, in order, until one has to wait for host slots.
+
+        Of a group one is prefilled. The others wait for that, and share its prompt.
+        """
         donors = requests.donors()
         for request in requests.in_state(RequestState.WAITING):
             donor = donors.get(request.generate.group) if not request.generated else None
             if donor is not None and not donor.has_kv:
-                # It waits for the prompt that is being prefilled for another one.
                 continue
             node = self._choose(request)
             if node is None and donor is None and request.kv_tokens % BLOCK_TOKENS:
