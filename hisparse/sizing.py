@@ -127,9 +127,11 @@ def plan_sizes(
             "host_to_device_ratio or host_pool_gib, context-length or max-running-requests"
         )
     if sizes.host_bytes + sizes.prefix_cache_bytes > available_host_bytes:
+        cache = human(sizes.prefix_cache_bytes)
+        beside = f", of which the prefix cache takes {cache}" if sizes.prefix_cache_bytes else ""
         raise StartupError(
-            f"the host pool needs {human(sizes.host_bytes + sizes.prefix_cache_bytes)}, available are "
-            f"{human(available_host_bytes)}: lower host_to_device_ratio or host_pool_gib"
+            f"the host pool needs {human(sizes.host_bytes)}, available are {human(available_host_bytes)}{beside}: "
+            "lower host_to_device_ratio or host_pool_gib"
         )
     if sizes.num_host_slots < context_length:
         raise StartupError(
