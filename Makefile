@@ -39,7 +39,7 @@ test-gpu: setup
 	$(PYTEST) -m "" tests/gpu
 
 test-clients: setup $(CLIENTS)/.installed
-	CLIENTS=$(CLIENTS) $(PYTEST) tests/clients/third_party.py
+	CLIENTS=$(CLIENTS) $(PYTEST) tests/clients/third_party.py tests/clients/scores.py
 
 $(CLIENTS)/.installed: deploy/clients.sh
 	PYTHON=$(PYTHON) CLIENTS=$(CLIENTS) sh deploy/clients.sh

@@ -61,7 +61,7 @@ class Metrics:
         )
         self.prefix_cache_hits = counter(
             "prefix_cache_hits_total",
-            "Tokens of prompts that were not computed, as a prefix cache had their KV.",
+            "Of these, tokens whose KV was there: it was not sent to a decode node, or not computed by a prefill node.",
             "side",
         )
         self.prompt_tokens = counter("prompt_tokens_total", "Prompt tokens computed.")

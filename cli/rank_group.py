@@ -1,4 +1,4 @@
-"""`hisparse-pd decode --ranks N`: starts the ranks of a node, and ends all of them when one ends."""
+"""`hisparse-pd prefill|decode --ranks N`: starts the ranks of a node, and ends all of them when one ends."""
 
 import os
 import select
@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import FrameType
 
 import typer
@@ -18,6 +18,7 @@ from decode_node.config import DecodeConfig
 from engine.agreement import GroupFailed
 from engine.group_table import GroupTable
 from engine.rank_place import RankPlace, create_places
+from prefill_node.config import PrefillConfig
 from service.lifecycle import STOP_SIGNALS
 
 _LAST_WORDS_S = 2.0
@@ -31,9 +32,12 @@ _POLL_S = 0.2
 Processes = Mapping[str, "subprocess.Popen[bytes]"]
 
 
-def plan_ranks(config: DecodeConfig, places: list[RankPlace]) -> list[Child]:
+NodeOfRanks = PrefillConfig | DecodeConfig
+
+
+def plan_ranks(config: NodeOfRanks, places: list[RankPlace]) -> list[Child]:
     """The processes of a node of several ranks. Raises StartupError for what such a node does not do."""
-    if config.allow_local_prefill:
+    if isinstance(config, DecodeConfig) and config.allow_local_prefill:
         raise StartupError(
             f"--allow-local-prefill with --ranks {config.ranks}: only a decode node of one rank computes prompts"
         )
@@ -43,7 +47,8 @@ def plan_ranks(config: DecodeConfig, places: list[RankPlace]) -> list[Child]:
             f"--port {config.port} and --control-port {config.control_port} with --ranks {config.ranks}: each rank "
             f"takes the ports {RANK_PORTS} above those of the rank before, which must be different ones up to 65535"
         )
-    common = changed_flags(DecodeConfig, config)
+    common = changed_flags(type(config), config)
+    command = "prefill" if isinstance(config, PrefillConfig) else "decode"
     children = []
     for place in places:
         http_port = _port(config.port, place.rank)
@@ -52,17 +57,29 @@ def plan_ranks(config: DecodeConfig, places: list[RankPlace]) -> list[Child]:
             "--control-port": _port(config.control_port, place.rank),
             "--device": _device(config.device, place.rank),
         }
-        words = ["decode", *arguments({**common, **own})]
+        words = [command, *arguments({**common, **own})]
         children.append(Child(f"rank {place.rank}", words, http_port, place.variables(), place.descriptors))
     return children
 
 
-def run_ranks(config: DecodeConfig) -> int:
+def runner_of(config: NodeOfRanks) -> Callable[..., None]:
+    """What runs a node of that kind: takes the configuration, and the place of a rank."""
+    if isinstance(config, PrefillConfig):
+        from prefill_node.process import run_prefill_node
+
+        return run_prefill_node
+    from decode_node.process import run_decode_node
+
+    return run_decode_node
+
+
+def run_ranks(config: NodeOfRanks) -> int:
     """Run a node of several ranks until it is stopped (returns 0), or until one of them ends (its exit code, or 1).
 
     SIGTERM drains all ranks, SIGINT ends them. The rank that ended first and the reason are said last, in one line.
     """
-    places = create_places(config.ranks)
+    # Rank 0 of a prefill node plans the steps of all. Decode ranks agree on each.
+    places = create_places(config.ranks, lines=isinstance(config, PrefillConfig))
     children = plan_ranks(config, places)
     return supervise(children, GroupTable(places[0].table, len(places)), config.drain_timeout)
 
@@ -102,13 +119,11 @@ def supervise(children: list[Child], table: GroupTable, drain_timeout: float) ->
     return code
 
 
-def run_rank(config: DecodeConfig, place: RankPlace) -> None:
+def run_rank(config: NodeOfRanks, place: RankPlace) -> None:
     """Be one rank. Why it ends is left for the process that supervises it, which says it once for all ranks."""
-    from decode_node.process import run_decode_node
-
     table = GroupTable(place.table, place.size)
     try:
-        run_decode_node(config, place)
+        runner_of(config)(config, place)
     except GroupFailed as failure:
         table.report(place.rank, str(failure))
         raise typer.Exit(1) from failure

@@ -84,7 +84,7 @@ class ServePlan:
         nodes += [("decode", number, decode) for number in range(config.decode_nodes)]
         devices = itertools.cycle(self.devices)
         for role, number, flags in nodes:
-            ranks = config.decode_ranks if role == "decode" else 1
+            ranks = config.decode_ranks if role == "decode" else config.prefill_ranks
             # A node of several ranks has the GPUs from its device on.
             device, *_ = itertools.islice(devices, ranks)
             port = free_port(ranks)
@@ -101,7 +101,7 @@ def plan(config: ServeConfig) -> ServePlan:
         raise StartupError(
             "--prefill-nodes 0: nothing would compute prompts; give --allow-local-prefill to let decode nodes do it"
         )
-    ranks = config.prefill_nodes + config.decode_nodes * config.decode_ranks
+    ranks = config.prefill_nodes * config.prefill_ranks + config.decode_nodes * config.decode_ranks
     devices = devices_for(config.device, ranks, config.mem_fraction_static)
     return ServePlan(config, config.port or free_port(), devices)
 

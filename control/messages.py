@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 
 from control.block_hashes import BlockHashes
 from control.grammar import Grammar
+from control.prompt_logprobs import Alternatives, PromptLogprobs
 
 Role = Literal["gateway", "prefill", "decode"]
 Transport = Literal["shm", "rdma", "tcp"]
@@ -39,6 +40,11 @@ class Peer(WireModel):
     role: Role
     address: Address
     boot_id: Identifier
+
+
+MAX_RANKS = 1024
+"""Processes of one node, at most."""
+Ranks = Annotated[tuple[Peer, ...], Field(max_length=MAX_RANKS)]
 
 
 class Identity(WireModel):
@@ -155,6 +161,7 @@ class Register(Message):
 
     via: where the node was told to find the gateway, which may name itself otherwise; stable. max_request_tokens: the
     longest prompt (prefill), or prompt and output (decode). local_prefill: whether a decode node computes prompts.
+    ranks: the other processes of a prefill node that has several; they write to slots that are named to the node.
     """
 
     via: Address
@@ -165,6 +172,7 @@ class Register(Message):
     max_request_tokens: UInt
     local_prefill: bool = False
     checkpoint: CheckpointIdentity | None = None
+    ranks: Ranks = ()
 
 
 class Registered(Message):
@@ -195,15 +203,16 @@ class Heartbeat(Message):
 class HeartbeatAck(Message):
     """Gateway to node. A node that is not `known` registers again.
 
-    prefill_nodes: the least loaded first. longest_prompts: see Generate. leaving: boot ids of prefill nodes.
-    cache_serial: of the last CacheUpdate of this boot before which none is missing, 0 if there is none; None if the
-    gateway wants none.
+    prefill_nodes: the least loaded first. longest_prompts, prefill_ranks: see Generate. leaving: boot ids of prefill
+    nodes. cache_serial: of the last CacheUpdate of this boot before which none is missing, 0 if there is none; None if
+    the gateway wants none.
     """
 
     via: Address
     known: bool
     prefill_nodes: tuple[Peer, ...] = ()
     longest_prompts: dict[Identifier, UInt] = {}
+    prefill_ranks: dict[Identifier, Ranks] = {}
     leaving: tuple[Identifier, ...] = ()
     cache_serial: UInt | None = None
 
@@ -265,9 +274,12 @@ def _column(hashes: BlockHashes) -> bytes:
 class Generate(Message):
     """Gateway to decode node: take this request. Repeated until Accepted, Rejected or Outputs answers it.
 
-    prefill_nodes: in order of preference. longest_prompts: the most tokens that each takes, by its boot id. priority: a
-    request with a lower one goes first, then that which came first. grammar: what the answer has to look like.
-    cache_salt: requests with different ones share no cached KV.
+    prefill_nodes: in order of preference. longest_prompts: the most tokens that each takes, by its boot id.
+    prefill_ranks: by boot id, the other ranks of those that have some. priority: a request with a lower one goes first,
+    then that which came first. grammar: what the answer has to look like. cache_salt: requests with different ones
+    share no cached KV. group: requests of one group have the same prompt, whose KV is prefilled once if they are at one
+    node together. prompt_logprobs: log probabilities of the prompt's tokens are asked for, with so many alternatives
+    each; they take a prompt that is computed whole, whatever is cached.
     """
 
     request_id: Identifier
@@ -278,8 +290,11 @@ class Generate(Message):
     priority: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
     grammar: Grammar | None = None
     cache_salt: CacheSalt = ""
+    group: Annotated[str, Field(max_length=128)] = ""
+    prompt_logprobs: Alternatives | None = None
     prefill_nodes: tuple[Peer, ...] = ()
     longest_prompts: dict[Identifier, UInt] = {}
+    prefill_ranks: dict[Identifier, Ranks] = {}
 
 
 class Accepted(Message):
@@ -305,7 +320,8 @@ class Output(WireModel):
     """New tokens of one request. start: index of the first one among the generated tokens, so that a loss shows.
 
     cached_tokens: tokens of the prompt that were not computed for this request. In the output with its first token and
-    in its last one; 0 in others.
+    in its last one; 0 in others. prompt_logprobs: a piece of what was asked for. All pieces come before the first
+    token, in outputs of their own.
     """
 
     request_id: Identifier
@@ -314,6 +330,7 @@ class Output(WireModel):
     finish_reason: FinishReason | None = None
     error: str | None = None
     cached_tokens: UInt = 0
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class Outputs(Message):
@@ -329,7 +346,10 @@ class Ended(Message):
 
 
 class Resend(Message):
-    """Gateway to decode node: send the tokens from index `start` on again. Repeated until the gap is closed."""
+    """Gateway to decode node: send the tokens from index `start` on again. Repeated until the gap is closed.
+
+    With `start` 0 the log probabilities of the prompt come again, too.
+    """
 
     request_id: Identifier
     start: UInt
@@ -449,7 +469,9 @@ class PrefillRequest(Message):
     token_ids: all tokens of the sequence but the last, which the decode node computes. start: the decode node has the
     KV of the positions before it. extents: (start, length) runs of slots in the order of positions, for `start` and
     those behind it. hisparse: whether the slots are in host memory. cache_salt: requests with different ones share no
-    cached KV. Repeated until PrefillAccepted.
+    cached KV. prompt_logprobs: as in Generate; then last_token_id is the token that `token_ids` leaves out, and every
+    token is computed, whatever is cached. ranks: boot ids of the node's other ranks, for which the slots are reserved,
+    too: no others may write. Repeated until PrefillAccepted.
     """
 
     attempt: AttemptId
@@ -459,6 +481,15 @@ class PrefillRequest(Message):
     extents: tuple[tuple[UInt, UInt], ...]
     hisparse: bool = False
     cache_salt: CacheSalt = ""
+    prompt_logprobs: Alternatives | None = None
+    last_token_id: TokenId | None = None
+    ranks: Annotated[tuple[Identifier, ...], Field(max_length=MAX_RANKS)] = ()
+
+    @model_validator(mode="after")
+    def _last_token_is_named(self) -> Self:
+        if self.prompt_logprobs is not None and self.last_token_id is None:
+            raise ValueError("prompt_logprobs needs last_token_id")
+        return self
 
     @model_validator(mode="after")
     def _extents_cover_tokens(self) -> Self:
@@ -484,13 +515,15 @@ class PrefillAccepted(Message):
 class ChunkDone(Message):
     """Prefill node to decode node: every write of a chunk before the last was confirmed. Repeated until ChunkTaken.
 
-    Only chunks with checksums have one: the decode node verifies them while later chunks compute. number: counts these
-    messages of the attempt from 0, in the order in which their chunks landed.
+    Only chunks with checksums have one, which the decode node verifies while later chunks compute, and those that were
+    asked for log probabilities. number: counts these messages of the attempt from 0, in the order in which their chunks
+    landed. prompt_logprobs: those that no message before it has, of this chunk and of others.
     """
 
     attempt: AttemptId
     number: UInt
     checksums: Checksums
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
 
 
 class ChunkTaken(Message):
@@ -503,10 +536,10 @@ class ChunkTaken(Message):
 class PrefillDone(Message):
     """Prefill node to decode node: every write was confirmed, and nothing is in flight. Repeated until Admitted.
 
-    chunks: how many ChunkDone the attempt has; they may come later. checksums: of the rest. transfer_seconds: how long
-    something of it was being written, without waits for layers or for a lease. lingering: a write was cut and posted
-    again; the second copy has landed, and the first may still land, with the same bytes at the same place.
-    cached_tokens: those whose KV the node had and did not compute.
+    chunks: how many ChunkDone the attempt has; they may come later. checksums, prompt_logprobs: the rest.
+    transfer_seconds: how long something of it was being written, without waits for layers or for a lease. lingering: a
+    write was cut and posted again; the second copy has landed, and the first may still land, with the same bytes at the
+    same place. cached_tokens: those whose KV the node had and did not compute.
     """
 
     attempt: AttemptId
@@ -516,6 +549,7 @@ class PrefillDone(Message):
     transfer_seconds: Annotated[float, Field(ge=0)] = 0.0
     chunks: UInt = 0
     checksums: Checksums = Checksums()
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     lingering: bool = False
     cached_tokens: UInt = 0
 

@@ -19,17 +19,6 @@ class DecodeConfig(NodeConfig):
     port: Port = 8020
     control_port: ControlPort = 8021
     hisparse_config: HiSparseJson = None
-    ranks: Annotated[
-        int,
-        Flag(
-            "Processes of the node, which step together and have a part of the experts each; on GPUs, one for each.",
-            min=1,
-            max=64,
-        ),
-    ] = 1
-    step_timeout: Annotated[
-        float, Flag("Seconds that a step of several ranks may take before the node ends.", min=1.0)
-    ] = 30.0
     max_running_requests: Annotated[int, Flag("Requests that decode at a time, in each rank.", min=1)] = 32
     max_device_slots: Annotated[
         int | None,

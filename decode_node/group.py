@@ -29,7 +29,7 @@ def check_alike(ranks: RankGroup, config: DecodeConfig, spec: ModelSpec) -> None
 
 def check_host_memory(ranks: RankGroup, sizes: Sizes, available: int) -> None:
     """Raises StartupError if the host pools of all ranks do not fit together. available: bytes before any was made."""
-    said = ranks.share([sizes.host_bytes, available])
+    said = ranks.share([sizes.host_bytes + sizes.prefix_cache_bytes, available])
     pools = [pool for pool, _ in said]
     least = min(free for _, free in said)
     if sum(pools) > least:

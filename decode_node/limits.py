@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from control.messages import Generate, Sampling
+from control.prompt_logprobs import too_many
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Limits:
             largest = max(largest, *token_ids, 0)
         if largest >= self.vocab_size:
             return f"token id {largest} is outside the vocabulary of {self.vocab_size}"
-        return None
+        return None if generate.prompt_logprobs is None else too_many(prompt, generate.prompt_logprobs)
 
 
 def _named_tokens(sampling: Sampling) -> Iterator[Iterable[int]]:

@@ -24,12 +24,12 @@ from decode_node.scheduler import Scheduler
 from decode_node.verifier import Verified
 from engine.agreement import GroupFailed
 from engine.device import DeviceFailed
-from engine.group_table import Standing
 from engine.ranks import RankGroup
 from hisparse.coordinator import HiSparseCoordinator
 from hisparse.swap_in import SwapInCounters
 from service.lifecycle import Phase
 from service.shell import NodeShell
+from service.standing import stand_with_group
 
 log = structlog.get_logger(__name__)
 
@@ -38,12 +38,6 @@ _BUSY_PREFILL_WAIT_S = 0.02
 _GATEWAY_SILENCE_S = 30.0
 _FAREWELL_S = 0.5
 """How long an empty node still refuses requests before it ends: gateways may not know yet that it leaves."""
-
-_STANDING = {
-    Phase.SERVING: Standing.SERVING,
-    Phase.DRAINING: Standing.DRAINING,
-    Phase.ENDING: Standing.ENDING,
-}
 
 Event = Verified | LoopCall
 """What other threads put into the loop's inbox."""
@@ -117,22 +111,11 @@ class DecodeNode:
         self._remote.tick(now)
         self._housekeep(now)
         self._scheduler.turn()
+        if (prefixes := self._coordinator.host.prefixes) is not None:
+            prefixes.send_reports(now)
         self._check_idle()
-        self._stand_with_group()
-
-    def _stand_with_group(self) -> None:
-        """If one rank drains or ends, all do."""
-        if self._ranks is None:
-            return
-        lifecycle = self._shell.lifecycle
-        own = _STANDING[lifecycle.phase]
-        standing = self._ranks.stand(own)
-        if standing > own:
-            log.info("stopping with the other ranks", phase=standing.name.lower())
-        if standing is Standing.ENDING:
-            lifecycle.end()
-        elif standing is Standing.DRAINING:
-            lifecycle.drain()
+        if self._ranks is not None:
+            stand_with_group(self._shell.lifecycle, self._ranks)
 
     @property
     def _must_stay(self) -> bool:
@@ -143,7 +126,9 @@ class DecodeNode:
         """Update gauges and counters for a scrape. Always called by the same thread, which need not be the loop's."""
         host, device, metrics = self._coordinator.host, self._coordinator.device, self._metrics
         quarantined = self._remote.abandoned.num_slots
-        metrics.host_slots.labels("free").set(host.free)
+        cached = host.cached
+        metrics.host_slots.labels("free").set(host.free - cached)
+        metrics.host_slots.labels("cached").set(cached)
         metrics.host_slots.labels("quarantined").set(quarantined)
         metrics.host_slots.labels("used").set(host.used - quarantined)
         metrics.quarantine_seconds.set(self._remote.abandoned.oldest_seconds(time.monotonic()))
@@ -177,7 +162,7 @@ class DecodeNode:
                 item.run()
             case (sender, Generate() as message):
                 if message.prefill_nodes:
-                    self._remote.nodes.learn(sender.address, message.prefill_nodes, message.longest_prompts)
+                    self._learn(sender, message)
                 rejected = self._scheduler.add(message, sender)
                 self._control.send(sender, rejected or Accepted(request_id=message.request_id))
             case (sender, Cancel() as message):
@@ -187,7 +172,7 @@ class DecodeNode:
             case (sender, Resend() as message):
                 self._scheduler.outputs.resend(message.request_id, message.start, sender)
             case (sender, HeartbeatAck() as message):
-                self._remote.nodes.learn(sender.address, message.prefill_nodes, message.longest_prompts)
+                self._learn(sender, message)
                 self._remote.nodes.retire(*message.leaving)
             case (_, Registered() | Refused()):
                 pass
@@ -195,6 +180,10 @@ class DecodeNode:
                 self._remote.take(sender, message)
             case (sender, message):
                 log.warning("not for a decode node", kind=type(message).__name__, sender=sender.address)
+
+    def _learn(self, gateway: Peer, message: Generate | HeartbeatAck) -> None:
+        """Take a gateway's list of prefill nodes."""
+        self._remote.nodes.learn(gateway.address, message.prefill_nodes, message.longest_prompts, message.prefill_ranks)
 
     def _housekeep(self, now: float) -> None:
         """Once a second, end requests whose gateway is gone and requests whose tokens may be wrong."""
@@ -223,6 +212,8 @@ class DecodeNode:
         log.error("swap-in violations", violations=violations, ended=len(suspects))
         for request in suspects:
             self._scheduler.end(request, "error", f"its tokens may be wrong (swap-in violations: {violations})")
+        # So may the KV of those that ended since the last look.
+        self._scheduler.forget_prefixes()
 
     def _check_idle(self) -> None:
         """Check for leaked slots whenever the last request has gone."""

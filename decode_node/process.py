@@ -9,6 +9,8 @@ import torch
 from base.errors import StartupError
 from base.logs import configure_logging
 from base.memory import available_host_bytes, device_split, human, pool_bytes
+from control.block_hashes import BlockHasher
+from control.cache_reports import CacheReports
 from control.keys import load_token
 from control.membership import Membership
 from control.messages import Heartbeat, Register
@@ -113,6 +115,7 @@ def run_decode_node(config: DecodeConfig, place: RankPlace | None = None) -> Non
             shell.metrics,
             config.prefill_timeout,
             on_lost=lambda request, reason: scheduler.retry(request, reason),
+            on_landed=lambda request, cached: scheduler.landed(request, cached),
         )
         runner = ModelRunner(
             model,
@@ -170,6 +173,8 @@ def run_decode_node(config: DecodeConfig, place: RankPlace | None = None) -> Non
                 running_requests=coordinator.num_running,
             ),
         )
+        if (prefixes := coordinator.host.prefixes) is not None:
+            prefixes.report_to(CacheReports(membership, prefixes.newest), BlockHasher(shell.cache_seed))
         node = DecodeNode(shell, scheduler, remote, coordinator, membership, ranks)
         quarantine = quarantine_router(Quarantine(reservations, shell.control), shell.inbox.put, token=token)
         shell.start(membership, node.refresh_metrics, quarantine)
@@ -210,6 +215,7 @@ def _plan(
         available_host_bytes=host_bytes,
         available_device_bytes=for_pools - for_local_prefill,
         max_device_slots=config.max_device_slots,
+        vocab_size=spec.vocab_size if config.enable_prefix_caching else None,
     )
     if ranks is not None:
         check_host_memory(ranks, sizes, host_bytes)

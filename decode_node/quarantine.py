@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from control.plane import ControlPlane
 from decode_node.health import SILENCE_S
 from decode_node.loop_call import LoopBusy, LoopCall, Result, on_loop
-from transfer.fencing import Reservation, ReservationTable
+from transfer.fencing import Reservation, ReservationTable, Writer
 
 log = structlog.get_logger(__name__)
 
@@ -25,7 +25,8 @@ DANGER = "evicting a process that still writes corrupts the memory of other requ
 
 
 class QuarantinedReservation(BaseModel):
-    """Slots of an abandoned attempt that a prefill node may still be writing to."""
+    """Slots of an abandoned attempt, and a process that may still be writing to them: a prefill node, or one of its
+    ranks. Slots that several processes may be writing to are listed for each of them."""
 
     request_id: str
     epoch: int
@@ -33,12 +34,12 @@ class QuarantinedReservation(BaseModel):
     quarantined_s: float
     """Seconds in quarantine."""
     writer: str
-    """The prefill node's control address."""
+    """The process's control address."""
     boot_id: str
     last_heard_s: float | None
     """Seconds since that process was last heard; None if that is too long ago to be known."""
     free_in_s: float | None
-    """Seconds until the slots are free, if the process is proved dead or evicted; None otherwise."""
+    """Seconds until the slots are free of this process, if it is proved dead or evicted; None otherwise."""
 
 
 class QuarantineList(BaseModel):
@@ -46,12 +47,16 @@ class QuarantineList(BaseModel):
 
 
 class Eviction(BaseModel):
-    """What an eviction frees, after the grace for writes that the network still carries."""
+    """What an eviction frees, after the grace for writes that the network still carries.
+
+    also_written_by: boot ids of other ranks that may still be writing to some of it, which is not free before.
+    """
 
     boot_id: str
     reservations: int
     slots: int
     free_in_s: float
+    also_written_by: list[str] = []
     warning: str = DANGER
 
 
@@ -63,10 +68,12 @@ class Quarantine:
         self._control = control
 
     def list(self) -> QuarantineList:
-        """All quarantined reservations, oldest first."""
+        """All quarantined reservations with the processes that they wait for, oldest first."""
         now = time.monotonic()
         oldest_first = sorted(self._reservations.quarantined, key=lambda r: r.quarantined_at or now)
-        return QuarantineList(reservations=[self._describe(reservation, now) for reservation in oldest_first])
+        return QuarantineList(
+            reservations=[self._describe(r, writer, now) for r in oldest_first for writer in r.writers]
+        )
 
     def evict(self, boot_id: str, force: bool = False) -> Eviction:
         """Free, after the drain grace, what is quarantined for a process that is gone for good.
@@ -76,14 +83,15 @@ class Quarantine:
         quarantined for that boot id, 409 if the process lives.
         """
         now = time.monotonic()
-        mine = [r for r in self._reservations.quarantined if r.writer.boot_id == boot_id]
+        mine = [r for r in self._reservations.quarantined if r.writers_of(boot_id)]
+        writers = [writer for r in mine for writer in r.writers_of(boot_id)]
         if not mine:
             raise HTTPException(404, f"nothing is in quarantine for boot id {boot_id}")
         heard = self._control.last_heard(boot_id)
         if heard is not None and now - heard < SILENCE_S and not force:
             raise HTTPException(
                 409,
-                f"{mine[0].writer.address} (boot id {boot_id}) was heard {now - heard:.1f} s ago, and {DANGER}; "
+                f"{writers[0].peer.address} (boot id {boot_id}) was heard {now - heard:.1f} s ago, and {DANGER}; "
                 "stop it first, or force the eviction",
             )
         self._reservations.evict(boot_id, now)
@@ -91,21 +99,22 @@ class Quarantine:
             boot_id=boot_id,
             reservations=len(mine),
             slots=sum(reservation.num_slots for reservation in mine),
-            free_in_s=max(0.0, max(r.free_after or now for r in mine) - now),
+            free_in_s=max(0.0, max(writer.free_after or now for writer in writers) - now),
+            also_written_by=sorted({writer.peer.boot_id for r in mine for writer in r.writers if writer.may_post}),
         )
         log.warning("evicted by an operator", forced=force, **eviction.model_dump(exclude={"warning"}))
         return eviction
 
-    def _describe(self, reservation: Reservation[Any], now: float) -> QuarantinedReservation:
-        heard = self._control.last_heard(reservation.writer.boot_id)
-        free_after = reservation.free_after
+    def _describe(self, reservation: Reservation[Any], writer: Writer, now: float) -> QuarantinedReservation:
+        heard = self._control.last_heard(writer.peer.boot_id)
+        free_after = writer.free_after
         return QuarantinedReservation(
             request_id=reservation.attempt.request_id,
             epoch=reservation.attempt.epoch,
             slots=reservation.num_slots,
             quarantined_s=now - (reservation.quarantined_at or now),
-            writer=reservation.writer.address,
-            boot_id=reservation.writer.boot_id,
+            writer=writer.peer.address,
+            boot_id=writer.peer.boot_id,
             last_heard_s=None if heard is None else now - heard,
             free_in_s=None if free_after is None else max(0.0, free_after - now),
         )

@@ -34,7 +34,7 @@ from decode_node.health import Health
 from decode_node.prefill_nodes import PrefillNodes
 from decode_node.request import Request, RequestState
 from decode_node.verifier import Verification, Verified
-from hisparse.extents import HostSlots
+from hisparse.extents import NO_SLOTS, HostSlots
 from transfer.fencing import ReservationTable
 
 log = structlog.get_logger(__name__)
@@ -49,7 +49,8 @@ class RemotePrefill:
     """Owns the attempts of requests in state PREFILLING. One loop calls it.
 
     `verify` queues checksums for the verifier, whose result comes to `verified`; False if the verifier is too busy.
-    `on_lost` is told the reason when a request has lost its attempt and holds nothing any more.
+    `on_landed` is called when the KV of a request is complete and verified, with how many of its tokens
+    the prefill node had. `on_lost` is told the reason when a request has lost its attempt.
     `patience`: seconds without acceptance or progress after which an attempt is given up.
     """
 
@@ -62,6 +63,7 @@ class RemotePrefill:
         metrics: Metrics,
         patience: float,
         on_lost: Callable[[Request, str], None],
+        on_landed: Callable[[Request, int], None] = lambda *_: None,
     ) -> None:
         self.health = Health(control, patience)
         self.nodes = PrefillNodes(control, self.health)
@@ -73,6 +75,7 @@ class RemotePrefill:
         self._verify = verify
         self._metrics = metrics
         self._on_lost = on_lost
+        self._on_landed = on_landed
         self._attempts: dict[AttemptId, PrefillAttempt] = {}
         self._inquire_at = 0.0
 
@@ -83,28 +86,48 @@ class RemotePrefill:
     # --- attempts begin and end ---
 
     def dispatch(self, request: Request, node: Peer, slots: HostSlots) -> None:
-        """Reserve the slots under a new epoch and ask the node to fill them with the KV of all tokens but the last."""
+        """Reserve the slots under a new epoch and ask the node to fill them with the KV of all tokens but the last.
+
+        Slots that the request has already hold the positions before them.
+        """
         request.epoch += 1
         request.prefill_attempts += 1
         request.tried.add(node.boot_id)
         request.move(RequestState.PREFILLING)
-        attempt = PrefillAttempt(request.attempt(self._me), request, node, slots, time.monotonic(), request.kv_tokens)
-        self._reservations.open(attempt.id, node, slots, len(slots))
+        prefix = request.host_slots or NO_SLOTS
+        attempt = PrefillAttempt(
+            request.attempt(self._me),
+            request,
+            node,
+            slots,
+            time.monotonic(),
+            request.kv_tokens,
+            prefix,
+            request.logprobs_to_compute(),
+        )
+        ranks = self.nodes.ranks_of(node, request)
+        self._reservations.open(attempt.id, node, slots, len(slots), ranks)
         self._attempts[attempt.id] = attempt
         self.health.begun(node, request.request_id)
         extents = tuple((extent.start, extent.length) for extent in slots.extents)
         message = PrefillRequest(
             attempt=attempt.id,
             token_ids=request.tokens[:-1],
+            start=len(prefix),
             destination=self._destination,
             extents=extents,
             hisparse=True,
+            cache_salt=request.generate.cache_salt,
+            prompt_logprobs=None if attempt.prompt_logprobs is None else request.generate.prompt_logprobs,
+            last_token_id=None if attempt.prompt_logprobs is None else request.tokens[-1],
+            ranks=tuple(rank.boot_id for rank in ranks),
         )
         self._control.repeat(("prefill", attempt.id), node, message)
         log.info(
             "prefill dispatched",
             node=node.address,
             tokens=request.kv_tokens,
+            cached=len(prefix),
             extents=len(extents),
             **attempt.id.log_fields,
         )
@@ -125,7 +148,11 @@ class RemotePrefill:
         """The request gets the slots. If a write may linger, their next owner gets them only behind a fence."""
         request = attempt.request
         self._end(attempt.id, AttemptState.LANDED)
-        request.host_slots = self._reservations.landed(attempt.id, time.monotonic(), done.lingering)
+        landed = self._reservations.landed(attempt.id, time.monotonic(), done.lingering)
+        request.host_slots = attempt.prefix.extend(landed.extents)
+        request.may_be_shared = not done.lingering
+        if attempt.prompt_logprobs is not None:
+            request.prompt_logprobs = attempt.prompt_logprobs
         request.tried.clear()
         request.prefill_attempts = 0
         request.move(RequestState.LANDED)
@@ -140,6 +167,7 @@ class RemotePrefill:
             lingering=done.lingering,
             **attempt.id.log_fields,
         )
+        self._on_landed(request, done.cached_tokens)
 
     def _lose(self, attempt_id: AttemptId, reason: str, leaving: bool = False) -> None:
         """The node stopped working on an attempt. That fails the attempt unless the node had announced everything.
@@ -264,8 +292,12 @@ class RemotePrefill:
             self._fail(attempt, result.reason, "checksum")
 
     def _land_if_verified(self, attempt: PrefillAttempt) -> None:
-        if attempt.done is not None and attempt.is_verified:
+        if attempt.done is None or not attempt.is_verified:
+            return
+        if attempt.prompt_logprobs is None or attempt.prompt_logprobs.complete:
             self._land(attempt, attempt.done)
+        else:
+            self._fail(attempt, "log probabilities of the prompt are missing")
 
     # --- housekeeping ---
 
@@ -275,7 +307,8 @@ class RemotePrefill:
         if now < self._inquire_at:
             return
         self._inquire_at = now + _INQUIRE_S
-        self._control.watch(self.nodes.known | {reservation.writer for reservation in self._reservations})
+        writers = {writer.peer for reservation in self._reservations for writer in reservation.writers}
+        self._control.watch(self.nodes.known | writers)
         for attempt_id, attempt in list(self._attempts.items()):
             if attempt.needs_node and (trouble := self.health.trouble(attempt, now)):
                 self._lose(attempt_id, trouble)

@@ -19,13 +19,13 @@ from decode_node.outputs import OutputStream
 from decode_node.remote_prefill import RemotePrefill
 from decode_node.request import Request, RequestState, RequestTable
 from decode_node.slots import SlotManager
+from decode_node.starting import PrefillStarter
 from decode_node.stepper import Stepper
 from engine.grammar.errors import GrammarViolation
 from engine.ranks import RankGroup
 from engine.runner import ModelRunner
 from engine.sampling import NoToken
 from hisparse.coordinator import HiSparseCoordinator
-from hisparse.extents import HostSlots
 
 log = structlog.get_logger(__name__)
 
@@ -64,6 +64,7 @@ class Scheduler:
         self._metrics = metrics
         self._limits = limits
         self._slots = SlotManager(self.requests, coordinator, remote, local, metrics)
+        self._starter = PrefillStarter(self._slots, remote, local, metrics, self.landed)
         self._grammars = grammars
         self._steps = Stepper(runner, coordinator, metrics, grammars, self._step_failed, ranks)
         self._ended: Tombstones[str] = Tombstones()
@@ -108,13 +109,26 @@ class Scheduler:
             self.outputs.unknown(request_id, gateway)
 
     def retry(self, request: Request, reason: str) -> None:
-        """A request that lost its prefill attempt waits for another one, or ends if it had all its attempts."""
+        """A request that lost its prefill attempt waits for another one, or ends if it had all its attempts.
+
+        It gives its cached prefix back, and looks for one again then.
+        """
+        self._slots.release(request)
         if request.prefill_attempts > self._limits.prefill_retries:
             self.end(request, "error", f"prefill failed {request.prefill_attempts} times, at last: {reason}")
         else:
             self._metrics.prefill_retries.inc()
             pause = RETRY_S * 2 ** max(0, request.prefill_attempts - 1)
             request.again_at = time.monotonic() + min(pause, LONGEST_RETRY_S)
+
+    def landed(self, request: Request, cached_tokens: int) -> None:
+        """The KV of a request is complete and verified. cached_tokens: tokens that were not computed for that.
+
+        A node that prefills computes what it lacks of the prompt, also what the decode node has.
+        """
+        if request.cached_tokens is None:
+            request.cached_tokens = cached_tokens
+        self._slots.share(request)
 
     # --- a turn of the loop ---
 
@@ -144,28 +158,7 @@ class Scheduler:
             self.end(refused.request, "abort" if refused.elsewhere else "invalid", refused.reason)
 
     def _start_prefills(self) -> None:
-        """Give waiting requests host slots and a node that prefills them, in order."""
-        for request in self.requests.in_state(RequestState.WAITING):
-            if not request.kv_tokens:
-                # A prompt of one token: its KV is that of its first step.
-                request.host_slots = HostSlots(())
-                request.move(RequestState.LANDED)
-                continue
-            node = self._remote.nodes.choose(request)
-            local = self._local if node is None and self._local and self._local.fits(request.kv_tokens) else None
-            if node is None and local is None:
-                # Nobody can prefill this one now, but perhaps a shorter prompt.
-                continue
-            if node is not None and node.boot_id in request.tried and time.monotonic() < request.again_at:
-                continue
-            slots = self._slots.reserve_host(request.kv_tokens)
-            if slots is None:
-                return
-            if node is not None:
-                self._remote.dispatch(request, node, slots)
-            elif local is not None:
-                request.host_slots = slots
-                local.start(request)
+        self._starter.start(self.requests)
 
     def _advance_local_prefill(self) -> None:
         if self._local is None or not self._local.has_work:
@@ -179,6 +172,7 @@ class Scheduler:
                 self.end(request, "error", f"prefill failed: {error}")
         landed, broken = self._local.staged()
         for request in landed:
+            self.landed(request, 0)
             log.info("staged", request_id=request.request_id, tokens=request.kv_tokens)
         for request, failure in broken:
             self.end(request, "error", f"copying the prompt's KV to host memory failed: {failure}")
@@ -259,7 +253,8 @@ class Scheduler:
         self.outputs.flush()
 
     def _close(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
-        self._slots.release(request)
+        # What a failed step has left behind may be wrong.
+        self._slots.release(request, keep=reason != "error")
         request.move(RequestState.FINISHED)
         self._grammars.forget(request)
         del self.requests[request.request_id]
@@ -267,6 +262,10 @@ class Scheduler:
         log.info("finished", request_id=request.request_id, reason=reason, tokens=len(request.generated), error=error)
 
     # --- state ---
+
+    def forget_prefixes(self) -> None:
+        """Give up what is cached and not in use, as some of it may be wrong."""
+        self._slots.clear_prefixes()
 
     def take_stepped(self) -> list[Request]:
         """Requests, retracted ones included, that were in a step since the last call and have not ended."""
@@ -285,7 +284,8 @@ class Scheduler:
         return bool(self.requests) or not idle
 
     def check_idle(self) -> None:
-        """When nothing is held, every pool must be as full as at start. Raises RuntimeError if not."""
+        """When nothing is held, every pool must be as full as at start, but for the prefix cache. Raises RuntimeError
+        if not."""
         if self.holds_something:
             return
         if not self._coordinator.is_idle() or (self._local is not None and not self._local.is_idle):

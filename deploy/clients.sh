@@ -23,3 +23,5 @@ in_env aiperf aiperf
 in_env guidellm "torch==$TORCH_VERSION+cpu" 2>/dev/null ||
     in_env guidellm "torch==$TORCH_VERSION" --index-url https://download.pytorch.org/whl/cpu
 in_env guidellm guidellm
+# Of the tokenizer's library it needs no torch.
+in_env lm-eval "lm-eval[api]" transformers

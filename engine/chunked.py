@@ -9,6 +9,7 @@ import torch
 
 from engine.page_cache import PageCache, PageLease
 from engine.paged_pool import PagedKVPool, PagedSequence
+from engine.prompt_logprobs import QueuedLogprobs
 from hisparse.prefix_tree import TokenIds
 from model.passes import PrefillChunk
 from model.sparse_model import SparseModel
@@ -19,19 +20,26 @@ from transfer.planner import Int64s
 class PrefillJob:
     """The tokens of a prompt whose KV is to be computed: all but the last, which a decode step computes.
 
-    token_ids: int64, in host memory. salt: jobs with different ones share no cached KV. reuse: False where every token
-    has to be computed, for what else comes of it. computed: how many tokens have KV in the pool. cached: how many of
-    these had it when the job came to them. lease, pages, cache: set from the job's start until it is released.
+    token_ids: int64, in host memory. salt: jobs with different ones share no cached KV. prompt_logprobs: log
+    probabilities of the tokens are asked for, with so many alternatives each; then every token is computed, whatever is
+    cached, and last_token is the prompt's last token. computed: how many tokens have KV in the pool. cached: how many
+    of these had it when the job came to them. lease, pages, cache: set from the job's start until it is released.
     """
 
     token_ids: torch.Tensor
     salt: str = field(default="", init=False)
-    reuse: bool = field(default=True, init=False)
+    prompt_logprobs: int | None = field(default=None, kw_only=True)
+    last_token: int | None = field(default=None, kw_only=True)
     computed: int = field(default=0, init=False)
     cached: int = field(default=0, init=False)
     lease: PageLease | None = field(default=None, init=False, repr=False)
     pages: Int64s | None = field(default=None, init=False, repr=False)
     cache: PagedSequence | None = field(default=None, init=False, repr=False)
+
+    @property
+    def reuse(self) -> bool:
+        """Whether cached pages may be used. Log probabilities come only of tokens that are computed."""
+        return self.prompt_logprobs is None
 
     @property
     def num_tokens(self) -> int:
@@ -40,6 +48,14 @@ class PrefillJob:
     @property
     def remaining(self) -> int:
         return self.num_tokens - self.computed
+
+    def tokens_behind(self, chunk: PrefillChunk) -> torch.Tensor:
+        """The tokens of positions [chunk.start + 1, chunk.stop + 1), which a chunk says the probabilities of."""
+        behind = self.token_ids[chunk.start + 1 : chunk.stop + 1]
+        if chunk.stop < self.num_tokens:
+            return behind
+        assert self.last_token is not None, "a prompt with log probabilities names its last token"
+        return torch.cat((behind, torch.tensor([self.last_token])))
 
 
 JobT = TypeVar("JobT", bound=PrefillJob)
@@ -135,9 +151,25 @@ class ChunkedPrefill(Generic[JobT]):
         return PrefillStep(chunks) if chunks else None
 
     @torch.inference_mode()
-    def compute(self, step: PrefillStep[JobT], on_layer: Callable[[int], None] = lambda _: None) -> None:
-        """Queue the step's forward pass. `on_layer` is called when the kernels that write a layer's KV are queued."""
-        self._model.prefill([chunk for _, chunk in step.chunks], on_layer)
+    def compute(
+        self, step: PrefillStep[JobT], on_layer: Callable[[int], None] = lambda _: None
+    ) -> dict[JobT, QueuedLogprobs]:
+        """Queue the step's forward pass. `on_layer` is called when the kernels that write a layer's KV are queued.
+
+        Returns the log probabilities of the tokens behind the chunks of those jobs that ask for them.
+        """
+        chunks = [chunk for _, chunk in step.chunks]
+        if all(job.prompt_logprobs is None for job, _ in step.chunks):
+            self._model.prefill(chunks, on_layer)
+            return {}
+        lengths = [len(chunk.token_ids) for chunk in chunks]
+        hidden = torch.split(self._model.prefill_hidden(chunks, on_layer), lengths)
+        queued = {}
+        for (job, chunk), states in zip(step.chunks, hidden, strict=True):
+            if job.prompt_logprobs is not None:
+                found = self._model.logprobs(states, job.tokens_behind(chunk), job.prompt_logprobs)
+                queued[job] = QueuedLogprobs.of(chunk.start + 1, found)
+        return queued
 
     def complete(self, step: PrefillStep[JobT]) -> None:
         """Count a step's tokens as computed, and cache them."""

@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
@@ -59,6 +60,8 @@ class RankGroup:
         self._store.set_timeout(_LOADING)
         self._stages = 0
         self._watching_steps = False
+        self._planned = 0
+        """Steps that rank 0 has planned for the group; in a group that agrees on steps there are none."""
         self._group: dist.ProcessGroup | None = None
         self._table.set_pid(self.rank, os.getpid())
         self.share(None)
@@ -135,9 +138,24 @@ class RankGroup:
         """See Agreement.linger."""
         return self._agreement.linger(is_awaited)
 
-    def failure(self, error: Exception) -> GroupFailed:
+    def begin_step(self) -> None:
+        """A step of the group, which rank 0 has planned, is under way in this rank."""
+        self._planned += 1
+        if self._watching_steps:
+            self._watch.step_began(self._planned)
+
+    def end_step(self) -> None:
+        """The step that `begin_step` began is over."""
+        self._watch.step_ended()
+
+    def check(self) -> None:
+        """Raises GroupFailed if a rank has ended."""
+        if (dead := self._watch.dead()) is not None:
+            raise GroupFailed(f"rank {dead} ended")
+
+    def failure(self, error: object) -> GroupFailed:
         """What to raise for an error in the forward pass of a step: the other ranks wait for this one, or one ended."""
-        number = self._agreement.round
+        number = self._planned or self._agreement.round
         if (dead := self._watch.find_dead(_FIND_DEAD_S)) is not None:
             return GroupFailed(f"rank {dead} ended in step {number}")
         return GroupFailed(f"rank {self.rank} failed in step {number}: {error}")
@@ -158,6 +176,12 @@ class RankGroup:
         """Say that this rank asks for no more steps, and hear whether none does: then all may end."""
         self._table.set_done(self.rank)
         return self._table.all_done()
+
+    def leave(self, patience: float) -> None:
+        """Say that this rank is done, and wait so many seconds for the others to say so."""
+        until = time.monotonic() + patience
+        while not self.done() and time.monotonic() < until:
+            time.sleep(0.01)
 
     def close(self) -> None:
         """Leave the group. Its collectives must be over, or the process about to end."""

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from control.messages import FinishReason, Token
+from control.prompt_logprobs import PromptLogprobTable
 from gateway.attempt import NewTokens
 from gateway.detokenizer import Detokenizer, StopMatcher
 from gateway.tokenizer import CheckpointTokenizer
@@ -12,8 +13,8 @@ from gateway.tokenizer import CheckpointTokenizer
 class Delta:
     """What new tokens add to an answer. The text of a token may come with a later delta than its id.
 
-    offsets: where in the answer's text each token begins, counted with the stop string. first: as in NewTokens.
-    stop: the stop string that ended the answer.
+    offsets: where in the answer's text each token begins, counted with the stop string. first, prompt: as in
+    NewTokens. stop: the stop string that ended the answer.
     """
 
     text: str
@@ -22,6 +23,7 @@ class Delta:
     finish_reason: FinishReason | None
     first: bool = False
     stop: str | None = None
+    prompt: PromptLogprobTable | None = None
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class TextOptions:
 
     stops: strings that end it. stop_token_ids: tokens that end it. includes_stop: these are part of the text.
     min_tokens: before so many tokens nothing ends it. skipped: special tokens that are not part of the text.
+    prompt_only: it has no tokens. One was generated, since a decode node generates at least one.
     """
 
     stops: tuple[str, ...] = ()
@@ -37,6 +40,7 @@ class TextOptions:
     includes_stop: bool = False
     min_tokens: int = 0
     skipped: frozenset[int] = frozenset()
+    prompt_only: bool = False
 
 
 class Choice:
@@ -55,6 +59,8 @@ class Choice:
     def push(self, new: NewTokens) -> Delta:
         """Text and tokens, cut after the token that completed a stop string."""
         options = self._options
+        if options.prompt_only:
+            return Delta("", (), (), "length", new.first, prompt=new.prompt)
         text = ""
         offsets: list[int] = []
         for token in new.tokens:
@@ -74,4 +80,12 @@ class Choice:
             text += self._matcher.finish()
         if self._matcher.matched:
             finish_reason = "stop"
-        return Delta(text, new.tokens[: len(offsets)], tuple(offsets), finish_reason, new.first, self._matcher.stop)
+        return Delta(
+            text,
+            new.tokens[: len(offsets)],
+            tuple(offsets),
+            finish_reason,
+            new.first,
+            self._matcher.stop,
+            new.prompt,
+        )

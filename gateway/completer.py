@@ -3,7 +3,7 @@
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -30,6 +30,7 @@ from gateway.requests.chat import ChatCompletionRequest
 from gateway.requests.completions import CompletionRequest, Prompt
 from gateway.requests.conversion import ConvertedRequest
 from gateway.requests.unsupported import FieldPolicy
+from gateway.salts import salt_of
 from gateway.tokenizer import CheckpointTokenizer
 
 log = structlog.get_logger(__name__)
@@ -96,6 +97,7 @@ class Completer:
         self._metrics = metrics
         self.context_length = context_length
         self._request_timeout = config.request_timeout
+        self._prefix_cache_per_key = config.prefix_cache_per_key
         self._block_hasher = block_hasher
         self._fields = FieldPolicy(config.strict_fields)
         self.chat_format = chat_format
@@ -113,18 +115,24 @@ class Completer:
             message = f"the model {model!r} does not exist; this server serves {self.model!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    async def prepare(self, body: bytes, kind: type[ApiRequest] | type[ConvertedRequest]) -> Prepared:
-        """Parse, check and tokenize a request. Raises ApiError (504 if that takes longer than a request may)."""
+    async def prepare(
+        self, body: bytes, kind: type[ApiRequest] | type[ConvertedRequest], client_key: bytes
+    ) -> Prepared:
+        """Parse, check and tokenize a request. Raises ApiError (504 if that takes longer than a request may).
+
+        client_key: the API key of its client, empty if it has none.
+        """
         arrived = time.monotonic()
+        salt_key = client_key if self._prefix_cache_per_key else None
         capacity = self.capacity
 
         def prepared(request: ApiRequest | ConvertedRequest) -> Prepared:
             if not isinstance(request, ConvertedRequest):
                 name = "cmpl-" if isinstance(request, CompletionRequest) else "chatcmpl-"
-                return self._prepared(request, name, capacity, arrived)
+                return self._prepared(request, name, capacity, arrived, salt_key)
             with request.renaming():
                 chat = self.chat_of(request)
-                return replace(self._prepared(chat, request.id_prefix, capacity, arrived), source=request)
+                return replace(self._prepared(chat, request.id_prefix, capacity, arrived, salt_key), source=request)
 
         return await self.read(body, kind, prepared)
 
@@ -159,9 +167,10 @@ class Completer:
 
     def deltas(self, prepared: Prepared) -> AsyncGenerator[tuple[int, Delta], None]:
         """The answers, piece by piece, each with its index. Raises ApiError. Closing it early cancels the request."""
-        return merged([self._branch_deltas(branch, prepared.text) for branch in prepared.branches])
+        return merged([self._branch_deltas(prepared, number) for number in range(len(prepared.branches))])
 
-    async def _branch_deltas(self, branch: TokenizedRequest, text: TextOptions) -> AsyncGenerator[Delta, None]:
+    async def _branch_deltas(self, prepared: Prepared, number: int) -> AsyncGenerator[Delta, None]:
+        branch = prepared.branches[number]
         stats = _RequestStats(self._metrics, branch.arrived)
         log.info(
             "request arrived",
@@ -173,7 +182,8 @@ class Completer:
             async with aclosing(self._client.stream(branch)) as answer:
                 async for new in answer:
                     if new.first:
-                        choice = Choice(self.tokenizer, text)
+                        choice = Choice(self.tokenizer, prepared.text)
+                        prepared.cached[number] = new.cached_tokens
                         stats.tokens = 0
                     delta = choice.push(new)
                     stats.add(len(delta.tokens))
@@ -200,7 +210,9 @@ class Completer:
         for threads in (self._small, self._large):
             threads.shutdown(cancel_futures=True)
 
-    def _prepared(self, request: ApiRequest, id_prefix: str, capacity: Capacity, arrived: float) -> Prepared:
+    def _prepared(
+        self, request: ApiRequest, id_prefix: str, capacity: Capacity, arrived: float, salt_key: bytes | None
+    ) -> Prepared:
         request_id = f"{id_prefix}{uuid.uuid4().hex}"
         own_stops = () if request.ignore_eos else self.tokenizer.stop_token_ids
         stop_token_ids = (*own_stops, *(request.stop_token_ids or ()))
@@ -214,9 +226,14 @@ class Completer:
         prompts = [request.truncated(token_ids, capacity.context) for token_ids in prompts]
         if not all(prompts):
             raise ApiError(400, "the prompt has no tokens: expected at least one", param=request.prompt_field)
-        grammar = _grammar(request, reading)
+        grammar = _grammar(request, reading, self.tokenizer.added_ids)
+        request.check_prompt_logprobs(sum(map(len, prompts)))
         lengths = [request.max_new_tokens(len(prompt_ids), capacity) for prompt_ids in prompts]
-        named = [None if self._block_hasher is None else self._block_hasher(prompt) for prompt in prompts]
+        salt = salt_of(request.cache_salt, salt_key)
+        named = [None if self._block_hasher is None else self._block_hasher(prompt, salt) for prompt in prompts]
+        prompt_logprobs = request.requested_prompt_logprobs()
+        # Each choice that reports log probabilities of the prompt has them computed for itself.
+        shares_prompt = request.computed_choices > 1 and prompt_logprobs is None
         several = len(prompts) * request.computed_choices > 1
         branches = tuple(
             TokenizedRequest(
@@ -230,6 +247,9 @@ class Completer:
                 deadline=arrived + self._request_timeout,
                 priority=request.priority or 0,
                 grammar=grammar,
+                group=f"{request_id}-{number}" if shares_prompt else "",
+                prompt_logprobs=prompt_logprobs,
+                cache_salt=salt,
                 block_hashes=hashes,
             )
             for number, (prompt_ids, max_new_tokens, hashes) in enumerate(zip(prompts, lengths, named, strict=True))
@@ -246,6 +266,7 @@ class Completer:
             includes_stop=bool(request.include_stop_str_in_output),
             min_tokens=request.min_tokens or 0,
             skipped=skipped,
+            prompt_only=request.prompt_only,
         )
         return Prepared(request, request_id, branches, text, reading)
 
@@ -284,15 +305,19 @@ class Completer:
         return prompt
 
 
-def _grammar(request: ApiRequest, reading: ChatReading | None) -> Grammar | None:
-    """What the answers have to look like. Behind reasoning, if they begin with it. Raises ApiError."""
+def _grammar(request: ApiRequest, reading: ChatReading | None, added_ids: Mapping[str, int]) -> Grammar | None:
+    """What the answers have to look like. Behind reasoning, if they begin with it. Raises ApiError.
+
+    added_ids: the tokenizer's added tokens, by their text.
+    """
     structure = request.structure()
     after = reading.format.end_of_reasoning if reading is not None and reading.reasoning else None
     if isinstance(request, ChatCompletionRequest) and (tools := request.required_tools):
         if structure is not None:
             raise ApiError(400, "tool_choice: a required call has no other structure", param="tool_choice")
         assert reading is not None
-        calls = reading.format.call_grammar(tools, parallel=request.parallel_tool_calls is not False)
+        parallel = request.parallel_tool_calls is not False
+        calls = reading.format.call_grammar(tools, parallel=parallel, token_ids=added_ids)
         if calls is None:
             raise ApiError(400, "tool_choice: this model's format has no tool calls", param="tool_choice")
         structure = Lark(grammar=calls)

@@ -53,6 +53,9 @@ class GatewayConfig(ProcessConfig):
         Path | None,
         Flag("File of keys that clients must present, one a line; read again when it changes."),
     ] = None
+    prefix_cache_per_key: Annotated[
+        bool, Flag("Clients with different API keys share no cached prefixes: none can tell what others have sent.")
+    ] = False
     ssl_certfile: Annotated[Path | None, Flag("Certificate chain (PEM): serve HTTPS.")] = None
     ssl_keyfile: Annotated[Path | None, Flag("Private key (PEM) of --ssl-certfile.")] = None
     max_body_mib: Annotated[

@@ -138,7 +138,8 @@ class DecodeClient:
         """
         now = time.monotonic()
         cached = self._registry.cached(request.block_hashes)
-        node = self._registry.pick_decode(request.tokens, failures.keys(), now, cached)
+        node = self._node_of_group(request, failures)
+        node = node or self._registry.pick_decode(request.tokens, failures.keys(), now, cached)
         if self._closed:
             raise unavailable("the gateway is shutting down")
         if node is None:
@@ -157,14 +158,25 @@ class DecodeClient:
             stop_token_ids=request.stop_token_ids,
             priority=request.priority,
             grammar=request.grammar,
+            group=request.group,
+            prompt_logprobs=request.prompt_logprobs,
+            cache_salt=request.cache_salt,
             prefill_nodes=tuple(prefill_nodes),
             longest_prompts=self._registry.longest_prompts(now),
+            prefill_ranks=self._registry.prefill_ranks(now),
         )
         self._control.repeat(_key("generate", request.request_id, node), node, generate)
         self._registry.assign(node, request.tokens)
         if prefill_nodes:
             self._registry.assign(prefill_nodes[0], len(request.prompt_ids))
         return attempt
+
+    def _node_of_group(self, request: TokenizedRequest, failures: dict[str, NodeFailed]) -> Peer | None:
+        """The node that generates other choices of the same prompt, unless it has failed this one."""
+        for attempt in self._attempts.values() if request.group else ():
+            if attempt.request.group == request.group and attempt.node.boot_id not in failures and not attempt.failed:
+                return attempt.node
+        return None
 
     def _end(self, attempt: Attempt) -> None:
         """The one way in which an attempt ends."""

@@ -1,7 +1,7 @@
 """A request that was read: what decode nodes are to generate for it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gateway.attempt import TokenizedRequest
 from gateway.choice import TextOptions
@@ -38,11 +38,24 @@ class Prepared:
     text: TextOptions
     reading: ChatReading | None = None
     source: ConvertedRequest | None = None
+    cached: dict[int, int] = field(default_factory=dict)
+    """By number of the branch, tokens of its prompt that were not computed for it, as soon as a node has said so."""
 
     @property
     def prompt_tokens(self) -> int:
         """Of all prompts, each counted once."""
         return sum(len(branch.prompt_ids) for branch in self.branches[:: self.request.computed_choices])
+
+    def prompt_ids(self, index: int) -> tuple[int, ...]:
+        """The prompt of an answer that is given."""
+        return self.branches[index // self.request.choices * self.request.computed_choices].prompt_ids
+
+    @property
+    def cached_tokens(self) -> int:
+        """Those of `prompt_tokens` that were computed for none of the answers."""
+        choices = self.request.computed_choices
+        known = [self.cached.get(number, 0) for number in range(len(self.branches))]
+        return sum(min(known[first : first + choices]) for first in range(0, len(known), choices))
 
     @property
     def held_tokens(self) -> int:

@@ -108,6 +108,7 @@ class NodeRegistry:
             known=True,
             prefill_nodes=tuple(self.rank_prefill(now)),
             longest_prompts=self.longest_prompts(now),
+            prefill_ranks=self.prefill_ranks(now),
             leaving=tuple(n.peer.boot_id for n in self._nodes.values() if n.offer.role == "prefill" and n.leaving),
             cache_serial=None if self._caches is None else self._caches.serial(peer.boot_id),
         )
@@ -160,6 +161,10 @@ class NodeRegistry:
     def longest_prompts(self, now: float) -> dict[str, int]:
         """The longest prompt that each ready prefill node takes, by boot id."""
         return {node.peer.boot_id: node.offer.max_request_tokens for node in self._ready_prefill(now)}
+
+    def prefill_ranks(self, now: float) -> dict[str, tuple[Peer, ...]]:
+        """The other ranks of each ready prefill node that has some, by boot id."""
+        return {node.peer.boot_id: node.offer.ranks for node in self._ready_prefill(now) if node.offer.ranks}
 
     def assign(self, peer: Peer, tokens: int) -> None:
         """Count work sent to a node until its next heartbeat reports it."""

@@ -1,7 +1,8 @@
 """The HTTP routes of OpenAI's, Anthropic's and vLLM's APIs, and error responses."""
 
+import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -14,6 +15,7 @@ from gateway.answers.completions import CompletionAnswer, best
 from gateway.answers.messages import MessageAnswer
 from gateway.answers.responses import ResponseAnswer
 from gateway.answers.streamed import StreamedAnswer
+from gateway.choice import Delta
 from gateway.completer import Completer
 from gateway.errors import ApiError
 from gateway.guard import RequestBytes
@@ -83,14 +85,19 @@ class ApiServer:
 
     async def _answer(self, http: Request) -> Response:
         kind, answer_kind = _GENERATES[http.url.path]
-        body = await http.body()
-        return await unless_client_leaves(http, self._generate(body, kind, answer_kind, http.scope["counted"]))
+        work = self._generate(await http.body(), kind, answer_kind, http.scope["counted"], http.scope["client_key"])
+        return await unless_client_leaves(http, work)
 
     async def _generate(
-        self, body: bytes, kind: _RequestKind, answer_kind: type[StreamedAnswer], counted: RequestBytes
+        self,
+        body: bytes,
+        kind: _RequestKind,
+        answer_kind: type[StreamedAnswer],
+        counted: RequestBytes,
+        client_key: bytes,
     ) -> Response:
         """The complete answer, or a stream once it has its first tokens: until then an error has an HTTP status."""
-        prepared = await self._completer.prepare(body, kind)
+        prepared = await self._completer.prepare(body, kind, client_key)
         request = prepared.request
         counted.prompt(prepared.held_tokens)
         if refusal := self._refusal():
@@ -98,12 +105,9 @@ class ApiServer:
         answer = answer_kind(prepared, self._completer.model, self._completer.tokenizer)
         if not request.stream:
             whole = await self._completer.whole(prepared)
-            if request.computed_choices == request.choices:
-                return JSONResponse(answer.whole(whole))
-            computed, given = request.computed_choices, request.choices
-            parts = [best(whole[start : start + computed], given) for start in range(0, len(whole), computed)]
-            chosen, others = ([deltas for part in parts for deltas in part[which]] for which in (0, 1))
-            return JSONResponse(answer.whole(chosen, others))
+            if request.requested_prompt_logprobs() is not None:
+                return await asyncio.to_thread(_whole_response, answer, request, whole)
+            return _whole_response(answer, request, whole)
         deltas = self._completer.deltas(prepared)
         first = await anext(deltas)
         return EventStream(events(answer, prepared.request_id, first, deltas), deltas)
@@ -116,6 +120,16 @@ class ApiServer:
             "owned_by": "hisparse-pd",
             "max_model_len": self._completer.capacity.context,
         }
+
+
+def _whole_response(answer: StreamedAnswer, request: ApiRequest, whole: Sequence[Sequence[Delta]]) -> Response:
+    """The answers to a request that does not stream, the best where more were generated than are given."""
+    computed, given = request.computed_choices, request.choices
+    if computed == given:
+        return JSONResponse(answer.whole(whole))
+    parts = [best(whole[start : start + computed], given) for start in range(0, len(whole), computed)]
+    chosen, others = ([deltas for part in parts for deltas in part[which]] for which in (0, 1))
+    return JSONResponse(answer.whole(chosen, others))
 
 
 async def _error_response(request: Request, error: Exception) -> Response:

@@ -43,11 +43,11 @@ async def events(
     if opening := answer.begin():
         yield answer.lines(opening)
     try:
-        if some := answer.more(*first):
-            yield answer.lines(some)
+        if some := await _more(answer, *first):
+            yield some
         async for index, delta in rest:
-            if some := answer.more(index, delta):
-                yield answer.lines(some)
+            if some := await _more(answer, index, delta):
+                yield some
         if last := answer.end():
             yield answer.lines(last)
     except ApiError as error:
@@ -57,6 +57,13 @@ async def events(
         yield answer.lines(answer.failed(ApiError(500, f"internal error (request {request_id})")))
     if answer.last_line:
         yield answer.last_line
+
+
+async def _more(answer: StreamedAnswer, index: int, delta: Delta) -> bytes:
+    """The lines of a delta. Those of a prompt's log probabilities may take a second: a thread makes them."""
+    if delta.prompt is None:
+        return answer.lines(answer.more(index, delta))
+    return await asyncio.to_thread(lambda: answer.lines(answer.more(index, delta)))
 
 
 async def unless_client_leaves(request: Request, work: Coroutine[Any, Any, Response]) -> Response:

@@ -51,6 +51,8 @@ class CheckpointTokenizer:
         self._reserved_variables |= self._tokenizer.special_tokens_map.keys()
         self._token_bytes = TokenBytes(self._tokenizer)
         added = self._tokenizer.added_tokens_decoder
+        self.added_ids = {token.content: token_id for token_id, token in added.items()}
+        """Tokens that were added to the vocabulary, special or not, by their text."""
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         """Ids that are not text."""
 

@@ -34,7 +34,7 @@ import numpy as np
 import numpy.typing as npt
 
 from control.block_hashes import BLOCK_TOKENS, BlockHashes
-from hisparse.block_store import BlockRun, BlockStore
+from hisparse.block_store import BlockRun, BlockStore, BlockValues
 from hisparse.child_table import ChildTable
 from hisparse.extents import SlotAccountingError
 from hisparse.int_table import NONE
@@ -184,6 +184,10 @@ class PrefixTree:
             self.evictable_blocks -= run.length
         self._evictions += bool(gone)
         return evicted
+
+    def all_values(self) -> BlockValues:
+        """The values of every block, in no order: int32 [blocks, width]."""
+        return self._store.values([self._nodes.run(node) for node in self._nodes.used()])
 
     def check_integrity(self) -> None:
         """Raise SlotAccountingError unless the tables agree with each other and no values are owned twice."""

@@ -25,12 +25,15 @@ from control.messages import (
     Refused,
     Registered,
 )
+from engine.agreement import GroupFailed
 from engine.device import DeviceFailed
+from engine.ranks import RankGroup
 from prefill_node.decode_nodes import DecodeNodes
 from prefill_node.engine import PrefillEngine, PrefillUpdate
 from prefill_node.finished import FinishedAttempts
 from service.lifecycle import Phase
 from service.shell import NodeShell
+from service.standing import stand_with_group
 
 log = structlog.get_logger(__name__)
 
@@ -40,13 +43,19 @@ _FAREWELL_S = 2.5
 leaves. A decode node that asks an ended process cannot know that nothing writes to the slots that it named."""
 _END_S = 10.0
 """How long a stopping node waits for its writes to end: a receiver may hang."""
+_LAST_WORDS_S = 0.5
+"""How long a node whose group has failed goes on, so that decode nodes hear of it."""
 
 
 class PrefillEndpoint:
     """Remembers who asked for which attempt, what is not acknowledged yet, and which attempts are finished."""
 
-    def __init__(self, shell: NodeShell[tuple[Peer, Message]], engine: PrefillEngine) -> None:
+    def __init__(
+        self, shell: NodeShell[tuple[Peer, Message]], engine: PrefillEngine, ranks: RankGroup | None = None
+    ) -> None:
+        """ranks: the group that this node is, if it has several processes. This one is the endpoint of all."""
         self._shell = shell
+        self._ranks = ranks
         self._control = shell.control
         self._engine = engine
         self._asked_by: dict[AttemptId, Peer] = {}
@@ -60,10 +69,19 @@ class PrefillEndpoint:
     def run(self) -> None:
         """Serve until told to stop; then finish what has begun, hand back the rest, and give up what is left.
 
-        Raises DeviceFailed, after everything was handed back, if the device does not work any more.
+        Raises DeviceFailed, after everything was handed back, if the device does not work any more, and GroupFailed if
+        the other ranks do not: nobody knows of the writes of a rank that ended, so nothing is said to be quiet then.
         """
         try:
             self._serve()
+        except GroupFailed as failure:
+            if self._ranks is not None:
+                self._ranks.report(str(failure))
+            self._shell.lifecycle.end()
+            self._shell.leave()
+            self._hand_back(list(self._asked_by), str(failure))
+            self._turn_until(time.monotonic() + _LAST_WORDS_S)
+            raise
         except DeviceFailed as failure:
             self._shell.lifecycle.end()
             self._shell.leave()
@@ -95,6 +113,8 @@ class PrefillEndpoint:
     def _turn(self) -> None:
         for item in self._shell.receive(_IDLE_WAIT_S):
             self._take(*item)
+        if self._ranks is not None:
+            stand_with_group(self._shell.lifecycle, self._ranks)
         self._housekeep(time.monotonic())
         self._send_updates()
 

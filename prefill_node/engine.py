@@ -43,7 +43,7 @@ class PrefillEngine(Protocol):
         """Do what can be done now, and return what has happened since the last call. Never waits.
 
         To be called in every turn of the loop, which the engine wakes. Raises DeviceFailed if the device does not work
-        any more.
+        any more, and GroupFailed if another rank of this node does not.
         """
         ...
 

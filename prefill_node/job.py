@@ -16,6 +16,7 @@ from control.messages import (
     PrefillDone,
     PrefillRequest,
 )
+from control.prompt_logprobs import PromptLogprobs
 from engine.chunked import PrefillJob
 from prefill_node.outgoing import Chunk, SendReport
 from prefill_node.progress import ForwardProgress
@@ -75,12 +76,22 @@ class TransferJob(PrefillJob):
     """Chunks that have a ChunkDone of their own."""
     last_checksums: list[Checksum] = field(default_factory=list)
     """Of the prompt's last chunk."""
+    unsent_logprobs: list[PromptLogprobs] = field(default_factory=list)
+    """Those that were computed and are in no message yet."""
 
     @classmethod
     def of(cls, request: PrefillRequest, decode: Peer) -> Self:
         slots = expand_extents(request.extents, len(request.token_ids) - request.start)
-        token_ids = torch.tensor(request.token_ids)
-        job = cls(token_ids, request.attempt, decode, request.destination, request.start, slots)
+        job = cls(
+            torch.tensor(request.token_ids),
+            request.attempt,
+            decode,
+            request.destination,
+            request.start,
+            slots,
+            prompt_logprobs=request.prompt_logprobs,
+            last_token=request.last_token_id,
+        )
         job.salt = request.cache_salt
         return job
 
@@ -112,7 +123,7 @@ class TransferJob(PrefillJob):
         )
 
     def landed(self, report: SendReport) -> ChunkDone | None:
-        """Count a chunk that has landed. Returns its checksums for the decode node, unless `done` brings them."""
+        """Count a chunk that has landed. Returns what the decode node needs of it, unless `done` brings that."""
         self.num_bytes += report.num_bytes
         self.num_descriptors += report.num_descriptors
         self.seconds += report.seconds(since=self.written_until)
@@ -120,11 +131,16 @@ class TransferJob(PrefillJob):
         if report.chunk.stop == self.num_tokens:
             self.last_checksums = report.checksums
             return None
-        if not report.checksums or self.state is JobState.STOPPING:
+        if self.state is JobState.STOPPING or not (report.checksums or self.unsent_logprobs):
             return None
         number = self.chunks_announced
         self.chunks_announced += 1
-        return ChunkDone(attempt=self.attempt, number=number, checksums=Checksums.of(report.checksums))
+        return ChunkDone(
+            attempt=self.attempt,
+            number=number,
+            checksums=Checksums.of(report.checksums),
+            prompt_logprobs=self._take_logprobs(),
+        )
 
     def done(self) -> PrefillDone:
         """What the decode node needs to know when every write has landed."""
@@ -136,6 +152,13 @@ class TransferJob(PrefillJob):
             transfer_seconds=self.seconds,
             chunks=self.chunks_announced,
             checksums=Checksums.of(self.last_checksums),
+            prompt_logprobs=self._take_logprobs(),
             lingering=self.lingering,
             cached_tokens=self.cached,
         )
+
+    def _take_logprobs(self) -> tuple[PromptLogprobs, ...]:
+        """A chunk may land before its log probabilities are computed: then a later message brings them."""
+        taken = tuple(self.unsent_logprobs)
+        self.unsent_logprobs.clear()
+        return taken

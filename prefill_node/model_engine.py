@@ -10,13 +10,13 @@ import torch
 from base.metrics import Metrics
 from control.messages import AttemptId, Peer, PrefillFailed, PrefillRequest, Progress, Quiesced
 from engine.chunked import CachedRange, ChunkedPrefill
-from prefill_node.compute import Computed, ComputeThread
+from prefill_node.compute import Computed, ComputeThread, StepCompute
 from prefill_node.engine import PrefillEngine, PrefillUpdate
 from prefill_node.job import JobState, TransferJob
 from prefill_node.offer import Destinations, Offer
 from prefill_node.outgoing import SendReport
 from prefill_node.progress import ForwardProgress
-from prefill_node.sender import Sender, SendResources
+from prefill_node.sender import ChunkSender, Sender, SendResources
 
 log = structlog.get_logger(__name__)
 
@@ -46,8 +46,8 @@ class ModelEngine(PrefillEngine):
         self._metrics = metrics
         self._wake = wake
         self._reports: queue.SimpleQueue[Computed | SendReport] = queue.SimpleQueue()
-        self._compute = ComputeThread(prefill, device, self._report)
-        self._sender = Sender(resources, self._report)
+        self._compute: StepCompute = ComputeThread(prefill, device, self._report)
+        self._sender: ChunkSender = Sender(resources, self._report)
         self._destinations = Destinations()
         self._jobs: dict[AttemptId, TransferJob] = {}
         self._updates: list[PrefillUpdate] = []
@@ -196,6 +196,8 @@ class ModelEngine(PrefillEngine):
                 self.stop(job.attempt, computed.error)
                 continue
             self._metrics.prompt_tokens.inc(chunk.stop - chunk.start)
+            if (found := computed.prompt_logprobs.get(job)) is not None:
+                job.unsent_logprobs.append(found)
             if job.state is JobState.COMPUTING and not job.remaining:
                 self._all_computed(job)
             self._advance(job)

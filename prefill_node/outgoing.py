@@ -4,7 +4,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import structlog
 
@@ -52,6 +52,10 @@ class Chunk:
     def own_slots(self) -> Int64s:
         """The slot of each position of the chunk: int64 [stop - start]."""
         return self.slots[self.start - self.slots_start : self.stop - self.slots_start]
+
+    def part(self, start: int, stop: int) -> "Chunk":
+        """Some of its positions."""
+        return replace(self, start=start, stop=stop)
 
 
 @dataclass

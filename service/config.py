@@ -92,6 +92,17 @@ class NodeConfig(ProcessConfig):
         Flag("Part of the free device memory that pools may take; default 0.8 on CUDA, 0.1 on CPU."),
     ] = None
     chunked_prefill_size: Annotated[int, Flag("Prompt tokens computed in one forward pass.", min=1)] = 2048
+    ranks: Annotated[
+        int,
+        Flag(
+            "Processes of the node, which step together and have a part of the experts each; on GPUs, one for each.",
+            min=1,
+            max=64,
+        ),
+    ] = 1
+    step_timeout: Annotated[
+        float, Flag("Seconds that a step of several ranks may take before the node ends.", min=1.0)
+    ] = 30.0
     page_size: Annotated[
         int,
         Flag("Tokens per page of the prefill pool, or of a decode node's index keys.", min=1),

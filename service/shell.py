@@ -63,10 +63,11 @@ class NodeShell(Generic[Event]):
         self._status: StatusServer | None = None
         self._membership: Membership | None = None
 
-    def start(self, membership: Membership, refresh: Callable[[], None], *routers: APIRouter) -> None:
+    def start(self, membership: Membership | None, refresh: Callable[[], None], *routers: APIRouter) -> None:
         """Answer status requests and messages from now on. Call on the main thread, which gets the stop signals.
 
-        refresh: updates gauges before a scrape. routers: further routes of the status page.
+        membership: None for a process that registers nowhere. refresh: updates gauges before a scrape. routers: further
+        routes of the status page.
         """
         # Modules, weights and tables stay until the end. Collections that look at them again take 0.1 s.
         gc.collect()
@@ -79,7 +80,8 @@ class NodeShell(Generic[Event]):
         self._status.start()
         self.gateways.start()
         self.control.start()
-        self.control.periodically(HEARTBEAT_S, membership.tick)
+        if membership is not None:
+            self.control.periodically(HEARTBEAT_S, membership.tick)
 
     def announce(self, transports: Transports, model_type: str, fingerprint: str) -> None:
         """Log addresses and model, and warn of what is missing or exposed."""

@@ -37,10 +37,19 @@ def likeliest(
     It equals the answer if, and only if, the answer is the greedy continuation: the first token that is not is another
     one here. A whole answer costs no more than a prompt of its length, which is a small part of what generating costs.
     """
+    found = _logits(network, [*prompt_ids, *answer[:-1]], cache).argmax(dim=-1)
+    return list(found[len(prompt_ids) - 1 :].tolist())[: len(answer)]
+
+
+def logprobs(network: Any, token_ids: Sequence[int]) -> torch.Tensor:
+    """Log probabilities of all tokens behind each of these, float32 [tokens, vocabulary], by a transformers model."""
+    return _logits(network, token_ids, None).float().log_softmax(dim=-1)
+
+
+def _logits(network: Any, token_ids: Sequence[int], cache: DynamicCache | None) -> torch.Tensor:
     cache = DynamicCache(config=network.config) if cache is None else cache
-    ids = torch.tensor([[*prompt_ids, *answer[:-1]]])
     found = []
     with torch.inference_mode():
-        for chunk in ids.split(_CHUNK, dim=1):
-            found.append(network(chunk, past_key_values=cache, use_cache=True).logits[0].argmax(dim=-1))
-    return list(torch.cat(found)[len(prompt_ids) - 1 :].tolist())[: len(answer)]
+        for chunk in torch.tensor([list(token_ids)]).split(_CHUNK, dim=1):
+            found.append(network(chunk, past_key_values=cache, use_cache=True).logits[0])
+    return torch.cat(found)

@@ -47,15 +47,29 @@ def play_tree(prompts: Sequence[TracedPrompt], capacity: int) -> TreeOutcome:
     return outcome
 
 
+class IdealCache:
+    """An unlimited cache of whole blocks, which are known by numbers that are equal for equal prefixes."""
+
+    def __init__(self) -> None:
+        self._seen: set[int] = set()
+
+    def find(self, blocks: Sequence[int]) -> int:
+        """Tokens of the blocks, from the first one on, that are cached."""
+        return _leading(blocks, self._seen) * BLOCK_TOKENS
+
+    def add(self, blocks: Sequence[int]) -> None:
+        self._seen.update(blocks)
+
+
 def play_ideal(prompts: Sequence[TracedPrompt]) -> int:
     """Tokens that an unlimited cache of whole blocks finds."""
-    seen: set[int] = set()
-    hit_blocks = 0
+    cache = IdealCache()
+    hit_tokens = 0
     for prompt in prompts:
         blocks = prompt.blocks()
-        hit_blocks += _leading(blocks, seen)
-        seen.update(blocks)
-    return hit_blocks * BLOCK_TOKENS
+        hit_tokens += cache.find(blocks)
+        cache.add(blocks)
+    return hit_tokens
 
 
 def play_lru(prompts: Sequence[TracedPrompt], capacity: int, from_the_end: bool) -> int:

@@ -21,10 +21,15 @@ _PARTS = TRACE_BLOCK_TOKENS // BLOCK_TOKENS
 
 @dataclass(frozen=True)
 class TracedPrompt:
-    """input_length: tokens. hash_ids: int64 [ceil(input_length / 512)], each below VOCAB_SIZE squared."""
+    """input_length: tokens. hash_ids: int64 [ceil(input_length / 512)], each below VOCAB_SIZE squared.
+
+    timestamp: ms, when it was sent. output_length: tokens of its answer.
+    """
 
     input_length: int
     hash_ids: npt.NDArray[np.int64]
+    timestamp: float = 0.0
+    output_length: int = 1
 
     def tokens(self) -> npt.NDArray[np.int32]:
         """int32 [input_length]. Each block of 64 begins with its id, in two tokens, and its number within the id."""
@@ -41,13 +46,22 @@ class TracedPrompt:
 
 
 def load_trace(path: Path) -> list[TracedPrompt]:
-    """The prompts of a trace in their order. Raises StartupError for a line that is none, naming it."""
+    """The prompts of a trace in their order. Without a timestamp a prompt is sent at 0, without an output_length it is
+    answered by one token.
+
+    Raises StartupError for a line that is no prompt, naming it.
+    """
     prompts = []
     with path.open() as lines:
         for number, line in enumerate(lines, 1):
             try:
                 entry = json.loads(line)
-                prompt = TracedPrompt(int(entry["input_length"]), np.array(entry["hash_ids"], dtype=np.int64))
+                prompt = TracedPrompt(
+                    int(entry["input_length"]),
+                    np.array(entry["hash_ids"], dtype=np.int64),
+                    float(entry.get("timestamp", 0.0)),
+                    int(entry.get("output_length", 1)),
+                )
             except (ValueError, KeyError, TypeError) as error:
                 raise StartupError(f"{path}, line {number}: no request of a trace: {error!r}") from error
             if len(prompt.hash_ids) != -(-prompt.input_length // TRACE_BLOCK_TOKENS):

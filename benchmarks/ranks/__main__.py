@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from typing import Annotated
 
 import torch
@@ -17,6 +18,7 @@ from benchmarks.decode.workload import build_model
 from benchmarks.program import run
 from benchmarks.ranks.agreement import summary, time_agreement
 from benchmarks.ranks.exchange import time_exchange
+from benchmarks.ranks.prompts import models_of, time_prompt_of
 from benchmarks.ranks.steps import time_steps_of
 from cli.serve import die_with_parent
 from engine.rank_place import RankPlace, create_places
@@ -32,11 +34,13 @@ def main(
     layers: Annotated[int, typer.Option(help="Of DeepSeek-V3.2, the first three without experts; 0: no steps.")] = 5,
     context: Annotated[int, typer.Option(help="Tokens of each request, all in HBM.")] = 4096,
     batch: Annotated[list[int], typer.Option(help="Requests at each rank; may be repeated.")] = [1, 16, 64],  # noqa: B006
+    prompt: Annotated[int, typer.Option(help="Tokens of a prompt that the group prefills; 0: none.")] = 0,
+    chunk: Annotated[list[int], typer.Option(help="Tokens of its chunks; may be repeated.")] = [2048, 8192],  # noqa: B006
 ) -> None:
     """Time what ranks do together. Steps and collectives are replayed graphs on GPUs."""
     place = RankPlace.taken()
     if place is not None:
-        _measure(place, device, layers, context, batch)
+        _measure(place, device, layers, context, batch, prompt, chunk)
         return
     if device != "cpu" and torch.cuda.device_count() < ranks:
         raise StartupError(f"{ranks} ranks need a GPU each, and this machine has {torch.cuda.device_count()}")
@@ -59,7 +63,9 @@ def main(
         raise StartupError(f"ranks ended with {codes}")
 
 
-def _measure(place: RankPlace, kind: str, layers: int, context: int, batches: list[int]) -> None:
+def _measure(
+    place: RankPlace, kind: str, layers: int, context: int, batches: list[int], prompt: int, chunks: list[int]
+) -> None:
     """In each rank; the first one prints."""
     device = use_device("cpu" if kind == "cpu" else f"cuda:{place.rank}")
     woken = threading.Event()
@@ -77,6 +83,15 @@ def _measure(place: RankPlace, kind: str, layers: int, context: int, batches: li
     for rows, (gather, reduce) in time_exchange(group, exchange, hidden_size).items():
         table.add_row(str(rows), f"{gather:.1f}", f"{reduce:.1f}")
     console.print(table, "")
+
+    if prompt:
+        whole, part = models_of(replace(config, context=prompt), device)
+        table = _table(f"prompt of {prompt} tokens, {layers} layers, s", "chunk", "group", "one rank", "ratio")
+        for chunk in chunks:
+            took = time_prompt_of(group, exchange, whole, part, prompt, chunk)
+            table.add_row(str(chunk), f"{took.group_s:.3f}", f"{took.alone_s:.3f}", f"{took.ratio:.2f}")
+        console.print(table, "")
+        del whole, part
 
     if layers:
         model = build_model(config, device)

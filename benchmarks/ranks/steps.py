@@ -46,7 +46,7 @@ def time_steps_of(group: RankGroup, exchange: Exchange, model: Model, context: i
     spec, device = model.spec, group.device
     requests = Requests(spec, context, batch, spec.context_length, device)
     backend = choose_backend("auto", device, spec)
-    networks = {"group": _of_rank(model.network, group.rank, exchange), "alone": model.network}
+    networks = {"group": of_rank(model.network, group.rank, exchange), "alone": model.network}
     runners = {
         name: ModelRunner(
             SparseModel(network, spec, backend), requests.coordinator, batch, spec.context_length, _records(device)
@@ -80,7 +80,7 @@ def time_steps_of(group: RankGroup, exchange: Exchange, model: Model, context: i
     return StepTimes(batch, group_ms, alone_ms, limit_ms, mixtures)
 
 
-def _of_rank(network: Network, rank: int, exchange: Exchange) -> Network:
+def of_rank(network: Network, rank: int, exchange: Exchange) -> Network:
     """The network with the experts of a rank, whose random weights are as good as others, and its exchange."""
     layers = []
     for layer in network.layers:

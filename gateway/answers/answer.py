@@ -4,6 +4,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+from gateway.answers.prompt import by_position
 from gateway.answers.streamed import Json, StreamedAnswer
 from gateway.choice import Delta
 from gateway.errors import ApiError
@@ -23,12 +24,15 @@ class Answer(StreamedAnswer, ABC):
         request = prepared.request
         self._head: Json = {"id": prepared.request_id, "created": int(time.time()), "model": model}
         self._count = len(prepared.branches)
+        self._prepared = prepared
         self._prompt_tokens = prepared.prompt_tokens
         self._completion_tokens = 0
         self._tokenizer = tokenizer
         self._token_ids = bool(request.return_token_ids)
         options = request.stream_options
         self._include_usage = bool(options and options.include_usage)
+        self._prepared = prepared
+        self._prompt_logprobs = request.prompt_logprobs
         self._usage_in_chunks = bool(options and options.continuous_usage_stats)
 
     def whole(self, answers: Sequence[Sequence[Delta]], unused: Sequence[Sequence[Delta]] = ()) -> Json:
@@ -64,7 +68,7 @@ class Answer(StreamedAnswer, ABC):
         self._completion_tokens += len(delta.tokens)
         choice: Json = {
             "index": index,
-            "logprobs": self._logprobs(delta),
+            "logprobs": self._logprobs(index, delta),
             "finish_reason": delta.finish_reason,
             **self._text(index, delta, whole),
         }
@@ -72,12 +76,17 @@ class Answer(StreamedAnswer, ABC):
             choice["token_ids"] = [token.token_id for token in delta.tokens]
         return choice
 
+    def _by_position(self, index: int, first: Delta, alternatives: int) -> list[Json | None]:
+        """The log probabilities of the prompt of a choice, which its first delta has."""
+        assert first.prompt is not None, "they were asked for"
+        return by_position(self._prepared.prompt_ids(index), first.prompt, alternatives, self._tokenizer)
+
     def _usage(self) -> Json:
         return {
             "prompt_tokens": self._prompt_tokens,
             "completion_tokens": self._completion_tokens,
             "total_tokens": self._prompt_tokens + self._completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": 0},
+            "prompt_tokens_details": {"cached_tokens": self._prepared.cached_tokens},
         }
 
     @abstractmethod
@@ -85,7 +94,7 @@ class Answer(StreamedAnswer, ABC):
         """The text of a choice, and what else depends on it. whole: rather than of a chunk."""
 
     @abstractmethod
-    def _logprobs(self, delta: Delta) -> Json | None:
+    def _logprobs(self, index: int, delta: Delta) -> Json | None:
         """The log probabilities of a choice, if they were asked for."""
 
 
@@ -99,4 +108,5 @@ def _joined(deltas: Sequence[Delta]) -> Delta:
         offsets=tuple(min(offset, len(text)) for delta in deltas for offset in delta.offsets),
         finish_reason=deltas[-1].finish_reason,
         stop=deltas[-1].stop,
+        prompt=deltas[0].prompt,
     )

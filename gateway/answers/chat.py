@@ -28,6 +28,13 @@ class ChatAnswer(Answer):
         self._called: set[int] = set()
         """Choices with a complete call."""
 
+    def whole(self, answers: Sequence[Sequence[Delta]], unused: Sequence[Sequence[Delta]] = ()) -> Json:
+        rendered = super().whole(answers, unused)
+        if self._prompt_logprobs is not None:
+            # All choices have the same prompt.
+            rendered["prompt_logprobs"] = self._by_position(0, answers[0][0], self._prompt_logprobs)
+        return rendered
+
     def opening(self, index: int) -> Json:
         delta = {"role": "assistant", "content": ""}
         return self._chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])
@@ -52,7 +59,7 @@ class ChatAnswer(Answer):
             rendered["finish_reason"] = "tool_calls"
         return rendered
 
-    def _logprobs(self, delta: Delta) -> Json | None:
+    def _logprobs(self, index: int, delta: Delta) -> Json | None:
         if not self._with_logprobs:
             return None
         return {

@@ -134,10 +134,11 @@ class MessageAnswer(StreamedAnswer):
         return {"stop_reason": reason, "stop_sequence": stop}
 
     def _usage(self) -> Json:
+        cached = self._prepared.cached_tokens
         return {
-            "input_tokens": self._prepared.prompt_tokens,
+            "input_tokens": self._prepared.prompt_tokens - cached,
             "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": 0,
+            "cache_read_input_tokens": cached,
             "output_tokens": self._output_tokens,
         }
 

@@ -208,7 +208,10 @@ class ResponseAnswer(StreamedAnswer):
         prompt_tokens = self._prepared.prompt_tokens
         return {
             "input_tokens": prompt_tokens,
-            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "input_tokens_details": {
+                "cached_tokens": self._prepared.cached_tokens,
+                "cache_write_tokens": 0,
+            },
             "output_tokens": self._output_tokens,
             "output_tokens_details": {"reasoning_tokens": self._reader.reasoning_tokens},
             "total_tokens": prompt_tokens + self._output_tokens,

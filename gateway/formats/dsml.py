@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from gateway.formats.conversation import to_json
-from gateway.formats.grammar import CallGrammar, choice, literal
+from gateway.formats.grammar import CallGrammar, choice
 from gateway.formats.parsing import CallParser
 from gateway.formats.reading import Malformed, Steps
 from gateway.formats.tools import ToolSet
@@ -87,24 +87,24 @@ def render(name: str, arguments: Mapping[str, Any]) -> str:
     return "\n".join([*lines, *([] if arguments else [""]), END_OF_INVOKE])
 
 
-def grammar(tools: ToolSet, *, parallel: bool) -> str:
+def grammar(tools: ToolSet, *, parallel: bool, marker_ids: Mapping[str, int]) -> str:
     """A grammar of an answer that is nothing but calls of these tools."""
-    rules = CallGrammar()
+    rules = CallGrammar(marker_ids)
     calls = []
     for number, name in enumerate(tools.names):
-        body = [literal(f'{INVOKE}{name}">\n')]
+        body = [rules.literal(f'{INVOKE}{name}">\n')]
         for position, (key, schema) in enumerate(tools.properties(name).items()):
             types = tools.types(name, key)
             forms = []
             if types is None or "string" in types:
                 value = rules.string(f"text_{number}_{position}", schema, END_OF_PARAMETER)
-                forms.append(f"{literal(f'{PARAMETER}{key}{_STRING}')} {value}")
+                forms.append(f"{rules.literal(f'{PARAMETER}{key}{_STRING}')} {value}")
             if types != frozenset({"string"}):
                 value = rules.json(f"json_{number}_{position}", schema, tools.parameters(name))
-                forms.append(f"{literal(f'{PARAMETER}{key}{_JSON}')} {value} {literal(END_OF_PARAMETER)}")
-            argument = rules.rule(f"argument_{number}_{position}", f"{choice(forms)} {literal(_LINE)}")
+                forms.append(f"{rules.literal(f'{PARAMETER}{key}{_JSON}')} {value} {rules.literal(END_OF_PARAMETER)}")
+            argument = rules.rule(f"argument_{number}_{position}", f"{choice(forms)} {rules.literal(_LINE)}")
             body.append(argument if key in tools.required(name) else f"{argument}?")
-        calls.append(rules.rule(f"call_{number}", f"{' '.join(body)} {literal(END_OF_INVOKE + _LINE)}"))
+        calls.append(rules.rule(f"call_{number}", f"{' '.join(body)} {rules.literal(END_OF_INVOKE + _LINE)}"))
     call = rules.rule("call", choice(calls))
-    begin = literal(f"\n\n{OPENER}\n")
-    return rules.text(f"{begin} {call}{'+' if parallel else ''} {literal(CLOSER)}")
+    begin = rules.literal(f"\n\n{OPENER}\n")
+    return rules.text(f"{begin} {call}{'+' if parallel else ''} {rules.literal(CLOSER)}")

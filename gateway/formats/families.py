@@ -21,7 +21,7 @@ class _Renderer(Protocol):
 
 
 class _Grammar(Protocol):
-    def __call__(self, tools: ToolSet, *, parallel: bool) -> str: ...
+    def __call__(self, tools: ToolSet, *, parallel: bool, marker_ids: Mapping[str, int]) -> str: ...
 
 
 class _Parser(Protocol):
@@ -140,5 +140,10 @@ class _Format:
             return TextParser(end_of_reasoning=end)
         return self._syntax.parser(ToolSet(tools), end_of_reasoning=end, whole_calls=whole_calls, new_id=new_id)
 
-    def call_grammar(self, tools: Sequence[Tool], *, parallel: bool = True) -> str | None:
-        return self._syntax.grammar(ToolSet(tools), parallel=parallel) if self._syntax else None
+    def call_grammar(
+        self, tools: Sequence[Tool], *, parallel: bool = True, token_ids: Mapping[str, int] | None = None
+    ) -> str | None:
+        if self._syntax is None:
+            return None
+        marker_ids = {text: i for text, i in (token_ids or {}).items() if text in self._syntax.markers}
+        return self._syntax.grammar(ToolSet(tools), parallel=parallel, marker_ids=marker_ids)

@@ -11,9 +11,9 @@ would have written it: JSON of a type that is allowed, but not a string, is JSON
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
-from gateway.formats.grammar import CallGrammar, choice, literal
+from gateway.formats.grammar import CallGrammar, choice
 from gateway.formats.parsing import CallParser
 from gateway.formats.reading import Malformed, Steps
 from gateway.formats.tools import ToolSet, json_type, parse_json
@@ -87,22 +87,22 @@ def _json_or_string(text: str, types: frozenset[str] | None) -> str:
     return text.strip()
 
 
-def grammar(tools: ToolSet, *, parallel: bool) -> str:
+def grammar(tools: ToolSet, *, parallel: bool, marker_ids: Mapping[str, int]) -> str:
     """A grammar of an answer that is nothing but calls of these tools."""
-    rules = CallGrammar()
+    rules = CallGrammar(marker_ids)
     calls = []
     for number, name in enumerate(tools.names):
-        body = [literal(OPENER + name)]
+        body = [rules.literal(OPENER + name)]
         for position, (key, schema) in enumerate(tools.properties(name).items()):
             types = tools.types(name, key)
             if types is None or "string" in types:
                 value = rules.string(f"text_{number}_{position}", schema, END_OF_VALUE)
             else:
                 json_value = rules.json(f"json_{number}_{position}", schema, tools.parameters(name))
-                value = f"{json_value} {literal(END_OF_VALUE)}"
-            begin = literal(f"{KEY}{key}{END_OF_KEY}{VALUE}")
+                value = f"{json_value} {rules.literal(END_OF_VALUE)}"
+            begin = rules.literal(f"{KEY}{key}{END_OF_KEY}{VALUE}")
             argument = rules.rule(f"argument_{number}_{position}", f"{begin} {value}")
             body.append(argument if key in tools.required(name) else f"{argument}?")
-        calls.append(rules.rule(f"call_{number}", f"{' '.join(body)} {literal(CLOSER)}"))
+        calls.append(rules.rule(f"call_{number}", f"{' '.join(body)} {rules.literal(CLOSER)}"))
     call = rules.rule("call", choice(calls))
     return rules.text(f"{call}{'+' if parallel else ''}")

@@ -8,10 +8,10 @@ The format is that of the NousResearch/Hermes-Function-Calling prompts and of Qw
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from gateway.formats.conversation import to_json
-from gateway.formats.grammar import CallGrammar, choice, literal
+from gateway.formats.grammar import CallGrammar, choice
 from gateway.formats.parsing import CallParser
 from gateway.formats.reading import Malformed, Steps
 from gateway.formats.tools import ToolSet, parse_json
@@ -54,14 +54,14 @@ class HermesParser(CallParser):
         self._end(name)
 
 
-def grammar(tools: ToolSet, *, parallel: bool) -> str:
+def grammar(tools: ToolSet, *, parallel: bool, marker_ids: Mapping[str, int]) -> str:
     """A grammar of an answer that is nothing but calls of these tools."""
-    rules = CallGrammar()
+    rules = CallGrammar(marker_ids)
     calls = []
     for number, name in enumerate(tools.names):
         schema = {"type": "object", **tools.parameters(name)}
         arguments = rules.json(f"arguments_{number}", schema, {})
         begin = f'{OPENER}\n{{"name": {to_json(name)}, "arguments": '
-        calls.append(rules.rule(f"call_{number}", f"{literal(begin)} {arguments} {literal(_END)}"))
+        calls.append(rules.rule(f"call_{number}", f"{rules.literal(begin)} {arguments} {rules.literal(_END)}"))
     call = rules.rule("call", choice(calls))
     return rules.text(f'{call} ("\\n" {call})*' if parallel else call)

@@ -140,12 +140,13 @@ class ChatFormat(Protocol):
         new_id: names the calls; by default "call_" and random digits.
         """
 
-    def call_grammar(self, tools: Sequence[Tool], *, parallel: bool = True) -> str | None:
+    def call_grammar(
+        self, tools: Sequence[Tool], *, parallel: bool = True, token_ids: Mapping[str, int] | None = None
+    ) -> str | None:
         """A grammar (llguidance's Lark) of an answer that is nothing but calls, for tool_choice required or named.
 
-        It begins behind the reasoning, where there is any, and writes markers as plain text: for a tokenizer in which
-        one of `markers` is a special token, llguidance has to be told so.
+        It begins behind the reasoning, where there is any. Markers that are tokens are written as these.
 
         tools: those to choose from: all of them, or the one that is named. parallel: more than one call is allowed.
-        None: the format has no tool calls.
+        token_ids: the tokenizer's added tokens, by their text. None: the format has no tool calls.
         """

@@ -23,12 +23,31 @@ class Usage(Described):
 
 
 class CompletionLogprobs(Described):
-    """By token of the answer. top_logprobs: by text. text_offset: where in the text the token begins."""
+    """By token of the answer, and of the prompt in an echo, of which the first token has none. top_logprobs: by text.
+    text_offset: where in the text the token begins."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float | None]]
+    top_logprobs: list[dict[str, float | None] | None]
     text_offset: list[int]
+
+
+class PromptTokenAnswer(Described):
+    """A token that could stand at a position of the prompt. rank: 1 for the likeliest."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = Annotated[
+    list[dict[str, PromptTokenAnswer] | None],
+    Field(
+        default=[],
+        description="With prompt_logprobs: by position, by token id, the prompt's token and the likeliest ones. "
+        "Null for the first token.",
+    ),
+]
 
 
 class _Choice(Described):
@@ -43,6 +62,7 @@ class CompletionChoice(_Choice):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: Literal["stop", "length"] | None
+    prompt_logprobs: PromptLogprobs
 
 
 class Completion(Described):
@@ -120,3 +140,4 @@ class ChatCompletion(Described):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: PromptLogprobs

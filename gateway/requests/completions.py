@@ -42,6 +42,7 @@ class CompletionRequest(GenerationRequest):
 
     prompt: Annotated[list[Prompt], PlainValidator(_prompts, json_schema_input_type=_PromptInput)]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     echo: bool | None = None
 
@@ -53,8 +54,8 @@ class CompletionRequest(GenerationRequest):
             raise PydanticCustomError("best_of", "best_of: more than n cannot be streamed, since the best comes last")
         if len(self.prompt) * self.computed_choices > MAX_CHOICES:
             raise PydanticCustomError("prompt", f"prompt: expected at most {MAX_CHOICES} answers over all prompts")
-        if self.echo and self.logprobs is not None:
-            raise PydanticCustomError("echo", "echo: not supported here together with logprobs")
+        if self.max_tokens == 0 and not self.echo:
+            raise PydanticCustomError("max_tokens", "max_tokens: expected at least 1, or echo with 0")
         return self
 
     @property
@@ -64,3 +65,14 @@ class CompletionRequest(GenerationRequest):
     def requested_logprobs(self) -> int | None:
         # Which answers are the best is told by the log probabilities of their tokens.
         return 0 if self.logprobs is None and self.computed_choices > self.choices else self.logprobs
+
+    def requested_prompt_logprobs(self) -> int | None:
+        asked = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((count for count in asked if count is not None), default=None)
+
+    @property
+    def prompt_only(self) -> bool:
+        return self.max_tokens == 0
+
+    def requested_tokens(self) -> int | None:
+        return 1 if self.prompt_only else self.max_tokens

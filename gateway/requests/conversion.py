@@ -32,6 +32,7 @@ SAMPLING_FIELDS = (
     "ignore_eos",
     "skip_special_tokens",
     "priority",
+    "cache_salt",
     "chat_template_kwargs",
 )
 """Fields of a chat completion that have the same name and meaning at the other endpoints, as they have in vLLM."""

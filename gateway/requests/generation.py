@@ -8,6 +8,7 @@ from pydantic import Field, PlainValidator, model_validator
 from pydantic_core import PydanticCustomError
 
 from control.messages import MAX_BIASES, Sampling, TokenId
+from control.prompt_logprobs import Alternatives, too_many
 from gateway.errors import ApiError, context_length_exceeded, shown
 from gateway.registry import Capacity
 from gateway.requests.body import Piece, RequestBody
@@ -88,9 +89,17 @@ class GenerationRequest(RequestBody, StructureFields, ABC):
     skip_special_tokens: bool | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
     priority: Int64 | None = None
+    cache_salt: Annotated[str, Field(min_length=1)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
+    prompt_logprobs: Alternatives | None = None
+
+    @model_validator(mode="after")
+    def _prompt_logprobs_need_a_whole_answer(self) -> "GenerationRequest":
+        if self.prompt_logprobs is not None and self.stream:
+            raise PydanticCustomError("prompt_logprobs", "prompt_logprobs: not supported when stream is true")
+        return self
 
     @model_validator(mode="after")
     def _usage_needs_stream(self) -> "GenerationRequest":
@@ -120,6 +129,22 @@ class GenerationRequest(RequestBody, StructureFields, ABC):
     @abstractmethod
     def requested_logprobs(self) -> int | None:
         """How many alternatives to report with each token; None: no log probabilities."""
+
+    def requested_prompt_logprobs(self) -> int | None:
+        """How many alternatives to report with each token of the prompt; None: no log probabilities."""
+        return self.prompt_logprobs
+
+    @property
+    def prompt_only(self) -> bool:
+        """Whether the answer is the prompt alone."""
+        return False
+
+    def check_prompt_logprobs(self, prompt_tokens: int) -> None:
+        """Raises ApiError where more of them are asked for than an answer has. prompt_tokens: of all prompts."""
+        asked = self.requested_prompt_logprobs()
+        if asked is not None and (reason := too_many(prompt_tokens * self.computed_choices, asked)):
+            field = "prompt_logprobs" if self.prompt_logprobs is not None else "echo"
+            raise ApiError(400, f"{field}: {reason}", param=field)
 
     def sampling(self, tokenizer: CheckpointTokenizer) -> Sampling:
         """How the first answer is drawn; the following ones have the seeds that follow. Raises ApiError."""

@@ -16,7 +16,6 @@ log = structlog.get_logger(__name__)
 
 HARMLESS = frozenset(
     {
-        "cache_salt",
         "metadata",
         "mm_processor_kwargs",
         "prediction",

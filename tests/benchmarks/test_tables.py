@@ -17,6 +17,7 @@ from benchmarks.prefill.config import PrefillBench
 from benchmarks.prefill.timing import ChunkTiming, KernelTime
 from benchmarks.serving import report as serving
 from benchmarks.serving.client import Failure, Outcome, Request
+from benchmarks.serving.hits import PrefixHits
 from benchmarks.serving.load import Open
 from benchmarks.serving.measure import PointResult
 from benchmarks.serving.metrics import Counts, Slo, Summary
@@ -94,7 +95,11 @@ def test_serving(services: tuple[str, ...]) -> None:
     )
     refused = Outcome(Request(b"", 1, 1), 0.0, 1.0, failure=Failure("HTTP 429", "all queues are full"))
     points = [
-        serving.PointReport(PointResult(service, Open(1024.25), [refused], client_cores=0.71), summary)
+        serving.PointReport(
+            PointResult(service, Open(1024.25), [refused], 0.71, counted={"transfer_bytes_total": 1.2345678e12}),
+            summary,
+            PrefixHits(told=1000, cached=997, unknown=0, sent=1000, ideal=998),
+        )
         for service in services
     ]
     report = serving.Report(points, Slo(ttft=1.0), {}, this_machine(), others=None)
@@ -103,7 +108,8 @@ def test_serving(services: tuple[str, ...]) -> None:
     rates = ["1234.55", "1234.33", "1234567", "123458"]
     latencies = ["410001.1", "510001.1", "600001.1", "410004.1", "510004.1", "600004.1"]
     gaps = ["10002.1", "110002.1", "510002.1", "10003.1", "110003.1", "510003.1"]
-    assert not_whole(text, [*requests, *rates, *latencies, *gaps]) == []
+    prefixes = ["99.7", "99.8", "410001", "510001", "600001", "1234567.8"]
+    assert not_whole(text, [*requests, *rates, *latencies, *gaps, *prefixes]) == []
 
 
 def test_decode() -> None:

@@ -1,5 +1,6 @@
 """What a node of several ranks starts, and how it ends."""
 
+import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from decode_node.config import DecodeConfig
 from engine.agreement import GroupFailed
 from engine.group_table import GroupTable
 from engine.rank_place import RankPlace, create_places
+from prefill_node.config import PrefillConfig
 
 PLACES = create_places(3)
 
@@ -41,6 +43,21 @@ def test_each_rank_has_ports_and_a_device_of_its_own_and_the_same_flags_otherwis
         assert child.words.count("--gateway") == 2
         assert RankPlace.taken(dict(child.secrets)) == place
         assert set(child.descriptors) == {place.table, place.store, *place.bells}
+
+
+def test_ranks_of_a_prefill_node_have_lines_to_the_first_one() -> None:
+    places = create_places(3, lines=True)
+    children = plan_ranks(PrefillConfig(model_path=Path("/m"), ranks=3, chunked_prefill_size=7), places)
+    assert [child.words[0] for child in children] == ["prefill"] * 3
+    assert [flag(child, "--control-port") for child in children] == ["8011", "8013", "8015"]
+    assert [flag(child, "--chunked-prefill-size") for child in children] == ["7"] * 3
+    ends = {end for line in places[0].lines for end in line}
+    assert len(ends) == 4
+    for child, place in zip(children, places, strict=True):
+        assert RankPlace.taken(dict(child.secrets)) == place
+        assert ends < set(child.descriptors)
+    for descriptor in places[0].descriptors:
+        os.close(descriptor)
 
 
 def test_free_ports_stay_free_ones_and_cpus_are_shared() -> None:

@@ -58,7 +58,7 @@ def test_every_node_has_a_gpu_of_its_own() -> None:
 
 
 @pytest.mark.usefixtures("four_gpus")
-def test_a_decode_node_of_several_ranks_has_as_many_gpus_from_its_own_on() -> None:
+def test_a_node_of_several_ranks_has_as_many_gpus_from_its_own_on() -> None:
     with pytest.raises(StartupError, match="5 nodes, one per GPU"):
         serve.plan(ServeConfig(model_path=Path("/m"), device="cuda", decode_nodes=2, decode_ranks=2))
     four = serve.plan(ServeConfig(model_path=Path("/m"), device="cuda", decode_ranks=3))
@@ -66,6 +66,10 @@ def test_a_decode_node_of_several_ranks_has_as_many_gpus_from_its_own_on() -> No
     assert devices([prefill, decode]) == ["cuda:0", "cuda:1"]
     assert decode.words[decode.words.index("--ranks") + 1] == "3"
     assert "--ranks" not in prefill.words
+    both = serve.plan(ServeConfig(model_path=Path("/m"), device="cuda", prefill_ranks=2, decode_ranks=2))
+    _, prefill, decode = both.children()
+    assert devices([prefill, decode]) == ["cuda:0", "cuda:2"]
+    assert prefill.words[prefill.words.index("--ranks") + 1] == "2"
 
 
 @pytest.mark.usefixtures("four_gpus")

@@ -47,7 +47,8 @@ def test_the_host_pool_of_a_node_is_divided_among_its_ranks(monkeypatch: pytest.
 
 def test_host_pools_that_do_not_fit_together_are_refused_with_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     """sglang 38156: host memory was counted per rank of one host and overcommitted."""
-    one = planned(monkeypatch, None).host_bytes
-    assert planned(monkeypatch, AlikeRanks(), host_bytes=4 * one).host_bytes == one
+    sizes = planned(monkeypatch, None)
+    one = sizes.host_bytes + sizes.prefix_cache_bytes
+    assert planned(monkeypatch, AlikeRanks(), host_bytes=4 * one).host_bytes == sizes.host_bytes
     with pytest.raises(StartupError, match=r"^the host pools of 4 ranks need .* together, available are .*: lower"):
         planned(monkeypatch, AlikeRanks(), host_bytes=4 * one - 1)

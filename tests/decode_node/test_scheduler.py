@@ -41,7 +41,7 @@ from engine.runner import LaunchedStep, ModelRunner
 from engine.sampling import NoToken
 from hisparse.config import HiSparseConfig
 from hisparse.coordinator import HiSparseCoordinator
-from hisparse.extents import HostSlots
+from hisparse.extents import Extent, HostSlots
 from hisparse.format import DenseFormat
 from hisparse.layout import KVLayout
 from hisparse.sizing import Sizes
@@ -78,7 +78,7 @@ class CountingModel:
         if self.error is not None:
             raise self.error
         self.batches.append(len(token_ids))
-        pairs = torch.stack((positions, positions), 1)
+        pairs = torch.stack((token_ids, positions), 1)
         step.append_index_keys(0, FORMAT.encode_index_keys(pairs))
         step.append(0, FORMAT.encode_items(pairs))
         newest_selected = positions + (positions == self.violates_at)
@@ -108,6 +108,7 @@ class Harness:
     control: FakeControl = field(default_factory=FakeControl)
     model: CountingModel = field(default_factory=CountingModel)
     metrics: Metrics = field(default_factory=Metrics)
+    caching: bool = False
     lingering: bool = False
     """Whether the prefill node had something cut and posted again."""
     answers: dict[str, list[int]] = field(default_factory=dict)
@@ -128,6 +129,7 @@ class Harness:
             asked_device_slots=self.device_slots,
             num_index_pages=400,
             table_bytes=0,
+            vocab_size=VOCAB if self.caching else None,
         )
         self.coordinator: HiSparseCoordinator = build_tiers(sizes, torch.device("cpu"))
         ptrs, lengths, item_lengths = self.coordinator.host.get_contiguous_buf_infos()
@@ -143,6 +145,7 @@ class Harness:
             self.metrics,
             patience=60.0,
             on_lost=lambda request, reason: self.scheduler.retry(request, reason),
+            on_landed=lambda request, cached: self.scheduler.landed(request, cached),
         )
         self.remote.nodes.learn(GATEWAY.address, (PREFILL,), {})
         self.runner = ModelRunner(self.model, self.coordinator, self.max_running, 1000, record=False)  # type: ignore[arg-type]
@@ -168,10 +171,21 @@ class Harness:
         for key, (_, message) in list(self.control.repeated.items()):
             if isinstance(message, PrefillRequest) and message.attempt.request_id not in self.slow:
                 self.control.answered(key)
+                self.write(message)
                 done = PrefillDone(attempt=message.attempt, num_tokens=len(message.token_ids), lingering=self.lingering)
+                done = done.model_copy(update={"cached_tokens": message.start})
                 self.remote.take(PREFILL, done)
             elif isinstance(message, Abort) and self.quiet:
                 self.remote.take(PREFILL, Quiesced(attempt=message.attempt))
+
+    def write(self, message: PrefillRequest) -> None:
+        """The KV of what was asked for, as the model makes it."""
+        tokens = torch.tensor(message.token_ids)
+        pairs = torch.stack((tokens, torch.arange(len(tokens))), 1)[message.start :]
+        slots = HostSlots(tuple(Extent(*extent) for extent in message.extents)).slots()
+        at = torch.from_numpy(slots)[: len(pairs)]
+        self.coordinator.host.kv[0][at] = FORMAT.encode_items(pairs)
+        self.coordinator.host.index_keys[0][at] = FORMAT.encode_index_keys(pairs)
 
     def turn(self) -> None:
         self.land()

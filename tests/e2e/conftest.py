@@ -14,7 +14,7 @@ from model.tiny import write_tiny_checkpoint
 from tests.dequantised import write_dequantised
 from tests.e2e.cluster import Cluster
 from tests.e2e.spawn import execute, fork
-from tests.greedy import generate, likeliest
+from tests.greedy import generate, likeliest, logprobs
 
 FAMILIES = ("deepseek_v32", "glm_moe_dsa")
 SCALE_FORMATS = ("float", "ue8m0")
@@ -42,6 +42,10 @@ class Reference:
     def likeliest(self, prompt_ids: Sequence[int], answer: Sequence[int]) -> list[int]:
         """What it finds likeliest at each place of an answer: the answer, if and only if that is its own."""
         return likeliest(self._network, prompt_ids, answer, self._cache())
+
+    def logprobs(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """Log probabilities behind each of these tokens, [tokens, vocabulary]."""
+        return logprobs(self._network, token_ids)
 
 
 class Checkpoints(dict[str, Path]):

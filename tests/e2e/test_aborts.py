@@ -14,7 +14,7 @@ LENGTHS = (1, 5, 30, 64, 100, 127, 128, 129, 150, 200, 260, 333, 400, 512)
 
 def pools(node: Node) -> dict[str, float]:
     return {
-        "host free": node.metric("host_slots", state="free"),
+        "host free": node.metric("host_slots", state="free") + node.metric("host_slots", state="cached"),
         "host quarantined": node.metric("host_slots", state="quarantined"),
         "device free": node.metric("device_slots", state="free"),
     }

@@ -186,17 +186,19 @@ def test_whatever_goes_wrong_no_byte_is_wrong_no_slot_is_lost_and_no_request_han
     wait_until(lambda: left_over(cluster) == {}, 60, "everything to come back")
 
     audit = Audit.of(tmp_path / "faults")
-    print(f"audited prompts: {audit.seen}")
+    print(f"audited prompts: {audit.seen}, with {audit.blocks} blocks")
     assert audit.wrong == []
-    assert audit.seen["landed"] >= exact_answers(clients, least_prompt=2), "a prompt of one token needs no prefill"
+    assert audit.seen["landed"] > 0
+    assert audit.seen["begun"] >= exact_answers(clients)
+    assert cluster.nodes[DECODE_NODE].metric("prefix_cache_hits_total", side="decode") > 0
     for transport in ("shm", "tcp"):
         assert any(f"transport={transport}" in cluster.nodes[name].log for name in PREFILL_NODES)
     assert suspicious_lines(cluster) == []
 
 
-def exact_answers(clients: Clients, least_prompt: int = 1) -> int:
-    """How many requests with prompts of so many tokens and more were answered as they should be."""
-    return sum(ended.kind == "exact" and len(ended.asked.prompt.ids) >= least_prompt for ended in clients.ended)
+def exact_answers(clients: Clients) -> int:
+    """How many requests were answered as they should be."""
+    return sum(ended.kind == "exact" for ended in clients.ended)
 
 
 def left_over(cluster: Cluster) -> dict[str, float]:

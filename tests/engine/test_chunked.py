@@ -154,9 +154,9 @@ def test_nothing_of_a_step_that_was_not_completed_is_cached() -> None:
 
 def test_a_job_that_needs_every_token_computed_reuses_nothing_and_caches_what_it_has() -> None:
     prefill, _ = chunked(num_pages=8, page_size=32, chunk_size=100, is_caching=True)
-    for name, reuse in (("a", True), ("b", False)):
+    for name, prompt_logprobs in (("a", None), ("b", 0)):
         each = job(name, 100)
-        each.reuse = reuse
+        each.prompt_logprobs, each.last_token = prompt_logprobs, 1
         prefill.add(each)
         assert prefill.queued_tokens == 100
         assert compute(prefill) == [(each, 0, 100)]

@@ -84,3 +84,24 @@ def test_a_node_that_restarted_has_nothing(
     wait_until(lambda: again.membership.cache_serials() == {gateway.control_address: 0})
     ask(http)
     assert [len(node.generated) for node in (nodes[0], again)] == [1, 0]
+
+
+def test_choices_of_one_prompt_are_generated_at_one_node(
+    prefill: FakeNode, start_decode: StartDecode, http: httpx.Client
+) -> None:
+    nodes = [start_decode(), start_decode()]
+    body = {"model": MODEL, "prompt": [PROMPT, [6, *PROMPT]], "max_tokens": 1, "n": 4}
+    assert len(http.post("/v1/completions", json=body).json()["choices"]) == 8
+    groups = [{(request.group, request.prompt_ids) for request in node.generated} for node in nodes]
+    assert sorted(map(len, groups)) == [1, 1], "the second prompt goes to the other node, which is emptier"
+    assert all(len(node.generated) == 4 for node in nodes)
+
+
+def test_a_choice_goes_elsewhere_if_the_node_of_the_others_is_full(
+    prefill: FakeNode, start_decode: StartDecode, http: httpx.Client
+) -> None:
+    nodes = [start_decode(), start_decode(queued_tokens=10**6)]
+    nodes[0].reject = "queue_full"
+    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 1, "n": 3}
+    assert http.post("/v1/completions", json=body).status_code == 200
+    assert [len(node.generated) for node in nodes] == [3, 3]

@@ -1,6 +1,7 @@
 """Ranks on GPUs of their own, connected by NCCL, inside recorded steps."""
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,8 +14,9 @@ from cli.serve import die_with_parent
 from engine.rank_place import create_places
 from model.quantization import BlockFp8
 from model.tiny import write_tiny_checkpoint
-from tests.e2e.cluster import Cluster
+from tests.e2e.cluster import Cluster, wait_until
 from tests.e2e.conftest import FAMILIES, Reference, checkpoints, references, start_cluster
+from tests.e2e.test_prefill_ranks import CHUNK, assert_exact, wait_ready
 from tests.e2e.test_ranks import HOT_BUFFER, ROUNDS, assert_ranks_exact
 
 __all__ = ["checkpoints", "references", "start_cluster"]
@@ -71,3 +73,20 @@ def test_the_tokens_of_both_ranks_equal_transformers(
     assert_ranks_exact(cluster, decode, references[family], 2, ROUNDS)
     assert ("recorded a decode step" in decode.log) is not disable_cuda_graph
     assert "backend=nccl" in decode.log
+
+
+@needs_two
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_tokens_behind_a_prefill_node_of_two_ranks_equal_transformers(
+    start_cluster: Callable[..., Cluster], references: dict[str, Reference], family: str
+) -> None:
+    cluster = start_cluster(family)
+    flags = {"device": "cuda", "mem_fraction_static": 0.1}
+    prefill = cluster.prefill(ranks=2, chunked_prefill_size=CHUNK, transfer_checksum="full", **flags)
+    cluster.decode(hisparse_config=HOT_BUFFER, **flags)
+    wait_ready(cluster)
+    assert_exact(cluster.url, references[family])
+    wait_until(lambda: not prefill.metric("prefill_pages", state="used"))
+    prefill.signal(signal.SIGTERM)
+    assert prefill.process.wait(timeout=60) == 0
+    assert "backend=nccl" in prefill.log

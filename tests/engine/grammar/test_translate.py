@@ -18,7 +18,18 @@ from control.grammar import (
     Until,
 )
 from engine.grammar.errors import GrammarError
-from tests.engine.grammar.small import END_OF_THINKING, TOOL_CALL, accepts, allowed, compiled, encode, id_of
+from gateway.formats import glm
+from gateway.formats.tools import ToolSet
+from tests.engine.grammar.small import (
+    END_OF_CALL,
+    END_OF_THINKING,
+    TOOL_CALL,
+    accepts,
+    allowed,
+    compiled,
+    encode,
+    id_of,
+)
 
 CALL = Tag(begin='<tool_call>{"name": "f", "arguments": ', content=JSON_OBJECT, end="}</tool_call>")
 OTHER = Tag(begin="<fn=g>", content=Regex(pattern="[0-9]+"), end="</fn>")
@@ -119,3 +130,12 @@ def test_a_marker_ends_free_text_as_a_token_and_spelled_out() -> None:
 def test_an_error_names_the_part(node: Node, message: str) -> None:
     with pytest.raises(GrammarError, match=message):
         compiled(node)
+
+
+def test_calls_of_a_chat_format_are_written_with_the_tokens_of_its_markers() -> None:
+    ids = {TOOL_CALL: id_of(TOOL_CALL), END_OF_CALL: id_of(END_OF_CALL)}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"n": {"type": "integer"}}}}}
+    grammar = glm.grammar(ToolSet([tool]), parallel=False, marker_ids=ids)
+    state = compiled(Lark(grammar=grammar)).start()
+    assert allowed(state) == {ids[TOOL_CALL]}
+    assert accepts(state, f"{TOOL_CALL}f<arg_key>n</arg_key><arg_value>7</arg_value>{END_OF_CALL}")
