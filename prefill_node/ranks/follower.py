@@ -100,7 +100,8 @@ class Follower:
         lengths = [len(chunk.token_ids) for _, chunk in step.chunks]
         for number, tokens in self._ranks.shard.blocks(lengths):
             job, chunk = step.chunks[number]
-            self._sender.submit(job.chunk(chunk.start + tokens.start, chunk.start + tokens.stop, progress))
+            if part := job.chunk(chunk.start + tokens.start, chunk.start + tokens.stop, progress):
+                self._sender.submit(part)
 
     def _planned(self, planned: PlannedChunk) -> tuple[TransferJob, PrefillChunk]:
         job = self._jobs[planned.attempt]
