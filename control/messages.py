@@ -8,8 +8,10 @@ in every wire version. Whoever changes a field here changes that page and, unles
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+import numpy as np
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from control.block_hashes import BlockHashes
 from control.grammar import Grammar
 
 Role = Literal["gateway", "prefill", "decode"]
@@ -201,7 +203,8 @@ class HeartbeatAck(Message):
     """Gateway to node. A node that is not `known` registers again.
 
     prefill_nodes: the least loaded first. longest_prompts, prefill_ranks: see Generate. leaving: boot ids of prefill
-    nodes.
+    nodes. cache_serial: of the last CacheUpdate of this boot before which none is missing, 0 if there is none; None if
+    the gateway wants none.
     """
 
     via: Address
@@ -210,10 +213,58 @@ class HeartbeatAck(Message):
     longest_prompts: dict[Identifier, UInt] = {}
     prefill_ranks: dict[Identifier, Ranks] = {}
     leaving: tuple[Identifier, ...] = ()
+    cache_serial: UInt | None = None
 
 
 class Leaving(Message):
     """Node to gateway: it stops and takes no more requests."""
+
+
+MAX_CACHE_BLOCKS = 2**20
+"""Blocks that one CacheUpdate names at most, gained ones and lost ones each."""
+
+
+def _whole_hashes(column: bytes) -> bytes:
+    if len(column) % 8:
+        raise ValueError(f"{len(column)} bytes are no column of 64-bit hashes")
+    return column
+
+
+HashColumn = Annotated[bytes, Field(max_length=8 * MAX_CACHE_BLOCKS), AfterValidator(_whole_hashes)]
+"""Hashes of blocks (`control.block_hashes`), 8 bytes each, little-endian."""
+
+
+class CacheUpdate(Message):
+    """Node to gateway: what changed in the node's prefix cache. Sent once; `HeartbeatAck.cache_serial` shows a loss.
+
+    serial: 1 for the first update of a boot, one more for each further one. gained, lost: blocks, the ones that were
+    used last first; lost ones left before the gained ones came. whole: `gained` is all that the node has, or the part
+    of it that was used last.
+    """
+
+    serial: Annotated[int, Field(ge=1, lt=2**63)]
+    gained: HashColumn = b""
+    lost: HashColumn = b""
+    whole: bool = False
+
+    @classmethod
+    def of(cls, serial: int, gained: BlockHashes, lost: BlockHashes, whole: bool = False) -> Self:
+        """gained, lost: uint64 [blocks]."""
+        return cls(serial=serial, gained=_column(gained), lost=_column(lost), whole=whole)
+
+    @property
+    def gained_hashes(self) -> BlockHashes:
+        """uint64 [blocks]."""
+        return np.frombuffer(self.gained, dtype="<u8")
+
+    @property
+    def lost_hashes(self) -> BlockHashes:
+        """uint64 [blocks]."""
+        return np.frombuffer(self.lost, dtype="<u8")
+
+
+def _column(hashes: BlockHashes) -> bytes:
+    return hashes.astype("<u8", copy=False).tobytes()
 
 
 # --- requests: gateway and decode node ----------------------------------------------------------------------------
@@ -551,7 +602,7 @@ class Pong(Message):
 
 
 _ANY: frozenset[type[Message]] = frozenset({Ping, Pong})
-_NODE: frozenset[type[Message]] = _ANY | {Register, Heartbeat, Leaving}
+_NODE: frozenset[type[Message]] = _ANY | {Register, Heartbeat, Leaving, CacheUpdate}
 SENT_BY: Mapping[Role, frozenset[type[Message]]] = {
     "gateway": _ANY | {Registered, Refused, HeartbeatAck, Generate, Ended, Resend, Cancel},
     "prefill": _NODE | {PrefillAccepted, ChunkDone, PrefillDone, PrefillFailed, Quiesced, NotHeld, Progress},

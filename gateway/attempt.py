@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
+from control.block_hashes import BlockHashes
 from control.grammar import Grammar
 from control.messages import FinishReason, Output, Peer, Sampling, Token
 from gateway.errors import ApiError
@@ -31,6 +32,8 @@ class TokenizedRequest:
     deadline: float
     priority: int = 0
     grammar: Grammar | None = None
+    block_hashes: BlockHashes | None = field(default=None, compare=False)
+    """Of the prompt's blocks, by which the gateway looks for a node that has them; None if it does not."""
 
     @property
     def tokens(self) -> int:

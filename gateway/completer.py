@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from base.errors import StartupError
 from base.metrics import Metrics
+from control.block_hashes import BlockHasher
 from control.grammar import Grammar, Lark
 from gateway.attempt import TokenizedRequest
 from gateway.choice import Choice, Delta, TextOptions
@@ -84,8 +85,10 @@ class Completer:
         registry: NodeRegistry,
         metrics: Metrics,
         context_length: int,
+        block_hasher: BlockHasher | None,
     ) -> None:
-        """chat_format: how chats are written; None if the checkpoint knows none."""
+        """chat_format: how chats are written; None if the checkpoint knows none. block_hasher: for routing to where
+        prefixes are cached; None if routing does not look at that."""
         self.model = config.model_name
         self.tokenizer = tokenizer
         self._client = client
@@ -93,6 +96,7 @@ class Completer:
         self._metrics = metrics
         self.context_length = context_length
         self._request_timeout = config.request_timeout
+        self._block_hasher = block_hasher
         self._fields = FieldPolicy(config.strict_fields)
         self.chat_format = chat_format
         self._small = ThreadPoolExecutor(_THREADS, thread_name_prefix="small")
@@ -212,6 +216,7 @@ class Completer:
             raise ApiError(400, "the prompt has no tokens: expected at least one", param=request.prompt_field)
         grammar = _grammar(request, reading)
         lengths = [request.max_new_tokens(len(prompt_ids), capacity) for prompt_ids in prompts]
+        named = [None if self._block_hasher is None else self._block_hasher(prompt) for prompt in prompts]
         several = len(prompts) * request.computed_choices > 1
         branches = tuple(
             TokenizedRequest(
@@ -225,8 +230,9 @@ class Completer:
                 deadline=arrived + self._request_timeout,
                 priority=request.priority or 0,
                 grammar=grammar,
+                block_hashes=hashes,
             )
-            for number, (prompt_ids, max_new_tokens) in enumerate(zip(prompts, lengths, strict=True))
+            for number, (prompt_ids, max_new_tokens, hashes) in enumerate(zip(prompts, lengths, named, strict=True))
             for choice in range(request.computed_choices)
         )
         skipped = self.tokenizer.special_ids

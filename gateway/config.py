@@ -81,6 +81,17 @@ class GatewayConfig(ProcessConfig):
     reasoning_parser: Annotated[
         Literal["auto", "none"], Flag("Whether reasoning is taken out of the text; none: it stays there.")
     ] = "auto"
+    routing: Annotated[
+        Literal["prefix", "least-loaded"],
+        Flag("prefix: a request goes where its prefix is cached, unless that node is much fuller than others."),
+    ] = "prefix"
+    max_routed_tokens: Annotated[
+        int,
+        Flag(
+            "Tokens of each node's prefix cache that the gateway remembers, the last used; 64 take some 100 bytes.",
+            min=64,
+        ),
+    ] = 2**26
     strict_fields: Annotated[bool, Flag("Refuse fields of requests that nobody knows, instead of ignoring them.")] = (
         False
     )

@@ -137,7 +137,8 @@ class DecodeClient:
         failures: why each node failed it, by boot id.
         """
         now = time.monotonic()
-        node = self._registry.pick_decode(request.tokens, failures.keys(), now)
+        cached = self._registry.cached(request.block_hashes)
+        node = self._registry.pick_decode(request.tokens, failures.keys(), now, cached)
         if self._closed:
             raise unavailable("the gateway is shutting down")
         if node is None:
@@ -146,7 +147,7 @@ class DecodeClient:
                 text, retry_after = "all decode nodes are full; try again later", max(1, math.ceil(min(full)))
                 raise ApiError(429, text, code="queue_full", retry_after=retry_after)
             raise unavailable(self._registry.missing(now) or "no decode node could take the request; try again")
-        prefill_nodes = self._registry.rank_prefill(now, len(request.prompt_ids))
+        prefill_nodes = self._registry.rank_prefill(now, len(request.prompt_ids), cached)
         attempt = self._attempts[request.request_id] = Attempt(request, node, started=now)
         generate = Generate(
             request_id=request.request_id,

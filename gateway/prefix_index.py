@@ -1,36 +1,16 @@
 """Which blocks of tokens each node has cached, as far as this gateway was told.
 
 Nodes know exactly and compare token ids. The gateway keeps 64-bit hashes (`control.block_hashes`), and what it thinks
-may be out of date: a wrong guess costs a hit and never a wrong token. Nodes send updates; `apply` says when it missed
-one, and the node then sends a whole one. So the index is right again after a restart of either side, and applying an
-update twice is applying it once.
+may be out of date: a wrong guess costs a hit and never a wrong token. Nodes send updates (`control.cache_reports`), and
+a whole one when the acknowledged serial shows that one was missed. So the index is right again after a restart of
+either side, and applying an update twice is applying it once.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-import numpy as np
-import numpy.typing as npt
-
-from control.block_hashes import BLOCK_TOKENS, block_hashes
-
-Hashes = npt.NDArray[np.uint64]
-
-_NO_HASHES: Hashes = np.empty(0, dtype=np.uint64)
-
-
-@dataclass(frozen=True)
-class CacheUpdate:
-    """What changed in a node's prefix cache.
-
-    serial: 1 for the first update of a boot, one more for each further one. gained, lost: hashes of blocks, the ones
-    that were used last first. whole: `gained` is all that the node has, or the part of it that was used last.
-    """
-
-    serial: int
-    gained: Hashes = field(default_factory=_NO_HASHES.copy)
-    lost: Hashes = field(default_factory=_NO_HASHES.copy)
-    whole: bool = False
+from control.block_hashes import BLOCK_TOKENS, BlockHashes
+from control.messages import CacheUpdate
 
 
 @dataclass
@@ -48,29 +28,30 @@ class PrefixIndex:
     kept, those that were used last; a block takes some 100 bytes.
     """
 
-    def __init__(self, max_blocks: int, seed: int = 0) -> None:
-        """seed: of the hashes, the nodes' own."""
+    def __init__(self, max_blocks: int) -> None:
         self._max_blocks = max_blocks
-        self._seed = seed
         self._nodes: dict[str, _NodeBlocks] = {}
 
-    def apply(self, boot_id: str, update: CacheUpdate) -> bool:
-        """Note an update. False if one before it is missing: the node has to send a whole one.
+    def apply(self, boot_id: str, update: CacheUpdate) -> None:
+        """Note an update. If one before it is missing, `serial` stays as it is.
 
-        What a partial update says is noted even so. An update that came before is ignored.
+        What it says is noted even so. An update that came before is ignored.
         """
         node = self._nodes.setdefault(boot_id, _NodeBlocks())
         if update.serial <= node.serial:
-            return True
+            return
         if update.whole:
             node.known.clear()
-        for name in update.lost.tolist():
+        for name in update.lost_hashes.tolist():
             node.known.pop(name, None)
-        self._use(node, update.gained.tolist())
-        in_step = update.whole or update.serial == node.serial + 1
-        if in_step:
+        self._use(node, update.gained_hashes.tolist())
+        if update.whole or update.serial == node.serial + 1:
             node.serial = update.serial
-        return in_step
+
+    def serial(self, boot_id: str) -> int:
+        """Of a node's last update before which none is missing; 0 if there is none."""
+        node = self._nodes.get(boot_id)
+        return node.serial if node else 0
 
     def forget(self, boot_id: str) -> None:
         """That process is gone."""
@@ -81,12 +62,12 @@ class PrefixIndex:
         node = self._nodes.get(boot_id)
         return len(node.known) if node else 0
 
-    def matched(self, tokens: npt.NDArray[np.integer], salt: str = "") -> dict[str, int]:
-        """How many tokens at the beginning of a prompt, ids [n], each node that sent updates has, by boot id.
+    def matched(self, hashes: BlockHashes) -> dict[str, int]:
+        """How many tokens at the beginning of a prompt each node that sent updates has, by boot id.
 
-        The prompt is hashed once. The blocks that are found count as used.
+        hashes: uint64 [blocks], of the prompt's blocks. Those that are found count as used.
         """
-        names = block_hashes(tokens, salt, self._seed).tolist()
+        names = hashes.tolist()
         found = {}
         for boot_id, node in self._nodes.items():
             blocks = _leading(names, node.known)

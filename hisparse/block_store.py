@@ -5,12 +5,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from control.block_hashes import BlockHashes
 from hisparse.token_blocks import PackedBlocks
 
 BlockValues = npt.NDArray[np.int32]
 """[blocks, width]: what the cache keeps for each block, such as the host slots of its 64 tokens."""
-BlockHashes = npt.NDArray[np.uint64]
-"""[blocks]: by what name the cache's owner tells others about a block."""
 
 _WINDOW = 2**14
 """Places that are searched at once for free ones."""

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from control.block_hashes import BLOCK_TOKENS
-from hisparse.block_store import BlockHashes, BlockValues
+from control.block_hashes import BLOCK_TOKENS, BlockHashes
+from hisparse.block_store import BlockValues
 
 
 @dataclass(frozen=True)

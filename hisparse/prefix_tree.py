@@ -33,8 +33,8 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from control.block_hashes import BLOCK_TOKENS
-from hisparse.block_store import BlockHashes, BlockRun, BlockStore
+from control.block_hashes import BLOCK_TOKENS, BlockHashes
+from hisparse.block_store import BlockRun, BlockStore
 from hisparse.child_table import ChildTable
 from hisparse.extents import SlotAccountingError
 from hisparse.int_table import NONE

@@ -116,6 +116,7 @@ class FakeNode:
         max_request_tokens: int = CONTEXT,
         queued_tokens: int = 0,
     ) -> None:
+        self.gateway_address = gateway_address
         self.role = role
         self.identity = identity
         self.max_request_tokens = max_request_tokens

@@ -3,15 +3,17 @@
 import heapq
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from control.block_hashes import BLOCK_TOKENS, block_hashes
-from gateway.prefix_index import CacheUpdate, PrefixIndex
-from gateway.prefix_routing import choose
+from control.cache_reports import CacheReports
+from control.messages import CacheUpdate
+from gateway.prefix_index import PrefixIndex
+from gateway.prefix_routing import ranked
 from hisparse.prefix_tree import PrefixTree
 
 VOCAB = 32_000
@@ -23,18 +25,31 @@ SESSIONS_PER_S = 1.0
 Tokens = npt.NDArray[np.int32]
 
 
+class SimulatedGateway:
+    """The index of a gateway that hears one node, and nothing is lost."""
+
+    def __init__(self, node: str, index: PrefixIndex) -> None:
+        self._node = node
+        self._index = index
+
+    def cache_serials(self) -> dict[str, int]:
+        return {"gateway": self._index.serial(self._node)}
+
+    def tell(self, addresses: Iterable[str], message: CacheUpdate) -> None:
+        for _ in addresses:
+            self._index.apply(self._node, message)
+
+
 @dataclass
 class SimulatedNode:
     """A decode node. cached: hashes of what the tree has. load: tokens of its requests, reported with a heartbeat."""
 
     name: str
     tree: PrefixTree
+    reports: CacheReports
     cached: set[int] = field(default_factory=set)
-    gained: list[int] = field(default_factory=list)
-    lost: list[int] = field(default_factory=list)
     load: int = 0
     known_load: int = 0
-    serial: int = 0
     slots: "itertools.count[int]" = field(default_factory=itertools.count)
 
     def end(self, tokens: Tokens) -> None:
@@ -42,22 +57,13 @@ class SimulatedNode:
         names = block_hashes(tokens)
         missing = len(names) - self.tree.lookup(tokens).blocks
         room = self.tree.capacity - self.tree.blocks
-        lost = self.tree.evict(missing - room).hashes.tolist()
+        lost = self.tree.evict(missing - room).hashes
         values = np.array([[next(self.slots)] for _ in names])
         present = self.tree.insert(tokens, values, hashes=names).present
-        gained = names[present:].tolist()
-        self.cached -= set(lost)
-        self.cached |= set(gained)
-        self.lost += lost
-        self.gained += gained
-
-    def update(self) -> CacheUpdate:
-        """What changed since the last heartbeat."""
-        self.serial += 1
-        gained = [name for name in dict.fromkeys(self.gained) if name in self.cached]
-        lost = [name for name in self.lost if name not in self.cached]
-        self.gained, self.lost = [], []
-        return CacheUpdate(self.serial, np.array(gained, dtype=np.uint64), np.array(lost, dtype=np.uint64))
+        self.cached -= set(lost.tolist())
+        self.cached |= set(names[present:].tolist())
+        self.reports.lost(lost)
+        self.reports.gained(names[present:])
 
 
 @dataclass
@@ -74,8 +80,8 @@ class Outcome:
 
 class SessionSimulation:
     def __init__(self, nodes: int, blocks: int, seed: int) -> None:
-        self.nodes = {str(n): SimulatedNode(str(n), PrefixTree(blocks, 1, VOCAB)) for n in range(nodes)}
         self.index = PrefixIndex(max_blocks=blocks)
+        self.nodes = {name: self._node(name, blocks) for name in map(str, range(nodes))}
         self.outcome = Outcome()
         self._random = random.Random(seed)
         self._tokens = np.random.default_rng(seed)
@@ -84,6 +90,10 @@ class SessionSimulation:
         self._number = itertools.count()
         self._now = 0.0
         self._open = 0
+
+    def _node(self, name: str, blocks: int) -> SimulatedNode:
+        tree = PrefixTree(blocks, 1, VOCAB)
+        return SimulatedNode(name, tree, CacheReports(SimulatedGateway(name, self.index), tree.newest_hashes))
 
     def run(self, sessions: int) -> Outcome:
         """Play sessions to their ends."""
@@ -106,10 +116,11 @@ class SessionSimulation:
     def _turn(self, history: Tokens, turns_left: int) -> None:
         prompt = np.concatenate([history, self._text(int(self._random.lognormvariate(5.5, 1.0)))])
         answer = int(self._random.uniform(50, 500))
-        matched = self.index.matched(prompt)
-        names = block_hashes(prompt).tolist()
-        truly = {name: self._cached(node, names) for name, node in self.nodes.items()}
-        node = self.nodes[choose(list(self.nodes), matched, {n.name: n.known_load for n in self.nodes.values()})]
+        names = block_hashes(prompt)
+        matched = self.index.matched(names)
+        truly = {name: self._cached(node, names.tolist()) for name, node in self.nodes.items()}
+        load = {node.name: node.known_load for node in self.nodes.values()}
+        node = self.nodes[ranked(list(self.nodes), matched, load)[0]]
         tokens = len(prompt) + answer
         self.outcome.requests += 1
         self.outcome.found += truly[node.name]
@@ -130,7 +141,7 @@ class SessionSimulation:
 
     def _heartbeat(self) -> None:
         for node in self.nodes.values():
-            assert self.index.apply(node.name, node.update())
+            node.reports.send(self._now)
             node.known_load = node.load
         self._at(self._now + HEARTBEAT_S, self._heartbeat)
 

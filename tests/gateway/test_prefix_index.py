@@ -1,15 +1,13 @@
 """The gateway's picture of nodes' caches: updates in any order and number, bounds, restarts."""
 
-import random
-
 import numpy as np
 import numpy.typing as npt
 
-from control.block_hashes import block_hashes
-from gateway.prefix_index import CacheUpdate, PrefixIndex
-from hisparse.prefix_tree import PrefixTree
+from control.block_hashes import BlockHashes, block_hashes
+from control.messages import CacheUpdate
+from gateway.prefix_index import PrefixIndex
 
-SEED = 3
+NOTHING: BlockHashes = np.empty(0, dtype=np.uint64)
 
 
 def prompt(number: int, blocks: int) -> npt.NDArray[np.int32]:
@@ -17,94 +15,73 @@ def prompt(number: int, blocks: int) -> npt.NDArray[np.int32]:
     return np.full(64 * blocks, number, dtype=np.int32)
 
 
-def names(number: int, blocks: int) -> npt.NDArray[np.uint64]:
-    return block_hashes(prompt(number, blocks), seed=SEED)
+def names(number: int, blocks: int) -> BlockHashes:
+    return block_hashes(prompt(number, blocks))
 
 
-def new_index(max_blocks: int = 100) -> PrefixIndex:
-    return PrefixIndex(max_blocks, seed=SEED)
+def gained(serial: int, hashes: BlockHashes, whole: bool = False) -> CacheUpdate:
+    return CacheUpdate.of(serial, hashes, NOTHING, whole)
 
 
 def test_a_prompt_is_matched_in_each_node_up_to_the_first_block_that_is_missing() -> None:
-    index = new_index()
-    index.apply("one", CacheUpdate(1, gained=names(1, 4)))
-    index.apply("two", CacheUpdate(1, gained=names(1, 4)[[0, 1, 3]]))
-    index.apply("three", CacheUpdate(1, gained=names(2, 4)))
-    assert index.matched(prompt(1, 6)) == {"one": 256, "two": 128, "three": 0}
-    assert index.matched(prompt(1, 6), salt="tenant") == {"one": 0, "two": 0, "three": 0}
+    index = PrefixIndex(100)
+    index.apply("one", gained(1, names(1, 4)))
+    index.apply("two", gained(1, names(1, 4)[[0, 1, 3]]))
+    index.apply("three", gained(1, names(2, 4)))
+    assert index.matched(names(1, 6)) == {"one": 256, "two": 128, "three": 0}
+    assert index.matched(block_hashes(prompt(1, 6), "tenant")) == {"one": 0, "two": 0, "three": 0}
     index.forget("one")
-    assert index.matched(prompt(1, 6)) == {"two": 128, "three": 0}
+    assert index.matched(names(1, 6)) == {"two": 128, "three": 0}
 
 
 def test_an_update_that_comes_twice_counts_once() -> None:
-    index = new_index()
-    first = CacheUpdate(1, gained=names(1, 4))
-    assert index.apply("one", first)
-    assert index.apply("one", CacheUpdate(2, lost=names(1, 4)[2:]))
-    assert index.apply("one", first)
-    assert index.matched(prompt(1, 4)) == {"one": 128}
+    index = PrefixIndex(100)
+    first = gained(1, names(1, 4))
+    index.apply("one", first)
+    index.apply("one", CacheUpdate.of(2, NOTHING, names(1, 4)[2:]))
+    index.apply("one", first)
+    assert index.serial("one") == 2
+    assert index.matched(names(1, 4)) == {"one": 128}
 
 
 def test_what_was_lost_and_gained_again_is_there() -> None:
-    index = new_index()
-    index.apply("one", CacheUpdate(1, gained=names(1, 2), lost=names(1, 2)))
-    assert index.matched(prompt(1, 2)) == {"one": 128}
+    index = PrefixIndex(100)
+    index.apply("one", CacheUpdate.of(1, gained=names(1, 2), lost=names(1, 2)))
+    assert index.matched(names(1, 2)) == {"one": 128}
 
 
-def test_a_missing_update_is_noticed_until_a_whole_one_comes() -> None:
-    index = new_index()
-    index.apply("one", CacheUpdate(1, gained=names(1, 4)))
-    assert not index.apply("one", CacheUpdate(3, gained=names(2, 4)))
-    assert not index.apply("one", CacheUpdate(4, lost=names(1, 4)[3:]))
-    assert index.matched(prompt(2, 4)) == {"one": 256}, "what is known helps even so"
-    assert index.apply("one", CacheUpdate(5, gained=names(2, 3), whole=True))
-    assert index.matched(prompt(1, 4)) == {"one": 0}
-    assert index.matched(prompt(2, 4)) == {"one": 192}
-    assert index.apply("one", CacheUpdate(6, gained=names(1, 1)))
+def test_a_missing_update_shows_in_the_serial_until_a_whole_one_comes() -> None:
+    index = PrefixIndex(100)
+    index.apply("one", gained(1, names(1, 4)))
+    index.apply("one", gained(3, names(2, 4)))
+    index.apply("one", CacheUpdate.of(4, NOTHING, names(1, 4)[3:]))
+    assert index.serial("one") == 1
+    assert index.matched(names(2, 4)) == {"one": 256}, "what is known helps even so"
+    index.apply("one", gained(5, names(2, 3), whole=True))
+    assert index.serial("one") == 5
+    assert index.matched(names(1, 4)) == {"one": 0}
+    assert index.matched(names(2, 4)) == {"one": 192}
+    index.apply("one", gained(6, names(1, 1)))
+    assert index.serial("one") == 6
 
 
-def test_a_gateway_that_restarted_asks_for_a_whole_update_and_a_node_that_restarted_begins_with_nothing() -> None:
-    index = new_index()
-    assert not index.apply("boot 1", CacheUpdate(17, gained=names(1, 1)))
-    assert index.apply("boot 1", CacheUpdate(18, gained=names(1, 4), whole=True))
-    assert index.apply("boot 2", CacheUpdate(1))
-    assert index.matched(prompt(1, 4)) == {"boot 1": 256, "boot 2": 0}
+def test_a_gateway_that_restarted_knows_no_serial_and_a_node_that_restarted_begins_with_nothing() -> None:
+    index = PrefixIndex(100)
+    index.apply("boot 1", gained(17, names(1, 1)))
+    assert index.serial("boot 1") == 0
+    index.apply("boot 1", gained(18, names(1, 4), whole=True))
+    index.apply("boot 2", gained(1, NOTHING))
+    assert (index.serial("boot 1"), index.serial("boot 2")) == (18, 1)
+    assert index.matched(names(1, 4)) == {"boot 1": 256, "boot 2": 0}
 
 
 def test_the_blocks_that_were_used_longest_ago_are_dropped_first_and_ends_before_beginnings() -> None:
-    index = new_index(max_blocks=8)
-    index.apply("one", CacheUpdate(1, gained=names(1, 4)))
-    index.apply("one", CacheUpdate(2, gained=names(2, 4)))
-    index.matched(prompt(1, 4))
-    index.apply("one", CacheUpdate(3, gained=names(3, 2)))
+    index = PrefixIndex(max_blocks=8)
+    index.apply("one", gained(1, names(1, 4)))
+    index.apply("one", gained(2, names(2, 4)))
+    index.matched(names(1, 4))
+    index.apply("one", gained(3, names(3, 2)))
     assert index.blocks("one") == 8
-    assert [index.matched(prompt(number, 4))["one"] for number in (1, 2, 3)] == [256, 128, 128]
-    index.apply("one", CacheUpdate(4, gained=names(4, 50), whole=True))
-    assert index.matched(prompt(4, 50)) == {"one": 8 * 64}
-
-
-def test_the_index_follows_a_tree_over_lost_updates() -> None:
-    """A node that sends what its tree gained and lost, over a way that loses a part of it."""
-    generator, index, tree = random.Random(0), new_index(), PrefixTree(40, 1, 1000)
-    serial, slot, has_to_be_whole = 0, 0, False
-    for _ in range(500):
-        tokens = prompt(generator.randrange(12), generator.randrange(1, 12))
-        hashes = block_hashes(tokens, seed=SEED)
-        missing = len(hashes) - tree.lookup(tokens).blocks
-        lost = tree.evict(missing - (tree.capacity - tree.blocks)).hashes
-        slots = np.arange(slot, slot + len(hashes))[:, None]
-        slot += len(hashes)
-        gained = hashes[tree.insert(tokens, slots, hashes=hashes).present :]
-        serial += 1
-        if has_to_be_whole:
-            update = CacheUpdate(serial, gained=tree.newest_hashes(100), whole=True)
-        else:
-            update = CacheUpdate(serial, gained, lost[~np.isin(lost, gained)])
-        if generator.random() < 0.8:
-            has_to_be_whole = not index.apply("one", update)
-            if not has_to_be_whole:
-                assert index.blocks("one") == tree.blocks
-                assert index.matched(tokens)["one"] == tree.lookup(tokens).tokens
-    assert not index.apply("one", CacheUpdate(serial + 2))
-    assert index.apply("one", CacheUpdate(serial + 3, gained=tree.newest_hashes(100), whole=True))
-    assert index.blocks("one") == tree.blocks
+    assert [index.matched(names(number, 4))["one"] for number in (1, 2, 3)] == [256, 128, 128]
+    index.apply("one", gained(4, names(4, 50), whole=True))
+    assert index.matched(names(4, 50)) == {"one": 8 * 64}

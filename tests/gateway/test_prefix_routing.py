@@ -2,7 +2,7 @@
 
 import pytest
 
-from gateway.prefix_routing import choose
+from gateway.prefix_routing import ranked
 from tests.gateway.session_simulation import SessionSimulation
 
 NODES = ("one", "two", "three")
@@ -32,7 +32,7 @@ NODES = ("one", "two", "three")
     ],
 )
 def test_the_choice(cached: dict[str, int], load: tuple[int, int, int], expected: str) -> None:
-    assert choose(NODES, cached, dict(zip(NODES, load, strict=True))) == expected
+    assert ranked(NODES, cached, dict(zip(NODES, load, strict=True)))[0] == expected
 
 
 def test_1000_sessions_on_three_nodes_find_what_is_cached_and_fill_nodes_evenly() -> None:
