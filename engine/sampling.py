@@ -14,7 +14,6 @@ from enum import Enum
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from control.messages import Sampling, Token
 from engine.adjustments import adjusts
@@ -178,7 +177,7 @@ def _exp(scaled: torch.Tensor) -> torch.Tensor:
     """
     if scaled.device.type != "cpu":
         return scaled.exp()
-    return F.threshold_(scaled.clamp(min=_LEAST_EXPONENT).exp_(), 2 * torch.finfo(torch.float32).tiny, 0.0)
+    return torch.threshold_(scaled.clamp(min=_LEAST_EXPONENT).exp_(), 2 * torch.finfo(torch.float32).tiny, 0.0)
 
 
 _LEAST_EXPONENT = math.log(1.5 * torch.finfo(torch.float32).tiny)
