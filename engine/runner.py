@@ -13,7 +13,7 @@ from engine.adjustments import Ban, LogitAdjustments
 from engine.batch import Batch
 from engine.device import Download, check_device
 from engine.graphs import StepGraphs
-from engine.sampling import SETTINGS, NoToken, SamplingNeeds, draw, settings_of, tokens_of, unpacked
+from engine.sampling import SETTINGS, NoToken, SamplingNeeds, draw, masked, settings_of, tokens_of
 from hisparse.coordinator import HiSparseCoordinator
 from hisparse.device_pool import upload
 from model.sparse_model import SparseModel
@@ -119,8 +119,7 @@ class ModelRunner:
         needs = SamplingNeeds.of(step.batch.sampling)
         changed = self._adjustments.apply(step.logits, rows, bans) if needs.adjusted else step.logits
         if masks is not None:
-            allowed = unpacked(masks.to(changed.device, non_blocking=True), changed.shape[1])
-            changed = changed.masked_fill(~allowed, float("-inf"))
+            changed = masked(changed, masks)
         drawn = draw(step.logits, self._settings[rows].T, uniforms.view(torch.float64), needs, changed)
         token_ids = drawn[:, 0].long()
         if needs.adjusted:

@@ -92,7 +92,7 @@ class GatewayConfig(ProcessConfig):
         int,
         Flag(
             "Tokens of each node's prefix cache that the gateway remembers, the last used; 64 take some 100 bytes.",
-            min=64,
+            min=1,
         ),
     ] = 2**26
     strict_fields: Annotated[bool, Flag("Refuse fields of requests that nobody knows, instead of ignoring them.")] = (

@@ -3,9 +3,9 @@
 import torch
 
 from benchmarks.decode.workload import Model
-from engine.chunked import ChunkedPrefill, PrefillJob
-from engine.paged_pool import PagedKVPool
+from engine.paged_pool import PagedKVPool, PagedSequence
 from model.backends.choice import choose_backend
+from model.passes import PrefillChunk
 from model.shard import Exchange
 from model.sparse_model import SparseModel
 from model.spec import ModelSpec
@@ -25,20 +25,16 @@ class Prompt:
         self.pool = PagedKVPool(spec.kv_layout, -(-context // _PAGE_SIZE), _PAGE_SIZE, device)
         _fill(self.pool, spec, device)
         backend = choose_backend("auto", device, spec)
-        self._prefill: ChunkedPrefill[PrefillJob] = ChunkedPrefill(
-            SparseModel(model.network, spec, backend), self.pool, chunk
-        )
-        token_ids = torch.randint(0, spec.vocab_size, (context,), generator=torch.Generator().manual_seed(0))
-        job = PrefillJob(token_ids)
-        job.computed = context - chunk
-        self._prefill.add(job)
-        step = self._prefill.plan()
-        assert step is not None, "the pool has pages for the whole prompt"
-        self._step = step
+        self._model = SparseModel(model.network, spec, backend)
+        pages = self.pool.allocate(context)
+        assert pages is not None, "the pool has pages for the whole prompt"
+        token_ids = torch.randint(0, spec.vocab_size, (chunk,), generator=torch.Generator().manual_seed(0))
+        self._chunk = PrefillChunk(token_ids, context - chunk, context + 1, PagedSequence(self.pool, pages))
 
+    @torch.inference_mode()
     def compute(self) -> None:
         """Queue the forward pass of the chunk."""
-        self._prefill.compute(self._step)
+        self._model.prefill([self._chunk])
 
 
 class MarkedExchange:
