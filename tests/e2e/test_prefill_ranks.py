@@ -31,32 +31,34 @@ JOBS = [
     Job(prompt, 12, abort_after=0 if number % 5 == 4 else None)
     for number, prompt in enumerate(prompts(LENGTHS, seed=6))
 ]
+SHORT = ((6, JOBS[:6]),)
 ROUNDS = ((1, JOBS[:2]), (12, JOBS))
 [LONG] = prompts((1200,), seed=7)
 NEW_TOKENS = 8
 
 
 def configurations() -> list[Any]:
-    """Prefill ranks, decode ranks and family; all but one are slow."""
+    """Prefill ranks, decode ranks, family, and what is asked; all but one are slow."""
     return [
-        pytest.param(*case, marks=pytest.mark.slow if number else ())
+        pytest.param(*case, ROUNDS if number else SHORT, marks=pytest.mark.slow if number else ())
         for number, case in enumerate(product((2, 4), (1, 2), FAMILIES))
     ]
 
 
-@pytest.mark.parametrize(("prefill_ranks", "decode_ranks", "family"), configurations())
+@pytest.mark.parametrize(("prefill_ranks", "decode_ranks", "family", "rounds"), configurations())
 def test_the_tokens_behind_a_prefill_node_of_several_ranks_equal_transformers(
     start_cluster: Callable[..., Cluster],
     references: dict[str, Reference],
     prefill_ranks: int,
     decode_ranks: int,
     family: str,
+    rounds: Sequence[tuple[int, Sequence[Job]]],
 ) -> None:
     cluster = start_cluster(family)
     prefill = cluster.prefill(ranks=prefill_ranks, chunked_prefill_size=CHUNK, transfer_checksum="full")
     decode = cluster.decode(ranks=decode_ranks, hisparse_config=HOT_BUFFER, debug_verify_swap_in=True)
     wait_ready(cluster, decode_ranks)
-    assert_exact(cluster.url, references[family])
+    assert_exact(cluster.url, references[family], rounds)
     for rank in range(decode_ranks):
         wait_until(lambda: not decode.metric("host_slots", rank, state="used"))  # noqa: B023
     wait_until(lambda: not prefill.metric("prefill_pages", state="used"))
@@ -168,7 +170,7 @@ def test_serve_runs_prefill_nodes_of_several_ranks(
     process, url = serve("--prefill-ranks", "2", "--decode-ranks", "2", "--transfer-protocol", "auto")
     children = children_of(process)
     assert len(children) == 7
-    assert_exact(url, references["deepseek_v32"], ((6, JOBS[:6]),))
+    assert_exact(url, references["deepseek_v32"], SHORT)
     process.terminate()
     assert process.wait(timeout=60) == 0
     wait_until(lambda: all_gone(children), what="the processes to be gone")
