@@ -168,7 +168,8 @@ class DecodeClient:
         self._control.repeat(_key("generate", request.request_id, node), node, generate)
         self._registry.assign(node, request.tokens)
         if prefill_nodes:
-            self._registry.assign(prefill_nodes[0], len(request.prompt_ids))
+            to_compute = len(request.prompt_ids) - cached.get(prefill_nodes[0].boot_id, 0)
+            self._registry.assign(prefill_nodes[0], to_compute)
         return attempt
 
     def _node_of_group(self, request: TokenizedRequest, failures: dict[str, NodeFailed]) -> Peer | None:

@@ -27,7 +27,7 @@ _TURNS = 10
 
 
 @dataclass(frozen=True)
-class StepTimes:
+class GrammarStepTimes:
     """Median milliseconds of a step: how long it took, and how long processors worked."""
 
     ms: float
@@ -59,7 +59,9 @@ class GrammarSteps:
             self._runner.admit(request_id, [1], [], self._sampling)
         self._before: LaunchedStep | None = None
 
-    def compare(self, grammar: CompiledGrammar, tokens: Sequence[int], steps: int) -> tuple[StepTimes, StepTimes]:
+    def compare(
+        self, grammar: CompiledGrammar, tokens: Sequence[int], steps: int
+    ) -> tuple[GrammarStepTimes, GrammarStepTimes]:
         """So many steps without a grammar, and with one: each request is at another place of an answer, of `tokens`."""
         states = [grammar.start() for _ in self._requests.ids]
         at = [index * len(tokens) // len(states) for index in range(len(states))]
@@ -86,7 +88,9 @@ class GrammarSteps:
             if number >= _TURNS:
                 spent = time.perf_counter() - began, time.process_time() - work_began
                 times[constrained].append((1e3 * spent[0], 1e3 * spent[1]))
-        free, bound = (StepTimes(*map(statistics.median, zip(*times[kind], strict=True))) for kind in (False, True))
+        free, bound = (
+            GrammarStepTimes(*map(statistics.median, zip(*times[kind], strict=True))) for kind in (False, True)
+        )
         return free, bound
 
     def close(self) -> None:

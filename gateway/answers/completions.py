@@ -26,8 +26,11 @@ class CompletionAnswer(Answer):
         if prepared.request.echo:
             per_prompt = prepared.request.choices
             for number, prompt in enumerate(prepared.request.prompt):
-                text = prompt if isinstance(prompt, str) else tokenizer.decode(prompt)
-                self._echoes |= dict.fromkeys(range(number * per_prompt, (number + 1) * per_prompt), text)
+                choices = range(number * per_prompt, (number + 1) * per_prompt)
+                whole = prepared.request.truncate_prompt_tokens is None
+                used = prepared.prompt_ids(choices[0])
+                text = prompt if isinstance(prompt, str) and whole else tokenizer.decode(used)
+                self._echoes |= dict.fromkeys(choices, text)
 
         self._echoed: dict[int, int] = {}
         """By choice, the length of the prompt's text once that has been rendered."""

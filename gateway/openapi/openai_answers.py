@@ -32,7 +32,7 @@ class CompletionLogprobs(Described):
     text_offset: list[int]
 
 
-class PromptTokenAnswer(Described):
+class RankedToken(Described):
     """A token that could stand at a position of the prompt. rank: 1 for the likeliest."""
 
     logprob: float
@@ -41,7 +41,7 @@ class PromptTokenAnswer(Described):
 
 
 PromptLogprobs = Annotated[
-    list[dict[str, PromptTokenAnswer] | None],
+    list[dict[str, RankedToken] | None],
     Field(
         default=[],
         description="With prompt_logprobs: by position, by token id, the prompt's token and the likeliest ones. "

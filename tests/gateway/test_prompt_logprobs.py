@@ -81,6 +81,8 @@ def test_an_echo_of_no_tokens_is_the_prompt(http: httpx.Client, decode: FakeDeco
     [plain] = complete(http, prompt="ab", max_tokens=0, echo=True)
     assert (plain["text"], plain["logprobs"]) == ("ab", None)
     assert decode.generated[1].prompt_logprobs is None
+    [cut] = complete(http, prompt="abcd", max_tokens=0, echo=True, logprobs=0, truncate_prompt_tokens=2)
+    assert (cut["text"], cut["logprobs"]["tokens"], cut["logprobs"]["text_offset"]) == ("cd", ["c", "d"], [0, 1])
 
 
 @pytest.mark.parametrize("lost", [1, 3])
