@@ -36,16 +36,35 @@ class Meeting:
         return gather
 
 
-def computed_by(model: SparseModel, on_layer: Callable[[int], None] = lambda _: None) -> PagedPool:
-    """The pool that a model has filled with all steps."""
+def steps_of(model: SparseModel) -> tuple[PagedPool, list[list[PrefillChunk]]]:
+    """An empty pool, and the chunks of all steps, whose KV goes there."""
     pool = PagedPool(model.spec, num_pages=30, page_size=16)
     requests = [PagedRequest(pool, len(prompt)) for prompt in PROMPTS]
-    for step in STEPS:
-        model.prefill(
-            [PrefillChunk(PROMPTS[n][start:stop], start, len(PROMPTS[n]) + 1, requests[n]) for n, start, stop in step],
-            on_layer,
-        )
+    return pool, [
+        [PrefillChunk(PROMPTS[n][start:stop], start, len(PROMPTS[n]) + 1, requests[n]) for n, start, stop in step]
+        for step in STEPS
+    ]
+
+
+def computed_by(model: SparseModel, on_layer: Callable[[int], None] = lambda _: None) -> PagedPool:
+    """The pool that a model has filled with all steps."""
+    pool, steps = steps_of(model)
+    for chunks in steps:
+        model.prefill(chunks, on_layer)
     return pool
+
+
+def hidden_of(model: SparseModel) -> list[torch.Tensor]:
+    """Hidden states of the tokens of all steps."""
+    return [model.prefill_hidden(chunks, lambda _: None) for chunks in steps_of(model)[1]]
+
+
+def in_threads(size: int, work: Callable[[int], None]) -> None:
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
@@ -59,14 +78,26 @@ def test_every_process_has_the_kv_of_all_tokens(model: SparseModel, size: int) -
         split = SplitModel(model.network, model.spec, model._backend, Shard(rank, size), meeting.gather_of(rank))
         pools[rank] = computed_by(split, layers.append if rank == 0 else lambda _: None)
 
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(size, work)
     assert layers == list(range(model.spec.num_layers)) * len(STEPS)
     for rank in range(size):
         for mine, theirs in ((pools[rank].kv, expected.kv), (pools[rank].keys, expected.keys)):
             torch.testing.assert_close(
                 mine.view(torch.float32), theirs.view(torch.float32), rtol=1e-4, atol=1e-4, equal_nan=True
             )
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_every_process_has_the_hidden_states_of_all_tokens(model: SparseModel, size: int) -> None:
+    """Log probabilities of prompts are computed from them."""
+    expected, meeting = hidden_of(model), Meeting(size)
+    found: dict[int, list[torch.Tensor]] = {}
+
+    def work(rank: int) -> None:
+        split = SplitModel(model.network, model.spec, model._backend, Shard(rank, size), meeting.gather_of(rank))
+        found[rank] = hidden_of(split)
+
+    in_threads(size, work)
+    for rank in range(size):
+        for mine, theirs in zip(found[rank], expected, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
