@@ -27,6 +27,7 @@ _LOADING = timedelta(hours=2)
 ends."""
 _SPIN_S = 2e-3
 _FIND_DEAD_S = 0.5
+_LEAVE_S = 3.0
 _ONE_HOST = {
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",
@@ -51,6 +52,7 @@ class RankGroup:
 
     def __init__(self, place: RankPlace, device: torch.device, step_timeout: float, wake: Callable[[], None]) -> None:
         """wake: has the loop take its next turn, from any thread."""
+        self.place = place
         self.rank, self.size = place.rank, place.size
         self.device = device
         self._step_timeout = step_timeout
@@ -177,9 +179,9 @@ class RankGroup:
         self._table.set_done(self.rank)
         return self._table.all_done()
 
-    def leave(self, patience: float) -> None:
-        """Say that this rank is done, and wait so many seconds for the others to say so."""
-        until = time.monotonic() + patience
+    def leave(self) -> None:
+        """Say that this rank is done, and wait a while for the others to say so."""
+        until = time.monotonic() + _LEAVE_S
         while not self.done() and time.monotonic() < until:
             time.sleep(0.01)
 

@@ -46,8 +46,6 @@ from transfer.routes import Transports
 log = structlog.get_logger(__name__)
 
 _PROMPTS_BY_DEFAULT = 16
-_LEAVE_S = 3.0
-"""How long a rank that ends in peace waits for the others to do so, too."""
 
 
 def run_prefill_node(config: PrefillConfig, place: RankPlace | None = None) -> None:
@@ -119,18 +117,16 @@ def run_prefill_node(config: PrefillConfig, place: RankPlace | None = None) -> N
             connect=transports.connect,
             silence=shell.control.silence,
         )
-        if ranks is not None and place is not None and place.rank:
+        if ranks is not None and ranks.rank:
             shell.start(None, lambda: None)
-            Follower(shell, prefill, device, resources, ranks, place).run()
-            ranks.leave(_LEAVE_S)
+            Follower(shell, prefill, device, resources, ranks).run()
             return
         wake = partial(shell.inbox.put, None)
-        if ranks is None or place is None:
+        engine: ModelEngine
+        if ranks is None:
             engine = ModelEngine(prefill, device, resources, offer, shell.metrics, wake, config.transfer_timeout)
         else:
-            engine = GroupEngine(
-                prefill, device, resources, offer, shell.metrics, wake, config.transfer_timeout, ranks, place
-            )
+            engine = GroupEngine(prefill, device, resources, offer, shell.metrics, wake, config.transfer_timeout, ranks)
         at_end.callback(engine.close, timeout=1.0)
         membership = Membership(
             shell.control,
@@ -157,9 +153,8 @@ def run_prefill_node(config: PrefillConfig, place: RankPlace | None = None) -> N
         shell.start(membership, engine.refresh_metrics)
         shell.announce(transports, spec.model_type, spec.fingerprint)
         PrefillEndpoint(shell, engine, ranks).run()
-        if isinstance(engine, GroupEngine) and ranks is not None:
-            engine.end()
-            ranks.leave(_LEAVE_S)
+        if isinstance(engine, GroupEngine):
+            engine.leave()
 
 
 def _is_caching(config: PrefillConfig) -> bool:

@@ -10,7 +10,6 @@ from engine.agreement import GroupFailed
 from engine.chunked import ChunkedPrefill, PrefillStep
 from engine.paged_pool import PagedSequence
 from engine.rank_line import line_to_first
-from engine.rank_place import RankPlace
 from engine.ranks import RankGroup
 from model.passes import PrefillChunk
 from prefill_node.compute import Computed, ComputeThread
@@ -43,7 +42,6 @@ class Follower:
         device: torch.device,
         resources: SendResources,
         ranks: RankGroup,
-        place: RankPlace,
     ) -> None:
         """prefill: of which `compute` is used; rank 0 plans."""
         self._shell = shell
@@ -55,7 +53,7 @@ class Follower:
         self._ended = False
         self._compute = ComputeThread(prefill, device, self._on_computed)
         self._sender = Sender(resources, self._on_sent)
-        self._line = line_to_first(place, shell.inbox.put)
+        self._line = line_to_first(ranks.place, shell.inbox.put)
 
     def run(self) -> None:
         """Obey until rank 0 ends the node. Raises GroupFailed if a rank ends otherwise, or fails to compute."""
@@ -67,6 +65,7 @@ class Follower:
             if time.monotonic() >= self._watch_at:
                 self._watch()
         self._sender.stop(_CLOSE_S)
+        self._ranks.leave()
 
     def _take(self, item: tuple[Peer, Message] | Event) -> None:
         """Raises GroupFailed."""

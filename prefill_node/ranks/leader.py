@@ -12,7 +12,6 @@ from control.messages import AttemptId, Peer, PrefillRequest
 from engine.agreement import GroupFailed
 from engine.chunked import ChunkedPrefill, PrefillStep
 from engine.rank_line import lines_to_others
-from engine.rank_place import RankPlace
 from engine.ranks import RankGroup
 from model.shard import Shard
 from prefill_node.compute import Computed, StepCompute
@@ -44,7 +43,6 @@ class GroupEngine(ModelEngine):
         wake: Callable[[], None],
         transfer_timeout: float,
         ranks: RankGroup,
-        place: RankPlace,
     ) -> None:
         self._ranks = ranks
         self._sent: queue.SimpleQueue[tuple[int, PartSent]] = queue.SimpleQueue()
@@ -53,7 +51,7 @@ class GroupEngine(ModelEngine):
         self._said_failure = False
         self._connected: frozenset[str] = frozenset()
         super().__init__(prefill, device, resources, offer, metrics, wake, transfer_timeout)
-        self._lines = lines_to_others(place, self._on_part)
+        self._lines = lines_to_others(ranks.place, self._on_part)
         self._partial = PartialReports()
         layouts: WeakKeyDictionary[ForwardProgress, Layout] = WeakKeyDictionary()
         self._compute = GroupCompute(self._compute, ranks.size, layouts, self._order)
@@ -92,9 +90,10 @@ class GroupEngine(ModelEngine):
             self._connected = connected
             self._order(Connected(connected))
 
-    def end(self) -> None:
-        """Tell the other ranks that the node ends in peace."""
+    def leave(self) -> None:
+        """The node ends in peace: tell the other ranks, and wait a while for them."""
         self._order(End())
+        self._ranks.leave()
 
     # --- work ---
 

@@ -25,7 +25,7 @@ from control.messages import (
 from engine.agreement import GroupFailed
 from engine.group_table import Standing
 from engine.rank_line import RankLine
-from engine.rank_place import create_places
+from engine.rank_place import RankPlace, create_places
 from prefill_node.compute import Computed
 from prefill_node.job import TransferJob
 from prefill_node.model_engine import ModelEngine
@@ -44,7 +44,8 @@ class FakeRanks:
     rank = 0
     size = 3
 
-    def __init__(self) -> None:
+    def __init__(self, place: RankPlace) -> None:
+        self.place = place
         self.ended: int | None = None
         self.reported = ""
 
@@ -72,11 +73,11 @@ class GroupHarness(Harness):
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.ranks = FakeRanks()
         self.place = create_places(3, lines=True)[0]
+        self.ranks = FakeRanks(self.place)
 
         def group_engine(*arguments: Any, **options: Any) -> ModelEngine:
-            return GroupEngine(*arguments, **options, ranks=self.ranks, place=self.place)  # type: ignore[arg-type]
+            return GroupEngine(*arguments, **options, ranks=self.ranks)  # type: ignore[arg-type]
 
         monkeypatch.setattr(test_endpoint, "ModelEngine", group_engine)
         super().__init__()
