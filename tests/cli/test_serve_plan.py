@@ -155,7 +155,7 @@ def values_of(parameter: Any) -> Iterator[list[str]]:
     elif parameter.type_descriptor.choices:
         yield from ([parameter.opts[0], choice] for choice in parameter.type_descriptor.choices)
     else:
-        yield [parameter.opts[0], "7" if parameter.type_descriptor.annotation in (int, float) else "some"]
+        yield [parameter.opts[0], "64" if parameter.type_descriptor.annotation in (int, float) else "some"]
 
 
 def shared(command: str) -> Iterator[tuple[list[str], str]]:
