@@ -78,6 +78,23 @@ def test_tokens_are_the_same_whatever_was_cached_and_only_what_lacked_was_sent(
         text = [*text, *new, turn, turn + 1]
     assert roomy.metric("host_slots", state="used") == 0
     assert roomy.metric("host_slots", state="cached") > LENGTH
+
+    # Four answers to one prompt: its KV is sent once, and they are what four requests with the same seeds get.
+    new_prompt = list(reversed(batch[0]))
+    body = {"model": "tiny", "prompt": new_prompt, "max_tokens": 70, "temperature": 2, "ignore_eos": True}
+
+    def choices(**fields: object) -> list[list[int]]:
+        answer = httpx.post(
+            f"{cluster.url}/v1/completions", json={**body, "return_token_ids": True, **fields}, timeout=60
+        )
+        return [choice["token_ids"] for choice in answer.json()["choices"]]
+
+    sent = prefill.metric("transfer_bytes_total")
+    together = choices(n=4, seed=11)
+    assert prefill.metric("transfer_bytes_total") - sent == (LENGTH - 1) * token_bytes
+    assert together == [choices(seed=11 + index)[0] for index in range(4)]
+    assert len(set(map(tuple, together))) == 4
+    assert roomy.metric("host_slots", state="used") == 0
     roomy.kill()
     cluster.nodes.pop("roomy")
 
