@@ -9,6 +9,8 @@ import gc
 import os
 from pathlib import Path
 
+import structlog
+
 from tests.skips import pytest_runtest_makereport
 from tests.slow import pytest_collection_modifyitems
 
@@ -17,6 +19,9 @@ __all__ = ["pytest_collection_modifyitems", "pytest_runtest_makereport"]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("SSL_CERT_FILE", None)
 os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)
+# By default a traceback is drawn with all local variables, which takes a tenth of a second.
+_plain = structlog.dev.ConsoleRenderer(colors=False, exception_formatter=structlog.dev.plain_traceback)
+structlog.configure(processors=[*structlog.get_config()["processors"][:-1], _plain])
 
 
 def pytest_collection_finish() -> None:

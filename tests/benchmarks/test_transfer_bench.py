@@ -41,6 +41,7 @@ def run(directory: Path, *words: str) -> dict[str, Any]:
     return content
 
 
+@pytest.mark.slow
 def test_every_method_is_measured_verified_and_reported(tmp_path: Path) -> None:
     content = run(tmp_path, *SMALL, "--protocol", "tcp,shm", "--destination", "contiguous,pages", "--concurrency", "2")
     assert set(content["machines"]) == {"initiator"}

@@ -160,6 +160,7 @@ def test_a_group_that_loses_a_rank_ends_and_its_requests_go_to_another_node(
     assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes)
 
 
+@pytest.mark.slow
 def test_a_rank_with_another_checkpoint_is_refused_by_name(
     checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -140,6 +140,7 @@ def test_serve_passes_a_start_up_error_on() -> None:
 DEMO = [sys.executable, "-m", "benchmarks.demo"]
 
 
+@pytest.mark.slow
 def test_the_demo_finds_the_pass_keys_says_what_that_cost_and_leaves_nothing_behind() -> None:
     demo = subprocess.Popen(DEMO, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT)
     children: list[psutil.Process] = []
