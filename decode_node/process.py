@@ -181,7 +181,9 @@ def run_decode_node(config: DecodeConfig, place: RankPlace | None = None) -> Non
         if (prefixes := coordinator.host.prefixes) is not None:
             prefixes.report_to(CacheReports(membership, prefixes.newest), BlockHasher(shell.cache_seed))
         node = DecodeNode(shell, scheduler, remote, coordinator, membership, ranks)
-        quarantine = quarantine_router(Quarantine(reservations, shell.control), shell.inbox.put, token=token)
+        quarantine = quarantine_router(
+            Quarantine(reservations, shell.control, remote.lent), shell.inbox.put, token=token
+        )
         shell.start(membership, node.refresh_metrics, quarantine)
         shell.announce(transports, spec.model_type, spec.fingerprint)
         node.run()
