@@ -5,8 +5,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from control.messages import Transport
+
+Floats = npt.NDArray[np.float64]
 
 _FORGETS = 0.95
 """What is left of an observation's weight with each further one."""
@@ -20,17 +23,20 @@ _FIRST_LATENCY_S = 0.01
 class LinearCost:
     """Seconds as a sum of non-negative multiples of a few features, fitted to observations.
 
-    Weighted least squares of relative errors; the weight of an observation decays with those that follow and with time.
-    Where observations do not tell the features apart, those with a small `ridge` explain them.
+    Least squares of errors in proportion to size; the weight of an observation decays with those that follow and with
+    time. Where observations do not tell the features apart, those with a small `ridge` explain them.
     """
 
     def __init__(
         self,
+        sizes: Sequence[float],
         ridge: Sequence[float],
         prior: Sequence[tuple[Sequence[float], float]] = (),
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """ridge: of each feature, relative to its own weight. prior: observations whose weight never decays."""
+        """sizes: what each feature adds to the size of an observation. ridge: of each feature, relative to its own
+        weight. prior: observations whose weight never decays, and is a twentieth of others'."""
+        self._sizes = np.array(sizes)
         self._ridge = np.array(ridge)
         self._now = now
         size = len(ridge)
@@ -38,15 +44,15 @@ class LinearCost:
         self._seen = np.zeros((size, size)), np.zeros(size)
         self._seen_at = now()
         for features, seconds in prior:
-            row = np.array(features, dtype=float) / seconds
+            row, target = self._row(features, seconds)
             self._prior[0][:] += 0.05 * np.outer(row, row)
-            self._prior[1][:] += 0.05 * row
+            self._prior[1][:] += 0.05 * target * row
 
     def observe(self, features: Sequence[float], seconds: float) -> None:
         """Something with these features took so long."""
-        row = np.array(features, dtype=float) / max(seconds, 1e-6)
+        row, target = self._row(features, seconds)
         products, sums = self._decayed(self._now())
-        self._seen = _FORGETS * products + np.outer(row, row), _FORGETS * sums + row
+        self._seen = _FORGETS * products + np.outer(row, row), _FORGETS * sums + target * row
         self._seen_at = self._now()
 
     def estimate(self, features: Sequence[float]) -> float | None:
@@ -65,7 +71,12 @@ class LinearCost:
             free.pop(int(np.argmin(found * scale)))
         return None
 
-    def _decayed(self, now: float) -> tuple[np.ndarray, np.ndarray]:
+    def _row(self, features: Sequence[float], seconds: float) -> tuple[Floats, float]:
+        values = np.array(features, dtype=float)
+        size = float(values @ self._sizes)
+        return values / size, seconds / size
+
+    def _decayed(self, now: float) -> tuple[Floats, Floats]:
         factor = 0.5 ** ((now - self._seen_at) / _HALF_LIFE_S)
         return factor * self._seen[0], factor * self._seen[1]
 
@@ -75,7 +86,7 @@ class ComputeCost:
 
     def __init__(self, chunk_size: int) -> None:
         self._chunk_size = chunk_size
-        self._model = LinearCost(ridge=(0.02, 1e-6, 0.002))
+        self._model = LinearCost(sizes=(64.0, 1.0, 0.0), ridge=(0.02, 1e-6, 0.002))
 
     def observe(self, ranges: Sequence[tuple[int, int]], seconds: float) -> None:
         """A pass has computed these positions, [start, stop) of several prompts."""
@@ -108,7 +119,7 @@ class FetchCosts:
         if boot_id not in self._models:
             a_gigabyte = 1e9 / _FIRST_GUESSES[transport]
             prior = (((1.0, 0.0), _FIRST_LATENCY_S), ((1.0, 1e9), a_gigabyte))
-            self._models[boot_id] = LinearCost(ridge=(1e-6, 1e-6), prior=prior)
+            self._models[boot_id] = LinearCost(sizes=(1e6, 1.0), ridge=(1e-6, 1e-6), prior=prior)
         self._models.move_to_end(boot_id)
         if len(self._models) > self._limit:
             self._models.popitem(last=False)
