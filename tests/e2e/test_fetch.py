@@ -3,13 +3,15 @@
 import random
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
 import httpx
 import pytest
 
 from control.block_hashes import BLOCK_TOKENS
-from tests.e2e.cluster import Cluster, Node
+from tests.e2e.cluster import Cluster, Job, Node, complete
 from tests.e2e.conftest import FAMILIES, TOKEN_BYTES, Reference
+from tests.e2e.test_transfer_faults import SHORT, Surroundings
 
 TURNS = 10
 LENGTH = 150
@@ -74,6 +76,26 @@ def test_a_conversation_computes_what_no_node_has_and_sends_what_its_decode_node
             prefill.node.process.wait()
             prefills.remove(prefill)
             del cluster.nodes[prefill.node.name]
-    assert all_fetched > 2 * LENGTH
+    assert all_fetched > BLOCK_TOKENS
     for decode in decodes:
         assert decode.node.metric("host_slots", state="used") == 0
+
+
+def test_a_prefix_that_comes_back_with_another_byte_is_computed(
+    checkpoints: dict[str, Path], references: dict[str, Reference], tmp_path: Path
+) -> None:
+    """The answer's blocks are at the decode node only."""
+    surroundings = Surroundings(checkpoints[FAMILIES[0]], tmp_path)
+    cluster = surroundings.cluster
+    with cluster:
+        surroundings.start("tcp", fetch_prefixes="always")
+        [prefill] = surroundings.prefill
+        [answer] = complete(cluster.url, [Job(SHORT, 100)])
+        text, computed = [*SHORT, *answer, 1, 2], prefill.metric("prompt_tokens_total")
+        surroundings.switches.spoil_read(prefill.name).touch()
+        [new] = complete(cluster.url, [Job(text, 8)])
+        assert new == references[FAMILIES[0]].likeliest(text, new)
+        assert prefill.metric("prompt_tokens_total") - computed == len(text) - 1 - whole_blocks(len(SHORT) - 1)
+        assert prefill.metric("prefix_fetch_failures_total", reason="checksum") == 1
+        assert prefill.metric("prefix_fetched_tokens_total") == 0
+        surroundings.assert_nothing_is_left()
