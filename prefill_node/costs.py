@@ -15,6 +15,7 @@ _FORGETS = 0.95
 """What is left of an observation's weight with each further one."""
 _HALF_LIFE_S = 300.0
 """After so long an observation counts half: a link that was slow once is tried again."""
+_PRIOR = 0.01
 _FIRST_GUESSES: dict[Transport, float] = {"shm": 1.5e9, "rdma": 8e9, "tcp": 8e8}
 """Bytes a second, read and verified."""
 _FIRST_LATENCY_S = 0.01
@@ -35,7 +36,7 @@ class LinearCost:
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """sizes: what each feature adds to the size of an observation. ridge: of each feature, relative to its own
-        weight. prior: observations whose weight never decays, and is a twentieth of others'."""
+        weight. prior: observations whose weight never decays, and is a hundredth of others'."""
         self._sizes = np.array(sizes)
         self._ridge = np.array(ridge)
         self._now = now
@@ -45,8 +46,8 @@ class LinearCost:
         self._seen_at = now()
         for features, seconds in prior:
             row, target = self._row(features, seconds)
-            self._prior[0][:] += 0.05 * np.outer(row, row)
-            self._prior[1][:] += 0.05 * target * row
+            self._prior[0][:] += _PRIOR * np.outer(row, row)
+            self._prior[1][:] += _PRIOR * target * row
 
     def observe(self, features: Sequence[float], seconds: float) -> None:
         """Something with these features took so long."""
@@ -119,7 +120,7 @@ class FetchCosts:
         if boot_id not in self._models:
             a_gigabyte = 1e9 / _FIRST_GUESSES[transport]
             prior = (((1.0, 0.0), _FIRST_LATENCY_S), ((1.0, 1e9), a_gigabyte))
-            self._models[boot_id] = LinearCost(sizes=(1e6, 1.0), ridge=(1e-6, 1e-6), prior=prior)
+            self._models[boot_id] = LinearCost(sizes=(1e5, 1.0), ridge=(1e-6, 1e-6), prior=prior)
         self._models.move_to_end(boot_id)
         if len(self._models) > self._limit:
             self._models.popitem(last=False)
