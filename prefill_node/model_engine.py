@@ -172,6 +172,8 @@ class ModelEngine(PrefillEngine):
 
     def close(self, timeout: float) -> None:
         """Wait so many seconds for writes to end. Writes that are in flight then end with the process."""
+        if self._fetches is not None:
+            self._fetches.keep_only(set())
         if not self._sender.stop(timeout):
             log.warning("writes are still in flight; the engine's end stops them")
 

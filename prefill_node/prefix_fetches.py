@@ -171,6 +171,7 @@ class PrefixFetches:
                 continue
             running.given_up = True
             if not running.is_granted:
+                self._learn(running, 2 * (now - running.asked_at))
                 self._over(running, "not granted in time", "timeout")
 
     def keep_only(self, boot_ids: set[str]) -> None:

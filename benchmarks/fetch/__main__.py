@@ -21,7 +21,7 @@ _RATES = (8.0, 2.0, 1.4, 0.7)
 
 def main(
     lengths: Annotated[str, typer.Option(help="Tokens of prefixes, separated by commas.")] = "4K,8K,16K,32K",
-    layers: Annotated[int, typer.Option(min=1)] = 1,
+    layers: Annotated[int, typer.Option(min=2, help="The last one computes no attention.")] = 2,
     chunk: Annotated[int, typer.Option("--chunked-prefill-size", min=64)] = 2048,
     fetch_rate: Annotated[
         str, typer.Option(help="Throttled links over TCP, bytes a second; by default around where the two ways cross.")
