@@ -155,6 +155,10 @@ class ChunkedPrefill(Generic[JobT]):
         job.computed = stop
         self.pages.insert(job.lease, stop)
 
+    def look_again(self, job: JobT) -> None:
+        """Use what was cached since a job started of which nothing was computed."""
+        self._look_again(job)
+
     def take_found(self) -> list[CachedRange[JobT]]:
         """What was found in the cache since the last call, for jobs of which it was not said before."""
         found, self._found = self._found, []

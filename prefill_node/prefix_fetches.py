@@ -4,6 +4,8 @@ A job that has its pages, and lacks KV that its decode node has (the positions b
 it if fetching is estimated to take less time than computing. It is in no forward pass until the fetch is over. What
 was read counts as computed once every digest matches. Whatever else happens, the job computes from where it was. A
 fetch that takes as long as computing would have is given up, so a wrong estimate costs at most that time again.
+
+Of jobs that lack the same prefix at the same time one fetches it. The others wait for that and look again then.
 """
 
 import time
@@ -11,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import structlog
+import torch
 
 from base.metrics import Metrics
 from control.messages import AttemptId, FetchDone, FetchGrant, FetchRefused, FetchRequest, Transport
@@ -37,7 +40,7 @@ Said = FetchRequest | FetchDone
 
 @dataclass(eq=False)
 class _Running:
-    """The fetch of a job. report: once the reads have ended. given_up: it is not wanted any more."""
+    """The fetch of a job. given_up: it is not wanted any more. waiting: jobs that wait for its end."""
 
     job: TransferJob
     start: int
@@ -45,7 +48,8 @@ class _Running:
     asked_at: float
     until: float
     is_granted: bool = False
-    given_up: bool = field(default=False)
+    given_up: bool = False
+    waiting: list[TransferJob] = field(default_factory=list)
 
 
 class PrefixFetches:
@@ -88,6 +92,9 @@ class PrefixFetches:
             return
         job.move(JobState.FETCHING)
         job.is_held = True
+        if (same := self._fetch_of(job, start)) is not None:
+            same.waiting.append(job)
+            return
         self._running[job.attempt] = _Running(job, start, stop, now, now + patience)
         self._say(FetchRequest(attempt=job.attempt, start=start, stop=stop))
 
@@ -162,7 +169,7 @@ class PrefixFetches:
         """The job was given up. What is not being read is over."""
         running = self._running.get(job.attempt)
         if running is not None and not running.is_granted:
-            del self._running[job.attempt]
+            self._end(running)
 
     def give_up_late(self, now: float) -> None:
         """Compute what was not brought in time, once nothing is read any more."""
@@ -206,8 +213,8 @@ class PrefixFetches:
     def _over(self, running: _Running, error: str | None = None, failure: FetchFailure | None = None) -> None:
         """The job goes on, unless it was stopped: then the end of its last read is told with the end of the job."""
         job = running.job
-        del self._running[job.attempt]
         if job.state is not JobState.FETCHING:
+            self._end(running)
             return
         if failure is not None:
             self._metrics.prefix_fetch_failures.labels(failure).inc()
@@ -216,6 +223,33 @@ class PrefixFetches:
                 now = time.monotonic()
                 self._paused_until = {boot: until for boot, until in self._paused_until.items() if until > now}
                 self._paused_until[job.decode.boot_id] = now + _PAUSE_S
+        self._go_on(job)
+        self._say(FetchDone(attempt=job.attempt))
+        self._end(running)
+
+    def _end(self, running: _Running) -> None:
+        """Forget a fetch. Jobs that have waited for it use what it brought, and may fetch the rest."""
+        del self._running[running.job.attempt]
+        for job in running.waiting:
+            if job.state is JobState.FETCHING:
+                self._go_on(job)
+                self._prefill.look_again(job)
+                self.consider(job)
+
+    def _go_on(self, job: TransferJob) -> None:
         job.is_held = False
         job.move(JobState.COMPUTING)
-        self._say(FetchDone(attempt=job.attempt))
+
+    def _fetch_of(self, job: TransferJob, start: int) -> _Running | None:
+        """A fetch that brings a prefix of what a job lacks."""
+        for running in self._running.values():
+            stop = min(running.stop, job.start)
+            other = running.job
+            if (
+                other.salt == job.salt
+                and not running.given_up
+                and stop - start >= LEAST_TOKENS
+                and torch.equal(other.token_ids[:stop], job.token_ids[:stop])
+            ):
+                return running
+        return None

@@ -42,7 +42,7 @@ class Fetching(PrefillHarness):
     """A prefill node whose decode node has the KV of the first 128 tokens of FIRST."""
 
     def __init__(self, fetch_policy: FetchPolicy = "always") -> None:
-        super().__init__(new_cache(32), fetch_policy=fetch_policy)
+        super().__init__(new_cache(48), fetch_policy=fetch_policy)
         self.lend()
 
     def lend(self) -> None:
@@ -137,6 +137,34 @@ def test_others_compute_while_a_job_waits_for_its_prefix(node: Fetching) -> None
     node.engine.fetch_answered(node.grant(asked))
     node.done(attempt)
     assert node.model.tokens == 40 + 72
+
+
+def test_jobs_that_lack_the_same_prefix_fetch_it_once(node: Fetching) -> None:
+    first, asked = node.ask_fetching()
+    aborted, second = (node.ask([*FIRST[:150], 7, extra], PREFIX, ((800, 24),)) for extra in (1, 2))
+    node.updates += node.engine.poll()
+    assert node.metric("requests", state="fetching") == 3
+    node.engine.stop(aborted)
+    node.engine.fetch_answered(node.grant(asked))
+    assert node.done(second).cached_tokens == node.done(first).cached_tokens == PREFIX
+    assert node.model.tokens == 72 + 24
+    assert len([update for update in node.updates if isinstance(update, FetchRequest)]) == 1
+    assert node.metric("prefix_fetched_tokens_total") == PREFIX
+
+
+@pytest.mark.parametrize("is_aborted", [False, True])
+def test_a_job_that_waits_for_a_fetch_that_fails_asks_for_itself(node: Fetching, is_aborted: bool) -> None:
+    first, asked = node.ask_fetching()
+    second = node.ask([*FIRST[:150], 7], PREFIX, ((800, 23),))
+    node.updates += node.engine.poll()
+    if is_aborted:
+        node.engine.stop(first)
+    else:
+        refuse(node, asked)
+    again = node.until(FetchRequest, second)
+    node.engine.fetch_answered(node.grant(again))
+    node.done(second)
+    assert node.metric("prefix_fetched_tokens_total") == PREFIX
 
 
 def refuse(node: Fetching, asked: FetchRequest) -> None:
