@@ -27,7 +27,7 @@ _NO_WRAP = 10_000
 _RESERVATION: "Columns" = {
     "request": lambda r: r.request_id,
     "epoch": lambda r: str(r.epoch),
-    "slots": lambda r: str(r.slots),
+    "slots": lambda r: f"{r.slots}{' (reads)' if r.access == 'reads' else ''}",
     "for": lambda r: f"{r.quarantined_s:.1f} s",
     "free in": lambda r: "" if r.free_in_s is None else f"{r.free_in_s:.1f} s",
 }
@@ -36,7 +36,7 @@ _WRITER: "Columns" = {
     "boot id": lambda r: r.boot_id,
     "last heard": lambda r: "unknown" if r.last_heard_s is None else f"{r.last_heard_s:.1f} s ago",
 }
-"""Columns about the process that may still be writing."""
+"""Columns about the process that may still be writing or reading."""
 
 app = typer.Typer(name="quarantine", no_args_is_help=True)
 
@@ -122,7 +122,7 @@ def _print(reservations: "Sequence[QuarantinedReservation]") -> None:
 
     terminal = sys.stdout.isatty()
     console = Console(width=None if terminal else _NO_WRAP, highlight=False)
-    slots = {(r.request_id, r.epoch): r.slots for r in reservations}
+    slots = {(r.request_id, r.epoch, r.access): r.slots for r in reservations}
     console.print(f"{sum(slots.values())} slots in quarantine")
     if not terminal:
         console.print(_table(reservations, {**_RESERVATION, **_WRITER}))

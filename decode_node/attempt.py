@@ -63,6 +63,8 @@ class PrefillAttempt:
     current_pass: int | None = None
     """The forward pass that was running at that report."""
     done: PrefillDone | None = None
+    was_lent: bool = False
+    """Whether some of the prefix was lent to the node. That happens once."""
     num_checksums: int = 0
     """Of all chunks that were taken."""
     progressed_at: float = field(init=False)

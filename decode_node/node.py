@@ -21,7 +21,7 @@ from decode_node.loop_call import LoopCall
 from decode_node.remote_prefill import PrefillMessage, RemotePrefill
 from decode_node.request import RequestState
 from decode_node.scheduler import Scheduler
-from decode_node.verifier import Verified
+from decode_node.verifier import Digested, Verified
 from engine.agreement import GroupFailed
 from engine.device import DeviceFailed
 from engine.ranks import RankGroup
@@ -39,7 +39,7 @@ _GATEWAY_SILENCE_S = 30.0
 _FAREWELL_S = 0.5
 """How long an empty node still refuses requests before it ends: gateways may not know yet that it leaves."""
 
-Event = Verified | LoopCall
+Event = Verified | Digested | LoopCall
 """What other threads put into the loop's inbox."""
 
 
@@ -158,6 +158,8 @@ class DecodeNode:
         match item:
             case Verified():
                 self._remote.verified(item)
+            case Digested():
+                self._remote.digested(item)
             case LoopCall():
                 item.run()
             case (sender, Generate() as message):

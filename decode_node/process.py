@@ -2,6 +2,7 @@
 
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 
 import structlog
 import torch
@@ -24,6 +25,7 @@ from decode_node.node import DecodeNode, Event
 from decode_node.outputs import OutputStream
 from decode_node.quarantine import Quarantine, quarantine_router
 from decode_node.remote_prefill import RemotePrefill
+from decode_node.request import Request
 from decode_node.scheduler import Scheduler
 from decode_node.verifier import Verifier
 from engine.chunked import ChunkedPrefill
@@ -35,7 +37,8 @@ from engine.ranks import RankGroup
 from engine.runner import ModelRunner
 from hisparse.config import HiSparseConfig, parse_config
 from hisparse.coordinator import HiSparseCoordinator
-from hisparse.extents import HostSlots
+from hisparse.extents import NO_SLOTS, HostSlots
+from hisparse.host_pool import HostKVPool
 from hisparse.sizing import Sizes, describe, plan_sizes
 from hisparse.tiers import build_tiers
 from model.backends.choice import choose_backend
@@ -116,6 +119,8 @@ def run_decode_node(config: DecodeConfig, place: RankPlace | None = None) -> Non
             config.prefill_timeout,
             on_lost=lambda request, reason: scheduler.retry(request, reason),
             on_landed=lambda request, cached: scheduler.landed(request, cached),
+            lend=partial(_hold_prefix, coordinator.host),
+            take_back=coordinator.host.release,
         )
         runner = ModelRunner(
             model,
@@ -176,10 +181,19 @@ def run_decode_node(config: DecodeConfig, place: RankPlace | None = None) -> Non
         if (prefixes := coordinator.host.prefixes) is not None:
             prefixes.report_to(CacheReports(membership, prefixes.newest), BlockHasher(shell.cache_seed))
         node = DecodeNode(shell, scheduler, remote, coordinator, membership, ranks)
-        quarantine = quarantine_router(Quarantine(reservations, shell.control), shell.inbox.put, token=token)
+        quarantine = quarantine_router(
+            Quarantine(reservations, shell.control, remote.lent), shell.inbox.put, token=token
+        )
         shell.start(membership, node.refresh_metrics, quarantine)
         shell.announce(transports, spec.model_type, spec.fingerprint)
         node.run()
+
+
+def _hold_prefix(host: HostKVPool, request: Request, stop: int) -> HostSlots:
+    """The slots of a request's first so many positions, which are cached, with one owner more."""
+    if host.prefixes is None:
+        return NO_SLOTS
+    return host.prefixes.hold(request.kv_token_ids[:stop], request.generate.cache_salt)
 
 
 def _plan(

@@ -17,6 +17,8 @@ from control.messages import (
     ChunkDone,
     ChunkTaken,
     Destination,
+    FetchDone,
+    FetchRequest,
     Holding,
     NotHeld,
     Peer,
@@ -31,9 +33,10 @@ from control.plane import ControlPlane
 from decode_node.abandoned import AbandonedAttempts
 from decode_node.attempt import AttemptState, PrefillAttempt, chunk_of
 from decode_node.health import Health
+from decode_node.lent_prefixes import LentPrefixes
 from decode_node.prefill_nodes import PrefillNodes
 from decode_node.request import Request, RequestState
-from decode_node.verifier import Verification, Verified
+from decode_node.verifier import Digested, Digesting, Verification, Verified
 from hisparse.extents import NO_SLOTS, HostSlots
 from transfer.fencing import ReservationTable
 
@@ -42,7 +45,13 @@ log = structlog.get_logger(__name__)
 _INQUIRE_S = 0.5
 """How often prefill nodes are looked after and asked for their progress."""
 
-PrefillMessage = PrefillAccepted | ChunkDone | PrefillDone | PrefillFailed | Quiesced | NotHeld | Progress
+PrefillMessage = (
+    PrefillAccepted | ChunkDone | PrefillDone | PrefillFailed | Quiesced | NotHeld | Progress | FetchRequest | FetchDone
+)
+
+
+def _nothing_to_lend(request: Request, stop: int) -> HostSlots:
+    return NO_SLOTS
 
 
 class RemotePrefill:
@@ -52,6 +61,7 @@ class RemotePrefill:
     `on_landed` is called when the KV of a request is complete and verified, with how many of its tokens
     the prefill node had. `on_lost` is told the reason when a request has lost its attempt.
     `patience`: seconds without acceptance or progress after which an attempt is given up.
+    `lend`, `take_back`: see `LentPrefixes`.
     """
 
     def __init__(
@@ -59,15 +69,18 @@ class RemotePrefill:
         control: ControlPlane,
         destination: Destination,
         reservations: ReservationTable[HostSlots],
-        verify: Callable[[Verification], bool],
+        verify: Callable[[Verification | Digesting], bool],
         metrics: Metrics,
         patience: float,
         on_lost: Callable[[Request, str], None],
         on_landed: Callable[[Request, int], None] = lambda *_: None,
+        lend: Callable[[Request, int], HostSlots] = _nothing_to_lend,
+        take_back: Callable[[HostSlots], None] = lambda _: None,
     ) -> None:
         self.health = Health(control, patience)
         self.nodes = PrefillNodes(control, self.health)
         self.abandoned = AbandonedAttempts(control, reservations, self.health)
+        self.lent = LentPrefixes(control, lend, take_back, verify, self.health)
         self._control = control
         self._me = control.me.boot_id
         self._destination = destination
@@ -81,7 +94,7 @@ class RemotePrefill:
 
     @property
     def is_idle(self) -> bool:
-        return not self._attempts and not len(self._reservations)
+        return not self._attempts and not len(self._reservations) and not len(self.lent)
 
     # --- attempts begin and end ---
 
@@ -141,6 +154,7 @@ class RemotePrefill:
         attempt = self._attempts.pop(attempt_id)
         attempt.move(state)
         self.health.ended(attempt)
+        self.lent.attempt_ended(attempt_id, time.monotonic())
         self._control.answered(("prefill", attempt_id))
         return attempt
 
@@ -210,6 +224,8 @@ class RemotePrefill:
                 log.warning("from a node that was not asked", node=sender.address, **attempt_id.log_fields)
 
     def _on(self, sender: Peer, attempt_id: AttemptId, message: PrefillMessage) -> None:
+        if _says_that_nothing_is_in_flight(message):
+            self.lent.returned(attempt_id, sender)
         match message:
             case PrefillAccepted():
                 self._control.answered(("prefill", attempt_id))
@@ -217,6 +233,8 @@ class RemotePrefill:
                     self._attempts[attempt_id].accept(time.monotonic())
             case ChunkDone() | PrefillDone():
                 self._on_arrival(sender, attempt_id, message)
+            case FetchRequest():
+                self.lent.on_request(sender, message, self._attempts.get(attempt_id))
             case PrefillFailed():
                 if message.leaving:
                     self.nodes.retire(sender.boot_id)
@@ -299,6 +317,10 @@ class RemotePrefill:
         else:
             self._fail(attempt, "log probabilities of the prompt are missing")
 
+    def digested(self, result: Digested) -> None:
+        """Take the digests of what is to be lent."""
+        self.lent.digested(result)
+
     # --- housekeeping ---
 
     def tick(self, now: float) -> None:
@@ -308,11 +330,12 @@ class RemotePrefill:
             return
         self._inquire_at = now + _INQUIRE_S
         writers = {writer.peer for reservation in self._reservations for writer in reservation.writers}
-        self._control.watch(self.nodes.known | writers)
+        self._control.watch(self.nodes.known | writers | {loan.reader for loan in self.lent})
         for attempt_id, attempt in list(self._attempts.items()):
             if attempt.needs_node and (trouble := self.health.trouble(attempt, now)):
                 self._lose(attempt_id, trouble)
         self.abandoned.look_for_dead_writers(now)
+        self.lent.take_from_dead_readers()
         self._ask_for_progress()
 
     def _ask_for_progress(self) -> None:
@@ -322,3 +345,10 @@ class RemotePrefill:
                 asked.setdefault(attempt.node, []).append(attempt.id)
         for node, attempts in asked.items():
             self._control.send(node, Holding(attempts=tuple(attempts)))
+
+
+def _says_that_nothing_is_in_flight(message: PrefillMessage) -> bool:
+    """Whether its sender neither writes nor reads anything of the attempt any more."""
+    if isinstance(message, PrefillFailed):
+        return not message.in_flight
+    return isinstance(message, FetchDone | PrefillDone | Quiesced | NotHeld)

@@ -23,7 +23,8 @@ class PrefillJob:
     token_ids: int64, in host memory. salt: jobs with different ones share no cached KV. prompt_logprobs: log
     probabilities of the tokens are asked for, with so many alternatives each; then every token is computed, whatever is
     cached, and last_token is the prompt's last token. computed: how many tokens have KV in the pool. cached: how many
-    of these had it when the job came to them. lease, pages, cache: set from the job's start until it is released.
+    of these had it when the job came to them. is_held: it is in no step, since KV is brought to its pages (`brought`).
+    lease, pages, cache: set from the job's start until it is released.
     """
 
     token_ids: torch.Tensor
@@ -32,6 +33,7 @@ class PrefillJob:
     last_token: int | None = field(default=None, kw_only=True)
     computed: int = field(default=0, init=False)
     cached: int = field(default=0, init=False)
+    is_held: bool = field(default=False, init=False)
     lease: PageLease | None = field(default=None, init=False, repr=False)
     pages: Int64s | None = field(default=None, init=False, repr=False)
     cache: PagedSequence | None = field(default=None, init=False, repr=False)
@@ -98,6 +100,7 @@ class ChunkedPrefill(Generic[JobT]):
         self._waiting: deque[JobT] = deque()
         self._running: deque[JobT] = deque()
         self._found: list[CachedRange[JobT]] = []
+        self._started: list[JobT] = []
 
     @property
     def queued_tokens(self) -> int:
@@ -116,7 +119,7 @@ class ChunkedPrefill(Generic[JobT]):
 
     def forget(self, job: JobT) -> None:
         """Compute no more of the job; its pages stay until `release`."""
-        for queue in (self._waiting, self._running):
+        for queue in (self._waiting, self._running, self._started):
             if job in queue:
                 queue.remove(job)
 
@@ -138,6 +141,23 @@ class ChunkedPrefill(Generic[JobT]):
             self._use_cached(job, job.lease)
             if job.remaining:
                 self._running.append(job)
+                self._started.append(job)
+
+    def take_started(self) -> list[JobT]:
+        """Jobs that were started since the last call, and of which something is left, with their pages."""
+        started, self._started = self._started, []
+        return started
+
+    def brought(self, job: JobT, stop: int) -> None:
+        """The first `stop` tokens of a job that is held have KV now, as if they had been computed; they are cached."""
+        assert job.lease is not None
+        assert job.is_held
+        job.computed = stop
+        self.pages.insert(job.lease, stop)
+
+    def look_again(self, job: JobT) -> None:
+        """Use what was cached since a job started of which nothing was computed."""
+        self._look_again(job)
 
     def take_found(self) -> list[CachedRange[JobT]]:
         """What was found in the cache since the last call, for jobs of which it was not said before."""
@@ -199,6 +219,8 @@ class ChunkedPrefill(Generic[JobT]):
         for job in list(self._running):
             if budget == 0:
                 break
+            if job.is_held:
+                continue
             self._look_again(job)
             if not job.remaining:
                 self._running.remove(job)

@@ -13,6 +13,10 @@ from control.messages import (
     AttemptId,
     ChunkDone,
     ChunkTaken,
+    FetchDone,
+    FetchGrant,
+    FetchRefused,
+    FetchRequest,
     HeartbeatAck,
     Holding,
     Message,
@@ -122,7 +126,9 @@ class PrefillEndpoint:
 
     def _take(self, sender: Peer, message: Message) -> None:
         match message:
-            case PrefillRequest() | ChunkTaken() | Admitted() | Abort() if message.attempt.decode != sender.boot_id:
+            case PrefillRequest() | ChunkTaken() | Admitted() | Abort() | FetchGrant() | FetchRefused() if (
+                message.attempt.decode != sender.boot_id
+            ):
                 log.warning("not its own attempt", sender=sender.address, **message.attempt.log_fields)
             case PrefillRequest():
                 self._on_request(sender, message)
@@ -135,6 +141,9 @@ class PrefillEndpoint:
                     self._finish(message.attempt)
             case Abort():
                 self._on_abort(sender, message.attempt)
+            case FetchGrant() | FetchRefused():
+                self._control.answered(("fetch", message.attempt))
+                self._engine.fetch_answered(message)
             case Holding():
                 self._on_holding(sender, message)
             case Registered() | Refused() | HeartbeatAck():
@@ -192,6 +201,11 @@ class PrefillEndpoint:
         attempt = update.attempt
         decode = self._asked_by[attempt]
         match update:
+            case FetchRequest():
+                self._control.repeat(("fetch", attempt), decode, update)
+            case FetchDone():
+                self._control.answered(("fetch", attempt))
+                self._control.send(decode, update)
             case ChunkDone():
                 self._unacknowledged.setdefault(attempt, set()).add(update.number)
                 self._control.repeat(("chunk", attempt, update.number), decode, update)
@@ -219,6 +233,7 @@ class PrefillEndpoint:
         del self._asked_by[attempt]
         self._control.answered(("done", attempt))
         self._control.answered(("failed", attempt))
+        self._control.answered(("fetch", attempt))
         for number in self._unacknowledged.pop(attempt, ()):
             self._control.answered(("chunk", attempt, number))
         self._finished.add(attempt, lingering)

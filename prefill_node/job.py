@@ -28,6 +28,8 @@ class JobState(Enum):
 
     COMPUTING = "computing"
     """Its prompt waits or is being computed; computed layers are sent meanwhile."""
+    FETCHING = "fetching"
+    """A prefix of its prompt is asked for or read, back from the decode node; it computes nothing meanwhile."""
     SENDING = "sending"
     """All is computed, and writes are in flight."""
     SENT = "sent"
@@ -37,7 +39,8 @@ class JobState(Enum):
 
 
 _NEXT = {
-    JobState.COMPUTING: {JobState.SENDING, JobState.STOPPING},
+    JobState.COMPUTING: {JobState.FETCHING, JobState.SENDING, JobState.STOPPING},
+    JobState.FETCHING: {JobState.COMPUTING, JobState.STOPPING},
     JobState.SENDING: {JobState.SENT, JobState.STOPPING},
     JobState.SENT: {JobState.STOPPING},
     JobState.STOPPING: set(),
@@ -50,8 +53,8 @@ class TransferJob(PrefillJob):
 
     start: the first position that is sent; the decode node has those before it. slots: int64 [num_tokens - start], the
     destination of each position from `start` on. in_flight: chunks being computed, plus chunks that the sender has,
-    plus chunks with writes of unknown end. Pages are released when the job ends and never earlier, since they are
-    written and read until then.
+    plus a fetch that the fetcher has, plus chunks and fetches of unknown end. fetched: tokens that were fetched. Pages
+    are released when the job ends and never earlier, since they are written and read until then.
     """
 
     attempt: AttemptId
@@ -61,6 +64,7 @@ class TransferJob(PrefillJob):
     slots: Int64s
     state: JobState = JobState.COMPUTING
     in_flight: int = 0
+    fetched: int = 0
     failure: str | None = None
     """Why it was given up; None if the decode node aborted it."""
     lingering: bool = False
@@ -154,7 +158,7 @@ class TransferJob(PrefillJob):
             checksums=Checksums.of(self.last_checksums),
             prompt_logprobs=self._take_logprobs(),
             lingering=self.lingering,
-            cached_tokens=self.cached,
+            cached_tokens=self.cached + self.fetched,
         )
 
     def _take_logprobs(self) -> tuple[PromptLogprobs, ...]:

@@ -8,13 +8,26 @@ import structlog
 import torch
 
 from base.metrics import Metrics
-from control.messages import AttemptId, Peer, PrefillFailed, PrefillRequest, Progress, Quiesced
+from control.messages import (
+    AttemptId,
+    FetchGrant,
+    FetchRefused,
+    Peer,
+    PrefillFailed,
+    PrefillRequest,
+    Progress,
+    Quiesced,
+)
 from engine.chunked import CachedRange, ChunkedPrefill
+from prefill_node.choices import FetchPolicy
 from prefill_node.compute import Computed, ComputeThread, StepCompute
 from prefill_node.engine import PrefillEngine, PrefillUpdate
+from prefill_node.fetch import FetchReport
+from prefill_node.fetcher import Fetcher, FetchResources
 from prefill_node.job import JobState, TransferJob
 from prefill_node.offer import Destinations, Offer
 from prefill_node.outgoing import SendReport
+from prefill_node.prefix_fetches import PrefixFetches
 from prefill_node.progress import ForwardProgress
 from prefill_node.sender import ChunkSender, Sender, SendResources
 
@@ -37,21 +50,33 @@ class ModelEngine(PrefillEngine):
         metrics: Metrics,
         wake: Callable[[], None],
         transfer_timeout: float,
+        fetching: FetchResources | None = None,
+        fetch_policy: FetchPolicy = "auto",
     ) -> None:
-        """transfer_timeout: seconds that a job's transfer may go on after its computation."""
+        """transfer_timeout: seconds that a job's transfer may go on after its computation.
+
+        fetching: for prefixes that decode nodes have; None where all is computed.
+        """
         self._prefill = prefill
         self._device = device
         self._offer = offer
         self._transfer_timeout = transfer_timeout
         self._metrics = metrics
         self._wake = wake
-        self._reports: queue.SimpleQueue[Computed | SendReport] = queue.SimpleQueue()
+        self._reports: queue.SimpleQueue[Computed | SendReport | FetchReport] = queue.SimpleQueue()
         self._compute: StepCompute = ComputeThread(prefill, device, self._report)
         self._sender: ChunkSender = Sender(resources, self._report)
+        self._fetches: PrefixFetches | None = None
+        if fetching is not None:
+            fetcher = Fetcher(fetching, self._report)
+            self._fetches = PrefixFetches(
+                fetch_policy, prefill, fetcher, offer.transports, metrics, lambda said: self._updates.append(said)
+            )
         self._destinations = Destinations()
         self._jobs: dict[AttemptId, TransferJob] = {}
         self._updates: list[PrefillUpdate] = []
         self._computing = False
+        self._step_started_at = 0.0
         self._passes = 0
         """Forward passes that were started."""
         self.device_failed = False
@@ -93,6 +118,8 @@ class ModelEngine(PrefillEngine):
         job.move(JobState.STOPPING)
         job.failure = reason
         self._prefill.forget(job)
+        if self._fetches is not None:
+            self._fetches.stopped(job)
         if reason is not None and job.in_flight:
             # So the decode node can ask another prefill node at once.
             self._updates.append(_failed(job, reason, in_flight=True))
@@ -106,6 +133,14 @@ class ModelEngine(PrefillEngine):
         self._end(job)
         return True
 
+    def fetch_answered(self, answer: FetchGrant | FetchRefused) -> None:
+        if self._fetches is None:
+            return
+        if isinstance(answer, FetchGrant):
+            self._fetches.granted(answer)
+        else:
+            self._fetches.refused(answer)
+
     def poll(self) -> list[PrefillUpdate]:
         while not self._reports.empty():
             match self._reports.get():
@@ -113,8 +148,12 @@ class ModelEngine(PrefillEngine):
                     self._on_computed(computed)
                 case SendReport() as report:
                     self._on_sent(report)
+                case FetchReport() as report:
+                    self._on_fetched(report)
         now = time.monotonic()
         self._stop_late_transfers(now)
+        if self._fetches is not None:
+            self._fetches.give_up_late(now)
         self._start_step()
         if (reports := self._prefill.pages.reports) is not None:
             reports.send(now)
@@ -126,10 +165,15 @@ class ModelEngine(PrefillEngine):
         return Progress(computed=computed, current_pass=self._passes if self._computing else None)
 
     def keep_connected(self, decode_nodes: set[Peer]) -> None:
-        self._sender.keep_only({decode.boot_id for decode in decode_nodes})
+        boot_ids = {decode.boot_id for decode in decode_nodes}
+        self._sender.keep_only(boot_ids)
+        if self._fetches is not None:
+            self._fetches.keep_only(boot_ids)
 
     def close(self, timeout: float) -> None:
         """Wait so many seconds for writes to end. Writes that are in flight then end with the process."""
+        if self._fetches is not None:
+            self._fetches.keep_only(set())
         if not self._sender.stop(timeout):
             log.warning("writes are still in flight; the engine's end stops them")
 
@@ -146,7 +190,7 @@ class ModelEngine(PrefillEngine):
 
     # --- work ---
 
-    def _report(self, event: Computed | SendReport) -> None:
+    def _report(self, event: Computed | SendReport | FetchReport) -> None:
         self._reports.put(event)
         self._wake()
 
@@ -154,17 +198,18 @@ class ModelEngine(PrefillEngine):
         """Start the next forward pass, and the sending of what it computes, layer by layer, and of what is cached."""
         if self.device_failed:
             return
-        step = None
-        if self._computing:
-            self._prefill.start_waiting()
-        else:
-            step = self._prefill.plan()
+        self._prefill.start_waiting()
+        for job in self._prefill.take_started():
+            if self._fetches is not None:
+                self._fetches.consider(job)
+        step = None if self._computing else self._prefill.plan()
         for found in self._prefill.take_found():
             self._send_cached(found)
         if step is None:
             return
         self._computing = True
         self._passes += 1
+        self._step_started_at = time.monotonic()
         progress = self._compute.start(step)
         for job, chunk in step.chunks:
             job.in_flight += 1  # being computed
@@ -190,6 +235,9 @@ class ModelEngine(PrefillEngine):
         self._computing = False
         if computed.error is None:
             self._prefill.complete(computed.step)
+            if self._fetches is not None:
+                ranges = [(chunk.start, chunk.stop) for _, chunk in computed.step.chunks]
+                self._fetches.compute_cost.observe(ranges, time.monotonic() - self._step_started_at)
         for job, chunk in computed.step.chunks:
             job.in_flight -= 1
             if computed.error is not None:
@@ -210,6 +258,22 @@ class ModelEngine(PrefillEngine):
         job.move(JobState.SENDING)
         self._metrics.prefix_cache_queries.labels("prefill").inc(job.num_tokens)
         self._metrics.prefix_cache_hits.labels("prefill").inc(job.cached)
+
+    def _on_fetched(self, report: FetchReport) -> None:
+        assert self._fetches is not None
+        job = self._jobs[report.fetch.attempt]
+        if report.in_flight:
+            log.error(
+                "nobody knows whether a read has ended: its pages, and its slots at the decode node, are free when "
+                "this process ends; restart it",
+                decode=job.decode.address,
+                **job.attempt.log_fields,
+            )
+            self.stop(job.attempt, f"fetch failed: {report.error}")
+        else:
+            job.in_flight -= 1
+        self._fetches.on_report(report)
+        self._advance(job)
 
     def _on_sent(self, report: SendReport) -> None:
         job = self._jobs[report.chunk.attempt]
@@ -253,6 +317,7 @@ class ModelEngine(PrefillEngine):
             log.info(
                 "sent",
                 cached=job.cached,
+                fetched=job.fetched,
                 bytes=job.num_bytes,
                 descriptors=job.num_descriptors,
                 seconds=round(job.seconds, 4),

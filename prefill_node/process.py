@@ -29,7 +29,9 @@ from model.spec import ModelSpec
 from model.split import SplitModel
 from prefill_node.config import PrefillConfig
 from prefill_node.endpoint import PrefillEndpoint
+from prefill_node.fetcher import FetchResources
 from prefill_node.job import TransferJob
+from prefill_node.landing import DeviceSink, HostSink
 from prefill_node.model_engine import ModelEngine
 from prefill_node.offer import Offer
 from prefill_node.ranks.alike import check_alike
@@ -124,7 +126,23 @@ def run_prefill_node(config: PrefillConfig, place: RankPlace | None = None) -> N
         wake = partial(shell.inbox.put, None)
         engine: ModelEngine
         if ranks is None:
-            engine = ModelEngine(prefill, device, resources, offer, shell.metrics, wake, config.transfer_timeout)
+            fetching = FetchResources(
+                connect=transports.connect_to_read,
+                silence=shell.control.silence,
+                new_sink=lambda: HostSink(layers) if device.type == "cpu" else DeviceSink(layers, resources.rings),
+                page_size=config.page_size,
+            )
+            engine = ModelEngine(
+                prefill,
+                device,
+                resources,
+                offer,
+                shell.metrics,
+                wake,
+                config.transfer_timeout,
+                fetching,
+                config.fetch_prefixes,
+            )
         else:
             engine = GroupEngine(prefill, device, resources, offer, shell.metrics, wake, config.transfer_timeout, ranks)
         at_end.callback(engine.close, timeout=1.0)

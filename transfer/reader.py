@@ -54,13 +54,23 @@ class Reader:
         """Whether something may be in flight for good: the channel must stay open, and its memory as it is."""
         return self._pipeline.lost_track
 
+    @property
+    def pipeline(self) -> Pipeline:
+        """What is in flight, for whoever lends the buffers that are read into."""
+        return self._pipeline
+
     def post(
-        self, batches: Iterable[Descriptors], may_post: Callable[[], bool], on_end: Callable[[ReadReport], None]
+        self,
+        batches: Iterable[Descriptors],
+        may_post: Callable[[], bool],
+        on_end: Callable[[ReadReport], None],
+        buffer: object = None,
     ) -> None:
         """Post a read, and return when all of it is posted or it is no longer wanted.
 
         batches: sources are addresses in the other process, destinations addresses here. may_post: asked before each
         post; it may wait. on_end: called once, on this thread, here or in a later call, when the read has ended.
+        buffer: what it reads into, if that was lent; held until the read has ended.
         """
         started, posted = time.monotonic(), [0, 0]
         is_whole = False
@@ -76,7 +86,7 @@ class Reader:
                 pieces = batch.cut(self._channel.max_bytes)
                 posted[0] += int(pieces.lengths.sum())
                 posted[1] += len(pieces.lengths)
-                if not self._pipeline.post(write, pieces):
+                if not self._pipeline.post(write, pieces, buffer):
                     break
             else:
                 is_whole = True

@@ -157,6 +157,18 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             "has, it does not compute.",
         ),
         Panel(
+            "Prompt tokens fetched back",
+            "short",
+            {
+                "{{instance}}": rate("hisparse_pd_prefix_fetched_tokens_total", PREFILL),
+                "{{instance}} failed: {{reason}}": rate(
+                    "hisparse_pd_prefix_fetch_failures_total", PREFILL, "instance, reason"
+                ),
+            },
+            "Tokens per second that were read from decode nodes and not computed; fetches that failed, after which "
+            "it computes.",
+        ),
+        Panel(
             "Host slots for prefixes",
             "percentunit",
             {

@@ -16,6 +16,7 @@ from engine.ranks import RankGroup
 from model.shard import Shard
 from prefill_node.compute import Computed, StepCompute
 from prefill_node.engine import PrefillUpdate
+from prefill_node.fetch import FetchReport
 from prefill_node.job import TransferJob
 from prefill_node.model_engine import ModelEngine
 from prefill_node.offer import Offer
@@ -106,11 +107,12 @@ class GroupEngine(ModelEngine):
         self._sent.put((rank, sent))
         self._wake()
 
-    def _report(self, event: Computed | SendReport) -> None:
+    def _report(self, event: Computed | SendReport | FetchReport) -> None:
         """On the threads that compute and send. Reports of this rank's own parts are counted like those of others."""
         if isinstance(event, SendReport):
             self._on_part(self._ranks.rank, PartSent.of(event))
             return
+        assert isinstance(event, Computed), "a node of several ranks fetches nothing: every rank would need the bytes"
         self._ranks.end_step()
         if event.error is not None:
             # The collectives of the other ranks wait for this one: it is the end of all.

@@ -139,6 +139,7 @@ def test_http_lists(client: TestClient) -> None:
         "quarantined_s",
         "writer",
         "boot_id",
+        "access",
         "last_heard_s",
         "free_in_s",
     }

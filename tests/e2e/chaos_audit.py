@@ -13,11 +13,19 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from control.block_hashes import BLOCK_TOKENS
+
+if TYPE_CHECKING:
+    from engine.chunked import ChunkedPrefill
+    from engine.paged_pool import PagedKVPool
+    from prefill_node.job import TransferJob
+
+
+STAGES = ("fetched", "computed", "landed", "begun", "left")
 
 
 class Journal:
@@ -62,32 +70,52 @@ def blocks(layers: Sequence[torch.Tensor], rows: Sequence[int], tokens: Sequence
 def watch_prefill(journal: Journal) -> None:
     """Note what a prefill node had, whenever it is about to say that all of an attempt was sent."""
     from control.messages import PrefillDone
+    from engine.chunked import ChunkedPrefill
     from prefill_node.job import TransferJob
     from prefill_node.model_engine import ModelEngine
 
-    advance = ModelEngine._advance
+    advance, brought = ModelEngine._advance, ChunkedPrefill.brought
+    fetched: set[str] = set()
+    """Blocks that were read from decode nodes at some time: this node does not answer for them."""
+
+    def noting_brought(prefill: ChunkedPrefill[TransferJob], job: TransferJob, stop: int) -> None:
+        brought(prefill, job, stop)
+        has = _blocks_of(prefill, job, stop)
+        fetched.update(list(has)[job.cached // BLOCK_TOKENS :])
+        journal.append({"stage": "fetched", "attempt": job.attempt, "num_tokens": stop, "has": has})
 
     def noting_advance(engine: ModelEngine, job: TransferJob) -> None:
         told = len(engine._updates)
         advance(engine, job)
         if not any(isinstance(update, PrefillDone) for update in engine._updates[told:]):
             return
-        pool, pages = engine._prefill.pool, job.pages
-        assert pages is not None
-        size = pool.page_size
-        rows = [int(pages[position // size]) * size + position % size for position in range(job.num_tokens)]
-        buffers = [*pool.kv, *pool.index_keys]
+        pool = engine._prefill.pool
+        has = _blocks_of(engine._prefill, job, job.num_tokens)
         journal.append(
             {
                 "stage": "computed",
                 "attempt": job.attempt,
                 "num_tokens": job.num_tokens,
-                "digests": digests(buffers, rows[job.start :]),
-                "blocks": blocks(buffers, rows, job.token_ids.tolist(), 0),
+                "digests": digests([*pool.kv, *pool.index_keys], _rows_of(pool, job, job.num_tokens)[job.start :]),
+                "has": has,
+                "blocks": {spelled: digest for spelled, digest in has.items() if spelled not in fetched},
             }
         )
 
     ModelEngine._advance = noting_advance  # type: ignore[method-assign]
+    ChunkedPrefill.brought = noting_brought  # type: ignore[assignment,method-assign]
+
+
+def _rows_of(pool: "PagedKVPool", job: "TransferJob", stop: int) -> list[int]:
+    assert job.pages is not None
+    size = pool.page_size
+    return [int(job.pages[position // size]) * size + position % size for position in range(stop)]
+
+
+def _blocks_of(prefill: "ChunkedPrefill[TransferJob]", job: "TransferJob", stop: int) -> dict[str, str]:
+    pool = prefill.pool
+    tokens = job.token_ids.tolist()[:stop]
+    return blocks([*pool.kv, *pool.index_keys], _rows_of(pool, job, stop), tokens, 0)
 
 
 def watch_decode(journal: Journal) -> None:
@@ -158,7 +186,7 @@ class Audit:
     blocks: how many whole blocks requests had.
     """
 
-    seen: dict[str, int] = field(default_factory=lambda: {"computed": 0, "landed": 0, "begun": 0, "left": 0})
+    seen: dict[str, int] = field(default_factory=lambda: dict.fromkeys(STAGES, 0))
     wrong: list[str] = field(default_factory=list)
     blocks: int = 0
 

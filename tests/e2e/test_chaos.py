@@ -133,6 +133,7 @@ def cluster(checkpoints: dict[str, Path], tmp_path: Path) -> Iterator[Cluster]:
         cluster.gateway(served_model_name="tiny", request_timeout=REQUEST_TIMEOUT_S)
         longest = {"context_length": 4096}
         common = {**longest, "transfer_checksum": "full", "chunked_prefill_size": 512, "max_total_tokens": 8000}
+        common["fetch_prefixes"] = "always"
         shm, tcp = PREFILL_NODES
         cluster.prefill(shm, transfer_protocol="auto", page_size=64, **common)
         cluster.prefill(tcp, transfer_protocol="tcp", page_size=16, **common)
@@ -189,6 +190,7 @@ def test_whatever_goes_wrong_no_byte_is_wrong_no_slot_is_lost_and_no_request_han
     print(f"audited prompts: {audit.seen}, with {audit.blocks} blocks")
     assert audit.wrong == []
     assert audit.seen["landed"] > 0
+    assert audit.seen["fetched"] > 0
     assert audit.seen["begun"] >= exact_answers(clients)
     assert cluster.nodes[DECODE_NODE].metric("prefix_cache_hits_total", side="decode") > 0
     for transport in ("shm", "tcp"):

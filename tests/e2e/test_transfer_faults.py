@@ -35,8 +35,13 @@ class Surroundings:
         self.faults = Faults(str(self.directory), "", journal=True)
         self.cluster = Cluster(model_path, directory, MODULE, self._environment, spawn=fork)
 
-    def start(self, transport: str, prefill_nodes: int = 1, decode_nodes: int = 1, host_slots: int = 2400) -> None:
-        """A gateway, decode nodes and prefill nodes that reach them by this transport, all ready."""
+    def start(
+        self, transport: str, prefill_nodes: int = 1, decode_nodes: int = 1, host_slots: int = 2400, **flags: object
+    ) -> None:
+        """A gateway, decode nodes and prefill nodes that reach them by this transport, all ready.
+
+        flags: of prefill nodes.
+        """
         longest: dict[str, object] = {"context_length": 1200}
         self.cluster.gateway(served_model_name="tiny")
         for number in range(prefill_nodes):
@@ -47,6 +52,7 @@ class Surroundings:
                 chunked_prefill_size=256,
                 page_size=16,
                 **longest,
+                **flags,
             )
         config = {"device_buffer_size": 128, "host_pool_gib": host_slots * TOKEN_BYTES / 2**30}
         for number in range(decode_nodes):

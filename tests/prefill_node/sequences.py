@@ -16,6 +16,8 @@ from control.messages import (
     Checksum,
     ChunkDone,
     Destination,
+    FetchDone,
+    FetchRequest,
     Peer,
     PrefillDone,
     PrefillFailed,
@@ -26,8 +28,11 @@ from engine.chunked import ChunkedPrefill
 from engine.page_cache import PageCache, can_cache
 from engine.paged_pool import PagedKVPool
 from model.passes import PrefillChunk
+from prefill_node.choices import FetchPolicy
 from prefill_node.engine import PrefillUpdate
+from prefill_node.fetcher import FetchResources
 from prefill_node.job import TransferJob
+from prefill_node.landing import HostSink
 from prefill_node.model_engine import ModelEngine
 from prefill_node.offer import Offer
 from prefill_node.ring import SendRings
@@ -59,7 +64,7 @@ def states_of(tokens: Sequence[int]) -> list[int]:
     return states
 
 
-UpdateT = TypeVar("UpdateT", ChunkDone, PrefillDone, PrefillFailed, Quiesced)
+UpdateT = TypeVar("UpdateT", ChunkDone, PrefillDone, PrefillFailed, Quiesced, FetchRequest, FetchDone)
 
 
 class RunningModel:
@@ -130,13 +135,21 @@ class Slots:
 class PrefillHarness:
     """A whole prefill engine between a fake model and a channel that copies."""
 
-    def __init__(self, cache: PageCache, chunk_size: int = 32, checksums: ChecksumMode = "full") -> None:
+    def __init__(
+        self,
+        cache: PageCache,
+        chunk_size: int = 32,
+        checksums: ChecksumMode = "full",
+        fetch_policy: FetchPolicy = "never",
+    ) -> None:
         self.model = RunningModel()
         self.cache = cache
         self.pool = pool = cache.pool
         self.slots = Slots()
         self.metrics = Metrics()
         self.channel = LateChannel("tcp")
+        self.reads = LateChannel("tcp")
+        self.silence = 0.0
         self.prefill: ChunkedPrefill[TransferJob] = ChunkedPrefill(self.model, pool, chunk_size, cache)  # type: ignore[arg-type]
         self._woken: queue.SimpleQueue[None] = queue.SimpleQueue()
         source = HostSource([*pool.kv, *pool.index_keys])
@@ -153,11 +166,21 @@ class PrefillHarness:
             self.metrics,
             wake=lambda: self._woken.put(None),
             transfer_timeout=30.0,
+            fetching=FetchResources(
+                connect=lambda _: self.connect_reads(),
+                silence=lambda _: self.silence,
+                new_sink=lambda: HostSink([*pool.kv, *pool.index_keys]),
+                page_size=pool.page_size,
+            ),
+            fetch_policy=fetch_policy,
         )
         self.hold = threading.Event()
         """For a test that holds the model or the channel."""
         self.updates: list[PrefillUpdate] = []
         self._requests = 0
+
+    def connect_reads(self) -> LateChannel:
+        return self.reads
 
     def ask(
         self,

@@ -22,6 +22,10 @@ from control.messages import (
     ChunkDone,
     ChunkTaken,
     Destination,
+    FetchDone,
+    FetchGrant,
+    FetchRefused,
+    FetchRequest,
     Holding,
     Message,
     ModelIdentity,
@@ -907,3 +911,33 @@ def test_only_its_own_decode_node_answers_for_a_chunk() -> None:
     h.receive(ChunkTaken(attempt=R._replace(epoch=2), number=0))
     h.receive(ChunkTaken(attempt=R, number=1))
     assert list(h.control.repeated.values()) == [(DECODE, chunk_done(0, 0, 6))]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        FetchGrant(attempt=R, start=0, stop=64, extents=((0, 64),), checksums=Checksums()),
+        FetchRefused(attempt=R, reason="it is not here"),
+        Abort(attempt=R),
+        FetchDone(attempt=R),
+    ],
+)
+def test_a_node_asks_for_a_prefix_until_it_is_answered_or_does_not_want_it(answer: Message) -> None:
+    h = Harness()
+    answers: list[Message] = []
+    h.engine.fetch_answered = answers.append  # type: ignore[method-assign]
+    h.receive(request())
+    asked = FetchRequest(attempt=R, start=0, stop=64)
+    h.engine._updates.append(asked)
+    h.tell()
+    assert h.control.repeated["fetch", R] == (DECODE, asked)
+    if isinstance(answer, FetchDone):
+        h.engine._updates.append(answer)
+        h.tell()
+        assert h.control.take(FetchDone) == [answer]
+    else:
+        h.receive(answer, DECODE.model_copy(update={"boot_id": "another"}))
+        assert ("fetch", R) in h.control.repeated
+        h.receive(answer)
+    assert ("fetch", R) not in h.control.repeated
+    assert answers == ([answer] if isinstance(answer, FetchGrant | FetchRefused) else [])
