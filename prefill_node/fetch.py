@@ -60,7 +60,7 @@ class WrongGrant(Exception):
 
 
 @dataclass(frozen=True)
-class Piece:
+class FetchPiece:
     """Consecutive positions of one buffer that are read together: those of `checksums`, in their order."""
 
     buffer: int
@@ -75,7 +75,9 @@ class Piece:
         return self.checksums[-1].stop
 
 
-def pieces(checksums: Checksums, start: int, stop: int, item_lengths: tuple[int, ...], most: int) -> Iterator[Piece]:
+def pieces(
+    checksums: Checksums, start: int, stop: int, item_lengths: tuple[int, ...], most: int
+) -> Iterator[FetchPiece]:
     """Buffer after buffer, what is read together: groups that have a digest, at most so many bytes.
 
     Raises WrongGrant if the groups do not tile [start, stop) of each buffer, or one of them is larger than that.
@@ -94,13 +96,13 @@ def pieces(checksums: Checksums, start: int, stop: int, item_lengths: tuple[int,
             if (group.stop - group.start) * item_bytes > most:
                 raise WrongGrant(f"a digest of {(group.stop - group.start) * item_bytes} bytes, more than {most}")
             if taken and (group.stop - taken[0].start) * item_bytes > most:
-                yield Piece(buffer, taken)
+                yield FetchPiece(buffer, taken)
                 taken = []
             taken.append(group)
             at = group.stop
         if at != stop:
             raise WrongGrant(f"buffer {buffer}: digests up to {at}, expected {stop}")
-        yield Piece(buffer, taken)
+        yield FetchPiece(buffer, taken)
 
 
 class RunningFetch:
@@ -142,7 +144,7 @@ class RunningFetch:
         seconds = time.monotonic() - started
         return FetchReport(self._fetch, self._num_bytes, seconds, self._error, self._failure, self._in_flight)
 
-    def _pieces(self) -> list[Piece]:
+    def _pieces(self) -> list[FetchPiece]:
         """All of them, so that nothing is read for a grant that is wrong."""
         lengths = self._sink.buffers.item_lengths
         if self._fetch.destination.buffers.item_lengths != lengths:
@@ -150,7 +152,7 @@ class RunningFetch:
         fetch = self._fetch
         return list(pieces(fetch.checksums, fetch.start, fetch.stop, lengths, self._sink.most_bytes))
 
-    def _post(self, piece: Piece, may_post: Callable[[], bool]) -> None:
+    def _post(self, piece: FetchPiece, may_post: Callable[[], bool]) -> None:
         fetch = self._fetch
         rows = expand_pages(fetch.pages, self._page_size, piece.start, piece.stop)
         slots = fetch.slots[piece.start - fetch.start : piece.stop - fetch.start]
@@ -163,7 +165,7 @@ class RunningFetch:
             buffer=landing.buffer,
         )
 
-    def _landed(self, piece: Piece, landing: Landing, report: ReadReport) -> None:
+    def _landed(self, piece: FetchPiece, landing: Landing, report: ReadReport) -> None:
         self._num_bytes += report.num_bytes
         self._in_flight |= report.in_flight
         if report.error is not None:
@@ -175,7 +177,7 @@ class RunningFetch:
                 log.exception("fetching failed", **self._fetch.attempt.log_fields)
                 self._fail(f"fetching failed: {error}", "read")
 
-    def _verify(self, piece: Piece, landing: Landing) -> None:
+    def _verify(self, piece: FetchPiece, landing: Landing) -> None:
         for checksum in piece.checksums:
             found = digest(landing.ranges(checksum.start - piece.start, checksum.stop - piece.start))
             if found != checksum.digest:
