@@ -18,7 +18,8 @@ from decode_node.attempt import PrefillAttempt
 from decode_node.health import Health
 from decode_node.request import Request
 from decode_node.verifier import Digested, Digesting, Verification
-from hisparse.extents import HostSlots
+from hisparse.extents import NO_SLOTS, HostSlots
+from hisparse.host_pool import HostKVPool
 
 log = structlog.get_logger(__name__)
 
@@ -153,3 +154,11 @@ class LentPrefixes:
     def _refuse(self, sender: Peer, message: FetchRequest, reason: str) -> None:
         log.info("fetch refused", reason=reason, node=sender.address, **message.attempt.log_fields)
         self._control.send(sender, FetchRefused(attempt=message.attempt, reason=reason))
+
+
+def hold_cached_prefix(host: HostKVPool, request: Request, stop: int) -> HostSlots:
+    """The slots of a request's first so many positions, as far as they are cached in whole blocks, with one owner
+    more."""
+    if host.prefixes is None:
+        return NO_SLOTS
+    return host.prefixes.hold(request.kv_token_ids[:stop], request.generate.cache_salt)

@@ -19,13 +19,13 @@ from decode_node.config import DecodeConfig
 from decode_node.destination import destination_of
 from decode_node.grammars import Grammars
 from decode_node.group import check_alike, check_host_memory
+from decode_node.lent_prefixes import hold_cached_prefix
 from decode_node.limits import Limits
 from decode_node.local_prefill import LocalPrefill
 from decode_node.node import DecodeNode, Event
 from decode_node.outputs import OutputStream
 from decode_node.quarantine import Quarantine, quarantine_router
 from decode_node.remote_prefill import RemotePrefill
-from decode_node.request import Request
 from decode_node.scheduler import Scheduler
 from decode_node.verifier import Verifier
 from engine.chunked import ChunkedPrefill
@@ -37,8 +37,7 @@ from engine.ranks import RankGroup
 from engine.runner import ModelRunner
 from hisparse.config import HiSparseConfig, parse_config
 from hisparse.coordinator import HiSparseCoordinator
-from hisparse.extents import NO_SLOTS, HostSlots
-from hisparse.host_pool import HostKVPool
+from hisparse.extents import HostSlots
 from hisparse.sizing import Sizes, describe, plan_sizes
 from hisparse.tiers import build_tiers
 from model.backends.choice import choose_backend
@@ -119,7 +118,7 @@ def run_decode_node(config: DecodeConfig, place: RankPlace | None = None) -> Non
             config.prefill_timeout,
             on_lost=lambda request, reason: scheduler.retry(request, reason),
             on_landed=lambda request, cached: scheduler.landed(request, cached),
-            lend=partial(_hold_prefix, coordinator.host),
+            lend=partial(hold_cached_prefix, coordinator.host),
             take_back=coordinator.host.release,
         )
         runner = ModelRunner(
@@ -187,13 +186,6 @@ def run_decode_node(config: DecodeConfig, place: RankPlace | None = None) -> Non
         shell.start(membership, node.refresh_metrics, quarantine)
         shell.announce(transports, spec.model_type, spec.fingerprint)
         node.run()
-
-
-def _hold_prefix(host: HostKVPool, request: Request, stop: int) -> HostSlots:
-    """The slots of a request's first so many positions, which are cached, with one owner more."""
-    if host.prefixes is None:
-        return NO_SLOTS
-    return host.prefixes.hold(request.kv_token_ids[:stop], request.generate.cache_salt)
 
 
 def _plan(

@@ -55,8 +55,8 @@ class _Running:
 class PrefixFetches:
     """The fetches of a prefill engine, at most one for a job. The engine's loop calls it.
 
-    policy: `always` and `never` whatever the estimates. is_caching: whether prompts use KV that others have left.
-    say: takes what is to be told the decode node.
+    Without a prefix cache nothing is fetched. policy: `always` and `never` whatever the estimates. transports: those
+    of this node, the best first. say: takes what is to be told the decode node.
     """
 
     def __init__(

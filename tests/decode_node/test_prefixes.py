@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from control.block_hashes import BLOCK_TOKENS
-from control.messages import AttemptId, PrefillFailed, PrefillRequest, Quiesced
+from control.messages import AttemptId, FetchDone, FetchRequest, PrefillFailed, PrefillRequest, Quiesced
 from decode_node.request import Request, RequestState
 from hisparse.extents import HostSlots
 from hisparse.prefix_cache import PrefixCache
@@ -248,6 +248,30 @@ def test_an_aborted_request_leaves_what_was_verified(turns: int) -> None:
     h.scheduler.cancel("aborted", GATEWAY)
     h.turn()
     assert h.cache.cached_slots // BLOCK_TOKENS == (1 if turns < 2 else 2 if turns < 80 else 3)
+    h.quiet = True
+    h.run()
+
+
+def test_what_is_read_stays_where_it_is_whatever_becomes_of_its_request_and_however_short_slots_are() -> None:
+    h = Caching(host_slots=520, quiet=False, slow={"read"}, verify=lambda _: True)
+    h.ask("before", prompt=prompt(130), tokens=2)
+    h.drain()
+    h.ask("read", prompt=prompt(200), tokens=3)
+    h.turn()
+    [asked] = [message for message in h.asked if message.attempt.request_id == "read"]
+    h.remote.take(PREFILL, FetchRequest(attempt=asked.attempt, start=64, stop=asked.start))
+    [loan] = h.remote.lent
+    lent = loan.slots.slots()
+    content = h.coordinator.host.kv[0][lent].clone()
+    h.scheduler.cancel("read", GATEWAY)
+    for number in range(12):
+        h.ask(f"other-{number}", prompt=prompt(150, seed=7 + number), tokens=40)
+    while h.scheduler.requests:
+        h.turn()
+        assert torch.equal(h.coordinator.host.kv[0][lent], content)
+    assert h.coordinator.host.used == len(lent) + 199 - 128
+    h.remote.take(PREFILL, FetchDone(attempt=asked.attempt))
+    assert h.coordinator.host.used == 199 - 128, "what it may write to"
     h.quiet = True
     h.run()
 

@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -28,12 +29,13 @@ from control.messages import (
     Token,
 )
 from decode_node.grammars import Grammars
+from decode_node.lent_prefixes import hold_cached_prefix
 from decode_node.limits import Limits
 from decode_node.outputs import OutputStream
 from decode_node.remote_prefill import RemotePrefill
 from decode_node.request import Request, RequestState
 from decode_node.scheduler import Scheduler
-from decode_node.verifier import Verification, Verified
+from decode_node.verifier import Digesting, Verification, Verified
 from engine.device import DeviceFailed
 from engine.grammar.errors import UnsupportedTokenizer
 from engine.grammar.vocabulary import Vocabulary
@@ -104,7 +106,7 @@ class Harness:
     retries: int = 2
     slow: set[str] = field(default_factory=set)
     quiet: bool = True
-    verify: Callable[[Verification], bool] = lambda _: False
+    verify: Callable[[Verification | Digesting], bool] = lambda _: False
     control: FakeControl = field(default_factory=FakeControl)
     model: CountingModel = field(default_factory=CountingModel)
     metrics: Metrics = field(default_factory=Metrics)
@@ -146,6 +148,8 @@ class Harness:
             patience=60.0,
             on_lost=lambda request, reason: self.scheduler.retry(request, reason),
             on_landed=lambda request, cached: self.scheduler.landed(request, cached),
+            lend=partial(hold_cached_prefix, self.coordinator.host),
+            take_back=self.coordinator.host.release,
         )
         self.remote.nodes.learn(GATEWAY.address, (PREFILL,), {})
         self.runner = ModelRunner(self.model, self.coordinator, self.max_running, 1000, record=False)  # type: ignore[arg-type]

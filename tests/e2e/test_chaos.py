@@ -190,7 +190,6 @@ def test_whatever_goes_wrong_no_byte_is_wrong_no_slot_is_lost_and_no_request_han
     print(f"audited prompts: {audit.seen}, with {audit.blocks} blocks")
     assert audit.wrong == []
     assert audit.seen["landed"] > 0
-    assert audit.seen["fetched"] > 0
     assert audit.seen["begun"] >= exact_answers(clients)
     assert cluster.nodes[DECODE_NODE].metric("prefix_cache_hits_total", side="decode") > 0
     for transport in ("shm", "tcp"):

@@ -287,5 +287,6 @@ def test_a_prefill_node_that_hears_nobody_is_passed_over_and_used_again_when_it_
 
 
 def tokens_of(prefill: Node) -> float:
-    """Prompt tokens that a prefill node computed, or had."""
-    return prefill.metric("prompt_tokens_total") + prefill.metric("prefix_cache_hits_total", side="prefill")
+    """Prompt tokens that a prefill node computed, had, or fetched from the decode node."""
+    names = ("prompt_tokens_total", "prefix_fetched_tokens_total")
+    return sum(map(prefill.metric, names)) + prefill.metric("prefix_cache_hits_total", side="prefill")
