@@ -159,7 +159,9 @@ def test_a_read_that_was_given_up_does_not_land_later(monkeypatch: pytest.Monkey
         reading.ask("read_until_it_fails", session, address)
         time.sleep(0.5)
         serving.stop()
-        assert reading.answer() == "the transport gave a read up"
+        # Refused, if the process was stopped before the reader had connected to it.
+        refused = "the other process cannot be reached or refuses a read"
+        assert reading.answer() in ("the transport gave a read up", refused)
         serving.go_on()
         serving.do("where")
         time.sleep(1.0)
