@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import structlog
 import torch
 
@@ -12,7 +13,7 @@ from engine.adjustments import Ban, LogitAdjustments
 from engine.batch import Batch
 from engine.device import Download, check_device
 from engine.graphs import StepGraphs
-from engine.sampling import SETTINGS, NoToken, SamplingNeeds, draw, settings_of, tokens_of, unpacked
+from engine.sampling import SETTINGS, NoToken, SamplingNeeds, draw, masked, settings_of, tokens_of
 from hisparse.coordinator import HiSparseCoordinator
 from hisparse.device_pool import upload
 from model.sparse_model import SparseModel
@@ -79,34 +80,46 @@ class ModelRunner:
         self._adjustments.admit(row, sampling, prompt_ids, generated)
 
     @torch.inference_mode()
-    def launch(self, batch: Batch) -> LaunchedStep:
-        """Queue the forward pass of a step that the coordinator has begun, and the copy of its new KV to the host."""
-        size, places = len(batch), batch.places
+    def launch(self, batch: Batch, padded: int | None = None) -> LaunchedStep:
+        """Queue the forward pass of a step that the coordinator has begun, and the copy of its new KV to the host.
+
+        padded: requests that the step computes, those of the batch and padding; by default only the batch's.
+        """
         inputs = np.full(self._inputs.shape, -1, dtype=np.int64)
-        inputs[:, :size] = places.rows, places.newest, batch.uniforms.view(np.int64)
+        inputs[:, : len(batch)] = batch.places.rows, batch.places.newest, batch.uniforms.view(np.int64)
+        return LaunchedStep(batch, self._forward(inputs, padded or len(batch))[: len(batch)])
+
+    @torch.inference_mode()
+    def pad(self, padded: int) -> None:
+        """Queue the forward pass of a step that has nothing but padding: other ranks of the group have requests."""
+        self._forward(np.full(self._inputs.shape, -1, dtype=np.int64), padded)
+
+    def _forward(self, inputs: npt.NDArray[np.int64], size: int) -> torch.Tensor:
+        """The logits of a step of `size` requests, padding included."""
         upload(inputs, self._inputs)
-        longest = int(places.newest.max()) + 1
+        longest = max(1, int(inputs[1].max()) + 1)
         if self._graphs is not None:
-            return LaunchedStep(batch, self._graphs.replay(size, longest))
+            return self._graphs.replay(size, longest)
         rows, newest = self._inputs[0, :size], self._inputs[1, :size]
-        step = self._coordinator.cache(rows, newest, longest, lengths=tuple((places.newest + 1).tolist()))
-        logits = self._model.decode(self._next_tokens[rows], newest, step)
+        step = self._coordinator.cache(rows, newest, longest, lengths=tuple((inputs[1, :size] + 1).tolist()))
+        logits = self._model.decode(self._next_tokens[rows.clamp(min=0)], newest.clamp(min=0), step)
         step.finish()
         step.verify()
-        return LaunchedStep(batch, logits)
+        return logits
 
     @torch.inference_mode()
     def sample(self, step: LaunchedStep, bans: Sequence[Ban] = (), masks: torch.Tensor | None = None) -> None:
         """Queue the drawing of a step's tokens, which are the input of each request's next step.
 
         bans: tokens that requests may not get now. masks: the tokens that each request may get, int32 [batch,
-        ceil(vocab / 32)] on the device, see `engine.sampling.unpacked`; None: all.
+        ceil(vocab / 32)], see `engine.sampling.unpacked`, in pinned memory if the device is another; None: all. They
+        may be changed once the step is collected.
         """
         rows, _, uniforms = self._inputs[:, : len(step.batch)]
         needs = SamplingNeeds.of(step.batch.sampling)
         changed = self._adjustments.apply(step.logits, rows, bans) if needs.adjusted else step.logits
         if masks is not None:
-            changed = changed.masked_fill(~unpacked(masks, changed.shape[1]), float("-inf"))
+            changed = masked(changed, masks)
         drawn = draw(step.logits, self._settings[rows].T, uniforms.view(torch.float64), needs, changed)
         token_ids = drawn[:, 0].long()
         if needs.adjusted:

@@ -121,6 +121,25 @@ def draw(
     return torch.cat([column.double() for column in columns], dim=1)
 
 
+def masked(logits: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
+    """A copy of logits, float32 [n, vocab], with -inf for tokens that masks do not allow.
+
+    masks: int32 [n, ceil(vocab / 32)] in host memory, pinned if the logits are on another device: see `unpacked`.
+    """
+    if logits.device.type != "cpu":
+        allowed = unpacked(masks.to(logits.device, non_blocking=True), logits.shape[1])
+        return logits.masked_fill(~allowed, float("-inf"))
+    # Eight tokens at a time, and without branches: three times as fast as the above on a processor.
+    addends = np.take(_ADDENDS, masks.numpy().view(np.uint8), axis=0).reshape(len(masks), -1)
+    return torch.from_numpy(addends[:, : logits.shape[1]]).add_(logits)
+
+
+_ADDENDS = np.where(
+    np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), np.float32(0), np.float32("-inf")
+)
+"""What a byte of a mask adds to the logits of its eight tokens, float32 [256, 8]."""
+
+
 def unpacked(masks: torch.Tensor, vocab: int) -> torch.Tensor:
     """bool [n, vocab] of masks int32 [n, ceil(vocab / 32)]: token t is bit t % 32 of word t // 32."""
     bits = torch.arange(32, dtype=torch.int32, device=masks.device)
@@ -144,11 +163,25 @@ def _invert(scaled: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
 
     Tokens stay in the order of the vocabulary, so that rounding that swaps two equally likely tokens changes nothing.
     """
-    cumulative = scaled.exp().cumsum(dim=-1, dtype=torch.float64)
+    cumulative = _exp(scaled).cumsum(dim=-1, dtype=torch.float64)
     total = cumulative[:, -1:]
     # Rounding up to the total would pick a token beyond the last possible one.
     target = torch.minimum(uniform * total, total.nextafter(torch.zeros_like(total)))
     return torch.searchsorted(cumulative, target, right=True).squeeze(1)
+
+
+def _exp(scaled: torch.Tensor) -> torch.Tensor:
+    """The exponentials of numbers up to 0, where those below the smallest normal number are 0.
+
+    A processor takes three times as long for each of these, and under a grammar most tokens are such.
+    """
+    if scaled.device.type != "cpu":
+        return scaled.exp()
+    return torch.threshold_(scaled.clamp(min=_LEAST_EXPONENT).exp_(), 2 * torch.finfo(torch.float32).tiny, 0.0)
+
+
+_LEAST_EXPONENT = math.log(1.5 * torch.finfo(torch.float32).tiny)
+"""Its exponential is a normal number, and below what counts as 0."""
 
 
 def _logprobs(logits: torch.Tensor, token_ids: torch.Tensor, count: int) -> list[torch.Tensor]:

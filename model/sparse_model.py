@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from model.backends.protocol import AttentionBackend
 from model.cache import DecodeCache
+from model.logprobs import TokenLogprobs, token_logprobs
 from model.network import Network
 from model.passes import DecodePass, PrefillChunk, PrefillPass
 from model.spec import ModelSpec
@@ -28,9 +29,22 @@ class SparseModel:
         `on_layer` is called with each layer's number once the work that stores its KV is queued on the device. Nothing
         else of the last layer is computed, since nobody needs its hidden states.
         """
-        token_ids = torch.cat([chunk.token_ids for chunk in chunks]).to(self.device)
-        positions = torch.cat([torch.arange(chunk.start, chunk.stop, device=self.device) for chunk in chunks])
-        self._forward(token_ids, positions, PrefillPass(chunks, self.spec, self._backend), on_layer, kv_only=True)
+        self._prefill(chunks, on_layer, kv_only=True)
+
+    @torch.no_grad()
+    def prefill_hidden(
+        self, chunks: Sequence[PrefillChunk], on_layer: Callable[[int], None] = lambda _: None
+    ) -> torch.Tensor:
+        """As `prefill`, and the hidden states for `logprobs`, [tokens of all chunks, hidden_size]."""
+        return self.network.norm(self._prefill(chunks, on_layer, kv_only=False))
+
+    @torch.no_grad()
+    def logprobs(self, hidden: torch.Tensor, next_ids: torch.Tensor, count: int) -> TokenLogprobs:
+        """How likely the tokens behind hidden states are, and the `count` likeliest there.
+
+        hidden: [n, hidden_size], of `prefill_hidden`. next_ids: int64 [n] on any device.
+        """
+        return token_logprobs(hidden, self.network.head, next_ids.to(self.device), count)
 
     @torch.no_grad()
     def decode(self, token_ids: torch.Tensor, positions: torch.Tensor, cache: DecodeCache) -> torch.Tensor:
@@ -40,6 +54,11 @@ class SparseModel:
         """
         hidden = self._forward(token_ids, positions, DecodePass(cache, self.spec, self._backend))
         return F.linear(self.network.norm(hidden), self.network.head).float()
+
+    def _prefill(self, chunks: Sequence[PrefillChunk], on_layer: Callable[[int], None], kv_only: bool) -> torch.Tensor:
+        token_ids = torch.cat([chunk.token_ids for chunk in chunks]).to(self.device)
+        positions = torch.cat([torch.arange(chunk.start, chunk.stop, device=self.device) for chunk in chunks])
+        return self._forward(token_ids, positions, PrefillPass(chunks, self.spec, self._backend), on_layer, kv_only)
 
     def _forward(
         self,

@@ -1,15 +1,16 @@
 """A model with published widths and random weights, requests that it decodes, and what it is made to select."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 from transformers import AutoConfig
 
-from benchmarks.decode.config import DecodeBench
 from benchmarks.wrapped_backend import WrappedBackend
 from hisparse.config import HiSparseConfig
 from hisparse.coordinator import HiSparseCoordinator
+from hisparse.format import KVCacheDtype
 from hisparse.sizing import plan_sizes
 from hisparse.tiers import build_tiers
 from model.backends.protocol import AttentionBackend
@@ -18,7 +19,7 @@ from model.config import NetworkConfig, network_config
 from model.indexer import IndexQueries
 from model.network import Network
 from model.quantization import BlockFp8
-from model.shapes import published_config
+from model.shapes import ShapeName, published_config
 from model.shard import ALONE, Exchange, Shard
 from model.spec import ModelSpec
 from model.weights import RandomWeights
@@ -53,6 +54,27 @@ class Strangers:
         return parts[: len(parts) // self._of]
 
 
+class ModelFlags(Protocol):
+    """The flags of a benchmark that choose a model. context: tokens of the longest request."""
+
+    @property
+    def shape(self) -> ShapeName: ...
+    @property
+    def layers(self) -> int | None: ...
+    @property
+    def rank_of(self) -> int: ...
+    @property
+    def context(self) -> int: ...
+    @property
+    def quantization(self) -> str: ...
+    @property
+    def kv_cache_dtype(self) -> KVCacheDtype: ...
+
+
+def _as_it_is(exchange: Exchange) -> Exchange:
+    return exchange
+
+
 @dataclass(frozen=True)
 class Model:
     """The network of one process. num_bytes: of its weights."""
@@ -66,19 +88,27 @@ class Model:
         return self.network.config
 
 
-def build_model(config: DecodeBench, device: torch.device) -> Model:
-    """Raises ValueError for layers or ranks that the shape does not have."""
+def build_model(config: ModelFlags, device: torch.device, wrapped: Callable[[Exchange], Exchange] = _as_it_is) -> Model:
+    """wrapped: makes the exchange that mixtures of experts use, of the one that stands for the group.
+
+    Raises ValueError for layers or ranks that the shape does not have.
+    """
     described = AutoConfig.for_model(**published_config(config.shape, config.layers))
-    return model_of(network_config(described), config, device)
+    return model_of(network_config(described), config, device, wrapped)
 
 
-def model_of(sizes: NetworkConfig, config: DecodeBench, device: torch.device) -> Model:
+def model_of(
+    sizes: NetworkConfig,
+    config: ModelFlags,
+    device: torch.device,
+    wrapped: Callable[[Exchange], Exchange] = _as_it_is,
+) -> Model:
     """The same, of these sizes."""
     dtype = torch.bfloat16
     weights = RandomWeights(device, dtype, BlockFp8(power_of_two=True) if config.quantization == "fp8" else None)
     group = config.rank_of > 1
     exchange = cast(Exchange, Strangers(config.rank_of, sizes.hidden_size, device, dtype)) if group else ALONE
-    network = Network.load(weights, sizes, Shard(0, config.rank_of), exchange)
+    network = Network.load(weights, sizes, Shard(0, config.rank_of), wrapped(exchange))
     spec = sizes.spec(dtype, config.context + _MORE_TOKENS, "random", config.kv_cache_dtype)
     return Model(network, spec, weights.num_bytes)
 

@@ -84,7 +84,7 @@ class StubRunner(ModelRunner):
         self._wait = clock.timed(time.sleep)
         self._over_at = 0.0
 
-    def launch(self, batch: Batch) -> LaunchedStep:
+    def launch(self, batch: Batch, padded: int | None = None) -> LaunchedStep:
         return LaunchedStep(batch, torch.empty(0))
 
     def sample(self, step: LaunchedStep, bans: Sequence[Ban] = (), masks: torch.Tensor | None = None) -> None:

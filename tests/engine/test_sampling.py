@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from control.messages import Sampling, Token
 from engine import thresholds
-from engine.sampling import NoToken, RandomStream, SamplingNeeds, draw, settings_of, tokens_of, unpacked
+from engine.sampling import NoToken, RandomStream, SamplingNeeds, draw, masked, settings_of, tokens_of, unpacked
 from engine.thresholds import CANDIDATES
 
 VOCAB = 50
@@ -196,7 +196,11 @@ def test_masks_say_which_tokens_may_come() -> None:
     words = torch.zeros(3, 3, dtype=torch.int64)
     for row, token in allowed.nonzero().tolist():
         words[row, token // 32] |= 1 << token % 32
-    assert torch.equal(unpacked(words.to(torch.int32), 70), allowed)
+    masks = words.to(torch.int32)
+    assert torch.equal(unpacked(masks, 70), allowed)
+    logits = torch.randn(3, 70)
+    assert torch.equal(masked(logits, masks), logits.masked_fill(~allowed, float("-inf")))
+    assert logits.isfinite().all(), "the logits themselves stay"
 
 
 def test_what_few_candidates_do_not_decide_is_decided_by_all(monkeypatch: pytest.MonkeyPatch) -> None:

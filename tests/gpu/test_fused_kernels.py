@@ -19,6 +19,7 @@ from model.quantization import BlockFp8
 from model.rope import Rope
 from model.router import Router
 from tests.gpu.test_attention_backends import CUDA, generator, randn
+from tests.model.test_attention import random_attention
 
 # Rotation
 
@@ -28,7 +29,7 @@ from tests.gpu.test_attention_backends import CUDA, generator, randn
 @pytest.mark.parametrize("beside_first", [False, True])
 @pytest.mark.parametrize(
     ("tokens", "heads", "rope_dim", "width"),
-    [(1, 1, 64, 512), (64, 128, 64, 512), (64, 64, 64, 64), (3, 20, 10, 7), (300, 3, 16, 48)],
+    [(1, 1, 64, 512), (64, 128, 64, 512), (64, 64, 64, 64), (3, 20, 10, 7), (300, 3, 16, 48), (2000, 128, 64, 0)],
 )
 def test_rotation_is_that_of_torch_rounded_once(
     tokens: int, heads: int, rope_dim: int, width: int, beside_first: bool, interleaved: bool, dtype: torch.dtype
@@ -44,6 +45,18 @@ def test_rotation_is_that_of_torch_rounded_once(
     )
     step = 2**-8 if dtype == torch.bfloat16 else 1e-6
     torch.testing.assert_close(rotated.double(), exact, rtol=step, atol=1e-6)
+
+
+def test_many_queries_are_absorbed_in_place_as_few_are() -> None:
+    attention, latents, rope = random_attention(CUDA, torch.bfloat16, tokens=1100, heads=128)
+    many = attention.queries(latents, rope)
+    assert many.shape == (1100, 128, 576)
+    assert many.is_contiguous()
+    parts = [
+        attention.queries(latents[part], Rope(rope.cos[part], rope.sin[part]))
+        for part in (slice(0, 550), slice(550, 1100))
+    ]
+    torch.testing.assert_close(many, torch.cat(parts), rtol=2**-7, atol=0.05)
 
 
 def test_parts_that_do_not_fit_together_are_refused() -> None:
