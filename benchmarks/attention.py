@@ -289,7 +289,7 @@ def _rope(tokens: int) -> Rope:
 
 
 def _index_inputs(tokens: int) -> IndexQueries:
-    return IndexQueries(
+    return IndexQueries.of(
         queries=torch.randn(tokens, INDEX_HEADS, INDEX_DIM, dtype=torch.bfloat16),
         head_weights=torch.randn(tokens, INDEX_HEADS),
     )

@@ -3,7 +3,7 @@
 # Run in the repository's root: sh benchmarks/gpu.sh DIRECTORY [STEP...]; without steps, all of them. Logs, JSON and PNG go
 # to the directory; the tables and one line per step come last. Exit code 1 if a step failed.
 set -u
-OUT=${1:?usage: gpu.sh DIRECTORY [tests|sanitizer|swap-in|top-k|fp8|attention|decode|overlap|passkey...]}
+OUT=${1:?usage: gpu.sh DIRECTORY [tests|sanitizer|swap-in|top-k|fp8|attention|small-kernels|decode|overlap|passkey...]}
 shift
 PYTHON=${PYTHON:-python3}
 SUMMARY=$OUT/summary
@@ -40,6 +40,7 @@ for name in "${@:-all}"; do
     case $name in all | top-k) step top-k $PYTHON -m benchmarks.top_k ;; esac
     case $name in all | attention) step attention $PYTHON -m benchmarks.attention ;; esac
     case $name in all | fp8) step fp8 $PYTHON -m benchmarks.fp8 ;; esac
+    case $name in all | small-kernels) step small-kernels $PYTHON -m benchmarks.small_kernels ;; esac
     case $name in all | decode)
         step decode $PYTHON -c "from cli.main import main; main()" bench decode --rank-of 8 \
             --json "$OUT/bench-decode.json" --png "$OUT/bench-decode.png" ;;
@@ -55,7 +56,7 @@ for name in "${@:-all}"; do
 done
 
 test -f "$OUT/tests.log" && grep -E '^(FAILED|ERROR) ' "$OUT/tests.log"
-for name in swap-in top-k fp8 attention decode overlap passkey; do
+for name in swap-in top-k fp8 attention small-kernels decode overlap passkey; do
     test -f "$OUT/$name.log" && tail -n 45 "$OUT/$name.log"
 done
 cat "$SUMMARY"

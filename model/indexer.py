@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from model.config import NetworkConfig
 from model.norm import LayerNorm
+from model.partial_sums import PartialSums, float32_product
 from model.rope import Rope
 from model.weights import Weights
 
@@ -17,23 +17,33 @@ _KEY_NORM_EPS = 1e-6
 class IndexQueries:
     """The indexer's queries of N tokens.
 
-    queries: [N, index_heads, index_dim]. head_weights: float32 [N, index_heads].
+    queries: [N, index_heads, index_dim]. weight_sums: the weights of the heads, float32 [N, index_heads].
     """
 
     queries: torch.Tensor
-    head_weights: torch.Tensor
+    weight_sums: PartialSums
+
+    @classmethod
+    def of(cls, queries: torch.Tensor, head_weights: torch.Tensor) -> "IndexQueries":
+        """Queries whose heads' weights are complete, float32 [N, index_heads]."""
+        return cls(queries, PartialSums.of(head_weights))
+
+    @property
+    def head_weights(self) -> torch.Tensor:
+        """The weights of the heads, float32 [N, index_heads], which may have to be added up first."""
+        return self.weight_sums.whole()
 
     def __getitem__(self, tokens: slice) -> "IndexQueries":
         """The queries of some of the tokens."""
-        return IndexQueries(self.queries[tokens], self.head_weights[tokens])
+        return IndexQueries(self.queries[tokens], self.weight_sums[tokens])
 
 
 @dataclass(frozen=True)
 class Indexer:
     """The projections of one layer's indexer.
 
-    head_weights: float32 [index_heads, hidden_size], unquantised in every checkpoint. interleaved: the rotary layout of
-    GLM; DeepSeek-V3.2's is half-split.
+    head_weights: [index_heads, hidden_size], which loading does not round (Weights.unrounded). interleaved: the rotary
+    layout of GLM; DeepSeek-V3.2's is half-split.
     """
 
     key_norm: LayerNorm
@@ -50,9 +60,7 @@ class Indexer:
         )
         return cls(
             key_norm=key_norm,
-            head_weights=weights.tensor(
-                f"{name}.weights_proj.weight", (config.index_heads, config.hidden_size), torch.float32
-            ),
+            head_weights=weights.unrounded(f"{name}.weights_proj.weight", (config.index_heads, config.hidden_size)),
             interleaved=config.index_interleaved,
         )
 
@@ -65,8 +73,8 @@ class Indexer:
         """Queries, of what `wq_b` makes [N, index_heads * index_dim], and head weights, of normed hidden states."""
         heads = len(self.head_weights)
         queries = projected.view(len(projected), heads, -1)
-        weights = F.linear(hidden.float(), self.head_weights)
-        return IndexQueries(_rotated(queries, rope, self.interleaved), weights * heads**-0.5)
+        weights = float32_product(hidden, self.head_weights, heads**-0.5)
+        return IndexQueries(_rotated(queries, rope, self.interleaved), weights)
 
 
 def index_keys_of(projected: torch.Tensor, norm: LayerNorm, rope: Rope, interleaved: bool) -> torch.Tensor:

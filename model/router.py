@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from model.backends.device import fuses
 from model.config import RouterConfig
+from model.partial_sums import float32_product
 from model.weights import Weights
 
 
@@ -34,14 +34,13 @@ class Router:
 
     def route(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Weights, float32, and ids, int64, of the experts of hidden states [N, hidden_size], both [N, top_k]."""
-        if fuses(hidden) and self.weight.dtype == hidden.dtype:
+        logits = float32_product(hidden, self.weight)
+        if fuses(hidden):
             # Here, since a machine without a GPU need not have Triton.
             from model.backends.triton_choose import choose_experts
 
-            # Products of bfloat16 numbers are exact in float32, so the factors need not be converted first.
-            logits = torch.mm(hidden, self.weight.t(), out_dtype=torch.float32)
             return choose_experts(logits, self.bias, self.config)
-        return self.choose(F.linear(hidden.float(), self.weight.float()))
+        return self.choose(logits.whole())
 
     def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`route` from float32 logits [N, experts]."""

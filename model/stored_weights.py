@@ -86,6 +86,11 @@ class StoredWeights(Weights):
         self._copy(name, into)
         return into
 
+    def unrounded(self, name: str, shape: Sequence[int]) -> torch.Tensor:
+        stored = self._stored.get(name)
+        loses_nothing = stored is not None and stored.dtype == self.dtype
+        return self.tensor(name, shape, self.dtype if loses_nothing else torch.float32)
+
     def stack(self, maps: Sequence[Parts], columns: int, multiple: int = FP8_COLUMNS) -> Linear:
         shape = (len(maps), sum(maps[0].values()), columns)
         in_fp8 = self._keeps is not None and can_be_fp8(maps[0], columns, multiple)

@@ -34,6 +34,10 @@ class Weights(ABC):
     def tensor(self, name: str, shape: Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
         """A tensor in the network's dtype, or another one. What is published in block-fp8 is dequantised."""
 
+    def unrounded(self, name: str, shape: Sequence[int]) -> torch.Tensor:
+        """A tensor that loses nothing to the network's dtype: float32, or bfloat16 if it is stored so."""
+        return self.tensor(name, shape, torch.float32)
+
     def linear(self, parts: Parts, columns: int) -> Linear:
         """The linear map that computes what all parts compute, [sum of rows, columns]."""
         return self.stack([parts], columns)[0]
@@ -82,6 +86,10 @@ class RandomWeights(Weights):
         if name.endswith("bias"):
             return made.zero_()
         return self._drawn(made, self._DEVIATION)
+
+    def unrounded(self, name: str, shape: Sequence[int]) -> torch.Tensor:
+        """In the network's dtype, in which published checkpoints store them."""
+        return self.tensor(name, shape)
 
     def stack(self, maps: Sequence[Parts], columns: int, multiple: int = FP8_COLUMNS) -> Linear:
         shape = (len(maps), sum(maps[0].values()), columns)

@@ -21,7 +21,7 @@ class Part(StrEnum):
     """Of a decode step."""
 
     PROJECTIONS = "projections"
-    """Of attention, indexers, dense layers and the head."""
+    """Of attention, indexers, routers, dense layers and the head."""
     EXPERTS = "experts"
     INDEX = "index"
     TOP_K = "top-k"
@@ -36,7 +36,16 @@ _NAMES: dict[Part, tuple[str, ...]] = {
     Part.TOP_K: ("top_k", "topk", "devicescan"),
     Part.SWAP_IN: ("swap_in",),
     Part.ATTENTION: ("_attend_split", "attend_split", "_combine"),
-    Part.PROJECTIONS: ("_linear", "_add_up", "_quantise", "nvjet", "gemm", "cutlass", "gemv"),
+    Part.PROJECTIONS: (
+        "_linear",
+        "_partial_products",
+        "_add_up",
+        "_quantise",
+        "nvjet",
+        "gemm",
+        "cutlass",
+        "gemv",
+    ),
 }
 """What a kernel's name contains, in lower case, by the part of a step that it belongs to; the first that matches.
 

@@ -103,7 +103,7 @@ class TorchBackend:
 
     def _stored_as_keys(self, index: IndexQueries) -> IndexQueries:
         """Queries in the coordinates of the stored keys."""
-        return IndexQueries(self.format.index_queries(index.queries), index.head_weights)
+        return IndexQueries.of(self.format.index_queries(index.queries), index.head_weights)
 
     def _select_masked(self, index: IndexQueries, pages: PagedKeys, topk: int) -> torch.Tensor:
         """Select without knowing any length: what lies behind a sequence scores -inf."""

@@ -77,4 +77,4 @@ class TritonBackend:
         """Queries and stored keys, uint8 [..., index_key_bytes], as kernels multiply them."""
         if isinstance(self.format, Fp8Format):
             return encode_index_queries(index), StoredKeys.fp8(keys.contiguous(), self.format.index_dim)
-        return index, StoredKeys(self.format.index_keys(keys))
+        return IndexQueries.of(index.queries, index.head_weights), StoredKeys(self.format.index_keys(keys))

@@ -4,27 +4,40 @@ import torch
 import triton
 import triton.language as tl
 
+from model.backends.triton_fp8 import on
 from model.config import RouterConfig
+from model.partial_sums import PartialSums
+
+_PARTS = 4
+"""Parts of logits that are copied to shared memory together."""
 
 
-def choose_experts(logits: torch.Tensor, bias: torch.Tensor, config: RouterConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """`Router.choose`, best expert first, and of equal ones the first. NaN too gets ids of experts that exist."""
-    tokens, experts = logits.shape
-    weights = logits.new_empty(tokens, config.top_k)
+def choose_experts(logits: PartialSums, bias: torch.Tensor, config: RouterConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """`Router.choose` of logits [N, experts], best expert first, and of equal ones the first.
+
+    NaN too gets ids of experts that exist.
+    """
+    parts = logits.parts.contiguous()
+    num_parts, tokens, experts = parts.shape
+    weights = parts.new_empty(tokens, config.top_k)
     ids = torch.empty_like(weights, dtype=torch.int64)
     if tokens:
-        with torch.cuda.device(logits.device):
+        with on(parts.device):
             _choose[(tokens,)](
-                logits.contiguous(),
+                parts,
                 bias,
                 weights,
                 ids,
+                tokens,
+                logits.scale,
                 config.scale,
+                num_parts,
                 config.top_k,
                 config.groups,
                 experts // config.groups,
                 config.top_groups,
                 config.normalise,
+                block_parts=min(_PARTS, triton.next_power_of_2(num_parts)),
                 block_k=triton.next_power_of_2(config.top_k),
                 block_groups=triton.next_power_of_2(config.groups),
                 block_members=triton.next_power_of_2(experts // config.groups),
@@ -33,54 +46,82 @@ def choose_experts(logits: torch.Tensor, bias: torch.Tensor, config: RouterConfi
     return weights, ids
 
 
+_NEVER = tl.constexpr(-(2**31))
+"""The order of what is not chosen, or not any more: before all numbers."""
+
+
 @triton.jit  # type: ignore[untyped-decorator]
+def _order(x: tl.tensor) -> tl.tensor:
+    """Integers in the order of float32 numbers. A GPU finds the largest integer of a warp in one instruction."""
+    bits = x.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit(do_not_specialize=["tokens"])  # type: ignore[untyped-decorator]
 def _choose(
-    logits: tl.tensor,
+    logit_parts: tl.tensor,
     bias: tl.tensor,
     weights: tl.tensor,
     ids: tl.tensor,
+    tokens: tl.tensor,
+    logit_scale: tl.tensor,
     scale: tl.tensor,
+    num_parts: tl.constexpr,
     top_k: tl.constexpr,
     groups: tl.constexpr,
     members: tl.constexpr,
     top_groups: tl.constexpr,
     normalise: tl.constexpr,
+    block_parts: tl.constexpr,
     block_k: tl.constexpr,
     block_groups: tl.constexpr,
     block_members: tl.constexpr,
 ) -> None:
     """One token. members: experts per group."""
     token = tl.program_id(0).to(tl.int64)
-    group = tl.arange(0, block_groups)
-    member = tl.arange(0, block_members)[None, :]
-    real = (group < groups)[:, None] & (member < members)
+    block: tl.constexpr = block_groups * block_members
     experts: tl.constexpr = groups * members
-    expert = tl.where(real, group[:, None] * members + member, experts)
-    logit = tl.load(logits + token * experts + expert, mask=real, other=0.0)
-    score = 1.0 / (1.0 + tl.exp(-logit))
-    rank = tl.where(real, score + tl.load(bias + expert, mask=real, other=0.0), float("-inf"))
+    place = tl.arange(0, block)
+    expert = place // block_members * members + place % block_members
+    real = (place < groups * block_members) & (place % block_members < members)
+    correction = tl.load(bias + expert, mask=real, other=0.0)
+    logit = tl.zeros([block], tl.float32)
+    # One stage more than turns: all parts are on their way to shared memory before the first is waited for.
+    for begin in tl.range(0, num_parts, block_parts, num_stages=(num_parts + block_parts - 1) // block_parts + 1):
+        part = begin + tl.arange(0, block_parts)[:, None]
+        here = logit_parts + (part.to(tl.int64) * tokens + token) * experts + expert[None, :]
+        logit += tl.sum(tl.load(here, mask=(part < num_parts) & real[None, :], other=0.0), 0)
+    expert = tl.where(real, expert, experts)
+    score = 1.0 / (1.0 + tl.exp(-logit * logit_scale))
+    rank = score + correction
 
+    order = tl.where(real, _order(rank), _NEVER)
     if top_groups < groups:
+        group = tl.arange(0, block_groups)
+        rank = tl.reshape(tl.where(real, rank, float("-inf")), [block_groups, block_members])
         best = tl.max(rank, 1)
-        best_member = tl.argmax(rank, 1)[:, None]
-        second = tl.max(tl.where(member == best_member, float("-inf"), rank), 1)
-        both = tl.where(group < groups, best + second, float("-inf"))
+        is_best = tl.arange(0, block_members)[None, :] == tl.argmax(rank, 1)[:, None]
+        both = best + tl.max(tl.where(is_best, float("-inf"), rank), 1)
+        both = tl.where(group < groups, both, float("-inf"))
         chosen = group < 0
         for _ in tl.static_range(top_groups):
             chosen |= group == tl.argmax(tl.where(chosen, float("-inf"), both), 0)
-        rank = tl.where(chosen[:, None], rank, float("-inf"))
+        chosen = tl.broadcast_to(chosen[:, None], [block_groups, block_members])
+        order = tl.where(tl.reshape(chosen, [block]), order, _NEVER)
 
-    place = tl.arange(0, block_k)
-    weight = tl.zeros([block_k], tl.float32)
+    bits = score.to(tl.int32, bitcast=True)
+    turn = tl.arange(0, block_k)
+    weight = tl.zeros([block_k], tl.int32)
     taken_ids = tl.zeros([block_k], tl.int32)
-    for turn in tl.static_range(top_k):
-        highest = tl.max(tl.max(rank, 1), 0)
-        # Nothing equals NaN.
-        taken = tl.min(tl.min(tl.where(rank == highest, expert, experts - 1), 1), 0)
-        weight += tl.where(place == turn, tl.sum(tl.sum(tl.where(expert == taken, score, 0.0), 1), 0), 0.0)
-        taken_ids += tl.where(place == turn, taken, 0)
-        rank = tl.where(expert == taken, float("-inf"), rank)
+    for number in tl.static_range(top_k):
+        taken = tl.min(tl.where(order == tl.max(order, 0), expert, experts - 1), 0)
+        is_taken = expert == taken
+        # One of them is not zero, so that this moves its bits.
+        weight = tl.where(turn == number, tl.sum(tl.where(is_taken, bits, 0), 0), weight)
+        taken_ids = tl.where(turn == number, taken, taken_ids)
+        order = tl.where(is_taken, _NEVER, order)
+    total = weight.to(tl.float32, bitcast=True)
     if normalise:
-        weight = weight / (tl.sum(weight, 0) + 1e-20)
-    tl.store(weights + token * top_k + place, weight * scale, mask=place < top_k)
-    tl.store(ids + token * top_k + place, taken_ids.to(tl.int64), mask=place < top_k)
+        total = total / (tl.sum(total, 0) + 1e-20)
+    tl.store(weights + token * top_k + turn, total * scale, mask=turn < top_k)
+    tl.store(ids + token * top_k + turn, taken_ids.to(tl.int64), mask=turn < top_k)

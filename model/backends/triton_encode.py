@@ -1,7 +1,10 @@
 """fp8 KV is written by one kernel per item and one per index key: norm, rotary embedding, rotation, scales and bytes.
 
 The layouts and rules are those of `hisparse.fp8_format`. Nothing is rounded before the bytes are, but index keys and
-queries once to bfloat16 before they are multiplied by the Hadamard matrix, which is a product on tensor cores.
+queries once to bfloat16, as they are in other formats, before they are multiplied by the Hadamard matrix.
+
+A step calls these kernels for few tokens, so that the time is that of one program: its loads are all issued before any
+arithmetic, and code is short, since a program fetches each of its instructions for itself.
 """
 
 import torch
@@ -10,13 +13,14 @@ import triton.language as tl
 
 from hisparse.fp8_format import LARGEST, LEAST_AMAX, SCALED_TOGETHER, Fp8Format
 from model.backends.device import MIN_TILE
+from model.backends.triton_fp8 import on
 from model.indexer import IndexQueries
 from model.norm import LayerNorm, RmsNorm
 
 _LARGEST = tl.constexpr(LARGEST)
 _LEAST_AMAX = tl.constexpr(LEAST_AMAX)
-_MAX_HEADS = 64
-"""Heads per program."""
+_HEADS = 4
+"""Per program, which is one warp."""
 
 
 def encode_items(
@@ -32,7 +36,7 @@ def encode_items(
     _check(compressed, latent_dim + rope_dim, cos, sin, rope_dim)
     stored = compressed.new_empty(tokens, kv_format.item_bytes, dtype=torch.uint8)
     if tokens:
-        with torch.cuda.device(compressed.device):
+        with on(compressed.device):
             _encode_items[(tokens,)](
                 compressed,
                 norm.weight,
@@ -77,8 +81,8 @@ def encode_index_keys(
         raise ValueError(f"expected {rope_dim} or more of at least 16 elements, found {dim}")
     stored = projected.new_empty(tokens, kv_format.index_key_bytes, dtype=torch.uint8)
     if tokens:
-        with torch.cuda.device(projected.device):
-            _encode_index_keys[(triton.cdiv(tokens, MIN_TILE),)](
+        with on(projected.device):
+            _encode_index_keys[(tokens,)](
                 projected,
                 norm.weight,
                 norm.bias,
@@ -86,7 +90,6 @@ def encode_index_keys(
                 sin,
                 stored.view(torch.float8_e4m3fn),
                 stored.view(torch.float32),
-                tokens,
                 projected.stride(0),
                 cos.stride(0),
                 sin.stride(0),
@@ -95,8 +98,7 @@ def encode_index_keys(
                 dim,
                 rope_dim,
                 interleaved,
-                block_tokens=MIN_TILE,
-                num_warps=4,
+                num_warps=1,
             )
     return stored
 
@@ -105,26 +107,33 @@ def encode_index_queries(index: IndexQueries) -> IndexQueries:
     """Queries in fp8, times the Hadamard matrix: what `triton_index` multiplies fp8 keys by.
 
     Each head has a scale, which its weight is multiplied by: scores are those of the queries that were given, but for
-    rounding. index_dim must be a power of two from 16.
+    rounding. The parts of head weights are added up. index_dim must be a power of two from 16.
     """
     tokens, heads, dim = index.queries.shape
     queries = torch.empty_like(index.queries, dtype=torch.float8_e4m3fn, memory_format=torch.contiguous_format)
-    weights = torch.empty_like(index.head_weights, memory_format=torch.contiguous_format)
-    block_heads = min(max(MIN_TILE, triton.next_power_of_2(heads)), _MAX_HEADS)
+    sums = index.weight_sums
+    weights = sums.parts.new_empty(tokens, heads)
+    if sums.parts.stride(-1) != 1:
+        raise ValueError(f"expected contiguous rows of head weights, found strides {sums.parts.stride()}")
     if tokens:
-        with torch.cuda.device(queries.device):
-            _encode_index_queries[(tokens, triton.cdiv(heads, block_heads))](
+        with on(queries.device):
+            _encode_index_queries[(tokens, triton.cdiv(heads, _HEADS))](
                 index.queries.contiguous(),
-                index.head_weights.contiguous(),
+                sums.parts,
                 queries,
                 weights,
+                sums.parts.stride(0),
+                sums.parts.stride(1),
+                sums.scale,
                 dim**-0.5,
+                len(sums.parts),
                 heads,
                 dim,
-                block_heads=block_heads,
-                num_warps=4,
+                block_parts=triton.next_power_of_2(len(sums.parts)),
+                block_heads=_HEADS,
+                num_warps=1,
             )
-    return IndexQueries(queries, weights)
+    return IndexQueries.of(queries, weights)
 
 
 def _check(x: torch.Tensor, width: int, cos: torch.Tensor, sin: torch.Tensor, rope_dim: int) -> None:
@@ -139,27 +148,36 @@ def _check(x: torch.Tensor, width: int, cos: torch.Tensor, sin: torch.Tensor, ro
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _divided(x: tl.tensor, by: tl.tensor, reciprocal: tl.tensor) -> tl.tensor:
+    """x / by, rounded as division does it (Markstein, IBM J. Res. Dev. 34(1), 1990), without the branches that division
+    has for numbers that no scale is. reciprocal: of `by`, rounded to the nearest number."""
+    quotient = x * reciprocal
+    return tl.fma(tl.fma(-quotient, by, x), reciprocal, quotient)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _scale(amax: tl.tensor) -> tl.tensor:
-    return tl.div_rn(tl.maximum(amax, _LEAST_AMAX), _LARGEST)
+    return _divided(tl.maximum(amax, _LEAST_AMAX), _LARGEST, 1.0 / _LARGEST)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _fp8(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
-    # A NaN stays one: it is neither above nor below.
-    x = tl.div_rn(x, scale)
-    x = tl.where(x > _LARGEST, _LARGEST, tl.where(x < -_LARGEST, -_LARGEST, x))
-    return x.to(tl.float8e4nv)
+    """x / scale, which is at most the largest number. A NaN stays one. scale: as many as x, or one for each row."""
+    about = 1.0 / scale
+    reciprocal = tl.fma(about, tl.fma(-about, scale, 1.0), about)
+    return _divided(x, scale, reciprocal).to(tl.float8e4nv)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _hadamard(dim: tl.constexpr) -> tl.tensor:
-    """Sylvester's matrix, bfloat16 [dim, dim]: -1 where row and column have an odd number of one bits in common."""
-    common = tl.arange(0, dim)[:, None] & tl.arange(0, dim)[None, :]
-    common ^= common >> 8
-    common ^= common >> 4
-    common ^= common >> 2
-    common ^= common >> 1
-    return (1 - 2 * (common & 1)).to(tl.float32).to(tl.bfloat16)
+def _hadamard(x: tl.tensor, rows: tl.constexpr, dim: tl.constexpr) -> tl.tensor:
+    """x, float32 [rows, dim], times Sylvester's matrix, which has -1 where row and column have an odd number of one
+    bits in common. A fast Walsh-Hadamard transform whose stages are all the same (Pease, J. ACM 15(2), 1968): sums of
+    neighbours become the first half, and differences the second."""
+    stages: tl.constexpr = dim.bit_length() - 1
+    for _ in tl.static_range(stages):
+        first, second = tl.split(tl.reshape(x, [rows, dim // 2, 2]))
+        x = tl.reshape(tl.trans(tl.join(first + second, first - second), 0, 2, 1), [rows, dim])
+    return x
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -208,7 +226,7 @@ def _encode_items(
     tl.store(ropes + token * (item_bytes // 2) + begin + place, roped.to(tl.bfloat16), mask=real_place)
 
 
-@triton.jit(do_not_specialize=["tokens"])  # type: ignore[untyped-decorator]
+@triton.jit  # type: ignore[untyped-decorator]
 def _encode_index_keys(
     projected: tl.tensor,
     weight: tl.tensor,
@@ -217,7 +235,6 @@ def _encode_index_keys(
     sin: tl.tensor,
     keys: tl.tensor,
     scales: tl.tensor,
-    tokens: tl.tensor,
     token_stride: tl.tensor,
     cos_stride: tl.tensor,
     sin_stride: tl.tensor,
@@ -226,11 +243,9 @@ def _encode_index_keys(
     dim: tl.constexpr,
     rope_dim: tl.constexpr,
     interleaved: tl.constexpr,
-    block_tokens: tl.constexpr,
 ) -> None:
-    """Some tokens. keys, scales: the same bytes as numbers of two types."""
-    token = (tl.program_id(0) * block_tokens + tl.arange(0, block_tokens)).to(tl.int64)
-    real = (token < tokens)[:, None]
+    """One token. keys, scales: the same bytes as numbers of two types."""
+    token = tl.program_id(0).to(tl.int64)
     half: tl.constexpr = rope_dim // 2
     column = tl.arange(0, dim)
     pair = column % half
@@ -239,46 +254,57 @@ def _encode_index_keys(
     # What each column of the result is made of: its own member of a pair and the other one.
     own = tl.where(column < half, first, tl.where(column < rope_dim, second, column))
     other = tl.where(column < half, second, first)
+    is_rope = column < rope_dim
 
-    row = projected + token[:, None] * token_stride
-    x = tl.load(row + own[None, :], mask=real, other=0.0).to(tl.float32)
-    mean = tl.sum(x, 1) / dim  # `own` has every column once
-    variance = tl.sum((x - mean[:, None]) * (x - mean[:, None]), 1) / dim
-    factor = 1.0 / tl.sqrt_rn(variance + eps)
-    x = (x - mean[:, None]) * factor[:, None] * tl.load(weight + own).to(tl.float32)[None, :]
-    x += tl.load(bias + own).to(tl.float32)[None, :]
-    is_rope = (column < rope_dim)[None, :]
-    y = tl.load(row + other[None, :], mask=real & is_rope, other=0.0).to(tl.float32)
-    y = (y - mean[:, None]) * factor[:, None] * tl.load(weight + other).to(tl.float32)[None, :]
-    y += tl.load(bias + other).to(tl.float32)[None, :]
-    c = tl.load(cos + token[:, None] * cos_stride + pair[None, :], mask=real & is_rope, other=0.0).to(tl.float32)
-    s = tl.load(sin + token[:, None] * sin_stride + pair[None, :], mask=real & is_rope, other=0.0).to(tl.float32)
-    x = tl.where(is_rope, x * c + tl.where((column < half)[None, :], -y, y) * s, x)
+    row = projected + token * token_stride
+    # Volatile, so that the compiler keeps their order: it would put most of them behind the sum of x, which waits.
+    x_weight, x_bias = tl.load(weight + own, volatile=True), tl.load(bias + own, volatile=True)
+    y_weight, y_bias = tl.load(weight + other, volatile=True), tl.load(bias + other, volatile=True)
+    c = tl.load(cos + token * cos_stride + pair, volatile=True).to(tl.float32)
+    s = tl.load(sin + token * sin_stride + pair, volatile=True).to(tl.float32)
+    y = tl.load(row + other, volatile=True).to(tl.float32)
+    x = tl.load(row + own, volatile=True).to(tl.float32)
 
-    rotated = tl.dot(x.to(tl.bfloat16), _hadamard(dim)) * orthonormal
-    scale = _scale(tl.max(tl.abs(rotated), 1))
-    tl.store(keys + token[:, None] * (dim + 4) + column[None, :], _fp8(rotated, scale[:, None]), mask=real)
-    tl.store(scales + token * (dim // 4 + 1) + dim // 4, scale, mask=token < tokens)
+    mean = tl.sum(x, 0) / dim  # `own` has every column once
+    variance = tl.sum((x - mean) * (x - mean), 0) / dim
+    factor = tl.rsqrt(variance + eps)
+    x = (x - mean) * factor * x_weight.to(tl.float32) + x_bias.to(tl.float32)
+    y = (y - mean) * factor * y_weight.to(tl.float32) + y_bias.to(tl.float32)
+    x = tl.where(is_rope, x * c + tl.where(column < half, -y, y) * s, x)
+
+    x = tl.reshape(x.to(tl.bfloat16).to(tl.float32), [1, dim])
+    rotated = tl.reshape(_hadamard(x, 1, dim), [dim]) * orthonormal
+    scale = _scale(tl.max(tl.abs(rotated), 0))
+    tl.store(keys + token * (dim + 4) + column, _fp8(rotated, scale))
+    tl.store(scales + token * (dim // 4 + 1) + dim // 4, scale)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _encode_index_queries(
     queries: tl.tensor,
-    head_weights: tl.tensor,
+    weight_parts: tl.tensor,
     out: tl.tensor,
     weights: tl.tensor,
+    part_stride: tl.tensor,
+    token_stride: tl.tensor,
+    weight_scale: tl.tensor,
     orthonormal: tl.tensor,
+    num_parts: tl.constexpr,
     heads: tl.constexpr,
     dim: tl.constexpr,
+    block_parts: tl.constexpr,
     block_heads: tl.constexpr,
 ) -> None:
     """Some heads of one token."""
+    token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * block_heads + tl.arange(0, block_heads)
-    place = tl.program_id(0).to(tl.int64) * heads + head
     real = head < heads
-    at = place[:, None] * dim + tl.arange(0, dim)[None, :]
-    x = tl.load(queries + at, mask=real[:, None], other=0.0).to(tl.bfloat16)
-    rotated = tl.dot(x, _hadamard(dim)) * orthonormal
+    at = (token * heads + head)[:, None] * dim + tl.arange(0, dim)[None, :]
+    x = tl.load(queries + at, mask=real[:, None], other=0.0)
+    part = tl.arange(0, block_parts)
+    weight_at = weight_parts + part[:, None].to(tl.int64) * part_stride + token * token_stride + head[None, :]
+    weight = tl.load(weight_at, mask=(part < num_parts)[:, None] & real[None, :], other=0.0)
+    rotated = _hadamard(x.to(tl.bfloat16).to(tl.float32), block_heads, dim) * orthonormal
     scale = _scale(tl.max(tl.abs(rotated), 1))
     tl.store(out + at, _fp8(rotated, scale[:, None]), mask=real[:, None])
-    tl.store(weights + place, tl.load(head_weights + place, mask=real, other=0.0) * scale, mask=real)
+    tl.store(weights + token * heads + head, tl.sum(weight, 0) * weight_scale * scale, mask=real)

@@ -32,6 +32,7 @@ OURS = {
     "attend_split": (Part.ATTENTION, "model/backends/gluon_attend.py"),
     "_linear": (Part.PROJECTIONS, "model/backends/triton_fp8_linear.py"),
     "_add_up": (Part.PROJECTIONS, "model/backends/triton_fp8_linear.py"),
+    "_partial_products": (Part.PROJECTIONS, "model/backends/triton_few_rows.py"),
     "_quantise": (Part.PROJECTIONS, "model/backends/triton_fp8.py"),
     "_swiglu_quantise": (Part.EXPERTS, "model/backends/triton_fp8.py"),
     "_experts": (Part.EXPERTS, "model/backends/triton_fp8_experts.py"),

@@ -146,7 +146,7 @@ class Pages:
 
 
 def index_queries(tokens: int, heads: int, dim: int, dtype: torch.dtype) -> IndexQueries:
-    return IndexQueries(
+    return IndexQueries.of(
         queries=randn(tokens, heads, dim, dtype=dtype, seed=4),
         head_weights=randn(tokens, heads, seed=5),
     )

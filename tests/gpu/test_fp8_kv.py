@@ -13,6 +13,7 @@ from model.backends.torch_backend import TorchBackend
 from model.indexer import IndexQueries
 from model.loader import load_model
 from model.norm import LayerNorm, RmsNorm
+from model.partial_sums import PartialSums
 from model.rope import Rope
 from model.tiny import Family, write_tiny_checkpoint
 
@@ -101,6 +102,17 @@ def test_index_queries_are_rotated_and_their_scales_are_in_the_weights(tokens: i
     assert (encoded.queries.view(torch.uint8) == expected.view(torch.uint8)).float().mean() > 0.995
     difference = encoded.queries.float() - expected.float()
     assert difference.norm() <= 0.01 * expected.float().norm()
+
+
+def test_parts_of_head_weights_are_added_up() -> None:
+    whole = index_queries(6, 64, 128, torch.bfloat16)
+    parts = PartialSums(randn(28, 6, 64, seed=6), 64**-0.5)
+    encoded = encode_index_queries(IndexQueries(whole.queries, parts))
+    expected = encode_index_queries(IndexQueries.of(whole.queries, parts.whole()))
+    assert torch.equal(encoded.queries.view(torch.uint8), expected.queries.view(torch.uint8))
+    torch.testing.assert_close(encoded.head_weights, expected.head_weights, rtol=1e-4, atol=1e-6)
+    later = encode_index_queries(IndexQueries(whole.queries, parts)[4:])
+    assert torch.equal(later.head_weights, encoded.head_weights[4:]), "whoever else is there"
 
 
 def test_nan_stays_nan() -> None:

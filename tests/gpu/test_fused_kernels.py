@@ -7,12 +7,14 @@ import torch.nn.functional as F
 pytest.importorskip("triton")
 
 from model.backends.triton_choose import choose_experts
+from model.backends.triton_few_rows import partial_products
 from model.backends.triton_rope import rotate
 from model.config import RouterConfig
 from model.experts import MixtureOfExperts
 from model.fp8 import quantise_activations
 from model.linear import Linear
 from model.norm import RmsNorm
+from model.partial_sums import PartialSums, float32_product
 from model.quantization import BlockFp8
 from model.rope import Rope
 from model.router import Router
@@ -109,7 +111,7 @@ def test_a_token_gets_the_experts_that_torch_chooses(
 ) -> None:
     rule = router(experts, top_k, groups, top_groups, normalise)
     logits = randn(tokens, experts, seed=5)
-    weights, ids = choose_experts(logits, rule.bias, rule.config)
+    weights, ids = choose_experts(PartialSums.of(logits), rule.bias, rule.config)
     their_weights, their_ids = rule.choose(logits)
     assert ids.dtype == torch.int64
     same = (ids.sort(-1).values == their_ids.sort(-1).values).all(-1)
@@ -134,8 +136,45 @@ def test_logits_that_are_no_numbers_choose_experts_that_exist() -> None:
     rule = router(256, 8, 8, 4)
     logits = torch.full((3, 256), float("nan"), device=CUDA)
     logits[1, 7:] = 1.0
-    _, ids = choose_experts(logits, rule.bias, rule.config)
+    _, ids = choose_experts(PartialSums.of(logits), rule.bias, rule.config)
     assert ((ids >= 0) & (ids < 256)).all()
+
+
+# Products in float32
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("rows", "channels"), [(256, 7168), (64, 7168), (32, 6144), (20, 300), (8, 64)])
+@pytest.mark.parametrize("tokens", [1, 8, 17, 128, 300])
+def test_parts_add_up_to_a_product_in_float32(tokens: int, rows: int, channels: int, dtype: torch.dtype) -> None:
+    x = randn(tokens, channels, dtype=torch.bfloat16, seed=1)
+    weight = 0.02 * randn(rows, channels, dtype=dtype, seed=2)
+    exact = x.double() @ weight.double().t()
+    parts = partial_products(x, weight)
+    assert parts.isfinite().all(), "all are written"
+    off = (parts.double().sum(0) - exact).abs().max()
+    theirs = (F.linear(x.float(), weight.float()).double() - exact).abs().max()
+    assert off <= 4 * theirs + 1e-7, "no worse than float32 allows"
+    sums = float32_product(x, weight, 0.5)
+    torch.testing.assert_close(sums.whole().double(), 0.5 * exact, rtol=1e-5, atol=float(8 * theirs + 1e-6))
+
+
+@pytest.mark.parametrize("rows", [256, 64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_token_gets_the_same_sums_whoever_else_is_there(rows: int, dtype: torch.dtype) -> None:
+    x, weight = randn(128, 7168, dtype=torch.bfloat16, seed=1), 0.02 * randn(rows, 7168, dtype=dtype, seed=2)
+    together = partial_products(x, weight)
+    for some in (slice(0, 1), slice(5, 13), slice(100, 128), slice(1, 66)):
+        assert torch.equal(partial_products(x[some], weight), together[:, some])
+
+
+def test_the_choice_adds_up_parts() -> None:
+    rule, parts = router(256, 8, 8, 4), PartialSums(randn(28, 40, 256, seed=7) / 28**0.5, 0.5)
+    weights, ids = choose_experts(parts, rule.bias, rule.config)
+    their_weights, their_ids = choose_experts(PartialSums.of(parts.whole()), rule.bias, rule.config)
+    same = (ids == their_ids).all(-1)
+    assert same.float().mean() >= 0.95, "but for scores that differ in the last bit"
+    torch.testing.assert_close(weights[same], their_weights[same], rtol=1e-5, atol=1e-6)
 
 
 # Experts

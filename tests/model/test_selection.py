@@ -14,7 +14,7 @@ BACKEND = TorchBackend(DenseFormat(torch.float32, item_dim=DIM, index_dim=DIM))
 
 
 def index_queries(generator: torch.Generator, tokens: int) -> IndexQueries:
-    return IndexQueries(
+    return IndexQueries.of(
         queries=torch.randn(tokens, HEADS, DIM, generator=generator),
         head_weights=torch.randn(tokens, HEADS, generator=generator),
     )
@@ -96,7 +96,7 @@ def test_padding_selects_nothing() -> None:
 
 def test_equal_scores_are_resolved_as_in_a_row_of_the_whole_prompt() -> None:
     prompt_len, topk = 200, 64
-    tied = IndexQueries(torch.zeros(20, HEADS, DIM), torch.ones(20, HEADS))
+    tied = IndexQueries.of(torch.zeros(20, HEADS, DIM), torch.ones(20, HEADS))
     row = torch.full((1, prompt_len), float("-inf"))
     row[:, :120] = 0
     expected = row.topk(topk).indices[0].tolist()

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 import triton.language as tl
 from triton.runtime import interpreter
+from triton.runtime.interpreter import TensorHandle
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -40,3 +41,19 @@ def _patch(tensor: object, scope: object) -> None:
 
 interpreter._convert_float = _convert
 interpreter._patch_lang_tensor = _patch
+
+_create_dot = interpreter.InterpreterBuilder.create_dot
+
+
+def _dot(self: object, a: TensorHandle, b: TensorHandle, d: TensorHandle, *rest: object) -> TensorHandle:
+    """The interpreter's own multiplies the bits of bfloat16 as integers."""
+    widened = (
+        TensorHandle(_convert(x.data, tl.bfloat16, tl.float32, None).view(np.float32), tl.float32)
+        if x.dtype == tl.bfloat16
+        else x
+        for x in (a, b)
+    )
+    return _create_dot(self, *widened, d, *rest)
+
+
+interpreter.InterpreterBuilder.create_dot = _dot

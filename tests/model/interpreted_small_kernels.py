@@ -1,0 +1,109 @@
+"""The kernels of routers and indexers in Triton's interpreter. `test_small_kernels.py` runs this file."""
+
+import tests.model.triton_interpreter  # isort: skip
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from hisparse.fp8_format import Fp8Format, quantise, rotate
+from model.backends.triton_choose import choose_experts
+from model.backends.triton_encode import encode_index_keys, encode_index_queries
+from model.backends.triton_few_rows import partial_products
+from model.config import RouterConfig
+from model.indexer import IndexQueries
+from model.norm import LayerNorm
+from model.partial_sums import PartialSums
+from model.rope import Rope
+from model.router import Router
+from tests.model.fp8_cases import randn
+
+assert tests.model.triton_interpreter
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("tokens", "rows", "channels"), [(1, 64, 512), (3, 20, 300), (70, 256, 264), (0, 4, 64)])
+def test_partial_products_add_up_to_the_product(tokens: int, rows: int, channels: int, dtype: torch.dtype) -> None:
+    x = randn(tokens, channels + 8).bfloat16()[:, 8:]
+    weight = randn(rows, channels, seed=1).to(dtype)
+    parts = partial_products(x, weight)
+    assert parts.shape == (-(-channels // 256), tokens, rows)
+    torch.testing.assert_close(
+        parts.double().sum(0), x.double() @ weight.double().t(), rtol=1e-6, atol=1e-6 * channels**0.5
+    )
+
+
+def test_factors_that_do_not_fit_together_are_refused() -> None:
+    x, weight = randn(2, 64).bfloat16(), randn(16, 64).bfloat16()
+    for wrong in ((x, weight[:, :32]), (x.t().contiguous().t(), weight), (x, randn(64, 16).bfloat16().t())):
+        with pytest.raises(ValueError, match="expected contiguous rows"):
+            partial_products(*wrong)
+    with pytest.raises(ValueError, match="expected bfloat16 times"):
+        partial_products(x.float(), weight)
+
+
+@pytest.mark.parametrize(
+    ("experts", "top_k", "groups", "top_groups", "normalise"),
+    [(32, 8, 8, 4, True), (256, 8, 8, 4, True), (256, 8, 1, 1, True), (30, 5, 3, 2, False), (8, 2, 1, 1, True)],
+)
+def test_the_choice_adds_up_logits(experts: int, top_k: int, groups: int, top_groups: int, normalise: bool) -> None:
+    config = RouterConfig(experts, top_k, groups, top_groups, normalise, scale=2.5)
+    rule = Router(torch.empty(0), 0.1 * randn(experts, seed=1), config)
+    logits = PartialSums(randn(3, 9, experts), 0.5)
+    weights, ids = choose_experts(logits, rule.bias, config)
+    their_weights, their_ids = rule.choose(logits.whole())
+    assert torch.equal(ids.sort(-1).values, their_ids.sort(-1).values)
+    empty = torch.zeros(9, experts)
+    torch.testing.assert_close(empty.scatter(1, ids, weights), empty.scatter(1, their_ids, their_weights))
+    ranks = (logits.whole().sigmoid() + rule.bias).gather(1, ids)
+    assert (ranks.diff() <= 1e-6).all(), "the best come first"
+
+
+@pytest.mark.parametrize("tokens", [1, 19])
+def test_a_router_makes_and_adds_up_parts(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, config = (0.05 * randn(32, 600, seed=1)).bfloat16(), RouterConfig(32, 4, 4, 2, True, scale=2.5)
+    rule = Router(weight, 0.1 * randn(32, seed=2), config)
+    hidden = randn(tokens, 600).bfloat16()
+    their_weights, their_ids = rule.route(hidden)
+    for module in ("model.partial_sums", "model.router"):
+        monkeypatch.setattr(f"{module}.fuses", lambda _: True)
+    weights, ids = rule.route(hidden)
+    empty = torch.zeros(tokens, 32)
+    torch.testing.assert_close(empty.scatter(1, ids, weights), empty.scatter(1, their_ids, their_weights))
+
+
+def test_logits_that_are_no_numbers_choose_experts_that_exist() -> None:
+    logits = torch.full((3, 256), float("nan"))
+    logits[1, 7:] = 1.0
+    _, ids = choose_experts(PartialSums.of(logits), torch.zeros(256), RouterConfig(256, 8, 8, 4, True, 1.0))
+    assert ((ids >= 0) & (ids < 256)).all()
+
+
+@pytest.mark.parametrize(("tokens", "heads", "dim"), [(1, 64, 128), (3, 32, 32), (5, 6, 16)])
+def test_index_queries_are_rotated_and_head_weights_added_up(tokens: int, heads: int, dim: int) -> None:
+    index = IndexQueries(
+        randn(tokens, heads, dim).bfloat16(), PartialSums(randn(5, tokens, heads, seed=1), heads**-0.5)
+    )
+    encoded = encode_index_queries(index)
+    expected, scales = quantise(rotate(index.queries), dim)
+    torch.testing.assert_close(encoded.head_weights, index.head_weights * scales.squeeze(-1), rtol=1e-5, atol=1e-7)
+    assert (encoded.queries.view(torch.uint8) == expected.view(torch.uint8)).float().mean() > 0.995
+    assert (encoded.queries.float() - expected.float()).norm() <= 0.01 * expected.float().norm()
+    later = encode_index_queries(index[tokens // 2 :])
+    assert torch.equal(later.head_weights, encoded.head_weights[tokens // 2 :]), "whoever else is in the batch"
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dim", [128, 32])
+def test_index_keys_are_the_formats_bytes(dim: int, interleaved: bool) -> None:
+    tokens, rope_dim = 5, dim // 2
+    kv_format = Fp8Format(latent_dim=128, rope_dim=rope_dim, index_dim=dim)
+    projected, weight = randn(tokens, dim).bfloat16(), 1 + 0.1 * randn(dim, seed=1).bfloat16()
+    bias, angles = 0.1 * randn(dim, seed=2).bfloat16(), 6 * torch.rand(tokens, 1, rope_dim // 2)
+    rope = Rope(angles.cos().bfloat16(), angles.sin().bfloat16())
+    written = encode_index_keys(projected, LayerNorm(weight, bias, 1e-6), rope.cos, rope.sin, interleaved, kv_format)
+    normed = F.layer_norm(projected.double(), (dim,), weight.double(), bias.double(), 1e-6).unsqueeze(1)
+    exact = Rope(rope.cos.double(), rope.sin.double())
+    keys = exact.rotate(normed[..., :rope_dim], normed[..., rope_dim:], interleaved=interleaved, beside_first=False)
+    expected = kv_format.index_keys(kv_format.encode_index_keys(keys.squeeze(1).bfloat16()))
+    assert (kv_format.index_keys(written) - expected).norm() <= 0.02 * expected.norm()

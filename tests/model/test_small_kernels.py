@@ -1,0 +1,61 @@
+"""Sums that are completed by who reads them, and the kernels that make and read them."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from model.partial_sums import PartialSums, float32_product
+from model.stored_weights import StoredWeights
+from model.tensor_files import StoredTensor
+from model.weights import RandomWeights
+from tests.model.fp8_cases import randn
+
+CPU = torch.device("cpu")
+
+
+def test_parts_are_added_up_and_scaled() -> None:
+    parts = randn(3, 5, 4)
+    sums = PartialSums(parts, 0.5)
+    assert torch.equal(sums.whole(), parts.sum(0) * 0.5)
+    assert torch.equal(sums[1:3].whole(), sums.whole()[1:3])
+    assert torch.equal(PartialSums.of(parts[0]).whole(), parts[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_cpu_multiplies_in_float32(dtype: torch.dtype) -> None:
+    x, weight = randn(3, 40).to(dtype), randn(8, 40, seed=1).to(dtype)
+    assert torch.equal(float32_product(x, weight, 0.25).whole(), F.linear(x.float(), weight.float()) * 0.25)
+
+
+@pytest.mark.parametrize(
+    ("stored", "served", "kept"),
+    [
+        (torch.bfloat16, torch.bfloat16, torch.bfloat16),
+        (torch.float32, torch.bfloat16, torch.float32),
+        (torch.bfloat16, torch.float32, torch.float32),
+    ],
+)
+def test_head_weights_are_not_rounded(stored: torch.dtype, served: torch.dtype, kept: torch.dtype) -> None:
+    held = StoredTensor("weights_proj", Path("file"), 0, stored, (4, 8))
+    weights = StoredWeights({"weights_proj": held}, torch.device("meta"), served)
+    assert weights.unrounded("weights_proj", (4, 8)).dtype == kept
+    assert RandomWeights(CPU, served).unrounded("weights_proj", (4, 8)).dtype == served
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+def test_the_kernels_compute_the_same_in_tritons_interpreter() -> None:
+    """In a process of its own, since importing a kernel decides whether it is interpreted."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/model/interpreted_small_kernels.py"],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
