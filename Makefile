@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # Small models on few cores: one thread per process beats several that wait for each other.
 export OMP_NUM_THREADS ?= 1
+# Where it is set, each of some hundred processes compiles all modules again, and pytest rewrites all tests.
+unexport PYTHONDONTWRITEBYTECODE
 
 PYTEST := $(BIN)/python -m pytest
 # One more than cores: tests of several processes often wait.
@@ -13,7 +15,10 @@ WORKERS ?= $(shell expr $$(nproc) + 1)
 # Files are not divided: their tests share processes.
 IN_PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup demo test test-slow test-gpu lint format clean
+# Other projects' clients of the API: versions are the newest, so what fails may be theirs.
+CLIENTS := .venv-clients
+
+.PHONY: setup demo test test-slow test-gpu test-clients lint format clean
 
 setup: $(STAMP)
 
@@ -33,6 +38,13 @@ test-slow: setup
 test-gpu: setup
 	$(PYTEST) -m "" tests/gpu
 
+test-clients: setup $(CLIENTS)/.installed
+	CLIENTS=$(CLIENTS) $(PYTEST) tests/clients/third_party.py tests/clients/scores.py
+
+$(CLIENTS)/.installed: deploy/clients.sh
+	PYTHON=$(PYTHON) CLIENTS=$(CLIENTS) sh deploy/clients.sh
+	touch $@
+
 lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -44,4 +56,4 @@ format: setup
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) $(CLIENTS) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -20,6 +20,10 @@ TRANSFER_FAILURES = ("prefill", "write", "timeout", "checksum", "verification")
 """Why transfers fail: the prefill node failed or is silent, a write failed, it took too long, what arrived is not what
 was sent, or it could not be verified."""
 
+FETCH_FAILURES = ("refused", "read", "checksum", "timeout")
+"""Why fetches fail: the decode node does not lend, a read failed, what was read is not what the decode node has hashed,
+or it took too long."""
+
 
 class Metrics:
     """The metrics of one process in a registry of its own."""
@@ -56,6 +60,24 @@ class Metrics:
             "Requests that lost their slots and resumed later, by the pool that ran out.",
             "pool",
         )
+        self.prefix_cache_queries = counter(
+            "prefix_cache_queries_total", "Tokens of prompts that were looked up in a prefix cache.", "side"
+        )
+        self.prefix_cache_hits = counter(
+            "prefix_cache_hits_total",
+            "Of these, tokens whose KV was there: it was not sent to a decode node, or not computed by a prefill node.",
+            "side",
+        )
+        self.prefix_fetched_tokens = counter(
+            "prefix_fetched_tokens_total", "Prompt tokens whose KV was fetched from the decode node, not computed."
+        )
+        self.prefix_fetched_bytes = counter("prefix_fetched_bytes_total", "Bytes read from decode nodes.")
+        self.prefix_fetch_seconds = histogram(
+            "prefix_fetch_seconds", "Time to fetch a prefix, from the request to verified bytes.", _LATENCY
+        )
+        self.prefix_fetch_failures = counter(
+            "prefix_fetch_failures_total", "Failed fetches of prefixes, which were computed instead.", "reason"
+        )
         self.prompt_tokens = counter("prompt_tokens_total", "Prompt tokens computed.")
         self.generated_tokens = counter("generated_tokens_total", "Tokens generated.")
         self.swap_in_hits = counter("swap_in_hits_total", "Selected items that were in the hot buffer.")
@@ -86,9 +108,14 @@ class Metrics:
         # From 0: Prometheus sees no increase from a missing series to 1, and one of these is worth an alert.
         for reason in TRANSFER_FAILURES:
             self.transfer_failures.labels(reason)
+        for reason in FETCH_FAILURES:
+            self.prefix_fetch_failures.labels(reason)
         for pool in ("device", "host"):
             self.retractions.labels(pool)
         self.requests_finished.labels("queue_full")
+        for side in ("decode", "prefill"):
+            self.prefix_cache_queries.labels(side)
+            self.prefix_cache_hits.labels(side)
 
     def note_control(self, malformed: int, dropped: int, refused: Mapping[str, int]) -> None:
         """Set what the control plane has counted, before a scrape."""

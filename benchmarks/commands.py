@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import typer
 
 from benchmarks.decode.config import DecodeBench
+from benchmarks.prefill.config import PrefillBench
 from benchmarks.serving.config import ServingBench
 from benchmarks.swap_in.config import SwapInBench
 from benchmarks.transfer.config import TransferBench
@@ -46,6 +47,15 @@ def decode(config: DecodeBench) -> None:
     from benchmarks.decode.bench import run_decode_bench
 
     run_decode_bench(config)
+
+
+@app.command()
+@takes_flags
+def prefill(config: PrefillBench) -> None:
+    """Time a chunk of a prompt of a published shape with random weights, as `bench decode` times a step."""
+    from benchmarks.prefill.bench import run_prefill_bench
+
+    run_prefill_bench(config)
 
 
 @app.command()

@@ -1,17 +1,22 @@
 """`python -m benchmarks.loading`: how fast a checkpoint in block-fp8 loads, beside what dd reads from the same disk.
 
-Writes a checkpoint with a published model's widths and random weights, unless the directory has one, and loads it: with
-its files out of the page cache, and then from it.
+Writes a checkpoint with a published model's widths and random weights, unless the directory has one (by default 24 GB),
+and loads it: with its files out of the page cache, and then from it. dd reads some of the files before and others after
+that, also not cached; a disk's speed may change within a minute.
 """
 
+import ctypes
 import json
+import mmap
 import os
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
 import torch
 import typer
 from rich.console import Console
@@ -38,6 +43,9 @@ _SHARD_BYTES = 4 << 30
 _RANDOM_BYTES = 64 << 20
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", FP8: "F8_E4M3"}
 _WARM_LOADS = 2
+_DD_SHARE = 3
+"""One file of so many is read by dd before loading, and another one after it."""
+_LEAST_CACHED = 0.01
 
 Tensors = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
@@ -46,42 +54,83 @@ def main(
     directory: Annotated[Path, typer.Argument(help="Of the checkpoint; written if there is none.")],
     shape: ShapeName = "deepseek-v3.2",
     layers: Annotated[int, typer.Option(min=1)] = 5,
-    routed_experts: Annotated[int | None, typer.Option(min=1, help="In each mixture; default: as published.")] = None,
+    routed_experts: Annotated[int, typer.Option(min=1, help="In each mixture.")] = 208,
     device: str = "cuda",
     dtype: str = "bfloat16",
 ) -> None:
     """Time the loading of a checkpoint."""
     console = Console()
+    begun = time.monotonic()
     if not (directory / "config.json").exists():
         write_checkpoint(directory, published_config(shape, layers, routed_experts))
     files = sorted(directory.glob("*.safetensors"))
     size = sum(file.stat().st_size for file in files)
     forget(files)
-    table = Table("", "s", "GB/s", title=f"{human(size)} in {len(files)} files, {device}, {dtype}")
-    for what, seconds in timed(directory, files, device, dtype):
-        table.add_row(what, f"{seconds:.2f}", f"{size / seconds / 1e9:.2f}")
+    cached = cached_share(files)
+    console.print(
+        f"{human(size)} in {len(files)} files, written and on the disk after {time.monotonic() - begun:.0f} s"
+    )
+    table = Table("", "GB", "s", "GB/s", title=f"{device}, {dtype}")
+    for done in timed(directory, files, device, dtype):
+        gigabytes = done.num_bytes / 1e9
+        table.add_row(done.what, f"{gigabytes:.1f}", f"{done.seconds:.2f}", f"{gigabytes / done.seconds:.2f}")
     console.print(table)
+    if cached > _LEAST_CACHED:
+        console.print(
+            f"{cached:.0%} of the files could not be taken out of the page cache: nothing here was not cached."
+        )
     console.print(str(this_machine()))
 
 
-def timed(directory: Path, files: Sequence[Path], device: str, dtype: str) -> Iterator[tuple[str, float]]:
-    """What was done, and the seconds that it took."""
+@dataclass(frozen=True)
+class Done:
+    """What was done to files of so many bytes, and the time that it took."""
+
+    what: str
+    num_bytes: int
+    seconds: float
+
+
+def timed(directory: Path, files: Sequence[Path], device: str, dtype: str) -> Iterator[Done]:
+    """Read and load what is not cached, load what is, and read again what is not."""
+    size = sum(file.stat().st_size for file in files)
+    yield _read("dd, not cached", files[::_DD_SHARE])
+    forget(files)
+    yield Done("loading, not cached", size, _load_seconds(directory, device, dtype))
+    for _ in range(_WARM_LOADS):
+        yield Done("loading, cached", size, _load_seconds(directory, device, dtype))
+    forget(files)
+    yield _read("dd, not cached, afterwards", files[1::_DD_SHARE] or files)
+
+
+def _read(what: str, files: Sequence[Path]) -> Done:
     begun = time.monotonic()
     for file in files:
         subprocess.run(["dd", f"if={file}", "of=/dev/null", "bs=16M"], check=True, capture_output=True)
-    yield "dd, not cached", time.monotonic() - begun
-    forget(files)
-    yield "loading, not cached", _load_seconds(directory, device, dtype)
-    for _ in range(_WARM_LOADS):
-        yield "loading, cached", _load_seconds(directory, device, dtype)
+    return Done(what, sum(file.stat().st_size for file in files), time.monotonic() - begun)
 
 
 def forget(files: Sequence[Path]) -> None:
-    """Take files out of the page cache."""
+    """Write files to the disk and take them out of the page cache."""
     for file in files:
         with file.open("rb") as stream:
             os.fsync(stream.fileno())
             os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def cached_share(files: Sequence[Path]) -> float:
+    """What part of the files' pages is in the page cache, by mincore(2)."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    pages = resident = 0
+    for file in files:
+        with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, prot=mmap.PROT_READ) as mapped:
+            flags = np.zeros(-(-len(mapped) // mmap.PAGESIZE), dtype=np.uint8)
+            address = np.frombuffer(mapped, dtype=np.uint8).ctypes.data
+            if libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(len(mapped)), ctypes.c_void_p(flags.ctypes.data)):
+                raise OSError(ctypes.get_errno(), f"mincore of {file}")
+            pages += len(flags)
+            resident += int((flags & 1).sum())
+    return resident / max(1, pages)
 
 
 def _load_seconds(directory: Path, device: str, dtype: str) -> float:

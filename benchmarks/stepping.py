@@ -4,9 +4,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from control.messages import Sampling
+from control.messages import Sampling, Token
 from engine.batch import Batch
 from engine.runner import LaunchedStep, ModelRunner
+from engine.sampling import NoToken
 from hisparse.coordinator import HiSparseCoordinator
 
 GREEDY = Sampling(temperature=0)
@@ -35,7 +36,7 @@ def launch(
 def next_tokens(runner: ModelRunner, step: LaunchedStep) -> list[int]:
     """Draw a step's tokens and wait for them. Raises RuntimeError where there is none."""
     runner.sample(step)
-    tokens = [-1 if token is None else token.token_id for token in runner.collect(step)]
-    if min(tokens) < 0:
-        raise RuntimeError("the model's logits are not finite numbers")
-    return tokens
+    collected = runner.collect(step)
+    if missing := next((token for token in collected if isinstance(token, NoToken)), None):
+        raise RuntimeError(str(missing))
+    return [token.token_id for token in collected if isinstance(token, Token)]

@@ -18,6 +18,9 @@ class ServeConfig(GatewayConfig, PrefillConfig, DecodeConfig):
 
     prefill_nodes: Annotated[int, Flag("Prefill processes.", min=0)] = 1
     decode_nodes: Annotated[int, Flag("Decode processes.", min=1)] = 1
+    prefill_ranks: Annotated[int, Flag("Processes of each prefill node: its --ranks.", min=1, max=64)] = 1
+    decode_ranks: Annotated[int, Flag("Processes of each decode node: its --ranks.", min=1, max=64)] = 1
+    ranks: int = 1
     control_host: str | None = None
     control_port: int = 0
     advertise_host: str | None = None

@@ -20,6 +20,7 @@ from cli import keygen, quarantine
 from cli.config import ServeConfig
 from cli.flags import takes_flags
 from decode_node.config import DecodeConfig
+from engine.rank_place import RankPlace
 from gateway.config import GatewayConfig
 from model.shapes import ShapeName
 from prefill_node.config import PrefillConfig
@@ -74,18 +75,14 @@ def about(
 @takes_flags
 def prefill(config: PrefillConfig) -> None:
     """Run a prefill node: prompt in, KV out."""
-    from prefill_node.process import run_prefill_node
-
-    run_prefill_node(config)
+    _run_node(config)
 
 
 @app.command()
 @takes_flags
 def decode(config: DecodeConfig) -> None:
     """Run a decode node: full KV in host memory, hot buffers on the device."""
-    from decode_node.process import run_decode_node
-
-    run_decode_node(config)
+    _run_node(config)
 
 
 @app.command()
@@ -182,6 +179,18 @@ def main(args: list[str] | None = None) -> None:
     except (StartupError, ProcessFailed) as error:
         typer.echo(f"error: {error}", err=True)
         sys.exit(2 if isinstance(error, StartupError) else 1)
+
+
+def _run_node(config: PrefillConfig | DecodeConfig) -> None:
+    """Run a node of one process, or one of the ranks of a node, or start all of them."""
+    from cli.rank_group import run_rank, run_ranks, runner_of
+
+    if (place := RankPlace.taken()) is not None:
+        run_rank(config, place)
+    elif config.ranks > 1:
+        raise typer.Exit(run_ranks(config))
+    else:
+        runner_of(config)(config)
 
 
 def _refusal(error: typer.BadParameter) -> str:

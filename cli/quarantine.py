@@ -1,4 +1,4 @@
-"""`hisparse-pd quarantine`: lists and frees slots of a decode node that a lost prefill node may still write to."""
+"""`hisparse-pd quarantine`: lists and frees slots of a decode node that a lost prefill process may still write to."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -27,16 +27,16 @@ _NO_WRAP = 10_000
 _RESERVATION: "Columns" = {
     "request": lambda r: r.request_id,
     "epoch": lambda r: str(r.epoch),
-    "slots": lambda r: str(r.slots),
+    "slots": lambda r: f"{r.slots}{' (reads)' if r.access == 'reads' else ''}",
     "for": lambda r: f"{r.quarantined_s:.1f} s",
     "free in": lambda r: "" if r.free_in_s is None else f"{r.free_in_s:.1f} s",
 }
 _WRITER: "Columns" = {
-    "prefill node": lambda r: r.writer,
+    "prefill process": lambda r: r.writer,
     "boot id": lambda r: r.boot_id,
     "last heard": lambda r: "unknown" if r.last_heard_s is None else f"{r.last_heard_s:.1f} s ago",
 }
-"""Columns about the process that may still be writing."""
+"""Columns about the process that may still be writing or reading."""
 
 app = typer.Typer(name="quarantine", no_args_is_help=True)
 
@@ -80,6 +80,8 @@ def evict(
     params = {"boot_id": boot_id, "force": "true" if force else "false"}
     done = _ask(Eviction, "POST", url, "/quarantine/evict", key_dir, params)
     typer.echo(f"{done.slots} slots of {done.reservations} reservations will be free in {done.free_in_s:.1f} s")
+    if done.also_written_by:
+        typer.echo(f"except those that other ranks may still be writing to: boot ids {', '.join(done.also_written_by)}")
 
 
 def _ask(
@@ -120,7 +122,8 @@ def _print(reservations: "Sequence[QuarantinedReservation]") -> None:
 
     terminal = sys.stdout.isatty()
     console = Console(width=None if terminal else _NO_WRAP, highlight=False)
-    console.print(f"{sum(r.slots for r in reservations)} slots in quarantine")
+    slots = {(r.request_id, r.epoch, r.access): r.slots for r in reservations}
+    console.print(f"{sum(slots.values())} slots in quarantine")
     if not terminal:
         console.print(_table(reservations, {**_RESERVATION, **_WRITER}))
         return

@@ -34,6 +34,8 @@ _TERMINATE_S = 15.0
 _POLL_S = 0.1
 _LOOPBACK = "127.0.0.1"
 _PORTS = range(20000, 32000)
+RANK_PORTS = 2
+"""From a rank's port to that of the next one: HTTP and control ports usually are neighbours."""
 _NOT_OF_NODES = frozenset({"host", "insecure"})
 """Flags that nodes do not get: they stay on the loopback interface."""
 _claims: deque[socket.socket] = deque(maxlen=64)
@@ -49,6 +51,8 @@ class Child:
     http_port: int
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Environment variables that no other process gets."""
+    descriptors: tuple[int, ...] = ()
+    """File descriptors that it inherits."""
 
 
 @dataclass(frozen=True)
@@ -78,9 +82,15 @@ class ServePlan:
         decode = changed_flags(DecodeConfig, config, without=_NOT_OF_NODES)
         nodes = [("prefill", number, prefill) for number in range(config.prefill_nodes)]
         nodes += [("decode", number, decode) for number in range(config.decode_nodes)]
-        for (role, number, flags), device in zip(nodes, itertools.cycle(self.devices), strict=False):
-            port = free_port()
+        devices = itertools.cycle(self.devices)
+        for role, number, flags in nodes:
+            ranks = config.decode_ranks if role == "decode" else config.prefill_ranks
+            # A node of several ranks has the GPUs from its device on.
+            device, *_ = itertools.islice(devices, ranks)
+            port = free_port(ranks)
             own = {"--gateway": f"{_LOOPBACK}:{control_port}", "--port": port, "--control-port": 0, "--device": device}
+            if ranks > 1:
+                own["--ranks"] = ranks
             children.append(Child(f"{role}-{number}", [role, *arguments({**flags, **own})], port))
         return children
 
@@ -91,7 +101,8 @@ def plan(config: ServeConfig) -> ServePlan:
         raise StartupError(
             "--prefill-nodes 0: nothing would compute prompts; give --allow-local-prefill to let decode nodes do it"
         )
-    devices = devices_for(config.device, config.prefill_nodes + config.decode_nodes, config.mem_fraction_static)
+    ranks = config.prefill_nodes * config.prefill_ranks + config.decode_nodes * config.decode_ranks
+    devices = devices_for(config.device, ranks, config.mem_fraction_static)
     return ServePlan(config, config.port or free_port(), devices)
 
 
@@ -121,11 +132,13 @@ def count_gpus() -> int:
 
 
 def arguments(flags: Flags) -> list[str]:
-    """The flags as words of a command line."""
+    """The flags as words of a command line. A flag with several values is repeated."""
     words = []
     for name, value in flags.items():
         if value is True:
             words.append(name)
+        elif isinstance(value, tuple):
+            words += [word for each in value for word in (name, str(each))]
         elif value is not None and value is not False:
             words += [name, str(value)]
     return words
@@ -181,14 +194,15 @@ def processes(plan: list[Child], log: IO[bytes] | None = None) -> Iterator[dict[
                 stderr=log,
                 start_new_session=True,
                 preexec_fn=die_with_parent,
+                pass_fds=child.descriptors,
             )
         yield children
     finally:
         terminate(list(children.values()))
 
 
-def terminate(children: list["subprocess.Popen[bytes]"]) -> None:
-    """End the processes without draining, with SIGKILL after a while.
+def terminate(children: list["subprocess.Popen[bytes]"], patience: float = _TERMINATE_S) -> None:
+    """End the processes without draining, with SIGKILL after so many seconds.
 
     SIGTERM ends a process that does not handle signals yet; SIGINT ends one that does and would drain.
     """
@@ -196,7 +210,7 @@ def terminate(children: list["subprocess.Popen[bytes]"]) -> None:
         for number in STOP_SIGNALS:
             if child.poll() is None:
                 child.send_signal(number)
-    deadline = time.monotonic() + _TERMINATE_S
+    deadline = time.monotonic() + patience
     for child in children:
         try:
             child.wait(max(0.0, deadline - time.monotonic()))
@@ -205,20 +219,32 @@ def terminate(children: list["subprocess.Popen[bytes]"]) -> None:
             child.wait()
 
 
-def free_port() -> int:
+def free_port(ranks: int = 1) -> int:
     """A TCP port that is free on the loopback interface, and that this function returns to no other process soon.
 
-    It is below the range for outgoing connections, one of which could take it before its use.
+    It is below the range for outgoing connections, one of which could take it before its use. ranks: of the node that
+    it is for; the ports of the other ranks are free, too.
     """
     for port in random.sample(_PORTS, len(_PORTS)):
-        claim = socket.socket(socket.AF_UNIX)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            claim.bind(f"\0hisparse-pd/port/{port}")  # only one process can have a name
-            probe.bind((_LOOPBACK, port))
-            _claims.append(claim)
+        claims = [_claim(rank_port) for rank_port in range(port, port + RANK_PORTS * ranks, RANK_PORTS)]
+        free = [claim for claim in claims if claim is not None]
+        if len(free) == ranks:
+            _claims.extend(free)
             return port
-        claim.close()
+        for claim in free:
+            claim.close()
     raise StartupError(f"no free TCP port from {_PORTS.start} to {_PORTS.stop - 1}")
+
+
+def _claim(port: int) -> socket.socket | None:
+    """A claim on a port; None if that is not free."""
+    claim = socket.socket(socket.AF_UNIX)
+    with socket.socket() as probe, contextlib.suppress(OSError):
+        claim.bind(f"\0hisparse-pd/port/{port}")  # only one process can have a name
+        probe.bind((_LOOPBACK, port))
+        return claim
+    claim.close()
+    return None
 
 
 def is_ready(base_url: str, certfile: Path | None = None) -> bool:

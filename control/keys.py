@@ -9,6 +9,7 @@
 The files have the format of pyzmq's zmq.auth. Errors do not quote their contents.
 """
 
+import hashlib
 import os
 import re
 import secrets
@@ -113,6 +114,17 @@ def load_keys(directory: Path, role: Role) -> Keys:
             f"put its public key there, with role = {role}"
         )
     return keys
+
+
+def cache_seed(keys: Keys | None) -> int:
+    """What the hashes of cached blocks begin with: 64 bits that only processes with the cluster's keys can derive.
+
+    0 without keys.
+    """
+    if keys is None:
+        return 0
+    digest = hashlib.blake2b(keys.cluster.secret.encode(), digest_size=8, person=b"block hashes").digest()
+    return int.from_bytes(digest, "little")
 
 
 def load_token(directory: Path) -> str:

@@ -6,7 +6,7 @@ may be finishing its requests, which a node that forgot it would end.
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import structlog
@@ -33,6 +33,8 @@ class _Gateway:
     last_heard: float = field(default_factory=time.monotonic)
     missed_at: float = -math.inf
     """When it was last logged that it does not answer."""
+    cache_serial: int | None = None
+    """Of the last CacheUpdate before which it misses none; None if it wants none."""
     refusal: str | None = None
     """Why it refused this node the last time; None if it has registered it since."""
 
@@ -41,7 +43,7 @@ class Membership:
     """Keeps one node registered with every gateway that there is.
 
     Runs on the control thread, so that a busy node is not taken for a dead one. Other threads only call `is_member`,
-    `refusal`, `gateway_lost` and `leave`, so the table of gateways is replaced, never changed.
+    `refusal`, `gateway_lost`, `leave`, `cache_serials` and `tell`, so the table of gateways is replaced, never changed.
     """
 
     def __init__(
@@ -100,7 +102,9 @@ class Membership:
                 # The node asks every second. This is logged once.
                 log.error("refused by the gateway", gateway=sender.address, reason=message.reason)
             gateway.refusal = message.reason
-        elif not message.known:
+        else:
+            gateway.cache_serial = message.cache_serial
+        if isinstance(message, HeartbeatAck) and not message.known:
             gateway.registered = False
             if not self._leaving:
                 self._tell(message.via, gateway, self._register(message.via))
@@ -111,6 +115,21 @@ class Membership:
             if gateway.peer.boot_id == peer.boot_id:
                 return now - gateway.last_heard > silence_s
         return True
+
+    def cache_serials(self) -> dict[str, int]:
+        """For each gateway that wants CacheUpdates, by address: of the last one before which it misses none."""
+        return {
+            address: serial
+            for address, gateway in self._gateways.items()
+            if gateway.registered and (serial := gateway.cache_serial) is not None
+        }
+
+    def tell(self, addresses: Iterable[str], message: Message) -> None:
+        """Send a message to those of these gateways that are still known."""
+        gateways = self._gateways
+        for address in addresses:
+            if address in gateways:
+                self._tell(address, gateways[address], message)
 
     def _log_if_missed(self, address: str, gateway: _Gateway) -> None:
         """Log now and then that it does not answer: a node that no gateway knows shows no other sign of it."""

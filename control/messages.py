@@ -8,7 +8,12 @@ in every wire version. Whoever changes a field here changes that page and, unles
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+import numpy as np
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+from control.block_hashes import BlockHashes
+from control.grammar import Grammar
+from control.prompt_logprobs import Alternatives, PromptLogprobs
 
 Role = Literal["gateway", "prefill", "decode"]
 Transport = Literal["shm", "rdma", "tcp"]
@@ -17,6 +22,7 @@ ADDRESS_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*:\d{1,5}$"
 Address = Annotated[str, Field(pattern=ADDRESS_PATTERN, max_length=262)]
 Identifier = Annotated[str, Field(min_length=1, max_length=128)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+CacheSalt = Annotated[str, Field(max_length=128)]
 TokenIds = Annotated[tuple[TokenId, ...], Field(max_length=2**24)]
 ADDRESS_LIMIT = 2**63
 """No memory may end past it: address arithmetic is in signed integers of 64 bits."""
@@ -34,6 +40,11 @@ class Peer(WireModel):
     role: Role
     address: Address
     boot_id: Identifier
+
+
+MAX_RANKS = 1024
+"""Processes of one node, at most."""
+Ranks = Annotated[tuple[Peer, ...], Field(max_length=MAX_RANKS)]
 
 
 class Identity(WireModel):
@@ -93,14 +104,35 @@ class BufferInfo(WireModel):
         return min((n // item for n, item in zip(self.lengths, self.item_lengths, strict=True)), default=0)
 
 
+MAX_BIASES = 1024
+"""Token ids of one request whose logits are changed one by one."""
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+
+
 class Sampling(WireModel):
-    """How the next token is drawn. `top_logprobs` None: no log probabilities; 0: the chosen token's only."""
+    """How the next token is drawn. `top_logprobs` None: no log probabilities; 0: the chosen token's only.
+
+    min_p: tokens less likely than so much of the likeliest one are not drawn. Penalties are as in vLLM: frequency and
+    presence count generated tokens, repetition those of the prompt, too. logit_bias: what is added to logits, by token.
+    allowed_token_ids: None allows all. bad_words: sequences of tokens of which the last is not drawn behind the others.
+    min_tokens: the first so many tokens are none of `Generate.stop_token_ids`.
+    """
 
     temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=0)] = 0
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     seed: UInt = 0
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    frequency_penalty: Penalty = 0.0
+    presence_penalty: Penalty = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] = 1.0
+    logit_bias: Annotated[tuple[tuple[TokenId, float], ...], Field(max_length=MAX_BIASES)] = ()
+    allowed_token_ids: Annotated[TokenIds, Field(min_length=1)] | None = None
+    bad_words: Annotated[
+        tuple[Annotated[TokenIds, Field(min_length=1, max_length=MAX_BIASES)], ...], Field(max_length=MAX_BIASES)
+    ] = ()
+    min_tokens: UInt = 0
 
 
 class Token(WireModel):
@@ -129,6 +161,7 @@ class Register(Message):
 
     via: where the node was told to find the gateway, which may name itself otherwise; stable. max_request_tokens: the
     longest prompt (prefill), or prompt and output (decode). local_prefill: whether a decode node computes prompts.
+    ranks: the other processes of a prefill node that has several; they write to slots that are named to the node.
     """
 
     via: Address
@@ -139,6 +172,7 @@ class Register(Message):
     max_request_tokens: UInt
     local_prefill: bool = False
     checkpoint: CheckpointIdentity | None = None
+    ranks: Ranks = ()
 
 
 class Registered(Message):
@@ -169,18 +203,69 @@ class Heartbeat(Message):
 class HeartbeatAck(Message):
     """Gateway to node. A node that is not `known` registers again.
 
-    prefill_nodes: the least loaded first. longest_prompts: see Generate. leaving: boot ids of prefill nodes.
+    prefill_nodes: the least loaded first. longest_prompts, prefill_ranks: see Generate. leaving: boot ids of prefill
+    nodes. cache_serial: of the last CacheUpdate of this boot before which none is missing, 0 if there is none; None if
+    the gateway wants none.
     """
 
     via: Address
     known: bool
     prefill_nodes: tuple[Peer, ...] = ()
     longest_prompts: dict[Identifier, UInt] = {}
+    prefill_ranks: dict[Identifier, Ranks] = {}
     leaving: tuple[Identifier, ...] = ()
+    cache_serial: UInt | None = None
 
 
 class Leaving(Message):
     """Node to gateway: it stops and takes no more requests."""
+
+
+MAX_CACHE_BLOCKS = 2**20
+"""Blocks that one CacheUpdate names at most, gained ones and lost ones each."""
+
+
+def _whole_hashes(column: bytes) -> bytes:
+    if len(column) % 8:
+        raise ValueError(f"{len(column)} bytes are no column of 64-bit hashes")
+    return column
+
+
+HashColumn = Annotated[bytes, Field(max_length=8 * MAX_CACHE_BLOCKS), AfterValidator(_whole_hashes)]
+"""Hashes of blocks (`control.block_hashes`), 8 bytes each, little-endian."""
+
+
+class CacheUpdate(Message):
+    """Node to gateway: what changed in the node's prefix cache. Sent once; `HeartbeatAck.cache_serial` shows a loss.
+
+    serial: 1 for the first update of a boot, one more for each further one. gained, lost: blocks, the ones that were
+    used last first; lost ones left before the gained ones came. whole: `gained` is all that the node has, or the part
+    of it that was used last.
+    """
+
+    serial: Annotated[int, Field(ge=1, lt=2**63)]
+    gained: HashColumn = b""
+    lost: HashColumn = b""
+    whole: bool = False
+
+    @classmethod
+    def of(cls, serial: int, gained: BlockHashes, lost: BlockHashes, whole: bool = False) -> Self:
+        """gained, lost: uint64 [blocks]."""
+        return cls(serial=serial, gained=_column(gained), lost=_column(lost), whole=whole)
+
+    @property
+    def gained_hashes(self) -> BlockHashes:
+        """uint64 [blocks]."""
+        return np.frombuffer(self.gained, dtype="<u8")
+
+    @property
+    def lost_hashes(self) -> BlockHashes:
+        """uint64 [blocks]."""
+        return np.frombuffer(self.lost, dtype="<u8")
+
+
+def _column(hashes: BlockHashes) -> bytes:
+    return hashes.astype("<u8", copy=False).tobytes()
 
 
 # --- requests: gateway and decode node ----------------------------------------------------------------------------
@@ -190,6 +275,11 @@ class Generate(Message):
     """Gateway to decode node: take this request. Repeated until Accepted, Rejected or Outputs answers it.
 
     prefill_nodes: in order of preference. longest_prompts: the most tokens that each takes, by its boot id.
+    prefill_ranks: by boot id, the other ranks of those that have some. priority: a request with a lower one goes first,
+    then that which came first. grammar: what the answer has to look like. cache_salt: requests with different ones
+    share no cached KV. group: requests of one group have the same prompt, whose KV is prefilled once if they are at one
+    node together. prompt_logprobs: log probabilities of the prompt's tokens are asked for, with so many alternatives
+    each; they take a prompt that is computed whole, whatever is cached.
     """
 
     request_id: Identifier
@@ -197,8 +287,14 @@ class Generate(Message):
     max_new_tokens: Annotated[int, Field(ge=1, lt=2**31)]
     sampling: Sampling = Sampling()
     stop_token_ids: TokenIds = ()
+    priority: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
+    grammar: Grammar | None = None
+    cache_salt: CacheSalt = ""
+    group: Annotated[str, Field(max_length=128)] = ""
+    prompt_logprobs: Alternatives | None = None
     prefill_nodes: tuple[Peer, ...] = ()
     longest_prompts: dict[Identifier, UInt] = {}
+    prefill_ranks: dict[Identifier, Ranks] = {}
 
 
 class Accepted(Message):
@@ -216,17 +312,25 @@ class Rejected(Message):
     retry_after: Annotated[float, Field(ge=0)] = 0.0
 
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+FinishReason = Literal["stop", "length", "abort", "error", "invalid"]
+"""Why a request ended. abort: another node may do it. error: it failed. invalid: no node can carry it out."""
 
 
 class Output(WireModel):
-    """New tokens of one request. start: index of the first one among the generated tokens, so that a loss shows."""
+    """New tokens of one request. start: index of the first one among the generated tokens, so that a loss shows.
+
+    cached_tokens: tokens of the prompt that were not computed for this request. In the output with its first token and
+    in its last one; 0 in others. prompt_logprobs: a piece of what was asked for. All pieces come before the first
+    token, in outputs of their own.
+    """
 
     request_id: Identifier
     start: UInt
     tokens: tuple[Token, ...] = ()
     finish_reason: FinishReason | None = None
     error: str | None = None
+    cached_tokens: UInt = 0
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class Outputs(Message):
@@ -242,7 +346,10 @@ class Ended(Message):
 
 
 class Resend(Message):
-    """Gateway to decode node: send the tokens from index `start` on again. Repeated until the gap is closed."""
+    """Gateway to decode node: send the tokens from index `start` on again. Repeated until the gap is closed.
+
+    With `start` 0 the log probabilities of the prompt come again, too.
+    """
 
     request_id: Identifier
     start: UInt
@@ -357,17 +464,32 @@ class AttemptId(NamedTuple):
 
 
 class PrefillRequest(Message):
-    """Decode node to prefill node: compute these tokens and write their KV to these slots.
+    """Decode node to prefill node: compute these tokens and write their KV, from position `start` on, to these slots.
 
-    token_ids: all tokens of the sequence but the last, which the decode node computes. extents: (start, length) runs of
-    slots in the order of positions. hisparse: whether the slots are in host memory. Repeated until PrefillAccepted.
+    token_ids: all tokens of the sequence but the last, which the decode node computes. start: the decode node has the
+    KV of the positions before it. extents: (start, length) runs of slots in the order of positions, for `start` and
+    those behind it. hisparse: whether the slots are in host memory. cache_salt: requests with different ones share no
+    cached KV. prompt_logprobs: as in Generate; then last_token_id is the token that `token_ids` leaves out, and every
+    token is computed, whatever is cached. ranks: boot ids of the node's other ranks, for which the slots are reserved,
+    too: no others may write. Repeated until PrefillAccepted.
     """
 
     attempt: AttemptId
     token_ids: Annotated[TokenIds, Field(min_length=1)]
+    start: UInt = 0
     destination: Destination
     extents: tuple[tuple[UInt, UInt], ...]
     hisparse: bool = False
+    cache_salt: CacheSalt = ""
+    prompt_logprobs: Alternatives | None = None
+    last_token_id: TokenId | None = None
+    ranks: Annotated[tuple[Identifier, ...], Field(max_length=MAX_RANKS)] = ()
+
+    @model_validator(mode="after")
+    def _last_token_is_named(self) -> Self:
+        if self.prompt_logprobs is not None and self.last_token_id is None:
+            raise ValueError("prompt_logprobs needs last_token_id")
+        return self
 
     @model_validator(mode="after")
     def _extents_cover_tokens(self) -> Self:
@@ -375,8 +497,10 @@ class PrefillRequest(Message):
         if any(start + length > slots for start, length in self.extents):
             raise ValueError(f"an extent ends past the {slots} registered slots")
         covered = sum(length for _, length in self.extents)
-        if covered < len(self.token_ids):
-            raise ValueError(f"{covered} slots for {len(self.token_ids)} tokens")
+        if self.start >= len(self.token_ids):
+            raise ValueError(f"nothing to write from position {self.start} on, of {len(self.token_ids)} tokens")
+        if covered < len(self.token_ids) - self.start:
+            raise ValueError(f"{covered} slots for {len(self.token_ids) - self.start} tokens")
         if covered > slots:
             raise ValueError(f"{covered} slots of {slots} registered ones: extents overlap")
         return self
@@ -391,13 +515,15 @@ class PrefillAccepted(Message):
 class ChunkDone(Message):
     """Prefill node to decode node: every write of a chunk before the last was confirmed. Repeated until ChunkTaken.
 
-    Only chunks with checksums have one: the decode node verifies them while later chunks compute. number: counts these
-    messages of the attempt from 0, in the order in which their chunks landed.
+    Only chunks with checksums have one, which the decode node verifies while later chunks compute, and those that were
+    asked for log probabilities. number: counts these messages of the attempt from 0, in the order in which their chunks
+    landed. prompt_logprobs: those that no message before it has, of this chunk and of others.
     """
 
     attempt: AttemptId
     number: UInt
     checksums: Checksums
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
 
 
 class ChunkTaken(Message):
@@ -410,9 +536,10 @@ class ChunkTaken(Message):
 class PrefillDone(Message):
     """Prefill node to decode node: every write was confirmed, and nothing is in flight. Repeated until Admitted.
 
-    chunks: how many ChunkDone the attempt has; they may come later. checksums: of the rest. transfer_seconds: how long
-    something of it was being written, without waits for layers or for a lease. lingering: a write was cut and posted
-    again; the second copy has landed, and the first may still land, with the same bytes at the same place.
+    chunks: how many ChunkDone the attempt has; they may come later. checksums, prompt_logprobs: the rest.
+    transfer_seconds: how long something of it was being written, without waits for layers or for a lease. lingering: a
+    write was cut and posted again; the second copy has landed, and the first may still land, with the same bytes at the
+    same place. cached_tokens: those whose KV the node had and did not compute.
     """
 
     attempt: AttemptId
@@ -422,7 +549,9 @@ class PrefillDone(Message):
     transfer_seconds: Annotated[float, Field(ge=0)] = 0.0
     chunks: UInt = 0
     checksums: Checksums = Checksums()
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     lingering: bool = False
+    cached_tokens: UInt = 0
 
 
 class PrefillFailed(Message):
@@ -486,6 +615,53 @@ class NotHeld(Message):
     attempts: tuple[AttemptId, ...] = ()
 
 
+class FetchRequest(Message):
+    """Prefill node to decode node: let me read positions [start, stop), which lie before `PrefillRequest.start`.
+
+    Repeated until FetchGrant or FetchRefused, or until the node does not want it any more.
+    """
+
+    attempt: AttemptId
+    start: UInt
+    stop: UInt
+
+    @model_validator(mode="after")
+    def _asks_for_something(self) -> Self:
+        if self.start >= self.stop:
+            raise ValueError(f"nothing to read in [{self.start}, {self.stop})")
+        return self
+
+
+class FetchGrant(Message):
+    """Decode node to prefill node: positions [start, stop) are here, and stay until the node has said FetchDone.
+
+    extents: (start, length) runs of slots in the order of positions, for `start` and those behind it. checksums: of
+    what lies there, all positions of all buffers.
+    """
+
+    attempt: AttemptId
+    start: UInt
+    stop: UInt
+    extents: tuple[tuple[UInt, UInt], ...]
+    checksums: Checksums
+
+
+class FetchRefused(Message):
+    """Decode node to prefill node: these positions may not be read, so they have to be computed."""
+
+    attempt: AttemptId
+    reason: str
+
+
+class FetchDone(Message):
+    """Prefill node to decode node: no read of this attempt is in flight, and none will follow. Sent once.
+
+    Whatever says that no write is in flight says the same of reads.
+    """
+
+    attempt: AttemptId
+
+
 # --- liveness: any two processes ----------------------------------------------------------------------------------
 
 
@@ -502,10 +678,12 @@ class Pong(Message):
 
 
 _ANY: frozenset[type[Message]] = frozenset({Ping, Pong})
-_NODE: frozenset[type[Message]] = _ANY | {Register, Heartbeat, Leaving}
+_NODE: frozenset[type[Message]] = _ANY | {Register, Heartbeat, Leaving, CacheUpdate}
 SENT_BY: Mapping[Role, frozenset[type[Message]]] = {
     "gateway": _ANY | {Registered, Refused, HeartbeatAck, Generate, Ended, Resend, Cancel},
-    "prefill": _NODE | {PrefillAccepted, ChunkDone, PrefillDone, PrefillFailed, Quiesced, NotHeld, Progress},
-    "decode": _NODE | {Accepted, Rejected, Outputs, PrefillRequest, ChunkTaken, Admitted, Abort, Holding},
+    "prefill": _NODE
+    | {PrefillAccepted, ChunkDone, PrefillDone, PrefillFailed, Quiesced, NotHeld, Progress, FetchRequest, FetchDone},
+    "decode": _NODE
+    | {Accepted, Rejected, Outputs, PrefillRequest, ChunkTaken, Admitted, Abort, Holding, FetchGrant, FetchRefused},
 }
 """What each role may send. Anything else from it is malformed."""

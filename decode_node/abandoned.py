@@ -41,13 +41,13 @@ class AbandonedAttempts:
     def written_to(self) -> bool:
         """Whether a prefill node that was heard lately may be writing to this node's memory."""
         now = time.monotonic()
-        writers = {reservation.writer.boot_id for reservation in self._reservations if reservation.may_be_posted_to}
+        writers = {writer.peer.boot_id for r in self._reservations for writer in r.writers if writer.may_post}
         return any(now - (self._control.last_heard(boot_id) or 0.0) < SILENCE_S for boot_id in writers)
 
     def add(self, attempt_id: AttemptId) -> None:
         """Quarantine the slots of an attempt and have its prefill node stop."""
-        writer = self._reservations.quarantine(attempt_id, time.monotonic())
-        self._control.repeat(("abort", attempt_id), writer, Abort(attempt=attempt_id))
+        node = self._reservations.quarantine(attempt_id, time.monotonic())
+        self._control.repeat(("abort", attempt_id), node, Abort(attempt=attempt_id))
 
     def on_failed(self, sender: Peer, message: PrefillFailed) -> None:
         """The prefill node gave the attempt up. With writes in flight the quarantine goes on and it awaits `Abort`."""
@@ -57,7 +57,7 @@ class AbandonedAttempts:
             self._control.send(sender, Abort(attempt=message.attempt))
 
     def on_quiesced(self, sender: Peer, attempt_id: AttemptId, lingering: bool = False) -> None:
-        """The sender has nothing of the attempt in flight. That counts only if the sender is the writer itself."""
+        """The sender has nothing of the attempt in flight. That counts if it is the node or one of its ranks."""
         if self._reservations.quiesced(attempt_id, sender.boot_id, time.monotonic(), lingering):
             self._control.answered(("abort", attempt_id))
             log.info("prefill node has stopped writing", lingering=lingering, **attempt_id.log_fields)
@@ -69,8 +69,9 @@ class AbandonedAttempts:
             log.info("what may have lingered is fenced off", **attempt_id.log_fields)
 
     def look_for_dead_writers(self, now: float) -> None:
-        """Begin the grace of slots whose writer is proved dead."""
+        """Begin the grace of writers that are proved dead, each by itself."""
         for quarantined in self._reservations.quarantined:
             asked_after = quarantined.quarantined_at or now
-            if quarantined.free_after is None and self._health.is_dead(quarantined.writer, asked_after):
-                self._reservations.writer_died(quarantined.writer.boot_id, now)
+            for writer in quarantined.writers:
+                if writer.may_post and self._health.is_dead(writer.peer, asked_after):
+                    self._reservations.writer_died(writer.peer.boot_id, now)

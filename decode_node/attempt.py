@@ -5,8 +5,9 @@ from enum import Enum
 from functools import cached_property
 
 from control.messages import AttemptId, ChunkDone, Peer, PrefillDone
+from control.prompt_logprobs import PromptLogprobTable
 from decode_node.request import Request
-from hisparse.extents import HostSlots
+from hisparse.extents import NO_SLOTS, HostSlots
 from transfer.planner import Int64s
 
 ChunkNumber = int | None
@@ -51,13 +52,19 @@ class PrefillAttempt:
     slots: HostSlots
     dispatched_at: float
     num_tokens: int
-    """Tokens whose KV was asked for."""
+    """Tokens whose KV was asked for, those of `prefix` included."""
+    prefix: HostSlots = NO_SLOTS
+    """Slots of the positions before those of `slots`: nobody writes to them."""
+    prompt_logprobs: PromptLogprobTable | None = None
+    """Where those of the prompt are collected, if they were asked for."""
     state: AttemptState = AttemptState.REQUESTED
     computed: int = 0
     """Tokens that the node has reported as computed."""
     current_pass: int | None = None
     """The forward pass that was running at that report."""
     done: PrefillDone | None = None
+    was_lent: bool = False
+    """Whether some of the prefix was lent to the node. That happens once."""
     num_checksums: int = 0
     """Of all chunks that were taken."""
     progressed_at: float = field(init=False)
@@ -71,7 +78,7 @@ class PrefillAttempt:
     @cached_property
     def positions(self) -> Int64s:
         """The slot of every position. Computed at first use, which may take milliseconds."""
-        return self.slots.slots()
+        return self.prefix.extend(self.slots.extents).slots()
 
     @property
     def needs_node(self) -> bool:
@@ -108,6 +115,8 @@ class PrefillAttempt:
 
     def contradiction(self, message: ChunkDone | PrefillDone) -> str | None:
         """How a message contradicts the request or earlier messages, or None."""
+        if problem := self._problem_of_logprobs(message):
+            return problem
         if isinstance(message, ChunkDone):
             return _beyond(message.number, self.num_tokens - 1 if self.done is None else self.done.chunks)
         if message.num_tokens != self.num_tokens:
@@ -126,6 +135,9 @@ class PrefillAttempt:
         self._taken.add(chunk)
         self.num_checksums += len(message.checksums)
         self.progressed_at = now
+        for piece in message.prompt_logprobs:
+            assert self.prompt_logprobs is not None, "`contradiction` was asked before"
+            self.prompt_logprobs.add(piece)
         if isinstance(message, PrefillDone):
             self.done = message
         if not message.checksums:
@@ -138,6 +150,11 @@ class PrefillAttempt:
         if chunk not in self._taken:
             raise RuntimeError(f"chunk {chunk} was verified and never taken")
         self._verified.add(chunk)
+
+    def _problem_of_logprobs(self, message: ChunkDone | PrefillDone) -> str | None:
+        if self.prompt_logprobs is None:
+            return "log probabilities that were not asked for" if message.prompt_logprobs else None
+        return next(filter(None, map(self.prompt_logprobs.problem, message.prompt_logprobs)), None)
 
 
 def chunk_of(message: ChunkDone | PrefillDone) -> ChunkNumber:

@@ -19,7 +19,7 @@ class DecodeConfig(NodeConfig):
     port: Port = 8020
     control_port: ControlPort = 8021
     hisparse_config: HiSparseJson = None
-    max_running_requests: Annotated[int, Flag("Requests that decode at a time.", min=1)] = 32
+    max_running_requests: Annotated[int, Flag("Requests that decode at a time, in each rank.", min=1)] = 32
     max_device_slots: Annotated[
         int | None,
         Flag("Hot-buffer slots in device memory; default: from memory.", min=1),

@@ -1,8 +1,10 @@
 """Which requests a decode node accepts."""
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from control.messages import Generate
+from control.messages import Generate, Sampling
+from control.prompt_logprobs import too_many
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,16 @@ class Limits:
             return f"{prompt} prompt tokens and max_tokens {new} exceed the context of {self.context_length} tokens"
         if prompt + new - 1 > self.host_slots:
             return f"{prompt + new - 1} tokens of KV exceed the host pool of {self.host_slots}"
-        if max(generate.prompt_ids) >= self.vocab_size:
-            return f"token id {max(generate.prompt_ids)} is outside the vocabulary of {self.vocab_size}"
-        return None
+        largest = max(generate.prompt_ids, default=0)
+        for token_ids in (generate.stop_token_ids, *_named_tokens(generate.sampling)):
+            largest = max(largest, *token_ids, 0)
+        if largest >= self.vocab_size:
+            return f"token id {largest} is outside the vocabulary of {self.vocab_size}"
+        return None if generate.prompt_logprobs is None else too_many(prompt, generate.prompt_logprobs)
+
+
+def _named_tokens(sampling: Sampling) -> Iterator[Iterable[int]]:
+    """The ids that settings name: tables on the device have no room for others."""
+    yield (token_id for token_id, _ in sampling.logit_bias)
+    yield sampling.allowed_token_ids or ()
+    yield from sampling.bad_words

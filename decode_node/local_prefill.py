@@ -1,18 +1,27 @@
 """Computes prompts on the decode node: chunks into device pages, then a copy to the host tier."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
+from control.prompt_logprobs import PromptLogprobTable
 from decode_node.request import Request, RequestState
 from engine.chunked import ChunkedPrefill, PrefillJob
+from engine.prompt_logprobs import QueuedLogprobs
 from hisparse.coordinator import HiSparseCoordinator
 from hisparse.swap_in import StagedKV
 
 
 @dataclass(eq=False)
 class LocalJob(PrefillJob):
+    """on_host: so many tokens have KV in host memory already. They are computed here all the same, and not copied."""
+
     request: Request
+    on_host: int
+    logprobs: PromptLogprobTable | None = None
+    """Where those of the prompt are collected, if they are asked for."""
+    queued: list[QueuedLogprobs] = field(default_factory=list)
+    """Log probabilities on their way to the host."""
 
 
 class LocalPrefill:
@@ -25,7 +34,7 @@ class LocalPrefill:
         self._prefill = prefill
         self._coordinator = coordinator
         self._jobs: dict[str, LocalJob] = {}
-        self._staging: dict[str, Request] = {}
+        self._staging: dict[str, LocalJob] = {}
         self._queued: torch.cuda.Event | None = None
         """The end of the last forward pass, on a CUDA device."""
 
@@ -42,10 +51,18 @@ class LocalPrefill:
     def fits(self, num_tokens: int) -> bool:
         return self._prefill.fits(num_tokens)
 
-    def start(self, request: Request) -> None:
-        """Compute the prompt of a request that holds host slots for it."""
+    def start(self, request: Request, on_host: int = 0) -> None:
+        """Compute the prompt of a request that holds host slots for it. on_host: so many of them have their KV."""
         request.move(RequestState.LOCAL_PREFILL)
-        job = LocalJob(torch.tensor(request.tokens[:-1]), request)
+        table = request.logprobs_to_compute()
+        job = LocalJob(
+            torch.tensor(request.tokens[:-1]),
+            request,
+            on_host,
+            table,
+            prompt_logprobs=None if table is None else request.generate.prompt_logprobs,
+            last_token=request.tokens[-1],
+        )
         self._jobs[request.request_id] = job
         self._prefill.add(job)
 
@@ -65,7 +82,8 @@ class LocalPrefill:
             return
         if (step := self._prefill.plan()) is None:
             return
-        self._prefill.compute(step)
+        for job, queued in self._prefill.compute(step).items():
+            job.queued.append(queued)
         if self._prefill.pool.kv.is_cuda:
             self._queued = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._queued.record()
@@ -78,10 +96,16 @@ class LocalPrefill:
         """Requests whose copy has ended: those that landed and own their host slots again, and those whose copy failed,
         which the caller must end."""
         staged = self._coordinator.poll_staging()
-        landed = [self._staging.pop(request_id) for request_id in staged.landed]
-        for request in landed:
-            request.move(RequestState.LANDED)
-        return landed, [(self._staging[request_id], error) for request_id, error in staged.failed.items()]
+        landed = []
+        failed = [(self._staging[request_id].request, error) for request_id, error in staged.failed.items()]
+        for request_id in staged.landed:
+            job = self._staging.pop(request_id)
+            job.request.move(RequestState.LANDED)
+            if problem := _take_logprobs(job):
+                failed.append((job.request, ValueError(problem)))
+            else:
+                landed.append(job.request)
+        return landed, failed
 
     def _stage(self, job: LocalJob) -> None:
         assert job.cache is not None
@@ -90,9 +114,25 @@ class LocalPrefill:
         staged = StagedKV(
             kv_rows=list(pool.kv),
             index_rows=list(pool.index_keys),
-            rows=job.cache.rows(0, job.num_tokens),
+            rows=job.cache.rows(job.on_host, job.num_tokens),
             release=lambda: self._prefill.release(job),
         )
         request.move(RequestState.STAGING)
-        self._staging[request.request_id] = request
-        self._coordinator.admit_request_into_staging(request.request_id, request.host_slots, staged, job.num_tokens)
+        self._staging[request.request_id] = job
+        self._coordinator.admit_request_into_staging(
+            request.request_id, request.host_slots, staged, job.num_tokens, job.on_host
+        )
+
+
+def _take_logprobs(job: LocalJob) -> str | None:
+    """Give a landed request the log probabilities of its prompt, or say why that is not possible. Waits for nothing:
+    they were queued before the copy that has ended."""
+    if job.logprobs is None:
+        return None
+    for queued in job.queued:
+        piece = queued.wait()
+        if problem := job.logprobs.problem(piece):
+            return problem
+        job.logprobs.add(piece)
+    job.request.prompt_logprobs = job.logprobs
+    return None

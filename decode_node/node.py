@@ -21,12 +21,15 @@ from decode_node.loop_call import LoopCall
 from decode_node.remote_prefill import PrefillMessage, RemotePrefill
 from decode_node.request import RequestState
 from decode_node.scheduler import Scheduler
-from decode_node.verifier import Verified
+from decode_node.verifier import Digested, Verified
+from engine.agreement import GroupFailed
 from engine.device import DeviceFailed
+from engine.ranks import RankGroup
 from hisparse.coordinator import HiSparseCoordinator
 from hisparse.swap_in import SwapInCounters
 from service.lifecycle import Phase
 from service.shell import NodeShell
+from service.standing import stand_with_group
 
 log = structlog.get_logger(__name__)
 
@@ -36,7 +39,7 @@ _GATEWAY_SILENCE_S = 30.0
 _FAREWELL_S = 0.5
 """How long an empty node still refuses requests before it ends: gateways may not know yet that it leaves."""
 
-Event = Verified | LoopCall
+Event = Verified | Digested | LoopCall
 """What other threads put into the loop's inbox."""
 
 
@@ -50,7 +53,9 @@ class DecodeNode:
         remote: RemotePrefill,
         coordinator: HiSparseCoordinator,
         membership: Membership,
+        ranks: RankGroup | None = None,
     ) -> None:
+        """ranks: the group that this node is a rank of."""
         self._shell = shell
         self._control = shell.control
         self._metrics = shell.metrics
@@ -58,6 +63,7 @@ class DecodeNode:
         self._remote = remote
         self._coordinator = coordinator
         self._membership = membership
+        self._ranks = ranks
         self._exported = SwapInCounters(0, 0, 0, 0)
         """The swap-in counters that /metrics has; only the thread that refreshes metrics uses it."""
         self._violations = 0
@@ -68,10 +74,17 @@ class DecodeNode:
     def run(self) -> None:
         """Serve until told to stop; then finish what streams, hand over the rest, and end what is left.
 
-        Raises DeviceFailed, after every client has got its error, if the device does not work any more.
+        Raises DeviceFailed, after every client has got its error, if the device does not work any more, and
+        GroupFailed, after the gateways were told to go elsewhere, if the group does not.
         """
         try:
             self._run()
+        except GroupFailed as failure:
+            self._shell.leave()
+            self._scheduler.abandon_all(str(failure))
+            if self._ranks is not None:
+                self._ranks.report(str(failure))
+            raise
         except DeviceFailed as failure:
             self._shell.leave()
             self._scheduler.fail_all(str(failure))
@@ -87,6 +100,9 @@ class DecodeNode:
         while lifecycle.phase is Phase.DRAINING and (self._must_stay or time.monotonic() < farewell_until):
             self._turn()
         self._scheduler.hand_over("the decode node is stopping", streaming=True)
+        # A rank ends with the others: they need its part of their steps.
+        while self._ranks is not None and not self._ranks.done():
+            self._turn()
 
     def _turn(self) -> None:
         for item in self._shell.receive(self._patience()):
@@ -95,7 +111,11 @@ class DecodeNode:
         self._remote.tick(now)
         self._housekeep(now)
         self._scheduler.turn()
+        if (prefixes := self._coordinator.host.prefixes) is not None:
+            prefixes.send_reports(now)
         self._check_idle()
+        if self._ranks is not None:
+            stand_with_group(self._shell.lifecycle, self._ranks)
 
     @property
     def _must_stay(self) -> bool:
@@ -106,7 +126,9 @@ class DecodeNode:
         """Update gauges and counters for a scrape. Always called by the same thread, which need not be the loop's."""
         host, device, metrics = self._coordinator.host, self._coordinator.device, self._metrics
         quarantined = self._remote.abandoned.num_slots
-        metrics.host_slots.labels("free").set(host.free)
+        cached = host.cached
+        metrics.host_slots.labels("free").set(host.free - cached)
+        metrics.host_slots.labels("cached").set(cached)
         metrics.host_slots.labels("quarantined").set(quarantined)
         metrics.host_slots.labels("used").set(host.used - quarantined)
         metrics.quarantine_seconds.set(self._remote.abandoned.oldest_seconds(time.monotonic()))
@@ -128,17 +150,21 @@ class DecodeNode:
         """How long the loop may wait for a message before its next turn."""
         if self._scheduler.has_work:
             return 0.0
+        if self._ranks is not None and self._ranks.linger(lambda: not self._shell.inbox.empty()):
+            return 0.0
         return _BUSY_PREFILL_WAIT_S if self._scheduler.requests else _IDLE_WAIT_S
 
     def _take(self, item: tuple[Peer, Message] | Event) -> None:
         match item:
             case Verified():
                 self._remote.verified(item)
+            case Digested():
+                self._remote.digested(item)
             case LoopCall():
                 item.run()
             case (sender, Generate() as message):
                 if message.prefill_nodes:
-                    self._remote.nodes.learn(sender.address, message.prefill_nodes, message.longest_prompts)
+                    self._learn(sender, message)
                 rejected = self._scheduler.add(message, sender)
                 self._control.send(sender, rejected or Accepted(request_id=message.request_id))
             case (sender, Cancel() as message):
@@ -148,7 +174,7 @@ class DecodeNode:
             case (sender, Resend() as message):
                 self._scheduler.outputs.resend(message.request_id, message.start, sender)
             case (sender, HeartbeatAck() as message):
-                self._remote.nodes.learn(sender.address, message.prefill_nodes, message.longest_prompts)
+                self._learn(sender, message)
                 self._remote.nodes.retire(*message.leaving)
             case (_, Registered() | Refused()):
                 pass
@@ -156,6 +182,10 @@ class DecodeNode:
                 self._remote.take(sender, message)
             case (sender, message):
                 log.warning("not for a decode node", kind=type(message).__name__, sender=sender.address)
+
+    def _learn(self, gateway: Peer, message: Generate | HeartbeatAck) -> None:
+        """Take a gateway's list of prefill nodes."""
+        self._remote.nodes.learn(gateway.address, message.prefill_nodes, message.longest_prompts, message.prefill_ranks)
 
     def _housekeep(self, now: float) -> None:
         """Once a second, end requests whose gateway is gone and requests whose tokens may be wrong."""
@@ -184,6 +214,8 @@ class DecodeNode:
         log.error("swap-in violations", violations=violations, ended=len(suspects))
         for request in suspects:
             self._scheduler.end(request, "error", f"its tokens may be wrong (swap-in violations: {violations})")
+        # So may the KV of those that ended since the last look.
+        self._scheduler.forget_prefixes()
 
     def _check_idle(self) -> None:
         """Check for leaked slots whenever the last request has gone."""

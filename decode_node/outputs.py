@@ -19,6 +19,7 @@ import structlog
 from base.metrics import Metrics
 from control.messages import FinishReason, Output, Outputs, Peer, Token
 from control.plane import ControlPlane
+from control.prompt_logprobs import PromptLogprobTable
 from decode_node.request import Request
 from decode_node.streamed_tokens import StreamedTokens
 
@@ -35,23 +36,26 @@ StreamKey = tuple[str, str, str]
 class _NewToken(NamedTuple):
     """A token that does not end its request.
 
-    place: its index among the generated tokens. interval: seconds since the one before it.
+    place: its index among the generated tokens. interval: seconds since the one before it. cached_tokens: see Output.
     """
 
     request_id: str
     place: int
     token: Token
     interval: float | None
+    cached_tokens: int
 
 
 @dataclass
 class _Stream:
-    """What a gateway was sent of a request. last: the output that ended it."""
+    """What a gateway was sent of a request. last: the output that ended it. cached_tokens: see Output."""
 
     key: StreamKey
     gateway: Peer
+    prompt: PromptLogprobTable | None = None
     tokens: StreamedTokens = field(default_factory=StreamedTokens)
     last: Output | None = None
+    cached_tokens: int = 0
 
 
 class OutputStream:
@@ -64,6 +68,8 @@ class OutputStream:
         """Those of this turn, by the boot id of the gateway that they are for."""
         self._last: list[_Stream] = []
         """Streams whose last output is not sent yet."""
+        self._begun: list[_Stream] = []
+        """Streams with log probabilities of the prompt that were not sent yet."""
         self._new_tokens = 0
         """Tokens since the last flush, for the metrics."""
         self._streams: dict[StreamKey, _Stream] = {}
@@ -82,12 +88,23 @@ class OutputStream:
         self._new_tokens += 1
         stream = self._stream_of(request)
         stream.tokens.append(token)
+        stream.cached_tokens = request.cached_tokens or 0
+        if not index and request.prompt_logprobs is not None:
+            stream.prompt = request.prompt_logprobs
+            self._begun.append(stream)
         if finish_reason is None:
-            self._new_of(stream.gateway).append(_NewToken(request.request_id, index, token, interval))
+            cached_tokens = 0 if index else stream.cached_tokens
+            self._new_of(stream.gateway).append(_NewToken(request.request_id, index, token, interval, cached_tokens))
             return
         if interval is not None:
             self._metrics.inter_token.observe(interval)
-        last = Output(request_id=request.request_id, start=index, tokens=(token,), finish_reason=finish_reason)
+        last = Output(
+            request_id=request.request_id,
+            start=index,
+            tokens=(token,),
+            finish_reason=finish_reason,
+            cached_tokens=stream.cached_tokens,
+        )
         self._end(stream, last, finish_reason)
 
     def end(self, request: Request, finish_reason: FinishReason, error: str | None = None) -> None:
@@ -95,7 +112,7 @@ class OutputStream:
         start = len(request.generated)
         output = Output(request_id=request.request_id, start=start, finish_reason=finish_reason, error=error)
         stream = self._stream_of(request)
-        stream.tokens = StreamedTokens()
+        stream.tokens, stream.prompt = StreamedTokens(), None
         self._end(stream, output, finish_reason)
 
     def unknown(self, request_id: str, gateway: Peer) -> None:
@@ -113,6 +130,7 @@ class OutputStream:
     def resend(self, request_id: str, start: int, gateway: Peer) -> None:
         """Send the tokens from `start` on again, and the end of the request if it has ended.
 
+        From 0 on: what comes before the first token, too.
         If nothing of it is kept, send an abort: the gateway cannot complete it.
         """
         stream = self._streams.get(_key(request_id, gateway))
@@ -121,9 +139,12 @@ class OutputStream:
             return
         count = len(stream.tokens)
         log.info("tokens are sent again", request_id=request_id, start=start, tokens=max(0, count - start))
+        if not start:
+            self._send_prompt(stream)
         for first in range(start, count, _TOKENS_AGAIN):
             tokens = stream.tokens.between(first, first + _TOKENS_AGAIN)
-            output = Output(request_id=request_id, start=first, tokens=tokens)
+            cached_tokens = 0 if first else stream.cached_tokens
+            output = Output(request_id=request_id, start=first, tokens=tokens, cached_tokens=cached_tokens)
             self._control.send(gateway, Outputs(outputs=(output,)))
         if stream.last is not None:
             self._control.send(gateway, Outputs(outputs=(stream.last,)))
@@ -131,6 +152,9 @@ class OutputStream:
     def flush(self) -> None:
         self._metrics.generated_tokens.inc(self._new_tokens)
         self._new_tokens = 0
+        for stream in self._begun:
+            self._send_prompt(stream)
+        self._begun.clear()
         for gateway, new in self._new.values():
             self._control.send(gateway, partial(self._message_of, new))
         self._new.clear()
@@ -143,13 +167,27 @@ class OutputStream:
         for key in [*takewhile(lambda key: now - self._ended_at[key] > _KEPT_FOR_S, self._ended_at)]:
             self._forget(key)
 
+    def _send_prompt(self, stream: _Stream) -> None:
+        """Send the log probabilities of a prompt, piece by piece."""
+        for piece in () if stream.prompt is None else stream.prompt.pieces():
+            output = Output(request_id=stream.key[1], start=0, prompt_logprobs=piece)
+            self._control.send(stream.gateway, Outputs(outputs=(output,)))
+
     def _message_of(self, new: list[_NewToken]) -> Outputs:
         """Called by the control thread, while the loop goes on."""
         for token in new:
             if token.interval is not None:
                 self._metrics.inter_token.observe(token.interval)
         return Outputs(
-            outputs=tuple(Output(request_id=one.request_id, start=one.place, tokens=(one.token,)) for one in new)
+            outputs=tuple(
+                Output(
+                    request_id=one.request_id,
+                    start=one.place,
+                    tokens=(one.token,),
+                    cached_tokens=one.cached_tokens,
+                )
+                for one in new
+            )
         )
 
     def _new_of(self, gateway: Peer) -> list[_NewToken]:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from base.tombstones import Tombstones
 from control.messages import Peer
@@ -13,14 +14,18 @@ from decode_node.request import Request
 _FORGOTTEN_AFTER_S = 30.0
 """A gateway's list is dropped when the gateway was silent for so long while others still send theirs every second."""
 
+_NO_RANKS: Mapping[str, tuple[Peer, ...]] = MappingProxyType({})
+
 
 @dataclass(frozen=True)
 class _GatewayList:
-    """The prefill nodes that a gateway listed, and when. longest_prompts: tokens that a boot takes, as far as known."""
+    """The prefill nodes that a gateway listed, and when. longest_prompts: tokens that a boot takes, as far as known.
+    ranks: the other processes of nodes that have several."""
 
     at: float
     nodes: tuple[Peer, ...]
     longest_prompts: Mapping[str, int]
+    ranks: Mapping[str, tuple[Peer, ...]]
 
 
 class PrefillNodes:
@@ -38,7 +43,13 @@ class PrefillNodes:
     def known(self) -> set[Peer]:
         return {node for listed in self._by_gateway.values() for node in listed.nodes}
 
-    def learn(self, gateway: str, nodes: tuple[Peer, ...], longest_prompts: Mapping[str, int]) -> None:
+    def learn(
+        self,
+        gateway: str,
+        nodes: tuple[Peer, ...],
+        longest_prompts: Mapping[str, int],
+        ranks: Mapping[str, tuple[Peer, ...]] = _NO_RANKS,
+    ) -> None:
         """Take the list of the gateway at that address, in order of preference.
 
         Lists of gateways that have gone silent are dropped, but not if all are silent: then the last lists stand.
@@ -49,7 +60,7 @@ class PrefillNodes:
             for other, listed in self._by_gateway.items()
             if other != gateway and now - listed.at < _FORGOTTEN_AFTER_S
         }
-        self._by_gateway = {**others, gateway: _GatewayList(now, nodes, longest_prompts)}
+        self._by_gateway = {**others, gateway: _GatewayList(now, nodes, longest_prompts, ranks)}
 
     def retire(self, *boot_ids: str) -> None:
         """Never ask these processes again, whoever still lists them: they are shutting down."""
@@ -72,6 +83,11 @@ class PrefillNodes:
         usable = [node for node in able or ranked if self._is_usable(node)]
         untried = [node for node in usable if node.boot_id not in request.tried]
         return next(iter(untried or usable), None)
+
+    def ranks_of(self, node: Peer, request: Request) -> tuple[Peer, ...]:
+        """The other processes of a node that was chosen for the request: they will write to its slots, too."""
+        named = [request.generate.prefill_ranks, *(listed.ranks for listed in self._by_gateway.values())]
+        return next((ranks[node.boot_id] for ranks in named if node.boot_id in ranks), ())
 
     def _is_usable(self, node: Peer) -> bool:
         return not (node.boot_id in self._retired or self._control.is_revoked(node)) and self._health.is_well(node)

@@ -1,6 +1,8 @@
 """Puts a decode process together."""
 
 from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
 
 import structlog
 import torch
@@ -8,11 +10,16 @@ import torch
 from base.errors import StartupError
 from base.logs import configure_logging
 from base.memory import available_host_bytes, device_split, human, pool_bytes
+from control.block_hashes import BlockHasher
+from control.cache_reports import CacheReports
 from control.keys import load_token
 from control.membership import Membership
 from control.messages import Heartbeat, Register
 from decode_node.config import DecodeConfig
 from decode_node.destination import destination_of
+from decode_node.grammars import Grammars
+from decode_node.group import check_alike, check_host_memory
+from decode_node.lent_prefixes import hold_cached_prefix
 from decode_node.limits import Limits
 from decode_node.local_prefill import LocalPrefill
 from decode_node.node import DecodeNode, Event
@@ -22,8 +29,11 @@ from decode_node.remote_prefill import RemotePrefill
 from decode_node.scheduler import Scheduler
 from decode_node.verifier import Verifier
 from engine.chunked import ChunkedPrefill
+from engine.grammar.vocabulary import Vocabulary
 from engine.identity import identity_of
 from engine.paged_pool import PagedKVPool
+from engine.rank_place import RankPlace
+from engine.ranks import RankGroup
 from engine.runner import ModelRunner
 from hisparse.config import HiSparseConfig, parse_config
 from hisparse.coordinator import HiSparseCoordinator
@@ -32,9 +42,10 @@ from hisparse.sizing import Sizes, describe, plan_sizes
 from hisparse.tiers import build_tiers
 from model.backends.choice import choose_backend
 from model.loader import load_model, read_spec, resolve_dtype
+from model.shard import ALONE, WHOLE
 from model.sparse_model import SparseModel
 from model.spec import ModelSpec
-from service.checkpoint import identify
+from service.checkpoint import identify, stop_token_ids
 from service.shell import NodeShell
 from service.start import check, claim_transfer_ports, use_device
 from transfer.fencing import ReservationTable
@@ -43,9 +54,13 @@ from transfer.routes import Transports
 log = structlog.get_logger(__name__)
 
 
-def run_decode_node(config: DecodeConfig) -> None:
-    """Serve until SIGTERM or SIGINT. Raises StartupError if it cannot start; cheap checks come first."""
-    configure_logging(config.log_level, config.log_format, "decode")
+def run_decode_node(config: DecodeConfig, place: RankPlace | None = None) -> None:
+    """Serve until SIGTERM or SIGINT, as a rank of a group if this process has a place in one.
+
+    Raises StartupError if it cannot start; cheap checks come first.
+    """
+    name = "decode" if place is None else f"decode-rank-{place.rank}"
+    configure_logging(config.log_level, config.log_format, name)
     check(config)
     token = None if config.key_dir is None else load_token(config.key_dir)
     device = use_device(config.device)
@@ -59,6 +74,11 @@ def run_decode_node(config: DecodeConfig) -> None:
         at_end.callback(shell.close)
         ports = claim_transfer_ports(config)
         log.info("attention backend", backend=backend.name)
+        ranks = None
+        if place is not None:
+            ranks = RankGroup(place, device, config.step_timeout, wake=lambda: shell.inbox.put(None))
+            at_end.callback(ranks.close)
+            check_alike(ranks, config, spec)
         model = load_model(
             config.model_path,
             dtype,
@@ -66,12 +86,14 @@ def run_decode_node(config: DecodeConfig) -> None:
             config.context_length,
             backend,
             config.load_format,
+            shard=WHOLE if ranks is None else ranks.shard,
             quantization=config.quantization,
             kv_cache_dtype=config.kv_cache_dtype,
+            exchange=ALONE if ranks is None else ranks.connect(),
         )
         transports = Transports(config.data_host, config.transfer_protocol, config.ib_device, ports)
         coordinator = build_tiers(
-            _plan(config, hisparse, spec, device),
+            _plan(config, hisparse, spec, device, ranks),
             device,
             verify=config.debug_verify_swap_in,
             shareable="shm" in transports.offered,
@@ -95,15 +117,30 @@ def run_decode_node(config: DecodeConfig) -> None:
             shell.metrics,
             config.prefill_timeout,
             on_lost=lambda request, reason: scheduler.retry(request, reason),
+            on_landed=lambda request, cached: scheduler.landed(request, cached),
+            lend=partial(hold_cached_prefix, coordinator.host),
+            take_back=coordinator.host.release,
         )
+        runner = ModelRunner(
+            model,
+            coordinator,
+            config.max_running_requests,
+            spec.context_length,
+            record=device.type == "cuda" and not config.disable_cuda_graph,
+        )
+        if ranks is not None:
+            # What happens at a first use takes longer than a step may.
+            runner.pad(1)
+            ranks.watch_steps()
+        grammars = Grammars(
+            lambda: Vocabulary.load(config.model_path, spec.vocab_size, stop_token_ids(config.model_path)),
+            config.max_running_requests,
+            pinned=device.type == "cuda",
+            wake=lambda: shell.inbox.put(None),
+        )
+        at_end.callback(grammars.close)
         scheduler = Scheduler(
-            ModelRunner(
-                model,
-                coordinator,
-                config.max_running_requests,
-                spec.context_length,
-                record=device.type == "cuda" and not config.disable_cuda_graph,
-            ),
+            runner,
             coordinator,
             remote,
             _local_prefill(config, model, coordinator),
@@ -117,6 +154,8 @@ def run_decode_node(config: DecodeConfig) -> None:
                 max_waiting=config.max_queued_requests,
                 prefill_retries=config.prefill_retries,
             ),
+            grammars,
+            ranks,
         )
         membership = Membership(
             shell.control,
@@ -138,18 +177,35 @@ def run_decode_node(config: DecodeConfig) -> None:
                 running_requests=coordinator.num_running,
             ),
         )
-        node = DecodeNode(shell, scheduler, remote, coordinator, membership)
-        quarantine = quarantine_router(Quarantine(reservations, shell.control), shell.inbox.put, token=token)
+        if (prefixes := coordinator.host.prefixes) is not None:
+            prefixes.report_to(CacheReports(membership, prefixes.newest), BlockHasher(shell.cache_seed))
+        node = DecodeNode(shell, scheduler, remote, coordinator, membership, ranks)
+        quarantine = quarantine_router(
+            Quarantine(reservations, shell.control, remote.lent), shell.inbox.put, token=token
+        )
         shell.start(membership, node.refresh_metrics, quarantine)
         shell.announce(transports, spec.model_type, spec.fingerprint)
         node.run()
 
 
-def _plan(config: DecodeConfig, hisparse: HiSparseConfig, spec: ModelSpec, device: torch.device) -> Sizes:
-    """Size the tiers and log the sizes."""
+def _plan(
+    config: DecodeConfig,
+    hisparse: HiSparseConfig,
+    spec: ModelSpec,
+    device: torch.device,
+    ranks: RankGroup | None = None,
+) -> Sizes:
+    """Size the tiers and log the sizes. Ranks divide the memory of their host, before any has taken some for pools."""
+    sharing = 1
+    if ranks is not None:
+        ranks.share(None)
+        sharing = ranks.size
+        if hisparse.host_pool_gib is not None:
+            hisparse = replace(hisparse, host_pool_gib=hisparse.host_pool_gib / sharing)
     if split := device_split(device, config.mem_fraction_static):
         log.info("sized", what=split)
-    for_pools = pool_bytes(device, config.mem_fraction_static)
+    for_pools = pool_bytes(device, config.mem_fraction_static) // (sharing if device.type == "cpu" else 1)
+    host_bytes = available_host_bytes()
     for_local_prefill = _local_prefill_tokens(config, spec) * spec.kv_layout.token_bytes
     if for_local_prefill > for_pools:
         raise StartupError(
@@ -162,10 +218,13 @@ def _plan(config: DecodeConfig, hisparse: HiSparseConfig, spec: ModelSpec, devic
         max_running_requests=config.max_running_requests,
         context_length=spec.context_length,
         index_page_size=config.page_size,
-        available_host_bytes=available_host_bytes(),
+        available_host_bytes=host_bytes,
         available_device_bytes=for_pools - for_local_prefill,
         max_device_slots=config.max_device_slots,
+        vocab_size=spec.vocab_size if config.enable_prefix_caching else None,
     )
+    if ranks is not None:
+        check_host_memory(ranks, sizes, host_bytes)
     for line in describe(sizes):
         log.info("sized", what=line)
     return sizes

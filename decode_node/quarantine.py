@@ -7,7 +7,7 @@ silence proves nothing. An operator who knows that it is gone can evict them.
 import secrets
 import time
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import structlog
 from fastapi import APIRouter, Depends, HTTPException
@@ -16,8 +16,9 @@ from pydantic import BaseModel
 
 from control.plane import ControlPlane
 from decode_node.health import SILENCE_S
+from decode_node.lent_prefixes import LentPrefixes, Loan
 from decode_node.loop_call import LoopBusy, LoopCall, Result, on_loop
-from transfer.fencing import Reservation, ReservationTable
+from transfer.fencing import Reservation, ReservationTable, Writer
 
 log = structlog.get_logger(__name__)
 
@@ -25,7 +26,10 @@ DANGER = "evicting a process that still writes corrupts the memory of other requ
 
 
 class QuarantinedReservation(BaseModel):
-    """Slots of an abandoned attempt that a prefill node may still be writing to."""
+    """Slots of an abandoned attempt, and a process that may still be at them: a prefill node, or one of its ranks.
+
+    Slots that several processes may be writing to are listed for each of them.
+    """
 
     request_id: str
     epoch: int
@@ -33,12 +37,14 @@ class QuarantinedReservation(BaseModel):
     quarantined_s: float
     """Seconds in quarantine."""
     writer: str
-    """The prefill node's control address."""
+    """The process's control address."""
     boot_id: str
+    access: Literal["writes", "reads"] = "writes"
+    """reads: slots of a cached prefix, which nobody may give away while that process reads them."""
     last_heard_s: float | None
     """Seconds since that process was last heard; None if that is too long ago to be known."""
     free_in_s: float | None
-    """Seconds until the slots are free, if the process is proved dead or evicted; None otherwise."""
+    """Seconds until the slots are free of this process, if it is proved dead or evicted; None otherwise."""
 
 
 class QuarantineList(BaseModel):
@@ -46,27 +52,43 @@ class QuarantineList(BaseModel):
 
 
 class Eviction(BaseModel):
-    """What an eviction frees, after the grace for writes that the network still carries."""
+    """What an eviction frees, after the grace for writes that the network still carries; what was read, at once.
+
+    also_written_by: boot ids of other ranks that may still be writing to some of it, which is not free before.
+    """
 
     boot_id: str
     reservations: int
     slots: int
     free_in_s: float
+    also_written_by: list[str] = []
     warning: str = DANGER
 
 
 class Quarantine:
     """Lists and evicts quarantined reservations. The node's loop, which owns them, calls it."""
 
-    def __init__(self, reservations: ReservationTable[Any], control: ControlPlane) -> None:
+    def __init__(
+        self, reservations: ReservationTable[Any], control: ControlPlane, lent: LentPrefixes | None = None
+    ) -> None:
+        """lent: what prefill nodes read."""
         self._reservations = reservations
         self._control = control
+        self._lent = lent
 
     def list(self) -> QuarantineList:
-        """All quarantined reservations, oldest first."""
+        """All quarantined reservations with the processes that they wait for, oldest first.
+
+        So, too, prefixes that were lent for attempts that are over, and that are not known to be read no more.
+        """
         now = time.monotonic()
-        oldest_first = sorted(self._reservations.quarantined, key=lambda r: r.quarantined_at or now)
-        return QuarantineList(reservations=[self._describe(reservation, now) for reservation in oldest_first])
+        found = [self._describe(r, writer, now) for r in self._reservations.quarantined for writer in r.writers]
+        found += [
+            self._describe_loan(loan, loan.orphaned_at, now)
+            for loan in self._lent or ()
+            if loan.orphaned_at is not None
+        ]
+        return QuarantineList(reservations=sorted(found, key=lambda reservation: -reservation.quarantined_s))
 
     def evict(self, boot_id: str, force: bool = False) -> Eviction:
         """Free, after the drain grace, what is quarantined for a process that is gone for good.
@@ -76,38 +98,58 @@ class Quarantine:
         quarantined for that boot id, 409 if the process lives.
         """
         now = time.monotonic()
-        mine = [r for r in self._reservations.quarantined if r.writer.boot_id == boot_id]
-        if not mine:
+        mine = [r for r in self._reservations.quarantined if r.writers_of(boot_id)]
+        writers = [writer for r in mine for writer in r.writers_of(boot_id)]
+        loans = [loan for loan in self._lent or () if loan.orphaned_at is not None and loan.reader.boot_id == boot_id]
+        if not mine and not loans:
             raise HTTPException(404, f"nothing is in quarantine for boot id {boot_id}")
+        peer = writers[0].peer if writers else loans[0].reader
         heard = self._control.last_heard(boot_id)
         if heard is not None and now - heard < SILENCE_S and not force:
             raise HTTPException(
                 409,
-                f"{mine[0].writer.address} (boot id {boot_id}) was heard {now - heard:.1f} s ago, and {DANGER}; "
+                f"{peer.address} (boot id {boot_id}) was heard {now - heard:.1f} s ago, and {DANGER}; "
                 "stop it first, or force the eviction",
             )
         self._reservations.evict(boot_id, now)
+        if self._lent is not None:
+            self._lent.evict(boot_id)
         eviction = Eviction(
             boot_id=boot_id,
-            reservations=len(mine),
-            slots=sum(reservation.num_slots for reservation in mine),
-            free_in_s=max(0.0, max(r.free_after or now for r in mine) - now),
+            reservations=len(mine) + len(loans),
+            slots=sum(reservation.num_slots for reservation in mine) + sum(loan.num_slots for loan in loans),
+            free_in_s=max(0.0, max((writer.free_after or now for writer in writers), default=now) - now),
+            also_written_by=sorted({writer.peer.boot_id for r in mine for writer in r.writers if writer.may_post}),
         )
         log.warning("evicted by an operator", forced=force, **eviction.model_dump(exclude={"warning"}))
         return eviction
 
-    def _describe(self, reservation: Reservation[Any], now: float) -> QuarantinedReservation:
-        heard = self._control.last_heard(reservation.writer.boot_id)
-        free_after = reservation.free_after
+    def _describe(self, reservation: Reservation[Any], writer: Writer, now: float) -> QuarantinedReservation:
+        heard = self._control.last_heard(writer.peer.boot_id)
+        free_after = writer.free_after
         return QuarantinedReservation(
             request_id=reservation.attempt.request_id,
             epoch=reservation.attempt.epoch,
             slots=reservation.num_slots,
             quarantined_s=now - (reservation.quarantined_at or now),
-            writer=reservation.writer.address,
-            boot_id=reservation.writer.boot_id,
+            writer=writer.peer.address,
+            boot_id=writer.peer.boot_id,
             last_heard_s=None if heard is None else now - heard,
             free_in_s=None if free_after is None else max(0.0, free_after - now),
+        )
+
+    def _describe_loan(self, loan: Loan, since: float, now: float) -> QuarantinedReservation:
+        heard = self._control.last_heard(loan.reader.boot_id)
+        return QuarantinedReservation(
+            request_id=loan.attempt.request_id,
+            epoch=loan.attempt.epoch,
+            slots=loan.num_slots,
+            quarantined_s=now - since,
+            writer=loan.reader.address,
+            boot_id=loan.reader.boot_id,
+            access="reads",
+            last_heard_s=None if heard is None else now - heard,
+            free_in_s=None,
         )
 
 

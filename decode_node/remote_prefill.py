@@ -17,6 +17,8 @@ from control.messages import (
     ChunkDone,
     ChunkTaken,
     Destination,
+    FetchDone,
+    FetchRequest,
     Holding,
     NotHeld,
     Peer,
@@ -31,10 +33,11 @@ from control.plane import ControlPlane
 from decode_node.abandoned import AbandonedAttempts
 from decode_node.attempt import AttemptState, PrefillAttempt, chunk_of
 from decode_node.health import Health
+from decode_node.lent_prefixes import LentPrefixes
 from decode_node.prefill_nodes import PrefillNodes
 from decode_node.request import Request, RequestState
-from decode_node.verifier import Verification, Verified
-from hisparse.extents import HostSlots
+from decode_node.verifier import Digested, Digesting, Verification, Verified
+from hisparse.extents import NO_SLOTS, HostSlots
 from transfer.fencing import ReservationTable
 
 log = structlog.get_logger(__name__)
@@ -42,15 +45,23 @@ log = structlog.get_logger(__name__)
 _INQUIRE_S = 0.5
 """How often prefill nodes are looked after and asked for their progress."""
 
-PrefillMessage = PrefillAccepted | ChunkDone | PrefillDone | PrefillFailed | Quiesced | NotHeld | Progress
+PrefillMessage = (
+    PrefillAccepted | ChunkDone | PrefillDone | PrefillFailed | Quiesced | NotHeld | Progress | FetchRequest | FetchDone
+)
+
+
+def _nothing_to_lend(request: Request, stop: int) -> HostSlots:
+    return NO_SLOTS
 
 
 class RemotePrefill:
     """Owns the attempts of requests in state PREFILLING. One loop calls it.
 
     `verify` queues checksums for the verifier, whose result comes to `verified`; False if the verifier is too busy.
-    `on_lost` is told the reason when a request has lost its attempt and holds nothing any more.
+    `on_landed` is called when the KV of a request is complete and verified, with how many of its tokens
+    the prefill node had. `on_lost` is told the reason when a request has lost its attempt.
     `patience`: seconds without acceptance or progress after which an attempt is given up.
+    `lend`, `take_back`: see `LentPrefixes`.
     """
 
     def __init__(
@@ -58,14 +69,18 @@ class RemotePrefill:
         control: ControlPlane,
         destination: Destination,
         reservations: ReservationTable[HostSlots],
-        verify: Callable[[Verification], bool],
+        verify: Callable[[Verification | Digesting], bool],
         metrics: Metrics,
         patience: float,
         on_lost: Callable[[Request, str], None],
+        on_landed: Callable[[Request, int], None] = lambda *_: None,
+        lend: Callable[[Request, int], HostSlots] = _nothing_to_lend,
+        take_back: Callable[[HostSlots], None] = lambda _: None,
     ) -> None:
         self.health = Health(control, patience)
         self.nodes = PrefillNodes(control, self.health)
         self.abandoned = AbandonedAttempts(control, reservations, self.health)
+        self.lent = LentPrefixes(control, lend, take_back, verify, self.health)
         self._control = control
         self._me = control.me.boot_id
         self._destination = destination
@@ -73,38 +88,59 @@ class RemotePrefill:
         self._verify = verify
         self._metrics = metrics
         self._on_lost = on_lost
+        self._on_landed = on_landed
         self._attempts: dict[AttemptId, PrefillAttempt] = {}
         self._inquire_at = 0.0
 
     @property
     def is_idle(self) -> bool:
-        return not self._attempts and not len(self._reservations)
+        return not self._attempts and not len(self._reservations) and not len(self.lent)
 
     # --- attempts begin and end ---
 
     def dispatch(self, request: Request, node: Peer, slots: HostSlots) -> None:
-        """Reserve the slots under a new epoch and ask the node to fill them with the KV of all tokens but the last."""
+        """Reserve the slots under a new epoch and ask the node to fill them with the KV of all tokens but the last.
+
+        Slots that the request has already hold the positions before them.
+        """
         request.epoch += 1
         request.prefill_attempts += 1
         request.tried.add(node.boot_id)
         request.move(RequestState.PREFILLING)
-        attempt = PrefillAttempt(request.attempt(self._me), request, node, slots, time.monotonic(), request.kv_tokens)
-        self._reservations.open(attempt.id, node, slots, len(slots))
+        prefix = request.host_slots or NO_SLOTS
+        attempt = PrefillAttempt(
+            request.attempt(self._me),
+            request,
+            node,
+            slots,
+            time.monotonic(),
+            request.kv_tokens,
+            prefix,
+            request.logprobs_to_compute(),
+        )
+        ranks = self.nodes.ranks_of(node, request)
+        self._reservations.open(attempt.id, node, slots, len(slots), ranks)
         self._attempts[attempt.id] = attempt
         self.health.begun(node, request.request_id)
         extents = tuple((extent.start, extent.length) for extent in slots.extents)
         message = PrefillRequest(
             attempt=attempt.id,
             token_ids=request.tokens[:-1],
+            start=len(prefix),
             destination=self._destination,
             extents=extents,
             hisparse=True,
+            cache_salt=request.generate.cache_salt,
+            prompt_logprobs=None if attempt.prompt_logprobs is None else request.generate.prompt_logprobs,
+            last_token_id=None if attempt.prompt_logprobs is None else request.tokens[-1],
+            ranks=tuple(rank.boot_id for rank in ranks),
         )
         self._control.repeat(("prefill", attempt.id), node, message)
         log.info(
             "prefill dispatched",
             node=node.address,
             tokens=request.kv_tokens,
+            cached=len(prefix),
             extents=len(extents),
             **attempt.id.log_fields,
         )
@@ -118,6 +154,7 @@ class RemotePrefill:
         attempt = self._attempts.pop(attempt_id)
         attempt.move(state)
         self.health.ended(attempt)
+        self.lent.attempt_ended(attempt_id, time.monotonic())
         self._control.answered(("prefill", attempt_id))
         return attempt
 
@@ -125,7 +162,11 @@ class RemotePrefill:
         """The request gets the slots. If a write may linger, their next owner gets them only behind a fence."""
         request = attempt.request
         self._end(attempt.id, AttemptState.LANDED)
-        request.host_slots = self._reservations.landed(attempt.id, time.monotonic(), done.lingering)
+        landed = self._reservations.landed(attempt.id, time.monotonic(), done.lingering)
+        request.host_slots = attempt.prefix.extend(landed.extents)
+        request.may_be_shared = not done.lingering
+        if attempt.prompt_logprobs is not None:
+            request.prompt_logprobs = attempt.prompt_logprobs
         request.tried.clear()
         request.prefill_attempts = 0
         request.move(RequestState.LANDED)
@@ -140,6 +181,7 @@ class RemotePrefill:
             lingering=done.lingering,
             **attempt.id.log_fields,
         )
+        self._on_landed(request, done.cached_tokens)
 
     def _lose(self, attempt_id: AttemptId, reason: str, leaving: bool = False) -> None:
         """The node stopped working on an attempt. That fails the attempt unless the node had announced everything.
@@ -182,6 +224,8 @@ class RemotePrefill:
                 log.warning("from a node that was not asked", node=sender.address, **attempt_id.log_fields)
 
     def _on(self, sender: Peer, attempt_id: AttemptId, message: PrefillMessage) -> None:
+        if _says_that_nothing_is_in_flight(message):
+            self.lent.returned(attempt_id, sender)
         match message:
             case PrefillAccepted():
                 self._control.answered(("prefill", attempt_id))
@@ -189,6 +233,8 @@ class RemotePrefill:
                     self._attempts[attempt_id].accept(time.monotonic())
             case ChunkDone() | PrefillDone():
                 self._on_arrival(sender, attempt_id, message)
+            case FetchRequest():
+                self.lent.on_request(sender, message, self._attempts.get(attempt_id))
             case PrefillFailed():
                 if message.leaving:
                     self.nodes.retire(sender.boot_id)
@@ -264,8 +310,16 @@ class RemotePrefill:
             self._fail(attempt, result.reason, "checksum")
 
     def _land_if_verified(self, attempt: PrefillAttempt) -> None:
-        if attempt.done is not None and attempt.is_verified:
+        if attempt.done is None or not attempt.is_verified:
+            return
+        if attempt.prompt_logprobs is None or attempt.prompt_logprobs.complete:
             self._land(attempt, attempt.done)
+        else:
+            self._fail(attempt, "log probabilities of the prompt are missing")
+
+    def digested(self, result: Digested) -> None:
+        """Take the digests of what is to be lent."""
+        self.lent.digested(result)
 
     # --- housekeeping ---
 
@@ -275,11 +329,13 @@ class RemotePrefill:
         if now < self._inquire_at:
             return
         self._inquire_at = now + _INQUIRE_S
-        self._control.watch(self.nodes.known | {reservation.writer for reservation in self._reservations})
+        writers = {writer.peer for reservation in self._reservations for writer in reservation.writers}
+        self._control.watch(self.nodes.known | writers | {loan.reader for loan in self.lent})
         for attempt_id, attempt in list(self._attempts.items()):
             if attempt.needs_node and (trouble := self.health.trouble(attempt, now)):
                 self._lose(attempt_id, trouble)
         self.abandoned.look_for_dead_writers(now)
+        self.lent.take_from_dead_readers()
         self._ask_for_progress()
 
     def _ask_for_progress(self) -> None:
@@ -289,3 +345,10 @@ class RemotePrefill:
                 asked.setdefault(attempt.node, []).append(attempt.id)
         for node, attempts in asked.items():
             self._control.send(node, Holding(attempts=tuple(attempts)))
+
+
+def _says_that_nothing_is_in_flight(message: PrefillMessage) -> bool:
+    """Whether its sender neither writes nor reads anything of the attempt any more."""
+    if isinstance(message, PrefillFailed):
+        return not message.in_flight
+    return isinstance(message, FetchDone | PrefillDone | Quiesced | NotHeld)

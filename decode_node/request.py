@@ -5,7 +5,13 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 
+import numpy as np
+import numpy.typing as npt
+
 from control.messages import AttemptId, FinishReason, Generate, Peer
+from control.prompt_logprobs import PromptLogprobTable
+from engine.adjustments import adjusts, banned_tokens
+from engine.grammar.state import GrammarState
 from engine.sampling import RandomStream
 from hisparse.extents import HostSlots
 
@@ -16,7 +22,8 @@ class RequestState(Enum):
     WAITING = "waiting"
     """It holds nothing and waits to be prefilled."""
     PREFILLING = "prefilling"
-    """A prefill node may be writing to its slots: the reservation table holds them."""
+    """A prefill node may be writing to its slots: the reservation table holds them. The request holds those of the
+    positions before them, which were cached."""
     LOCAL_PREFILL = "local_prefill"
     """This node computes its prompt; the request holds its slots."""
     STAGING = "staging"
@@ -69,11 +76,49 @@ class Request:
     generated: list[int] = field(default_factory=list)
     launched: int = 0
     last_token_at: float = 0.0
+    grammar: GrammarState | None = None
+    """Where it is in its grammar, once that is compiled."""
+    cached_tokens: int | None = None
+    """Tokens of its prompt that were not computed for it; None before its KV has landed for the first time."""
+    may_be_shared: bool = True
+    """Whether its KV may be cached. Not if something may still be written to its slots, be it the same."""
+    prompt_logprobs: PromptLogprobTable | None = None
+    """Those of its prompt, if they are asked for, once the prompt has landed for the first time."""
 
     @cached_property
     def random(self) -> RandomStream:
         """The random numbers that its tokens are sampled with."""
         return RandomStream(self.generate.sampling.seed)
+
+    @property
+    def waits_for_grammar(self) -> bool:
+        """Whether its grammar is not compiled yet. No token can be drawn for it before."""
+        return self.generate.grammar is not None and self.grammar is None
+
+    @cached_property
+    def adjusts(self) -> bool:
+        """Whether its logits are changed before its tokens are drawn."""
+        return adjusts(self.generate.sampling)
+
+    def banned_tokens(self) -> set[int]:
+        """Tokens that may not come next, beside those that never may."""
+        return banned_tokens(self.generate.sampling, self.generate.stop_token_ids, self.generated)
+
+    def logprobs_to_compute(self) -> PromptLogprobTable | None:
+        """Where the log probabilities of the next prefill go, which computes the whole prompt for them, or None.
+
+        A prefill after the first that has landed gives none again.
+        """
+        asked = self.generate.prompt_logprobs
+        if asked is None or not self.lacks_logprobs:
+            return None
+        return PromptLogprobTable(len(self.generate.prompt_ids), asked)
+
+    @property
+    def lacks_logprobs(self) -> bool:
+        """Whether its next prefill has to compute log probabilities of its prompt."""
+        asked = self.generate.prompt_logprobs is not None and len(self.generate.prompt_ids) > 1
+        return asked and self.prompt_logprobs is None
 
     @property
     def request_id(self) -> str:
@@ -85,8 +130,22 @@ class Request:
         return self.generate.prompt_ids + tuple(self.generated)
 
     @property
-    def newest_token(self) -> int:
-        return self.generated[-1] if self.generated else self.generate.prompt_ids[-1]
+    def kv_token_ids(self) -> npt.NDArray[np.int32]:
+        """The tokens whose KV is stored once it has landed: int32 [kv_tokens]."""
+        return np.concatenate([self._prompt, np.array(self.generated, dtype=np.int32)])[:-1]
+
+    @property
+    def shared_token_ids(self) -> npt.NDArray[np.int32]:
+        """The tokens whose KV may be cached once it has landed: int32 [n].
+
+        Requests of a group share slots behind the last whole block of their prompt, too. A slot can be in one cached
+        block only, so of a group nothing but the prompt is cached.
+        """
+        return self._prompt[:-1] if self.generate.group else self.kv_token_ids
+
+    @cached_property
+    def _prompt(self) -> npt.NDArray[np.int32]:
+        return np.array(self.generate.prompt_ids, dtype=np.int32)
 
     @property
     def kv_tokens(self) -> int:
@@ -103,6 +162,11 @@ class Request:
         """Whether another step should be launched for it, unless a token that is not read yet ends it."""
         return self.launched < self.generate.max_new_tokens
 
+    @property
+    def has_kv(self) -> bool:
+        """Whether its KV is complete in host memory."""
+        return self.state in (RequestState.LANDED, RequestState.RUNNING, RequestState.RETRACTED)
+
     def attempt(self, decode: str) -> AttemptId:
         """Its latest prefill attempt. decode: the boot id of this node."""
         return AttemptId(decode, self.request_id, self.epoch)
@@ -115,14 +179,33 @@ class Request:
 
     def finish_reason(self) -> FinishReason | None:
         """Why the newest token ends the request, or None."""
-        if self.generated[-1] in self.generate.stop_token_ids:
+        if self.generated[-1] in self.generate.stop_token_ids or (self.grammar is not None and self.grammar.done):
             return "stop"
         return "length" if len(self.generated) >= self.generate.max_new_tokens else None
 
 
 class RequestTable(dict[str, Request]):
-    """The requests of a decode node by id, in order of arrival."""
+    """The requests of a decode node by id, in their one order: by priority, lower first, and then by arrival.
+
+    The first goes first everywhere; the last gives way.
+    """
+
+    def add(self, request: Request) -> None:
+        """Put a new request at its place."""
+        behind = [other for other in self.values() if other.generate.priority > request.generate.priority]
+        self[request.request_id] = request
+        for other in behind:
+            self[other.request_id] = self.pop(other.request_id)
+
+    def donors(self) -> dict[str, Request]:
+        """By group, a request whose prompt others of the group can share, now or when it has landed."""
+        donors: dict[str, Request] = {}
+        for request in self.values():
+            group = request.generate.group
+            if group and request.state is not RequestState.WAITING and (group not in donors or request.has_kv):
+                donors[group] = request
+        return donors
 
     def in_state(self, *states: RequestState) -> list[Request]:
-        """Requests in these states, oldest first."""
+        """Requests in these states, in order."""
         return [request for request in self.values() if request.state in states]

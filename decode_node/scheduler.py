@@ -1,7 +1,7 @@
 """Scheduling policy of the decode node: order of prefill, admission, and what each step computes.
 
-One loop owns every request. Requests are kept in order of arrival: the oldest goes first everywhere, the youngest gives
-way (`slots.py`), and the oldest never does.
+One loop owns every request. Requests are kept in one order (`RequestTable`): the first goes first everywhere, the last
+gives way (`slots.py`), and the first never does.
 """
 
 import time
@@ -12,16 +12,20 @@ import structlog
 from base.metrics import Metrics
 from base.tombstones import Tombstones
 from control.messages import FinishReason, Generate, Peer, Rejected
+from decode_node.grammars import Grammars
 from decode_node.limits import Limits
 from decode_node.local_prefill import LocalPrefill
 from decode_node.outputs import OutputStream
 from decode_node.remote_prefill import RemotePrefill
 from decode_node.request import Request, RequestState, RequestTable
 from decode_node.slots import SlotManager
+from decode_node.starting import PrefillStarter
 from decode_node.stepper import Stepper
+from engine.grammar.errors import GrammarViolation
+from engine.ranks import RankGroup
 from engine.runner import ModelRunner
+from engine.sampling import NoToken
 from hisparse.coordinator import HiSparseCoordinator
-from hisparse.extents import HostSlots
 
 log = structlog.get_logger(__name__)
 
@@ -47,7 +51,10 @@ class Scheduler:
         outputs: OutputStream,
         metrics: Metrics,
         limits: Limits,
+        grammars: Grammars,
+        ranks: RankGroup | None = None,
     ) -> None:
+        """ranks: the group that this node is a rank of."""
         self.requests = RequestTable()
         self.outputs = outputs
         self._runner = runner
@@ -57,7 +64,9 @@ class Scheduler:
         self._metrics = metrics
         self._limits = limits
         self._slots = SlotManager(self.requests, coordinator, remote, local, metrics)
-        self._steps = Stepper(runner, coordinator, metrics, self._step_failed)
+        self._starter = PrefillStarter(self._slots, remote, local, metrics, self.landed)
+        self._grammars = grammars
+        self._steps = Stepper(runner, coordinator, metrics, grammars, self._step_failed, ranks)
         self._ended: Tombstones[str] = Tombstones()
         self._stalled = False
         """Whether the last turn could do nothing for any request that has landed."""
@@ -80,7 +89,10 @@ class Scheduler:
         if len(self.requests.in_state(RequestState.WAITING)) >= self._limits.max_waiting:
             reason = f"{self._limits.max_waiting} requests are waiting already"
             return Rejected(request_id=request_id, code="queue_full", reason=reason, retry_after=1.0)
-        self.requests[request_id] = Request(generate, gateway)
+        request = Request(generate, gateway)
+        self.requests.add(request)
+        if generate.grammar is not None:
+            self._grammars.compile(request)
         log.info(
             "queued",
             request_id=request_id,
@@ -97,13 +109,26 @@ class Scheduler:
             self.outputs.unknown(request_id, gateway)
 
     def retry(self, request: Request, reason: str) -> None:
-        """A request that lost its prefill attempt waits for another one, or ends if it had all its attempts."""
+        """A request that lost its prefill attempt waits for another one, or ends if it had all its attempts.
+
+        It gives its cached prefix back, and looks for one again then.
+        """
+        self._slots.release(request)
         if request.prefill_attempts > self._limits.prefill_retries:
             self.end(request, "error", f"prefill failed {request.prefill_attempts} times, at last: {reason}")
         else:
             self._metrics.prefill_retries.inc()
             pause = RETRY_S * 2 ** max(0, request.prefill_attempts - 1)
             request.again_at = time.monotonic() + min(pause, LONGEST_RETRY_S)
+
+    def landed(self, request: Request, cached_tokens: int) -> None:
+        """The KV of a request is complete and verified. cached_tokens: tokens that were not computed for that.
+
+        A node that prefills computes what it lacks of the prompt, also what the decode node has.
+        """
+        if request.cached_tokens is None:
+            request.cached_tokens = cached_tokens
+        self._slots.share(request)
 
     # --- a turn of the loop ---
 
@@ -116,7 +141,9 @@ class Scheduler:
         return not self._stalled and bool(self.requests.in_state(*ready))
 
     def turn(self) -> None:
-        """Move every request on by at most one step. Raises DeviceFailed if the device does not work any more."""
+        """Move every request on by at most one step. Raises DeviceFailed if the device does not work any more, and
+        GroupFailed if the group does not."""
+        self._refuse_grammars()
         self._start_prefills()
         self._advance_local_prefill()
         admitted = self._admit()
@@ -126,29 +153,12 @@ class Scheduler:
         self._stalled = not admitted and not taken and self._steps.is_idle
         self.outputs.flush()
 
+    def _refuse_grammars(self) -> None:
+        for refused in self._grammars.settle():
+            self.end(refused.request, "abort" if refused.elsewhere else "invalid", refused.reason)
+
     def _start_prefills(self) -> None:
-        """Give waiting requests host slots and a node that prefills them, oldest first."""
-        for request in self.requests.in_state(RequestState.WAITING):
-            if not request.kv_tokens:
-                # A prompt of one token: its KV is that of its first step.
-                request.host_slots = HostSlots(())
-                request.move(RequestState.LANDED)
-                continue
-            node = self._remote.nodes.choose(request)
-            local = self._local if node is None and self._local and self._local.fits(request.kv_tokens) else None
-            if node is None and local is None:
-                # Nobody can prefill this one now, but perhaps a shorter prompt.
-                continue
-            if node is not None and node.boot_id in request.tried and time.monotonic() < request.again_at:
-                continue
-            slots = self._slots.reserve_host(request.kv_tokens)
-            if slots is None:
-                return
-            if node is not None:
-                self._remote.dispatch(request, node, slots)
-            elif local is not None:
-                request.host_slots = slots
-                local.start(request)
+        self._starter.start(self.requests)
 
     def _advance_local_prefill(self) -> None:
         if self._local is None or not self._local.has_work:
@@ -162,17 +172,22 @@ class Scheduler:
                 self.end(request, "error", f"prefill failed: {error}")
         landed, broken = self._local.staged()
         for request in landed:
+            self.landed(request, 0)
             log.info("staged", request_id=request.request_id, tokens=request.kv_tokens)
         for request, failure in broken:
             self.end(request, "error", f"copying the prompt's KV to host memory failed: {failure}")
 
     def _admit(self) -> bool:
-        """Start to run requests whose KV is in host memory, oldest first; none overtakes. Whether any was admitted."""
+        """Start to run requests whose KV is in host memory, in order; none overtakes but those that wait for a
+        grammar. Whether any was admitted."""
         admitted = False
         for request in self.requests.in_state(RequestState.LANDED, RequestState.RETRACTED):
+            if request.waits_for_grammar:
+                continue
             if self._coordinator.num_running >= self._limits.max_running or not self._slots.admit(request):
                 break
-            self._runner.admit(request.request_id, request.newest_token, request.generate.sampling)
+            generate = request.generate
+            self._runner.admit(request.request_id, generate.prompt_ids, request.generated, generate.sampling)
             log.info("admitted", request_id=request.request_id, kv_tokens=request.kv_tokens, was=request.state.value)
             request.move(RequestState.RUNNING)
             admitted = True
@@ -186,10 +201,16 @@ class Scheduler:
             if request is None:
                 # It ended while the step was in flight.
                 continue
-            if token is None:
-                self.end(request, "error", "decode step failed: the model's logits are not finite numbers")
+            if isinstance(token, NoToken):
+                self.end(request, "error", f"decode step failed: {token}")
                 continue
             request.generated.append(token.token_id)
+            if request.grammar is not None:
+                try:
+                    request.grammar.advance(token.token_id)
+                except GrammarViolation as violation:
+                    self.end(request, "error", f"decode step failed: {violation}")
+                    continue
             reason = request.finish_reason()
             self.outputs.token(request, token, reason)
             if reason is not None:
@@ -219,6 +240,12 @@ class Scheduler:
                 self.end(request, "abort", reason)
         self.outputs.flush()
 
+    def abandon_all(self, reason: str) -> None:
+        """Tell every gateway to try its requests elsewhere. Nothing is released: this process ends."""
+        for request in self.requests.values():
+            self.outputs.end(request, "abort", reason)
+        self.outputs.flush()
+
     def fail_all(self, error: str) -> None:
         """Tell every gateway that its requests failed. Nothing is released: the device does not work any more."""
         for request in self.requests.values():
@@ -226,13 +253,19 @@ class Scheduler:
         self.outputs.flush()
 
     def _close(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
-        self._slots.release(request)
+        # What a failed step has left behind may be wrong.
+        self._slots.release(request, keep=reason != "error")
         request.move(RequestState.FINISHED)
+        self._grammars.forget(request)
         del self.requests[request.request_id]
         self._ended.add(request.request_id)
         log.info("finished", request_id=request.request_id, reason=reason, tokens=len(request.generated), error=error)
 
     # --- state ---
+
+    def forget_prefixes(self) -> None:
+        """Give up what is cached and not in use, as some of it may be wrong."""
+        self._slots.clear_prefixes()
 
     def take_stepped(self) -> list[Request]:
         """Requests, retracted ones included, that were in a step since the last call and have not ended."""
@@ -251,7 +284,8 @@ class Scheduler:
         return bool(self.requests) or not idle
 
     def check_idle(self) -> None:
-        """When nothing is held, every pool must be as full as at start. Raises RuntimeError if not."""
+        """When nothing is held, every pool must be as full as at start, but for the prefix cache. Raises RuntimeError
+        if not."""
         if self.holds_something:
             return
         if not self._coordinator.is_idle() or (self._local is not None and not self._local.is_idle):

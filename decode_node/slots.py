@@ -1,5 +1,7 @@
 """Gives requests their slots, takes them back, and says who gives way when a pool runs short."""
 
+from dataclasses import dataclass
+
 import structlog
 
 from base.metrics import Metrics
@@ -7,7 +9,7 @@ from decode_node.local_prefill import LocalPrefill
 from decode_node.remote_prefill import RemotePrefill
 from decode_node.request import Request, RequestState, RequestTable
 from hisparse.coordinator import HOST_GRANULE, HiSparseCoordinator, Tier
-from hisparse.extents import HostSlots
+from hisparse.extents import NO_SLOTS, HostSlots
 
 log = structlog.get_logger(__name__)
 
@@ -15,8 +17,17 @@ _FRESH_S = 10.0
 """Slots whose writer lives leave quarantine within that, also if they wait for a fence."""
 
 
+@dataclass(frozen=True)
+class _Shortage:
+    """A request got no slots for so many tokens that were not cached. Unless more was inserted, it needs no fewer."""
+
+    request_id: str
+    num_tokens: int
+    insertions: int
+
+
 class SlotManager:
-    """The scheduler's access to host and device slots. The youngest request gives way; the oldest never does.
+    """The scheduler's access to host and device slots. The last request gives way; the first never does.
 
     requests: all requests of the node. The scheduler adds and removes them.
     """
@@ -34,13 +45,75 @@ class SlotManager:
         self._remote = remote
         self._local = local
         self._metrics = metrics
+        self._shortage: _Shortage | None = None
 
-    def reserve_host(self, num_tokens: int) -> HostSlots | None:
-        """Host slots for a prompt, or None. Leaves running requests room to grow: for that they would soon drop it."""
-        host = self._coordinator.host
-        if host.free - num_tokens < HOST_GRANULE * self._coordinator.num_running:
-            return None
-        return host.allocate(num_tokens)
+    def hold_prefix(self, request: Request) -> HostSlots:
+        """Give a waiting request the slots of its longest cached prefix, until it is released."""
+        assert request.host_slots is None
+        request.may_be_shared = True
+        prefixes = self._coordinator.host.prefixes
+        slots = NO_SLOTS
+        if prefixes is not None and not request.lacks_logprobs:
+            slots = prefixes.hold(request.kv_token_ids, request.generate.cache_salt)
+        request.host_slots = slots
+        return slots
+
+    def hold_prompt(self, request: Request, donor: Request) -> HostSlots:
+        """Give a waiting request the slots of a prompt that another one has the KV of, but for the prompt's last token.
+
+        Whole blocks are cached; the slots behind them are the donor's, too, which writes to none of them any more.
+        """
+        prefix = self.hold_prefix(request)
+        slots = donor.host_slots
+        if donor.state is RequestState.RUNNING:
+            slots = self._coordinator.host_slots(donor.request_id)
+        assert slots is not None
+        of_prompt = HostSlots(slots.cut(len(request.generate.prompt_ids) - 1)[0])
+        rest = HostSlots(of_prompt.cut(len(prefix))[1])
+        self._coordinator.host.retain(rest)
+        request.host_slots = prefix.extend(rest.extents)
+        request.may_be_shared = donor.may_be_shared
+        return request.host_slots
+
+    def share(self, request: Request) -> None:
+        """Cache the prompt of a request that has just landed, and exchange what was cached before it landed."""
+        prefixes = self._coordinator.host.prefixes
+        if prefixes is not None and request.may_be_shared:
+            assert request.host_slots is not None
+            salt = request.generate.cache_salt
+            request.host_slots = prefixes.share(request.shared_token_ids, request.host_slots, salt)
+
+    def clear_prefixes(self) -> None:
+        """Give up what is cached and not in use."""
+        if (prefixes := self._coordinator.host.prefixes) is not None:
+            prefixes.clear()
+
+    def reserve_host(self, request: Request, num_tokens: int) -> HostSlots | None:
+        """Host slots for so many tokens of a request that are not cached, or None.
+
+        Leaves running requests room to grow: for that they would soon drop it.
+        """
+        if self._has_room(num_tokens):
+            return self._coordinator.host.allocate(num_tokens)
+        self._shortage = _Shortage(request.request_id, num_tokens, self._insertions)
+        return None
+
+    def must_wait(self, request: Request) -> bool:
+        """Whether `reserve_host` would refuse a request again, as far as that is known without a look at the cache.
+
+        The first request in the queue is asked for in every turn, and a look takes a millisecond for a long prompt.
+        """
+        short = self._shortage
+        is_known = short is not None and (short.request_id, short.insertions) == (request.request_id, self._insertions)
+        return short is not None and is_known and not self._has_room(short.num_tokens)
+
+    def _has_room(self, num_tokens: int) -> bool:
+        return self._coordinator.host.free - num_tokens >= HOST_GRANULE * self._coordinator.num_running
+
+    @property
+    def _insertions(self) -> int:
+        prefixes = self._coordinator.host.prefixes
+        return 0 if prefixes is None else prefixes.insertions
 
     def admit(self, request: Request) -> bool:
         """Give device slots to a request whose KV is in host memory. False if there are too few."""
@@ -54,9 +127,9 @@ class SlotManager:
         return True
 
     def make_room(self) -> list[Request]:
-        """The running requests that get another token and have room for it, oldest first.
+        """The running requests that get another token and have room for it, in order.
 
-        The youngest give way until the others have room. Requests whose room is about to become free, from quarantine
+        The last give way until the others have room. Requests whose room is about to become free, from quarantine
         or behind a step, sit this step out.
         """
         while True:
@@ -68,19 +141,45 @@ class SlotManager:
             elif not short_of or not self._free_host_slots(len(short_of), can_wait=bool(ready)):
                 return ready
 
-    def release(self, request: Request) -> None:
-        """The one release path: give back whatever the request's state says it holds."""
+    def release(self, request: Request, keep: bool = True) -> None:
+        """The one release path: give back whatever the request's state says it holds.
+
+        keep: cache its KV.
+        """
         match request.state:
+            case RequestState.WAITING:
+                self._release_prefix(request)
             case RequestState.PREFILLING:
                 self._remote.abandon(request)
-            case RequestState.RUNNING:
-                self._coordinator.request_finished(request.request_id)
-            case RequestState.LANDED | RequestState.RETRACTED:
+                self._release_prefix(request)
+            case RequestState.RUNNING | RequestState.LANDED | RequestState.RETRACTED:
+                if request.state is RequestState.RUNNING:
+                    request.host_slots = self._coordinator.retract_request(request.request_id)
+                if keep:
+                    self._cache(request)
                 self._release_host(request)
             case RequestState.LOCAL_PREFILL | RequestState.STAGING:
                 assert self._local is not None
                 if self._local.cancel(request):
                     self._release_host(request)
+
+    def _cache(self, request: Request) -> None:
+        """Cache the KV of all tokens but the newest, which a step in flight may be writing.
+
+        A step writes its newest token only, and the tokens of a request are taken when their steps are over. So
+        whatever is in flight, the KV of the first `kv_tokens` tokens is in host memory and stays as it is.
+        """
+        prefixes = self._coordinator.host.prefixes
+        if prefixes is not None and request.may_be_shared:
+            assert request.host_slots is not None
+            salt = request.generate.cache_salt
+            request.host_slots = prefixes.insert(request.shared_token_ids, request.host_slots, salt)
+
+    def _release_prefix(self, request: Request) -> None:
+        """At once: nobody writes to slots that are cached."""
+        if request.host_slots is not None:
+            self._coordinator.host.release(request.host_slots)
+            request.host_slots = None
 
     def _release_host(self, request: Request) -> None:
         assert request.host_slots is not None
@@ -88,9 +187,9 @@ class SlotManager:
         request.host_slots = None
 
     def _free_host_slots(self, short: int, can_wait: bool) -> bool:
-        """Drop the youngest request that holds host slots, as `short` requests lack some.
+        """Drop the last request that holds host slots, as `short` requests lack some.
 
-        False if none is dropped: only the oldest holds any, or as many slots are about to become free. Of slots in
+        False if none is dropped: only the first holds any, or as many slots are about to become free. Of slots in
         quarantine nobody knows how long they stay there, so if no request can go on meanwhile (`can_wait` is False),
         only those count that have just come there.
         """

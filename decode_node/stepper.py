@@ -8,9 +8,15 @@ import structlog
 
 from base.metrics import Metrics
 from control.messages import Token
-from decode_node.request import Request
+from decode_node.grammars import Grammars
+from decode_node.request import Request, RequestState
+from engine.adjustments import Ban
+from engine.agreement import GroupFailed
 from engine.batch import Batch
+from engine.grammar.errors import GrammarViolation
+from engine.ranks import RankGroup
 from engine.runner import LaunchedStep, ModelRunner
+from engine.sampling import NoToken
 from hisparse.coordinator import HiSparseCoordinator
 
 log = structlog.get_logger(__name__)
@@ -28,14 +34,20 @@ class Stepper:
         runner: ModelRunner,
         coordinator: HiSparseCoordinator,
         metrics: Metrics,
+        grammars: Grammars,
         on_failure: Callable[[Sequence[str], Exception], None],
+        ranks: RankGroup | None = None,
     ) -> None:
         self._runner = runner
+        self._grammars = grammars
         self._coordinator = coordinator
         self._metrics = metrics
         self._on_failure = on_failure
+        self._ranks = ranks
         self._launched: LaunchedStep | None = None
         """The step whose tokens are not sampled yet."""
+        self._requests: tuple[Request, ...] = ()
+        """Those of that step, entry by entry."""
         self._in_flight: LaunchedStep | None = None
         """The step whose tokens are being sampled and were not taken yet."""
         self._stepped: set[str] = set()
@@ -47,8 +59,14 @@ class Stepper:
         return self._in_flight is None and self._launched is None
 
     def launch(self, requests: Sequence[Request]) -> None:
-        """Queue a step that computes one token of each request. All must have room for it."""
+        """Queue a step that computes one token of each request. All must have room for it.
+
+        In a group all ranks launch one, if any has requests. Raises GroupFailed where that is not possible.
+        """
+        padded = len(requests) if self._ranks is None else self._ranks.agree(len(requests)).batch
         if not requests:
+            if padded:
+                self._pad(padded)
             return
         ids = tuple(request.request_id for request in requests)
         batch = Batch(
@@ -61,11 +79,12 @@ class Stepper:
             request.launched += 1
         self._metrics.decode_batch_size.observe(len(requests))
         self._stepped.update(ids)
-        with self._guarded(batch):
-            self._launched = self._runner.launch(batch)
+        with self._guarded(batch), self._in_group():
+            self._launched = self._runner.launch(batch, padded)
+            self._requests = tuple(requests)
 
-    def take(self) -> list[tuple[str, Token | None]]:
-        """Wait for the tokens of the step in flight: (request id, token or None if its logits were not finite)."""
+    def take(self) -> list[tuple[str, Token | NoToken]]:
+        """Wait for the tokens of the step in flight, with the ids of their requests."""
         step, self._in_flight = self._in_flight, None
         if step is not None:
             with self._guarded(step.batch):
@@ -73,12 +92,26 @@ class Stepper:
         return []
 
     def sample(self) -> None:
-        """Queue the sampling of the step that was launched, which is in flight from now on."""
+        """Queue the sampling of the step that was launched, which is in flight from now on.
+
+        By now all tokens before it were taken, on which depends what its requests may get. The masks of grammars are
+        written here, while the device computes the forward pass.
+        """
         step, self._launched = self._launched, None
         if step is None:
             return
         with self._guarded(step.batch):
-            self._runner.sample(step)
+            alive = [request if request.state is not RequestState.FINISHED else None for request in self._requests]
+            masks = self._grammars.masks(alive)
+            for entry, reason in masks.failed.items():
+                self._on_failure([step.batch.request_ids[entry]], GrammarViolation(reason))
+            bans = [
+                Ban(entry, token_id)
+                for entry, request in enumerate(self._requests)
+                if request.adjusts
+                for token_id in request.banned_tokens()
+            ]
+            self._runner.sample(step, bans, masks.words)
             self._in_flight = step
 
     def take_stepped(self) -> set[str]:
@@ -88,11 +121,29 @@ class Stepper:
         self._stepped = set() if self._in_flight is None else set(self._in_flight.batch.request_ids)
         return stepped
 
+    def _pad(self, padded: int) -> None:
+        """Take part in a step of the other ranks."""
+        with self._in_group():
+            self._runner.pad(padded)
+
     @contextmanager
-    def _guarded(self, batch: Batch) -> Iterator[None]:
-        """An error costs the requests of the batch, and is not raised."""
+    def _in_group(self) -> Iterator[None]:
+        """An error in a forward pass costs the whole group: the other ranks wait for this one in a collective."""
         try:
             yield
+        except Exception as error:
+            if self._ranks is None:
+                raise
+            log.exception("the step of the group failed")
+            raise self._ranks.failure(error) from error
+
+    @contextmanager
+    def _guarded(self, batch: Batch) -> Iterator[None]:
+        """An error costs the requests of the batch, and is not raised, unless it is the group's."""
+        try:
+            yield
+        except GroupFailed:
+            raise
         except Exception as error:
             log.exception("decode step failed", batch=len(batch))
             self._runner.give_up(batch)

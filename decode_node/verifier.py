@@ -1,4 +1,4 @@
-"""Verifies checksums of arrived KV on a thread of its own: hashing hundreds of megabytes must not delay decoding."""
+"""Hashes KV on a thread of its own, what arrived and what is lent: hundreds of megabytes must not delay decoding."""
 
 import queue
 import threading
@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import structlog
 
-from control.messages import AttemptId, BufferInfo, Checksums
+from control.messages import AttemptId, BufferInfo, Checksum, Checksums
 from decode_node.attempt import ChunkNumber, PrefillAttempt
-from transfer.checksum import Mismatch, verify
+from transfer.checksum import Mismatch, digests, verify
+from transfer.planner import Int64s
 
 log = structlog.get_logger(__name__)
 
@@ -49,25 +50,45 @@ class Verified:
         return [_describe(mismatch) for mismatch in self.mismatches[:_MAX_NAMED]]
 
 
+@dataclass(frozen=True, eq=False)
+class Digesting:
+    """Slots of which the digests are wanted. slots: int64 [n], of the positions from `start` on."""
+
+    attempt_id: AttemptId
+    start: int
+    slots: Int64s
+
+
+@dataclass(frozen=True)
+class Digested:
+    """Digests of all that was asked for. error: why they could not be computed."""
+
+    attempt_id: AttemptId
+    checksums: Checksums
+    error: str | None = None
+
+
 class Verifier:
-    """One thread with a bounded queue. `report` is called on that thread, once for each accepted verification.
+    """One thread with a bounded queue. `report` is called on that thread, once for each task that was accepted.
 
     The slots of an attempt may be given up and reused while they are hashed. They are only read, and nobody uses the
     result of an attempt that was given up.
     """
 
-    def __init__(self, buffers: BufferInfo, report: Callable[[Verified], None], max_waiting: int = 1024) -> None:
+    def __init__(
+        self, buffers: BufferInfo, report: Callable[[Verified | Digested], None], max_waiting: int = 1024
+    ) -> None:
         self._buffers = buffers
         self._report = report
-        self._waiting: queue.Queue[Verification | None] = queue.Queue(max_waiting)
+        self._waiting: queue.Queue[Verification | Digesting | None] = queue.Queue(max_waiting)
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._work, name="verify", daemon=True)
         self._thread.start()
 
-    def submit(self, verification: Verification) -> bool:
-        """Queue a verification. False, and nothing is queued, if too many are waiting."""
+    def submit(self, task: Verification | Digesting) -> bool:
+        """Queue a task. False, and nothing is queued, if too many are waiting."""
         try:
-            self._waiting.put_nowait(verification)
+            self._waiting.put_nowait(task)
         except queue.Full:
             return False
         return True
@@ -79,12 +100,23 @@ class Verifier:
         self._thread.join()
 
     def _work(self) -> None:
-        while (verification := self._waiting.get()) is not None:
+        while (task := self._waiting.get()) is not None:
             if self._closing.is_set():
                 continue
-            verified = self._verify(verification)
+            result = self._verify(task) if isinstance(task, Verification) else self._digest(task)
             if not self._closing.is_set():
-                self._report(verified)
+                self._report(result)
+
+    def _digest(self, task: Digesting) -> Digested:
+        found: list[Checksum] = []
+        error = None
+        try:
+            found += digests(self._buffers, task.slots, task.start, go_on=lambda: not self._closing.is_set())
+        except Exception as failure:
+            # The node that asked computes instead; the thread goes on.
+            log.exception("digests failed", **task.attempt_id.log_fields)
+            error = str(failure)
+        return Digested(task.attempt_id, Checksums.of(found), error)
 
     def _verify(self, verification: Verification) -> Verified:
         attempt, chunk, checksums = verification.attempt, verification.chunk, verification.checksums

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from control.messages import BufferInfo
+from hisparse.extents import SlotAccountingError
 from hisparse.host_memory import HostMemory
 from hisparse.layout import KVLayout
 from transfer.planner import Int64s
@@ -17,7 +18,8 @@ from transfer.planner import Int64s
 class PagedKVPool:
     """Pages of KV items and index keys: uint8 `[layers][pages * page_size][bytes]`, the same page in every layer.
 
-    A row is one token in one layer; page p holds the rows [p * page_size, (p + 1) * page_size).
+    A row is one token in one layer; page p holds the rows [p * page_size, (p + 1) * page_size). A page may have several
+    owners, and is free when none is left. One thread allocates, retains and frees.
     """
 
     def __init__(self, layout: KVLayout, num_pages: int, page_size: int, device: torch.device) -> None:
@@ -28,6 +30,7 @@ class PagedKVPool:
         self.kv = _zeros((layout.num_layers, rows, layout.item_bytes), device)
         self.index_keys = _zeros((layout.num_index_layers, rows, layout.index_key_bytes), device)
         self._free = deque(range(num_pages))
+        self._owners = np.zeros(num_pages, dtype=np.int32)
 
     @property
     def free_pages(self) -> int:
@@ -37,14 +40,28 @@ class PagedKVPool:
         return -(-num_tokens // self.page_size)
 
     def allocate(self, num_tokens: int) -> Int64s | None:
-        """Pages for so many tokens, int64, or None if there are not enough."""
+        """Pages for so many tokens, int64, with one owner, or None if there are not enough."""
         count = self.pages_for(num_tokens)
         if count > len(self._free):
             return None
-        return np.array([self._free.popleft() for _ in range(count)], dtype=np.int64)
+        pages = np.array([self._free.popleft() for _ in range(count)], dtype=np.int64)
+        self._owners[pages] = 1
+        return pages
+
+    def retain(self, pages: Int64s) -> None:
+        """One more owner for each of these different pages. Raises SlotAccountingError if one is free."""
+        self._check_owned(pages)
+        self._owners[pages] += 1
 
     def free(self, pages: Int64s) -> None:
-        self._free.extend(pages.tolist())
+        """One owner less for each of these different pages. Raises SlotAccountingError if one is free."""
+        self._check_owned(pages)
+        self._owners[pages] -= 1
+        self._free.extend(pages[self._owners[pages] == 0].tolist())
+
+    def _check_owned(self, pages: Int64s) -> None:
+        if not self._owners[pages].all():
+            raise SlotAccountingError(f"page {pages[self._owners[pages] == 0][0]} is free, but somebody uses it")
 
     def get_contiguous_buf_infos(self) -> BufferInfo:
         """One buffer per layer, then one per index layer; an item is one token's row."""

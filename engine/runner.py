@@ -1,16 +1,19 @@
 """Computes decode steps: forward pass, sampling, and what goes to the device and comes back."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import structlog
 import torch
 
 from control.messages import Sampling, Token
+from engine.adjustments import Ban, LogitAdjustments
 from engine.batch import Batch
 from engine.device import Download, check_device
 from engine.graphs import StepGraphs
-from engine.sampling import SamplingNeeds, draw, settings_of, tokens_of
+from engine.sampling import SETTINGS, NoToken, SamplingNeeds, draw, masked, settings_of, tokens_of
 from hisparse.coordinator import HiSparseCoordinator
 from hisparse.device_pool import upload
 from model.sparse_model import SparseModel
@@ -40,9 +43,9 @@ class ModelRunner:
         collect(n)       waits; stream, end and admit requests
         sample(n + 1)    with all that the host knows by now
 
-    Device state, by the row of a running request: the token that it computes next, which sampling writes, and its
-    sampling settings. A request that ended in step n is still in step n + 1. That does no harm, because the device
-    reuses its row only after that step.
+    Device state, by the row of a running request: the token that it computes next, which sampling writes, its sampling
+    settings, and what changes its logits. A request that ended in step n is still in step n + 1. That does no harm,
+    because the device reuses its row only after that step.
 
     One thread uses it, with the device that it computes on as the current one.
     """
@@ -60,7 +63,8 @@ class ModelRunner:
         self._model = model
         self._coordinator = coordinator
         self._next_tokens = torch.full((max_running,), _NO_TOKEN, dtype=torch.int64, device=device)
-        self._settings = torch.zeros((max_running, 3), dtype=torch.float64, device=device)
+        self._settings = torch.zeros((max_running, SETTINGS), dtype=torch.float64, device=device)
+        self._adjustments = LogitAdjustments(max_running, model.spec.vocab_size, device)
         self._inputs = torch.full((3, max_running), -1, dtype=torch.int64, device=device)
         """Rows, newest positions, and the bits of random numbers; -1 for padding."""
         self._graphs: StepGraphs | None = None
@@ -68,40 +72,63 @@ class ModelRunner:
             rows, newest, _ = self._inputs
             self._graphs = StepGraphs(model, coordinator, self._next_tokens, rows, newest, context_length)
 
-    def admit(self, request_id: str, token_id: int, sampling: Sampling) -> None:
-        """Set up the row of a request that was just admitted. token_id: its newest token, which is computed next."""
+    def admit(self, request_id: str, prompt_ids: Sequence[int], generated: Sequence[int], sampling: Sampling) -> None:
+        """Set up the row of a request that was just admitted. The newest of its tokens is computed next."""
         row = self._coordinator.row(request_id)
-        upload([token_id], self._next_tokens[row : row + 1])
+        upload([generated[-1] if generated else prompt_ids[-1]], self._next_tokens[row : row + 1])
         upload(np.array(settings_of(sampling, self._model.spec.vocab_size)), self._settings[row])
+        self._adjustments.admit(row, sampling, prompt_ids, generated)
 
     @torch.inference_mode()
-    def launch(self, batch: Batch) -> LaunchedStep:
-        """Queue the forward pass of a step that the coordinator has begun, and the copy of its new KV to the host."""
-        size, places = len(batch), batch.places
+    def launch(self, batch: Batch, padded: int | None = None) -> LaunchedStep:
+        """Queue the forward pass of a step that the coordinator has begun, and the copy of its new KV to the host.
+
+        padded: requests that the step computes, those of the batch and padding; by default only the batch's.
+        """
         inputs = np.full(self._inputs.shape, -1, dtype=np.int64)
-        inputs[:, :size] = places.rows, places.newest, batch.uniforms.view(np.int64)
+        inputs[:, : len(batch)] = batch.places.rows, batch.places.newest, batch.uniforms.view(np.int64)
+        return LaunchedStep(batch, self._forward(inputs, padded or len(batch))[: len(batch)])
+
+    @torch.inference_mode()
+    def pad(self, padded: int) -> None:
+        """Queue the forward pass of a step that has nothing but padding: other ranks of the group have requests."""
+        self._forward(np.full(self._inputs.shape, -1, dtype=np.int64), padded)
+
+    def _forward(self, inputs: npt.NDArray[np.int64], size: int) -> torch.Tensor:
+        """The logits of a step of `size` requests, padding included."""
         upload(inputs, self._inputs)
-        longest = int(places.newest.max()) + 1
+        longest = max(1, int(inputs[1].max()) + 1)
         if self._graphs is not None:
-            return LaunchedStep(batch, self._graphs.replay(size, longest))
+            return self._graphs.replay(size, longest)
         rows, newest = self._inputs[0, :size], self._inputs[1, :size]
-        step = self._coordinator.cache(rows, newest, longest, lengths=tuple((places.newest + 1).tolist()))
-        logits = self._model.decode(self._next_tokens[rows], newest, step)
+        step = self._coordinator.cache(rows, newest, longest, lengths=tuple((inputs[1, :size] + 1).tolist()))
+        logits = self._model.decode(self._next_tokens[rows.clamp(min=0)], newest.clamp(min=0), step)
         step.finish()
         step.verify()
-        return LaunchedStep(batch, logits)
+        return logits
 
     @torch.inference_mode()
-    def sample(self, step: LaunchedStep) -> None:
-        """Queue the drawing of a step's tokens, which are the input of each request's next step."""
+    def sample(self, step: LaunchedStep, bans: Sequence[Ban] = (), masks: torch.Tensor | None = None) -> None:
+        """Queue the drawing of a step's tokens, which are the input of each request's next step.
+
+        bans: tokens that requests may not get now. masks: the tokens that each request may get, int32 [batch,
+        ceil(vocab / 32)], see `engine.sampling.unpacked`, in pinned memory if the device is another; None: all. They
+        may be changed once the step is collected.
+        """
         rows, _, uniforms = self._inputs[:, : len(step.batch)]
         needs = SamplingNeeds.of(step.batch.sampling)
-        drawn = draw(step.logits, self._settings[rows].T, uniforms.view(torch.float64), needs)
-        self._next_tokens[rows] = drawn[:, 0].long().clamp(min=_NO_TOKEN)
+        changed = self._adjustments.apply(step.logits, rows, bans) if needs.adjusted else step.logits
+        if masks is not None:
+            changed = masked(changed, masks)
+        drawn = draw(step.logits, self._settings[rows].T, uniforms.view(torch.float64), needs, changed)
+        token_ids = drawn[:, 0].long()
+        if needs.adjusted:
+            self._adjustments.count(rows, token_ids)
+        self._next_tokens[rows] = token_ids.clamp(min=_NO_TOKEN)
         step.drawn = Download(drawn)
 
-    def collect(self, step: LaunchedStep) -> list[Token | None]:
-        """Wait for the tokens of a sampled step, request by request; None where the logits were not finite numbers."""
+    def collect(self, step: LaunchedStep) -> list[Token | NoToken]:
+        """Wait for the tokens of a sampled step, request by request."""
         assert step.drawn is not None, "a step is collected after it was sampled"
         drawn = step.drawn.wait()
         self._coordinator.step_over(step.batch.places.number)

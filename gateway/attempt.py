@@ -1,7 +1,8 @@
 """One attempt to have a request generated: the decode node that has it, and the tokens that arrived from there.
 
 Messages may be lost, but each says which index its tokens begin at, so a gap shows as soon as a later token arrives.
-Tokens behind a gap are dropped; the decode client asks for all tokens from the gap on.
+Tokens behind a gap are dropped; the decode client asks for all tokens from the gap on. Log probabilities of the prompt
+that are missing when the first token comes are a gap before it.
 """
 
 import asyncio
@@ -9,7 +10,10 @@ from dataclasses import dataclass, field
 
 import structlog
 
+from control.block_hashes import BlockHashes
+from control.grammar import Grammar
 from control.messages import FinishReason, Output, Peer, Sampling, Token
+from control.prompt_logprobs import PromptLogprobs, PromptLogprobTable
 from gateway.errors import ApiError
 
 log = structlog.get_logger(__name__)
@@ -28,6 +32,15 @@ class TokenizedRequest:
     """Whether the client gets tokens as they come, rather than all of them at the end."""
     arrived: float
     deadline: float
+    priority: int = 0
+    grammar: Grammar | None = None
+    prompt_logprobs: int | None = None
+    """How many alternatives to report with each token of the prompt; None: no log probabilities."""
+    group: str = ""
+    """Choices of one prompt have the same group, and are generated at one node as long as it does not fail them."""
+    block_hashes: BlockHashes | None = field(default=None, compare=False)
+    """Of the prompt's blocks, by which the gateway looks for a node that has them; None if it does not."""
+    cache_salt: str = ""
 
     @property
     def tokens(self) -> int:
@@ -42,11 +55,15 @@ class NewTokens:
     """Tokens of an answer, in order and each once. The last ones come with a finish reason.
 
     first: the answer begins with these tokens. Earlier ones came from a node that failed and no longer count.
+    prompt: with the first tokens, the log probabilities of the prompt, if they were asked for. cached_tokens: with the
+    first ones, tokens of the prompt that were not computed.
     """
 
     tokens: tuple[Token, ...]
     finish_reason: FinishReason | None
     first: bool
+    prompt: PromptLogprobTable | None = None
+    cached_tokens: int = 0
 
 
 class NodeFailed(Exception):
@@ -84,9 +101,17 @@ class Attempt:
     received: int = 0
     """Tokens that have arrived, none missing before the last."""
     gap: _Gap | None = None
+    accepted: bool = False
+    """The node has said that it has the request."""
     over: bool = False
     """The node holds nothing of the request any more, and everything that it sent has arrived."""
     failed: bool = False
+    prompt: PromptLogprobTable | None = field(init=False)
+    """The log probabilities of the prompt that have arrived, if they were asked for."""
+
+    def __post_init__(self) -> None:
+        asked, tokens = self.request.prompt_logprobs, len(self.request.prompt_ids)
+        self.prompt = None if asked is None else PromptLogprobTable(tokens, asked)
 
     @property
     def missing_from(self) -> int | None:
@@ -97,10 +122,12 @@ class Attempt:
         """Take new tokens. Ignores repeated ones."""
         if self.over:
             return
-        if output.finish_reason in ("error", "abort"):
+        if output.finish_reason in ("error", "abort", "invalid"):
             self.over, self.gap = True, None
             self.fail(self._failure(output))
-        elif output.start > self.received:
+        elif output.prompt_logprobs is not None:
+            self._take_prompt(output.prompt_logprobs)
+        elif output.start > self.received or (self.prompt is not None and not self.prompt.complete):
             self._note_gap(output, now)
         else:
             self._take(output, now)
@@ -118,11 +145,19 @@ class Attempt:
             raise event
         return event
 
+    def _take_prompt(self, piece: PromptLogprobs) -> None:
+        problem = "log probabilities that were not asked for" if self.prompt is None else self.prompt.problem(piece)
+        if problem is not None:
+            log.warning("wrong log probabilities", request_id=self.request.request_id, reason=problem)
+            self.fail(self.request.failed("the request failed at its decode node"))
+        elif self.prompt is not None:
+            self.prompt.add(piece)
+
     def _note_gap(self, output: Output, now: float) -> None:
         known = max(output.start + len(output.tokens), self.gap.known if self.gap else 0)
         if self.gap is None or self.gap.start != self.received:
             # In the second case a part of what was sent again was lost, too.
-            self.gap = _Gap(self.received, output.start, known, now)
+            self.gap = _Gap(self.received, max(output.start, self.received + 1), known, now)
         self.gap.known = known
 
     def _take(self, output: Output, now: float) -> None:
@@ -135,11 +170,14 @@ class Attempt:
                 self.gap = None
         self.over = output.finish_reason is not None
         if tokens or self.over:
-            self.events.put_nowait(NewTokens(tokens, output.finish_reason, first))
+            prompt = self.prompt if first else None
+            self.events.put_nowait(NewTokens(tokens, output.finish_reason, first, prompt, output.cached_tokens))
 
     def _failure(self, output: Output) -> Exception:
         if output.finish_reason == "abort":
             return NodeFailed(f"aborted by its decode node: {output.error or 'no reason given'}")
+        if output.finish_reason == "invalid":
+            return ApiError(400, output.error or "the request cannot be carried out")
         log.warning(
             "decode node ended a request with an error",
             request_id=output.request_id,

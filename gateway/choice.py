@@ -1,9 +1,9 @@
 """The text of one answer, made of its tokens as they arrive."""
 
-from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from control.messages import FinishReason, Token
+from control.prompt_logprobs import PromptLogprobTable
 from gateway.attempt import NewTokens
 from gateway.detokenizer import Detokenizer, StopMatcher
 from gateway.tokenizer import CheckpointTokenizer
@@ -13,7 +13,8 @@ from gateway.tokenizer import CheckpointTokenizer
 class Delta:
     """What new tokens add to an answer. The text of a token may come with a later delta than its id.
 
-    offsets: where in the answer's text each token begins, counted with the stop string. first: as in NewTokens.
+    offsets: where in the answer's text each token begins, counted with the stop string. first, prompt: as in
+    NewTokens. stop: the stop string that ended the answer.
     """
 
     text: str
@@ -21,36 +22,70 @@ class Delta:
     offsets: tuple[int, ...]
     finish_reason: FinishReason | None
     first: bool = False
+    stop: str | None = None
+    prompt: PromptLogprobTable | None = None
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """How the text of an answer is made of its tokens.
+
+    stops: strings that end it. stop_token_ids: tokens that end it. includes_stop: these are part of the text.
+    min_tokens: before so many tokens nothing ends it. skipped: special tokens that are not part of the text.
+    prompt_only: it has no tokens. One was generated, since a decode node generates at least one.
+    """
+
+    stops: tuple[str, ...] = ()
+    stop_token_ids: frozenset[int] = frozenset()
+    includes_stop: bool = False
+    min_tokens: int = 0
+    skipped: frozenset[int] = frozenset()
+    prompt_only: bool = False
 
 
 class Choice:
-    """Detokenizes an answer and ends it at a stop string. A stop token is not part of the text."""
+    """Detokenizes an answer and ends it at a stop string."""
 
-    def __init__(self, tokenizer: CheckpointTokenizer, stops: Sequence[str], stop_token_ids: Collection[int]) -> None:
-        self._detokenizer = Detokenizer(tokenizer.decode, tokenizer.skips)
-        self._matcher = StopMatcher(stops)
-        self._stop_token_ids = frozenset(stop_token_ids)
+    def __init__(self, tokenizer: CheckpointTokenizer, options: TextOptions) -> None:
+        self._options = options
+        self._detokenizer = Detokenizer(
+            tokenizer.decode, lambda token_id: token_id in options.skipped or not tokenizer.knows(token_id)
+        )
+        self._matcher = StopMatcher(options.stops, options.includes_stop)
+        self._tokens = 0
         self._length = 0
         """Characters that the detokenizer has returned."""
 
     def push(self, new: NewTokens) -> Delta:
         """Text and tokens, cut after the token that completed a stop string."""
+        options = self._options
+        if options.prompt_only:
+            return Delta("", (), (), "length", new.first, prompt=new.prompt)
         text = ""
         offsets: list[int] = []
         for token in new.tokens:
             offsets.append(self._length)
-            if token.token_id not in self._stop_token_ids:
-                text += self._match(self._detokenizer.push(token.token_id))
+            self._tokens += 1
+            if options.includes_stop or token.token_id not in options.stop_token_ids:
+                piece = self._detokenizer.push(token.token_id)
+                self._length += len(piece)
+                text += self._matcher.push(piece, ends=self._tokens >= options.min_tokens)
             if self._matcher.matched:
                 break
         finish_reason = new.finish_reason
         if finish_reason is not None and not self._matcher.matched:
-            text += self._match(self._detokenizer.finish())
+            piece = self._detokenizer.finish()
+            self._length += len(piece)
+            text += self._matcher.push(piece, ends=True)
             text += self._matcher.finish()
         if self._matcher.matched:
             finish_reason = "stop"
-        return Delta(text, new.tokens[: len(offsets)], tuple(offsets), finish_reason, new.first)
-
-    def _match(self, text: str) -> str:
-        self._length += len(text)
-        return self._matcher.push(text)
+        return Delta(
+            text,
+            new.tokens[: len(offsets)],
+            tuple(offsets),
+            finish_reason,
+            new.first,
+            self._matcher.stop,
+            new.prompt,
+        )

@@ -5,12 +5,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from base.errors import StartupError
 from base.flags import Flag
 from service.config import ControlPort, Port, ProcessConfig
 
+CallParserName = Literal["auto", "deepseek_v32", "glm47", "hermes", "none"]
 API_KEYS_VARIABLE = "HISPARSE_PD_API_KEY"
 """The environment variable with the API keys of clients."""
 
@@ -52,6 +53,9 @@ class GatewayConfig(ProcessConfig):
         Path | None,
         Flag("File of keys that clients must present, one a line; read again when it changes."),
     ] = None
+    prefix_cache_per_key: Annotated[
+        bool, Flag("Clients with different API keys share no cached prefixes: none can tell what others have sent.")
+    ] = False
     ssl_certfile: Annotated[Path | None, Flag("Certificate chain (PEM): serve HTTPS.")] = None
     ssl_keyfile: Annotated[Path | None, Flag("Private key (PEM) of --ssl-certfile.")] = None
     max_body_mib: Annotated[
@@ -72,6 +76,28 @@ class GatewayConfig(ProcessConfig):
     max_concurrent_requests: Annotated[
         int, Flag("Requests that the gateway holds at a time; beyond it clients get 429.", min=1)
     ] = 1024
+    chat_template: Annotated[Path | None, Flag("Jinja template of chats; default: the checkpoint's.")] = None
+    tool_call_parser: Annotated[
+        CallParserName,
+        Flag("How the model writes tool calls; auto: as its chat template teaches. none: calls stay text."),
+    ] = "auto"
+    reasoning_parser: Annotated[
+        Literal["auto", "none"], Flag("Whether reasoning is taken out of the text; none: it stays there.")
+    ] = "auto"
+    routing: Annotated[
+        Literal["prefix", "least-loaded"],
+        Flag("prefix: a request goes where its prefix is cached, unless that node is much fuller than others."),
+    ] = "prefix"
+    max_routed_tokens: Annotated[
+        int,
+        Flag(
+            "Tokens of each node's prefix cache that the gateway remembers, the last used; 64 take some 100 bytes.",
+            min=1,
+        ),
+    ] = 2**26
+    strict_fields: Annotated[bool, Flag("Refuse fields of requests that nobody knows, instead of ignoring them.")] = (
+        False
+    )
     header_timeout: Annotated[
         float,
         Flag(

@@ -79,7 +79,8 @@ class DecodeClient:
         """Take a decode node's message."""
         match message:
             case Accepted():
-                self._control.answered(_key("generate", message.request_id, sender))
+                if attempt := self._attempt(message.request_id, sender):
+                    self._accepted(attempt)
             case Rejected():
                 self._control.answered(_key("generate", message.request_id, sender))
                 self._stop_cancelling(message.request_id, sender)
@@ -136,7 +137,9 @@ class DecodeClient:
         failures: why each node failed it, by boot id.
         """
         now = time.monotonic()
-        node = self._registry.pick_decode(request.tokens, failures.keys(), now)
+        cached = self._registry.cached(request.block_hashes)
+        node = self._node_of_group(request, failures)
+        node = node or self._registry.pick_decode(request.tokens, failures.keys(), now, cached)
         if self._closed:
             raise unavailable("the gateway is shutting down")
         if node is None:
@@ -145,7 +148,7 @@ class DecodeClient:
                 text, retry_after = "all decode nodes are full; try again later", max(1, math.ceil(min(full)))
                 raise ApiError(429, text, code="queue_full", retry_after=retry_after)
             raise unavailable(self._registry.missing(now) or "no decode node could take the request; try again")
-        prefill_nodes = self._registry.rank_prefill(now, len(request.prompt_ids))
+        prefill_nodes = self._registry.rank_prefill(now, len(request.prompt_ids), cached)
         attempt = self._attempts[request.request_id] = Attempt(request, node, started=now)
         generate = Generate(
             request_id=request.request_id,
@@ -153,14 +156,28 @@ class DecodeClient:
             max_new_tokens=request.max_new_tokens,
             sampling=request.sampling,
             stop_token_ids=request.stop_token_ids,
+            priority=request.priority,
+            grammar=request.grammar,
+            group=request.group,
+            prompt_logprobs=request.prompt_logprobs,
+            cache_salt=request.cache_salt,
             prefill_nodes=tuple(prefill_nodes),
             longest_prompts=self._registry.longest_prompts(now),
+            prefill_ranks=self._registry.prefill_ranks(now),
         )
         self._control.repeat(_key("generate", request.request_id, node), node, generate)
         self._registry.assign(node, request.tokens)
         if prefill_nodes:
-            self._registry.assign(prefill_nodes[0], len(request.prompt_ids))
+            to_compute = len(request.prompt_ids) - cached.get(prefill_nodes[0].boot_id, 0)
+            self._registry.assign(prefill_nodes[0], to_compute)
         return attempt
+
+    def _node_of_group(self, request: TokenizedRequest, failures: dict[str, NodeFailed]) -> Peer | None:
+        """The node that generates other choices of the same prompt, unless it has failed this one."""
+        for attempt in self._attempts.values() if request.group else ():
+            if attempt.request.group == request.group and attempt.node.boot_id not in failures and not attempt.failed:
+                return attempt.node
+        return None
 
     def _end(self, attempt: Attempt) -> None:
         """The one way in which an attempt ends."""
@@ -185,7 +202,7 @@ class DecodeClient:
     def _deliver_output(self, sender: Peer, output: Output) -> None:
         attempt = self._attempt(output.request_id, sender)
         if attempt is not None:
-            self._control.answered(_key("generate", output.request_id, sender))
+            self._accepted(attempt)
             self._take(attempt, output)
         if output.finish_reason is None:
             if attempt is None:
@@ -193,6 +210,12 @@ class DecodeClient:
         elif attempt is None or attempt.over:
             self._control.send(sender, Ended(request_id=output.request_id))
             self._stop_cancelling(output.request_id, sender)
+
+    def _accepted(self, attempt: Attempt) -> None:
+        """Stop repeating the request: once, since waking the control thread costs as much as a token."""
+        if not attempt.accepted:
+            attempt.accepted = True
+            self._control.answered(_key("generate", attempt.request.request_id, attempt.node))
 
     def _take(self, attempt: Attempt, output: Output) -> None:
         """Take new tokens, and ask for those that are missing before them."""

@@ -81,20 +81,29 @@ class StopMatcher:
     Holds back text that may be the beginning of a stop string, so the result does not depend on how the text arrives.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], includes_stop: bool = False) -> None:
+        """includes_stop: the stop string is part of the text."""
         self._stops = sorted(stops, key=len, reverse=True)
+        self._includes_stop = includes_stop
         self._held = ""
-        self.matched = False
+        self.stop: str | None = None
+        """The stop string that ended the text."""
 
-    def push(self, text: str) -> str:
-        """The text that cannot be part of a stop string."""
+    @property
+    def matched(self) -> bool:
+        return self.stop is not None
+
+    def push(self, text: str, ends: bool = True) -> str:
+        """The text that cannot be part of a stop string. ends: whether one that is complete ends the text."""
         if self.matched:
             return ""
         self._held += text
-        ends = [(start + len(stop), start) for stop in self._stops if (start := self._held.find(stop)) >= 0]
-        if ends:
-            self.matched = True
-            released, self._held = self._held[: min(ends)[1]], ""
+        if not ends:
+            return self._release(self._start_of_candidate())
+        found = [(start + len(stop), start, stop) for stop in self._stops if (start := self._held.find(stop)) >= 0]
+        if found:
+            end, start, self.stop = min(found)
+            released, self._held = self._held[: end if self._includes_stop else start], ""
             return released
         return self._release(self._start_of_candidate())
 

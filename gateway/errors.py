@@ -1,4 +1,4 @@
-"""Errors that clients are told, as OpenAI error objects."""
+"""Errors that clients are told, as OpenAI's error objects or, where its API is spoken, as Anthropic's."""
 
 import math
 from dataclasses import KW_ONLY, dataclass
@@ -6,12 +6,25 @@ from typing import Any
 
 from starlette.responses import JSONResponse, Response
 
+ANTHROPIC_PATH = "/v1/messages"
+"""Errors at this path and below are Anthropic's."""
+
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 _TYPES = {429: "rate_limit_error", 503: "service_unavailable_error", 504: "timeout_error"}
 
 
 @dataclass(eq=False)
 class ApiError(Exception):
-    """An OpenAI error object with its HTTP status. `retry_after` is in seconds."""
+    """An error with its HTTP status. `retry_after` is in seconds."""
 
     status: int
     message: str
@@ -27,7 +40,13 @@ class ApiError(Exception):
         kind = _TYPES.get(self.status) or ("invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> Response:
+    def anthropic_body(self) -> dict[str, Any]:
+        kind = _ANTHROPIC_TYPES.get(self.status) or ("invalid_request_error" if self.status < 500 else "api_error")
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
+
+    def response(self, path: str = "") -> Response:
+        """path: of the request, which decides the form."""
+        anthropic = path == ANTHROPIC_PATH or path.startswith(ANTHROPIC_PATH + "/")
         headers = {}
         if self.retry_after is not None:
             headers["Retry-After"] = str(max(1, math.ceil(self.retry_after)))
@@ -36,7 +55,9 @@ class ApiError(Exception):
         if self.code == "draining":
             # A new connection leads the client's next attempt to a gateway that serves.
             headers["Connection"] = "close"
-        return JSONResponse(self.body(), status_code=self.status, headers=headers)
+        return JSONResponse(
+            self.anthropic_body() if anthropic else self.body(), status_code=self.status, headers=headers
+        )
 
 
 def shown(value: object) -> str:

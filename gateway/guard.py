@@ -63,13 +63,15 @@ class Guard:
             return
         counted = RequestBytes(self)
         try:
-            self._admit(Request(scope), counted)
+            client_key = self._admit(Request(scope), counted)
         except ApiError as error:
-            await error.response()(scope, receive, send)
+            await error.response(scope["path"])(scope, receive, send)
             return
         self.serving += 1
         try:
-            await self._app({**scope, "counted": counted}, self._bounded(receive, counted), send)
+            await self._app(
+                {**scope, "counted": counted, "client_key": client_key}, self._bounded(receive, counted), send
+            )
         finally:
             self.serving -= 1
             self.held -= counted.held
@@ -80,19 +82,35 @@ class Guard:
             raise self._busy("too_many_bytes", "holds as many bytes of requests as it may")
         self.held += size
 
-    def _admit(self, request: Request, counted: RequestBytes) -> None:
-        """Raises ApiError if the request is refused. The key comes first: others learn nothing about the limits."""
-        authorization = request.headers.get("authorization")
-        if self._keys is not None and not self._keys.accept((authorization or "").encode("latin-1")):
+    def _admit(self, request: Request, counted: RequestBytes) -> bytes:
+        """The key of the client, empty if it has none and needs none.
+
+        Raises ApiError if the request is refused. The key comes first: others learn nothing about the limits.
+        """
+        client_key = self._key_of(request, self._keys)
+        if client_key is None:
             message = "the API key is not one of this server's"
-            if authorization is None:
-                message = "no API key: expected the header 'Authorization: Bearer KEY'"
+            if not {"authorization", "x-api-key"} & set(request.headers):
+                message = "no API key: expected the header 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
             raise self._refusal("api_key", ApiError(401, message, code="invalid_api_key"))
         declared = int(request.headers.get("content-length", 0))
         self._check_size(declared)
         if self.serving >= self._limits.max_concurrent_requests:
             raise self._busy("too_many_requests", f"serves {self.serving} requests already")
         counted.body(declared)
+        return client_key
+
+    @staticmethod
+    def _key_of(request: Request, keys: ApiKeys | None) -> bytes | None:
+        """The accepted key that either header has, or None: OpenAI's clients send the first one, Anthropic's the
+        second. Where no key is needed, whatever is sent as one."""
+        bearer = request.headers.get("authorization", "").encode("latin-1")
+        alone = b"Bearer " + request.headers.get("x-api-key", "").encode("latin-1")
+        for header in (bearer, alone):
+            key = header.partition(b" ")[2].strip()
+            if keys.accept(header) if keys is not None else key:
+                return key
+        return b"" if keys is None else None
 
     def _bounded(self, receive: Receive, counted: RequestBytes) -> Receive:
         """`receive` that raises ApiError for a body that is too large: not every body declares its length."""

@@ -9,17 +9,30 @@ import structlog
 from base.errors import StartupError
 from base.logs import configure_logging
 from base.metrics import Metrics
-from control.keys import load_keys
-from control.messages import Accepted, Heartbeat, Leaving, Message, Outputs, Peer, Refused, Register, Rejected
+from control.block_hashes import BLOCK_TOKENS, BlockHasher
+from control.keys import cache_seed, load_keys
+from control.messages import (
+    Accepted,
+    CacheUpdate,
+    Heartbeat,
+    Leaving,
+    Message,
+    Outputs,
+    Peer,
+    Refused,
+    Register,
+    Rejected,
+)
 from control.plane import ControlPlane
-from gateway.completer import Completer
+from gateway.completer import Completer, chat_format_of
 from gateway.config import GatewayConfig
 from gateway.decode_client import DecodeClient
 from gateway.errors import ApiError, unavailable
 from gateway.guard import Guard, RequestLimits
 from gateway.keys import ApiKeys
+from gateway.prefix_index import PrefixIndex
 from gateway.registry import NodeRegistry
-from gateway.server import OpenAiServer
+from gateway.server import ApiServer
 from gateway.tokenizer import CheckpointTokenizer
 from service.connection import ConnectionLimits
 from service.descriptors import raise_file_limit
@@ -68,17 +81,19 @@ class Gateway:
         check_processes("--control-host", config.bound_control_host, config.key_dir, config.insecure)
         self._listener = bind_http(config.host, config.port)
         try:
-            tokenizer = CheckpointTokenizer(str(config.model_path))
+            tokenizer = CheckpointTokenizer(str(config.model_path), config.chat_template)
             context_length = _context_length(config, tokenizer)
             limits = _request_limits(config, context_length)
-            self.registry = NodeRegistry(tokenizer.identity)
+            self.registry = NodeRegistry(tokenizer.identity, _caches(config))
+            chat_format = chat_format_of(config, tokenizer)
+            cluster_keys = None if config.key_dir is None else load_keys(config.key_dir, "gateway")
             self.control = ControlPlane(
                 "gateway",
                 config.bound_control_host,
                 config.control_port,
                 config.advertised_host,
                 self._hand_over,
-                keys=None if config.key_dir is None else load_keys(config.key_dir, "gateway"),
+                keys=cluster_keys,
             )
         except StartupError:
             self._listener.close()
@@ -88,8 +103,17 @@ class Gateway:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping: asyncio.Event = asyncio.Event()
         self._client = DecodeClient(self.control, self.registry)
-        self._completer = Completer(config, tokenizer, self._client, self.registry, self.metrics, context_length)
-        app = OpenAiServer(self._completer, self._refusal).app()
+        self._completer = Completer(
+            config,
+            tokenizer,
+            chat_format,
+            self._client,
+            self.registry,
+            self.metrics,
+            context_length,
+            BlockHasher(cache_seed(cluster_keys)) if config.routing == "prefix" else None,
+        )
+        app = ApiServer(self._completer, self._refusal).app()
         app.include_router(status_router(self.metrics, self._missing, self._refresh))
         self._guard = Guard(app, keys, limits, self.metrics.http_refused)
         self._http = HttpServer(
@@ -108,7 +132,7 @@ class Gateway:
             "model": config.model_name,
             "context_length": context_length,
             "vocab_size": tokenizer.vocab_size,
-            "chat": tokenizer.has_chat_template,
+            "chat": None if chat_format is None else chat_format.name,
         }
 
     @property
@@ -161,6 +185,8 @@ class Gateway:
                 self.control.send(sender, self.registry.heartbeat(sender, message, time.monotonic()))
             case Register():
                 self._register(sender, message)
+            case CacheUpdate():
+                self.registry.note_cache(sender, message)
             case Leaving():
                 log.info("node leaves", role=sender.role, node=sender.address)
                 self.registry.leave(sender)
@@ -198,6 +224,10 @@ class Gateway:
         self.metrics.requests.labels(state="waiting").set(self._client.waiting)
         self.metrics.requests.labels(state="running").set(self._client.in_flight - self._client.waiting)
         self.metrics.note_control(self.control.malformed, self.control.undeliverable, self.control.refused)
+
+
+def _caches(config: GatewayConfig) -> PrefixIndex | None:
+    return PrefixIndex(config.max_routed_tokens // BLOCK_TOKENS) if config.routing == "prefix" else None
 
 
 def _context_length(config: GatewayConfig, tokenizer: CheckpointTokenizer) -> int:

@@ -4,13 +4,28 @@ A node is *live* while its heartbeats arrive and it is not leaving; only live no
 again as soon as it is heard, and forgotten after a minute. Pure logic: time is an argument, messages are return values.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
-from control.messages import CheckpointIdentity, Heartbeat, HeartbeatAck, Peer, Refused, Register, Registered, Role
+from control.block_hashes import BlockHashes
+from control.messages import (
+    CacheUpdate,
+    CheckpointIdentity,
+    Heartbeat,
+    HeartbeatAck,
+    Peer,
+    Refused,
+    Register,
+    Registered,
+    Role,
+)
+from gateway.prefix_index import PrefixIndex
+from gateway.prefix_routing import ranked
 
 SILENT_AFTER_S = 3.0
 FORGOTTEN_AFTER_S = 60.0
+_NOTHING_CACHED: Mapping[str, int] = MappingProxyType({})
 
 
 @dataclass
@@ -45,9 +60,11 @@ class Capacity:
 class NodeRegistry:
     """Known nodes by address. Not thread safe: the gateway's event loop owns it."""
 
-    def __init__(self, checkpoint: CheckpointIdentity | None = None) -> None:
-        """checkpoint: this gateway's own, which the nodes must have, too."""
+    def __init__(self, checkpoint: CheckpointIdentity | None = None, caches: PrefixIndex | None = None) -> None:
+        """checkpoint: this gateway's own, which the nodes must have, too. caches: what nodes have cached; None if that
+        does not matter."""
         self._checkpoint = checkpoint
+        self._caches = caches
         self._nodes: dict[str, Node] = {}
 
     def register(self, peer: Peer, offer: Register, now: float) -> Registered | Refused:
@@ -55,13 +72,14 @@ class NodeRegistry:
         self._forget_silent(now)
         known = self._nodes.get(peer.address)
         if known is not None and known.peer.boot_id != peer.boot_id:
-            del self._nodes[peer.address]
+            self._forget(known)
             known = None
         if peer.role != offer.role:
             return Refused(via=offer.via, reason=f"a {peer.role} process cannot register as {offer.role} node")
         conflict = self._conflict(peer, offer, now)
         if conflict:
-            self._nodes.pop(peer.address, None)
+            if known is not None:
+                self._forget(known)
             return Refused(via=offer.via, reason=f"{offer.role} node {peer.address} refused: {conflict}")
         if known is None:
             self._nodes[peer.address] = Node(peer, offer, last_heartbeat=now)
@@ -78,8 +96,8 @@ class NodeRegistry:
         self._forget_silent(now)
         node = self._find(peer)
         if node is not None and not node.live(now) and not node.leaving and self._conflict(peer, node.offer, now):
+            self._forget(node)
             node = None
-            del self._nodes[peer.address]
         if node is None:
             return HeartbeatAck(via=beat.via, known=False)
         node.last_heartbeat = now
@@ -90,7 +108,9 @@ class NodeRegistry:
             known=True,
             prefill_nodes=tuple(self.rank_prefill(now)),
             longest_prompts=self.longest_prompts(now),
+            prefill_ranks=self.prefill_ranks(now),
             leaving=tuple(n.peer.boot_id for n in self._nodes.values() if n.offer.role == "prefill" and n.leaving),
+            cache_serial=None if self._caches is None else self._caches.serial(peer.boot_id),
         )
 
     def leave(self, peer: Peer) -> None:
@@ -98,29 +118,53 @@ class NodeRegistry:
         if node := self._find(peer):
             node.leaving = True
 
-    def pick_decode(self, tokens: int, exclude: Collection[str], now: float) -> Peer | None:
-        """The usable decode node with the fewest outstanding KV tokens that takes a request of `tokens`.
+    def pick_decode(
+        self, tokens: int, exclude: Collection[str], now: float, cached: Mapping[str, int] = _NOTHING_CACHED
+    ) -> Peer | None:
+        """The best usable decode node that takes a request of `tokens`.
 
-        exclude: boot ids of nodes that are not considered.
+        exclude: boot ids of nodes that are not considered. cached: how many tokens of the prompt each node has, by boot
+        id. Without it the node with the fewest outstanding KV tokens is the best (`gateway.prefix_routing`).
         """
         candidates = [
             node
             for node in self._usable_decode(now)
             if node.peer.boot_id not in exclude and node.offer.max_request_tokens >= tokens
         ]
-        return min(candidates, key=lambda node: node.load).peer if candidates else None
+        best = _ranked(candidates, cached)
+        return best[0] if best else None
 
-    def rank_prefill(self, now: float, prompt_tokens: int = 0) -> list[Peer]:
-        """Ready prefill nodes by queued tokens. Those that do not take so long a prompt come last."""
+    def rank_prefill(
+        self, now: float, prompt_tokens: int = 0, cached: Mapping[str, int] = _NOTHING_CACHED
+    ) -> list[Peer]:
+        """Ready prefill nodes, the best first. Those that do not take so long a prompt come last.
 
-        def order(node: Node) -> tuple[bool, int]:
-            return node.offer.max_request_tokens < prompt_tokens, node.load
+        cached: how many tokens of the prompt each node has, by boot id. Without it the node with the fewest queued
+        tokens is the best.
+        """
+        ready = self._ready_prefill(now)
+        able = [node for node in ready if node.offer.max_request_tokens >= prompt_tokens]
+        return _ranked(able, cached) + _ranked([node for node in ready if node not in able], cached)
 
-        return [node.peer for node in sorted(self._ready_prefill(now), key=order)]
+    def cached(self, hashes: BlockHashes | None) -> dict[str, int]:
+        """How many tokens at the beginning of a prompt nodes have, by boot id, as far as is known here.
+
+        hashes: uint64 [blocks], of the prompt's blocks; None if they do not matter.
+        """
+        return {} if self._caches is None or hashes is None else self._caches.matched(hashes)
+
+    def note_cache(self, peer: Peer, update: CacheUpdate) -> None:
+        """What changed in the prefix cache of a node that is registered."""
+        if self._caches is not None and self.knows(peer):
+            self._caches.apply(peer.boot_id, update)
 
     def longest_prompts(self, now: float) -> dict[str, int]:
         """The longest prompt that each ready prefill node takes, by boot id."""
         return {node.peer.boot_id: node.offer.max_request_tokens for node in self._ready_prefill(now)}
+
+    def prefill_ranks(self, now: float) -> dict[str, tuple[Peer, ...]]:
+        """The other ranks of each ready prefill node that has some, by boot id."""
+        return {node.peer.boot_id: node.offer.ranks for node in self._ready_prefill(now) if node.offer.ranks}
 
     def assign(self, peer: Peer, tokens: int) -> None:
         """Count work sent to a node until its next heartbeat reports it."""
@@ -185,6 +229,18 @@ class NodeRegistry:
         return ""
 
     def _forget_silent(self, now: float) -> None:
-        for address, node in list(self._nodes.items()):
+        for node in list(self._nodes.values()):
             if now - node.last_heartbeat > FORGOTTEN_AFTER_S:
-                del self._nodes[address]
+                self._forget(node)
+
+    def _forget(self, node: Node) -> None:
+        del self._nodes[node.peer.address]
+        if self._caches is not None:
+            self._caches.forget(node.peer.boot_id)
+
+
+def _ranked(nodes: list[Node], cached: Mapping[str, int]) -> list[Peer]:
+    """The best first. Boot ids are unique: a process has one."""
+    by_boot = {node.peer.boot_id: node for node in nodes}
+    order = ranked(list(by_boot), cached, {boot: node.load for boot, node in by_boot.items()})
+    return [by_boot[boot].peer for boot in order]

@@ -1,47 +1,71 @@
-"""The /v1 routes: completions, chat completions and models, streaming, and error responses."""
+"""The HTTP routes of OpenAI's, Anthropic's and vLLM's APIs, and error responses."""
 
 import asyncio
-import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import structlog
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.types import Receive, Scope, Send
 
-from gateway.api import ChatCompletionRequest, CompletionRequest
+from gateway.answers.chat import ChatAnswer
+from gateway.answers.completions import CompletionAnswer, best
+from gateway.answers.messages import MessageAnswer
+from gateway.answers.responses import ResponseAnswer
+from gateway.answers.streamed import StreamedAnswer
 from gateway.choice import Delta
-from gateway.completer import ApiRequest, Completer
+from gateway.completer import Completer
 from gateway.errors import ApiError
 from gateway.guard import RequestBytes
-from gateway.responses import ChatFormat, CompletionFormat, ResponseFormat
+from gateway.openapi.document import document
+from gateway.prepared import ApiRequest
+from gateway.requests.chat import ChatCompletionRequest
+from gateway.requests.completions import CompletionRequest
+from gateway.requests.conversion import ConvertedRequest
+from gateway.requests.messages import CountTokensRequest, MessagesRequest
+from gateway.requests.responses import ResponsesRequest
+from gateway.requests.tokens import DetokenizeRequest, TokenizeRequest
+from gateway.streaming import CLIENT_LEFT, EventStream, events, unless_client_leaves
+from gateway.tokenizing import Tokenizing
 
-log = structlog.get_logger(__name__)
+_RequestKind = type[ApiRequest] | type[ConvertedRequest]
+_GENERATES: dict[str, tuple[_RequestKind, type[StreamedAnswer]]] = {
+    "/v1/completions": (CompletionRequest, CompletionAnswer),
+    "/v1/chat/completions": (ChatCompletionRequest, ChatAnswer),
+    "/v1/responses": (ResponsesRequest, ResponseAnswer),
+    "/v1/messages": (MessagesRequest, MessageAnswer),
+}
+"""By path, what the body is and how the answer is written."""
 
-_CLIENT_LEFT = 499
 
-
-class OpenAiServer:
-    """Answers the /v1 routes. `refusal` returns why no request can be taken now, or None."""
+class ApiServer:
+    """Answers the API's routes. `refusal` returns why no request can be taken now, or None."""
 
     def __init__(self, completer: Completer, refusal: Callable[[], ApiError | None]) -> None:
         self._completer = completer
+        self._tokenizing = Tokenizing(completer)
         self._refusal = refusal
         self._created = int(time.time())
+        self._document = document()
 
     def app(self) -> FastAPI:
         app = FastAPI(openapi_url=None)
         for error in (ApiError, HTTPException, ClientDisconnect, Exception):
             app.add_exception_handler(error, _error_response)
+        app.add_api_route("/openapi.json", self._openapi, methods=["GET"])
         app.add_api_route("/v1/models", self._models, methods=["GET"])
         app.add_api_route("/v1/models/{model:path}", self._one_model, methods=["GET"])
-        app.add_api_route("/v1/completions", self._completions, methods=["POST"])
-        app.add_api_route("/v1/chat/completions", self._chat_completions, methods=["POST"])
+        for path in _GENERATES:
+            app.add_api_route(path, self._answer, methods=["POST"])
+        app.add_api_route("/v1/messages/count_tokens", self._count_tokens, methods=["POST"])
+        app.add_api_route("/tokenize", self._tokenize, methods=["POST"])
+        app.add_api_route("/detokenize", self._detokenize, methods=["POST"])
         return app
+
+    async def _openapi(self, request: Request) -> Response:
+        return JSONResponse(self._document)
 
     async def _models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._model_card()]})
@@ -50,30 +74,43 @@ class OpenAiServer:
         self._completer.check_model(model)
         return JSONResponse(self._model_card())
 
-    async def _completions(self, request: Request) -> Response:
-        return await self._answer(request, CompletionRequest, CompletionFormat)
+    async def _count_tokens(self, request: Request) -> Response:
+        return await self._completer.read(await request.body(), CountTokensRequest, self._tokenizing.count)
 
-    async def _chat_completions(self, request: Request) -> Response:
-        return await self._answer(request, ChatCompletionRequest, ChatFormat)
+    async def _tokenize(self, request: Request) -> Response:
+        return await self._completer.read(await request.body(), TokenizeRequest, self._tokenizing.tokenize)
 
-    async def _answer(self, http: Request, kind: type[ApiRequest], format_kind: type[ResponseFormat]) -> Response:
-        body = await http.body()
-        return await _unless_client_leaves(http, self._generate(body, kind, format_kind, http.scope["counted"]))
+    async def _detokenize(self, request: Request) -> Response:
+        return await self._completer.read(await request.body(), DetokenizeRequest, self._tokenizing.detokenize)
+
+    async def _answer(self, http: Request) -> Response:
+        kind, answer_kind = _GENERATES[http.url.path]
+        work = self._generate(await http.body(), kind, answer_kind, http.scope["counted"], http.scope["client_key"])
+        return await unless_client_leaves(http, work)
 
     async def _generate(
-        self, body: bytes, kind: type[ApiRequest], format_kind: type[ResponseFormat], counted: RequestBytes
+        self,
+        body: bytes,
+        kind: _RequestKind,
+        answer_kind: type[StreamedAnswer],
+        counted: RequestBytes,
+        client_key: bytes,
     ) -> Response:
         """The complete answer, or a stream once it has its first tokens: until then an error has an HTTP status."""
-        request, tokenized = await self._completer.tokenize(body, kind)
-        counted.prompt(len(tokenized.prompt_ids))
+        prepared = await self._completer.prepare(body, kind, client_key)
+        request = prepared.request
+        counted.prompt(prepared.held_tokens)
         if refusal := self._refusal():
             raise refusal
-        answer = format_kind(request, tokenized, self._completer.model, self._completer.tokenizer)
+        answer = answer_kind(prepared, self._completer.model, self._completer.tokenizer)
         if not request.stream:
-            return JSONResponse(answer.whole(await self._completer.whole(tokenized, request.stop)))
-        deltas = self._completer.deltas(tokenized, request.stop)
+            whole = await self._completer.whole(prepared)
+            if request.requested_prompt_logprobs() is not None:
+                return await asyncio.to_thread(_whole_response, answer, request, whole)
+            return _whole_response(answer, request, whole)
+        deltas = self._completer.deltas(prepared)
         first = await anext(deltas)
-        return EventStream(_events(answer, first, deltas), deltas)
+        return EventStream(events(answer, prepared.request_id, first, deltas), deltas)
 
     def _model_card(self) -> dict[str, Any]:
         return {
@@ -85,73 +122,26 @@ class OpenAiServer:
         }
 
 
-class EventStream(StreamingResponse):
-    """Server-sent events. However the response ends, the answer is closed at once, which frees its decode node."""
-
-    def __init__(self, events: AsyncGenerator[str, None], answer: AsyncGenerator[Delta, None]) -> None:
-        super().__init__(
-            events, media_type="text/event-stream", headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        )
-        self._events = events
-        self._answer = answer
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            await self._events.aclose()
-            await self._answer.aclose()
-
-
-async def _events(answer: ResponseFormat, first: Delta, rest: AsyncIterator[Delta]) -> AsyncGenerator[str, None]:
-    if opening := answer.opening():
-        yield _event(opening)
-    yield _event(answer.chunk(first))
-    try:
-        async for delta in rest:
-            yield _event(answer.chunk(delta))
-        if usage := answer.usage_chunk():
-            yield _event(usage)
-    except ApiError as error:
-        yield _event(error.body())
-    except Exception:
-        log.exception("a stream failed", request_id=answer.request_id)
-        yield _event(ApiError(500, f"internal error (request {answer.request_id})").body())
-    yield "data: [DONE]\n\n"
-
-
-def _event(content: dict[str, Any]) -> str:
-    return f"data: {json.dumps(content, ensure_ascii=False, separators=(',', ':'))}\n\n"
-
-
-async def _unless_client_leaves(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
-    """The result of `work`, which is cancelled if the client disconnects first."""
-    working = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(_disconnected(request))
-    try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return await working
-        return Response(status_code=_CLIENT_LEFT)
-    finally:
-        for task in (working, leaving):
-            task.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+def _whole_response(answer: StreamedAnswer, request: ApiRequest, whole: Sequence[Sequence[Delta]]) -> Response:
+    """The answers to a request that does not stream, the best where more were generated than are given."""
+    computed, given = request.computed_choices, request.choices
+    if computed == given:
+        return JSONResponse(answer.whole(whole))
+    parts = [best(whole[start : start + computed], given) for start in range(0, len(whole), computed)]
+    chosen, others = ([deltas for part in parts for deltas in part[which]] for which in (0, 1))
+    return JSONResponse(answer.whole(chosen, others))
 
 
 async def _error_response(request: Request, error: Exception) -> Response:
     match error:
         case ApiError():
-            return error.response()
+            told = error
         case HTTPException():
-            return ApiError(error.status_code, f"{request.url.path}: {error.detail}").response()
+            told = ApiError(error.status_code, f"{request.url.path}: {error.detail}")
         case ClientDisconnect():
             # In the middle of its body: nobody reads this answer.
-            return Response(status_code=_CLIENT_LEFT)
-    # Starlette logs the traceback after this answer.
-    return ApiError(500, "internal error").response()
+            return Response(status_code=CLIENT_LEFT)
+        case _:
+            # Starlette logs the traceback after this answer.
+            told = ApiError(500, "internal error")
+    return told.response(request.url.path)

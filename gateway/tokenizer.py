@@ -1,19 +1,20 @@
 """What the gateway reads of a checkpoint: tokenizer, chat template, vocabulary, stop tokens and context length."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import structlog
 from jinja2 import TemplateError
+from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from base.errors import StartupError
 from gateway.errors import ApiError
 from gateway.token_bytes import TokenBytes
 from model.checkpoint import read_json
-from service.checkpoint import identify, positive_int
+from service.checkpoint import identify, positive_int, stop_token_ids
 
 log = structlog.get_logger(__name__)
 
@@ -21,14 +22,19 @@ log = structlog.get_logger(__name__)
 class CheckpointTokenizer:
     """Text to token ids and back. Any thread may call it: only the constructor changes the library's tokenizer."""
 
-    def __init__(self, model_path: str) -> None:
-        """Raises StartupError if the directory is not a checkpoint with a tokenizer."""
+    def __init__(self, model_path: str, chat_template: Path | None = None) -> None:
+        """chat_template: a file with a template to be used instead of the checkpoint's.
+
+        Raises StartupError if the directory is not a checkpoint with a tokenizer, or the file cannot be read.
+        """
         directory = Path(model_path)
         if not directory.is_dir():
             raise StartupError(f"--model-path {model_path}: no such directory; give a Hugging Face checkpoint")
         config = read_json(directory / "config.json")
         try:
             self._tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(model_path, local_files_only=True)
+            # What it wraps, for what is called with each token.
+            self._backend: Tokenizer = self._tokenizer.backend_tokenizer
             # The first call may change the tokenizer's truncation settings, which is not thread safe.
             self.encode("a", special_tokens=False)
         except Exception as error:
@@ -37,33 +43,37 @@ class CheckpointTokenizer:
         self.identity = identify(directory)
         self.vocab_size = self.identity.vocab_size
         self.context_length = positive_int(config, "max_position_embeddings", directory)
-        generation = directory / "generation_config.json"
-        self.stop_token_ids = _eos_ids(read_json(generation) if generation.is_file() else {}, config)
-        self.has_chat_template = bool(getattr(self._tokenizer, "chat_template", None))
+        self.stop_token_ids = stop_token_ids(directory)
+        self.model_type = str(config.get("model_type", ""))
+        if chat_template is not None:
+            self._tokenizer.chat_template = _read_template(chat_template)
         self._reserved_variables = {"messages", *signature(self._tokenizer.apply_chat_template).parameters}
         self._reserved_variables |= self._tokenizer.special_tokens_map.keys()
         self._token_bytes = TokenBytes(self._tokenizer)
         added = self._tokenizer.added_tokens_decoder
-        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.added_ids = {token.content: token_id for token_id, token in added.items()}
+        """Tokens that were added to the vocabulary, special or not, by their text."""
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        """Ids that are not text."""
 
     def encode(self, text: str, *, special_tokens: bool) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special_tokens)
         return ids
 
-    def render_chat(self, messages: Sequence[dict[str, str]], variables: Mapping[str, object]) -> str:
+    def apply_chat_template(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, variables: Mapping[str, Any]
+    ) -> str:
         """The prompt that the chat template makes of a conversation. Raises ApiError if the template refuses it.
 
-        variables: passed to the template beside the messages.
+        tools: None where there are none. variables: passed to the template beside these.
         """
-        if not self.has_chat_template:
-            raise ApiError(400, "this model has no chat template: use /v1/completions", param="messages")
         if reserved := variables.keys() & self._reserved_variables:
             name = min(reserved)
             raise ApiError(400, f"chat_template_kwargs: {name} cannot be set", param="chat_template_kwargs")
         try:
             return str(
                 self._tokenizer.apply_chat_template(
-                    list(messages), tokenize=False, add_generation_prompt=True, **variables
+                    messages, tools=tools, tokenize=False, add_generation_prompt=True, **variables
                 )
             )
         except TemplateError as error:
@@ -72,29 +82,46 @@ class CheckpointTokenizer:
             log.warning("the chat template failed", error=repr(error))
             raise ApiError(400, "messages: the chat template cannot render them", param="messages") from error
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text without special tokens. Ids that the tokenizer does not know are empty."""
-        ids = list(token_ids)
-        return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+    def spellings(self, word: str) -> list[tuple[int, ...]]:
+        """The ways in which tokens spell a word: at the beginning of a text, and behind a space."""
+        alone = word.lstrip()
+        return sorted({tuple(ids) for text in (alone, " " + alone) if (ids := self.encode(text, special_tokens=False))})
 
-    def skips(self, token_id: int) -> bool:
-        """Whether `decode` leaves the id out: it is special, or the tokenizer does not know it."""
-        return token_id in self._special_ids or self._tokenizer.convert_ids_to_tokens(token_id) is None
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text, with special tokens. Ids that the tokenizer does not know are empty."""
+        return self._backend.decode(token_ids, skip_special_tokens=False)
+
+    @property
+    def chat_template(self) -> str | None:
+        """The text of the chat template, if there is one; of several, that which knows tools."""
+        found = getattr(self._tokenizer, "chat_template", None)
+        if isinstance(found, dict):
+            return found.get("tool_use") or found.get("default")
+        return found or None
+
+    def special_ids_of(self, texts: Collection[str]) -> frozenset[int]:
+        """Of the special tokens those with these texts."""
+        return frozenset(i for i in self.special_ids if self._tokenizer.convert_ids_to_tokens(i) in texts)
+
+    def knows(self, token_id: int) -> bool:
+        """Whether the id stands for anything: vocabularies may be padded."""
+        return self._backend.id_to_token(token_id) is not None
+
+    def spelled(self, token_ids: Sequence[int]) -> list[str]:
+        """The tokens as the vocabulary spells them; those that it lacks are empty."""
+        return [token or "" for token in self._tokenizer.convert_ids_to_tokens(list(token_ids))]
 
     def piece(self, token_id: int) -> str:
         """One token decoded alone, special or not, as log probabilities name it."""
-        return str(self._tokenizer.decode([token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        return self._backend.decode([token_id], skip_special_tokens=False)
 
     def piece_bytes(self, token_id: int) -> bytes:
         """The bytes of one token, which may be part of a character. Together the tokens' bytes are the text."""
         return self._token_bytes.of(token_id, self.piece(token_id))
 
 
-def _eos_ids(*configs: dict[str, Any]) -> tuple[int, ...]:
-    """The end-of-sequence ids of the first configuration that has any."""
-    for config in configs:
-        found = config.get("eos_token_id")
-        ids = found if isinstance(found, list) else [found]
-        if valid := [i for i in ids if isinstance(i, int)]:
-            return tuple(valid)
-    return ()
+def _read_template(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise StartupError(f"--chat-template {path}: {error}") from error

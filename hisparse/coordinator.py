@@ -119,14 +119,15 @@ class HiSparseCoordinator:
         return True
 
     def admit_request_into_staging(
-        self, request_id: str, host_slots: HostSlots, staged: StagedKV, num_tokens: int
+        self, request_id: str, host_slots: HostSlots, staged: StagedKV, num_tokens: int, first: int = 0
     ) -> None:
         """Start to copy a prompt that was computed on this node to the host, beside the step loop.
 
-        Takes over `host_slots` and the staged pages until `poll_staging` names the request or it is aborted.
+        first: positions before it are in host memory already, and `staged` begins with it. Takes over `host_slots` and
+        the staged pages until `poll_staging` names the request or it is aborted.
         """
         self._check_admission(request_id, host_slots, num_tokens)
-        self._staging.start(request_id, host_slots, staged, num_tokens)
+        self._staging.start(request_id, host_slots, staged, num_tokens, first)
 
     def poll_staging(self) -> Staged:
         """Requests whose prompt is on the host now, and those whose copy failed.
@@ -210,6 +211,10 @@ class HiSparseCoordinator:
         else:
             self._releasing.append((self._begun, slots))
 
+    def host_slots(self, request_id: str) -> HostSlots:
+        """The host slots of a running request. The coordinator owns them."""
+        return self._request(request_id).host_slots
+
     def row(self, request_id: str) -> int:
         """The row of a running request in the device tables."""
         return self._request(request_id).row
@@ -235,7 +240,7 @@ class HiSparseCoordinator:
         return self._backend.counters()
 
     def is_idle(self) -> bool:
-        """Whether no request is here, and every pool is exactly as full as at start.
+        """Whether no request is here, and every pool is exactly as full as at start, but for what the prefix cache has.
 
         False while the caller holds host slots. Raises SlotAccountingError if something leaked on the device.
         """

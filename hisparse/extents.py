@@ -2,10 +2,12 @@
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
+
+from hisparse.prefix_results import PrefixMatch
 
 
 class SlotAccountingError(RuntimeError):
@@ -30,14 +32,25 @@ def expand(extents: Iterable[Extent]) -> npt.NDArray[np.int64]:
     return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
 
+def extents_of(slots: npt.NDArray[np.integer]) -> tuple[Extent, ...]:
+    """Slots [n] as extents, in their order."""
+    if not len(slots):
+        return ()
+    begins = np.flatnonzero(np.concatenate(([True], np.diff(slots) != 1)))
+    lengths = np.diff(np.append(begins, len(slots)))
+    return tuple(map(Extent, slots[begins].tolist(), lengths.tolist()))
+
+
 @dataclass(frozen=True)
 class HostSlots:
     """The host slots of one sequence: the i-th slot in extent order holds position i.
 
-    There may be more slots than tokens; the rest is room to grow.
+    There may be more slots than tokens; the rest is room to grow. held: blocks of the prefix cache that are held as
+    long as these slots have an owner. Every slot that the cache owns, too, is of one of them.
     """
 
     extents: tuple[Extent, ...]
+    held: PrefixMatch | None = field(default=None, compare=False)
 
     def __len__(self) -> int:
         return sum(extent.length for extent in self.extents)
@@ -54,7 +67,23 @@ class HostSlots:
                 joined[-1] = Extent(joined[-1].start, joined[-1].length + extent.length)
             else:
                 joined.append(extent)
-        return HostSlots(tuple(joined))
+        return replace(self, extents=tuple(joined))
+
+    def cut(self, first: int) -> tuple[tuple[Extent, ...], tuple[Extent, ...]]:
+        """The extents of the first so many slots, and those of the others."""
+        head: list[Extent] = []
+        tail: list[Extent] = []
+        for extent in self.extents:
+            here = min(first, extent.length)
+            first -= here
+            if here:
+                head.append(Extent(extent.start, here))
+            if here < extent.length:
+                tail.append(Extent(extent.start + here, extent.length - here))
+        return tuple(head), tuple(tail)
+
+
+NO_SLOTS = HostSlots(())
 
 
 class SlotAllocator:
@@ -120,6 +149,11 @@ class SlotAllocator:
             edges = np.flatnonzero(dropped[1:] != dropped[:-1])
             for begin, end in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
                 self._give(Extent(extent.start + begin, end - begin))
+
+    def check_held(self, slots: npt.NDArray[np.integer]) -> None:
+        """Raise SlotAccountingError if one of these slots [n] is free."""
+        if len(slots) and not self._references[slots].all():
+            raise SlotAccountingError(f"{np.count_nonzero(self._references[slots] == 0)} slots are owned and free")
 
     def check_integrity(self) -> None:
         """Raise SlotAccountingError unless free extents are disjoint, coalesced and exactly the unreferenced slots."""

@@ -7,9 +7,10 @@ import torch
 
 from base.errors import StartupError
 from base.memory import human
-from hisparse.extents import HostSlots, SlotAllocator
+from hisparse.extents import Extent, HostSlots, SlotAllocator
 from hisparse.host_memory import HostMemory, SharedRegion, page_aligned
 from hisparse.layout import KVLayout
+from hisparse.prefix_cache import PrefixCache
 
 
 class HostKVPool:
@@ -20,7 +21,10 @@ class HostKVPool:
     kv: uint8 [num_layers, num_slots, item_bytes]. index_keys: uint8 [num_index_layers, num_slots, index_key_bytes].
     Both start at a memory page, and each layer is one contiguous buffer. pin: register the memory with CUDA (torch's
     own pinned allocator would round it up to a power of two). shareable: let other processes of the host map it
-    (`shared`). cpus: processors near which it should lie. Raises StartupError if the machine does not have the memory.
+    (`shared`). cpus: processors near which it should lie. vocab_size: keep a prefix cache, for tokens with ids
+    below that. Raises StartupError if the machine does not have the memory.
+
+    prefixes: the prefix cache, which gives slots up as others need them. So what only the cache owns counts as free.
     """
 
     def __init__(
@@ -30,6 +34,7 @@ class HostKVPool:
         pin: bool,
         shareable: bool = False,
         cpus: Collection[int] | None = None,
+        vocab_size: int | None = None,
     ) -> None:
         self.layout = layout
         keys_at = page_aligned(layout.num_layers * num_slots * layout.item_bytes)
@@ -38,6 +43,7 @@ class HostKVPool:
         self.kv = self._memory.tensor(0, (layout.num_layers, num_slots, layout.item_bytes))
         self.index_keys = self._memory.tensor(keys_at, (layout.num_index_layers, num_slots, layout.index_key_bytes))
         self._slots = SlotAllocator(num_slots)
+        self.prefixes = None if vocab_size is None else PrefixCache(self._slots, vocab_size)
         self._pinned: list[torch.Tensor] = []
         if pin:
             self._pin(self.kv)
@@ -49,15 +55,21 @@ class HostKVPool:
 
     @property
     def free(self) -> int:
-        return self._slots.free
+        """Slots that can be had now, those that only the prefix cache owns included."""
+        return self._slots.free + self.cached
+
+    @property
+    def cached(self) -> int:
+        """Slots that only the prefix cache owns."""
+        return 0 if self.prefixes is None else self.prefixes.evictable_slots
 
     @property
     def used(self) -> int:
-        return self._slots.used
+        return self.num_slots - self.free
 
     def allocate(self, num_tokens: int) -> HostSlots | None:
         """Slots for that many tokens in as few extents as possible, or None if fewer are free."""
-        extents = self._slots.allocate(num_tokens)
+        extents = self._take(num_tokens)
         return None if extents is None else HostSlots(extents)
 
     def retain(self, slots: HostSlots) -> None:
@@ -67,10 +79,12 @@ class HostKVPool:
     def release(self, slots: HostSlots) -> None:
         """Drop an owner; slots without one become free. Raises SlotAccountingError on a double free."""
         self._slots.release(slots.extents)
+        if self.prefixes is not None:
+            self.prefixes.let_go(slots)
 
     def extend(self, slots: HostSlots, num_tokens: int) -> HostSlots | None:
         """The slots with `num_tokens` more behind them, or None (nothing taken) if fewer are free."""
-        more = self._slots.allocate(num_tokens)
+        more = self._take(num_tokens)
         return None if more is None else slots.extend(more)
 
     def get_contiguous_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
@@ -85,12 +99,21 @@ class HostKVPool:
     def check_integrity(self) -> None:
         """Raise SlotAccountingError unless the slot books add up."""
         self._slots.check_integrity()
+        if self.prefixes is not None:
+            self.prefixes.check_integrity(thorough=False)
 
     def close(self) -> None:
         """Unpin the memory and share it no more. Nothing may copy to or from it any more."""
         while self._pinned:
             _check(_cudart().cudaHostUnregister(self._pinned.pop().data_ptr()))
         self._memory.close()
+
+    def _take(self, count: int) -> tuple[Extent, ...] | None:
+        """Slots, for which the prefix cache gives up as much as is missing; None if fewer are free."""
+        missing = count - self._slots.free
+        if missing > 0 and self.prefixes is not None and missing <= self.prefixes.evictable_slots:
+            self.prefixes.evict(missing)
+        return self._slots.allocate(count)
 
     def _pin(self, tensor: torch.Tensor) -> None:
         try:

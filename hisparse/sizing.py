@@ -5,9 +5,11 @@ from dataclasses import dataclass
 
 from base.errors import StartupError
 from base.memory import human
+from control.block_hashes import BLOCK_TOKENS
 from hisparse.config import HiSparseConfig
 from hisparse.device_pool import hot_granule
 from hisparse.layout import KVLayout
+from hisparse.prefix_cache import BLOCK_BYTES
 
 GIB = 2**30
 
@@ -17,7 +19,7 @@ class Sizes:
     """Sizes of the pools of one decode node: the constructor arguments of HostKVPool and DeviceKVPool.
 
     asked_device_slots: what was wanted, enough for all requests at once or `max_device_slots`. table_bytes: device
-    memory of page, slot and residency tables.
+    memory of page, slot and residency tables. vocab_size: of the prefix cache's tokens; None: there is no prefix cache.
     """
 
     config: HiSparseConfig
@@ -30,10 +32,16 @@ class Sizes:
     asked_device_slots: int
     num_index_pages: int
     table_bytes: int
+    vocab_size: int | None = None
 
     @property
     def host_bytes(self) -> int:
         return self.num_host_slots * self.layout.token_bytes
+
+    @property
+    def prefix_cache_bytes(self) -> int:
+        """Main memory that the prefix cache may come to take beside the pool."""
+        return 0 if self.vocab_size is None else self.num_host_slots // BLOCK_TOKENS * BLOCK_BYTES
 
     @property
     def hot_bytes(self) -> int:
@@ -59,8 +67,9 @@ def plan_sizes(
     available_host_bytes: int,
     available_device_bytes: int,
     max_device_slots: int | None = None,
+    vocab_size: int | None = None,
 ) -> Sizes:
-    """Size the tiers.
+    """Size the tiers. vocab_size: see Sizes.
 
     Wanted are a full hot buffer for every running request, or `max_device_slots` if that is less, and index pages for
     every token that the host pool holds or that the running requests may have, whichever is less. Where device memory
@@ -104,6 +113,7 @@ def plan_sizes(
             asked_device_slots=asked,
             num_index_pages=min(pages, max_running_requests * pages_per_row),
             table_bytes=table_bytes,
+            vocab_size=vocab_size,
         )
 
     # More slots take more bytes, so this is the largest number that fits.
@@ -116,10 +126,12 @@ def plan_sizes(
             f"index pages and tables, available are {human(available_device_bytes)}: lower device_buffer_size, "
             "host_to_device_ratio or host_pool_gib, context-length or max-running-requests"
         )
-    if sizes.host_bytes > available_host_bytes:
+    if sizes.host_bytes + sizes.prefix_cache_bytes > available_host_bytes:
+        cache = human(sizes.prefix_cache_bytes)
+        beside = f", of which the prefix cache takes {cache}" if sizes.prefix_cache_bytes else ""
         raise StartupError(
-            f"the host pool needs {human(sizes.host_bytes)}, available are "
-            f"{human(available_host_bytes)}: lower host_to_device_ratio or host_pool_gib"
+            f"the host pool needs {human(sizes.host_bytes)}, available are {human(available_host_bytes)}{beside}: "
+            "lower host_to_device_ratio or host_pool_gib"
         )
     if sizes.num_host_slots < context_length:
         raise StartupError(
@@ -146,11 +158,21 @@ def describe(sizes: Sizes) -> list[str]:
     return [
         f"host pool: {sizes.num_host_slots} slots, {human(sizes.host_bytes)} "
         f"({sizes.layout.token_bytes} bytes per token, {host_reason})",
+        *_describe_prefix_cache(sizes),
         f"hot slots: {sizes.num_device_slots}, {human(sizes.hot_bytes)} "
         f"({config.device_buffer_size} + 1 per request; {hot_reason})",
         f"index pages: {sizes.num_index_pages} of {sizes.index_page_size} tokens, {human(sizes.index_bytes)} "
         "(every token of a running request has its index keys on the device)",
         f"tables: {human(sizes.table_bytes)} ({sizes.max_requests} rows of {sizes.max_context} positions)",
+    ]
+
+
+def _describe_prefix_cache(sizes: Sizes) -> list[str]:
+    if sizes.vocab_size is None:
+        return []
+    return [
+        f"prefix cache: up to {sizes.num_host_slots // BLOCK_TOKENS} blocks of {BLOCK_TOKENS} tokens, in host slots "
+        f"that no request needs, and {human(sizes.prefix_cache_bytes)} beside them"
     ]
 
 

@@ -48,9 +48,9 @@ class StagingArea:
         """Host slots of aborted requests, which become free when their copies are over."""
         return sum(len(entry.host_slots) for entry in self._aborted)
 
-    def start(self, request_id: str, host_slots: HostSlots, staged: StagedKV, num_tokens: int) -> None:
-        """Start the copy; the area owns host slots and pages from here on."""
-        slots = host_slots.slots()[:num_tokens]
+    def start(self, request_id: str, host_slots: HostSlots, staged: StagedKV, num_tokens: int, first: int) -> None:
+        """Start the copy of positions [first, num_tokens); the area owns host slots and pages from here on."""
+        slots = host_slots.slots()[first:num_tokens]
         event = self._stream.submit(lambda: self._backend.stage(staged, slots))
         self._staging[request_id] = _Staging(request_id, staged, host_slots, event)
 

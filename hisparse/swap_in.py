@@ -17,8 +17,8 @@ from hisparse.residency import Residency
 class StepBatch:
     """The requests of one step and where their newest token goes. All int64 [batch], on the device.
 
-    An entry that is below 0 in all of them is padding: nothing is stored, selected or copied for it. Only recorded
-    steps have padding, and only the CUDA backend can record.
+    An entry that is below 0 in all of them is padding: nothing is stored, selected or copied for it. Recorded steps
+    have padding, and those of a rank that has fewer requests than others of its group.
 
     rows: rows of the device pool, distinct. newest: the newest position. newest_slots: its slot in the device pool.
     newest_index_rows: its place in `index_keys.flatten(1, 2)`. newest_host_slots: its slot in the host pool.
@@ -161,18 +161,22 @@ class CpuSwapIn(SwapInBackend):
         self._hits = self._misses = self._bytes = self._violations = 0
 
     def resolve(self, index_layer: int, batch: StepBatch, positions: torch.Tensor) -> SwapInPlan:
-        selected = torch.where((positions >= 0) & (positions <= batch.newest[:, None]), positions, -1)
-        plan = self.residency.resolve(index_layer, batch.rows, selected, batch.newest)
-        miss_rows = batch.rows[plan.miss_batch]
+        present = (batch.rows >= 0).nonzero().squeeze(1)
+        rows, newest, wanted = batch.rows[present], batch.newest[present], positions[present]
+        selected = torch.where((wanted >= 0) & (wanted <= newest[:, None]), wanted, -1)
+        plan = self.residency.resolve(index_layer, rows, selected, newest)
+        miss_rows = rows[plan.miss_batch]
         host_slots = self.device.host_slot_of[miss_rows, plan.miss_positions]
         device_slots = self.device.hot_slots(miss_rows, plan.miss_hot)
         exists = (host_slots >= 0) & (device_slots >= 0)
         self._hits += plan.hits
         self._misses += plan.misses
-        self._violations += int((selected != positions).sum()) + int((~exists).sum())
-        slots = self.device.hot_slots(batch.rows[:, None], plan.hot.clamp(min=0))
+        self._violations += int((selected != wanted).sum()) + int((~exists).sum())
+        hot_slots = self.device.hot_slots(rows[:, None], plan.hot.clamp(min=0))
+        slots = torch.full_like(positions, -1)
+        slots[present] = torch.where(plan.hot >= 0, hot_slots, -1)
         return SwapInPlan(
-            slots=torch.where(plan.hot >= 0, slots, -1),
+            slots=slots,
             miss_host_slots=torch.where(exists, host_slots, -1),
             miss_device_slots=torch.where(exists, device_slots, -1),
         )
@@ -192,5 +196,7 @@ class CpuSwapIn(SwapInBackend):
     def _copy(
         self, source: torch.Tensor, target: torch.Tensor, from_slots: torch.Tensor, to_slots: torch.Tensor
     ) -> None:
+        exists = to_slots >= 0
+        from_slots, to_slots = from_slots[exists], to_slots[exists]
         for from_layer, to_layer in zip(source, target, strict=True):
             to_layer.index_copy_(0, to_slots, from_layer.index_select(0, from_slots))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from model.backends.device import fuses
 from model.config import NetworkConfig
 from model.linear import Linear
 from model.norm import RmsNorm
@@ -17,6 +18,9 @@ from model.weights import Weights
 
 _LATENT_NORM_EPS = 1e-6
 """Of the norms of both latents, in transformers and in DeepSeek's code, whatever `rms_norm_eps` is."""
+
+_MANY = 1024
+"""Tokens whose absorbed queries cost more to copy than a launch does: 8192 with 128 heads of 512 have 1 GB of them."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,6 @@ class LatentAttention:
     """
 
     query_norm: RmsNorm
-    query_b: Linear
     latent_norm: RmsNorm
     key_map: torch.Tensor
     value_map: torch.Tensor
@@ -37,13 +40,12 @@ class LatentAttention:
     @classmethod
     def load(cls, weights: Weights, name: str, config: NetworkConfig) -> "LatentAttention":
         """The projections of that name, such as `model.layers.0.self_attn`."""
-        heads, head_dim = config.heads, config.nope_dim + config.rope_dim
+        heads = config.heads
         per_head = weights.tensor(
             f"{name}.kv_b_proj.weight", (heads * (config.nope_dim + config.value_dim), config.latent_dim)
         ).view(heads, -1, config.latent_dim)
         return cls(
             query_norm=RmsNorm(weights.tensor(f"{name}.q_a_layernorm.weight", (config.query_rank,)), _LATENT_NORM_EPS),
-            query_b=weights.linear({f"{name}.q_b_proj": heads * head_dim}, config.query_rank),
             latent_norm=RmsNorm(
                 weights.tensor(f"{name}.kv_a_layernorm.weight", (config.latent_dim,)), _LATENT_NORM_EPS
             ),
@@ -52,13 +54,25 @@ class LatentAttention:
             out=weights.linear({f"{name}.o_proj": config.hidden_size}, heads * config.value_dim),
         )
 
-    def queries(self, query_latents: torch.Tensor, rope: Rope) -> torch.Tensor:
-        """Absorbed queries [N, heads, item_dim], to be compared with items, of normed latents [N, query_rank]."""
+    def queries(self, projected: torch.Tensor, rope: Rope) -> torch.Tensor:
+        """Absorbed queries [N, heads, item_dim], to be compared with items, of those that `q_b_proj` makes, flat."""
         heads, nope_dim, _ = self.key_map.shape
-        queries = self.query_b(query_latents).view(len(query_latents), heads, -1)
+        queries = projected.view(len(projected), heads, -1)
         query_nope, query_rope = queries.tensor_split((nope_dim,), dim=-1)
+        if fuses(queries) and len(queries) >= _MANY:
+            return self._absorbed_in_place(query_nope, query_rope, rope)
         absorbed = torch.einsum("nhd,hdr->nhr", query_nope, self.key_map)
         return rope.rotate(query_rope, absorbed, interleaved=True, beside_first=True)
+
+    def _absorbed_in_place(self, query_nope: torch.Tensor, query_rope: torch.Tensor, rope: Rope) -> torch.Tensor:
+        """What `queries` returns, in one launch more and without a copy of what is absorbed."""
+        tokens, heads, rope_dim = query_rope.shape
+        latent_dim = self.key_map.shape[2]
+        queries = query_nope.new_empty(tokens, heads, latent_dim + rope_dim)
+        absorbed, rotated = queries.tensor_split((latent_dim,), dim=-1)
+        torch.bmm(query_nope.transpose(0, 1), self.key_map, out=absorbed.transpose(0, 1))
+        rotated.copy_(rope.rotate(query_rope, query_rope[..., :0], interleaved=True, beside_first=True))
+        return queries
 
     def output(self, latents: torch.Tensor) -> torch.Tensor:
         """Map each head's attended latent, shape [N, heads, latent_dim], to hidden states [N, hidden_size]."""

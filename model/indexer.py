@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as F
 
 from model.config import NetworkConfig
-from model.linear import Linear
 from model.norm import LayerNorm
 from model.rope import Rope
 from model.weights import Weights
@@ -37,7 +36,6 @@ class Indexer:
     GLM; DeepSeek-V3.2's is half-split.
     """
 
-    query_b: Linear
     key_norm: LayerNorm
     head_weights: torch.Tensor
     interleaved: bool
@@ -51,7 +49,6 @@ class Indexer:
             _KEY_NORM_EPS,
         )
         return cls(
-            query_b=weights.linear({f"{name}.wq_b": config.index_heads * config.index_dim}, config.query_rank),
             key_norm=key_norm,
             head_weights=weights.tensor(
                 f"{name}.weights_proj.weight", (config.index_heads, config.hidden_size), torch.float32
@@ -59,10 +56,15 @@ class Indexer:
             interleaved=config.index_interleaved,
         )
 
-    def queries(self, hidden: torch.Tensor, query_latents: torch.Tensor, rope: Rope) -> IndexQueries:
-        """Queries and head weights of normed hidden states [N, hidden_size] and query latents [N, query_rank]."""
+    @property
+    def query_rows(self) -> int:
+        """index_heads * index_dim."""
+        return len(self.head_weights) * self.key_norm.weight.numel()
+
+    def queries(self, hidden: torch.Tensor, projected: torch.Tensor, rope: Rope) -> IndexQueries:
+        """Queries, of what `wq_b` makes [N, index_heads * index_dim], and head weights, of normed hidden states."""
         heads = len(self.head_weights)
-        queries = self.query_b(query_latents).view(len(hidden), heads, -1)
+        queries = projected.view(len(projected), heads, -1)
         weights = F.linear(hidden.float(), self.head_weights)
         return IndexQueries(_rotated(queries, rope, self.interleaved), weights * heads**-0.5)
 

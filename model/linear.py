@@ -1,9 +1,24 @@
-"""Linear maps whose weights are in the network's dtype or in block-fp8."""
+"""Linear maps whose weights are in the network's dtype or in block-fp8, and what they are applied to."""
 
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+
+from model.quantization import BlockFp8
+
+
+@dataclass(frozen=True)
+class Activations:
+    """The input of linear maps: [N, in] in the network's dtype, and in block-fp8 if somebody has quantised it.
+
+    values: float8_e4m3 [N, in]. scales: float32 [N, ceil(in / 128)] with strides (1, N). Both as
+    `model.fp8.quantise_activations` says.
+    """
+
+    dense: torch.Tensor
+    values: torch.Tensor | None = None
+    scales: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -18,15 +33,23 @@ class Linear:
     scales: torch.Tensor | None = None
     power_of_two: bool = False
 
+    @property
+    def fp8(self) -> BlockFp8 | None:
+        """How activations are to be quantised; None if the map computes in the network's dtype."""
+        return None if self.scales is None else BlockFp8(self.power_of_two)
+
     def __getitem__(self, number: int) -> "Linear":
         """One of a stack."""
         return Linear(self.weight[number], None if self.scales is None else self.scales[number], self.power_of_two)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor | Activations) -> torch.Tensor:
         """x: [N, in]. Returns [N, out]."""
+        given = Activations(x) if isinstance(x, torch.Tensor) else x
         if self.scales is None:
-            return F.linear(x, self.weight)
+            return F.linear(given.dense, self.weight)
         # Here, since a machine without a GPU need not have Triton.
-        from model.backends.triton_fp8_linear import linear
+        from model.backends.triton_fp8_linear import linear, linear_quantised
 
-        return linear(x, self.weight, self.scales, self.power_of_two)
+        if given.values is None or given.scales is None:
+            return linear(given.dense, self.weight, self.scales, self.power_of_two)
+        return linear_quantised(given.values, given.scales, self.weight, self.scales)

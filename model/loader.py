@@ -19,7 +19,7 @@ from model.config import read_config
 from model.network import Network
 from model.progress import LoadProgress
 from model.quantization import BlockFp8
-from model.shard import WHOLE, Shard
+from model.shard import ALONE, WHOLE, Exchange, Shard
 from model.sparse_model import SparseModel
 from model.spec import ModelSpec
 from model.stored_weights import SCALES, StoredWeights
@@ -95,6 +95,7 @@ def load_model(
     shard: Shard = WHOLE,
     quantization: Quantization = "auto",
     kv_cache_dtype: KVCacheDtype = "auto",
+    exchange: Exchange = ALONE,
 ) -> SparseModel:
     """Load a checkpoint's weights, converted to `dtype`, onto a device. Never reaches the network.
 
@@ -103,7 +104,7 @@ def load_model(
 
     `backend` computes attention, on KV of `kv_cache_dtype`; by default torch does. With load_format `dummy` the device
     generates random weights instead, the same on every device of a kind, as in SGLang and vLLM. `shard`: which experts
-    to load.
+    to load, where `exchange` connects the processes that have a part each.
 
     Raises StartupError for what `read_spec` refuses, where weights are missing or have other shapes, and where they do
     not fit the device.
@@ -126,12 +127,15 @@ def load_model(
 
     # First without memory, so that nothing is read of what cannot be served.
     planned = weights(torch.device("meta"))
-    Network.load(planned, config, shard)
+    try:
+        Network.load(planned, config, shard)
+    except ValueError as error:
+        raise StartupError(f"{path}: {error}") from error
     if isinstance(planned, StoredWeights):
         _check(path, planned, stored, len(config.layers))
     _check_room(path, planned.num_bytes, device)
     made = weights(device)
-    network = Network.load(made, config, shard)
+    network = Network.load(made, config, shard, exchange)
     if isinstance(made, StoredWeights):
         made.fill(LoadProgress("loading weights"))
     if device.type == "cuda":  # the pools need what loading left in the allocator's cache

@@ -10,7 +10,7 @@ from model.config import LayerKind, NetworkConfig
 from model.experts import MixtureOfExperts
 from model.feed_forward import FeedForward
 from model.indexer import Indexer
-from model.linear import Linear
+from model.linear import Activations, Linear
 from model.norm import RmsNorm
 from model.rope import Rope
 from model.shard import ALONE, WHOLE, Exchange, Shard
@@ -31,10 +31,15 @@ class Projected(NamedTuple):
 
 @dataclass(frozen=True)
 class Layer:
-    """A decoder layer. down: the products of its normed input, one after the other: see `_down_parts`."""
+    """A decoder layer.
+
+    down: the products of its normed input, one after the other: see `_down_parts`. query_b: queries of normed latents,
+    those of the heads before those of the indexer.
+    """
 
     input_norm: RmsNorm
     down: Linear
+    query_b: Linear
     attention: LatentAttention
     indexer: Indexer | None
     mlp_norm: RmsNorm
@@ -49,6 +54,7 @@ class Layer:
         return cls(
             input_norm=RmsNorm(weights.tensor(f"{name}.input_layernorm.weight", (hidden_size,)), config.norm_eps),
             down=weights.linear(_down_parts(attention, config, kind), hidden_size),
+            query_b=weights.linear(_query_parts(attention, config, kind), config.query_rank),
             attention=LatentAttention.load(weights, attention, config),
             indexer=Indexer.load(weights, f"{attention}.indexer", config) if kind.indexer else None,
             mlp_norm=RmsNorm(
@@ -59,11 +65,20 @@ class Layer:
             else FeedForward.load(weights, mlp, hidden_size, config.dense_width),
         )
 
-    def project(self, normed: torch.Tensor, rope: Rope) -> Projected:
+    def project(self, normed: Activations, rope: Rope) -> Projected:
         """Project normed hidden states, [N, hidden_size]."""
         query_rank, latent_dim = self.attention.query_norm.weight.numel(), self.attention.latent_norm.weight.numel()
         compressed_at = self.down.weight.shape[0] - latent_dim - rope.dim
         return Projected(*self.down(normed).tensor_split((query_rank, compressed_at), dim=-1))
+
+    def project_queries(self, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of latents [N, query_rank], before their norm: queries [N, heads * head_dim] and those of the indexer [N,
+        index_heads * index_dim], of no width where the layer has none."""
+        normed = self.attention.query_norm.input_of(latents, self.query_b.fp8)
+        index_rows = self.indexer.query_rows if self.indexer else 0
+        products = self.query_b(normed)
+        queries, index_queries = products.tensor_split((products.shape[1] - index_rows,), dim=-1)
+        return queries, index_queries
 
 
 @dataclass(frozen=True)
@@ -103,3 +118,9 @@ def _down_parts(name: str, config: NetworkConfig, kind: LayerKind) -> dict[str, 
         **index,
         f"{name}.kv_a_proj_with_mqa": config.latent_dim + config.rope_dim,
     }
+
+
+def _query_parts(name: str, config: NetworkConfig, kind: LayerKind) -> dict[str, int]:
+    """Projections of the latents of queries."""
+    index = {f"{name}.indexer.wq_b": config.index_heads * config.index_dim} if kind.indexer else {}
+    return {f"{name}.q_b_proj": config.heads * (config.nope_dim + config.rope_dim), **index}

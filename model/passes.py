@@ -89,7 +89,7 @@ class PrefillPass:
             request.attend(layer, queries[tokens], None if index is None else index[tokens], scaling)
             for request, tokens in self._requests
         ]
-        return torch.cat(parts)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 class _RequestPass:
@@ -101,6 +101,8 @@ class _RequestPass:
         self._backend = backend
         self._rows = chunk.cache.rows(0, chunk.stop)
         self._new_rows = self._rows[chunk.start :]
+        # By position, and for -1, which is the last entry, -1: one pass over what may be 100 MB.
+        self._rows_or_none = torch.cat((self._rows, self._rows.new_full((1,), -1)))
         self._selected_rows: torch.Tensor | None = None
 
     def store(self, layer: int, items: torch.Tensor) -> None:
@@ -116,6 +118,6 @@ class _RequestPass:
             positions = self._backend.select_for_prompt(
                 index, keys, chunk.start, chunk.sequence_length, spec.index_topk
             )
-            self._selected_rows = torch.where(positions < 0, -1, self._rows[positions.clamp(min=0)])
+            self._selected_rows = self._rows_or_none[positions]
         assert self._selected_rows is not None, "the first layer has an indexer"
         return self._backend.attend_rows(queries, chunk.cache.kv(layer), self._selected_rows, scaling, spec.latent_dim)

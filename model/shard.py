@@ -1,6 +1,8 @@
 """Which part of a model's work one process does, and what processes exchange."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Protocol
 
 import torch
@@ -30,6 +32,19 @@ class Shard:
     def tokens(self, count: int) -> range:
         """The tokens of a chunk that this process computes: blocks that differ by at most one token."""
         return range(self.rank * count // self.of, (self.rank + 1) * count // self.of)
+
+    def most_tokens(self, count: int) -> int:
+        """The tokens of a chunk that any of the processes computes at most; at least one."""
+        return max(1, -(-count // self.of))
+
+    def blocks(self, lengths: Sequence[int]) -> list[tuple[int, range]]:
+        """This process's tokens of several chunks, one behind the other: which chunk, and which of its tokens."""
+        own = self.tokens(sum(lengths))
+        found = []
+        for number, (begin, end) in enumerate(pairwise(accumulate(lengths, initial=0))):
+            if tokens := range(max(own.start, begin) - begin, min(own.stop, end) - begin):
+                found.append((number, tokens))
+        return found
 
 
 WHOLE = Shard()

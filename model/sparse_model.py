@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from model.backends.protocol import AttentionBackend
 from model.cache import DecodeCache
+from model.logprobs import TokenLogprobs, token_logprobs
 from model.network import Network
 from model.passes import DecodePass, PrefillChunk, PrefillPass
 from model.spec import ModelSpec
@@ -28,9 +29,22 @@ class SparseModel:
         `on_layer` is called with each layer's number once the work that stores its KV is queued on the device. Nothing
         else of the last layer is computed, since nobody needs its hidden states.
         """
-        token_ids = torch.cat([chunk.token_ids for chunk in chunks]).to(self.device)
-        positions = torch.cat([torch.arange(chunk.start, chunk.stop, device=self.device) for chunk in chunks])
-        self._forward(token_ids, positions, PrefillPass(chunks, self.spec, self._backend), on_layer, kv_only=True)
+        self._prefill(chunks, on_layer, kv_only=True)
+
+    @torch.no_grad()
+    def prefill_hidden(
+        self, chunks: Sequence[PrefillChunk], on_layer: Callable[[int], None] = lambda _: None
+    ) -> torch.Tensor:
+        """As `prefill`, and the hidden states for `logprobs`, [tokens of all chunks, hidden_size]."""
+        return self.network.norm(self._prefill(chunks, on_layer, kv_only=False))
+
+    @torch.no_grad()
+    def logprobs(self, hidden: torch.Tensor, next_ids: torch.Tensor, count: int) -> TokenLogprobs:
+        """How likely the tokens behind hidden states are, and the `count` likeliest there.
+
+        hidden: [n, hidden_size], of `prefill_hidden`. next_ids: int64 [n] on any device.
+        """
+        return token_logprobs(hidden, self.network.head, next_ids.to(self.device), count)
 
     @torch.no_grad()
     def decode(self, token_ids: torch.Tensor, positions: torch.Tensor, cache: DecodeCache) -> torch.Tensor:
@@ -40,6 +54,11 @@ class SparseModel:
         """
         hidden = self._forward(token_ids, positions, DecodePass(cache, self.spec, self._backend))
         return F.linear(self.network.norm(hidden), self.network.head).float()
+
+    def _prefill(self, chunks: Sequence[PrefillChunk], on_layer: Callable[[int], None], kv_only: bool) -> torch.Tensor:
+        token_ids = torch.cat([chunk.token_ids for chunk in chunks]).to(self.device)
+        positions = torch.cat([torch.arange(chunk.start, chunk.stop, device=self.device) for chunk in chunks])
+        return self._forward(token_ids, positions, PrefillPass(chunks, self.spec, self._backend), on_layer, kv_only)
 
     def _forward(
         self,
@@ -54,10 +73,10 @@ class SparseModel:
         With `kv_only` it returns when the last layer's KV is stored, and its result is meaningless.
         """
         network, backend = self.network, self._backend
-        hidden = F.embedding(token_ids, network.embedding)
+        hidden, addend = F.embedding(token_ids, network.embedding), None
         rope = network.config.rope.at(positions, hidden.dtype)
         for number, layer in enumerate(network.layers):
-            normed = layer.input_norm(hidden)
+            hidden, normed = layer.input_norm.of_sum(hidden, addend, layer.down.fp8)
             projected = layer.project(normed, rope)
             attention, indexer = layer.attention, layer.indexer
             forward_pass.store(number, backend.encode_items(projected.compressed, attention.latent_norm, rope))
@@ -67,10 +86,10 @@ class SparseModel:
             on_layer(number)
             if kv_only and number == len(network.layers) - 1:
                 break
-            query_latents = attention.query_norm(projected.query_latents)
-            queries = attention.queries(query_latents, rope)
-            index = indexer.queries(normed, query_latents, rope) if indexer else None
+            projected_queries, index_queries = layer.project_queries(projected.query_latents)
+            queries = attention.queries(projected_queries, rope)
+            index = indexer.queries(normed.dense, index_queries, rope) if indexer else None
             attended = forward_pass.attend(number, queries, index, network.config.scaling)
-            hidden = hidden + attention.output(attended)
-            hidden = hidden + layer.mlp(layer.mlp_norm(hidden))
-        return hidden
+            hidden, normed = layer.mlp_norm.of_sum(hidden, attention.output(attended))
+            addend = layer.mlp(normed.dense)
+        return hidden if addend is None else hidden + addend

@@ -75,9 +75,41 @@ def write_tiny_checkpoint(
             f"index_n_heads must be at least 16, not {index_n_heads}: with fewer heads index scores are often exactly "
             "zero, and ties in the top-k make outputs irreproducible"
         )
-    config = AutoConfig.for_model(
+    described = tiny_config(
         family,
-        vocab_size=VOCAB_SIZE,
+        layers=layers,
+        hidden_size=hidden_size,
+        index_topk=index_topk,
+        index_n_heads=index_n_heads,
+        max_position_embeddings=max_position_embeddings,
+        fp8=fp8 is not None,
+    )
+    config = AutoConfig.for_model(**described)
+    if fp8 is None:
+        write_without_weights(path, config.to_dict())
+        save_file(_random_weights(config, seed), path / "model.safetensors", metadata={"format": "pt"})
+        return
+    left_out = [f"model.layers.{layers - 1}.self_attn.q_a_proj"]
+    extra = {"quantization_config": quantization_config(fp8, left_out), "num_nextn_predict_layers": 1}
+    write_without_weights(path, config.to_dict() | extra)
+    write_fp8(path, _random_weights(config, seed) | _prediction_layer(config, seed + 1), fp8, left_out)
+
+
+def tiny_config(
+    family: Family,
+    *,
+    vocab_size: int = VOCAB_SIZE,
+    layers: int = 4,
+    hidden_size: int = 64,
+    index_topk: int = 64,
+    index_n_heads: int = 32,
+    max_position_embeddings: int = 8192,
+    fp8: bool = False,
+) -> dict[str, Any]:
+    """The config.json of a tiny checkpoint, but for its special tokens. fp8: latents are wider than a block of it."""
+    return dict(
+        model_type=family,
+        vocab_size=vocab_size,
         hidden_size=hidden_size,
         intermediate_size=2 * hidden_size,
         moe_intermediate_size=hidden_size // 2,
@@ -105,14 +137,6 @@ def write_tiny_checkpoint(
         dtype="bfloat16" if fp8 else "float32",
         **({"index_topk_freq": 2} if family == "glm_moe_dsa" else {}),
     )
-    if fp8 is None:
-        write_without_weights(path, config.to_dict())
-        save_file(_random_weights(config, seed), path / "model.safetensors", metadata={"format": "pt"})
-        return
-    left_out = [f"model.layers.{layers - 1}.self_attn.q_a_proj"]
-    extra = {"quantization_config": quantization_config(fp8, left_out), "num_nextn_predict_layers": 1}
-    write_without_weights(path, config.to_dict() | extra)
-    write_fp8(path, _random_weights(config, seed) | _prediction_layer(config, seed + 1), fp8, left_out)
 
 
 def write_without_weights(path: Path, config: dict[str, Any]) -> None:

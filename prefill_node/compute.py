@@ -3,11 +3,13 @@
 import queue
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import structlog
 import torch
 
+from control.prompt_logprobs import PromptLogprobs
 from engine.chunked import ChunkedPrefill, PrefillStep
 from engine.device import DeviceFailed, check_device
 from prefill_node.job import TransferJob
@@ -18,11 +20,23 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True)
 class Computed:
-    """A step has ended, or failed with an error. device_failed: the device does not work any more."""
+    """A step has ended, or failed with an error. device_failed: the device does not work any more.
+
+    prompt_logprobs: those of the jobs that ask for them, of the step's chunks.
+    """
 
     step: PrefillStep[TransferJob]
     error: str | None = None
     device_failed: DeviceFailed | None = None
+    prompt_logprobs: dict[TransferJob, PromptLogprobs] = field(default_factory=dict)
+
+
+class StepCompute(Protocol):
+    """Computes one step at a time, on other threads."""
+
+    def start(self, step: PrefillStep[TransferJob]) -> ForwardProgress:
+        """Compute a step. The progress says which layers may be sent."""
+        ...
 
 
 class ComputeThread:
@@ -49,9 +63,10 @@ class ComputeThread:
         while True:
             step, progress = self._steps.get()
             try:
-                self._prefill.compute(step, progress.layer_done)
+                queued = self._prefill.compute(step, progress.layer_done)
                 if self._device.type == "cuda":
                     torch.cuda.current_stream(self._device).synchronize()
+                logprobs = {job: found.wait() for job, found in queued.items()}
             except Exception as error:
                 # A batch that cannot be computed (out of memory, say) costs only its requests.
                 log.exception("prefill step failed")
@@ -59,7 +74,7 @@ class ComputeThread:
                 self._report(Computed(step, f"prefill failed: {error}", self._device_failure()))
                 progress.fail()
             else:
-                self._report(Computed(step))
+                self._report(Computed(step, prompt_logprobs=logprobs))
 
     def _device_failure(self) -> DeviceFailed | None:
         try:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from base.flags import Flag
+from prefill_node.choices import FetchPolicy
 from service.config import ControlPort, NodeConfig, Port
 from transfer.choices import ChecksumMode
 
@@ -24,3 +25,7 @@ class PrefillConfig(NodeConfig):
     transfer_timeout: Annotated[
         float, Flag("Seconds that a request's transfer may go on after its computation.", min=0.1)
     ] = 60.0
+    fetch_prefixes: Annotated[
+        FetchPolicy,
+        Flag("auto: what the decode node has of a prompt is read from there where that is faster than computing it."),
+    ] = "auto"

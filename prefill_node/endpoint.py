@@ -13,6 +13,10 @@ from control.messages import (
     AttemptId,
     ChunkDone,
     ChunkTaken,
+    FetchDone,
+    FetchGrant,
+    FetchRefused,
+    FetchRequest,
     HeartbeatAck,
     Holding,
     Message,
@@ -25,12 +29,15 @@ from control.messages import (
     Refused,
     Registered,
 )
+from engine.agreement import GroupFailed
 from engine.device import DeviceFailed
+from engine.ranks import RankGroup
 from prefill_node.decode_nodes import DecodeNodes
 from prefill_node.engine import PrefillEngine, PrefillUpdate
 from prefill_node.finished import FinishedAttempts
 from service.lifecycle import Phase
 from service.shell import NodeShell
+from service.standing import stand_with_group
 
 log = structlog.get_logger(__name__)
 
@@ -40,13 +47,19 @@ _FAREWELL_S = 2.5
 leaves. A decode node that asks an ended process cannot know that nothing writes to the slots that it named."""
 _END_S = 10.0
 """How long a stopping node waits for its writes to end: a receiver may hang."""
+_LAST_WORDS_S = 0.5
+"""How long a node whose group has failed goes on, so that decode nodes hear of it."""
 
 
 class PrefillEndpoint:
     """Remembers who asked for which attempt, what is not acknowledged yet, and which attempts are finished."""
 
-    def __init__(self, shell: NodeShell[tuple[Peer, Message]], engine: PrefillEngine) -> None:
+    def __init__(
+        self, shell: NodeShell[tuple[Peer, Message]], engine: PrefillEngine, ranks: RankGroup | None = None
+    ) -> None:
+        """ranks: the group that this node is, if it has several processes. This one is the endpoint of all."""
         self._shell = shell
+        self._ranks = ranks
         self._control = shell.control
         self._engine = engine
         self._asked_by: dict[AttemptId, Peer] = {}
@@ -60,10 +73,19 @@ class PrefillEndpoint:
     def run(self) -> None:
         """Serve until told to stop; then finish what has begun, hand back the rest, and give up what is left.
 
-        Raises DeviceFailed, after everything was handed back, if the device does not work any more.
+        Raises DeviceFailed, after everything was handed back, if the device does not work any more, and GroupFailed if
+        the other ranks do not: nobody knows of the writes of a rank that ended, so nothing is said to be quiet then.
         """
         try:
             self._serve()
+        except GroupFailed as failure:
+            if self._ranks is not None:
+                self._ranks.report(str(failure))
+            self._shell.lifecycle.end()
+            self._shell.leave()
+            self._hand_back(list(self._asked_by), str(failure))
+            self._turn_until(time.monotonic() + _LAST_WORDS_S)
+            raise
         except DeviceFailed as failure:
             self._shell.lifecycle.end()
             self._shell.leave()
@@ -95,6 +117,8 @@ class PrefillEndpoint:
     def _turn(self) -> None:
         for item in self._shell.receive(_IDLE_WAIT_S):
             self._take(*item)
+        if self._ranks is not None:
+            stand_with_group(self._shell.lifecycle, self._ranks)
         self._housekeep(time.monotonic())
         self._send_updates()
 
@@ -102,7 +126,9 @@ class PrefillEndpoint:
 
     def _take(self, sender: Peer, message: Message) -> None:
         match message:
-            case PrefillRequest() | ChunkTaken() | Admitted() | Abort() if message.attempt.decode != sender.boot_id:
+            case PrefillRequest() | ChunkTaken() | Admitted() | Abort() | FetchGrant() | FetchRefused() if (
+                message.attempt.decode != sender.boot_id
+            ):
                 log.warning("not its own attempt", sender=sender.address, **message.attempt.log_fields)
             case PrefillRequest():
                 self._on_request(sender, message)
@@ -115,6 +141,9 @@ class PrefillEndpoint:
                     self._finish(message.attempt)
             case Abort():
                 self._on_abort(sender, message.attempt)
+            case FetchGrant() | FetchRefused():
+                self._control.answered(("fetch", message.attempt))
+                self._engine.fetch_answered(message)
             case Holding():
                 self._on_holding(sender, message)
             case Registered() | Refused() | HeartbeatAck():
@@ -172,6 +201,11 @@ class PrefillEndpoint:
         attempt = update.attempt
         decode = self._asked_by[attempt]
         match update:
+            case FetchRequest():
+                self._control.repeat(("fetch", attempt), decode, update)
+            case FetchDone():
+                self._control.answered(("fetch", attempt))
+                self._control.send(decode, update)
             case ChunkDone():
                 self._unacknowledged.setdefault(attempt, set()).add(update.number)
                 self._control.repeat(("chunk", attempt, update.number), decode, update)
@@ -199,6 +233,7 @@ class PrefillEndpoint:
         del self._asked_by[attempt]
         self._control.answered(("done", attempt))
         self._control.answered(("failed", attempt))
+        self._control.answered(("fetch", attempt))
         for number in self._unacknowledged.pop(attempt, ()):
             self._control.answered(("chunk", attempt, number))
         self._finished.add(attempt, lingering)

@@ -2,11 +2,25 @@
 
 from typing import Protocol
 
-from control.messages import AttemptId, ChunkDone, Peer, PrefillDone, PrefillFailed, PrefillRequest, Progress, Quiesced
+from control.messages import (
+    AttemptId,
+    ChunkDone,
+    FetchDone,
+    FetchGrant,
+    FetchRefused,
+    FetchRequest,
+    Peer,
+    PrefillDone,
+    PrefillFailed,
+    PrefillRequest,
+    Progress,
+    Quiesced,
+)
 
-PrefillUpdate = ChunkDone | PrefillDone | PrefillFailed | Quiesced
+PrefillUpdate = ChunkDone | PrefillDone | PrefillFailed | Quiesced | FetchRequest | FetchDone
 """What the engine says of an attempt, for its decode node.
 
+FetchRequest asks for KV that the decode node has; FetchDone says that none is read any more, and ends the asking.
 After PrefillDone it keeps the KV until the attempt is released. After PrefillFailed with `in_flight` another follows
 when no write is in flight. After PrefillFailed without it, or Quiesced, it keeps nothing of the attempt.
 """
@@ -39,11 +53,15 @@ class PrefillEngine(Protocol):
         """Forget an attempt whose KV the decode node has. False, and nothing changes, before `PrefillDone`."""
         ...
 
+    def fetch_answered(self, answer: FetchGrant | FetchRefused) -> None:
+        """The decode node lends what `FetchRequest` has asked for, or does not. The attempt may have ended."""
+        ...
+
     def poll(self) -> list[PrefillUpdate]:
         """Do what can be done now, and return what has happened since the last call. Never waits.
 
         To be called in every turn of the loop, which the engine wakes. Raises DeviceFailed if the device does not work
-        any more.
+        any more, and GroupFailed if another rank of this node does not.
         """
         ...
 

@@ -16,6 +16,7 @@ from control.messages import (
     PrefillDone,
     PrefillRequest,
 )
+from control.prompt_logprobs import PromptLogprobs
 from engine.chunked import PrefillJob
 from prefill_node.outgoing import Chunk, SendReport
 from prefill_node.progress import ForwardProgress
@@ -27,6 +28,8 @@ class JobState(Enum):
 
     COMPUTING = "computing"
     """Its prompt waits or is being computed; computed layers are sent meanwhile."""
+    FETCHING = "fetching"
+    """A prefix of its prompt is asked for or read, back from the decode node; it computes nothing meanwhile."""
     SENDING = "sending"
     """All is computed, and writes are in flight."""
     SENT = "sent"
@@ -36,7 +39,8 @@ class JobState(Enum):
 
 
 _NEXT = {
-    JobState.COMPUTING: {JobState.SENDING, JobState.STOPPING},
+    JobState.COMPUTING: {JobState.FETCHING, JobState.SENDING, JobState.STOPPING},
+    JobState.FETCHING: {JobState.COMPUTING, JobState.STOPPING},
     JobState.SENDING: {JobState.SENT, JobState.STOPPING},
     JobState.SENT: {JobState.STOPPING},
     JobState.STOPPING: set(),
@@ -47,17 +51,20 @@ _NEXT = {
 class TransferJob(PrefillJob):
     """An attempt that this node works on.
 
-    slots: int64 [num_tokens], the destination of each position. in_flight: chunks being computed, plus chunks that the
-    sender has, plus chunks with writes of unknown end. Pages are released when the job ends and never earlier, since
-    they are written and read until then.
+    start: the first position that is sent; the decode node has those before it. slots: int64 [num_tokens - start], the
+    destination of each position from `start` on. in_flight: chunks being computed, plus chunks that the sender has,
+    plus a fetch that the fetcher has, plus chunks and fetches of unknown end. fetched: tokens that were fetched. Pages
+    are released when the job ends and never earlier, since they are written and read until then.
     """
 
     attempt: AttemptId
     decode: Peer
     destination: Destination
+    start: int
     slots: Int64s
     state: JobState = JobState.COMPUTING
     in_flight: int = 0
+    fetched: int = 0
     failure: str | None = None
     """Why it was given up; None if the decode node aborted it."""
     lingering: bool = False
@@ -73,11 +80,24 @@ class TransferJob(PrefillJob):
     """Chunks that have a ChunkDone of their own."""
     last_checksums: list[Checksum] = field(default_factory=list)
     """Of the prompt's last chunk."""
+    unsent_logprobs: list[PromptLogprobs] = field(default_factory=list)
+    """Those that were computed and are in no message yet."""
 
     @classmethod
     def of(cls, request: PrefillRequest, decode: Peer) -> Self:
-        slots = expand_extents(request.extents, len(request.token_ids))
-        return cls(torch.tensor(request.token_ids), request.attempt, decode, request.destination, slots)
+        slots = expand_extents(request.extents, len(request.token_ids) - request.start)
+        job = cls(
+            torch.tensor(request.token_ids),
+            request.attempt,
+            decode,
+            request.destination,
+            request.start,
+            slots,
+            prompt_logprobs=request.prompt_logprobs,
+            last_token=request.last_token_id,
+        )
+        job.salt = request.cache_salt
+        return job
 
     def move(self, to: JobState) -> None:
         """The only way in which the state changes. Raises RuntimeError if `to` cannot follow."""
@@ -85,15 +105,21 @@ class TransferJob(PrefillJob):
             raise RuntimeError(f"attempt {self.attempt} is {self.state.value} and cannot become {to.value}")
         self.state = to
 
-    def chunk(self, start: int, stop: int, progress: ForwardProgress) -> Chunk:
-        """Positions [start, stop), which the forward pass computes, for the sender."""
+    def chunk(self, start: int, stop: int, progress: ForwardProgress) -> Chunk | None:
+        """Those of positions [start, stop) that are sent, for the sender; None if the decode node has all of them.
+
+        progress: of the forward pass that computes them, or one that is over.
+        """
         assert self.pages is not None
+        if stop <= self.start:
+            return None
         return Chunk(
             attempt=self.attempt,
-            start=start,
+            start=max(start, self.start),
             stop=stop,
             pages=self.pages,
             slots=self.slots,
+            slots_start=self.start,
             decode=self.decode,
             destination=self.destination,
             progress=progress,
@@ -101,7 +127,7 @@ class TransferJob(PrefillJob):
         )
 
     def landed(self, report: SendReport) -> ChunkDone | None:
-        """Count a chunk that has landed. Returns its checksums for the decode node, unless `done` brings them."""
+        """Count a chunk that has landed. Returns what the decode node needs of it, unless `done` brings that."""
         self.num_bytes += report.num_bytes
         self.num_descriptors += report.num_descriptors
         self.seconds += report.seconds(since=self.written_until)
@@ -109,11 +135,16 @@ class TransferJob(PrefillJob):
         if report.chunk.stop == self.num_tokens:
             self.last_checksums = report.checksums
             return None
-        if not report.checksums or self.state is JobState.STOPPING:
+        if self.state is JobState.STOPPING or not (report.checksums or self.unsent_logprobs):
             return None
         number = self.chunks_announced
         self.chunks_announced += 1
-        return ChunkDone(attempt=self.attempt, number=number, checksums=Checksums.of(report.checksums))
+        return ChunkDone(
+            attempt=self.attempt,
+            number=number,
+            checksums=Checksums.of(report.checksums),
+            prompt_logprobs=self._take_logprobs(),
+        )
 
     def done(self) -> PrefillDone:
         """What the decode node needs to know when every write has landed."""
@@ -125,5 +156,13 @@ class TransferJob(PrefillJob):
             transfer_seconds=self.seconds,
             chunks=self.chunks_announced,
             checksums=Checksums.of(self.last_checksums),
+            prompt_logprobs=self._take_logprobs(),
             lingering=self.lingering,
+            cached_tokens=self.cached + self.fetched,
         )
+
+    def _take_logprobs(self) -> tuple[PromptLogprobs, ...]:
+        """A chunk may land before its log probabilities are computed: then a later message brings them."""
+        taken = tuple(self.unsent_logprobs)
+        self.unsent_logprobs.clear()
+        return taken

@@ -8,14 +8,28 @@ import structlog
 import torch
 
 from base.metrics import Metrics
-from control.messages import AttemptId, Peer, PrefillFailed, PrefillRequest, Progress, Quiesced
-from engine.chunked import ChunkedPrefill
-from prefill_node.compute import Computed, ComputeThread
+from control.messages import (
+    AttemptId,
+    FetchGrant,
+    FetchRefused,
+    Peer,
+    PrefillFailed,
+    PrefillRequest,
+    Progress,
+    Quiesced,
+)
+from engine.chunked import CachedRange, ChunkedPrefill
+from prefill_node.choices import FetchPolicy
+from prefill_node.compute import Computed, ComputeThread, StepCompute
 from prefill_node.engine import PrefillEngine, PrefillUpdate
+from prefill_node.fetch import FetchReport
+from prefill_node.fetcher import Fetcher, FetchResources
 from prefill_node.job import JobState, TransferJob
 from prefill_node.offer import Destinations, Offer
 from prefill_node.outgoing import SendReport
-from prefill_node.sender import Sender, SendResources
+from prefill_node.prefix_fetches import PrefixFetches
+from prefill_node.progress import ForwardProgress
+from prefill_node.sender import ChunkSender, Sender, SendResources
 
 log = structlog.get_logger(__name__)
 
@@ -36,20 +50,33 @@ class ModelEngine(PrefillEngine):
         metrics: Metrics,
         wake: Callable[[], None],
         transfer_timeout: float,
+        fetching: FetchResources | None = None,
+        fetch_policy: FetchPolicy = "auto",
     ) -> None:
-        """transfer_timeout: seconds that a job's transfer may go on after its computation."""
+        """transfer_timeout: seconds that a job's transfer may go on after its computation.
+
+        fetching: for prefixes that decode nodes have; None where all is computed.
+        """
         self._prefill = prefill
+        self._device = device
         self._offer = offer
         self._transfer_timeout = transfer_timeout
         self._metrics = metrics
         self._wake = wake
-        self._reports: queue.SimpleQueue[Computed | SendReport] = queue.SimpleQueue()
-        self._compute = ComputeThread(prefill, device, self._report)
-        self._sender = Sender(resources, self._report)
+        self._reports: queue.SimpleQueue[Computed | SendReport | FetchReport] = queue.SimpleQueue()
+        self._compute: StepCompute = ComputeThread(prefill, device, self._report)
+        self._sender: ChunkSender = Sender(resources, self._report)
+        self._fetches: PrefixFetches | None = None
+        if fetching is not None:
+            fetcher = Fetcher(fetching, self._report)
+            self._fetches = PrefixFetches(
+                fetch_policy, prefill, fetcher, offer.transports, metrics, lambda said: self._updates.append(said)
+            )
         self._destinations = Destinations()
         self._jobs: dict[AttemptId, TransferJob] = {}
         self._updates: list[PrefillUpdate] = []
         self._computing = False
+        self._step_started_at = 0.0
         self._passes = 0
         """Forward passes that were started."""
         self.device_failed = False
@@ -91,6 +118,8 @@ class ModelEngine(PrefillEngine):
         job.move(JobState.STOPPING)
         job.failure = reason
         self._prefill.forget(job)
+        if self._fetches is not None:
+            self._fetches.stopped(job)
         if reason is not None and job.in_flight:
             # So the decode node can ask another prefill node at once.
             self._updates.append(_failed(job, reason, in_flight=True))
@@ -104,6 +133,14 @@ class ModelEngine(PrefillEngine):
         self._end(job)
         return True
 
+    def fetch_answered(self, answer: FetchGrant | FetchRefused) -> None:
+        if self._fetches is None:
+            return
+        if isinstance(answer, FetchGrant):
+            self._fetches.granted(answer)
+        else:
+            self._fetches.refused(answer)
+
     def poll(self) -> list[PrefillUpdate]:
         while not self._reports.empty():
             match self._reports.get():
@@ -111,8 +148,15 @@ class ModelEngine(PrefillEngine):
                     self._on_computed(computed)
                 case SendReport() as report:
                     self._on_sent(report)
-        self._stop_late_transfers(time.monotonic())
+                case FetchReport() as report:
+                    self._on_fetched(report)
+        now = time.monotonic()
+        self._stop_late_transfers(now)
+        if self._fetches is not None:
+            self._fetches.give_up_late(now)
         self._start_step()
+        if (reports := self._prefill.pages.reports) is not None:
+            reports.send(now)
         updates, self._updates = self._updates, []
         return updates
 
@@ -121,18 +165,24 @@ class ModelEngine(PrefillEngine):
         return Progress(computed=computed, current_pass=self._passes if self._computing else None)
 
     def keep_connected(self, decode_nodes: set[Peer]) -> None:
-        self._sender.keep_only({decode.boot_id for decode in decode_nodes})
+        boot_ids = {decode.boot_id for decode in decode_nodes}
+        self._sender.keep_only(boot_ids)
+        if self._fetches is not None:
+            self._fetches.keep_only(boot_ids)
 
     def close(self, timeout: float) -> None:
         """Wait so many seconds for writes to end. Writes that are in flight then end with the process."""
+        if self._fetches is not None:
+            self._fetches.keep_only(set())
         if not self._sender.stop(timeout):
             log.warning("writes are still in flight; the engine's end stops them")
 
     def refresh_metrics(self) -> None:
         """Bring the gauges up to date for a scrape. Any thread may call it."""
-        pool = self._prefill.pool
-        self._metrics.prefill_pages.labels("free").set(pool.free_pages)
-        self._metrics.prefill_pages.labels("used").set(pool.num_pages - pool.free_pages)
+        pool, free, cached = self._prefill.pool, self._prefill.pool.free_pages, self._prefill.pages.cached_pages
+        self._metrics.prefill_pages.labels("free").set(free)
+        self._metrics.prefill_pages.labels("cached").set(cached)
+        self._metrics.prefill_pages.labels("used").set(max(0, pool.num_pages - free - cached))
         self._metrics.prompt_tokens_waiting.set(self.queued_tokens)
         states = [job.state for job in list(self._jobs.values())]
         for state in JobState:
@@ -140,39 +190,90 @@ class ModelEngine(PrefillEngine):
 
     # --- work ---
 
-    def _report(self, event: Computed | SendReport) -> None:
+    def _report(self, event: Computed | SendReport | FetchReport) -> None:
         self._reports.put(event)
         self._wake()
 
     def _start_step(self) -> None:
-        """Start the next forward pass, and the sending of what it computes, layer by layer."""
-        if self._computing or self.device_failed or (step := self._prefill.plan()) is None:
+        """Start the next forward pass, and the sending of what it computes, layer by layer, and of what is cached."""
+        if self.device_failed:
+            return
+        self._prefill.start_waiting()
+        for job in self._prefill.take_started():
+            if self._fetches is not None:
+                self._fetches.consider(job)
+        step = None if self._computing else self._prefill.plan()
+        for found in self._prefill.take_found():
+            self._send_cached(found)
+        if step is None:
             return
         self._computing = True
         self._passes += 1
+        self._step_started_at = time.monotonic()
         progress = self._compute.start(step)
         for job, chunk in step.chunks:
-            job.in_flight += 2  # being computed, and being sent
-            self._sender.submit(job.chunk(chunk.start, chunk.stop, progress))
+            job.in_flight += 1  # being computed
+            self._send(job, chunk.start, chunk.stop, progress)
+
+    def _send_cached(self, found: CachedRange[TransferJob]) -> None:
+        """In pieces of the size of chunks, so that the decode node verifies one while the next is sent."""
+        job = found.job
+        over = ForwardProgress.over(self._device, self._prefill.pool.layout.num_layers)
+        for start in range(max(found.start, job.start), found.stop, self._prefill.chunk_size):
+            self._send(job, start, min(start + self._prefill.chunk_size, found.stop), over)
+        if not job.remaining:
+            self._all_computed(job)
+
+    def _send(self, job: TransferJob, start: int, stop: int, progress: ForwardProgress) -> None:
+        """Send positions [start, stop) as the forward pass computes them, but for those that the decode node has."""
+        if chunk := job.chunk(start, stop, progress):
+            job.in_flight += 1
+            self._sender.submit(chunk)
 
     def _on_computed(self, computed: Computed) -> None:
         """Raises DeviceFailed."""
         self._computing = False
         if computed.error is None:
             self._prefill.complete(computed.step)
+            if self._fetches is not None:
+                ranges = [(chunk.start, chunk.stop) for _, chunk in computed.step.chunks]
+                self._fetches.compute_cost.observe(ranges, time.monotonic() - self._step_started_at)
         for job, chunk in computed.step.chunks:
             job.in_flight -= 1
             if computed.error is not None:
                 self.stop(job.attempt, computed.error)
                 continue
             self._metrics.prompt_tokens.inc(chunk.stop - chunk.start)
+            if (found := computed.prompt_logprobs.get(job)) is not None:
+                job.unsent_logprobs.append(found)
             if job.state is JobState.COMPUTING and not job.remaining:
-                job.computed_at = time.monotonic()
-                job.move(JobState.SENDING)
+                self._all_computed(job)
             self._advance(job)
         if computed.device_failed is not None:
             self.device_failed = True
             raise computed.device_failed
+
+    def _all_computed(self, job: TransferJob) -> None:
+        job.computed_at = time.monotonic()
+        job.move(JobState.SENDING)
+        self._metrics.prefix_cache_queries.labels("prefill").inc(job.num_tokens)
+        self._metrics.prefix_cache_hits.labels("prefill").inc(job.cached)
+
+    def _on_fetched(self, report: FetchReport) -> None:
+        assert self._fetches is not None
+        job = self._jobs[report.fetch.attempt]
+        if report.in_flight:
+            log.error(
+                "nobody knows whether a read has ended: its pages, and its slots at the decode node, are free when "
+                "this process ends; restart it",
+                decode=job.decode.address,
+                **job.attempt.log_fields,
+            )
+            self.stop(job.attempt, f"fetch failed: {report.error}")
+        else:
+            job.in_flight -= 1
+        self._fetches.on_report(report)
+        self._advance(job)
 
     def _on_sent(self, report: SendReport) -> None:
         job = self._jobs[report.chunk.attempt]
@@ -215,6 +316,8 @@ class ModelEngine(PrefillEngine):
             self._updates.append(job.done())
             log.info(
                 "sent",
+                cached=job.cached,
+                fetched=job.fetched,
                 bytes=job.num_bytes,
                 descriptors=job.num_descriptors,
                 seconds=round(job.seconds, 4),
@@ -224,9 +327,11 @@ class ModelEngine(PrefillEngine):
             )
 
     def _end(self, job: TransferJob) -> None:
-        """The one place where a job's pages are released."""
+        """The one place where a job's pages are released. Raises SlotAccountingError if any has leaked."""
         self._prefill.release(job)
         del self._jobs[job.attempt]
+        if not self._jobs:
+            self._prefill.pages.check_idle()
 
     def _stop_late_transfers(self, now: float) -> None:
         for job in list(self._jobs.values()):

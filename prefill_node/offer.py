@@ -4,16 +4,18 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from control.messages import Destination, ModelIdentity, Peer, PrefillRequest, Transport
+from control.prompt_logprobs import too_many
 
 
 @dataclass(frozen=True)
 class Offer:
-    """What a prefill node offers. max_tokens: the longest prompt that it takes."""
+    """What a prefill node offers. max_tokens: the longest prompt that it takes. ranks: boot ids of its other ranks."""
 
     identity: ModelIdentity
     transports: tuple[Transport, ...]
     max_tokens: int
     vocab_size: int
+    ranks: tuple[str, ...] = ()
 
     def refusal(self, request: PrefillRequest) -> str | None:
         """Why the node cannot serve a request, naming both values, or None."""
@@ -23,6 +25,8 @@ class Offer:
         expected += self.identity.num_index_layers * (self.identity.index_key_bytes,)
         if not request.hisparse:
             return "hisparse=false: this node does not write KV to resident device pages"
+        if missing := set(self.ranks) - set(request.ranks):
+            return f"the slots are not reserved for ranks {', '.join(sorted(missing))} of this node"
         if difference := self.identity.differences(destination.identity):
             return f"model mismatch, prefill != decode: {difference}"
         if not set(self.transports) & set(destination.transports):
@@ -32,9 +36,10 @@ class Offer:
             return f"destination item lengths {destination.buffers.item_lengths} != {expected}"
         if num_tokens > self.max_tokens:
             return f"prompt of {num_tokens} tokens; this node takes up to {self.max_tokens}"
-        if max(request.token_ids) >= self.vocab_size:
-            return f"token id {max(request.token_ids)} is outside the vocabulary of {self.vocab_size}"
-        return None
+        largest = max(*request.token_ids, request.last_token_id or 0)
+        if largest >= self.vocab_size:
+            return f"token id {largest} is outside the vocabulary of {self.vocab_size}"
+        return None if request.prompt_logprobs is None else too_many(num_tokens, request.prompt_logprobs)
 
 
 class Destinations:

@@ -4,7 +4,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import structlog
 
@@ -33,8 +33,8 @@ _WHAT_FAILED = {
 class Chunk:
     """Positions [start, stop) of a request, to be written to the destination slots of those positions.
 
-    pages, slots: of the whole request. progress: of the forward pass that computes the chunk. cancelled: asked again
-    and again while the chunk is sent.
+    pages: of the whole request. slots: of its positions from `slots_start` on. progress: of the forward pass that
+    computes the chunk. cancelled: asked again and again while the chunk is sent.
     """
 
     attempt: AttemptId
@@ -46,6 +46,16 @@ class Chunk:
     destination: Destination
     progress: ForwardProgress
     cancelled: Callable[[], bool]
+    slots_start: int = 0
+
+    @property
+    def own_slots(self) -> Int64s:
+        """The slot of each position of the chunk: int64 [stop - start]."""
+        return self.slots[self.start - self.slots_start : self.stop - self.slots_start]
+
+    def part(self, start: int, stop: int) -> "Chunk":
+        """Some of its positions."""
+        return replace(self, start=start, stop=stop)
 
 
 @dataclass
@@ -159,7 +169,7 @@ class OutgoingChunk:
         """What to post, and the send buffer that it is read from, if any."""
         chunk, reading = self._chunk, self._reading
         channel = self._pipeline.channel
-        plan = ChunkPlan(chunk.pages, reading.page_size, chunk.slots, chunk.start, chunk.stop, channel.max_bytes)
+        plan = ChunkPlan(chunk.pages, reading.page_size, chunk.own_slots, chunk.start, chunk.stop, channel.max_bytes)
         policy = gather_policy(channel.transport, reading.source.in_host_memory)
         if policy == "always" or (policy == "where it pays" and plan.gathering_pays):
             yield from self._packed(plan, self._lend_ring())

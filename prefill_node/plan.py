@@ -42,7 +42,7 @@ class ChunkPart:
 
 
 class ChunkPlan:
-    """Positions [start, stop) of a request, from its `pages` to its `slots` (of all positions).
+    """Positions [start, stop) of a request, from its `pages` to their `slots`, int64 [stop - start].
 
     most_bytes: of one descriptor.
     """
@@ -53,7 +53,7 @@ class ChunkPlan:
         self._start, self._stop = start, stop
         self._most_bytes = most_bytes
         self._items = expand_pages(pages, page_size, start, stop)
-        self._slots = slots[start:stop]
+        self._slots = slots
         self._runs = plan_runs(self._items, self._slots)
         self._parts: dict[int, list[ChunkPart]] = {}
         """By the most items that a part has."""

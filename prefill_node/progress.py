@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from typing import Self
 
 import torch
 
@@ -25,6 +26,13 @@ class ForwardProgress:
         """Guards _events and _failed."""
         self._events: list[torch.cuda.Event | None] = []
         self._failed = False
+
+    @classmethod
+    def over(cls, device: torch.device, num_layers: int) -> Self:
+        """Of a forward pass for which somebody has waited to its end."""
+        progress = cls(device)
+        progress._events = [None] * num_layers
+        return progress
 
     def layer_done(self, layer: int) -> None:
         """The kernels that write this layer's KV are queued. Called for every layer in order."""

@@ -1,4 +1,4 @@
-"""Send buffers in host memory, for KV that is not sent in place."""
+"""Send buffers in host memory, for KV that is not sent in place; what is not read in place is read into them, too."""
 
 import queue
 from collections.abc import Callable

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import structlog
 
@@ -37,6 +38,26 @@ class SendResources:
     connect: Callable[[Destination], Channel]
     silence: Callable[[Peer], float]
     kept: list[object] = field(default_factory=list)
+
+
+class ChunkSender(Protocol):
+    """Sends chunks to decode nodes, on other threads, and reports each once."""
+
+    def open(self, decode: Peer) -> bool:
+        """Be ready to send to a decode node. False if there are too many."""
+        ...
+
+    def submit(self, chunk: Chunk) -> None:
+        """Send a chunk to a decode node that is `open`."""
+        ...
+
+    def keep_only(self, boot_ids: set[str]) -> None:
+        """Send to no other decode nodes any more, once what was submitted has ended."""
+        ...
+
+    def stop(self, timeout: float) -> bool:
+        """End once what was submitted has ended. Whether it has in time."""
+        ...
 
 
 class Sender:

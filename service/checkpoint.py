@@ -17,6 +17,17 @@ def identify(path: Path) -> CheckpointIdentity:
     )
 
 
+def stop_token_ids(path: Path) -> tuple[int, ...]:
+    """The end-of-sequence ids of generation_config.json, or else of config.json."""
+    generation = path / "generation_config.json"
+    for config in (read_json(generation) if generation.is_file() else {}, read_json(path / "config.json")):
+        found = config.get("eos_token_id")
+        ids = found if isinstance(found, list) else [found]
+        if valid := [i for i in ids if isinstance(i, int)]:
+            return tuple(valid)
+    return ()
+
+
 def positive_int(config: dict[str, object], key: str, path: Path) -> int:
     """The value of `key` in config.json. Raises StartupError if it is not a positive integer."""
     value = config.get(key)

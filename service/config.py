@@ -92,10 +92,24 @@ class NodeConfig(ProcessConfig):
         Flag("Part of the free device memory that pools may take; default 0.8 on CUDA, 0.1 on CPU."),
     ] = None
     chunked_prefill_size: Annotated[int, Flag("Prompt tokens computed in one forward pass.", min=1)] = 2048
+    ranks: Annotated[
+        int,
+        Flag(
+            "Processes of the node, which step together and have a part of the experts each; on GPUs, one for each.",
+            min=1,
+            max=64,
+        ),
+    ] = 1
+    step_timeout: Annotated[
+        float, Flag("Seconds that a step of several ranks may take before the node ends.", min=1.0)
+    ] = 30.0
     page_size: Annotated[
         int,
         Flag("Tokens per page of the prefill pool, or of a decode node's index keys.", min=1),
     ] = 64
+    enable_prefix_caching: Annotated[
+        bool, Flag("Keep the KV of prompts and answers for requests that begin with the same tokens.")
+    ] = True
     transfer_protocol: Annotated[
         TransferProtocol,
         Flag("auto: shared memory where the decode node's pool can be mapped, RDMA where both have it, else TCP."),

@@ -2,12 +2,15 @@
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
+from http import HTTPStatus
 from typing import Any, Literal
 
 import h11
 from prometheus_client import Counter
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
@@ -72,6 +75,8 @@ class GuardedConnection(H11Protocol):
         closed: Callable[[], None],
     ) -> None:
         super().__init__(config, state, app_state, asyncio.get_running_loop())
+        # What uvicorn calls for each request.
+        self.app: Callable[[Scope, Receive, Send], Awaitable[None]] = partial(self._served_by, self.app)
         self.conn = _Parser()
         self._limits = limits
         self._refused = refused
@@ -85,6 +90,35 @@ class GuardedConnection(H11Protocol):
         """Bytes received of a body whose request is already answered."""
         self._request_timer: asyncio.TimerHandle | None = None
         self._reader_timer: asyncio.TimerHandle | None = None
+
+    async def _served_by(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request. The chunks of an answer without a length go straight to the transport.
+
+        h11 knows nothing of them, and need not: how a chunk is framed depends on no other. An event of h11 costs as
+        much processor time as everything else that a streamed token needs.
+        """
+        cycle, chunked = self.cycle, False
+
+        async def send_quickly(message: Message) -> None:
+            nonlocal chunked
+            if message["type"] == "http.response.body" and chunked and message.get("more_body"):
+                body = message.get("body")
+                if cycle.flow.write_paused and not cycle.disconnected:
+                    await cycle.flow.drain()
+                if body and not cycle.disconnected:
+                    self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+                return
+            await send(message)
+            if message["type"] == "http.response.start":
+                chunked = (
+                    scope["method"] != "HEAD"
+                    and scope["http_version"] == "1.1"
+                    and message["status"] >= HTTPStatus.OK
+                    and message["status"] not in (HTTPStatus.NO_CONTENT, HTTPStatus.NOT_MODIFIED)
+                    and not any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
+                )
+
+        await app(scope, receive, send_quickly)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)

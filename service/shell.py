@@ -13,7 +13,7 @@ from fastapi import APIRouter
 from base.errors import StartupError
 from base.metrics import Metrics
 from control.discovery import GatewayAddresses
-from control.keys import load_keys
+from control.keys import cache_seed, load_keys
 from control.membership import HEARTBEAT_S, Membership
 from control.messages import HeartbeatAck, Message, Peer, Refused, Registered, Role
 from control.plane import ControlPlane
@@ -46,13 +46,15 @@ class NodeShell(Generic[Event]):
         self._dropped = 0
         self._listener = bind_http(config.host, config.port)
         try:
+            keys = None if config.key_dir is None else load_keys(config.key_dir, role)
+            self.cache_seed = cache_seed(keys)
             self.control = ControlPlane(
                 role,
                 config.host,
                 config.control_port,
                 config.advertised_host,
                 deliver=self._deliver,
-                keys=None if config.key_dir is None else load_keys(config.key_dir, role),
+                keys=keys,
             )
         except BaseException:
             self._listener.close()
@@ -61,10 +63,11 @@ class NodeShell(Generic[Event]):
         self._status: StatusServer | None = None
         self._membership: Membership | None = None
 
-    def start(self, membership: Membership, refresh: Callable[[], None], *routers: APIRouter) -> None:
+    def start(self, membership: Membership | None, refresh: Callable[[], None], *routers: APIRouter) -> None:
         """Answer status requests and messages from now on. Call on the main thread, which gets the stop signals.
 
-        refresh: updates gauges before a scrape. routers: further routes of the status page.
+        membership: None for a process that registers nowhere. refresh: updates gauges before a scrape. routers: further
+        routes of the status page.
         """
         # Modules, weights and tables stay until the end. Collections that look at them again take 0.1 s.
         gc.collect()
@@ -77,7 +80,8 @@ class NodeShell(Generic[Event]):
         self._status.start()
         self.gateways.start()
         self.control.start()
-        self.control.periodically(HEARTBEAT_S, membership.tick)
+        if membership is not None:
+            self.control.periodically(HEARTBEAT_S, membership.tick)
 
     def announce(self, transports: Transports, model_type: str, fingerprint: str) -> None:
         """Log addresses and model, and warn of what is missing or exposed."""

@@ -6,7 +6,7 @@ finds a write that did not land, landed elsewhere or came from another request. 
 
 import ctypes
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -63,6 +63,26 @@ def digest(ranges: Iterable[Range]) -> int:
         # The GIL is free while more than 64 KiB are hashed at once (by xxhash before 4.1, always).
         hasher.update((ctypes.c_char * length).from_address(address))
     return hasher.intdigest()
+
+
+GROUP_POSITIONS = 1024
+"""Consecutive positions of one buffer that `digests` hashes together."""
+
+
+def digests(
+    buffers: BufferInfo, slots: Int64s, start: int, go_on: Callable[[], bool] = lambda: True
+) -> Iterator[Checksum]:
+    """Checksums of all that lies in `slots`, int64 [n], whose first one has position `start`: buffer by buffer.
+
+    go_on: asked before each; when it says no, the rest is left out.
+    """
+    for buffer in range(len(buffers.ptrs)):
+        for first in range(0, len(slots), GROUP_POSITIONS):
+            if not go_on():
+                return
+            group = slots[first : first + GROUP_POSITIONS]
+            found = digest(item_ranges(buffers, buffer, group))
+            yield Checksum(buffer, start + first, start + first + len(group), found)
 
 
 def verify(

@@ -99,6 +99,10 @@ class KVTransferEngine:
         """The way to another engine of the same transport, which connects with the first write."""
         return MooncakeChannel(self.mooncake, session, self._patience_s)
 
+    def reading_channel(self, session: Session) -> "MooncakeReads":
+        """The way from another engine of the same transport, which connects with the first read."""
+        return MooncakeReads(self.mooncake, session, self._patience_s)
+
 
 class MooncakeChannel:
     """Writes to one session, each descriptor submitted and polled on its own.
@@ -122,19 +126,35 @@ class MooncakeChannel:
     def submit(self, batch: Descriptors) -> "_Posted":
         posted = _Posted(self._engine, given_up_after=time.monotonic() + self._patience_s)
         for source, destination, length in zip(*(column.tolist() for column in batch), strict=True):
-            handle = self._engine.transfer_submit_write(self._name, source, destination, length)
+            handle = self._submit_one(source, destination, length)
             if handle <= 0:
-                # The receiver cannot be reached or refuses: so it would the rest.
+                # The other side cannot be reached or refuses: so it would the rest.
                 posted.refused = True
                 break
             posted.handles.append(handle)
         return posted
 
+    def _submit_one(self, source: int, destination: int, length: int) -> int:
+        """A handle to poll; 0 or less if it was refused."""
+        return int(self._engine.transfer_submit_write(self._name, source, destination, length))
+
     def check(self) -> None:
-        """Nothing to do: a write that ended well was acknowledged by the process that took it."""
+        """Nothing to do: what ended well was acknowledged, or given, by the process on the other side."""
 
     def close(self) -> None:
         """Nothing to do: Mooncake keeps its own connections."""
+
+
+class MooncakeReads(MooncakeChannel):
+    """Reads from one session, likewise: sources are addresses there, destinations addresses here.
+
+    Mooncake has no call for a single read, so each is a list of one. Its other calls to read free lists of which
+    something may still land. A read has its final status from the handler of its last socket operation, so nothing
+    lands afterwards, whatever the status is.
+    """
+
+    def _submit_one(self, source: int, destination: int, length: int) -> int:
+        return int(self._engine.batch_transfer_async_read(self._name, [destination], [source], [length]))
 
 
 @dataclass

@@ -7,6 +7,9 @@ posts nothing more but that something may still arrive (`quiesced` with `lingeri
 (`writer_died`) or an operator vouches that it is gone (`evict`). In the last three cases a grace passes and then a
 fence. Silence proves nothing.
 
+A prefill node of several ranks is as many writers, each of which has to be done. What the node says of an attempt it
+says for all of its ranks, since each has told it so; that a process is dead or gone counts for that process alone.
+
 What landed may linger too: the first copy of a batch that was cut and posted again arrives later, with the same bytes
 for the same slots. That harms only the next owner of the slots, so the request has them and the table holds them beside
 it (LINGERING) until a fence has passed. Such slots wait a while for a fence that others need: a fence cuts connections,
@@ -14,7 +17,7 @@ and what it cuts is posted again and lingers, so fences would follow each other 
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Generic, Protocol, TypeVar
@@ -47,34 +50,58 @@ class ReservationState(Enum):
 
 
 @dataclass
+class Writer:
+    """A process that slots were named to, of which it is not known that nothing of it is under way."""
+
+    peer: Peer
+    free_after: float | None = None
+    """When its grace ends (time.monotonic); None while it may still post."""
+
+    @property
+    def may_post(self) -> bool:
+        return self.free_after is None
+
+    def end(self, now: float) -> None:
+        """It posts nothing more. The first call counts."""
+        if self.free_after is None:
+            self.free_after = now + DRAIN_GRACE_S
+
+
+@dataclass
 class Reservation(Generic[Resource]):
-    """Slots named to `writer` for an attempt."""
+    """Slots named for an attempt to `node`, and so to its ranks.
+
+    writers: the node and its ranks, without those that are known to be quiet.
+    """
 
     attempt: AttemptId
-    writer: Peer
+    node: Peer
+    writers: list[Writer]
     resource: Resource
     num_slots: int
     state: ReservationState = ReservationState.WRITABLE
     quarantined_at: float | None = None
     """time.monotonic."""
-    free_after: float | None = None
-    """When the grace ends (time.monotonic); None while the writer may still post."""
     can_wait_s: float = 0.0
     """How long after the grace it waits for a fence that others need."""
 
     @property
     def may_be_posted_to(self) -> bool:
-        """Whether its writer may still post something."""
-        return self.free_after is None
+        """Whether a writer may still post something."""
+        return any(writer.may_post for writer in self.writers)
 
-    def end_writing(self, now: float) -> None:
-        """Its writer posts nothing more. The first call counts."""
-        if self.free_after is None:
-            self.free_after = now + DRAIN_GRACE_S
+    def writers_of(self, boot_id: str) -> list[Writer]:
+        """The writer that is that process, if one is."""
+        return [writer for writer in self.writers if writer.peer.boot_id == boot_id]
+
+    def writers_spoken_for_by(self, boot_id: str) -> list[Writer]:
+        """All if that process is the node, otherwise `writers_of` it."""
+        return list(self.writers) if boot_id == self.node.boot_id else self.writers_of(boot_id)
 
     def waiting_for_fence(self, now: float) -> float:
-        """Seconds since the grace ended; negative if it has not."""
-        return -math.inf if self.free_after is None else now - self.free_after
+        """Seconds since the grace of the last writer ended; negative if it has not."""
+        ends = [math.inf if writer.free_after is None else writer.free_after for writer in self.writers]
+        return now - max(ends, default=now)
 
 
 class ReservationTable(Generic[Resource]):
@@ -120,14 +147,17 @@ class ReservationTable(Generic[Resource]):
         reservation = self._table.get(attempt)
         return reservation is not None and reservation.state is ReservationState.WRITABLE
 
-    def open(self, attempt: AttemptId, writer: Peer, resource: Resource, num_slots: int) -> None:
-        """Take ownership of a resource that is about to be named to `writer`."""
+    def open(
+        self, attempt: AttemptId, node: Peer, resource: Resource, num_slots: int, ranks: Sequence[Peer] = ()
+    ) -> None:
+        """Take ownership of a resource that is about to be named to `node`. ranks: the node's other processes."""
         if attempt in self._table:
             raise ValueError(f"reservation {attempt} is open already")
-        self._table[attempt] = Reservation(attempt, writer, resource, num_slots)
+        writers = [Writer(peer) for peer in (node, *ranks)]
+        self._table[attempt] = Reservation(attempt, node, writers, resource, num_slots)
 
     def landed(self, attempt: AttemptId, now: float, lingering: bool = False) -> Resource:
-        """The writer confirmed its last write: the resource goes on with its request.
+        """The node confirmed the last write of all writers: the resource goes on with its request.
 
         lingering: something may land again, so the table stays an owner, too, until a fence has passed.
         """
@@ -138,57 +168,61 @@ class ReservationTable(Generic[Resource]):
             self._retain(reservation.resource)
             reservation.state = ReservationState.LINGERING
             reservation.can_wait_s = LANDED_CAN_WAIT_S
-            reservation.end_writing(now)
+            for writer in reservation.writers:
+                writer.end(now)
         else:
             del self._table[attempt]
         return reservation.resource
 
     def quarantine(self, attempt: AttemptId, now: float) -> Peer:
-        """The request gives the resource up, and its writer may still write. Returns the writer."""
+        """The request gives the resource up, and its writers may still write. Returns the node that was asked."""
         reservation = self._table[attempt]
         if reservation.state is ReservationState.WRITABLE:
             reservation.state = ReservationState.QUARANTINED
             reservation.quarantined_at = now
-        return reservation.writer
+        return reservation.node
 
     def quiesced(self, attempt: AttemptId, boot_id: str, now: float, lingering: bool = False) -> bool:
-        """That process says that nothing is in flight and nothing will follow, which counts if it is the writer.
+        """That process says that nothing is in flight and nothing will follow.
 
-        The resource is released at once, or, if the network may still carry some of it (`lingering`), behind a fence.
-        Returns whether it is about a quarantined resource.
+        It counts for all writers if that is the node that was asked, and for itself if it is another of them. When
+        nothing can come from any, the resource is released: at once, or, if the network may still carry something
+        (`lingering`), behind a fence. Returns whether it is about a quarantined resource that nobody posts to any more.
         """
         reservation = self._table.get(attempt)
         if reservation is None or reservation.state is not ReservationState.QUARANTINED:
             return False
-        if reservation.writer.boot_id != boot_id:
-            return False
-        if lingering:
-            reservation.end_writing(now)
-        else:
+        spoken_for = reservation.writers_spoken_for_by(boot_id)
+        for writer in spoken_for:
+            if lingering:
+                writer.end(now)
+            else:
+                reservation.writers.remove(writer)
+        if not reservation.writers:
             del self._table[attempt]
             self._release(reservation.resource)
-        return True
+        return bool(spoken_for) and not reservation.may_be_posted_to
 
     def writer_died(self, boot_id: str, now: float) -> list[AttemptId]:
         """That process is proved dead. Returns the attempts that were waiting for it."""
         lost = []
         for reservation in self:
-            if reservation.writer.boot_id == boot_id and reservation.may_be_posted_to:
-                reservation.end_writing(now)
-                if reservation.state is ReservationState.WRITABLE:
+            for writer in reservation.writers_of(boot_id):
+                if writer.may_post and reservation.state is ReservationState.WRITABLE:
                     lost.append(reservation.attempt)
+                writer.end(now)
         return lost
 
     def evict(self, boot_id: str, now: float) -> list[AttemptId]:
-        """An operator vouches that this process is gone for good. Returns the attempts that will be released.
+        """An operator vouches that this process is gone for good. Returns the attempts that it was a writer of.
 
         Only those that are quarantined; a grace that has begun goes on. If the process lives and writes after the
         fence, it corrupts whatever uses the slots then.
         """
-        evicted = [r for r in self.quarantined if r.writer.boot_id == boot_id]
-        for reservation in evicted:
-            reservation.end_writing(now)
-        return [reservation.attempt for reservation in evicted]
+        evicted = [(r, writer) for r in self.quarantined for writer in r.writers_of(boot_id)]
+        for _, writer in evicted:
+            writer.end(now)
+        return [reservation.attempt for reservation, _ in evicted]
 
     def release_expired(self, now: float) -> list[AttemptId]:
         """Release what nothing can write to any more, and return its attempts. To be called again and again."""

@@ -1,12 +1,12 @@
 """The transports of a process, and which of them carries KV to a decode node."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import structlog
 
 from base.errors import StartupError
-from control.messages import BufferInfo, Destination, Session, Transport
+from control.messages import BufferInfo, Destination, Session, SharedMemory, Transport
 from transfer.choices import TransferProtocol
 from transfer.engine import KVTransferEngine, rdma_devices
 from transfer.incoming import IncomingCut
@@ -89,17 +89,33 @@ class Transports:
     def connect(self, destination: Destination) -> Channel:
         """The best way to a decode node. Raises NoRoute, with what was tried."""
         # Imported here, since the import compiles copies, which a decode node does not need.
-        from transfer.shm import NotShared, SharedMemoryChannel
+        from transfer.shm import SharedMemoryChannel
+
+        return self._route(destination, SharedMemoryChannel, KVTransferEngine.channel)
+
+    def connect_to_read(self, destination: Destination) -> Channel:
+        """The best way to read a decode node's pool (`transfer.reader`). Raises NoRoute, with what was tried."""
+        from transfer.shm import SharedMemoryReads
+
+        return self._route(destination, SharedMemoryReads, KVTransferEngine.reading_channel)
+
+    def _route(
+        self,
+        destination: Destination,
+        shared: Callable[[SharedMemory], Channel],
+        over_engine: Callable[[KVTransferEngine, Session], Channel],
+    ) -> Channel:
+        from transfer.shm import NotShared
 
         tried = []
         for transport in self.offered:
             if transport == "shm" and destination.shared is not None:
                 try:
-                    return SharedMemoryChannel(destination.shared)
+                    return shared(destination.shared)
                 except NotShared as error:
                     tried.append(f"shm: {error}")
             for session in destination.sessions:
                 if session.transport == transport:
-                    return self.engines[session.transport].channel(session)
+                    return over_engine(self.engines[session.transport], session)
         here, there = "|".join(self.offered), "|".join(destination.transports)
         raise NoRoute(f"no route: {here} here, {there} at the decode node" + "".join(f"; {why}" for why in tried))

@@ -1,4 +1,4 @@
-"""Writes into the memory of another process of the same host, through a mapping of it."""
+"""Writes into the memory of another process of the same host, and reads it, through a mapping of it."""
 
 import ctypes
 import mmap
@@ -75,7 +75,14 @@ class SharedMemoryChannel:
     def submit(self, batch: Descriptors) -> Pending:
         if not all_within(batch, self._memory.base, self._memory.length):
             return _Refused()
-        copy = _Copy(batch, shift=self._here - self._memory.base)
+        return self._started(_Copy(batch, shift=self._shift))
+
+    @property
+    def _shift(self) -> int:
+        """By how much further on the owner's memory lies here."""
+        return self._here - self._memory.base
+
+    def _started(self, copy: "_Copy") -> Pending:
         # If no thread can be started, the thread that waits copies all of it.
         with suppress(RuntimeError):
             for _ in range(COPY_THREADS - 1):
@@ -92,6 +99,16 @@ class SharedMemoryChannel:
     def close(self) -> None:
         self._mapping.close()
         os.close(self._process)
+
+
+class SharedMemoryReads(SharedMemoryChannel):
+    """Copies out of a mapping of the owner's memory, likewise: sources are addresses of the owner."""
+
+    def submit(self, batch: Descriptors) -> Pending:
+        sources, destinations, lengths = batch
+        if not all_within(Descriptors(destinations, sources, lengths), self._memory.base, self._memory.length):
+            return _Refused()
+        return self._started(_Copy(Descriptors(sources + self._shift, destinations, lengths), shift=0))
 
 
 class _Copy(JointCopy):

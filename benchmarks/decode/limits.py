@@ -47,10 +47,10 @@ def work_of(model: Model, batch: int, context: int, missed: float, rank_of: int)
     hit = 1 - (1 - router.top_k / router.experts) ** tokens
     in_fp8 = False
     for layer in model.network.layers:
-        attention, indexer, mlp = layer.attention, layer.indexer, layer.mlp
-        maps = [layer.down, attention.query_b, attention.out, *([indexer.query_b] if indexer else [])]
+        attention, mlp = layer.attention, layer.mlp
+        maps = [layer.down, layer.query_b, attention.out]
         if isinstance(mlp, MixtureOfExperts):
-            one = _bytes(mlp.gate_up[0]) + _bytes(mlp.down[0])
+            one = bytes_of(mlp.gate_up[0]) + bytes_of(mlp.down[0])
             elements = mlp.gate_up[0].weight.numel() + mlp.down[0].weight.numel()
             experts += one * (mlp.number * hit + 1) + mlp.router.weight.nbytes
             routed = tokens * router.top_k * mlp.number / router.experts
@@ -59,7 +59,7 @@ def work_of(model: Model, batch: int, context: int, missed: float, rank_of: int)
         else:
             maps += [mlp.gate_up, mlp.down]
         absorbed = attention.key_map, attention.value_map
-        projections += sum(map(_bytes, maps)) + sum(part.numel() * part.element_size() for part in absorbed)
+        projections += sum(map(bytes_of, maps)) + sum(part.numel() * part.element_size() for part in absorbed)
         projected += 2 * batch * (sum(m.weight.numel() for m in maps) + sum(part.numel() for part in absorbed))
     item_bytes, key_bytes = spec.kv_format.item_bytes, spec.kv_format.index_key_bytes
     head = model.network.head
@@ -85,5 +85,6 @@ def work_of(model: Model, batch: int, context: int, missed: float, rank_of: int)
     }
 
 
-def _bytes(linear: Linear) -> int:
+def bytes_of(linear: Linear) -> int:
+    """Of a linear map's weights and scales."""
     return linear.weight.nbytes + (0 if linear.scales is None else linear.scales.nbytes)

@@ -1,20 +1,16 @@
 """What was measured, as a table, JSON and a figure."""
 
-import json
 from dataclasses import asdict, dataclass
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.decode.config import DecodeBench
 from benchmarks.decode.limits import Works
 from benchmarks.decode.timing import Part, StepTiming
-from benchmarks.machine import this_machine
-from benchmarks.plotting import new_figure
+from benchmarks.parts_report import GIB, LIMIT, draw_parts, table, what_was_computed, write_document
 
 SCHEMA = 1
-_GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -43,7 +39,7 @@ class CaseResult:
 
 def print_results(results: list[CaseResult], config: DecodeBench, weight_bytes: int, console: Console) -> None:
     """A line for each case, then the parts of each beside their limits."""
-    steps = _table("steps", "batch", "new", "ms", "limit", "ratio", "tokens/s", "kernels", "misses", "hot GiB")
+    steps = table("steps", "batch", "new", "ms", "limit", "ratio", "tokens/s", "kernels", "misses", "hot GiB")
     for result in results:
         timing = result.timing
         steps.add_row(
@@ -55,63 +51,40 @@ def print_results(results: list[CaseResult], config: DecodeBench, weight_bytes: 
             f"{result.batch / timing.median_ms * 1e3:.0f}",
             f"{sum(count for _, count in timing.kernels.values()):.0f}",
             f"{timing.misses:.0f}",
-            f"{result.kv_bytes / _GIB:.1f}",
+            f"{result.kv_bytes / GIB:.1f}",
         )
     console.print(steps, "")
-    parts = _table("parts, ms / limit", "part", *(f"{r.batch} x {r.new_positions}" for r in results))
+    parts = table("parts, ms / limit", "part", *(f"{r.batch} x {r.new_positions}" for r in results))
     for part in Part:
         parts.add_row(part, *(f"{r.timing.parts[part]:.2f}/{r.limit_ms(part):.2f}" for r in results))
     console.print(parts, "")
-    layers = "all" if config.layers is None else config.layers
-    rank = f"a rank of {config.rank_of}" if config.rank_of > 1 else "one process"
     console.print(
-        f"{config.shape}, {layers} layers, {rank}, weights {config.quantization} ({weight_bytes / _GIB:.1f} GiB), KV "
-        f"{config.kv_cache_dtype}, {config.context} tokens a request, {torch.cuda.get_device_name()}. ms: median of "
-        "replayed graphs, by the host's clock. limit: the larger of bytes at 4.8 TB/s and operations at 800 TFLOP/s "
-        "(1600 in fp8), part by part, and missed bytes over PCIe at the rate of this run "
+        f"{what_was_computed(config, weight_bytes)}, {config.context} tokens a request, "
+        f"{torch.cuda.get_device_name()}. ms: median of "
+        f"replayed graphs, by the host's clock. {LIMIT}, and missed bytes over PCIe at the rate of this run "
         f"({results[0].link_gb_per_s:.1f} GB/s). rest: norms, rotation, encoding, storing, time between kernels.",
         highlight=False,
     )
 
 
-def _table(title: str, *headings: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
-    return table
-
-
 def write_json(results: list[CaseResult], config: DecodeBench) -> None:
     """Everything that was measured so far."""
-    document = {
-        "schema": SCHEMA,
-        "device": torch.cuda.get_device_name(),
-        "machine": asdict(this_machine()),
-        "config": {name: str(value) for name, value in asdict(config).items()},
-        "cases": [
-            {
-                **asdict(result),
-                "parts_ms": result.timing.parts,
-                "limits_ms": {part: result.limit_ms(part) for part in Part},
-            }
-            for result in results
-        ],
-    }
-    config.json.write_text(json.dumps(document, indent=1) + "\n")
+    cases = [
+        {
+            **asdict(result),
+            "parts_ms": result.timing.parts,
+            "limits_ms": {part: result.limit_ms(part) for part in Part},
+        }
+        for result in results
+    ]
+    write_document(config.json, SCHEMA, config, cases)
 
 
 def write_png(results: list[CaseResult], config: DecodeBench) -> None:
     """Stacked bars of where a step's time goes, beside what the hardware takes for it."""
-    figure = new_figure(figsize=(max(4.0, 1.6 * len(results)), 4.2), layout="constrained")
-    axis = figure.subplots()
-    names = [f"{r.batch} x {r.new_positions}{what}" for r in results for what in ("", "\nlimit")]
-    bottoms = [0.0] * len(names)
-    for part in Part:
-        pairs = ((max(0.0, r.timing.parts[part]), r.limit_ms(part)) for r in results)
-        heights = [height for pair in pairs for height in pair]
-        axis.bar(names, heights, bottom=bottoms, label=part)
-        bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
-    axis.tick_params(axis="x", labelsize="x-small", rotation=45)
-    axis.set_ylabel("ms per decode step (batch x new positions)")
-    figure.legend(*axis.get_legend_handles_labels(), loc="outside right upper", fontsize="x-small")
-    figure.savefig(config.png, dpi=130)
+    bars: dict[str, dict[Part, float]] = {}
+    for result in results:
+        name = f"{result.batch} x {result.new_positions}"
+        bars[name] = result.timing.parts
+        bars[f"{name}\nlimit"] = {part: result.limit_ms(part) for part in Part}
+    draw_parts(config.png, bars, "ms per decode step (batch x new positions)")

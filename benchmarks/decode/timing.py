@@ -32,11 +32,11 @@ class Part(StrEnum):
 
 _NAMES: dict[Part, tuple[str, ...]] = {
     Part.EXPERTS: ("_experts", "_sort", "_swiglu_quantise", "_weigh", "_sum", "_choose", "grouped"),
-    Part.INDEX: ("score_pages", "_encode_index"),
+    Part.INDEX: ("score_pages", "score_prompt", "_encode_index"),
     Part.TOP_K: ("top_k", "topk", "devicescan"),
     Part.SWAP_IN: ("swap_in",),
     Part.ATTENTION: ("_attend_split", "attend_split", "_combine"),
-    Part.PROJECTIONS: ("_linear", "_multiply_quantising", "_add_up", "_quantise", "nvjet", "gemm", "cutlass", "gemv"),
+    Part.PROJECTIONS: ("_linear", "_add_up", "_quantise", "nvjet", "gemm", "cutlass", "gemv"),
 }
 """What a kernel's name contains, in lower case, by the part of a step that it belongs to; the first that matches.
 
@@ -112,7 +112,7 @@ def time_steps(
         before(number)
         requests.make_room()
         for request_id in requests.ids:
-            runner.admit(request_id, rng.randrange(vocab), GREEDY)
+            runner.admit(request_id, [rng.randrange(vocab)], [], GREEDY)
         torch.cuda.synchronize()
         start = time.perf_counter()
         step = launch(runner, requests.coordinator, requests.ids)

@@ -1,15 +1,16 @@
 """A model with published widths and random weights, requests that it decodes, and what it is made to select."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 from transformers import AutoConfig
 
-from benchmarks.decode.config import DecodeBench
 from benchmarks.wrapped_backend import WrappedBackend
 from hisparse.config import HiSparseConfig
 from hisparse.coordinator import HiSparseCoordinator
+from hisparse.format import KVCacheDtype
 from hisparse.sizing import plan_sizes
 from hisparse.tiers import build_tiers
 from model.backends.protocol import AttentionBackend
@@ -18,7 +19,7 @@ from model.config import NetworkConfig, network_config
 from model.indexer import IndexQueries
 from model.network import Network
 from model.quantization import BlockFp8
-from model.shapes import published_config
+from model.shapes import ShapeName, published_config
 from model.shard import ALONE, Exchange, Shard
 from model.spec import ModelSpec
 from model.weights import RandomWeights
@@ -30,23 +31,48 @@ _MORE_TOKENS = 512
 """Tokens that a request may get after its admission."""
 
 
-class Copies:
-    """Stands for a group whose other processes have as many tokens, with other hidden states. Nothing is exchanged."""
+class Strangers:
+    """Stands for a group whose other processes have as many tokens, with random hidden states. Nothing is exchanged."""
 
     def __init__(self, of: int, hidden_size: int, device: torch.device, dtype: torch.dtype) -> None:
-        generator = torch.Generator().manual_seed(1)
-        signs = torch.randint(0, 2, (of, 1, hidden_size), generator=generator)
-        self._factors = (2 * signs - 1).to(device, dtype)
-        self._factors[0] = 1
+        self._of = of
+        self._empty = torch.empty(0, hidden_size, device=device, dtype=dtype)
+        self._all: dict[int, torch.Tensor] = {}
 
     def gather(self, hidden: torch.Tensor) -> torch.Tensor:
-        return (self._factors * hidden).flatten(0, 1)
+        count = len(hidden)
+        if count not in self._all:
+            generator = torch.Generator(hidden.device).manual_seed(1)
+            self._all[count] = self._empty.new_empty(self._of * count, hidden.shape[1]).normal_(generator=generator)
+        self._all[count][:count] = hidden
+        return self._all[count]
 
     def own(self, count: int) -> range:
         return range(count)
 
     def reduce(self, parts: torch.Tensor) -> torch.Tensor:
-        return parts[: len(parts) // len(self._factors)]
+        return parts[: len(parts) // self._of]
+
+
+class ModelFlags(Protocol):
+    """The flags of a benchmark that choose a model. context: tokens of the longest request."""
+
+    @property
+    def shape(self) -> ShapeName: ...
+    @property
+    def layers(self) -> int | None: ...
+    @property
+    def rank_of(self) -> int: ...
+    @property
+    def context(self) -> int: ...
+    @property
+    def quantization(self) -> str: ...
+    @property
+    def kv_cache_dtype(self) -> KVCacheDtype: ...
+
+
+def _as_it_is(exchange: Exchange) -> Exchange:
+    return exchange
 
 
 @dataclass(frozen=True)
@@ -62,19 +88,27 @@ class Model:
         return self.network.config
 
 
-def build_model(config: DecodeBench, device: torch.device) -> Model:
-    """Raises ValueError for layers or ranks that the shape does not have."""
+def build_model(config: ModelFlags, device: torch.device, wrapped: Callable[[Exchange], Exchange] = _as_it_is) -> Model:
+    """wrapped: makes the exchange that mixtures of experts use, of the one that stands for the group.
+
+    Raises ValueError for layers or ranks that the shape does not have.
+    """
     described = AutoConfig.for_model(**published_config(config.shape, config.layers))
-    return model_of(network_config(described), config, device)
+    return model_of(network_config(described), config, device, wrapped)
 
 
-def model_of(sizes: NetworkConfig, config: DecodeBench, device: torch.device) -> Model:
+def model_of(
+    sizes: NetworkConfig,
+    config: ModelFlags,
+    device: torch.device,
+    wrapped: Callable[[Exchange], Exchange] = _as_it_is,
+) -> Model:
     """The same, of these sizes."""
     dtype = torch.bfloat16
     weights = RandomWeights(device, dtype, BlockFp8(power_of_two=True) if config.quantization == "fp8" else None)
     group = config.rank_of > 1
-    exchange = cast(Exchange, Copies(config.rank_of, sizes.hidden_size, device, dtype)) if group else ALONE
-    network = Network.load(weights, sizes, Shard(0, config.rank_of), exchange)
+    exchange = cast(Exchange, Strangers(config.rank_of, sizes.hidden_size, device, dtype)) if group else ALONE
+    network = Network.load(weights, sizes, Shard(0, config.rank_of), wrapped(exchange))
     spec = sizes.spec(dtype, config.context + _MORE_TOKENS, "random", config.kv_cache_dtype)
     return Model(network, spec, weights.num_bytes)
 

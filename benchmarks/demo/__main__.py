@@ -15,7 +15,8 @@ from rich.console import Console
 
 from base.errors import StartupError
 from benchmarks.demo.conversation import Answer, ask
-from benchmarks.demo.cost import Cost, cost_table, read_metrics
+from benchmarks.demo.cost import Cost, cost_table
+from benchmarks.metric_pages import read_metrics
 from benchmarks.passkey import CHECKPOINT
 from benchmarks.passkey.question import KEYS, Question, make_question, sentence
 from cli.config import ServeConfig

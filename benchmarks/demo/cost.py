@@ -3,14 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import httpx
-from prometheus_client.parser import text_string_to_metric_families
 from rich.table import Table
 
 from benchmarks.demo.conversation import Answer
-
-Metrics = dict[str, float]
-"""Values of metrics without labels, by name without prefix."""
+from benchmarks.metric_pages import Metrics
 
 
 @dataclass(frozen=True)
@@ -29,19 +25,6 @@ class Cost:
         swap_in = ("swap_in_hits_total", "swap_in_misses_total", "swap_in_bytes_total")
         transfer = ("transfer_bytes_total", "transfer_descriptors_total", "transfer_seconds_sum")
         return cls(*(after[name] - before[name] for name in (*swap_in, *transfer)))
-
-
-def read_metrics(*base_urls: str) -> Metrics:
-    """Of all these processes, added up. Raises httpx.HTTPError for one that does not answer."""
-    values: Metrics = {}
-    for base_url in base_urls:
-        text = httpx.get(f"{base_url}/metrics", timeout=10).raise_for_status().text
-        samples = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
-        for sample in samples:
-            if not sample.labels:
-                name = sample.name.removeprefix("hisparse_pd_")
-                values[name] = values.get(name, 0.0) + sample.value
-    return values
 
 
 def cost_table(answers: Sequence[Answer], costs: Sequence[Cost], hot_buffer: int) -> Table:

@@ -15,14 +15,14 @@ from model.router import Router
 
 LINEAR = {
     "V3.2 q_a, kv_a, index wk": (2240, 7168),
-    "V3.2 q_b": (24576, 1536),
-    "V3.2 index wq_b": (8192, 1536),
+    "V3.2 q_b, index wq_b": (32768, 1536),
     "V3.2 o_proj": (7168, 16384),
     "V3.2 dense gate, up": (36864, 7168),
     "V3.2 dense down": (7168, 18432),
     "V3.2 shared gate, up": (4096, 7168),
     "V3.2 shared down": (7168, 2048),
-    "GLM-5 q_b": (16384, 2048),
+    "GLM-5 q_a, kv_a, index wk": (2752, 6144),
+    "GLM-5 q_b, index wq_b": (20480, 2048),
     "GLM-5 o_proj": (6144, 16384),
     "GLM-5 dense gate, up": (24576, 6144),
     "GLM-5 dense down": (6144, 12288),

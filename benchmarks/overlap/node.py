@@ -9,7 +9,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -23,10 +23,11 @@ from control.messages import Token
 from decode_node import process
 from decode_node.node import DecodeNode
 from decode_node.scheduler import Scheduler
+from engine.adjustments import Ban
 from engine.batch import Batch
 from engine.device import Download
 from engine.runner import LaunchedStep, ModelRunner
-from engine.sampling import tokens_of
+from engine.sampling import NoToken, tokens_of
 
 STEADY_TURNS = 20
 STEPS = 50
@@ -83,13 +84,13 @@ class StubRunner(ModelRunner):
         self._wait = clock.timed(time.sleep)
         self._over_at = 0.0
 
-    def launch(self, batch: Batch) -> LaunchedStep:
+    def launch(self, batch: Batch, padded: int | None = None) -> LaunchedStep:
         return LaunchedStep(batch, torch.empty(0))
 
-    def sample(self, step: LaunchedStep) -> None:
+    def sample(self, step: LaunchedStep, bans: Sequence[Ban] = (), masks: torch.Tensor | None = None) -> None:
         self._over_at = max(self._over_at, time.perf_counter()) + self._step_s
 
-    def collect(self, step: LaunchedStep) -> list[Token | None]:
+    def collect(self, step: LaunchedStep) -> list[Token | NoToken]:
         self._wait(max(0.0, self._over_at - time.perf_counter()))
         self._coordinator.step_over(step.batch.places.number)
         return tokens_of(torch.full((len(step.batch), 1), 5.0), step.batch.sampling)

@@ -23,7 +23,7 @@ from benchmarks.passkey import CHECKPOINT
 from benchmarks.passkey.exam import Marked, examine, questions
 from benchmarks.program import run
 from benchmarks.serving.config import ServingBench
-from benchmarks.serving.services import Local, Service, remote
+from benchmarks.serving.services import Service, remote, variant
 
 _SHOWN = 5
 """Wrong answers of a service that are quoted."""
@@ -69,14 +69,6 @@ def main(
                     examine(endpoint, asked, concurrency, timeout, progress=lambda: bar.advance(task))
                 )
     report(marked, Console(highlight=False))
-
-
-def variant(words: str, model_path: Path, common: Sequence[str]) -> Service:
-    """A service with further flags, separated by blanks, or LABEL=FLAGS. They come last: of two of a kind, they win."""
-    label, equals, flags = words.partition("=")
-    if not equals or label.startswith("-"):
-        label, flags = words, words
-    return Local(label or "default", model_path, (*common, *flags.split()))
 
 
 def report(marked: Mapping[str, Sequence[Marked]], console: Console) -> None:

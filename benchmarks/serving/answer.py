@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -14,10 +15,21 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Usage:
-    """What the service says that a request took, in tokens."""
+    """What the service says that a request took, in tokens.
+
+    cached_tokens: of the prompt, those that did not have to be computed; None if it does not say.
+    """
 
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int | None = None
+
+    @classmethod
+    def read(cls, usage: dict[str, Any]) -> "Usage":
+        """Raises KeyError, TypeError or ValueError for what is no usage."""
+        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+        known = None if cached is None else int(cached)
+        return cls(int(usage["prompt_tokens"]), int(usage["completion_tokens"]), known)
 
 
 class StreamFailed(Exception):
@@ -51,6 +63,8 @@ class Answer:
 
     def __init__(self) -> None:
         self.arrivals: list[Arrival] = []
+        self.token_ids: list[int] = []
+        """As far as the service says them."""
         self.usage: Usage | None = None
         self.done = False
         """The service said that nothing follows."""
@@ -67,7 +81,7 @@ class Answer:
             if error := event.get("error"):
                 raise StreamFailed("error event", str(error.get("message") if isinstance(error, dict) else error))
             if usage := event.get("usage"):
-                self.usage = Usage(int(usage["prompt_tokens"]), int(usage["completion_tokens"]))
+                self.usage = Usage.read(usage)
             if choices := event["choices"]:
                 if self._running_usage is None:
                     self._running_usage = bool(usage)
@@ -81,6 +95,7 @@ class Answer:
     def _tokens(self, choice: dict[str, object]) -> int:
         token_ids = choice.get("token_ids")
         if isinstance(token_ids, list):
+            self.token_ids += token_ids
             return len(token_ids)
         if self._running_usage and self.usage:
             return self.usage.completion_tokens - self._counted

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
+import numpy as np
+import numpy.typing as npt
 
 from benchmarks.serving.answer import Answer, Arrival, EventReader, StreamFailed, Usage
 from benchmarks.serving.workload import Prompt
@@ -21,22 +23,28 @@ _ERROR_CHARS = 400
 
 @dataclass(frozen=True)
 class Request:
-    """A request, and what it asks for. input_tokens: None where only the service knows."""
+    """A request, and what it asks for. input_tokens, token_ids of the prompt: None where only the service knows."""
 
     body: bytes = field(repr=False)
     input_tokens: int | None
     output_tokens: int
+    token_ids: npt.NDArray[np.int32] | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A model behind an OpenAI-compatible API. base_url: without /v1. extra_body: further fields of each request."""
+    """A model behind an OpenAI-compatible API.
+
+    base_url: without /v1. extra_body: further fields of each request. process_id: of the process that started all
+    others of the service, where that was here.
+    """
 
     label: str
     base_url: str
     model: str
     api_key: str | None = field(default=None, repr=False)
     extra_body: Mapping[str, Any] = field(default_factory=dict)
+    process_id: int | None = None
 
     def headers(self) -> dict[str, str]:
         return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
@@ -53,7 +61,8 @@ class Endpoint:
             "stream_options": {"include_usage": True},
         }
         body = json.dumps({**fields, **self.extra_body}).encode()
-        return Request(body, prompt.input_tokens, prompt.output_tokens)
+        token_ids = None if isinstance(prompt.content, str) else np.array(prompt.content, dtype=np.int32)
+        return Request(body, prompt.input_tokens, prompt.output_tokens, token_ids)
 
 
 @dataclass(frozen=True)
@@ -66,7 +75,10 @@ class Failure:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one request: what came when, in seconds on the client's clock."""
+    """What became of one request: what came when, in seconds on the client's clock.
+
+    token_ids: of the answer, as far as the service says them.
+    """
 
     request: Request
     started: float
@@ -74,6 +86,7 @@ class Outcome:
     arrivals: tuple[Arrival, ...] = ()
     usage: Usage | None = None
     failure: Failure | None = None
+    token_ids: tuple[int, ...] = field(default=(), repr=False)
 
 
 class Client:
@@ -110,7 +123,8 @@ class Client:
         except aiohttp.ClientError as error:
             failure = Failure("broken connection", str(error) or type(error).__name__)
         ended = time.perf_counter()
-        return Outcome(request, started, ended, tuple(answer.arrivals), answer.usage, failure)
+        arrivals, token_ids = tuple(answer.arrivals), tuple(answer.token_ids)
+        return Outcome(request, started, ended, arrivals, answer.usage, failure, token_ids)
 
 
 async def _read(response: aiohttp.ClientResponse, answer: Answer) -> None:

@@ -8,13 +8,24 @@ from rich.console import Console
 
 from benchmarks.disturbance import Disturbance
 from benchmarks.machine import this_machine
+from benchmarks.passkey import CONTEXT_LENGTH
 from benchmarks.serving.config import ServingBench
+from benchmarks.serving.conversation import Conversations
 from benchmarks.serving.measure import PointResult, measure
 from benchmarks.serving.plan import points, slo
 from benchmarks.serving.plot import write_png
+from benchmarks.serving.prefix_plot import write_prefix_png
 from benchmarks.serving.progress import Bar
+from benchmarks.serving.replay import Scale, TraceReplay, read_replay
 from benchmarks.serving.report import Report, document, print_report, write_json
-from benchmarks.serving.services import Service, local_services, remote, small_checkpoint, vocab_size
+from benchmarks.serving.services import (
+    Service,
+    context_length,
+    local_services,
+    remote,
+    small_checkpoint,
+    vocab_size,
+)
 from benchmarks.serving.workload import RandomPrompts, TextPrompts, Workload, read_prompts
 
 _ANY_VOCAB = 256
@@ -33,13 +44,18 @@ def run_serving_bench(config: ServingBench) -> Report:
     """
     config.check()
     disturbance = Disturbance()
-    results = _measure(config, *_subjects(config))
+    services, workload = _subjects(config)
+    options = config.options
+    if isinstance(workload, TraceReplay) and workload.left_out:
+        options = {**options, "left_out": workload.left_out}
+        print(f"{config.trace}: {workload.left_out} requests do not fit and are left out", file=sys.stderr)
+    results = _measure(config, services, workload)
     # Services elsewhere cannot be told from other processes.
     others = None if config.base_urls else disturbance.cores()
-    report = Report.of(results, slo(config), config.options, this_machine(), others)
+    report = Report.of(results, slo(config), options, this_machine(), others, config.finds_prefixes)
     print_report(report, Console())
     write_json(config.json, document(report))
-    write_png(config.png, report)
+    (write_prefix_png if config.finds_prefixes else write_png)(config.png, report)
     print(f"written: {config.json}, {config.png}", file=sys.stderr)
     for point in report.points:
         if not point.summary.answered:
@@ -48,9 +64,9 @@ def run_serving_bench(config: ServingBench) -> Report:
 
 
 def _measure(config: ServingBench, services: Sequence[Service], workload: Workload) -> list[PointResult]:
-    loads = points(config)
+    loads = points(config, workload.schedule(config.speed) if isinstance(workload, TraceReplay) else None)
     results = []
-    with Bar(len(services) * sum(point.warm_up + point.requests for point in loads)) as bar:
+    with Bar(len(services) * sum(point.most_requests for point in loads)) as bar:
         for service in services:
             bar.service(service.label)
             with service.running() as endpoint:
@@ -63,18 +79,27 @@ def _measure(config: ServingBench, services: Sequence[Service], workload: Worklo
 def _subjects(config: ServingBench) -> tuple[list[Service], Workload]:
     """The services to measure, and what to ask all of them."""
     if config.base_urls:
-        return [remote(word, config) for word in config.base_urls], _workload(config, RandomPrompts, _ANY_VOCAB)
+        services = [remote(word, config) for word in config.base_urls]
+        return services, _workload(config, RandomPrompts, _ANY_VOCAB, context=None)
     if config.model_path:
-        workload = _workload(config, RandomPrompts, config.vocab_size or vocab_size(config.model_path))
+        vocab = config.vocab_size or vocab_size(config.model_path)
+        workload = _workload(config, RandomPrompts, vocab, context_length(config.model_path))
         return local_services(config.model_path, config), workload
-    drawn = _drawn_prompts(config, TextPrompts, _ANY_VOCAB)
-    return local_services(small_checkpoint(drawn.longest), config), _workload(config, TextPrompts, _ANY_VOCAB)
+    workload = _workload(config, TextPrompts, _ANY_VOCAB, CONTEXT_LENGTH)
+    return local_services(small_checkpoint(workload.longest), config), workload
 
 
-def _workload(config: ServingBench, kind: type[RandomPrompts], vocab: int) -> Workload:
+def _workload(config: ServingBench, kind: type[RandomPrompts], vocab: int, context: int | None) -> Workload:
+    """context: tokens of the longest prompt and answer that the services take, if that is known."""
     if config.prompts:
         _, output_tokens = config.lengths
         return read_prompts(config.prompts, output_tokens)
+    if config.trace:
+        scale = Scale(config.block_tokens, config.max_output, config.max_input, context)
+        return read_replay(config.trace, config.limit, scale, config.vocab_size or vocab, config.seed)
+    if config.finds_prefixes:
+        # Not text: passages of it are few enough to be equal by chance.
+        return Conversations(_drawn_prompts(config, RandomPrompts, vocab), config.turns, config.shared_prefix)
     return _drawn_prompts(config, kind, vocab)
 
 

@@ -11,6 +11,9 @@ from base.flags import Flag
 from benchmarks.flags import parse_numbers, parse_rates, swept
 from decode_node.config import HiSparseJson
 
+_TRACE_BLOCK_TOKENS = 512
+"""As `benchmarks.prefix.trace` has it, whose import would make --help slow."""
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -46,6 +49,10 @@ class ServingBench:
     compare_hisparse_config: Annotated[
         tuple[str, ...], Flag("Serve with this configuration too, one after the other; may be repeated.")
     ] = ()
+    variants: Annotated[
+        tuple[str, ...],
+        Flag("Further flags of `serve`, or LABEL=FLAGS; may be repeated: one after the other.", name="--variant"),
+    ] = ()
     serve_flags: Annotated[
         tuple[str, ...], Flag("After --: further flags of `hisparse-pd serve`.", positional=True)
     ] = ()
@@ -63,6 +70,40 @@ class ServingBench:
         Path | None,
         Flag('JSONL file of prompts instead: {"prompt": ..., "output_tokens": ...}.'),
     ] = None
+    turns: Annotated[
+        int,
+        Flag(
+            "Turns of a conversation: each sends all that was said before, answers included, and --input-tokens more.",
+            min=1,
+        ),
+    ] = 1
+    shared_prefix: Annotated[int, Flag("Tokens that all prompts begin with, as a system prompt.", min=0)] = 0
+    trace: Annotated[
+        Path | None,
+        Flag(
+            "Replay this trace in Mooncake's format: prompts of made-up tokens, equal where its hash_ids are, at its "
+            "timestamps, or by --concurrency or --request-rate instead."
+        ),
+    ] = None
+    speed: Annotated[float, Flag("Of the trace: so many times as fast as it was recorded; inf: all at once.")] = 1.0
+    limit: Annotated[int | None, Flag("Of the trace: only its first requests.", min=1)] = None
+    block_tokens: Annotated[
+        int,
+        Flag(
+            "Of the trace: tokens for each of its blocks of 512. All lengths become shorter by the same factor, so "
+            "what is shared stays the same part. A multiple of 64.",
+            min=64,
+        ),
+    ] = _TRACE_BLOCK_TOKENS
+    max_input: Annotated[
+        int | None,
+        Flag(
+            "Of the trace: requests with longer prompts, in tokens that are sent, are left out. Those that do not fit "
+            "the checkpoint's context are anyway.",
+            min=1,
+        ),
+    ] = None
+    max_output: Annotated[int | None, Flag("Of the trace: answers end after so many tokens.", min=1)] = None
     seed: Annotated[int, Flag("Seed of prompts and arrivals.", min=0)] = 0
     concurrency: Annotated[
         tuple[int, ...], swept("Clients that wait for their answers; default 1,4,16.", parse_numbers)
@@ -70,7 +111,9 @@ class ServingBench:
     request_rate: Annotated[
         tuple[float, ...], swept("Requests per second, at random times, instead; inf: all at once.", parse_rates)
     ] = ()
-    num_requests: Annotated[int | None, Flag("Per load; default 64, and at least 4 per client.", min=1)] = None
+    num_requests: Annotated[
+        int | None, Flag("Per load; default 64, and at least 4 per client; with --turns, conversations.", min=1)
+    ] = None
     warmup_requests: Annotated[
         int | None, Flag("Ahead of each load, not counted; default: one per client, or 4.", min=0)
     ] = None
@@ -81,7 +124,9 @@ class ServingBench:
     ] = None
     quick: Annotated[bool, Flag("Small requests and few, in less than a minute.", name="--quick")] = False
     json: Annotated[Path, Flag("Where to write every figure.")] = Path("bench-serving.json")
-    png: Annotated[Path, Flag("Where to draw tokens per second and gaps.")] = Path("bench-serving.png")
+    png: Annotated[Path, Flag("Where to draw tokens per second and gaps, or what was cached.")] = Path(
+        "bench-serving.png"
+    )
 
     def check(self) -> None:
         """Raises StartupError for options that contradict each other, before anything is started."""
@@ -89,6 +134,7 @@ class ServingBench:
             "--model-path": self.model_path,
             "--hisparse-config": self.hisparse_config,
             "--compare-hisparse-config": self.compare_hisparse_config,
+            "--variant": self.variants,
             "flags of serve": self.serve_flags,
         }
         given = [name for name, value in own.items() if value]
@@ -102,6 +148,40 @@ class ServingBench:
             raise StartupError(f"--concurrency {min(self.concurrency)}: expected at least 1")
         if not 0 <= self.range_ratio < 1:
             raise StartupError(f"--range-ratio {self.range_ratio}: expected 0 or more, and less than 1")
+        self._check_prompts()
+
+    def _check_prompts(self) -> None:
+        """Raises StartupError for options of different prompts."""
+        conversations = {"--turns": self.turns > 1, "--shared-prefix": self.shared_prefix}
+        of_trace = {
+            "--speed": self.speed != 1.0,
+            "--limit": self.limit,
+            "--block-tokens": self.block_tokens != _TRACE_BLOCK_TOKENS,
+            "--max-input": self.max_input,
+            "--max-output": self.max_output,
+        }
+        others = {
+            "--prompts": self.prompts,
+            "--input-tokens": self.input_tokens,
+            "--output-tokens": self.output_tokens,
+            "--range-ratio": self.range_ratio,
+            "--num-requests": self.num_requests,
+        }
+        refused = {name for name, value in (conversations | others if self.trace else of_trace).items() if value}
+        if refused:
+            why = "a trace has its own requests" if self.trace else "for --trace, which is not given"
+            raise StartupError(f"{', '.join(sorted(refused))}: {why}")
+        if self.prompts and any(conversations.values()):
+            raise StartupError("--prompts: with --turns and --shared-prefix, prompts are random")
+        if self.trace and len(self.concurrency) + len(self.request_rate) > 1:
+            raise StartupError("--trace: expected one load, since the next one would find all its prompts cached")
+        if self.speed <= 0:
+            raise StartupError(f"--speed {self.speed:g}: expected more than 0")
+
+    @property
+    def finds_prefixes(self) -> bool:
+        """Whether prompts share beginnings, so that what a cache finds of them is to be reported."""
+        return self.trace is not None or self.turns > 1 or self.shared_prefix > 0
 
     @property
     def sizes(self) -> Sizes:
@@ -118,7 +198,8 @@ class ServingBench:
         """What to write down of a run beside its load points: everything but the key."""
         left_out = ("api_key", "concurrency", "request_rate")
         written = {name: value for name, value in vars(self).items() if name not in left_out}
-        written |= dict(zip(("input_tokens", "output_tokens"), self.lengths, strict=True))
+        if self.trace is None:
+            written |= dict(zip(("input_tokens", "output_tokens"), self.lengths, strict=True))
         return {name: str(value) if isinstance(value, Path) else value for name, value in written.items()}
 
     @property

@@ -3,7 +3,7 @@
 import asyncio
 import math
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
@@ -52,18 +52,45 @@ class Open:
         self, requests: Sequence[Request], send: Callable[[Request], Coroutine[Any, Any, Result]]
     ) -> list[Result]:
         """Send all; the results in the order of the requests. What `send` raises ends all of them."""
-        clock = asyncio.get_running_loop()
-        start = clock.time()
-        async with asyncio.TaskGroup() as group:
-            tasks = []
-            for request, after in zip(requests, arrivals(self.rate, len(requests), self.seed), strict=True):
-                if (ahead := start + after - clock.time()) > 0:
-                    await asyncio.sleep(ahead)
-                tasks.append(group.create_task(send(request)))
-        return [task.result() for task in tasks]
+        return await _send_at(arrivals(self.rate, len(requests), self.seed), requests, send)
 
 
-Load = Closed | Open
+@dataclass(frozen=True)
+class Scheduled:
+    """Each request at its own time, however many are under way: a trace, `speed` times as fast as it was recorded.
+
+    times: seconds from the start to each request, ascending.
+    """
+
+    times: tuple[float, ...] = field(repr=False)
+    speed: float = 1.0
+
+    def __str__(self) -> str:
+        return f"trace x{self.speed:g}"
+
+    async def drive(
+        self, requests: Sequence[Request], send: Callable[[Request], Coroutine[Any, Any, Result]]
+    ) -> list[Result]:
+        """Send all; the results in the order of the requests. What `send` raises ends all of them."""
+        return await _send_at(self.times, requests, send)
+
+
+Load = Closed | Open | Scheduled
+
+
+async def _send_at(
+    times: Sequence[float], requests: Sequence[Request], send: Callable[[Request], Coroutine[Any, Any, Result]]
+) -> list[Result]:
+    """Send each request so many seconds from now; the results in the order of the requests."""
+    clock = asyncio.get_running_loop()
+    start = clock.time()
+    async with asyncio.TaskGroup() as group:
+        tasks = []
+        for request, after in zip(requests, times, strict=True):
+            if (ahead := start + after - clock.time()) > 0:
+                await asyncio.sleep(ahead)
+            tasks.append(group.create_task(send(request)))
+    return [task.result() for task in tasks]
 
 
 def arrivals(rate: float, count: int, seed: int) -> list[float]:

@@ -1,6 +1,7 @@
 """What is shown of a run: tables for people, JSON for programs."""
 
 import json
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -13,6 +14,8 @@ from rich.table import Table
 from benchmarks.disturbance import warning
 from benchmarks.machine import Machine
 from benchmarks.percentiles import Percentiles
+from benchmarks.prefix.policies import IdealCache
+from benchmarks.serving.hits import PrefixHits
 from benchmarks.serving.load import Load
 from benchmarks.serving.measure import PointResult
 from benchmarks.serving.metrics import Answered, Slo, Summary, summarize
@@ -24,10 +27,11 @@ _BUSY = 0.8
 
 @dataclass(frozen=True)
 class PointReport:
-    """A load point of one service and its figures."""
+    """A load point of one service and its figures. hits: None where prompts share nothing."""
 
     result: PointResult
     summary: Summary
+    hits: PrefixHits | None = None
 
     @property
     def label(self) -> str:
@@ -56,8 +60,16 @@ class Report:
         options: Mapping[str, object],
         machine: Machine,
         others: float | None,
+        finds_prefixes: bool = False,
     ) -> "Report":
-        points = [PointReport(result, summarize(result.outcomes, slo)) for result in results]
+        """results: service by service, in the order of their loads. finds_prefixes: whether to report `hits`."""
+        hits: list[PrefixHits | None] = [None] * len(results)
+        if finds_prefixes:
+            # What a service was asked under one load, it may have cached under the next.
+            caches: dict[str, IdealCache] = defaultdict(IdealCache)
+            hits = [PrefixHits.of(result, caches[result.label]) for result in results]
+        summaries = [summarize(result.outcomes, slo) for result in results]
+        points = [PointReport(*parts) for parts in zip(results, summaries, hits, strict=True)]
         return cls(points, slo, options, machine, others)
 
     @property
@@ -71,6 +83,9 @@ def print_report(report: Report, console: Console) -> None:
     """Tables of 80 columns at most: requests, rates, times; and what is to be known of them."""
     for table in (_requests(report), _rates(report), _latencies(report), _gaps(report)):
         console.print(table, "")
+    if any(point.hits for point in report.points):
+        console.print(_prefixes(report))
+        console.print(_PREFIXES_SAY, "", highlight=False)
     for point in report.points:
         for remark in remarks(point):
             console.print(f"[yellow]{point.label}, {point.load}: {remark}[/yellow]", highlight=False)
@@ -91,6 +106,8 @@ def remarks(point: PointReport) -> list[str]:
     ):
         if number:
             found.append(f"{number} of {answered} answers {what}")
+    if point.hits and point.hits.unknown:
+        found.append(f"{point.hits.unknown} of {answered} answers do not say how much of their prompt was cached")
     if point.result.client_cores > _BUSY:
         found.append(f"the client took {point.result.client_cores:.2f} of a core: it may be what was measured")
     return found
@@ -139,13 +156,48 @@ def _gaps(report: Report) -> Table:
     return _table(report, "times between tokens, ms", *columns)
 
 
-def _spread(name: str, of: Callable[[Summary], Percentiles | None]) -> list[_Column]:
-    """A column for each percentile, the first with the name above it."""
+_PREFIXES_SAY = (
+    "hits: cached tokens of all prompt tokens, by usage; ideal: with a cache that keeps every whole block of 64; sent: "
+    "KV that prefill nodes wrote"
+)
+
+
+def _prefixes(report: Report) -> Table:
+    """What a cache found and what that is good for, the figures of other tables again, to be read side by side."""
+
+    def hits(point: PointReport) -> str:
+        return _percent(point.hits.rate if point.hits else None)
+
+    def ideal(point: PointReport) -> str:
+        return _percent(point.hits.ideal_rate if point.hits else None)
+
+    def sent(point: PointReport) -> str:
+        counted = point.result.counted
+        return "-" if counted is None else f"{counted.get('transfer_bytes_total', 0) / 1e6:.1f}"
+
+    return _table(
+        report,
+        "prefixes",
+        ("hits\n%", hits),
+        ("ideal\n%", ideal),
+        *_spread("TTFT", lambda summary: summary.ttft, digits=0),
+        ("output\ntokens/s", lambda point: f"{point.summary.output_tokens_per_s:.0f}"),
+        ("failed", lambda point: str(sum(point.summary.failed.values()))),
+        ("sent\nMB", sent),
+    )
+
+
+def _percent(part: float | None) -> str:
+    return "-" if part is None else f"{100 * part:.1f}"
+
+
+def _spread(name: str, of: Callable[[Summary], Percentiles | None], digits: int = 1) -> list[_Column]:
+    """A column of milliseconds for each percentile, the first with the name above it."""
 
     def column(which: Callable[[Percentiles], float]) -> Callable[[PointReport], str]:
         def cell(point: PointReport) -> str:
             seconds = of(point.summary)
-            return "-" if seconds is None else f"{1000 * which(seconds):.1f}"
+            return "-" if seconds is None else f"{1000 * which(seconds):.{digits}f}"
 
         return cell
 
@@ -208,6 +260,8 @@ def _point(point: PointReport) -> dict[str, Any]:
         "load": {"kind": type(point.load).__name__.lower(), "value": str(point.load)},
         "client_cores": point.result.client_cores,
         **asdict(point.summary),
+        "prefix_hits": asdict(point.hits) if point.hits else None,
+        "counted_by_nodes": point.result.counted,
         "remarks": remarks(point),
         "requests": requests,
     }

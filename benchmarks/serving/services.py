@@ -4,7 +4,7 @@ import json
 import os
 import ssl
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -80,7 +80,7 @@ class Local:
             except StartupError as error:
                 log.seek(0)
                 raise StartupError(f"{error}: {_reason(log.read().decode(errors='replace'))}") from error
-            yield Endpoint(self.label, url, _MODEL, extra_body=extra_body)
+            yield Endpoint(self.label, url, _MODEL, extra_body=extra_body, process_id=children["serve"].pid)
 
 
 def remote(word: str, config: ServingBench) -> Service:
@@ -92,17 +92,31 @@ def remote(word: str, config: ServingBench) -> Service:
     host = base_url.removeprefix("http://").removeprefix("https://")
     if host in ("", base_url):
         raise StartupError(f"--base-url {word}: expected http://HOST:PORT or https://HOST:PORT, or LABEL=URL")
-    return Remote(label or host, base_url, config.model, config.api_key, config.extra_fields)
+    # Without the tokens of an answer a conversation cannot go on.
+    extra_body = {**({"return_token_ids": True} if config.turns > 1 else {}), **config.extra_fields}
+    return Remote(label or host, base_url, config.model, config.api_key, extra_body)
 
 
 def local_services(checkpoint: Path, config: ServingBench) -> list[Service]:
-    """A service to start for each HiSparse configuration."""
+    """A service to start for each HiSparse configuration, and of each for each variant."""
     services: list[Service] = []
     for hisparse in (config.hisparse_config, *config.compare_hisparse_config):
-        flags = ("--hisparse-config", hisparse) if hisparse else ()
-        label = hisparse or "default"
-        services.append(Local(label, checkpoint, (*flags, *config.serve_flags), config.extra_fields))
+        flags = (*(("--hisparse-config", hisparse) if hisparse else ()), *config.serve_flags)
+        for words in config.variants or [""]:
+            service = variant(words, checkpoint, flags)
+            label = hisparse or "default"
+            if words:
+                label = f"{label}, {service.label}" if config.compare_hisparse_config else service.label
+            services.append(replace(service, label=label, extra_body=config.extra_fields))
     return services
+
+
+def variant(words: str, model_path: Path, common: Sequence[str]) -> Local:
+    """A service with further flags, separated by blanks, or LABEL=FLAGS. They come last: of two of a kind, they win."""
+    label, equals, flags = words.partition("=")
+    if not equals or label.startswith("-"):
+        label, flags = words, words
+    return Local(label or "default", model_path, (*common, *flags.split()))
 
 
 def small_checkpoint(context_length: int) -> Path:
@@ -122,10 +136,19 @@ def small_checkpoint(context_length: int) -> Path:
 
 def vocab_size(checkpoint: Path) -> int:
     """Token ids of a checkpoint. Raises StartupError if there is none."""
+    return _configured(checkpoint, "vocab_size")
+
+
+def context_length(checkpoint: Path) -> int:
+    """Tokens of the longest prompt and its answer. Raises StartupError if there is no checkpoint."""
+    return _configured(checkpoint, "max_position_embeddings")
+
+
+def _configured(checkpoint: Path, name: str) -> int:
     try:
-        return int(json.loads((checkpoint / "config.json").read_text())["vocab_size"])
+        return int(json.loads((checkpoint / "config.json").read_text())[name])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise StartupError(f"--model-path {checkpoint}: no config.json with a vocab_size ({error})") from error
+        raise StartupError(f"--model-path {checkpoint}: no config.json with a {name} ({error})") from error
 
 
 def _served_models(endpoint: Endpoint) -> list[str]:

@@ -77,9 +77,13 @@ def token_event(text: str = "x", **fields: object) -> Json:
     return {**head, "model": MODEL, "choices": [choice], "usage": None}
 
 
-def usage_event(prompt_tokens: int, completion_tokens: int) -> Json:
-    usage = {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens}
-    return {**token_event(), "choices": [], "usage": {**usage, "total_tokens": sum(usage.values())}}
+def usage_event(prompt_tokens: int, completion_tokens: int, cached_tokens: int | None = None) -> Json:
+    """cached_tokens: None leaves them out."""
+    tokens = {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens}
+    usage: Json = {**tokens, "total_tokens": sum(tokens.values())}
+    if cached_tokens is not None:
+        usage["prompt_tokens_details"] = {"cached_tokens": cached_tokens}
+    return {**token_event(), "choices": [], "usage": usage}
 
 
 class Steps:

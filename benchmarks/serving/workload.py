@@ -26,12 +26,38 @@ class Prompt:
         """None for a text: only the service knows."""
         return None if isinstance(self.content, str) else len(self.content)
 
+    @property
+    def turns(self) -> Sequence["Prompt"]:
+        """A prompt is a session of one turn."""
+        return (self,)
+
+    def after(self, before: "Prompt", answer: Sequence[int] = ()) -> "Prompt":
+        """The same behind another prompt and the answer to it. Raises ValueError for texts, which have no token ids."""
+        if isinstance(self.content, str) or isinstance(before.content, str):
+            raise ValueError("a prompt goes behind another one as token ids, not as a text")
+        return Prompt([*before.content, *answer, *self.content], self.output_tokens)
+
+
+class Session(Protocol):
+    """What one client asks, turn by turn: the tokens that each turn adds to all that was said before it."""
+
+    @property
+    def turns(self) -> Sequence[Prompt]: ...
+
 
 class Workload(Protocol):
     """Where prompts come from."""
 
-    def draw(self, point: int, count: int) -> Iterator[Prompt]:
-        """So many prompts for the load point of this number: the same ones each time that it is asked for."""
+    def draw(self, point: int, count: int, ahead: int = 0) -> Iterator[Session]:
+        """For the load point of this number, `ahead` sessions that do not count, and then `count` that do.
+
+        The same ones each time that it is asked for.
+        """
+        ...
+
+    @property
+    def longest(self) -> int:
+        """The most tokens that a prompt and its answer can have together, as far as that is known."""
         ...
 
 
@@ -49,15 +75,14 @@ class RandomPrompts:
     vocab_size: int = 256
     seed: int = 0
 
-    def draw(self, point: int, count: int) -> Iterator[Prompt]:
+    def draw(self, point: int, count: int, ahead: int = 0) -> Iterator[Prompt]:
         rng = np.random.default_rng((self.seed, point))
-        for _ in range(count):
+        for _ in range(ahead + count):
             content = self._content(rng, self._length(rng, self.input_tokens))
             yield Prompt(content, output_tokens=self._length(rng, self.output_tokens))
 
     @property
     def longest(self) -> int:
-        """The most tokens that a prompt and its answer can have together."""
         return sum(self._bounds(tokens)[1] for tokens in (self.input_tokens, self.output_tokens))
 
     def _content(self, rng: np.random.Generator, length: int) -> list[int]:
@@ -89,8 +114,12 @@ class GivenPrompts:
 
     prompts: Sequence[Prompt]
 
-    def draw(self, point: int, count: int) -> Iterator[Prompt]:
-        return islice(cycle(self.prompts), count)
+    def draw(self, point: int, count: int, ahead: int = 0) -> Iterator[Prompt]:
+        return islice(cycle(self.prompts), ahead + count)
+
+    @property
+    def longest(self) -> int:
+        return max((prompt.input_tokens or 0) + prompt.output_tokens for prompt in self.prompts)
 
 
 def read_prompts(path: Path, output_tokens: int) -> GivenPrompts:

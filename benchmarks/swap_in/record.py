@@ -76,7 +76,7 @@ def record(
     prefill: ChunkedPrefill[PrefillJob] = ChunkedPrefill(model, pool, _CHUNK)
     _prefill(prefill, coordinator, prompt_ids[:-1])
     runner = ModelRunner(model, coordinator, 1, spec.context_length, record=False)
-    runner.admit(_REQUEST, prompt_ids[-1], sampling)
+    runner.admit(_REQUEST, prompt_ids, [], sampling)
     for uniform in np.random.default_rng(sampling.seed).random(steps):
         coordinator.append_tokens([_REQUEST])
         next_tokens(runner, launch(runner, coordinator, [_REQUEST], sampling, uniform))

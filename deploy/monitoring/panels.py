@@ -118,7 +118,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             "Host slots",
             "short",
             {"{{instance}} {{state}}": f"hisparse_pd_host_slots{DECODE}"},
-            "A slot is a token in all layers.",
+            "A slot is a token in all layers. Cached ones are as good as free: they are given up as others need them.",
         ),
         Panel("Device slots", "short", {"{{instance}} {{state}}": f"hisparse_pd_device_slots{DECODE}"}),
         Panel(
@@ -142,6 +142,41 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             "short",
             {"{{instance}} {{pool}}": rate("hisparse_pd_retractions_total", DECODE, "instance, pool")},
             "Requests per second that gave their slots up, by the pool that ran out.",
+        ),
+    ),
+    "Prefixes": (
+        Panel(
+            "Prompt tokens found cached",
+            "percentunit",
+            {
+                f"{{{{instance}}}} {side}": f"{rate('hisparse_pd_prefix_cache_hits_total', selector)} / "
+                f"{rate('hisparse_pd_prefix_cache_queries_total', selector)}"
+                for side, selector in (("decode", DECODE), ("prefill", PREFILL))
+            },
+            "Of the prompt tokens that were looked up. What a decode node has is not sent to it; what a prefill node "
+            "has, it does not compute.",
+        ),
+        Panel(
+            "Prompt tokens fetched back",
+            "short",
+            {
+                "{{instance}}": rate("hisparse_pd_prefix_fetched_tokens_total", PREFILL),
+                "{{instance}} failed: {{reason}}": rate(
+                    "hisparse_pd_prefix_fetch_failures_total", PREFILL, "instance, reason"
+                ),
+            },
+            "Tokens per second that were read from decode nodes and not computed; fetches that failed, after which "
+            "it computes.",
+        ),
+        Panel(
+            "Host slots for prefixes",
+            "percentunit",
+            {
+                "{{instance}}": "sum by (instance) (hisparse_pd_host_slots"
+                + selected("decode", 'state=~"free|cached"')
+                + f") / sum by (instance) (hisparse_pd_host_slots{DECODE})"
+            },
+            "Free or cached: what is left for prefixes of requests that have ended.",
         ),
     ),
     "Swap-in": (

@@ -13,15 +13,12 @@ import triton
 import triton.language as tl
 from torch.nn.functional import ScalingType
 
-from model.backends.triton_fp8 import on, quantise, quantised, swiglu_quantise
+from model.backends.triton_fp8 import on, quantise, swiglu_quantise
 from model.backends.triton_fp8_tile import Tiling, described, multiply
 from model.fp8 import BLOCK, FP8, blocks, check_scales
 
 FEW = 64
 """The most tokens that the Triton kernel serves, where torch's can serve more."""
-
-_FUSED_TOKENS, _FUSED_CHANNELS = 16, 2048
-"""The most that the product quantises itself. Every program does, so it pays for little only."""
 
 _PROGRAMS = 528
 """Programs that keep the memory of an H200 busy: 4 for each of its 132 multiprocessors. No device's own number, since
@@ -39,8 +36,6 @@ def linear(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, power_of
 
     K has to be a multiple of 16. Raises ValueError for tensors that do not fit together.
     """
-    if _fuses(x):
-        return reduced(partial_product(x, None, weight, scales, power_of_two))
     return linear_quantised(*quantise(x, power_of_two), weight, scales)
 
 
@@ -50,7 +45,7 @@ def linear_quantised(
     """`linear` of activations that are quantised already, as `triton_fp8.quantise` returns them."""
     if len(x) > FEW and _torch_computes(weight):
         return torch_product(x, x_scales, weight, scales)
-    return reduced(partial_product(x, x_scales, weight, scales, False))
+    return reduced(partial_product(x, x_scales, weight, scales))
 
 
 def mlp(
@@ -67,19 +62,12 @@ def mlp(
     """
     if down.shape[1] % BLOCK:
         raise ValueError(f"expected a width that is a multiple of {BLOCK}, found {down.shape[1]}")
-    if _fuses(x):
-        both = partial_product(x, None, gate_up, gate_up_scales, power_of_two)
+    values, x_scales = quantise(x, power_of_two)
+    if len(x) > FEW and _torch_computes(gate_up):
+        both = torch_product(values, x_scales, gate_up, gate_up_scales)
     else:
-        values, x_scales = quantise(x, power_of_two)
-        if len(x) > FEW and _torch_computes(gate_up):
-            both = torch_product(values, x_scales, gate_up, gate_up_scales)
-        else:
-            both = partial_product(values, x_scales, gate_up, gate_up_scales, False)
+        both = partial_product(values, x_scales, gate_up, gate_up_scales)
     return linear_quantised(*swiglu_quantise(both, power_of_two), down, down_scales)
-
-
-def _fuses(x: torch.Tensor) -> bool:
-    return 0 < len(x) <= _FUSED_TOKENS and x.shape[1] <= _FUSED_CHANNELS
 
 
 @functools.cache
@@ -135,25 +123,23 @@ _RUN_ROWS = 64
 
 def partial_product(
     x: torch.Tensor,
-    x_scales: torch.Tensor | None,
+    x_scales: torch.Tensor,
     weight: torch.Tensor,
     scales: torch.Tensor,
-    power_of_two: bool,
     tiling: Tiling | None = None,
 ) -> torch.Tensor:
     """The product: bfloat16 [M, N], or float32 [splits, M, N], which is to be added up.
 
-    x: fp8 with scales [M, K / 128] of strides (1, M), or bfloat16 without scales, which the kernel quantises.
+    x: fp8 [M, K]. x_scales: [M, K / 128] of strides (1, M).
     """
     (m, k), n = x.shape, len(weight)
     check_scales(weight, scales)
-    fits = weight.shape[1] == k and x.stride(1) == 1 and scales.is_contiguous()
-    if x_scales is not None:
-        fits &= x.dtype == FP8 and x.stride(0) == k and x_scales.stride(0) == 1 and len(x_scales) == m
-    if not fits or (x_scales is None and x.dtype != torch.bfloat16):
+    fits = weight.shape[1] == k and scales.is_contiguous()
+    fits &= x.dtype == FP8 and x.is_contiguous() and x_scales.stride(0) == 1 and len(x_scales) == m
+    if not fits:
         raise ValueError(
-            f"expected x [any, {weight.shape[1]}] in bfloat16, or contiguous in fp8 with scales of strides 1 and M, "
-            f"found {x.dtype} {list(x.shape)} of strides {x.stride()}"
+            f"expected contiguous x [M, {weight.shape[1]}] in fp8 with scales of strides 1 and M, found {x.dtype} "
+            f"{list(x.shape)} of strides {x.stride()} with scales of strides {x_scales.stride()}"
         )
     cut = tiling or _tiling(m)
     run = run_of(n, k, _RUN_ROWS)
@@ -168,16 +154,14 @@ def partial_product(
                 described(weight, cut.n),
                 scales,
                 x,
-                x.stride(0),
                 x_scales,
-                0 if x_scales is None else x_scales.stride(1),
+                x_scales.stride(1),
                 out,
                 m,
                 n,
                 k,
                 blocks(k),
                 run if splits > 1 else blocks(k),
-                power_of_two,
                 ragged=k % BLOCK != 0,
                 tokens_left=cut.tokens_left,
                 block_n=cut.n,
@@ -207,7 +191,6 @@ def _linear(
     weight: tl.tensor,
     scales: tl.tensor,
     x: tl.tensor,
-    x_stride: tl.tensor,
     x_scales: tl.tensor,
     x_scale_stride: tl.tensor,
     out: tl.tensor,
@@ -216,7 +199,6 @@ def _linear(
     k: tl.tensor,
     num_blocks: tl.tensor,
     run: tl.tensor,
-    power_of_two: tl.constexpr,
     ragged: tl.constexpr,
     tokens_left: tl.constexpr,
     block_n: tl.constexpr,
@@ -231,81 +213,30 @@ def _linear(
     begin = split * run
     end = tl.minimum(begin + run, num_blocks)
     weight_scale = scales + (first_row // _BLOCK).to(tl.int64) * num_blocks
-    if x_scales is None:
-        total = _multiply_quantising(
-            weight,
-            first_row,
-            weight_scale,
-            x,
-            x_stride,
-            token,
-            m,
-            begin,
-            end,
-            k,
-            power_of_two,
-            block_n,
-            block_m,
-            stages,
-            unroll,
-        )
-    else:
-        total = multiply(
-            weight,
-            first_row,
-            weight_scale,
-            x,
-            x_scales,
-            x_scale_stride,
-            token,
-            token < m,
-            begin,
-            end,
-            run,
-            k,
-            ragged,
-            False,
-            tokens_left,
-            block_n,
-            block_m,
-            stages,
-            unroll,
-        )
+    total = multiply(
+        weight,
+        first_row,
+        weight_scale,
+        x,
+        x_scales,
+        x_scale_stride,
+        token,
+        token < m,
+        begin,
+        end,
+        run,
+        k,
+        ragged,
+        False,
+        tokens_left,
+        block_n,
+        block_m,
+        stages,
+        unroll,
+    )
     row = first_row + tl.arange(0, block_n)
     place = (split.to(tl.int64) * m + token)[:, None] * n + row[None, :]
     tl.store(out + place, total.to(out.dtype.element_ty), mask=(token < m)[:, None] & (row < n)[None, :])
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _multiply_quantising(
-    weight: tl.tensor,
-    weight_row: tl.tensor,
-    weight_scale: tl.tensor,
-    x: tl.tensor,
-    x_stride: tl.tensor,
-    token: tl.tensor,
-    m: tl.tensor,
-    begin: tl.tensor,
-    end: tl.tensor,
-    k: tl.tensor,
-    power_of_two: tl.constexpr,
-    block_n: tl.constexpr,
-    block_m: tl.constexpr,
-    stages: tl.constexpr,
-    unroll: tl.constexpr,
-) -> tl.tensor:
-    """`triton_fp8_tile.multiply` by rows of x in bfloat16, to the same bits."""
-    column = tl.arange(0, _BLOCK)
-    rows = x + token.to(tl.int64)[:, None] * x_stride + column[None, :]
-    total = tl.zeros([block_n, block_m], tl.float32)
-    for block in tl.range(begin, end, num_stages=stages, loop_unroll_factor=unroll):
-        values = weight.load([weight_row, block * _BLOCK])
-        inside = (token < m)[:, None] & (column + block * _BLOCK < k)[None, :]
-        numbers = tl.load(rows + block * _BLOCK, mask=inside, other=0.0).to(tl.float32)
-        tokens, scale = quantised(numbers, power_of_two)
-        scale *= tl.load(weight_scale + block)
-        total += tl.dot(values, tokens.T) * scale[None, :]
-    return total.T
 
 
 @triton.jit(do_not_specialize=["size"])  # type: ignore[untyped-decorator]

@@ -42,7 +42,7 @@ def rotate(
                 beside_first,
                 block_heads,
                 block_half=triton.next_power_of_2(half),
-                block_width=triton.next_power_of_2(width),
+                block_width=triton.next_power_of_2(max(width, 1)),
             )
     return out
 

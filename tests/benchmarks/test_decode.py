@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from base.errors import StartupError
 from benchmarks.decode.bench import run_decode_bench
 from benchmarks.decode.config import DecodeBench
 from benchmarks.decode.limits import HBM_BYTES_PER_MS, Work, work_of
 from benchmarks.decode.timing import Part, StepTiming, part_of
-from benchmarks.decode.workload import Copies, GivenSelection, Model, Requests, model_of
+from benchmarks.decode.workload import GivenSelection, Model, Requests, Strangers, build_model, model_of
 from benchmarks.stepping import GREEDY, launch, next_tokens
 from engine.runner import ModelRunner
 from model.backends.choice import choose_backend
@@ -25,13 +25,13 @@ CPU = torch.device("cpu")
 OURS = {
     "_score_pages": (Part.INDEX, "model/backends/triton_index.py"),
     "score_pages": (Part.INDEX, "csrc/score_pages.cu"),
+    "_score_prompt": (Part.INDEX, "model/backends/triton_index.py"),
     "_encode_index_queries": (Part.INDEX, "model/backends/triton_encode.py"),
     "swap_in": (Part.SWAP_IN, "csrc/swap_in.cu"),
     "top_k": (Part.TOP_K, "csrc/top_k.cu"),
     "_attend_split": (Part.ATTENTION, "model/backends/triton_attend.py"),
     "attend_split": (Part.ATTENTION, "model/backends/gluon_attend.py"),
     "_linear": (Part.PROJECTIONS, "model/backends/triton_fp8_linear.py"),
-    "_multiply_quantising": (Part.PROJECTIONS, "model/backends/triton_fp8_linear.py"),
     "_add_up": (Part.PROJECTIONS, "model/backends/triton_fp8_linear.py"),
     "_quantise": (Part.PROJECTIONS, "model/backends/triton_fp8.py"),
     "_swiglu_quantise": (Part.EXPERTS, "model/backends/triton_fp8.py"),
@@ -73,14 +73,15 @@ def test_the_parts_are_the_whole_step() -> None:
     }
 
 
-def small(config: DecodeBench) -> Model:
-    sizes = AutoConfig.for_model(
-        "deepseek_v32",
+def small_sizes(model_type: str = "deepseek_v32", layers: int = 2, **others: object) -> PreTrainedConfig:
+    """Of a model with one dense layer, whose other layers are mixtures of experts."""
+    return AutoConfig.for_model(  # type: ignore[no-any-return]
+        model_type,
         vocab_size=64,
         hidden_size=64,
         intermediate_size=64,
         moe_intermediate_size=32,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         first_k_dense_replace=1,
         n_routed_experts=8,
         num_experts_per_tok=2,
@@ -96,24 +97,45 @@ def small(config: DecodeBench) -> Model:
         index_topk=32,
         index_n_heads=16,
         index_head_dim=32,
+        **others,
     )
+
+
+GLM_LAYERS = 6
+"""Of which the first three have an indexer, as GLM-5.2 shares them."""
+
+
+def small(config: DecodeBench, model_type: str = "deepseek_v32") -> Model:
+    glm: dict[str, object] = {"layers": GLM_LAYERS, "index_topk_freq": 4, "index_skip_topk_offset": 3}
+    sizes = small_sizes(model_type, **(glm if model_type == "glm_moe_dsa" else {}))  # type: ignore[arg-type]
     return model_of(network_config(sizes), config, CPU)
 
 
-@pytest.mark.parametrize("rank_of", [1, 4])
-@pytest.mark.parametrize("kv_cache_dtype", ["bfloat16", "fp8_e4m3"])
-def test_requests_decode_and_miss_what_they_are_made_to_select(rank_of: int, kv_cache_dtype: str) -> None:
-    """On the CPU, and a small model; otherwise as it is timed."""
+@pytest.mark.parametrize(
+    ("model_type", "rank_of", "kv_cache_dtype"),
+    [
+        ("deepseek_v32", 1, "bfloat16"),
+        ("deepseek_v32", 4, "fp8_e4m3"),
+        ("glm_moe_dsa", 1, "bfloat16"),
+        ("glm_moe_dsa", 4, "fp8_e4m3"),
+    ],
+)
+def test_requests_decode_and_miss_what_they_are_made_to_select(
+    model_type: str, rank_of: int, kv_cache_dtype: str
+) -> None:
+    """On the CPU, and a small model; otherwise as it is timed. Misses are counted once where layers share a selection,
+    and each of the layers fetches items of its own."""
     config = DecodeBench(rank_of=rank_of, context=300, quantization="none", kv_cache_dtype=kv_cache_dtype)  # type: ignore[arg-type]
-    model = small(config)
+    model = small(config, model_type)
     spec = model.spec
+    assert (spec.num_layers, spec.num_index_layers) == ((6, 3) if model_type == "glm_moe_dsa" else (2, 2))
     requests = Requests(spec, config.context, 2, 2 * spec.index_topk, CPU)
     given = GivenSelection(choose_backend("auto", CPU, spec), 2, spec.index_topk, CPU)
     runner = ModelRunner(
         SparseModel(model.network, spec, given), requests.coordinator, 2, spec.context_length, record=False
     )
     for request_id in requests.ids:
-        runner.admit(request_id, 1, GREEDY)
+        runner.admit(request_id, [1], [], GREEDY)
 
     for first, misses in ((0, 32), (8, 8)):
         given.positions.copy_(torch.arange(first, first + spec.index_topk))
@@ -121,18 +143,20 @@ def test_requests_decode_and_miss_what_they_are_made_to_select(rank_of: int, kv_
         requests.make_room()
         tokens = next_tokens(runner, launch(runner, requests.coordinator, requests.ids))
         assert all(0 <= token < spec.vocab_size for token in tokens)
-        assert requests.coordinator.counters().misses - before.misses == misses * 2 * spec.num_layers
+        after = requests.coordinator.counters()
+        assert after.misses - before.misses == misses * 2 * spec.num_index_layers
+        assert after.bytes - before.bytes == misses * 2 * spec.num_layers * spec.kv_layout.item_bytes
     requests.close()
 
 
 def test_other_processes_have_other_tokens_and_a_process_gets_its_own_back() -> None:
-    copies = Copies(4, 64, CPU, torch.float32)
+    group = Strangers(4, 64, CPU, torch.float32)
     hidden = torch.randn(3, 64)
-    gathered = copies.gather(hidden)
+    gathered = group.gather(hidden)
     assert gathered.shape == (12, 64)
     assert torch.equal(gathered[:3], hidden)
     assert not any(torch.equal(gathered[3 * rank : 3 * rank + 3], hidden) for rank in (1, 2, 3))
-    assert torch.equal(copies.reduce(gathered), hidden)
+    assert torch.equal(group.reduce(gathered), hidden)
 
 
 def test_work_is_what_has_to_be_read() -> None:
@@ -149,6 +173,21 @@ def test_work_is_what_has_to_be_read() -> None:
     attention = (32 + 32 + 48) * 64 + 2 * 32 * 32 + 2 * 32 * 32 + 64 * 32 + 16 * 32 * 32
     assert work[Part.PROJECTIONS][0].num_bytes == 2 * (2 * attention + 3 * 64 * 64)
     assert work[Part.PROJECTIONS][1] == Work(64 * 64 * 2, 2 * 2 * 64 * 64)
+
+
+def test_glm_5_2_fits_one_gpu_of_eight() -> None:
+    """Its weights, and the KV of 64 requests of 32K tokens, in the 139 GiB of an H200."""
+    config = DecodeBench(shape="glm-5.2", rank_of=8)
+    model = build_model(config, torch.device("meta"))
+    spec = model.spec
+    assert (spec.num_layers, spec.num_index_layers) == (78, 21)
+    layout = spec.kv_layout
+    hot = 64 * config.device_buffer_size * layout.num_layers * layout.item_bytes
+    keys = 64 * (config.context + 512) * layout.num_index_layers * layout.index_key_bytes
+    assert (model.num_bytes + hot + keys) / 2**30 < 125
+    work = work_of(model, batch=1, context=config.context, missed=5, rank_of=8)
+    assert work[Part.INDEX][0].num_bytes == 21 * config.context * 132
+    assert work[Part.SWAP_IN][0].link_bytes == 78 * 5 * 656
 
 
 def test_a_part_takes_the_larger_of_memory_and_arithmetic_and_then_the_link() -> None:
@@ -177,8 +216,6 @@ def test_what_cannot_be_measured_is_refused(
 
 
 def small_of_published(config: DecodeBench) -> Model:
-    from benchmarks.decode.workload import build_model
-
     return build_model(dataclasses.replace(config, layers=4, quantization="none"), torch.device("meta"))
 
 

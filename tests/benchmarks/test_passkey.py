@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from base.errors import StartupError
 from benchmarks.passkey import BEGIN_ID, CHECKPOINT, CONTEXT_LENGTH
-from benchmarks.passkey.__main__ import main, variant
+from benchmarks.passkey.__main__ import main
 from benchmarks.passkey.exam import questions
 from benchmarks.passkey.question import KEYS, make_question
 from benchmarks.passkey.text import reference_text
-from benchmarks.serving.services import Local
+from benchmarks.serving.services import Local, variant
 from gateway.tokenizer import CheckpointTokenizer
 
 SENTENCE = re.compile(r"^The pass key of (\w+) is (\d{5})\.$", re.MULTILINE)

@@ -43,6 +43,14 @@ def test_token_ids_say_how_many_tokens_an_event_has() -> None:
         token_event("abc", token_ids=[1, 2, 3]), token_event("rest", token_ids=[]), token_event(token_ids=[4])
     )
     assert answer.arrivals == [Arrival(0.0, 3), Arrival(2.0, 1)]
+    assert answer.token_ids == [1, 2, 3, 4]
+
+
+def test_usage_may_say_how_much_of_a_prompt_was_cached() -> None:
+    assert taken(usage_event(100, 2, cached_tokens=64)).usage == Usage(100, 2, 64)
+    nothing = usage_event(100, 2)
+    nothing["usage"]["prompt_tokens_details"] = None
+    assert taken(nothing).usage == Usage(100, 2, None)
 
 
 def test_a_usage_with_every_event_says_how_many_tokens_it_has() -> None:

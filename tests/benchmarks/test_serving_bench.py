@@ -5,51 +5,22 @@ import json
 import signal
 import subprocess
 import sys
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from benchmarks.serving.stub import Answer, Reply, serve, token_event, usage_event
+from benchmarks.serving.stub import Reply, token_event, usage_event
 from cli.main import main
+from tests.benchmarks.conftest import in_full
 from tests.benchmarks.started import all_gone, descendants, started
 from tests.e2e.cluster import wait_until
 
 BENCH = [sys.executable, "-m", "cli.main", "bench", "serving"]
 Json = dict[str, Any]
-
-
-async def in_full(request: Json, reply: Reply) -> None:
-    reply.start()
-    for _ in range(request["max_tokens"]):
-        reply.event(token_event())
-    reply.event(usage_event(len(request["prompt"]), request["max_tokens"]))
-    reply.event("[DONE]")
-    reply.end()
-
-
-@pytest.fixture
-def stub() -> Iterator[Callable[[Answer], str]]:
-    """A function that runs a stub with an answer of its own and returns its address."""
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-
-    def start(answer: Answer = in_full) -> str:
-        server = asyncio.run_coroutine_threadsafe(serve(answer), loop).result()
-        return f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-
-    yield start
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()
-    for task in asyncio.all_tasks(loop):
-        task.cancel()
-    loop.run_until_complete(asyncio.sleep(0))
-    loop.close()
 
 
 def bench(directory: Path, *words: str, code: int = 0) -> Json:
@@ -292,6 +263,8 @@ def test_a_tiny_model_is_served_measured_and_stopped(tmp_path: Path) -> None:
     for point in (first, second):
         assert point["answered"] == 4
         assert point["counts"] == {"no_usage": 0, "miscounted": 0, "short": 0, "other_prompt": 0}
+        assert point["counted_by_nodes"]["prompt_tokens_total"] == 4 * 99, "the decode node computes the last one"
+        assert point["counted_by_nodes"]["transfer_bytes_total"] > 0
     assert "rates, per second" in out
 
 

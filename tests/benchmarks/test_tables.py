@@ -12,8 +12,12 @@ from benchmarks.decode.limits import HBM_BYTES_PER_MS, Work
 from benchmarks.decode.timing import Part, StepTiming
 from benchmarks.machine import this_machine
 from benchmarks.percentiles import Percentiles
+from benchmarks.prefill import report as prefill
+from benchmarks.prefill.config import PrefillBench
+from benchmarks.prefill.timing import ChunkTiming, KernelTime
 from benchmarks.serving import report as serving
 from benchmarks.serving.client import Failure, Outcome, Request
+from benchmarks.serving.hits import PrefixHits
 from benchmarks.serving.load import Open
 from benchmarks.serving.measure import PointResult
 from benchmarks.serving.metrics import Counts, Slo, Summary
@@ -91,7 +95,11 @@ def test_serving(services: tuple[str, ...]) -> None:
     )
     refused = Outcome(Request(b"", 1, 1), 0.0, 1.0, failure=Failure("HTTP 429", "all queues are full"))
     points = [
-        serving.PointReport(PointResult(service, Open(1024.25), [refused], client_cores=0.71), summary)
+        serving.PointReport(
+            PointResult(service, Open(1024.25), [refused], 0.71, counted={"transfer_bytes_total": 1.2345678e12}),
+            summary,
+            PrefixHits(told=1000, cached=997, unknown=0, sent=1000, ideal=998),
+        )
         for service in services
     ]
     report = serving.Report(points, Slo(ttft=1.0), {}, this_machine(), others=None)
@@ -100,7 +108,8 @@ def test_serving(services: tuple[str, ...]) -> None:
     rates = ["1234.55", "1234.33", "1234567", "123458"]
     latencies = ["410001.1", "510001.1", "600001.1", "410004.1", "510004.1", "600004.1"]
     gaps = ["10002.1", "110002.1", "510002.1", "10003.1", "110003.1", "510003.1"]
-    assert not_whole(text, [*requests, *rates, *latencies, *gaps]) == []
+    prefixes = ["99.7", "99.8", "410001", "510001", "600001", "1234567.8"]
+    assert not_whole(text, [*requests, *rates, *latencies, *gaps, *prefixes]) == []
 
 
 def test_decode() -> None:
@@ -114,6 +123,21 @@ def test_decode() -> None:
     steps = ["256", "2048", "450.88", "86.38", "5.22", "568", "238", "1779", "14.0"]
     parts = ["134.51/12.34", "106.12/12.34", "141.35/12.34", "68.90/12.34"]
     assert not_whole(text, [*steps, *parts]) == []
+
+
+def test_prefill() -> None:
+    kernels = (
+        KernelTime("_experts", Part.EXPERTS, 1234.5, 928),
+        KernelTime("void at::native::elementwise_kernel<128, 4, at::native::gpu_kernel_impl<>>", Part.REST, 234.5, 610),
+        KernelTime("nvjet_sm90_tst_64x8", Part.PROJECTIONS, 345.6, 240),
+    )
+    timing = ChunkTiming((2345.6, 2345.7, 2345.8), 123 * 2**30, kernels)
+    work = {part: (Work(num_bytes=123.4 * HBM_BYTES_PER_MS),) for part in Part}
+    results = [prefill.CaseResult(context, 8192, timing, work) for context in (8192, 131072)]
+    text = printed(lambda console: prefill.print_results(results, PrefillBench(rank_of=8), 103 * 2**30, console))
+    chunks = ["131072", "2345.7", "740.4", "32%", "3492", "1778", "123.0"]
+    parts = ["1234.5/123.4", "345.6/123.4", "765.6/123.4"]
+    assert not_whole(text, [*chunks, *parts, "1234.5", "nvjet_sm90_tst_64x8"]) == []
 
 
 def test_attention() -> None:

@@ -41,6 +41,7 @@ def run(directory: Path, *words: str) -> dict[str, Any]:
     return content
 
 
+@pytest.mark.slow
 def test_every_method_is_measured_verified_and_reported(tmp_path: Path) -> None:
     content = run(tmp_path, *SMALL, "--protocol", "tcp,shm", "--destination", "contiguous,pages", "--concurrency", "2")
     assert set(content["machines"]) == {"initiator"}
@@ -65,6 +66,7 @@ def test_every_method_is_measured_verified_and_reported(tmp_path: Path) -> None:
     assert [overlap["protocol"] for overlap in content["overlaps"]] == ["tcp", "shm"]
 
 
+@pytest.mark.slow
 def test_two_processes_that_were_started_apart(tmp_path: Path) -> None:
     with started([*BENCH, "--role", "target"], stdout=subprocess.PIPE, text=True) as target:
         assert target.stdout is not None

@@ -121,7 +121,7 @@ def test_list_of_nothing(node: Node, capsys: pytest.CaptureFixture[str]) -> None
 def test_evict(quarantined: Node, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("evict", WRITER.boot_id, "--url", quarantined.url) == 0
     assert "640 slots of 1 reservations will be free in " in capsys.readouterr().out
-    assert [r.free_after is not None for r in quarantined.table] == [True]
+    assert [r.may_be_posted_to for r in quarantined.table] == [False]
 
 
 def test_evict_refuses_a_live_writer_unless_forced(quarantined: Node, capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,7 +130,7 @@ def test_evict_refuses_a_live_writer_unless_forced(quarantined: Node, capsys: py
     error = capsys.readouterr().err
     assert error.startswith("error: 10.0.0.1:8011 (boot id 0123456789abcdef) was heard ")
     assert error.count("\n") == 1
-    assert [r.free_after for r in quarantined.table] == [None]
+    assert [r.may_be_posted_to for r in quarantined.table] == [True]
     assert run("evict", WRITER.boot_id, "--url", quarantined.url, "--force") == 0
 
 

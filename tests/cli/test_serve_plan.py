@@ -58,6 +58,21 @@ def test_every_node_has_a_gpu_of_its_own() -> None:
 
 
 @pytest.mark.usefixtures("four_gpus")
+def test_a_node_of_several_ranks_has_as_many_gpus_from_its_own_on() -> None:
+    with pytest.raises(StartupError, match="5 nodes, one per GPU"):
+        serve.plan(ServeConfig(model_path=Path("/m"), device="cuda", decode_nodes=2, decode_ranks=2))
+    four = serve.plan(ServeConfig(model_path=Path("/m"), device="cuda", decode_ranks=3))
+    _, prefill, decode = four.children()
+    assert devices([prefill, decode]) == ["cuda:0", "cuda:1"]
+    assert decode.words[decode.words.index("--ranks") + 1] == "3"
+    assert "--ranks" not in prefill.words
+    both = serve.plan(ServeConfig(model_path=Path("/m"), device="cuda", prefill_ranks=2, decode_ranks=2))
+    _, prefill, decode = both.children()
+    assert devices([prefill, decode]) == ["cuda:0", "cuda:2"]
+    assert prefill.words[prefill.words.index("--ranks") + 1] == "2"
+
+
+@pytest.mark.usefixtures("four_gpus")
 def test_nodes_share_gpus_only_if_it_is_said_what_each_may_take() -> None:
     with pytest.raises(StartupError, match=r"5 nodes, one per GPU, and this machine has 4; .* --mem-fraction-static"):
         devices_for("cuda", 5, None)
@@ -140,7 +155,7 @@ def values_of(parameter: Any) -> Iterator[list[str]]:
     elif parameter.type_descriptor.choices:
         yield from ([parameter.opts[0], choice] for choice in parameter.type_descriptor.choices)
     else:
-        yield [parameter.opts[0], "7" if parameter.type_descriptor.annotation in (int, float) else "some"]
+        yield [parameter.opts[0], "64" if parameter.type_descriptor.annotation in (int, float) else "some"]
 
 
 def shared(command: str) -> Iterator[tuple[list[str], str]]:

@@ -73,12 +73,12 @@ def every_specialization() -> list[Specialization]:
 def compilations() -> Iterator[Any]:
     """Every specialization for every architecture.
 
-    Slow ones: blocks of 32 threads, which take ten seconds to compile, and for others than sm_90 all but what a usual
-    model takes.
+    Slow ones: blocks of 32 and 64 threads, which take several seconds to compile, and for others than sm_90 all but
+    what a usual model takes.
     """
     usual = (CopySpecialization(1152, True), specialization(), *TOP_K)
     for architecture, kernel in product(("sm_90", "sm_80", "sm_100"), every_specialization()):
-        is_slow = kernel.block_size == 32 or (architecture != "sm_90" and kernel not in usual)
+        is_slow = kernel.block_size in (32, 64) or (architecture != "sm_90" and kernel not in usual)
         yield pytest.param(
             kernel, architecture, marks=pytest.mark.slow if is_slow else (), id=f"{kernel}-{architecture}"
         )

@@ -53,13 +53,17 @@ class Harness:
         self.model = FakeModel()
         self.local = LocalPrefill(ChunkedPrefill(self.model, self.pool, chunk_size=6), self.coordinator)  # type: ignore[arg-type]
 
-    def start(self) -> Request:
+    def start(self, prompt_logprobs: int | None = None, on_host: int = 0) -> Request:
         generate = Generate(
-            request_id="r", prompt_ids=tuple(range(11)), max_new_tokens=4, sampling=Sampling(temperature=0)
+            request_id="r",
+            prompt_ids=tuple(range(11)),
+            max_new_tokens=4,
+            sampling=Sampling(temperature=0),
+            prompt_logprobs=prompt_logprobs,
         )
         request = Request(generate, GATEWAY)
         request.host_slots = self.coordinator.host.allocate(10)
-        self.local.start(request)
+        self.local.start(request, on_host)
         return request
 
     def finish(self) -> None:
@@ -97,6 +101,32 @@ def test_a_prompt_but_for_its_last_token_is_computed_and_copied(h: Harness) -> N
     assert request.host_slots is not None
     items = h.coordinator.host.kv[1][torch.from_numpy(request.host_slots.slots())]
     assert items[:, 0].tolist() == list(range(10))
+    h.coordinator.host.release(request.host_slots)
+    h.assert_as_full_as_at_start()
+
+
+def test_log_probabilities_of_the_prompt_are_there_when_it_has_landed(h: Harness) -> None:
+    request = h.start(prompt_logprobs=1)
+    h.local.step()
+    h.local.step()
+    h.copying.set()
+    wait_until(lambda: h.local.staged()[0], timeout=5)
+    assert request.prompt_logprobs is not None
+    assert request.prompt_logprobs.complete
+    assert request.prompt_logprobs.ints[:, 0].tolist() == list(range(1, 11)), "the tokens behind each position"
+    assert request.prompt_logprobs.floats[:, 0].tolist() == [-position for position in range(1, 11)]
+
+
+def test_slots_that_are_shared_are_not_copied_over(h: Harness) -> None:
+    """All is computed, but the first six positions were cached, and others may be reading them."""
+    request = h.start(on_host=6)
+    assert request.host_slots is not None
+    items = h.coordinator.host.kv[1]
+    slots = torch.from_numpy(request.host_slots.slots())
+    items[slots] = 99
+    h.finish()
+    assert request.state is RequestState.LANDED
+    assert items[slots][:, 0].tolist() == [99] * 6 + [6, 7, 8, 9]
     h.coordinator.host.release(request.host_slots)
     h.assert_as_full_as_at_start()
 

@@ -207,6 +207,7 @@ def test_a_node_that_drains_finishes_what_streams_and_hands_over_the_rest(runnin
     running.ask(max_new_tokens=300)
     node, request = running.requested(epoch=1)
     running.write(node, request)
+    wait_until(running.tokens, timeout=10)
     running.ask(request_id="not begun")
     wait_until(lambda: ("prefill", NOT_BEGUN) in running.control.repeated, timeout=10)
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from base.metrics import Metrics
 from control.messages import FinishReason, Generate, Output, Outputs, Peer, Token
+from control.prompt_logprobs import PromptLogprobTable
 from decode_node import outputs
 from decode_node.outputs import OutputStream
 from decode_node.request import Request
@@ -86,6 +87,22 @@ def test_many_tokens_are_sent_again_in_messages_of_bounded_size() -> None:
     answers = h.resent(10)
     assert [output.start for output in answers] == [10, 1034, 2058]
     assert [token.token_id for output in answers for token in output.tokens] == list(range(10, 2500))
+
+
+def test_log_probabilities_of_the_prompt_come_in_pieces_before_the_first_token_and_again_if_it_is_missing() -> None:
+    h = Harness()
+    h.request = Request(Generate(request_id="r", prompt_ids=(1,) * 3000, max_new_tokens=9, prompt_logprobs=20), GATEWAY)
+    h.request.prompt_logprobs = table = PromptLogprobTable(3000, 20)
+    h.request.generated.append(5)
+    h.stream.token(h.request, a_token(5), "stop")
+    h.stream.flush()
+    *pieces, last = h.control.outputs()
+    assert [output.prompt_logprobs for output in pieces] == list(table.pieces())
+    assert len(pieces) == 2
+    assert last.tokens == (a_token(5),)
+    h.control.sent.clear()
+    assert h.resent(0) == [*pieces, Output(request_id="r", start=0, tokens=(a_token(5),)), last]
+    assert h.resent(1) == [last]
 
 
 def test_only_the_gateway_of_a_request_gets_its_tokens() -> None:

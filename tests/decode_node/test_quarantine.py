@@ -87,8 +87,9 @@ def test_eviction_can_be_forced(h: Harness) -> None:
 def test_evicting_twice_does_not_start_the_grace_again(h: Harness) -> None:
     h.quarantine.evict("gone")
     for reservation in h.table.quarantined:
-        if reservation.free_after is not None:
-            reservation.free_after -= 3
+        [writer] = reservation.writers
+        if writer.free_after is not None:
+            writer.free_after -= 3
     assert h.quarantine.evict("gone").free_in_s == pytest.approx(DRAIN_GRACE_S - 3, abs=0.5)
 
 
@@ -99,6 +100,18 @@ def test_a_boot_id_with_nothing_in_quarantine_is_an_error(h: Harness) -> None:
     h.expire()
     with pytest.raises(HTTPException):
         h.quarantine.evict("gone")
+
+
+def test_slots_of_several_writers_are_listed_and_evicted_for_each(h: Harness) -> None:
+    rank = Peer(role="prefill", address="10.0.0.1:3", boot_id="rank")
+    h.table.open(AttemptId("decode", "d", 1), GONE, "d", num_slots=5, ranks=(rank,))
+    h.table.quarantine(AttemptId("decode", "d", 1), h.now)
+    of_d = [r for r in h.quarantine.list().reservations if r.request_id == "d"]
+    assert [(r.boot_id, r.writer, r.slots) for r in of_d] == [("gone", GONE.address, 5), ("rank", rank.address, 5)]
+    assert h.quarantine.evict("gone").also_written_by == ["rank"]
+    assert h.expire() == ["a", "b"]
+    assert h.quarantine.evict("rank").also_written_by == []
+    assert h.expire() == ["a", "b", "d"]
 
 
 # --- over HTTP ---
@@ -126,6 +139,7 @@ def test_http_lists(client: TestClient) -> None:
         "quarantined_s",
         "writer",
         "boot_id",
+        "access",
         "last_heard_s",
         "free_in_s",
     }

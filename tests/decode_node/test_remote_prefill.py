@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 
 from base.metrics import Metrics
@@ -28,6 +29,7 @@ from control.messages import (
     Progress,
     Quiesced,
 )
+from control.prompt_logprobs import PromptLogprobs
 from decode_node.health import SILENCE_S
 from decode_node.remote_prefill import PrefillMessage, RemotePrefill
 from decode_node.request import Request, RequestState
@@ -190,6 +192,63 @@ def test_a_landed_prompt_takes_its_slots_along(h: Harness) -> None:
     assert h.control.take(Admitted) == [Admitted(attempt=R)]
     assert h.remote.is_idle
     assert h.freed == []
+
+
+def logprobs(start: int, stop: int) -> PromptLogprobs:
+    rows = np.arange(start, stop)[:, None].repeat(3, axis=1)
+    return PromptLogprobs.of(start, rows.astype(np.int32), -rows.astype(np.float32))
+
+
+def test_log_probabilities_land_with_the_prompt_and_are_asked_for_until_then(h: Harness) -> None:
+    generate = h.request.generate.model_copy(update={"prompt_logprobs": 2})
+    h.request = Request(generate, GATEWAY)
+    h.dispatch()
+    [(_, asked)] = h.control.repeated.values()
+    assert isinstance(asked, PrefillRequest)
+    assert (asked.prompt_logprobs, asked.last_token_id) == (2, 4)
+    chunk = ChunkDone(attempt=R, number=0, checksums=NO_CHECKSUMS, prompt_logprobs=(logprobs(1, 3),))
+    h.take(FIRST, chunk)
+    assert len(h.take(FIRST, PrefillFailed(attempt=R, reason="out of memory"))) == 1
+    assert h.request.prompt_logprobs is None
+
+    h.dispatch(SECOND)
+    second = R._replace(epoch=2)
+    h.take(SECOND, ChunkDone(attempt=second, number=0, checksums=NO_CHECKSUMS, prompt_logprobs=(logprobs(1, 3),)))
+    done = PrefillDone(attempt=second, num_tokens=3, chunks=1, prompt_logprobs=(logprobs(3, 4),))
+    assert h.outcomes(lambda: h.remote.take(SECOND, done)) == [Landed(h.request)]
+    assert h.request.prompt_logprobs is not None
+    assert h.request.prompt_logprobs.floats.tolist() == [[-1.0] * 3, [-2.0] * 3, [-3.0] * 3]
+
+    h.request.move(RequestState.WAITING)
+    h.request.host_slots = None
+    h.control.repeated.clear()
+    h.dispatch()
+    [asked_again] = [message for key, (_, message) in h.control.repeated.items() if key[0] == "prefill"]  # type: ignore[index]
+    assert isinstance(asked_again, PrefillRequest)
+    assert (asked_again.prompt_logprobs, asked_again.last_token_id) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "reason"),
+    [
+        ((logprobs(1, 3),), "missing"),
+        ((logprobs(1, 5),), "of a prompt of 4 tokens"),
+        ((PromptLogprobs.of(1, np.zeros((3, 3), np.int32), np.full((3, 3), np.inf, np.float32)),), "finite"),
+    ],
+)
+def test_log_probabilities_that_cannot_be_cost_the_attempt(
+    h: Harness, pieces: tuple[PromptLogprobs, ...], reason: str
+) -> None:
+    h.request = Request(h.request.generate.model_copy(update={"prompt_logprobs": 2}), GATEWAY)
+    h.dispatch()
+    [lost] = h.take(FIRST, PrefillDone(attempt=R, num_tokens=3, prompt_logprobs=pieces))
+    assert reason in lost.reason
+
+
+def test_log_probabilities_that_nobody_asked_for_cost_the_attempt(h: Harness) -> None:
+    h.dispatch()
+    [lost] = h.take(FIRST, PrefillDone(attempt=R, num_tokens=3, prompt_logprobs=(logprobs(1, 4),)))
+    assert "not asked for" in lost.reason
 
 
 def test_done_of_an_attempt_that_was_given_up_lands_nothing_but_ends_the_quarantine(h: Harness) -> None:
@@ -924,3 +983,60 @@ def test_a_node_that_contradicts_itself_is_not_served(h: Harness) -> None:
     [lost] = h.done(chunks=1)
     assert lost == Lost(h.request, "chunk 1 landed, of 1 that there can be")
     assert h.control.repeated["abort", R] == (FIRST, Abort(attempt=R))
+
+
+# --- nodes of several ranks ---
+
+RANKS = tuple(Peer(role="prefill", address=f"127.0.0.1:{port}", boot_id=f"first-{port}") for port in (12, 22))
+
+
+def dispatch_to_a_group(h: Harness) -> None:
+    h.remote.nodes.learn(GATEWAY.address, (FIRST, SECOND), {}, {"first": RANKS})
+    h.dispatch()
+
+
+def test_every_rank_of_a_node_is_a_writer_before_slots_are_named(h: Harness) -> None:
+    dispatch_to_a_group(h)
+    _, request = h.control.repeated["prefill", R]
+    assert isinstance(request, PrefillRequest)
+    assert request.ranks == ("first-12", "first-22")
+    h.tick(h.clock.now)
+    assert h.control.watched == {FIRST, SECOND, *RANKS}
+
+
+def test_a_request_brings_the_ranks_of_a_node_that_gateways_do_not_list_any_more(h: Harness) -> None:
+    ranked = h.request.generate.model_copy(update={"prefill_ranks": {"first": RANKS}})
+    assert h.remote.nodes.ranks_of(FIRST, Request(ranked, GATEWAY)) == RANKS
+    assert h.remote.nodes.ranks_of(SECOND, Request(ranked, GATEWAY)) == ()
+
+
+def test_a_restarted_node_whose_old_rank_lives_on_proves_nothing_of_that_rank(h: Harness) -> None:
+    """An orphan would write into slots that were given away."""
+    dispatch_to_a_group(h)
+    h.control.heard |= {peer.boot_id: h.clock.now for peer in (FIRST, *RANKS)}
+    h.remote.abandon(h.request)
+    h.clock.now += 2 * SILENCE_S
+    for died, peer in enumerate((FIRST, *RANKS)):
+        h.tick(h.clock.now)
+        h.clock.now += 2 * DRAIN_GRACE_S
+        h.tick(h.clock.now)
+        assert not h.freed, f"{died} of 3 are dead"
+        assert h.remote.abandoned.num_slots == 3
+        h.control.answers[peer.address] = AnsweredPing("another", h.clock.now)
+        h.clock.now += 1
+    h.tick(h.clock.now)
+    h.tick(h.clock.now + DRAIN_GRACE_S)
+    assert h.freed == [SLOTS]
+
+
+def test_a_rank_does_not_speak_for_its_node(h: Harness) -> None:
+    dispatch_to_a_group(h)
+    assert h.take(RANKS[0], Quiesced(attempt=R)) == []
+    h.remote.abandon(h.request)
+    for rank in RANKS:
+        h.take(rank, Quiesced(attempt=R))
+    assert not h.freed
+    assert ("abort", R) in h.control.repeated
+    h.take(FIRST, Quiesced(attempt=R))
+    assert h.freed == [SLOTS]
+    assert ("abort", R) not in h.control.repeated

@@ -1,8 +1,11 @@
 """The scheduler's policy, with real KV tiers and a model whose next token is its input plus one."""
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -25,17 +28,22 @@ from control.messages import (
     Sampling,
     Token,
 )
+from decode_node.grammars import Grammars
+from decode_node.lent_prefixes import hold_cached_prefix
 from decode_node.limits import Limits
 from decode_node.outputs import OutputStream
 from decode_node.remote_prefill import RemotePrefill
 from decode_node.request import Request, RequestState
 from decode_node.scheduler import Scheduler
-from decode_node.verifier import Verification, Verified
+from decode_node.verifier import Digesting, Verification, Verified
 from engine.device import DeviceFailed
+from engine.grammar.errors import UnsupportedTokenizer
+from engine.grammar.vocabulary import Vocabulary
 from engine.runner import LaunchedStep, ModelRunner
+from engine.sampling import NoToken
 from hisparse.config import HiSparseConfig
 from hisparse.coordinator import HiSparseCoordinator
-from hisparse.extents import HostSlots
+from hisparse.extents import Extent, HostSlots
 from hisparse.format import DenseFormat
 from hisparse.layout import KVLayout
 from hisparse.sizing import Sizes
@@ -72,7 +80,7 @@ class CountingModel:
         if self.error is not None:
             raise self.error
         self.batches.append(len(token_ids))
-        pairs = torch.stack((positions, positions), 1)
+        pairs = torch.stack((token_ids, positions), 1)
         step.append_index_keys(0, FORMAT.encode_index_keys(pairs))
         step.append(0, FORMAT.encode_items(pairs))
         newest_selected = positions + (positions == self.violates_at)
@@ -80,6 +88,10 @@ class CountingModel:
         time.sleep(self.step_s)
         logits = torch.nn.functional.one_hot(token_ids + 1, VOCAB).float()
         return logits.masked_fill((token_ids == self.overflows_after)[:, None], float("inf"))
+
+
+def no_grammars() -> Vocabulary:
+    raise UnsupportedTokenizer("this model has no tokenizer")
 
 
 @dataclass
@@ -94,14 +106,18 @@ class Harness:
     retries: int = 2
     slow: set[str] = field(default_factory=set)
     quiet: bool = True
-    verify: Callable[[Verification], bool] = lambda _: False
+    verify: Callable[[Verification | Digesting], bool] = lambda _: False
     control: FakeControl = field(default_factory=FakeControl)
     model: CountingModel = field(default_factory=CountingModel)
     metrics: Metrics = field(default_factory=Metrics)
+    caching: bool = False
     lingering: bool = False
     """Whether the prefill node had something cut and posted again."""
     answers: dict[str, list[int]] = field(default_factory=dict)
     ended: dict[str, str] = field(default_factory=dict)
+    errors: dict[str, str | None] = field(default_factory=dict)
+    vocabulary: Callable[[], Vocabulary] = no_grammars
+    grammar_done: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
         sizes = Sizes(
@@ -115,6 +131,7 @@ class Harness:
             asked_device_slots=self.device_slots,
             num_index_pages=400,
             table_bytes=0,
+            vocab_size=VOCAB if self.caching else None,
         )
         self.coordinator: HiSparseCoordinator = build_tiers(sizes, torch.device("cpu"))
         ptrs, lengths, item_lengths = self.coordinator.host.get_contiguous_buf_infos()
@@ -130,9 +147,13 @@ class Harness:
             self.metrics,
             patience=60.0,
             on_lost=lambda request, reason: self.scheduler.retry(request, reason),
+            on_landed=lambda request, cached: self.scheduler.landed(request, cached),
+            lend=partial(hold_cached_prefix, self.coordinator.host),
+            take_back=self.coordinator.host.release,
         )
         self.remote.nodes.learn(GATEWAY.address, (PREFILL,), {})
         self.runner = ModelRunner(self.model, self.coordinator, self.max_running, 1000, record=False)  # type: ignore[arg-type]
+        self.grammars = Grammars(self.vocabulary, self.max_running, pinned=False, wake=self.grammar_done.set)
         self.scheduler = Scheduler(
             self.runner,
             self.coordinator,
@@ -141,6 +162,7 @@ class Harness:
             OutputStream(self.control, self.metrics),  # type: ignore[arg-type]
             self.metrics,
             Limits(1000, VOCAB, self.host_slots, self.max_running, self.max_waiting, self.retries),
+            self.grammars,
         )
 
     def ask(self, request_id: str, prompt: tuple[int, ...] = (1, 2, 3), tokens: int = 6, **changes: object) -> object:
@@ -153,10 +175,21 @@ class Harness:
         for key, (_, message) in list(self.control.repeated.items()):
             if isinstance(message, PrefillRequest) and message.attempt.request_id not in self.slow:
                 self.control.answered(key)
+                self.write(message)
                 done = PrefillDone(attempt=message.attempt, num_tokens=len(message.token_ids), lingering=self.lingering)
+                done = done.model_copy(update={"cached_tokens": message.start})
                 self.remote.take(PREFILL, done)
             elif isinstance(message, Abort) and self.quiet:
                 self.remote.take(PREFILL, Quiesced(attempt=message.attempt))
+
+    def write(self, message: PrefillRequest) -> None:
+        """The KV of what was asked for, as the model makes it."""
+        tokens = torch.tensor(message.token_ids)
+        pairs = torch.stack((tokens, torch.arange(len(tokens))), 1)[message.start :]
+        slots = HostSlots(tuple(Extent(*extent) for extent in message.extents)).slots()
+        at = torch.from_numpy(slots)[: len(pairs)]
+        self.coordinator.host.kv[0][at] = FORMAT.encode_items(pairs)
+        self.coordinator.host.index_keys[0][at] = FORMAT.encode_index_keys(pairs)
 
     def turn(self) -> None:
         self.land()
@@ -167,6 +200,7 @@ class Harness:
             ids += [token.token_id for token in output.tokens]
             if output.finish_reason:
                 self.ended[output.request_id] = output.finish_reason
+                self.errors[output.request_id] = output.error
                 self.scheduler.outputs.ended(output.request_id, GATEWAY)
         self.control.take(Outputs)
 
@@ -175,6 +209,8 @@ class Harness:
             turns -= 1
             assert turns > 0, "stuck"
             self.turn()
+            if not self.scheduler.has_work and any(r.waits_for_grammar for r in self.scheduler.requests.values()):
+                assert self.grammar_done.wait(20)
         self.scheduler.check_idle()
         assert self.coordinator.is_idle()
 
@@ -225,7 +261,7 @@ def test_a_step_is_launched_before_the_tokens_of_the_one_before_are_read() -> No
     read: list[tuple[int, int]] = []
     collect = h.runner.collect
 
-    def noting(step: LaunchedStep) -> list[Token | None]:
+    def noting(step: LaunchedStep) -> list[Token | NoToken]:
         read.append((step.batch.places.number, len(h.model.batches)))
         return collect(step)
 
@@ -241,6 +277,68 @@ def test_a_request_that_ended_is_in_one_more_step_for_nothing() -> None:
     h.run()
     assert h.answers == {"a": [2, 3, 4, 5], "b": counted((1,), 10)}
     assert h.model.batches == [2] * 5 + [1] * 5
+
+
+def test_a_lower_priority_goes_first_and_then_the_earlier_request() -> None:
+    h = Harness(max_running=1)
+    for name, priority in (("a", 0), ("b", 5), ("c", -1), ("d", 5), ("e", -1)):
+        h.ask(name, tokens=2, priority=priority)
+    assert list(h.scheduler.requests) == ["c", "e", "a", "b", "d"]
+    h.run()
+    assert list(h.ended) == ["c", "e", "a", "b", "d"]
+
+
+def test_of_two_priorities_the_higher_gives_its_device_slots_up() -> None:
+    h = Harness(device_slots=HOT + 1 + 2)
+    for name, priority in (("later", 1), ("sooner", 0)):
+        h.ask(name, prompt=(10,), tokens=30, priority=priority)
+    h.run()
+    assert h.answers["later"] == h.answers["sooner"] == counted((10,), 30)
+    assert list(h.ended) == ["sooner", "later"]
+    assert h.metrics.retractions.labels("device")._value.get() > 0
+
+
+def test_a_stop_token_is_not_drawn_before_the_least_number_of_tokens() -> None:
+    h = Harness()
+    h.ask("a", prompt=(1,), tokens=100, stop_token_ids=(3, 9), sampling=Sampling(temperature=0, min_tokens=4))
+    h.ask("b", prompt=(1,), tokens=100, stop_token_ids=(3, 9))
+    h.run()
+    assert h.answers["b"] == [2, 3]
+    assert h.answers["a"][0] == 2
+    assert not {3, 9} & set(h.answers["a"][:4])
+    assert h.answers["a"][-1] in (3, 9) or len(h.answers["a"]) == 100
+
+
+def test_a_word_of_several_tokens_is_not_completed() -> None:
+    h = Harness()
+    h.ask("a", prompt=(1,), tokens=30, sampling=Sampling(temperature=0, bad_words=((4, 5), (40,))))
+    h.ask("b", prompt=(4,), tokens=3, sampling=Sampling(temperature=0, bad_words=((4, 5),)))
+    h.run()
+    assert h.answers["a"][:3] == [2, 3, 4]
+    assert (4, 5) not in list(pairwise(h.answers["a"]))
+    assert 40 not in h.answers["a"]
+    assert h.answers["b"][0] == 5, "words are looked for in the answer"
+
+
+def test_what_changes_logits_is_the_same_after_a_retraction() -> None:
+    def answers(device_slots: int) -> dict[str, list[int]]:
+        h = Harness(device_slots=device_slots)
+        for seed, name in enumerate("abcd"):
+            changes = Sampling(seed=seed, temperature=8, frequency_penalty=1.5, repetition_penalty=1.4, min_p=0.01)
+            h.ask(name, prompt=(10, 11), tokens=30, sampling=changes)
+        h.run()
+        assert bool(h.metrics.retractions.labels("device")._value.get()) == (device_slots < 100)
+        return h.answers
+
+    assert answers(HOT + 1 + 2) == answers(400)
+
+
+def test_nothing_that_may_be_drawn_ends_a_request_with_an_error() -> None:
+    h = Harness()
+    h.ask("a", sampling=Sampling(allowed_token_ids=(5,), bad_words=((5,),)))
+    h.ask("b", tokens=4)
+    h.run()
+    assert h.ended == {"a": "error", "b": "length"}
 
 
 def test_requests_decode_together() -> None:

@@ -22,7 +22,7 @@ TARGET_LABELS = {"job", "instance", "component"}
 KUBERNETES = HERE.parent / "kubernetes" / "base"
 VALUES = {
     "component": {"gateway", "prefill", "decode"},
-    "state": {state.value for kind in (RequestState, JobState) for state in kind},
+    "state": {"free", "cached"} | {state.value for kind in (RequestState, JobState) for state in kind},
     "pool": {"device", "host"},
     "reason": {*TRANSFER_FAILURES, "queue_full"},
 }
@@ -130,6 +130,7 @@ def test_the_dashboard_has_the_pictures_that_one_needs() -> None:
             "ttft_seconds_bucket",
             "inter_token_seconds_bucket",
             "host_slots",
+            "prefix_cache_hits_total",
             "device_slots",
             "swap_in_hits_total",
             "transfer_bytes_total",

@@ -14,6 +14,8 @@ import pytest
 
 from tests.deploy.program import DEPLOY, REPOSITORY
 
+pytestmark = pytest.mark.slow
+
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
 VERSIONS = ("3.11", "3.12", "3.13")
 

@@ -10,9 +10,11 @@ from pathlib import Path
 import torch
 
 from base.memory import DEFAULT_FRACTION
+from control.block_hashes import BLOCK_TOKENS
 from hisparse.config import HiSparseConfig
 from hisparse.format import DenseFormat
 from hisparse.layout import KVLayout
+from hisparse.prefix_cache import BLOCK_BYTES
 from hisparse.sizing import GIB, Sizes, plan_sizes
 
 OPERATIONS = Path(__file__).parents[2] / "docs" / "operations.md"
@@ -68,13 +70,14 @@ class Example:
             index_page_size=self.page_size,
             available_host_bytes=int(self.host_gib * GIB),
             available_device_bytes=self.pool_bytes,
+            vocab_size=129280,
         )
 
     def most_running(self) -> int:
         """Requests of full length that device memory holds with full hot buffers, if host memory is no limit."""
         running = 1
         while True:
-            sizes = self.sizes(running + 1, pool_gib=self.host_gib)
+            sizes = self.sizes(running + 1, pool_gib=self.host_gib - self.reserved_gib)
             if sizes.num_device_slots < sizes.asked_device_slots:
                 return running
             running += 1
@@ -106,6 +109,8 @@ hisparse-pd decode --device cuda:0 --context-length {x.context} --max-running-re
 | one request of full length, in host memory | {x.context:,} x {token:,} B | {context} |
 | host pool of a decode process | `host_pool_gib` | {host}, {sizes.num_host_slots:,} slots |
 | requests of full length that it holds | {host} / {context} | {sizes.num_host_slots // x.context} |
+| the prefix cache's tables, beside it | {sizes.num_host_slots:,} / {BLOCK_TOKENS} x {BLOCK_BYTES} B \
+| {sizes.prefix_cache_bytes / 2**20:.1f} MiB |
 | host pools of the machine's {x.gpus} decode processes \
 | of {x.host_gib:,.0f} GiB, {x.reserved_gib:.0f} kept for the rest | {_gib(x.gpus * sizes.host_bytes)} |
 | device memory for pools | {_FRACTION} x ({x.device_gib:.0f} - {x.weights_gib:.0f}) GiB | {pool} |

@@ -1,7 +1,10 @@
-"""An independent look at every byte: what the prefill computed, what landed, and what was left at the end.
+"""An independent look at every byte: what the prefill computed, what landed, and what requests have and leave.
 
 Each process writes down BLAKE2b digests of KV in the order of positions. They share nothing with what is audited: not
 the transfer's checksums, nor its runs and gathering, but pool tensors that are indexed position by position.
+
+What landed must be what that attempt's prefill node had. What a request has, cached or not, must be what some node
+computed for the same tokens: each whole block of 64 positions goes by the tokens up to its end.
 """
 
 import hashlib
@@ -10,9 +13,19 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+from control.block_hashes import BLOCK_TOKENS
+
+if TYPE_CHECKING:
+    from engine.chunked import ChunkedPrefill
+    from engine.paged_pool import PagedKVPool
+    from prefill_node.job import TransferJob
+
+
+STAGES = ("fetched", "computed", "landed", "begun", "left")
 
 
 class Journal:
@@ -42,38 +55,72 @@ def digests(layers: Sequence[torch.Tensor], rows: Sequence[int]) -> list[str]:
     ]
 
 
+def blocks(layers: Sequence[torch.Tensor], rows: Sequence[int], tokens: Sequence[int], start: int) -> dict[str, str]:
+    """Of each whole block of positions from `start` on: what tokens end with it, and the digest of its rows.
+
+    rows, tokens: of all positions.
+    """
+    found = {}
+    for end in range(-(-start // BLOCK_TOKENS) * BLOCK_TOKENS + BLOCK_TOKENS, len(rows) + 1, BLOCK_TOKENS):
+        spelled = hashlib.blake2b(repr(list(tokens[:end])).encode(), digest_size=8).hexdigest()
+        found[spelled] = "".join(digests(layers, rows[end - BLOCK_TOKENS : end]))
+    return found
+
+
 def watch_prefill(journal: Journal) -> None:
-    """Note what a prefill node computed, whenever it is about to say that all of an attempt was sent."""
+    """Note what a prefill node had, whenever it is about to say that all of an attempt was sent."""
     from control.messages import PrefillDone
+    from engine.chunked import ChunkedPrefill
     from prefill_node.job import TransferJob
     from prefill_node.model_engine import ModelEngine
 
-    advance = ModelEngine._advance
+    advance, brought = ModelEngine._advance, ChunkedPrefill.brought
+    fetched: set[str] = set()
+    """Blocks that were read from decode nodes at some time: this node does not answer for them."""
+
+    def noting_brought(prefill: ChunkedPrefill[TransferJob], job: TransferJob, stop: int) -> None:
+        brought(prefill, job, stop)
+        has = _blocks_of(prefill, job, stop)
+        fetched.update(list(has)[job.cached // BLOCK_TOKENS :])
+        journal.append({"stage": "fetched", "attempt": job.attempt, "num_tokens": stop, "has": has})
 
     def noting_advance(engine: ModelEngine, job: TransferJob) -> None:
         told = len(engine._updates)
         advance(engine, job)
         if not any(isinstance(update, PrefillDone) for update in engine._updates[told:]):
             return
-        pool, pages = engine._prefill.pool, job.pages
-        assert pages is not None
-        size = pool.page_size
-        rows = [int(pages[position // size]) * size + position % size for position in range(job.num_tokens)]
+        pool = engine._prefill.pool
+        has = _blocks_of(engine._prefill, job, job.num_tokens)
         journal.append(
             {
                 "stage": "computed",
                 "attempt": job.attempt,
                 "num_tokens": job.num_tokens,
-                "digests": digests([*pool.kv, *pool.index_keys], rows),
+                "digests": digests([*pool.kv, *pool.index_keys], _rows_of(pool, job, job.num_tokens)[job.start :]),
+                "has": has,
+                "blocks": {spelled: digest for spelled, digest in has.items() if spelled not in fetched},
             }
         )
 
     ModelEngine._advance = noting_advance  # type: ignore[method-assign]
+    ChunkedPrefill.brought = noting_brought  # type: ignore[assignment,method-assign]
+
+
+def _rows_of(pool: "PagedKVPool", job: "TransferJob", stop: int) -> list[int]:
+    assert job.pages is not None
+    size = pool.page_size
+    return [int(job.pages[position // size]) * size + position % size for position in range(stop)]
+
+
+def _blocks_of(prefill: "ChunkedPrefill[TransferJob]", job: "TransferJob", stop: int) -> dict[str, str]:
+    pool = prefill.pool
+    tokens = job.token_ids.tolist()[:stop]
+    return blocks([*pool.kv, *pool.index_keys], _rows_of(pool, job, stop), tokens, 0)
 
 
 def watch_decode(journal: Journal) -> None:
-    """Note what a decode node has of a prompt when it has landed, and when the request gives its slots back."""
-    from control.messages import AttemptId, PrefillDone
+    """Note what of a prompt has landed, and what a request has then and when it gives its slots back."""
+    from control.messages import PrefillDone
     from decode_node.attempt import PrefillAttempt
     from decode_node.remote_prefill import RemotePrefill
     from decode_node.request import Request, RequestState
@@ -84,64 +131,94 @@ def watch_decode(journal: Journal) -> None:
     from hisparse.swap_in import SwapInBackend
 
     pools: list[HostKVPool] = []
-    landed: dict[str, tuple[AttemptId, int]] = {}
-    """The attempt that filled each request's slots, and for how many tokens."""
-    begin, land, release = HiSparseCoordinator.__init__, RemotePrefill._land, SlotManager.release
+    had: dict[str, int] = {}
+    """How many tokens of a request had KV when it was about to run: it computes what follows itself."""
+    begin, land = HiSparseCoordinator.__init__, RemotePrefill._land
+    share, release = SlotManager.share, SlotManager.release
 
-    def note(stage: str, request_id: str, slots: HostSlots) -> None:
-        if request_id not in landed:
-            return  # a prompt of one token: nothing was prefilled
-        attempt, count = landed[request_id]
+    def buffers() -> list[torch.Tensor]:
         [pool] = pools
-        held = digests([*pool.kv, *pool.index_keys], slots.slots()[:count].tolist())
-        journal.append({"stage": stage, "attempt": attempt, "num_tokens": count, "digests": held})
+        return [*pool.kv, *pool.index_keys]
+
+    def note(stage: str, request: Request, slots: HostSlots) -> None:
+        rows = slots.slots()[: request.kv_tokens].tolist()
+        attempt = (request.request_id, request.epoch)
+        own = had.setdefault(request.request_id, request.kv_tokens)
+        has = blocks(buffers(), rows, request.tokens, 0)
+        computed = dict(list(has.items())[own // BLOCK_TOKENS :])
+        line = {"stage": stage, "attempt": attempt, "num_tokens": len(rows), "has": has, "blocks": computed}
+        journal.append(line)
 
     def remembering_begin(coordinator: HiSparseCoordinator, backend: SwapInBackend, *args: Any, **kwargs: Any) -> None:
         pools.append(backend.host)
         begin(coordinator, backend, *args, **kwargs)
 
     def noting_land(remote: RemotePrefill, attempt: PrefillAttempt, done: PrefillDone) -> None:
-        landed[attempt.id.request_id] = attempt.id, done.num_tokens
-        note("landed", attempt.id.request_id, attempt.slots)
+        new = attempt.slots.slots()[: attempt.num_tokens - len(attempt.prefix)].tolist()
+        line = {"stage": "landed", "attempt": attempt.id, "num_tokens": done.num_tokens}
+        journal.append({**line, "digests": digests(buffers(), new)})
         land(remote, attempt, done)
 
-    def noting_release(manager: SlotManager, request: Request) -> None:
+    def noting_share(manager: SlotManager, request: Request) -> None:
+        had[request.request_id] = request.kv_tokens
+        assert request.host_slots is not None
+        note("begun", request, request.host_slots)
+        share(manager, request)
+
+    def noting_release(manager: SlotManager, request: Request, keep: bool = True) -> None:
         if request.state is RequestState.RUNNING:
-            note("left", request.request_id, manager._coordinator._running[request.request_id].host_slots)
+            note("left", request, manager._coordinator._running[request.request_id].host_slots)
         elif request.state in (RequestState.LANDED, RequestState.RETRACTED):
             assert request.host_slots is not None
-            note("left", request.request_id, request.host_slots)
-        release(manager, request)
+            note("left", request, request.host_slots)
+        release(manager, request, keep)
 
     HiSparseCoordinator.__init__ = remembering_begin  # type: ignore[assignment,method-assign]
     RemotePrefill._land = noting_land  # type: ignore[method-assign]
+    SlotManager.share = noting_share  # type: ignore[method-assign]
     SlotManager.release = noting_release  # type: ignore[method-assign]
 
 
 @dataclass
 class Audit:
-    """What the journal says: how many prompts were seen at each stage, and those that are not what was computed."""
+    """What the journal says: how many prompts were seen at each stage, and those that are not what was computed.
 
-    seen: dict[str, int] = field(default_factory=lambda: {"computed": 0, "landed": 0, "left": 0})
+    blocks: how many whole blocks requests had.
+    """
+
+    seen: dict[str, int] = field(default_factory=lambda: dict.fromkeys(STAGES, 0))
     wrong: list[str] = field(default_factory=list)
+    blocks: int = 0
 
     @staticmethod
     def of(directory: str | Path) -> "Audit":
         lines = read_journal(audit_path(directory))
         audit = Audit()
-        computed = {tuple(line["attempt"]): line for line in lines if line["stage"] == "computed"}
+        attempts = {tuple(line["attempt"]): line for line in lines if line["stage"] == "computed"}
+        computed: dict[str, set[str]] = {}
+        for line in lines:
+            for spelled, digest in line.get("blocks", {}).items():
+                computed.setdefault(spelled, set()).add(digest)
         for line in lines:
             audit.seen[line["stage"]] += 1
-            origin = computed.get(tuple(line["attempt"]))
             what = f"{line['stage']} {line['attempt']} of {line['num_tokens']} tokens"
-            if origin is None:
-                audit.wrong.append(f"{what}: nobody computed it")
-            elif line["num_tokens"] != origin["num_tokens"]:
-                audit.wrong.append(f"{what}: computed for {origin['num_tokens']}")
-            elif different := [
-                buffer
-                for buffer, (here, there) in enumerate(zip(line["digests"], origin["digests"], strict=True))
-                if here != there
-            ]:
-                audit.wrong.append(f"{what}: buffers {different} are not what was computed")
+            if line["stage"] == "landed":
+                audit._compare(what, line, attempts.get(tuple(line["attempt"])))
+            for number, (spelled, digest) in enumerate(line.get("has", {}).items()):
+                audit.blocks += 1
+                if digest not in computed.get(spelled, ()):
+                    audit.wrong.append(f"{what}: nobody computed block {number}")
         return audit
+
+    def _compare(self, what: str, line: dict[str, Any], origin: dict[str, Any] | None) -> None:
+        """What landed with what its prefill node had."""
+        if origin is None:
+            self.wrong.append(f"{what}: nobody computed it")
+        elif line["num_tokens"] != origin["num_tokens"]:
+            self.wrong.append(f"{what}: computed for {origin['num_tokens']}")
+        elif different := [
+            buffer
+            for buffer, (here, there) in enumerate(zip(line["digests"], origin["digests"], strict=True))
+            if here != there
+        ]:
+            self.wrong.append(f"{what}: buffers {different} are not what was computed")

@@ -26,12 +26,16 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Asked:
-    """A request: it stays to the end, leaves after some tokens, or leaves after some seconds."""
+    """A request: it stays to the end, leaves after some tokens, or leaves after some seconds.
+
+    salt: of the prefix cache; with one of its own it finds nothing there.
+    """
 
     prompt: Prompt
     max_tokens: int
     leave_after_tokens: int | None = None
     leave_after_s: float | None = None
+    salt: str | None = None
 
 
 @dataclass(frozen=True)
@@ -97,14 +101,15 @@ class Clients:
         # Short ones more often: many transfers say more than long ones.
         [prompt] = rng.choices(self._prompts, [len(prompt.ids) ** -0.3 for prompt in self._prompts])
         max_tokens = rng.choice((1, 4, 16, len(prompt.answer)))
+        salt = rng.choice((None, f"{rng.random()}"))
         match rng.choices(("stays", "leaves at once", "leaves later", "leaves after tokens"), (5, 1, 3, 1))[0]:
             case "leaves at once":
-                return Asked(prompt, max_tokens, leave_after_s=0.01)
+                return Asked(prompt, max_tokens, leave_after_s=0.01, salt=salt)
             case "leaves later":
-                return Asked(prompt, max_tokens, leave_after_s=rng.uniform(0.05, 2.0))
+                return Asked(prompt, max_tokens, leave_after_s=rng.uniform(0.05, 2.0), salt=salt)
             case "leaves after tokens":
-                return Asked(prompt, max_tokens, leave_after_tokens=rng.randint(1, max_tokens))
-        return Asked(prompt, max_tokens)
+                return Asked(prompt, max_tokens, leave_after_tokens=rng.randint(1, max_tokens), salt=salt)
+        return Asked(prompt, max_tokens, salt=salt)
 
 
 async def ask(client: httpx.AsyncClient, url: str, asked: Asked, patience: float) -> Ended:
@@ -143,6 +148,7 @@ async def _stream(client: httpx.AsyncClient, url: str, asked: Asked) -> str:
         "ignore_eos": True,
         "return_token_ids": True,
         "stream": True,
+        "cache_salt": asked.salt,
     }
     expected = list(asked.prompt.answer[: asked.max_tokens])
     ids: list[int] = []

@@ -1,6 +1,7 @@
 """Real processes for end-to-end tests: started one by one, killed one by one, looked into over HTTP."""
 
 import asyncio
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,18 +11,22 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from cli.serve import arguments, free_port
+from cli.serve import RANK_PORTS, arguments, free_port
 from tests.e2e.spawn import Command, Process, Spawn, execute
 
 START_TIMEOUT_S = 60.0
 
 
 def wait_until(condition: Callable[[], Any], timeout: float = 30.0, what: str = "") -> Any:
-    """Poll until the condition is truthy and return its value; AssertionError after the timeout."""
-    deadline = time.monotonic() + timeout
+    """Poll until the condition is truthy and return its value; AssertionError after the timeout.
+
+    Less often the longer it takes, since most conditions ask several processes.
+    """
+    started = time.monotonic()
     while not (value := condition()):
-        assert time.monotonic() < deadline, f"timed out waiting for {what or condition}"
-        time.sleep(0.02)
+        waited = time.monotonic() - started
+        assert waited < timeout, f"timed out waiting for {what or condition}"
+        time.sleep(min(max(0.02, waited / 20), 0.05))
     return value
 
 
@@ -31,7 +36,9 @@ def metric_value(exposition: str, name: str, labels: Mapping[str, str]) -> float
     LookupError if there is no such metric, or if it has no such labels: a wrong name is not a zero.
     """
     suffixes = {"counter": ("_total",), "histogram": ("_bucket", "_count", "_sum")}
-    for family in text_string_to_metric_families(exposition):
+    base = re.sub("_(total|bucket|count|sum)$", "", name)
+    few = "".join(line for line in exposition.splitlines(keepends=True) if base in line)
+    for family in text_string_to_metric_families(few):
         if name not in {family.name + suffix for suffix in suffixes.get(family.type, ("",))}:
             continue
         for sample in family.samples:
@@ -92,9 +99,11 @@ class Node:
         except httpx.TransportError:
             return False
 
-    def metric(self, name: str, **labels: str) -> float:
+    def metric(self, name: str, rank: int = 0, **labels: str) -> float:
         """The value of a metric, by its name without prefix; 0 for labels that were not seen yet."""
-        return metric_value(self.get("/metrics").text, f"hisparse_pd_{name}", labels)
+        port = self.http_port + RANK_PORTS * rank
+        exposition = httpx.get(f"http://{self.place.host}:{port}/metrics", timeout=10).text
+        return metric_value(exposition, f"hisparse_pd_{name}", labels)
 
     def signal(self, number: int) -> None:
         self.process.send_signal(number)
@@ -164,7 +173,8 @@ class Cluster:
         return {**defaults, **flags}
 
     def _start(self, name: str, command: str, flags: dict[str, object]) -> Node:
-        http_port, control_port = free_port(), int(str(flags.pop("control_port", free_port())))
+        ranks = int(str(flags.get("ranks", 1)))
+        http_port, control_port = free_port(ranks), int(str(flags.pop("control_port", free_port(ranks))))
         given = {f"--{key.replace('_', '-')}": value for key, value in flags.items()}
         words = [command, *arguments({"--model-path": self.model_path, **given})]
         words += ["--port", str(http_port), "--control-port", str(control_port)]

@@ -14,6 +14,7 @@ from model.tiny import write_tiny_checkpoint
 from tests.dequantised import write_dequantised
 from tests.e2e.cluster import Cluster
 from tests.e2e.spawn import execute, fork
+from tests.greedy import generate, likeliest, logprobs
 
 FAMILIES = ("deepseek_v32", "glm_moe_dsa")
 SCALE_FORMATS = ("float", "ue8m0")
@@ -23,7 +24,7 @@ TOKEN_BYTES = 4 * (4 * 64 + 4 * 32)
 
 
 class Reference:
-    """transformers' own greedy generation, each answer computed once, with KV in caches of a class."""
+    """What transformers says of a checkpoint, with KV in caches of a class."""
 
     def __init__(self, path: Path, cache: Callable[..., DynamicCache] = DynamicCache) -> None:
         self._network: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
@@ -31,31 +32,46 @@ class Reference:
         self._answers: dict[tuple[int, ...], list[int]] = {}
 
     def generate(self, prompt_ids: Sequence[int], max_tokens: int) -> list[int]:
+        """Its greedy continuation; each is computed once. Where an answer is there already, `likeliest` is cheaper."""
         key = tuple(prompt_ids)
         answer = self._answers.get(key, [])
         if len(answer) < max_tokens:
-            ids = torch.tensor([prompt_ids])
-            output = self._network.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                do_sample=False,
-                max_new_tokens=max_tokens,
-                eos_token_id=None,
-                past_key_values=self._cache(),
-            )
-            answer = self._answers[key] = output[0, len(prompt_ids) :].tolist()
+            answer = self._answers[key] = generate(self._network, prompt_ids, max_tokens, self._cache())
         return answer[:max_tokens]
+
+    def likeliest(self, prompt_ids: Sequence[int], answer: Sequence[int]) -> list[int]:
+        """What it finds likeliest at each place of an answer: the answer, if and only if that is its own."""
+        return likeliest(self._network, prompt_ids, answer, self._cache())
+
+    def logprobs(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """Log probabilities behind each of these tokens, [tokens, vocabulary]."""
+        return logprobs(self._network, token_ids)
+
+
+class Checkpoints(dict[str, Path]):
+    """Checkpoints of both families, and of each family in block-fp8, written when they are first asked for."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__()
+        self._root = root
+
+    def __missing__(self, name: str) -> Path:
+        path = self._root / name
+        family, _, scales = name.partition("-")
+        assert family in FAMILIES
+        if not scales:
+            write_tiny_checkpoint(path, family, seed=7, index_topk=64)
+        else:
+            assert scales in SCALE_FORMATS
+            fp8 = BlockFp8(power_of_two=scales == "ue8m0")
+            write_tiny_checkpoint(path, family, seed=7, hidden_size=192, fp8=fp8)
+        self[name] = path
+        return path
 
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("e2e") / "checkpoints"
-    for family in FAMILIES:
-        write_tiny_checkpoint(root / family, family, seed=7, index_topk=64)
-        for scales in SCALE_FORMATS:
-            fp8 = BlockFp8(power_of_two=scales == "ue8m0")
-            write_tiny_checkpoint(root / f"{family}-{scales}", family, seed=7, hidden_size=192, fp8=fp8)
-    return {path.name: path for path in root.iterdir()}
+    return Checkpoints(tmp_path_factory.mktemp("e2e") / "checkpoints")
 
 
 class References(dict[str, Reference]):

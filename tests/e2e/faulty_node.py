@@ -15,7 +15,7 @@ import sys
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -83,6 +83,10 @@ class Switches:
     def spoil(self, name: str) -> Path:
         """That process spoils one byte of its next write, and takes the file away."""
         return self._directory / f"{name}.spoil"
+
+    def spoil_read(self, name: str) -> Path:
+        """Likewise, one byte of what it reads next."""
+        return self._directory / f"{name}.spoil-read"
 
 
 class UnreliableControl:
@@ -176,6 +180,23 @@ class FaultyChannel:
         return self._channel.submit(batch)
 
 
+class FaultyReads(FaultyChannel):
+    """A channel that reads, likewise; nothing is written down."""
+
+    def __init__(self, channel: Channel, destination: Destination, faults: Faults, rng: random.Random) -> None:
+        super().__init__(channel, destination, replace(faults, journal=False), rng)
+        self._spoil = Switches(faults.directory).spoil_read(faults.name)
+
+    def _carry(self, batch: Descriptors, posted_at: float, delay: float) -> Outcome:
+        time.sleep(delay)
+        outcome = self._post(batch, posted_at).wait()
+        with suppress(FileNotFoundError):
+            self._spoil.unlink()
+            last = int(batch.destinations[-1] + batch.lengths[-1]) - 1
+            ctypes.memset(last, ctypes.string_at(last, 1)[0] ^ 1, 1)
+        return outcome
+
+
 @dataclass(frozen=True)
 class _UnderWay:
     """A batch that another thread carries."""
@@ -201,14 +222,18 @@ def journal_path(directory: str | Path) -> Path:
     return Path(directory) / "writes.jsonl"
 
 
-def _make_writes_faulty(faults: Faults) -> None:
-    connect = Transports.connect
+def _make_transfers_faulty(faults: Faults) -> None:
+    connect, connect_to_read = Transports.connect, Transports.connect_to_read
     rng = random.Random(f"{faults.seed} {faults.name} writes")
 
     def faulty_connect(transports: Transports, destination: Destination) -> Channel:
         return FaultyChannel(connect(transports, destination), destination, faults, rng)
 
+    def faulty_connect_to_read(transports: Transports, destination: Destination) -> Channel:
+        return FaultyReads(connect_to_read(transports, destination), destination, faults, rng)
+
     Transports.connect = faulty_connect  # type: ignore[method-assign]
+    Transports.connect_to_read = faulty_connect_to_read  # type: ignore[method-assign]
 
 
 def main(words: list[str]) -> None:
@@ -221,7 +246,7 @@ def main(words: list[str]) -> None:
     UnreliableControl(faults).install()
     audit = chaos_audit.Journal(chaos_audit.audit_path(faults.directory))
     if words[0] == "prefill":
-        _make_writes_faulty(faults)
+        _make_transfers_faulty(faults)
         chaos_audit.watch_prefill(audit)
     elif words[0] == "decode":
         chaos_audit.watch_decode(audit)

@@ -133,6 +133,7 @@ def cluster(checkpoints: dict[str, Path], tmp_path: Path) -> Iterator[Cluster]:
         cluster.gateway(served_model_name="tiny", request_timeout=REQUEST_TIMEOUT_S)
         longest = {"context_length": 4096}
         common = {**longest, "transfer_checksum": "full", "chunked_prefill_size": 512, "max_total_tokens": 8000}
+        common["fetch_prefixes"] = "always"
         shm, tcp = PREFILL_NODES
         cluster.prefill(shm, transfer_protocol="auto", page_size=64, **common)
         cluster.prefill(tcp, transfer_protocol="tcp", page_size=16, **common)
@@ -157,7 +158,6 @@ def test_whatever_goes_wrong_no_byte_is_wrong_no_slot_is_lost_and_no_request_han
     """Corruption under concurrent transfers (vllm 44238, sglang 23020), late writes (sglang PRs 24580, 31357)."""
     print(f"HISPARSE_PD_CHAOS_SEED={SEED} HISPARSE_PD_CHAOS_SECONDS={SECONDS:g}")
     cluster.wait_ready()
-    pages = {name: cluster.nodes[name].metric("prefill_pages", state="free") for name in PREFILL_NODES}
     switches = Switches(tmp_path / "faults")
     conductor = Conductor(cluster, switches)
     clients = Clients(cluster.url, prompts, random.Random(SEED), CONCURRENCY, PATIENCE_S)
@@ -184,31 +184,33 @@ def test_whatever_goes_wrong_no_byte_is_wrong_no_slot_is_lost_and_no_request_han
     answers = complete(cluster.url, [Job(prompt.ids, MOST_TOKENS) for prompt in prompts], concurrency=4)
     assert answers == [list(prompt.answer) for prompt in prompts], "as before once nothing goes wrong any more"
     # Slots of which something lingers, since a connection was cut under a write, are held for 30 s.
-    wait_until(lambda: left_over(cluster, pages) == {}, 60, "everything to come back")
+    wait_until(lambda: left_over(cluster) == {}, 60, "everything to come back")
 
     audit = Audit.of(tmp_path / "faults")
-    print(f"audited prompts: {audit.seen}")
+    print(f"audited prompts: {audit.seen}, with {audit.blocks} blocks")
     assert audit.wrong == []
-    assert audit.seen["landed"] >= exact_answers(clients, least_prompt=2), "a prompt of one token needs no prefill"
+    assert audit.seen["landed"] > 0
+    assert audit.seen["begun"] >= exact_answers(clients)
+    assert cluster.nodes[DECODE_NODE].metric("prefix_cache_hits_total", side="decode") > 0
     for transport in ("shm", "tcp"):
         assert any(f"transport={transport}" in cluster.nodes[name].log for name in PREFILL_NODES)
     assert suspicious_lines(cluster) == []
 
 
-def exact_answers(clients: Clients, least_prompt: int = 1) -> int:
-    """How many requests with prompts of so many tokens and more were answered as they should be."""
-    return sum(ended.kind == "exact" and len(ended.asked.prompt.ids) >= least_prompt for ended in clients.ended)
+def exact_answers(clients: Clients) -> int:
+    """How many requests were answered as they should be."""
+    return sum(ended.kind == "exact" for ended in clients.ended)
 
 
-def left_over(cluster: Cluster, pages: dict[str, float]) -> dict[str, float]:
+def left_over(cluster: Cluster) -> dict[str, float]:
     """What is held although nobody asks for anything: nothing, that is."""
     decode = cluster.nodes[DECODE_NODE]
     held = {f"host slots {state}": decode.metric("host_slots", state=state) for state in ("used", "quarantined")}
     held["device slots"] = decode.metric("device_slots", state="used")
     for node in cluster.nodes.values():
         held[f"requests of {node.name}"] = requests_of(node)
-    for name, count in pages.items():
-        held[f"pages of {name}"] = count - cluster.nodes[name].metric("prefill_pages", state="free")
+    for name in PREFILL_NODES:
+        held[f"pages of {name}"] = cluster.nodes[name].metric("prefill_pages", state="used")
     return {what: count for what, count in held.items() if count}
 
 

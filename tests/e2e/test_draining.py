@@ -14,8 +14,8 @@ from tests.e2e.cluster import Cluster, Job, Node, complete, wait_until
 from tests.e2e.conftest import Reference
 
 HOT_BUFFER = json.dumps({"device_buffer_size": 128})
-LENGTHS = (30, 129, 300, 700)
-MOST_TOKENS = 64
+LENGTHS = (30, 129, 200, 400)
+MOST_TOKENS = 32
 STREAMS = 6
 
 
@@ -148,7 +148,8 @@ def test_what_streams_is_finished(
         first = ids_of(iter([next(lines)]))
         cluster.nodes[role].signal(signal.SIGTERM)
         rest = ids_of(lines)
-    assert first + rest == references["deepseek_v32"].generate(prompt, 300)
+    assert len(first + rest) == 300
+    assert first + rest == references["deepseek_v32"].likeliest(prompt, first + rest)
     assert cluster.nodes[role].process.wait(timeout=30) == 0
 
 

@@ -57,6 +57,8 @@ class Site:
             "transfer_protocol": "tcp",
             "transfer_ports": f"{PORTS[0]}-{PORTS[-1]}",
             "key_dir": self.keys,
+            # Every prompt is to travel, each time that it is asked.
+            "no_enable_prefix_caching": True,
         }
         # Its clients need no API key: the control plane is closed all the same.
         self.cluster.gateway(served_model_name="tiny", key_dir=self.keys, insecure=True)

@@ -140,7 +140,7 @@ def test_a_stop_string_ends_the_text_before_it(client: openai.OpenAI, cluster: C
         ({"max_tokens": -1}, 400),
         ({"max_tokens": 10_000}, 400),
         ({"max_tokens": "7"}, 400),
-        ({"n": 2}, 400),
+        ({"suffix": "x"}, 400),
         ({"stop": ["x"] * 17}, 400),
         ({"temperature": "hot"}, 400),
         ({"model": "another"}, 404),

@@ -7,6 +7,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.e2e.cluster import Cluster, Job, complete
@@ -43,7 +44,27 @@ def assert_exact(
 ) -> None:
     answers = complete(cluster.url, [Job(prompt, new_tokens) for prompt in batch], concurrency)
     for prompt, answer in zip(batch, answers, strict=True):
-        assert answer == reference.generate(prompt, new_tokens), f"prompt of {len(prompt)} tokens"
+        assert len(answer) == new_tokens
+        assert answer == reference.likeliest(prompt, answer), f"prompt of {len(prompt)} tokens"
+
+
+def assert_same_logprobs(cluster: Cluster, reference: Reference, batch: list[list[int]]) -> None:
+    """Those of the prompts' tokens, of which an echo without an answer has the same."""
+    body = {"prompt": batch, "max_tokens": 0, "echo": True, "logprobs": 3, "prompt_logprobs": 5}
+    answer = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    for prompt, choice in zip(batch, answer.json()["choices"], strict=True):
+        expected = reference.logprobs(prompt)
+        first, *rest = choice["prompt_logprobs"]
+        assert first is None
+        assert len(rest) == len(prompt) - 1
+        for logprobs, token_id, found in zip(expected, prompt[1:], rest, strict=False):
+            assert found[str(token_id)]["logprob"] == pytest.approx(float(logprobs[token_id]), abs=2e-4)
+            best = sorted((entry["rank"], entry["logprob"]) for entry in found.values())[:5]
+            assert [rank for rank, _ in best] == [1, 2, 3, 4, 5]
+            assert [logprob for _, logprob in best] == pytest.approx(logprobs.topk(5).values.tolist(), abs=2e-4)
+        echoed = [None, *(found[str(i)]["logprob"] for i, found in zip(prompt[1:], rest, strict=True))]
+        assert choice["logprobs"]["token_logprobs"] == echoed
 
 
 @pytest.mark.parametrize(("page_size", "chunk", "protocol", "transport", "family"), list(configurations()))
@@ -70,10 +91,14 @@ def test_greedy_tokens_equal_transformers(
     )
     cluster.wait_ready()
 
-    assert_exact(cluster, references[family], ALONE, concurrency=1)
+    assert_exact(cluster, references[family], ALONE, concurrency=1, new_tokens=20)
     assert_exact(cluster, references[family], TOGETHER, concurrency=16)
+    assert_same_logprobs(cluster, references[family], [*prompts((1, 2, 500), seed=8)])
 
-    assert prefill.metric("prompt_tokens_total") >= sum(len(prompt) - 1 for prompt in ALONE + TOGETHER)
+    cached = prefill.metric("prefix_cache_hits_total", side="prefill")
+    # The decode node has some prompts entirely, and asks nobody for them.
+    cached += decode.metric("prefix_cache_hits_total", side="decode")
+    assert prefill.metric("prompt_tokens_total") + cached >= sum(len(prompt) - 1 for prompt in ALONE + TOGETHER)
     assert prefill.metric("transfer_bytes_total") > 0
     assert f"event=route decode=127.0.0.1:{decode.control_port} transport={transport}" in prefill.log
     assert "event=landed" in decode.log

@@ -8,7 +8,7 @@ import pytest
 
 from tests.e2e.cluster import Cluster, wait_until
 from tests.e2e.conftest import FAMILIES, TOKEN_BYTES, Reference
-from tests.e2e.test_parity import ALONE, HOT_BUFFER, TOGETHER, assert_exact, prompts
+from tests.e2e.test_parity import ALONE, HOT_BUFFER, TOGETHER, assert_exact, assert_same_logprobs, prompts
 
 
 @pytest.mark.parametrize("family", [FAMILIES[0], pytest.param(FAMILIES[1], marks=pytest.mark.slow)])
@@ -22,6 +22,7 @@ def test_a_node_that_prefills_for_itself_says_the_same(
     cluster.wait_ready()
 
     assert_exact(cluster, references[family], TOGETHER, concurrency=16)
+    assert_same_logprobs(cluster, references[family], prompts((2, 450), seed=8))
 
     assert "event=staged" in decode.log
     assert decode.metric("host_slots", state="used") == 0

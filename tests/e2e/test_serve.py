@@ -140,6 +140,7 @@ def test_serve_passes_a_start_up_error_on() -> None:
 DEMO = [sys.executable, "-m", "benchmarks.demo"]
 
 
+@pytest.mark.slow
 def test_the_demo_finds_the_pass_keys_says_what_that_cost_and_leaves_nothing_behind() -> None:
     demo = subprocess.Popen(DEMO, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT)
     children: list[psutil.Process] = []
@@ -193,6 +194,8 @@ def test_serve_that_is_asked_to_end_finishes_what_its_clients_wait_for(
         answer = pool.submit(complete, url, [Job(prompt, 200)])
         wait_until(lambda: 'requests{state="running"} 1.0' in httpx.get(f"{url}/metrics").text, what="a stream")
         process.terminate()
-        assert answer.result() == [references["deepseek_v32"].generate(prompt, 200)]
+        [tokens] = answer.result()
+        assert len(tokens) == 200
+        assert tokens == references["deepseek_v32"].likeliest(prompt, tokens)
     assert process.wait(timeout=30) == 0
     wait_until(lambda: all_gone(children), what="the processes to be gone")

@@ -35,8 +35,13 @@ class Surroundings:
         self.faults = Faults(str(self.directory), "", journal=True)
         self.cluster = Cluster(model_path, directory, MODULE, self._environment, spawn=fork)
 
-    def start(self, transport: str, prefill_nodes: int = 1, decode_nodes: int = 1, host_slots: int = 2400) -> None:
-        """A gateway, decode nodes and prefill nodes that reach them by this transport, all ready."""
+    def start(
+        self, transport: str, prefill_nodes: int = 1, decode_nodes: int = 1, host_slots: int = 2400, **flags: object
+    ) -> None:
+        """A gateway, decode nodes and prefill nodes that reach them by this transport, all ready.
+
+        flags: of prefill nodes.
+        """
         longest: dict[str, object] = {"context_length": 1200}
         self.cluster.gateway(served_model_name="tiny")
         for number in range(prefill_nodes):
@@ -47,6 +52,7 @@ class Surroundings:
                 chunked_prefill_size=256,
                 page_size=16,
                 **longest,
+                **flags,
             )
         config = {"device_buffer_size": 128, "host_pool_gib": host_slots * TOKEN_BYTES / 2**30}
         for number in range(decode_nodes):
@@ -128,6 +134,7 @@ def stop_in_the_middle_of_a_transfer(
 def test_late_writes_of_a_node_that_was_stopped_and_goes_on_hit_only_quarantined_slots(
     surroundings: Surroundings,
     expected: Callable[[list[int], int], list[int]],
+    references: dict[str, Reference],
     ask: Callable[[list[int], int], "Future[list[list[int]]]"],
     transport: str,
 ) -> None:
@@ -148,7 +155,9 @@ def test_late_writes_of_a_node_that_was_stopped_and_goes_on_hit_only_quarantined
     late = [write for write in surroundings.writes() if write["node"] == stopped.name and write["at"] > went_on]
     assert late, "what was under way when it was stopped"
     assert all(write["posted_at"] < went_on for write in late), "nothing is posted without a new answer"
-    assert running.result() == [expected(OTHER, 400)]
+    [answer] = running.result()
+    assert len(answer) == 400
+    assert answer == references["deepseek_v32"].likeliest(OTHER, answer)
     assert complete(surroundings.cluster.url, [Job(PROMPT, 16)] * 4) == [expected(PROMPT, 16)] * 4
     surroundings.assert_nothing_is_left()
 
@@ -269,9 +278,15 @@ def test_a_prefill_node_that_hears_nobody_is_passed_over_and_used_again_when_it_
     url = surroundings.cluster.url
     first, second = surroundings.prefill
     for deaf, healthy in ((first, second), (second, first)):
-        computed = healthy.metric("prompt_tokens_total")
+        prefilled = tokens_of(healthy)
         surroundings.switches.deaf(deaf.name).touch()
         assert complete(url, [Job(SHORT, 16)] * 3) == [expected(SHORT, 16)] * 3
-        assert healthy.metric("prompt_tokens_total") == computed + 3 * (len(SHORT) - 1)
+        assert tokens_of(healthy) == prefilled + 3 * (len(SHORT) - 1)
         surroundings.switches.deaf(deaf.name).unlink()
     surroundings.assert_nothing_is_left()
+
+
+def tokens_of(prefill: Node) -> float:
+    """Prompt tokens that a prefill node computed, had, or fetched from the decode node."""
+    names = ("prompt_tokens_total", "prefix_fetched_tokens_total")
+    return sum(map(prefill.metric, names)) + prefill.metric("prefix_cache_hits_total", side="prefill")

@@ -8,10 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.chunked import ChunkedPrefill, PrefillJob
+from engine.page_cache import PageCache
 from engine.paged_pool import PagedKVPool
 from tests.prefill_node.fakes import LAYOUT, FakeModel
 
 CPU = torch.device("cpu")
+VOCAB = 1000
 
 
 @dataclass(eq=False)
@@ -23,10 +25,12 @@ Computed = tuple[NamedJob, int, int]
 """Positions [start, stop) of a job."""
 
 
-def chunked(num_pages: int = 8, page_size: int = 4, chunk_size: int = 6) -> tuple[ChunkedPrefill[NamedJob], FakeModel]:
+def chunked(
+    num_pages: int = 8, page_size: int = 4, chunk_size: int = 6, is_caching: bool = False
+) -> tuple[ChunkedPrefill[NamedJob], FakeModel]:
     model = FakeModel()
-    pool = PagedKVPool(LAYOUT, num_pages, page_size, CPU)
-    return ChunkedPrefill(model, pool, chunk_size), model  # type: ignore[arg-type]
+    cache = PageCache(PagedKVPool(LAYOUT, num_pages, page_size, CPU), VOCAB if is_caching else None)
+    return ChunkedPrefill(model, cache.pool, chunk_size, cache), model  # type: ignore[arg-type]
 
 
 def job(key: str, length: int) -> NamedJob:
@@ -88,6 +92,87 @@ def test_a_forgotten_job_keeps_its_pages_until_it_is_released() -> None:
     prefill.release(a)
     prefill.release(a)
     assert prefill.pool.free_pages == 8
+
+
+# With a cache
+
+
+def test_a_job_is_computed_from_where_the_cache_ends() -> None:
+    prefill, _ = chunked(num_pages=8, page_size=32, chunk_size=100, is_caching=True)
+    first, second = job("a", 150), job("b", 200)
+    prefill.add(first)
+    assert compute(prefill) == [(first, 0, 100)]
+    assert compute(prefill) == [(first, 100, 150)]
+    prefill.release(first)
+    prefill.add(second)
+    assert prefill.queued_tokens == 72, "known before it starts"
+    assert compute(prefill) == [(second, 128, 200)]
+    assert (second.cached, prefill.take_found()) == (128, [(second, 0, 128)])
+    assert prefill.take_found() == []
+
+
+def test_a_job_of_which_nothing_is_left_is_found_and_in_no_step() -> None:
+    prefill, _ = chunked(num_pages=8, page_size=32, chunk_size=200, is_caching=True)
+    first, second = job("a", 128), job("b", 128)
+    prefill.add(first)
+    compute(prefill)
+    prefill.add(second)
+    assert prefill.plan() is None
+    assert prefill.take_found() == [(second, 0, 128)]
+    assert (second.remaining, prefill.queued_tokens) == (0, 0)
+    prefill.release(first)
+    prefill.release(second)
+    prefill.pages.check_idle()
+
+
+def test_a_started_job_uses_what_the_one_before_it_has_computed_meanwhile() -> None:
+    prefill, _ = chunked(num_pages=16, page_size=32, chunk_size=64, is_caching=True)
+    first, second = job("a", 100), job("b", 200)
+    prefill.add(first)
+    prefill.add(second)
+    assert compute(prefill) == [(first, 0, 64)]
+    assert second.pages is not None, "it has started"
+    before = second.pages
+    assert compute(prefill) == [(first, 64, 100), (second, 64, 92)]
+    assert prefill.take_found() == [(second, 0, 64)]
+    assert before.tolist() != second.pages.tolist()
+    assert compute(prefill) == [(second, 92, 156)], "it looks for no more once it computes"
+
+
+def test_nothing_of_a_step_that_was_not_completed_is_cached() -> None:
+    prefill, _ = chunked(num_pages=8, page_size=32, chunk_size=64, is_caching=True)
+    failing, later = job("a", 200), job("b", 200)
+    prefill.add(failing)
+    compute(prefill)
+    step = prefill.plan()
+    assert step is not None
+    prefill.compute(step)
+    prefill.release(failing)
+    prefill.add(later)
+    assert compute(prefill) == [(later, 64, 128)]
+
+
+def test_a_job_that_needs_every_token_computed_reuses_nothing_and_caches_what_it_has() -> None:
+    prefill, _ = chunked(num_pages=8, page_size=32, chunk_size=100, is_caching=True)
+    for name, prompt_logprobs in (("a", None), ("b", 0)):
+        each = job(name, 100)
+        each.prompt_logprobs, each.last_token = prompt_logprobs, 1
+        prefill.add(each)
+        assert prefill.queued_tokens == 100
+        assert compute(prefill) == [(each, 0, 100)]
+        prefill.release(each)
+    prefill.add(other := job("c", 100))
+    assert compute(prefill) == [(other, 64, 100)]
+
+
+def test_cached_pages_are_given_up_before_a_job_waits() -> None:
+    prefill, _ = chunked(num_pages=8, page_size=32, chunk_size=256, is_caching=True)
+    for first_token in range(5):
+        each = NamedJob(torch.arange(first_token, first_token + 200), str(first_token))
+        prefill.add(each)
+        assert compute(prefill) == [(each, 0, 200)]
+        prefill.release(each)
+        assert prefill.pool.free_pages + prefill.pages.cached_pages == 8
 
 
 @given(st.lists(st.integers(1, 24), max_size=6), st.integers(1, 9), st.sampled_from([1, 3, 4]))

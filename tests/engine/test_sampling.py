@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from control.messages import Sampling, Token
 from engine import thresholds
-from engine.sampling import RandomStream, SamplingNeeds, draw, settings_of, tokens_of
+from engine.sampling import NoToken, RandomStream, SamplingNeeds, draw, masked, settings_of, tokens_of, unpacked
 from engine.thresholds import CANDIDATES
 
 VOCAB = 50
@@ -19,11 +19,11 @@ def random_logits(batch: int, seed: int = 0, vocab: int = VOCAB) -> torch.Tensor
     return 2 * torch.randn(batch, vocab, generator=torch.Generator().manual_seed(seed))
 
 
-def sample(logits: torch.Tensor, requests: Sequence[Sampling], steps: Sequence[int]) -> list[Token | None]:
+def sample(logits: torch.Tensor, requests: Sequence[Sampling], steps: Sequence[int]) -> list[Token | NoToken]:
     """One token per row of logits; steps[b]: the index of request b's token in its answer."""
     settings = torch.tensor([settings_of(sampling, logits.shape[1]) for sampling in requests], dtype=torch.float64).T
     numbers = [RandomStream(sampling.seed).number(step) for sampling, step in zip(requests, steps, strict=True)]
-    drawn = draw(logits, settings, torch.tensor(numbers, dtype=torch.float64), SamplingNeeds.of(requests))
+    drawn = draw(logits, settings, torch.tensor(numbers, dtype=torch.float64), SamplingNeeds.of(requests), logits)
     return tokens_of(drawn, requests)
 
 
@@ -32,10 +32,11 @@ def drawn_tokens(logits: torch.Tensor, params: Sampling, count: int) -> list[int
     return tokens(sample(logits.expand(count, -1), [params] * count, range(count)))
 
 
-def tokens(results: list[Token | None]) -> list[int]:
+def tokens(results: list[Token | NoToken]) -> list[int]:
     """The tokens of a batch in which every request has one."""
-    assert None not in results
-    return [result.token_id for result in results if result is not None]
+    found = [result.token_id for result in results if isinstance(result, Token)]
+    assert len(found) == len(results)
+    return found
 
 
 def test_temperature_zero_takes_the_likeliest_token() -> None:
@@ -105,6 +106,11 @@ def test_only_tokens_within_top_k_and_top_p_are_drawn(top_k: int, top_p: float, 
         (Sampling(seed=0, top_p=0.75), [0, 2 / 9, 3 / 9, 4 / 9]),
         # top_p counts the probabilities that top_k leaves: 4/7 alone reach one half.
         (Sampling(seed=0, top_k=2, top_p=0.5), [0, 0, 0, 1]),
+        # min_p is relative to the likeliest token, at the temperature that is asked for.
+        (Sampling(seed=0, min_p=0.7), [0, 0, 3 / 7, 4 / 7]),
+        (Sampling(seed=0, min_p=0.3, temperature=0.5), [0, 0, 9 / 25, 16 / 25]),
+        # top_p counts the probabilities that min_p leaves: 4/7 alone reach one half.
+        (Sampling(seed=0, min_p=0.7, top_p=0.5), [0, 0, 0, 1]),
     ],
 )
 def test_frequencies_follow_the_distribution(params: Sampling, expected: list[float]) -> None:
@@ -168,9 +174,33 @@ def test_a_row_that_is_not_finite_has_no_token_and_changes_no_other(nonsense: fl
     expected = sample(logits, params, [0] * 3)
     logits[row, 7] = nonsense
     results = sample(logits, params, [0] * 3)
-    assert results.pop(row) is None
+    assert results.pop(row) is NoToken.NOT_FINITE
     del expected[row]
     assert results == expected
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_in_which_nothing_may_come_has_no_token(temperature: float) -> None:
+    logits, changed = random_logits(2), random_logits(2)
+    changed[1] = float("-inf")
+    requests = [Sampling(temperature=temperature, top_k=3, min_p=0.1)] * 2
+    settings = torch.tensor([settings_of(sampling, VOCAB) for sampling in requests], dtype=torch.float64).T
+    drawn = draw(logits, settings, torch.full((2,), 0.5, dtype=torch.float64), SamplingNeeds.of(requests), changed)
+    first, second = tokens_of(drawn, requests)
+    assert isinstance(first, Token)
+    assert second is NoToken.NOTHING_ALLOWED
+
+
+def test_masks_say_which_tokens_may_come() -> None:
+    allowed = torch.rand(3, 70, generator=torch.Generator().manual_seed(0)) < 0.5
+    words = torch.zeros(3, 3, dtype=torch.int64)
+    for row, token in allowed.nonzero().tolist():
+        words[row, token // 32] |= 1 << token % 32
+    masks = words.to(torch.int32)
+    assert torch.equal(unpacked(masks, 70), allowed)
+    logits = torch.randn(3, 70)
+    assert torch.equal(masked(logits, masks), logits.masked_fill(~allowed, float("-inf")))
+    assert logits.isfinite().all(), "the logits themselves stay"
 
 
 def test_what_few_candidates_do_not_decide_is_decided_by_all(monkeypatch: pytest.MonkeyPatch) -> None:

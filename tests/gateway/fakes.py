@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal, Self
 
+import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from control.discovery import GatewayAddresses
@@ -33,6 +34,7 @@ from control.messages import (
     Token,
 )
 from control.plane import ControlPlane, ControlPlaneFailed
+from control.prompt_logprobs import PromptLogprobs
 from gateway.config import GatewayConfig
 from gateway.process import Gateway
 
@@ -80,21 +82,23 @@ def _bytes_to_unicode() -> dict[int, str]:
     return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
 
 
-def write_checkpoint(directory: Path) -> Path:
-    """What a gateway needs of a checkpoint: tokenizer, chat template and config."""
+def write_checkpoint(
+    directory: Path, chat_template: str | None = CHAT_TEMPLATE, context: int = CONTEXT, model_type: str = "deepseek_v32"
+) -> Path:
+    """What a gateway needs of a checkpoint: tokenizer, chat template if there is one, and config."""
     directory.mkdir(parents=True, exist_ok=True)
     byte_tokenizer().save(str(directory / "tokenizer.json"))
     tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": "<bos>",
         "eos_token": "<eos>",
-        "chat_template": CHAT_TEMPLATE,
+        **({"chat_template": chat_template} if chat_template else {}),
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
     config = {
-        "model_type": "deepseek_v32",
+        "model_type": model_type,
         "vocab_size": VOCAB,
-        "max_position_embeddings": CONTEXT,
+        "max_position_embeddings": context,
         "eos_token_id": EOS,
     }
     (directory / "config.json").write_text(json.dumps(config))
@@ -114,6 +118,7 @@ class FakeNode:
         max_request_tokens: int = CONTEXT,
         queued_tokens: int = 0,
     ) -> None:
+        self.gateway_address = gateway_address
         self.role = role
         self.identity = identity
         self.max_request_tokens = max_request_tokens
@@ -178,14 +183,20 @@ class FakeDecodeNode(FakeNode):
         """Forget the script and what was seen."""
         self.hold_after: int | None = None
         self.reject: Literal["queue_full", "too_long", "draining"] | None = None
+        self.invalid: str | None = None
+        """Why no node can carry requests out."""
         self.chunks: Sequence[Sequence[int]] | None = None
         self.lost: frozenset[int] = frozenset()
         """Numbers of the messages with tokens that are lost on the way; the other ones arrive."""
+        self.lost_prompt = 0
+        """How many pieces of the prompt's log probabilities are lost on the way."""
         self.deaf_to_resend = 0
         """How many times it does not hear that it is asked for tokens again."""
         self.resent: list[Resend] = []
         """What it was asked for again."""
         self._answers: dict[str, list[Output]] = {}
+        self.cached_tokens: Sequence[int] = (0,)
+        """Tokens of the prompt that were not computed, of one request after the other, round and round."""
         self.extra_outputs: list[Output] = []
         """Sent after the tokens; their request ids are replaced."""
         self.generated: list[Generate] = []
@@ -222,11 +233,23 @@ class FakeDecodeNode(FakeNode):
             self.control.send(sender, rejected)
             return
         self.control.send(sender, Accepted(request_id=request.request_id))
+        if self.invalid is not None:
+            ended = Output(request_id=request.request_id, start=0, finish_reason="invalid", error=self.invalid)
+            self.send(sender, ended)
+            return
         start = 0
         answer = self._answers[request.request_id] = []
+        for number, piece in enumerate(self._prompt_logprobs(request)):
+            output = Output(request_id=request.request_id, start=0, prompt_logprobs=piece)
+            answer.append(output)
+            if number >= self.lost_prompt:
+                self.send(sender, output)
         for number, (ids, finish) in enumerate(self._script(request)):
             tokens = tuple(self._token(token_id, request) for token_id in ids)
             output = Output(request_id=request.request_id, start=start, tokens=tokens, finish_reason=finish)
+            if not start:
+                cached = self.cached_tokens[(len(self.generated) - 1) % len(self.cached_tokens)]
+                output = output.model_copy(update={"cached_tokens": cached})
             answer.append(output)
             if number not in self.lost:
                 self.send(sender, output)
@@ -250,6 +273,18 @@ class FakeDecodeNode(FakeNode):
             last = index == len(chunks) - 1 and self.hold_after is None and not self.extra_outputs
             script.append((ids, "length" if last else None))
         return script
+
+    @staticmethod
+    def _prompt_logprobs(request: Generate) -> list[PromptLogprobs]:
+        """Of position p: -p, rank p, and the alternatives token p + 0, p + 1 ... with -p - 0.5, -p - 1.5 ..."""
+        pieces = []
+        for start in range(1, len(request.prompt_ids), 2) if request.prompt_logprobs is not None else ():
+            stop = min(start + 2, len(request.prompt_ids))
+            columns = range(1 + (request.prompt_logprobs or 0))
+            ints = [[p + max(0, i - 1) for i in columns] for p in range(start, stop)]
+            floats = [[-p - (i - 0.5 if i else 0.0) for i in columns] for p in range(start, stop)]
+            pieces.append(PromptLogprobs.of(start, np.array(ints, np.int32), np.array(floats, np.float32)))
+        return pieces
 
     @staticmethod
     def _token(token_id: int, request: Generate) -> Token:

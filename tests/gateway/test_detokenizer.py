@@ -190,3 +190,19 @@ def test_stop_strings_cut_alike_however_the_text_arrives(text: str, stops: list[
 def test_a_possible_beginning_of_a_stop_string_is_held_back(pieces: list[str], shown: list[str]) -> None:
     matcher = StopMatcher(["END"])
     assert [matcher.push(piece) for piece in pieces] == shown
+
+
+@pytest.mark.parametrize("cut", range(7))
+def test_a_stop_string_may_be_a_part_of_the_text(cut: int) -> None:
+    matcher = StopMatcher(["END"], includes_stop=True)
+    text = "a ENDx"
+    assert matcher.push(text[:cut]) + matcher.push(text[cut:]) == "a END"
+    assert matcher.matched
+
+
+def test_a_stop_string_before_it_may_end_the_text_is_text() -> None:
+    matcher = StopMatcher(["END"])
+    assert matcher.push("a END b", ends=False) == "a END b"
+    assert matcher.push(" E", ends=False) == " "
+    assert matcher.push("ND c", ends=True) == ""
+    assert matcher.matched

@@ -13,7 +13,7 @@ import pytest
 from control.messages import Output, Token
 from gateway import decode_client
 from gateway.config import GatewayConfig
-from gateway.unsupported import HARMLESS, NEUTRAL
+from gateway.requests.unsupported import HARMLESS, NEUTRAL
 from tests.gateway.fakes import CONTEXT, EOS, MODEL, VOCAB, FakeDecodeNode, FakeNode, RunningGateway, wait_until
 
 
@@ -121,8 +121,8 @@ def test_stop_token_ids_end_an_answer_beside_the_models_own(client: openai.OpenA
 
 
 def test_fields_that_ask_for_nothing_are_accepted(client: openai.OpenAI) -> None:
-    idle: dict[str, Any] = {name: values[0] for name, values in NEUTRAL.items()}
-    idle |= dict.fromkeys(["guided_json", "prompt_logprobs", "anything"]) | dict.fromkeys(HARMLESS, "x")
+    idle: dict[str, Any] = {name: values[0] if values else None for name, values in NEUTRAL.items()}
+    idle |= dict.fromkeys(HARMLESS, "x")
     client.completions.create(model=MODEL, prompt="a", extra_body=idle)
     client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "hi"}], extra_body=idle)
 
@@ -248,8 +248,6 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ({}, "prompt", "Field required"),
     ({"prompt": ""}, "prompt", "empty prompt"),
     ({"prompt": []}, "prompt", "empty prompt"),
-    ({"prompt": ["a", "b"]}, "prompt", "one prompt"),
-    ({"prompt": [1, "b"]}, "prompt", "one prompt"),
     ({"prompt": [1, True]}, "prompt", "integer token ids"),
     ({"prompt": [1, 2.0]}, "prompt", "integer token ids"),
     ({"prompt": {"a": 1}}, "prompt", "integer token ids"),
@@ -257,8 +255,8 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": [-1]}, "prompt", "found -1"),
     ({"prompt": "a" * LONG}, "prompt", f"{CONTEXT} tokens, but the prompt has {LONG}"),
     ({"prompt": "a", "max_tokens": CONTEXT}, "max_tokens", f"but {LONG} were requested (1 in the prompt"),
-    ({"prompt": "a", "max_tokens": 0}, "max_tokens", "greater than or equal to 1, found 0"),
-    ({"prompt": "a", "max_tokens": -5}, "max_tokens", "greater than or equal to 1"),
+    ({"prompt": "a", "max_tokens": 0}, "", "expected at least 1, or echo with 0"),
+    ({"prompt": "a", "max_tokens": -5}, "max_tokens", "greater than or equal to 0"),
     ({"prompt": "a", "max_tokens": 10**30}, "max_tokens", "10000 were requested"[-14:]),
     ({"prompt": "a", "max_tokens": "5"}, "max_tokens", "valid integer, found '5'"),
     ({"prompt": "a", "max_tokens": True}, "max_tokens", "valid integer"),
@@ -268,26 +266,32 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": "a", "top_p": 0}, "top_p", "greater than 0"),
     ({"prompt": "a", "top_k": -2}, "top_k", "greater than or equal to -1"),
     ({"prompt": "a", "seed": 2**63}, "seed", "less than"),
-    ({"prompt": "a", "n": 2}, "n", "not supported"),
-    ({"prompt": "a", "best_of": 3}, "best_of", "not supported"),
-    ({"prompt": "a", "echo": True}, "echo", "not supported"),
+    ({"prompt": ["a", ""]}, "prompt", "empty prompt"),
+    ({"prompt": [1, "b"]}, "prompt", "list of such prompts"),
+    ({"prompt": ["a", "b"], "n": 65}, "", "at most 128 answers"),
     ({"prompt": "a", "suffix": "b"}, "suffix", "not supported"),
-    ({"prompt": "a", "presence_penalty": 0.5}, "presence_penalty", "not supported"),
-    ({"prompt": "a", "logit_bias": {"1": 5}}, "logit_bias", "not supported"),
-    ({"prompt": "a", "n": True}, "n", "not supported here other than 1, found True"),
-    ({"prompt": "a", "min_tokens": 5}, "min_tokens", "not supported here other than 0, found 5"),
-    ({"prompt": "a", "bad_words": ["x"]}, "bad_words", "not supported"),
-    ({"prompt": "a", "allowed_token_ids": [1]}, "allowed_token_ids", "not supported"),
-    ({"prompt": "a", "guided_json": {"type": "object"}}, "guided_json", "not supported here"),
-    ({"prompt": "a", "structured_outputs": {"regex": "a"}}, "structured_outputs", "not supported"),
-    ({"prompt": "a", "prompt_logprobs": 0}, "prompt_logprobs", "not supported"),
-    ({"prompt": "a", "include_stop_str_in_output": True}, "include_stop_str_in_output", "not supported"),
-    ({"prompt": "a", "truncate_prompt_tokens": 1}, "truncate_prompt_tokens", "not supported"),
-    ({"prompt": "a", "skip_special_tokens": False}, "skip_special_tokens", "not supported"),
+    ({"prompt": "a", "n": 0}, "n", "greater than or equal to 1"),
+    ({"prompt": "a", "n": True}, "n", "valid integer"),
+    ({"prompt": "a", "n": 129}, "n", "less than or equal to 128"),
+    ({"prompt": "a", "n": 3, "best_of": 2}, "", "at least n"),
+    ({"prompt": "a", "best_of": 2, "stream": True}, "", "cannot be streamed"),
+    ({"prompt": "a", "presence_penalty": 2.5}, "presence_penalty", "less than or equal to 2"),
+    ({"prompt": "a", "repetition_penalty": 0}, "repetition_penalty", "greater than 0"),
+    ({"prompt": "a", "min_p": 1.5}, "min_p", "less than or equal to 1"),
+    ({"prompt": "a", "logit_bias": {"1": 101}}, "logit_bias.1", "less than or equal to 100"),
+    ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias", "expected token ids from 0"),
+    ({"prompt": "a", "logit_bias": {str(VOCAB): 1}}, "logit_bias", f"0 to {VOCAB - 1}, found"),
+    ({"prompt": "a", "allowed_token_ids": []}, "allowed_token_ids", "at least 1"),
+    ({"prompt": "a", "allowed_token_ids": [VOCAB]}, "allowed_token_ids", f"found {VOCAB}"),
+    ({"prompt": "a", "bad_words": [""]}, "bad_words.0", "at least 1"),
+    ({"prompt": "a", "min_tokens": 5, "max_tokens": 4}, "min_tokens", "at most max_tokens, 4"),
+    ({"prompt": "a", "truncate_prompt_tokens": 0}, "prompt", "no tokens"),
+    ({"prompt": "a", "truncate_prompt_tokens": -2}, "truncate_prompt_tokens", "greater than or equal to -1"),
+    ({"prompt": "a", "priority": "high"}, "priority", "valid integer"),
+    ({"prompt": "a", "prompt_logprobs": -1}, "prompt_logprobs", "greater than or equal to 0"),
+    ({"prompt": "a", "prompt_logprobs": 0, "stream": True}, "", "not supported when stream is true"),
     ({"prompt": "a", "add_special_tokens": False}, "add_special_tokens", "not supported"),
-    ({"prompt": "a", "some_new_field": 3}, "some_new_field", "not supported"),
     ({"prompt": "a", "stop_token_ids": [1.5]}, "stop_token_ids.0", "valid integer"),
-    ({"prompt": "a", "stream": True, "stream_options": {"new": 1}}, "stream_options.new", "not supported"),
     ({"prompt": "a", "stop": ["x"] * 17}, "stop", "at most 16 stop strings, found 17"),
     ({"prompt": "a", "stop": ["x" * 257]}, "stop", "1 to 256 characters"),
     ({"prompt": "a", "stop": [""]}, "stop", "1 to 256 characters"),
@@ -302,20 +306,14 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": "hi"}, "messages", "valid array"),
     ({"messages": [{"role": "robot", "content": "hi"}]}, "messages.0.role", "'system', 'developer'"),
     ({"messages": [{"role": "tool", "content": "hi"}]}, "messages", "no tools"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content", "'text'"),
-    ({"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools", "not supported"),
-    ({"messages": MESSAGES, "tool_choice": "required"}, "tool_choice", "not supported"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content", "'image_url'"),
     ({"messages": MESSAGES, "function_call": {"name": "f"}}, "function_call", "not supported"),
     ({"messages": MESSAGES, "continue_final_message": True}, "continue_final_message", "not supported"),
-    ({"messages": MESSAGES, "reasoning_effort": "high"}, "reasoning_effort", "not supported"),
     ({"messages": MESSAGES, "chat_template": "{{ 1 }}"}, "chat_template", "not supported"),
     ({"messages": MESSAGES, "chat_template_kwargs": {"x": [1]}}, "chat_template_kwargs", "valid"),
     ({"messages": MESSAGES, "chat_template_kwargs": {"__x": 1}}, "chat_template_kwargs", "match pattern"),
     ({"messages": MESSAGES, "chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", "cannot be set"),
     ({"messages": MESSAGES, "chat_template_kwargs": {"bos_token": ""}}, "chat_template_kwargs", "cannot be set"),
-    ({"messages": [{**MESSAGES[0], "prefix": True}]}, "messages.0.prefix", "not supported"),
-    ({"messages": [{**MESSAGES[0], "tool_calls": [{"id": "1"}]}]}, "messages.0.tool_calls", "not supported"),
-    ({"messages": MESSAGES, "response_format": {"type": "json_object"}}, "response_format", "not supported"),
     ({"messages": MESSAGES, "top_logprobs": 3}, "", "only allowed when logprobs is true"),
     ({"messages": MESSAGES, "logprobs": 3}, "logprobs", "valid boolean"),
     ({"messages": MESSAGES, "max_completion_tokens": 0}, "max_completion_tokens", "greater than or equal to 1"),

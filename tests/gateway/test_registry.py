@@ -172,3 +172,13 @@ def test_decode_nodes_hear_which_prefill_nodes_leave(registry: NodeRegistry) -> 
     registry.register(peer(1, "prefill", boot="b"), offer("prefill"), 1.0)
     ack = registry.heartbeat(peer(2), beat(), 1.0)
     assert (ack.prefill_nodes, ack.leaving) == ((peer(1, "prefill", boot="b"),), ())
+
+
+def test_nodes_hear_of_every_rank_of_a_prefill_node_as_soon_as_of_the_node(registry: NodeRegistry) -> None:
+    """They are writers, too: a decode node has to know them before it names slots."""
+    ranks = (peer(6, "prefill"), peer(7, "prefill"))
+    registry.register(peer(5, "prefill"), offer("prefill", ranks=ranks), 0.0)
+    ack = registry.heartbeat(peer(2), beat(), 1.0)
+    assert {node.boot_id for node in ack.prefill_nodes} == {"1a", "5a"}
+    assert ack.prefill_ranks == registry.prefill_ranks(1.0) == {"5a": ranks}
+    assert registry.count("prefill", 1.0) == 2

@@ -7,15 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 from transformers import AutoTokenizer
 
 from base.errors import StartupError
 from gateway.config import GatewayConfig
-from gateway.errors import ApiError
 from gateway.process import Gateway
 from gateway.tokenizer import CheckpointTokenizer
-from tests.gateway.fakes import EOS, write_checkpoint
+from tests.gateway.fakes import EOS, RunningGateway, write_checkpoint
 
 
 def test_missing_directory(tmp_path: Path) -> None:
@@ -46,13 +46,26 @@ def test_config_without_a_vocabulary(tmp_path: Path) -> None:
         Gateway(GatewayConfig(model_path=directory, port=0, control_port=0))
 
 
-def test_model_without_a_chat_template(tmp_path: Path) -> None:
-    directory = write_checkpoint(tmp_path)
-    (directory / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
-    tokenizer = CheckpointTokenizer(str(directory))
-    assert not tokenizer.has_chat_template
-    with pytest.raises(ApiError, match="use /v1/completions"):
-        tokenizer.render_chat([{"role": "user", "content": "hi"}], {})
+def test_a_model_without_a_chat_template_has_completions_only(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path, chat_template=None, model_type="glm_moe_dsa")
+    gateway = RunningGateway(GatewayConfig(model_path=checkpoint, port=0, control_port=0))
+    try:
+        answer = httpx.post(f"{gateway.url}/v1/chat/completions", json={"messages": [{"role": "user"}]})
+        assert answer.status_code == 400
+        assert "use /v1/completions" in answer.json()["error"]["message"]
+    finally:
+        gateway.stop()
+
+
+def test_a_tool_call_parser_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path, chat_template=None)
+    with pytest.raises(StartupError, match="--tool-call-parser glm47: expected the tool call parser deepseek_v32"):
+        Gateway(GatewayConfig(model_path=checkpoint, port=0, control_port=0, tool_call_parser="glm47"))
+
+
+def test_a_chat_template_that_is_not_there_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match=r"--chat-template .*none\.jinja: .*No such file"):
+        Gateway(GatewayConfig(model_path=checkpoint, port=0, control_port=0, chat_template=tmp_path / "none.jinja"))
 
 
 def test_stop_tokens_come_from_the_generation_config_first(tmp_path: Path) -> None:

@@ -152,7 +152,7 @@ def test_a_step_that_is_launched_before_the_last_was_read_computes_what_follows_
     with session(model, prompts, 512, record) as ours:
         first = ours.prefill().argmax(-1).tolist()
         for number, token in enumerate(first):
-            ours.runner.admit(ours.request_ids[number], token, GREEDY)
+            ours.runner.admit(ours.request_ids[number], [token], [], GREEDY)
         made, before = [first], None
         for _ in range(20):
             launched = ours.launch(range(4))

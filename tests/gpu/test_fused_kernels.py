@@ -10,11 +10,14 @@ from model.backends.triton_choose import choose_experts
 from model.backends.triton_rope import rotate
 from model.config import RouterConfig
 from model.experts import MixtureOfExperts
+from model.fp8 import quantise_activations
 from model.linear import Linear
 from model.norm import RmsNorm
+from model.quantization import BlockFp8
 from model.rope import Rope
 from model.router import Router
 from tests.gpu.test_attention_backends import CUDA, generator, randn
+from tests.model.test_attention import random_attention
 
 # Rotation
 
@@ -24,7 +27,7 @@ from tests.gpu.test_attention_backends import CUDA, generator, randn
 @pytest.mark.parametrize("beside_first", [False, True])
 @pytest.mark.parametrize(
     ("tokens", "heads", "rope_dim", "width"),
-    [(1, 1, 64, 512), (64, 128, 64, 512), (64, 64, 64, 64), (3, 20, 10, 7), (300, 3, 16, 48)],
+    [(1, 1, 64, 512), (64, 128, 64, 512), (64, 64, 64, 64), (3, 20, 10, 7), (300, 3, 16, 48), (2000, 128, 64, 0)],
 )
 def test_rotation_is_that_of_torch_rounded_once(
     tokens: int, heads: int, rope_dim: int, width: int, beside_first: bool, interleaved: bool, dtype: torch.dtype
@@ -42,11 +45,49 @@ def test_rotation_is_that_of_torch_rounded_once(
     torch.testing.assert_close(rotated.double(), exact, rtol=step, atol=1e-6)
 
 
+def test_many_queries_are_absorbed_in_place_as_few_are() -> None:
+    attention, latents, rope = random_attention(CUDA, torch.bfloat16, tokens=1100, heads=128)
+    many = attention.queries(latents, rope)
+    assert many.shape == (1100, 128, 576)
+    assert many.is_contiguous()
+    parts = [
+        attention.queries(latents[part], Rope(rope.cos[part], rope.sin[part]))
+        for part in (slice(0, 550), slice(550, 1100))
+    ]
+    torch.testing.assert_close(many, torch.cat(parts), rtol=2**-7, atol=0.05)
+
+
 def test_parts_that_do_not_fit_together_are_refused() -> None:
     x, beside, angles = randn(2, 3, 8), randn(2, 3, 5), randn(2, 1, 4)
     for wrong in ((x, beside[:1], angles), (x, beside.bfloat16(), angles), (x, beside, angles[..., :2])):
         with pytest.raises(ValueError, match="expected x and beside"):
             rotate(*wrong, wrong[2], True, True)
+
+
+# Norms
+
+
+@pytest.mark.parametrize("fp8", [None, BlockFp8(True), BlockFp8(False)])
+@pytest.mark.parametrize("dim", [1536, 2048, 6144, 7168, 192])
+@pytest.mark.parametrize("count", [1, 16, 3000])
+def test_a_norm_adds_before_and_quantises_behind(count: int, dim: int, fp8: BlockFp8 | None) -> None:
+    wide = (3 * randn(count, dim + 704, seed=6)).bfloat16()
+    norm = RmsNorm((1 + 0.1 * randn(dim, seed=7)).bfloat16(), 1e-6)
+    for addend in (None, randn(count, dim, seed=8).bfloat16()):
+        hidden = wide[:, :dim]
+        summed, normed = norm.of_sum(hidden, addend, fp8)
+        assert torch.equal(summed, hidden if addend is None else hidden + addend)
+        exact = F.rms_norm(summed.double(), (dim,), norm.weight.double(), norm.eps)
+        torch.testing.assert_close(normed.dense.double(), exact, rtol=2**-8, atol=1e-6)
+        if fp8 is None:
+            assert normed.values is normed.scales is None
+            continue
+        values, scales = quantise_activations(normed.dense, fp8.power_of_two)
+        assert normed.values is not None
+        assert normed.scales is not None
+        assert torch.equal(normed.values.view(torch.uint8), values.view(torch.uint8))
+        assert torch.equal(normed.scales, scales)
+        assert count == 1 or normed.scales.stride(0) == 1
 
 
 # Routing

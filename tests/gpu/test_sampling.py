@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from control.messages import Sampling
+from control.messages import Sampling, Token
 from engine.sampling import RandomStream, SamplingNeeds, draw, settings_of, tokens_of
 from engine.thresholds import CANDIDATES, find_threshold
 
@@ -56,8 +56,8 @@ def test_tokens_are_those_of_the_host(scale: float) -> None:
     same = 0
     for index in range(8):
         numbers = torch.tensor([RandomStream(r.seed).number(index) for r in REQUESTS], dtype=torch.float64)
-        there = draw(logits.to(CUDA), settings().to(CUDA), numbers.to(CUDA), needs)
-        here = draw(logits, settings(), numbers, needs)
+        there = draw(logits.to(CUDA), settings().to(CUDA), numbers.to(CUDA), needs, logits.to(CUDA))
+        here = draw(logits, settings(), numbers, needs, logits)
         same += sum(a == b for a, b in zip(tokens_of(there.cpu(), REQUESTS), tokens_of(here, REQUESTS), strict=True))
     assert same >= 8 * len(REQUESTS) - 1, "but for a number that falls on a border"
 
@@ -65,11 +65,11 @@ def test_tokens_are_those_of_the_host(scale: float) -> None:
 def test_drawing_waits_for_nothing_whatever_it_takes() -> None:
     logits, needs = random_logits(0.01).to(CUDA), SamplingNeeds.of(REQUESTS)
     on_device, numbers = settings().to(CUDA), torch.full((len(REQUESTS),), 0.5, dtype=torch.float64, device=CUDA)
-    draw(logits, on_device, numbers, needs)
+    draw(logits, on_device, numbers, needs, logits)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        drawn = draw(logits, on_device, numbers, needs)
+        drawn = draw(logits, on_device, numbers, needs, logits)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert None not in tokens_of(drawn.cpu(), REQUESTS)
+    assert all(isinstance(token, Token) for token in tokens_of(drawn.cpu(), REQUESTS))

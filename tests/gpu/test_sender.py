@@ -90,7 +90,7 @@ def test_rows_are_uploaded_without_waiting_for_the_device_and_go_with_their_part
 def test_device_memory_has_the_same_checksum_as_host_memory() -> None:
     """What RDMA reads in place is hashed through a copy."""
     layers = [torch.rand(NUM_PAGES * PAGE_SIZE, 144, device=CUDA)]
-    plan = ChunkPlan(np.random.default_rng(0).permutation(NUM_PAGES), PAGE_SIZE, np.arange(2400), 3, 2400)
+    plan = ChunkPlan(np.random.default_rng(0).permutation(NUM_PAGES), PAGE_SIZE, np.arange(3, 2400), 3, 2400)
     [part] = plan.parts(10_000)
     host = HostSource([layer.cpu() for layer in layers])
     assert DeviceSource(layers).digest(0, part, 7, 2000) == host.digest(0, part, 7, 2000)

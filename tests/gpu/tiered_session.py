@@ -55,7 +55,7 @@ class TieredSession:
     def decode(self, numbers: Sequence[int], token_ids: Sequence[int]) -> torch.Tensor:
         """Compute one token of each of these requests. Returns its logits, which the next step may overwrite."""
         for number, token_id in zip(numbers, token_ids, strict=True):
-            self.runner.admit(self.request_ids[number], token_id, GREEDY)
+            self.runner.admit(self.request_ids[number], [token_id], [], GREEDY)
         step = self.launch(numbers)
         self.coordinator.step_over(step.batch.places.number)
         return step.logits

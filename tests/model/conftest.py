@@ -8,6 +8,7 @@ import transformers
 from model.loader import load_model
 from model.sparse_model import SparseModel
 from model.tiny import Family, write_tiny_checkpoint
+from tests.greedy import generate
 
 FAMILIES: tuple[Family, ...] = ("deepseek_v32", "glm_moe_dsa")
 
@@ -48,15 +49,4 @@ def reference(checkpoint: Path) -> "transformers.PreTrainedModel":
 def continuation(reference: "transformers.PreTrainedModel") -> Callable[[torch.Tensor, int], list[int]]:
     """The reference's greedy continuation of a prompt."""
 
-    def generate(prompt: torch.Tensor, new_tokens: int) -> list[int]:
-        ids = prompt.unsqueeze(0)
-        output = reference.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            max_new_tokens=new_tokens,
-            eos_token_id=None,
-        )
-        return list(output[0, len(prompt) :].tolist())
-
-    return generate
+    return lambda prompt, new_tokens: generate(reference, prompt.tolist(), new_tokens)

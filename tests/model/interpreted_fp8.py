@@ -12,6 +12,9 @@ from model.backends.triton_fp8_experts import experts
 from model.backends.triton_fp8_linear import linear, linear_quantised, mlp
 from model.backends.triton_fp8_sort import sort_pairs
 from model.backends.triton_fp8_tile import Tiling
+from model.backends.triton_norm import rms_norm
+from model.norm import RmsNorm
+from model.quantization import BlockFp8
 from tests.model.fp8_cases import close, expert_case, randn, weight
 
 assert tests.model.triton_interpreter
@@ -34,7 +37,29 @@ def test_a_linear_layer(m: int, n: int, k: int) -> None:
     x, (values, scales) = randn(m, k).bfloat16(), weight(n, k)
     product = linear(x, values, scales, True)
     close(product, fp8.linear(x, values, scales, True))
-    assert torch.equal(product, linear_quantised(*quantise(x, True), values, scales)), "whoever quantises"
+    assert torch.equal(product, linear_quantised(*quantise(x, True), values, scales))
+
+
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize("fp8_of", [None, BlockFp8(False), BlockFp8(True)])
+@pytest.mark.parametrize(("count", "dim"), [(1, 128), (3, 272), (2, 1152)])
+def test_a_norm_adds_before_and_quantises_behind(count: int, dim: int, fp8_of: BlockFp8 | None, adds: bool) -> None:
+    wide = 3 * randn(count, dim + 16).bfloat16()
+    hidden, addend = wide[:, :dim], randn(count, dim).bfloat16() if adds else None
+    norm = RmsNorm(1 + randn(dim).bfloat16(), 1e-6)
+    summed, normed = rms_norm(hidden, addend, norm.weight, norm.eps, fp8_of)
+    expected = hidden if addend is None else hidden + addend
+    assert torch.equal(summed, expected)
+    close(normed.dense, norm(expected), 0.01)
+    if fp8_of is None:
+        assert normed.values is normed.scales is None
+    else:
+        values, scales = quantise(normed.dense, fp8_of.power_of_two)
+        assert normed.values is not None
+        assert normed.scales is not None
+        assert torch.equal(normed.values.float(), values.float())
+        assert torch.equal(normed.scales, scales)
+        assert normed.scales.stride(0) == 1
 
 
 def test_a_feed_forward_layer() -> None:

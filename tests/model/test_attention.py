@@ -1,7 +1,11 @@
+import pytest
 import torch
 
 from hisparse.format import DenseFormat
+from model.attention import LatentAttention
 from model.backends.torch_backend import TorchBackend
+from model.linear import Linear
+from model.norm import RmsNorm
 from model.rope import Rope
 
 
@@ -34,3 +38,29 @@ def test_the_two_rope_layouts_differ_only_in_the_order_of_their_input() -> None:
 
     torch.testing.assert_close(interleaved, torch.cat((beside, rotated.real, rotated.imag), -1))
     torch.testing.assert_close(half_split, torch.cat((rotated.real, rotated.imag, beside), -1))
+
+
+def test_many_queries_are_absorbed_in_place_to_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    attention, latents, rope = random_attention(torch.device("cpu"), torch.float32, tokens=10)
+    expected = attention.queries(latents, rope)
+    monkeypatch.setattr("model.attention.fuses", lambda _: True)
+    monkeypatch.setattr("model.attention._MANY", 10)
+    queries = attention.queries(latents, rope)
+    assert queries.is_contiguous()
+    torch.testing.assert_close(queries, expected)
+
+
+def random_attention(
+    device: torch.device, dtype: torch.dtype, tokens: int, heads: int = 4
+) -> tuple[LatentAttention, torch.Tensor, Rope]:
+    """Projections with published widths, queries [tokens, heads * 192], and the rotation of the tokens."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device=device).to(dtype)
+
+    norm = RmsNorm(randn(64), 1e-6)
+    key_map, value_map = (0.1 * randn(heads, 256, 512)).split(128, 1)
+    attention = LatentAttention(norm, norm, key_map, value_map, out=Linear(randn(64, heads * 128)))
+    angles = randn(tokens, 1, 32)
+    return attention, randn(tokens, heads * 192), Rope(angles.cos(), angles.sin())

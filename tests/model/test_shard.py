@@ -20,6 +20,18 @@ def test_every_token_of_a_chunk_is_computed_once_and_the_blocks_are_about_equal(
     assert max(map(len, blocks)) - min(map(len, blocks)) <= 1
 
 
+@given(st.integers(1, 8), st.lists(st.integers(1, 20), min_size=1, max_size=6))
+def test_blocks_of_several_chunks_are_those_of_all_their_tokens(of: int, lengths: list[int]) -> None:
+    computed = [
+        (number, token) for rank in range(of) for number, tokens in Shard(rank, of).blocks(lengths) for token in tokens
+    ]
+    assert computed == [(number, token) for number, length in enumerate(lengths) for token in range(length)]
+    most = Shard(0, of).most_tokens(sum(lengths))
+    sizes = [sum(len(tokens) for _, tokens in Shard(rank, of).blocks(lengths)) for rank in range(of)]
+    assert max(sizes) == most
+    assert min(sizes) >= most - 1
+
+
 def test_every_expert_has_one_owner() -> None:
     owned = [Shard(rank, 8).experts(256) for rank in range(8)]
     assert [expert for part in owned for expert in part] == list(range(256))

@@ -9,6 +9,7 @@ import torch
 from control.liveness import AnsweredPing
 from control.messages import Message, Output, Outputs, Peer
 from hisparse.layout import KVLayout
+from model.logprobs import TokenLogprobs
 from model.passes import PrefillChunk
 
 LAYOUT = KVLayout(index_layer_of=(0, 0), item_bytes=16, index_key_bytes=8)
@@ -30,6 +31,17 @@ class FakeModel:
                 rows = chunk.cache.rows(chunk.start, chunk.stop)
                 chunk.cache.kv(layer)[rows] = torch.arange(chunk.start, chunk.stop).to(torch.uint8)[:, None]
             on_layer(layer)
+
+    def prefill_hidden(self, chunks: Sequence[PrefillChunk], on_layer: Callable[[int], None]) -> torch.Tensor:
+        """Of each token its position."""
+        self.prefill(chunks, on_layer)
+        return torch.cat([torch.arange(chunk.start, chunk.stop) for chunk in chunks]).float()[:, None]
+
+    def logprobs(self, hidden: torch.Tensor, next_ids: torch.Tensor, count: int) -> TokenLogprobs:
+        """Of each token minus its position; its rank is its id."""
+        own = -hidden[:, 0] - 1
+        top = torch.zeros((len(hidden), count))
+        return TokenLogprobs(own, next_ids.int(), top, top.int())
 
 
 @dataclass

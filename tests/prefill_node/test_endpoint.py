@@ -22,6 +22,10 @@ from control.messages import (
     ChunkDone,
     ChunkTaken,
     Destination,
+    FetchDone,
+    FetchGrant,
+    FetchRefused,
+    FetchRequest,
     Holding,
     Message,
     ModelIdentity,
@@ -35,6 +39,7 @@ from control.messages import (
     Quiesced,
     Session,
 )
+from control.prompt_logprobs import PromptLogprobTable
 from engine.chunked import ChunkedPrefill, PrefillStep
 from engine.device import DeviceFailed
 from engine.paged_pool import PagedKVPool
@@ -151,9 +156,9 @@ class Harness:
         """The step that was started ends."""
         step, self.computing.step = self.computing.step, None
         assert step is not None
-        if error is None:
-            self.prefill.compute(step)
-        self.engine._report(Computed(step, error))
+        queued = {} if error else self.prefill.compute(step)
+        logprobs = {job: found.wait() for job, found in queued.items()}
+        self.engine._report(Computed(step, error, prompt_logprobs=logprobs))
         self.tell()
 
     def compute(self) -> None:
@@ -789,6 +794,65 @@ def test_a_chunk_that_lands_after_the_last_is_told_by_itself_too() -> None:
     assert (done.chunks, list(done.checksums.rows())) == (1, [checksum_of(6, 10)])
 
 
+def positions_of(*messages: Message) -> list[int]:
+    """The positions whose log probabilities these messages bring."""
+    told = [
+        piece
+        for message in messages
+        if isinstance(message, ChunkDone | PrefillDone)
+        for piece in message.prompt_logprobs
+    ]
+    return [position for piece in told for position in range(piece.start, piece.stop)]
+
+
+@pytest.mark.parametrize("checksums", [True, False])
+def test_log_probabilities_are_told_once_by_the_first_message_after_they_were_computed(checksums: bool) -> None:
+    h = Harness()
+    h.receive(request(token_ids=tuple(range(14)), extents=((0, 14),), prompt_logprobs=2, last_token_id=77))
+    h.start()
+    h.sent(checksums=checksums)
+    assert not positions_of(*(message for _, message in h.control.repeated.values())), "they are not computed yet"
+    h.finish()
+    h.compute()
+    h.sent(checksums=checksums)
+    h.compute()
+    h.sent(checksums=checksums)
+    *chunks, done = (message for _, message in h.control.repeated.values())
+    assert len(chunks) == (2 if checksums else 1), "only a chunk that brings something has a message"
+    assert positions_of(chunks[-1]) == list(range(1, 13))
+    assert positions_of(done) == [13, 14]
+    assert isinstance(done, PrefillDone)
+    table = PromptLogprobTable(15, 2)
+    for piece in (*chunks[-1].prompt_logprobs, *done.prompt_logprobs):
+        assert table.problem(piece) is None
+        table.add(piece)
+    assert table.complete
+    assert table.floats[:, 0].tolist() == [-position for position in range(1, 15)]
+    assert table.ints[:, 0].tolist() == [*range(1, 14), 77], "the last one is that of the token which is decoded"
+
+
+def test_a_pass_gives_log_probabilities_to_those_that_ask_for_them() -> None:
+    h = Harness()
+    h.receive(request(token_ids=(1, 2, 3), extents=((0, 3),)))
+    other = AttemptId("decode", "other", 1)
+    h.receive(request(attempt=other, token_ids=(4, 5), extents=((0, 2),), prompt_logprobs=0, last_token_id=6))
+    h.compute()
+    h.sent()
+    h.sent()
+    dones = {key[1]: message for key, (_, message) in h.control.repeated.items()}
+    assert positions_of(dones[R]) == []
+    assert positions_of(dones[other]) == [1, 2]
+
+
+def test_more_log_probabilities_than_a_message_should_have_are_refused() -> None:
+    few = request(prompt_logprobs=20, last_token_id=5)
+    offer = Offer(IDENTITY, ("tcp",), max_tokens=2**20, vocab_size=100)
+    many = few.model_copy(update={"token_ids": (1,) * 2**17})
+    assert offer.refusal(few) is None
+    assert "exceed the limit" in str(offer.refusal(many))
+    assert "token id 100" in str(offer.refusal(few.model_copy(update={"last_token_id": 100})))
+
+
 def test_without_checksums_no_chunk_is_told_of() -> None:
     h = Harness()
     h.receive(request())
@@ -847,3 +911,33 @@ def test_only_its_own_decode_node_answers_for_a_chunk() -> None:
     h.receive(ChunkTaken(attempt=R._replace(epoch=2), number=0))
     h.receive(ChunkTaken(attempt=R, number=1))
     assert list(h.control.repeated.values()) == [(DECODE, chunk_done(0, 0, 6))]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        FetchGrant(attempt=R, start=0, stop=64, extents=((0, 64),), checksums=Checksums()),
+        FetchRefused(attempt=R, reason="it is not here"),
+        Abort(attempt=R),
+        FetchDone(attempt=R),
+    ],
+)
+def test_a_node_asks_for_a_prefix_until_it_is_answered_or_does_not_want_it(answer: Message) -> None:
+    h = Harness()
+    answers: list[Message] = []
+    h.engine.fetch_answered = answers.append  # type: ignore[method-assign]
+    h.receive(request())
+    asked = FetchRequest(attempt=R, start=0, stop=64)
+    h.engine._updates.append(asked)
+    h.tell()
+    assert h.control.repeated["fetch", R] == (DECODE, asked)
+    if isinstance(answer, FetchDone):
+        h.engine._updates.append(answer)
+        h.tell()
+        assert h.control.take(FetchDone) == [answer]
+    else:
+        h.receive(answer, DECODE.model_copy(update={"boot_id": "another"}))
+        assert ("fetch", R) in h.control.repeated
+        h.receive(answer)
+    assert ("fetch", R) not in h.control.repeated
+    assert answers == ([answer] if isinstance(answer, FetchGrant | FetchRefused) else [])

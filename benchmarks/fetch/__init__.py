@@ -1,0 +1,1 @@
+"""Fetching a prefix from a decode node against computing it."""

@@ -1,0 +1,180 @@
+"""Times what computing a prefix takes and what fetching it takes, and asks the node's own estimates which is faster."""
+
+import random
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from benchmarks.fetch.lender import Lender
+from benchmarks.fetch.link import throttled
+from control.messages import AttemptId, Destination, Peer, Transport
+from engine.chunked import ChunkedPrefill, PrefillJob
+from engine.identity import identity_of
+from engine.paged_pool import PagedKVPool
+from model.backends.choice import choose_backend
+from model.loader import load_model, read_spec
+from model.sparse_model import SparseModel
+from model.tiny import write_tiny_checkpoint
+from prefill_node.costs import ComputeCost, FetchCosts
+from prefill_node.fetch import Fetch, RunningFetch
+from prefill_node.landing import HostSink
+from transfer.choices import TransferProtocol
+from transfer.reader import Reader
+from transfer.routes import Transports
+
+PAGE_SIZE = 64
+_CPU = torch.device("cpu")
+_DECODE = Peer(role="decode", address="127.0.0.1:1", boot_id="lender")
+_CUT_AT = 1.5
+"""Of the time that computing takes: which is faster is known by then."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A forward pass over positions [start, stop) of a prompt."""
+
+    start: int
+    stop: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Case:
+    """A prefix of so many tokens over one link. rate: bytes a second, 0 for no limit.
+
+    fetching: seconds, or None if it was cut. estimated_*, fetches: what the node would have thought and done before.
+    """
+
+    transport: str
+    rate: float
+    tokens: int
+    computing: float
+    fetching: float | None
+    estimated_computing: float
+    estimated_fetching: float
+
+    @property
+    def fetches(self) -> bool:
+        return self.estimated_fetching < self.estimated_computing
+
+    @property
+    def is_right(self) -> bool:
+        """Whether the node's choice is the faster way."""
+        return self.fetches == (self.fetching is not None and self.fetching < self.computing)
+
+
+@contextmanager
+def tiny_model(layers: int, context: int) -> Iterator[SparseModel]:
+    """A random model of the DeepSeek family, in float32."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "tiny"
+        write_tiny_checkpoint(
+            path, "deepseek_v32", seed=1, layers=layers, index_n_heads=16, max_position_embeddings=context
+        )
+        spec = read_spec(path, torch.float32, context, "auto", "auto")
+        yield load_model(path, torch.float32, _CPU, context, choose_backend("auto", _CPU, spec), "auto")
+
+
+class Node:
+    """A prefill node's model and pool."""
+
+    def __init__(self, model: SparseModel, tokens: int, chunk_size: int) -> None:
+        self.model = model
+        self.chunk_size = chunk_size
+        self.pool = PagedKVPool(model.spec.kv_layout, -(-tokens // PAGE_SIZE), PAGE_SIZE, _CPU)
+
+    def compute(self, tokens: int, said: Callable[[Pass], None]) -> list[Pass]:
+        """Compute a random prompt, chunk by chunk."""
+        prefill: ChunkedPrefill[PrefillJob] = ChunkedPrefill(self.model, self.pool, self.chunk_size)
+        ids = torch.randint(0, self.model.spec.vocab_size, (tokens,), generator=torch.Generator().manual_seed(0))
+        prefill.add(job := PrefillJob(ids))
+        passes = []
+        while (step := prefill.plan()) is not None:
+            [(_, chunk)] = step.chunks
+            started = time.perf_counter()
+            prefill.compute(step)
+            passes.append(Pass(chunk.start, chunk.stop, time.perf_counter() - started))
+            prefill.complete(step)
+            said(passes[-1])
+        prefill.release(job)
+        return passes
+
+
+class Links:
+    """Fetches into a node's pool over links of different rates, by one transport."""
+
+    def __init__(self, node: Node, protocol: TransferProtocol, tokens: int) -> None:
+        self._node = node
+        self.protocol = protocol
+        self._transports = Transports("127.0.0.1", protocol)
+        self._transports.register(node.pool.get_contiguous_buf_infos())
+        self._lender = Lender(node.pool.layout, tokens, protocol, identity_of(node.model.spec))
+
+    @property
+    def _destination(self) -> Destination:
+        return self._lender.destination
+
+    def fetch(self, tokens: int, rate: float, patience: float) -> float | None:
+        """Seconds from the request to verified bytes; None if it took longer than `patience`."""
+        pool = self._node.pool
+        pages = pool.allocate(tokens)
+        assert pages is not None
+        reader = Reader(throttled(self._transports.connect_to_read(self._destination), rate))
+        started = time.perf_counter()
+        slots, checksums = self._lender.lend(tokens)
+        fetch = Fetch(
+            AttemptId("lender", "r", 1), _DECODE, self._destination, 0, tokens, pages, slots, checksums, lambda: True
+        )
+        running = RunningFetch(fetch, reader, HostSink([*pool.kv, *pool.index_keys]), PAGE_SIZE)
+        report = running.run(may_post=lambda: time.perf_counter() - started < patience)
+        seconds = time.perf_counter() - started
+        reader.close()
+        pool.free(pages)
+        if report.error is not None and seconds < patience:
+            raise RuntimeError(f"a fetch of {tokens} tokens failed: {report.error}")
+        return None if report.error is not None else seconds
+
+    def close(self) -> None:
+        self._lender.__exit__()
+        self._transports.unregister(self._node.pool.get_contiguous_buf_infos())
+
+
+def run_link(
+    links: Links,
+    node: Node,
+    passes: Sequence[Pass],
+    lengths: Sequence[int],
+    rate: float,
+    said: Callable[[Case], None],
+) -> list[Case]:
+    """Fetch each length over one link, in random order, each time after asking what the node would do.
+
+    The node has computed `passes` before and knows nothing of the link. As a node does, it learns from what it chooses
+    only: from the fetch, or from computing, of which it knows already.
+    """
+    compute, fetch = ComputeCost(node.chunk_size), FetchCosts()
+    for each in passes:
+        compute.observe([(each.start, each.stop)], each.seconds)
+    transport: Transport = "shm" if links.protocol == "shm" else "tcp"
+    cases = []
+    for tokens in random.Random(1).sample(list(lengths), len(lengths)):
+        computing = sum(each.seconds for each in passes if each.stop <= tokens)
+        num_bytes = tokens * node.pool.layout.token_bytes
+        estimated = compute.saved(0, tokens, tokens + PAGE_SIZE)
+        assert estimated is not None
+        expected = fetch.estimate(_DECODE.boot_id, transport, num_bytes)
+        taken = links.fetch(tokens, rate, patience=_CUT_AT * computing)
+        case = Case(links.protocol, rate, tokens, computing, taken, estimated, expected)
+        if case.fetches:
+            # One that takes longer than computing is given up by then.
+            fetch.observe(
+                _DECODE.boot_id, transport, num_bytes, taken if taken and taken < estimated else 2 * estimated
+            )
+        cases.append(case)
+        said(case)
+    return cases

@@ -1,0 +1,219 @@
+"""`python -m benchmarks.gateway`: what a streamed token costs the gateway.
+
+A gateway process on one core serves streams of one scripted decode node, which computes nothing: in every step each
+request gets a token, all of them in one message. A client process reads the streams and counts their events. What is
+reported is the processor time of the gateway process alone, between the first step and the last.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import selectors
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from typing import Annotated
+
+import httpx
+import psutil
+import typer
+
+from base.errors import StartupError
+from benchmarks.passkey import CHECKPOINT
+from benchmarks.program import run
+from control.discovery import GatewayAddresses
+from control.membership import Membership
+from control.messages import (
+    Accepted,
+    Cancel,
+    Ended,
+    FinishReason,
+    Generate,
+    Heartbeat,
+    HeartbeatAck,
+    Message,
+    ModelIdentity,
+    Output,
+    Outputs,
+    Peer,
+    Refused,
+    Register,
+    Registered,
+    Role,
+    Token,
+)
+from control.plane import ControlPlane
+
+_CONTEXT = 4096
+_TEXT = b"The quick brown fox jumps over the lazy dog. "
+_READY_S = 60.0
+_IDENTITY = ModelIdentity(
+    fingerprint="scripted",
+    dtype="torch.float32",
+    kv_format="float32",
+    num_layers=1,
+    num_index_layers=1,
+    item_bytes=4,
+    index_key_bytes=4,
+)
+
+
+class ScriptedNode:
+    """Registers at a gateway. As a decode node it keeps the requests that it is sent."""
+
+    def __init__(self, role: Role, gateway: str) -> None:
+        self.requests: dict[str, Peer] = {}
+        self._role = role
+        self.control = ControlPlane(role, "127.0.0.1", 0, "127.0.0.1", self._deliver)
+        self._membership = Membership(self.control, GatewayAddresses([gateway]), self._offer, self._beat)
+        self.control.start()
+        self.control.periodically(0.1, self._membership.tick)
+
+    def step(self, number: int, last: bool) -> None:
+        """Send every request a token."""
+        token = Token(token_id=_TEXT[number % len(_TEXT)])
+        reason: FinishReason | None = "length" if last else None
+        by_gateway: dict[str, tuple[Peer, list[Output]]] = {}
+        for request_id, gateway in list(self.requests.items()):
+            output = Output(request_id=request_id, start=number, tokens=(token,), finish_reason=reason)
+            by_gateway.setdefault(gateway.boot_id, (gateway, []))[1].append(output)
+        for gateway, outputs in by_gateway.values():
+            self.control.send(gateway, Outputs(outputs=tuple(outputs)))
+
+    def _deliver(self, sender: Peer, message: Message) -> None:
+        match message:
+            case Generate():
+                self.requests[message.request_id] = sender
+                self.control.send(sender, Accepted(request_id=message.request_id))
+            case Ended() | Cancel():
+                self.requests.pop(message.request_id, None)
+            case Registered() | Refused() | HeartbeatAck():
+                self._membership.receive(sender, message)
+
+    def _offer(self, via: str) -> Register:
+        role = self._role
+        assert role != "gateway"
+        return Register(
+            via=via, role=role, identity=_IDENTITY, transports=("tcp",), page_size=64, max_request_tokens=_CONTEXT
+        )
+
+    def _beat(self, via: str) -> Heartbeat:
+        return Heartbeat(via=via, ready=True, queued_tokens=0)
+
+
+def _read_streams(port: int, path: str, body: bytes, streams: int, events: "multiprocessing.Queue[int]") -> None:
+    """The client process: open the streams, read them to their ends, and say how many events came."""
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    selector = selectors.DefaultSelector()
+    tails: dict[int, bytes] = {}
+    for _ in range(streams):
+        connection = socket.create_connection(("127.0.0.1", port))
+        connection.sendall(head.encode() + body)
+        selector.register(connection, selectors.EVENT_READ)
+        tails[connection.fileno()] = b""
+    count = 0
+    while tails:
+        for key, _ in selector.select():
+            assert isinstance(key.fileobj, socket.socket)
+            data = key.fileobj.recv(1 << 16)
+            text = tails[key.fd] + data
+            count += text.count(b"data: {") - tails[key.fd].count(b"data: {")
+            tails[key.fd] = text[-32:]
+            if not data or b"[DONE]" in text[-64:]:
+                selector.unregister(key.fileobj)
+                key.fileobj.close()
+                del tails[key.fd]
+    events.put(count)
+
+
+@contextlib.contextmanager
+def _gateway(core: int) -> Iterator[tuple[subprocess.Popen[bytes], int, int]]:
+    """A gateway process on one core, its HTTP port and its control port."""
+    ports = []
+    for _ in range(2):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            ports.append(probe.getsockname()[1])
+    http, control = ports
+    flags = {"model-path": CHECKPOINT, "host": "127.0.0.1", "port": http, "control-port": control}
+    limits = {"max-concurrent-requests": 4096, "context-length": _CONTEXT}
+    words = [word for name, value in {**flags, **limits}.items() for word in (f"--{name}", str(value))]
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen([sys.executable, "-m", "gateway", *words], stdout=log, stderr=log)
+        try:
+            os.sched_setaffinity(process.pid, {core})
+            yield process, http, control
+        except StartupError:
+            log.seek(0)
+            raise StartupError(f"the gateway did not start: {log.read().decode()[-1000:]}") from None
+        finally:
+            process.terminate()
+            process.wait(20)
+
+
+def measure(path: str, body: bytes, streams: int, tokens: int, interval_s: float, core: int) -> tuple[float, float]:
+    """Microseconds of the gateway's processor per token, and events per token that the client got."""
+    with _gateway(core) as (process, port, control_port):
+        nodes = [ScriptedNode(role, f"127.0.0.1:{control_port}") for role in ("prefill", "decode")]
+        decode = nodes[1]
+        try:
+            _wait_ready(process, port)
+            events: multiprocessing.Queue[int] = multiprocessing.Queue()
+            client = multiprocessing.Process(target=_read_streams, args=(port, path, body, streams, events))
+            client.start()
+            until = time.monotonic() + _READY_S
+            while len(decode.requests) < streams:
+                if time.monotonic() > until:
+                    raise StartupError(f"{len(decode.requests)} of {streams} requests have arrived")
+                time.sleep(0.05)
+            time.sleep(0.5)
+            usage = psutil.Process(process.pid)
+            before = sum(usage.cpu_times()[:2])
+            for number in range(tokens):
+                decode.step(number, last=number == tokens - 1)
+                time.sleep(interval_s)
+            count = events.get(timeout=_READY_S)
+            spent = sum(usage.cpu_times()[:2]) - before
+            client.join()
+            return spent / (streams * tokens) * 1e6, count / (streams * tokens)
+        finally:
+            for node in nodes:
+                node.control.stop()
+
+
+def _wait_ready(process: "subprocess.Popen[bytes]", port: int) -> None:
+    until = time.monotonic() + _READY_S
+    while time.monotonic() < until and process.poll() is None:
+        with contextlib.suppress(httpx.HTTPError):
+            if httpx.get(f"http://127.0.0.1:{port}/ready").status_code == 200:
+                return
+        time.sleep(0.1)
+    raise StartupError("not ready")
+
+
+def main(
+    streams: Annotated[int, typer.Option(help="Streams at a time.")] = 512,
+    tokens: Annotated[int, typer.Option(help="Tokens of each stream.")] = 200,
+    interval_ms: Annotated[float, typer.Option(help="From one step of the decode node to the next.")] = 40.0,
+    rounds: Annotated[int, typer.Option(help="Measurements of each endpoint; the median is printed.")] = 3,
+    core: Annotated[int, typer.Option(help="Which core the gateway gets.")] = 0,
+) -> None:
+    """Measure the processor time of the gateway for each streamed token."""
+    prompt = f'"stream": true, "max_tokens": {tokens}, "temperature": 0'
+    bodies = {
+        "/v1/completions": f'{{"prompt": "hello", {prompt}}}',
+        "/v1/chat/completions": f'{{"messages": [{{"role": "user", "content": "hello"}}], {prompt}}}',
+    }
+    for path, body in bodies.items():
+        results = [measure(path, body.encode(), streams, tokens, interval_ms / 1e3, core) for _ in range(rounds)]
+        median = statistics.median(us for us, _ in results)
+        shown = ", ".join(f"{us:.1f}" for us, _ in results)
+        print(f"{path}: {median:.1f} us of processor per token ({shown}), {results[0][1]:.2f} events per token")
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,1 @@
+"""What grammars cost: their compilation, their masks, and the steps that wait for them."""

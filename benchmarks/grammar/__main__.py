@@ -1,0 +1,147 @@
+"""What grammars cost: `python -m benchmarks.grammar [--batch 16] [--vocab-size 129280] [--device cuda]`.
+
+A BPE is trained on Python sources that lie on the machine (padded to the vocabulary's size where they give fewer
+tokens). The answers are real text, of which each request is at another place. Masks are timed alone, and then decode
+steps of a tiny model with such a vocabulary, with and without.
+"""
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from typing import Annotated
+
+import numpy as np
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.grammar.bpe import EOS, trained
+from benchmarks.grammar.cases import CASES
+from benchmarks.grammar.steps import GrammarSteps
+from control.grammar import Grammar, Node, Regex
+from engine.grammar.compiler import GrammarCompiler
+from engine.grammar.masks import MaskWriter
+from engine.grammar.state import CompiledGrammar, GrammarState
+from engine.grammar.vocabulary import Vocabulary
+
+_STEPS = 300
+
+
+def main(
+    batch: Annotated[int, typer.Option(help="Requests of a step.", min=1)] = 16,
+    vocab_size: Annotated[int, typer.Option(help="Tokens, and rows of the logits.", min=1000)] = 129_280,
+    threads: Annotated[int | None, typer.Option(help="That fill masks; default: the service's.", min=1)] = None,
+    steps: Annotated[int, typer.Option(help="Decode steps of each kind; 0: masks alone.", min=0, max=200)] = 100,
+    layers: Annotated[int, typer.Option(help="Of the model of these steps.", min=1)] = 4,
+    hidden_size: Annotated[int, typer.Option(help="Of the model of these steps.", min=16)] = 64,
+    device: Annotated[str, typer.Option(help="cpu, or cuda, that computes these steps.")] = "cpu",
+) -> None:
+    console = Console()
+    tokenizer = trained(vocab_size)
+    began = time.perf_counter()
+    vocabulary = Vocabulary(json.loads(tokenizer.to_str()), vocab_size, [int(tokenizer.token_to_id(EOS) or 0)])
+    took = time.perf_counter() - began
+    console.print(f"vocabulary: {tokenizer.get_vocab_size()} tokens of {vocab_size}, loaded in {took:.1f} s")
+    compiler = GrammarCompiler(vocabulary)
+    try:
+        compiled = {name: _compiled(compiler, node) for name, (node, _) in CASES.items()}
+    finally:
+        compiler.close()
+    table = Table("grammar", "tokens", "compile ms", "first mask us")
+    for what in ("one, processor us", f"{batch}, processor us", f"{batch}, us"):
+        table.add_column(f"{what}: median")
+        table.add_column("90%")
+        table.add_column("most")
+    for name, (_, text) in CASES.items():
+        grammar, compile_ms = compiled[name]
+        tokens = tokenizer.encode(text).ids
+        first = min(_timed(lambda g=grammar: _mask(g.start(), vocabulary.words)) for _ in range(3))  # type: ignore[misc]
+        _, single = _walk([grammar.start()], tokens, vocabulary.words, 1)
+        passed, worked = _walk([grammar.start() for _ in range(batch)], tokens, vocabulary.words, threads)
+        figures = [*_figures(single), *_figures(worked), *_figures(passed)]
+        table.add_row(name, str(len(tokens)), f"{compile_ms:.1f}", f"{first:.0f}", *figures)
+    console.print(table)
+    if torch.cuda.is_available():
+        console.print(f"copy of {batch} masks to the device: {_copied(batch, vocabulary.words):.0f} us")
+    console.print("A step waits for masks only where a batch takes longer than the forward pass.")
+    if not steps:
+        return
+    table = Table("grammar", "step ms: free", "constrained", "longer", "processor ms: free", "constrained", "longer")
+    for name, (_, text) in CASES.items():
+        timed = GrammarSteps(batch, vocab_size, layers, hidden_size, torch.device(device), threads)
+        free, bound = timed.compare(compiled[name][0], tokenizer.encode(text).ids, steps)
+        timed.close()
+        pairs = (free.ms, bound.ms), (free.processor_ms, bound.processor_ms)
+        table.add_row(name, *(cell for a, b in pairs for cell in (f"{a:.2f}", f"{b:.2f}", f"{b / a - 1:+.1%}")))
+    console.print(table)
+
+
+def _compiled(compiler: GrammarCompiler, node: Node) -> tuple[CompiledGrammar, float]:
+    """A grammar, and the milliseconds from its message to its first mask's being ready."""
+    # Every process is ready once it has answered something.
+    for number in range(8):
+        compiler.submit(Grammar(root=Regex(pattern=f"{number}"))).result()
+    began = time.perf_counter()
+    grammar = compiler.submit(Grammar(root=node)).result()
+    return grammar, (time.perf_counter() - began) * 1e3
+
+
+def _walk(
+    states: Sequence[GrammarState], tokens: Sequence[int], words: int, threads: int | None
+) -> tuple[list[float], list[float]]:
+    """Microseconds of each step, that pass and that processors work: taking a token of each request and writing all
+    masks."""
+    writer = MaskWriter(len(states), words, torch.cuda.is_available(), threads)
+    # Each request is at another token.
+    at = [index * len(tokens) // len(states) for index in range(len(states))]
+    for state, start in zip(states, at, strict=True):
+        for token_id in tokens[:start]:
+            state.advance(token_id)
+    passed, worked = [], []
+    for _ in range(min(_STEPS, len(tokens))):
+        began, work_began = time.perf_counter(), time.process_time()
+        for index, state in enumerate(states):
+            if at[index] < len(tokens):
+                state.advance(tokens[at[index]])
+                at[index] += 1
+        masks = writer.write(states)
+        passed.append((time.perf_counter() - began) * 1e6)
+        worked.append((time.process_time() - work_began) * 1e6)
+        assert not masks.failed, masks.failed
+    return passed, worked
+
+
+def _mask(state: GrammarState, words: int) -> None:
+    state.fill(np.zeros(words, dtype=np.int32))
+
+
+def _timed(work: Callable[[], None]) -> float:
+    began = time.perf_counter()
+    work()
+    return (time.perf_counter() - began) * 1e6
+
+
+def _copied(batch: int, words: int) -> float:
+    source = torch.zeros((batch, words), dtype=torch.int32, pin_memory=True)
+    target = torch.empty_like(source, device="cuda")
+    spent = []
+    for _ in range(50):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        target.copy_(source, non_blocking=True)
+        torch.cuda.synchronize()
+        spent.append((time.perf_counter() - began) * 1e6)
+    return float(np.median(spent))
+
+
+def _figures(spent: Sequence[float]) -> list[str]:
+    return (
+        [f"{figure:.0f}" for figure in (np.median(spent), np.percentile(spent, 90), max(spent))]
+        if spent
+        else ["", "", ""]
+    )
+
+
+if __name__ == "__main__":
+    typer.run(main)

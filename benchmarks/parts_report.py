@@ -1,0 +1,63 @@
+"""What reports of a step or a chunk, part by part beside limits, have in common: a table, JSON, a figure."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from benchmarks.decode.timing import Part
+from benchmarks.decode.workload import ModelFlags
+from benchmarks.machine import this_machine
+from benchmarks.plotting import new_figure
+
+GIB = 2**30
+LIMIT = "limit: the larger of bytes at 4.8 TB/s and operations at 800 TFLOP/s (1600 in fp8), part by part"
+
+
+def table(title: str, *headings: str) -> Table:
+    """An empty table of figures."""
+    made = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for heading in headings:
+        made.add_column(heading, justify="right", no_wrap=True)
+    return made
+
+
+def what_was_computed(config: ModelFlags, weight_bytes: int) -> str:
+    """The model and its formats, in words."""
+    layers = "all" if config.layers is None else config.layers
+    rank = f"a rank of {config.rank_of}" if config.rank_of > 1 else "one process"
+    return (
+        f"{config.shape}, {layers} layers, {rank}, weights {config.quantization} ({weight_bytes / GIB:.1f} GiB), "
+        f"KV {config.kv_cache_dtype}"
+    )
+
+
+def write_document(path: Path, schema: int, config: Any, cases: Sequence[Mapping[str, object]]) -> None:
+    """The cases as JSON, with the device, the machine and the flags (a dataclass)."""
+    document = {
+        "schema": schema,
+        "device": torch.cuda.get_device_name(),
+        "machine": asdict(this_machine()),
+        "config": {name: str(value) for name, value in asdict(config).items()},
+        "cases": cases,
+    }
+    path.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def draw_parts(path: Path, bars: Mapping[str, Mapping[Part, float]], label: str) -> None:
+    """Stacked bars by name, of milliseconds by part. label: of the axis of time."""
+    figure = new_figure(figsize=(max(4.0, 0.8 * len(bars)), 4.2), layout="constrained")
+    axis = figure.subplots()
+    bottoms = [0.0] * len(bars)
+    for part in next(iter(bars.values())):
+        heights = [max(0.0, parts[part]) for parts in bars.values()]
+        axis.bar(list(bars), heights, bottom=bottoms, label=part)
+        bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
+    axis.tick_params(axis="x", labelsize="x-small", rotation=45)
+    axis.set_ylabel(label)
+    figure.legend(*axis.get_legend_handles_labels(), loc="outside right upper", fontsize="x-small")
+    figure.savefig(path, dpi=130)

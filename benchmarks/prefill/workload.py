@@ -1,0 +1,77 @@
+"""A prompt in a paged pool of which one chunk is computed, as a prefill node computes it."""
+
+import torch
+
+from benchmarks.decode.workload import Model
+from engine.paged_pool import PagedKVPool, PagedSequence
+from model.backends.choice import choose_backend
+from model.passes import PrefillChunk
+from model.shard import Exchange
+from model.sparse_model import SparseModel
+from model.spec import ModelSpec
+
+_PAGE_SIZE = 64
+_FILL_ROWS = 1 << 14
+
+
+class Prompt:
+    """A prompt of `context` tokens whose last `chunk` tokens are computed; before them are random items and keys.
+
+    The chunk may be computed any number of times: each time it stores the same KV again.
+    """
+
+    def __init__(self, model: Model, context: int, chunk: int, device: torch.device) -> None:
+        spec = model.spec
+        self.pool = PagedKVPool(spec.kv_layout, -(-context // _PAGE_SIZE), _PAGE_SIZE, device)
+        _fill(self.pool, spec, device)
+        backend = choose_backend("auto", device, spec)
+        self._model = SparseModel(model.network, spec, backend)
+        pages = self.pool.allocate(context)
+        assert pages is not None, "the pool has pages for the whole prompt"
+        token_ids = torch.randint(0, spec.vocab_size, (chunk,), generator=torch.Generator().manual_seed(0))
+        self._chunk = PrefillChunk(token_ids, context - chunk, context + 1, PagedSequence(self.pool, pages))
+
+    @torch.inference_mode()
+    def compute(self) -> None:
+        """Queue the forward pass of the chunk."""
+        self._model.prefill([self._chunk])
+
+
+class MarkedExchange:
+    """Tells when a mixture of experts begins and ends: what it computes lies between gathering and reducing."""
+
+    def __init__(self, inner: Exchange, device: torch.device) -> None:
+        self._inner = inner
+        self._device = device
+
+    def gather(self, hidden: torch.Tensor) -> torch.Tensor:
+        gathered = self._inner.gather(hidden)
+        mark(self._device)
+        return gathered
+
+    def own(self, count: int) -> range:
+        return self._inner.own(count)
+
+    def reduce(self, parts: torch.Tensor) -> torch.Tensor:
+        mark(self._device)
+        return self._inner.reduce(parts)
+
+
+MARK = "spin_kernel"
+"""The name of the kernel that marks: nothing else launches it."""
+
+
+def mark(device: torch.device) -> None:
+    """Launch a kernel of a microsecond, to be found again among those that the profiler lists."""
+    if device.type == "cuda":
+        torch.cuda._sleep(1)  # type: ignore[no-untyped-call]
+
+
+def _fill(pool: PagedKVPool, spec: ModelSpec, device: torch.device) -> None:
+    kv_format = spec.kv_format
+    items = kv_format.encode_items(torch.randn(_FILL_ROWS, spec.item_dim, device=device, dtype=spec.dtype))
+    keys = kv_format.encode_index_keys(torch.randn(_FILL_ROWS, spec.index_dim, device=device, dtype=spec.dtype))
+    for layers, stored in ((pool.kv, items), (pool.index_keys, keys)):
+        for layer in layers:
+            for rows in layer.split(_FILL_ROWS):
+                rows.copy_(stored[: len(rows)])

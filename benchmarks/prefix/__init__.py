@@ -1,0 +1,1 @@
+"""The prefix cache played on traces, without a model."""

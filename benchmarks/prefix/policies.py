@@ -1,0 +1,100 @@
+"""Tokens of a trace that are cached when they come, by the prefix tree and by ways that share no code with it."""
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from benchmarks.prefix.trace import VOCAB_SIZE, TracedPrompt
+from control.block_hashes import BLOCK_TOKENS
+from hisparse.prefix_tree import PrefixTree
+
+
+@dataclass(frozen=True)
+class TreeOutcome:
+    """hit_tokens: found in the tree. nodes, blocks: in the tree at the end. bookkeeping_bytes: beside values."""
+
+    hit_tokens: int
+    nodes: int
+    blocks: int
+    bookkeeping_bytes: int
+
+
+def play_tree(prompts: Sequence[TracedPrompt], capacity: int) -> TreeOutcome:
+    """The prefix tree with room for `capacity` blocks, used as a node uses it; each prompt is over at once.
+
+    Raises AssertionError if a value was lost or given twice.
+    """
+    tree = PrefixTree(capacity, 1, VOCAB_SIZE)
+    free = np.arange(capacity)
+    hit_tokens = 0
+    for prompt in prompts:
+        tokens = prompt.tokens()[: capacity * BLOCK_TOKENS]
+        match = tree.lookup(tokens)
+        tree.retain(match)
+        hit_tokens += match.tokens
+        missing = len(tokens) // BLOCK_TOKENS - match.blocks
+        free = np.concatenate([free, tree.evict(missing - len(free)).values[:, 0]])
+        taken, free = free[:missing], free[missing:]
+        tree.insert(tokens, np.concatenate([match.values[:, 0], taken])[:, None])
+        tree.release(match)
+    outcome = TreeOutcome(hit_tokens, tree.num_nodes, tree.blocks, tree.bookkeeping_bytes)
+    tree.check_integrity()
+    everything = np.concatenate([free, tree.evict(tree.blocks).values[:, 0]])
+    assert np.array_equal(np.sort(everything), np.arange(capacity)), "values were lost or given twice"
+    return outcome
+
+
+class IdealCache:
+    """An unlimited cache of whole blocks, which are known by numbers that are equal for equal prefixes."""
+
+    def __init__(self) -> None:
+        self._seen: set[int] = set()
+
+    def find(self, blocks: Sequence[int]) -> int:
+        """Tokens of the blocks, from the first one on, that are cached."""
+        return _leading(blocks, self._seen) * BLOCK_TOKENS
+
+    def add(self, blocks: Sequence[int]) -> None:
+        self._seen.update(blocks)
+
+
+def play_ideal(prompts: Sequence[TracedPrompt]) -> int:
+    """Tokens that an unlimited cache of whole blocks finds."""
+    cache = IdealCache()
+    hit_tokens = 0
+    for prompt in prompts:
+        blocks = prompt.blocks()
+        hit_tokens += cache.find(blocks)
+        cache.add(blocks)
+    return hit_tokens
+
+
+def play_lru(prompts: Sequence[TracedPrompt], capacity: int, from_the_end: bool) -> int:
+    """Tokens that LRU over single blocks finds, which knows no tree: what is behind a block that is gone is no hit.
+
+    from_the_end: a prompt uses its last block first, so that ends are older than beginnings, as in vLLM. Otherwise it
+    uses them in their order, and beginnings are evicted first.
+    """
+    cached: OrderedDict[int, None] = OrderedDict()
+    hit_blocks = 0
+    for prompt in prompts:
+        blocks = prompt.blocks()[:capacity]
+        hit_blocks += _leading(blocks, cached)
+        for block in reversed(blocks) if from_the_end else blocks:
+            cached[block] = None
+            cached.move_to_end(block)
+        while len(cached) > capacity:
+            cached.popitem(last=False)
+    return hit_blocks * BLOCK_TOKENS
+
+
+def distinct_blocks(prompts: Sequence[TracedPrompt]) -> int:
+    return len(set(itertools.chain.from_iterable(prompt.blocks() for prompt in prompts)))
+
+
+def _leading(blocks: Sequence[int], cached: Container[int]) -> int:
+    """How many blocks, from the first on, are cached."""
+    return sum(1 for _ in itertools.takewhile(cached.__contains__, blocks))

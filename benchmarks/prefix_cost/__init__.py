@@ -1,0 +1,1 @@
+"""What a prefix cache brings where prompts share much, and what it costs where they share nothing."""

@@ -1,0 +1,1 @@
+"""What it costs that the ranks of a group step together."""

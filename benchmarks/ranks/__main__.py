@@ -1,0 +1,117 @@
+"""`python -m benchmarks.ranks`: agreement, collectives and steps of a group of ranks on this machine."""
+
+import os
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from base.errors import StartupError
+from benchmarks.decode.config import DecodeBench
+from benchmarks.decode.workload import build_model
+from benchmarks.program import run
+from benchmarks.ranks.agreement import summary, time_agreement
+from benchmarks.ranks.exchange import time_exchange
+from benchmarks.ranks.prompts import models_of, time_prompt_of
+from benchmarks.ranks.steps import time_steps_of
+from cli.serve import die_with_parent
+from engine.rank_place import RankPlace, create_places
+from engine.ranks import RankGroup
+from service.start import use_device
+
+_STEP_TIMEOUT_S = 300.0
+
+
+def main(
+    ranks: Annotated[int, typer.Option(help="Processes, on GPUs with one each.", min=2)] = 2,
+    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
+    layers: Annotated[int, typer.Option(help="Of DeepSeek-V3.2, the first three without experts; 0: no steps.")] = 5,
+    context: Annotated[int, typer.Option(help="Tokens of each request, all in HBM.")] = 4096,
+    batch: Annotated[list[int], typer.Option(help="Requests at each rank; may be repeated.")] = [1, 16, 64],  # noqa: B006
+    prompt: Annotated[int, typer.Option(help="Tokens of a prompt that the group prefills; 0: none.")] = 0,
+    chunk: Annotated[list[int], typer.Option(help="Tokens of its chunks; may be repeated.")] = [2048, 8192],  # noqa: B006
+) -> None:
+    """Time what ranks do together. Steps and collectives are replayed graphs on GPUs."""
+    place = RankPlace.taken()
+    if place is not None:
+        _measure(place, device, layers, context, batch, prompt, chunk)
+        return
+    if device != "cpu" and torch.cuda.device_count() < ranks:
+        raise StartupError(f"{ranks} ranks need a GPU each, and this machine has {torch.cuda.device_count()}")
+    places = create_places(ranks)
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.ranks", *sys.argv[1:]],
+            env={**os.environ, **place.variables()},
+            pass_fds=place.descriptors,
+            preexec_fn=die_with_parent,
+        )
+        for place in places
+    ]
+    try:
+        codes = [process.wait() for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    if any(codes):
+        raise StartupError(f"ranks ended with {codes}")
+
+
+def _measure(
+    place: RankPlace, kind: str, layers: int, context: int, batches: list[int], prompt: int, chunks: list[int]
+) -> None:
+    """In each rank; the first one prints."""
+    device = use_device("cpu" if kind == "cpu" else f"cuda:{place.rank}")
+    woken = threading.Event()
+    group = RankGroup(place, device, _STEP_TIMEOUT_S, woken.set)
+    exchange = group.connect()
+    console = Console(quiet=group.rank != 0)
+    times = time_agreement(group, woken)
+    table = _table(f"agreement of {group.size} ranks, us: median / p90", "shared memory", "gloo", "from sleep")
+    table.add_row(summary(times.shared_memory), summary(times.gloo), summary(times.waking))
+    console.print(table, "")
+
+    config = DecodeBench(layers=max(1, layers), rank_of=group.size, context=context)
+    hidden_size = 7168
+    table = _table(f"rows of {hidden_size} bfloat16 a rank, us", "rows", "gather", "reduce")
+    for rows, (gather, reduce) in time_exchange(group, exchange, hidden_size).items():
+        table.add_row(str(rows), f"{gather:.1f}", f"{reduce:.1f}")
+    console.print(table, "")
+
+    if prompt:
+        whole, part = models_of(replace(config, context=prompt), device)
+        table = _table(f"prompt of {prompt} tokens, {layers} layers, s", "chunk", "group", "one rank", "ratio")
+        for chunk in chunks:
+            took = time_prompt_of(group, exchange, whole, part, prompt, chunk)
+            table.add_row(str(chunk), f"{took.group_s:.3f}", f"{took.alone_s:.3f}", f"{took.ratio:.2f}")
+        console.print(table, "")
+        del whole, part
+
+    if layers:
+        model = build_model(config, device)
+        table = _table(f"step of {layers} layers, ms", "batch", "group", "alone", "HBM limit", "us a mixture more")
+        for batch in batches:
+            step = time_steps_of(group, exchange, model, context, batch)
+            cells = [f"{step.group_ms:.2f}", f"{step.alone_ms:.2f}", f"{step.limit_ms:.2f}"]
+            table.add_row(str(batch), *cells, f"{step.us_per_mixture:.0f}" if step.mixtures else "")
+        console.print(table, "")
+    while not group.done():
+        pass
+    group.close()
+
+
+def _table(title: str, *headings: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,113 @@
+"""The grammars of a decode node's requests: compiled on threads, and written into the masks of each step.
+
+Whatever a grammar needs is made with the first request that has one: the vocabulary takes seconds to read and some
+hundred megabytes, and most nodes never need it.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import structlog
+
+from decode_node.request import Request
+from engine.grammar.compiler import GrammarCompiler
+from engine.grammar.errors import CompilerBusy, GrammarError, UnsupportedTokenizer
+from engine.grammar.masks import Masks, MaskWriter
+from engine.grammar.state import CompiledGrammar
+from engine.grammar.vocabulary import Vocabulary
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class RefusedGrammar:
+    """A request whose grammar was not compiled. elsewhere: another node, or this one later, may do it."""
+
+    request: Request
+    reason: str
+    elsewhere: bool
+
+
+class Grammars:
+    """Belongs to the node's loop."""
+
+    def __init__(
+        self, read_vocabulary: Callable[[], Vocabulary], max_running: int, pinned: bool, wake: Callable[[], None]
+    ) -> None:
+        """read_vocabulary: called once, by another thread; raises UnsupportedTokenizer. pinned: masks go to a CUDA
+        device. wake: called by other threads when a grammar was compiled or refused."""
+        self._read_vocabulary = read_vocabulary
+        self._max_running = max_running
+        self._pinned = pinned
+        self._wake = wake
+        self._starter = ThreadPoolExecutor(1, thread_name_prefix="grammar-start")
+        self._starting: Future[GrammarCompiler] | None = None
+        self._compiling: dict[str, tuple[Request, Future[CompiledGrammar]]] = {}
+        self._masks: MaskWriter | None = None
+
+    def compile(self, request: Request) -> None:
+        """Begin to compile the grammar of a request. It may be computed meanwhile."""
+        grammar = request.generate.grammar
+        assert grammar is not None
+        if self._starting is None:
+            self._starting = self._starter.submit(self._start)
+        compiled: Future[CompiledGrammar] = Future()
+
+        def submit(starting: Future[GrammarCompiler]) -> None:
+            try:
+                starting.result().submit(grammar).add_done_callback(answer)
+            except Exception as error:
+                compiled.set_exception(error)
+                self._wake()
+
+        def answer(submitted: Future[CompiledGrammar]) -> None:
+            if (error := submitted.exception()) is not None:
+                compiled.set_exception(error)
+            else:
+                compiled.set_result(submitted.result())
+            self._wake()
+
+        self._compiling[request.request_id] = request, compiled
+        self._starting.add_done_callback(submit)
+
+    def settle(self) -> list[RefusedGrammar]:
+        """Start the requests whose grammars were compiled in the meantime. Returns those that cannot go on."""
+        refused = []
+        for request_id, (request, compiled) in list(self._compiling.items()):
+            if not compiled.done():
+                continue
+            del self._compiling[request_id]
+            try:
+                request.grammar = compiled.result().start(request.generate.stop_token_ids)
+            except (GrammarError, UnsupportedTokenizer) as error:
+                refused.append(RefusedGrammar(request, str(error), elsewhere=False))
+            except CompilerBusy as error:
+                refused.append(RefusedGrammar(request, str(error), elsewhere=True))
+            except Exception as error:
+                log.exception("a grammar cannot be compiled", request_id=request_id)
+                refused.append(RefusedGrammar(request, f"its grammar cannot be compiled: {error}", elsewhere=True))
+        return refused
+
+    def forget(self, request: Request) -> None:
+        """The request has ended."""
+        self._compiling.pop(request.request_id, None)
+
+    def masks(self, requests: Sequence[Request | None]) -> Masks:
+        """Which tokens each request of a step may get next. None: the request has ended, and gets any."""
+        states = [None if request is None else request.grammar for request in requests]
+        if self._masks is None:
+            words = next((state.words for state in states if state is not None), None)
+            if words is None:
+                return Masks(None, {})
+            self._masks = MaskWriter(self._max_running, words, self._pinned)
+        return self._masks.write(states)
+
+    def close(self) -> None:
+        """End the threads and processes that compile."""
+        self._starter.shutdown(cancel_futures=True)
+        if self._starting is not None and not self._starting.cancelled() and self._starting.exception() is None:
+            self._starting.result().close()
+
+    def _start(self) -> GrammarCompiler:
+        return GrammarCompiler(self._read_vocabulary())

@@ -1,0 +1,39 @@
+"""What a decode process does as a rank of a group before it serves: compare, and divide the host's memory."""
+
+from base.errors import StartupError
+from base.memory import human
+from base.version import VERSION
+from control.codec import PROTOCOL_VERSION
+from decode_node.config import DecodeConfig
+from engine.identity import identity_of
+from engine.ranks import RankGroup
+from hisparse.sizing import Sizes
+from model.spec import ModelSpec
+
+
+def check_alike(ranks: RankGroup, config: DecodeConfig, spec: ModelSpec) -> None:
+    """Raises StartupError if ranks are of other versions or checkpoints, or would compute steps of other shapes."""
+    ranks.check_equal(
+        {
+            "version": f"{VERSION} (protocol {PROTOCOL_VERSION})",
+            **identity_of(spec).model_dump(),
+            "context_length": spec.context_length,
+            "max_running_requests": config.max_running_requests,
+            "quantization": config.quantization,
+            "disable_cuda_graph": config.disable_cuda_graph,
+            "device": ranks.device.type,
+            "ranks": config.ranks,
+        }
+    )
+
+
+def check_host_memory(ranks: RankGroup, sizes: Sizes, available: int) -> None:
+    """Raises StartupError if the host pools of all ranks do not fit together. available: bytes before any was made."""
+    said = ranks.share([sizes.host_bytes + sizes.prefix_cache_bytes, available])
+    pools = [pool for pool, _ in said]
+    least = min(free for _, free in said)
+    if sum(pools) > least:
+        raise StartupError(
+            f"the host pools of {ranks.size} ranks need {human(sum(pools))} together, available are {human(least)}: "
+            "lower host_to_device_ratio or host_pool_gib"
+        )

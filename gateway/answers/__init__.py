@@ -1,0 +1,1 @@
+"""Answers in the format of each endpoint, whole and in chunks."""

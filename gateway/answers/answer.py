@@ -1,0 +1,112 @@
+"""What the answers of OpenAI's endpoints have in common."""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from gateway.answers.prompt import by_position
+from gateway.answers.streamed import Json, StreamedAnswer
+from gateway.choice import Delta
+from gateway.errors import ApiError
+from gateway.prepared import Prepared
+from gateway.tokenizer import CheckpointTokenizer
+
+
+class Answer(StreamedAnswer, ABC):
+    """Renders the answers to one request. Counts their tokens, so each delta must be passed once, in order."""
+
+    last_line = b"data: [DONE]\n\n"
+
+    kind: str
+    chunk_kind: str
+
+    def __init__(self, prepared: Prepared, model: str, tokenizer: CheckpointTokenizer) -> None:
+        request = prepared.request
+        self._head: Json = {"id": prepared.request_id, "created": int(time.time()), "model": model}
+        self._count = len(prepared.branches)
+        self._prepared = prepared
+        self._prompt_tokens = prepared.prompt_tokens
+        self._completion_tokens = 0
+        self._tokenizer = tokenizer
+        self._token_ids = bool(request.return_token_ids)
+        options = request.stream_options
+        self._include_usage = bool(options and options.include_usage)
+        self._prepared = prepared
+        self._prompt_logprobs = request.prompt_logprobs
+        self._usage_in_chunks = bool(options and options.continuous_usage_stats)
+
+    def whole(self, answers: Sequence[Sequence[Delta]], unused: Sequence[Sequence[Delta]] = ()) -> Json:
+        """The answers to a request that does not stream. unused: others that were generated, which count, too."""
+        self._completion_tokens += sum(len(delta.tokens) for deltas in unused for delta in deltas)
+        choices = [self._choice(index, _joined(deltas), whole=True) for index, deltas in enumerate(answers)]
+        return self._head | {"object": self.kind, "choices": choices, "usage": self._usage()}
+
+    def begin(self) -> list[Json]:
+        return [opening for index in range(self._count) if (opening := self.opening(index))]
+
+    def more(self, index: int, delta: Delta) -> list[Json]:
+        return [self._chunk([self._choice(index, delta, whole=False)])]
+
+    def end(self) -> list[Json]:
+        """The chunk with the usage, if the client asked for it."""
+        return [self._chunk([]) | {"usage": self._usage()}] if self._include_usage else []
+
+    def failed(self, error: ApiError) -> list[Json]:
+        return [error.body()]
+
+    def opening(self, index: int) -> Json | None:
+        """The chunk of an answer before any text, if the format has one."""
+        return None
+
+    def _chunk(self, choices: list[Json]) -> Json:
+        chunk = self._head | {"object": self.chunk_kind, "choices": choices}
+        if self._usage_in_chunks:
+            return chunk | {"usage": self._usage()}
+        return chunk | {"usage": None} if self._include_usage else chunk
+
+    def _choice(self, index: int, delta: Delta, whole: bool) -> Json:
+        self._completion_tokens += len(delta.tokens)
+        choice: Json = {
+            "index": index,
+            "logprobs": self._logprobs(index, delta),
+            "finish_reason": delta.finish_reason,
+            **self._text(index, delta, whole),
+        }
+        if self._token_ids:
+            choice["token_ids"] = [token.token_id for token in delta.tokens]
+        return choice
+
+    def _by_position(self, index: int, first: Delta, alternatives: int) -> list[Json | None]:
+        """The log probabilities of the prompt of a choice, which its first delta has."""
+        assert first.prompt is not None, "they were asked for"
+        return by_position(self._prepared.prompt_ids(index), first.prompt, alternatives, self._tokenizer)
+
+    def _usage(self) -> Json:
+        return {
+            "prompt_tokens": self._prompt_tokens,
+            "completion_tokens": self._completion_tokens,
+            "total_tokens": self._prompt_tokens + self._completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self._prepared.cached_tokens},
+        }
+
+    @abstractmethod
+    def _text(self, index: int, delta: Delta, whole: bool) -> Json:
+        """The text of a choice, and what else depends on it. whole: rather than of a chunk."""
+
+    @abstractmethod
+    def _logprobs(self, index: int, delta: Delta) -> Json | None:
+        """The log probabilities of a choice, if they were asked for."""
+
+
+def _joined(deltas: Sequence[Delta]) -> Delta:
+    """A whole answer as one delta."""
+    text = "".join(delta.text for delta in deltas)
+    return Delta(
+        text,
+        tokens=tuple(token for delta in deltas for token in delta.tokens),
+        # The text ends before the stop string, but offsets count it.
+        offsets=tuple(min(offset, len(text)) for delta in deltas for offset in delta.offsets),
+        finish_reason=deltas[-1].finish_reason,
+        stop=deltas[-1].stop,
+        prompt=deltas[0].prompt,
+    )

@@ -1,0 +1,140 @@
+"""An answer as a sequence of blocks: reasoning, text and calls, one after the other.
+
+The formats that have blocks differ in how they write them, not in where they begin and end.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from gateway.choice import Delta
+from gateway.formats import CallArguments, CallBegin, CallEnd, ContentDelta, Event, ReasoningDelta
+from gateway.prepared import ChatReading
+
+
+@dataclass
+class Block:
+    """text: of a call, the JSON text of its arguments. complete: it was not cut off; of a call, its arguments are JSON.
+
+    number: 0, 1, ... within the answer. call_id, name: of a call.
+    """
+
+    kind: Literal["reasoning", "text", "call"]
+    number: int
+    text: str = ""
+    complete: bool = False
+    call_id: str = ""
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A block begins. Nothing of its text is there yet."""
+
+    block: Block
+
+
+@dataclass(frozen=True)
+class Grew:
+    """A block has more text."""
+
+    block: Block
+    text: str
+
+
+@dataclass(frozen=True)
+class Closed:
+    """A block has ended, complete or not."""
+
+    block: Block
+
+
+Change: TypeAlias = Opened | Grew | Closed
+
+
+@dataclass
+class BlockReader:
+    """Takes an answer apart as it comes.
+
+    White space between blocks belongs to none of them: it becomes part of a text only together with what follows it
+    there. whole: a call that breaks or is cut off is text.
+    """
+
+    reading: ChatReading
+    whole: bool
+    blocks: list[Block] = field(default_factory=list)
+    reasoning_tokens: int = 0
+    """Tokens that came before any text or call, if the answer begins with reasoning."""
+    finish_reason: str | None = None
+    stop: str | None = None
+    """The stop string that ended the answer."""
+
+    def __post_init__(self) -> None:
+        self._parser = self.reading.parser(self.whole)
+        self._open: Block | None = None
+        self._space = ""
+        """White space that may begin a text."""
+
+    @property
+    def called(self) -> bool:
+        """Whether there is a complete call."""
+        return any(block.kind == "call" and block.complete for block in self.blocks)
+
+    def push(self, delta: Delta) -> list[Change]:
+        """What has become certain with this delta."""
+        changes: list[Change] = []
+        for event in self._parser.push(delta.text) if delta.text else ():
+            self._read(event, changes)
+        if self.reading.reasoning and all(block.kind == "reasoning" for block in self.blocks):
+            self.reasoning_tokens += len(delta.tokens)
+        if delta.finish_reason is not None:
+            self.finish_reason, self.stop = delta.finish_reason, delta.stop
+            for event in self._parser.finish():
+                self._read(event, changes)
+            if self._space and not self.blocks:
+                # There is nothing else.
+                self._grow("text", self._space, changes)
+            self._close(changes, ended=delta.finish_reason == "stop")
+        return changes
+
+    def _read(self, event: Event, changes: list[Change]) -> None:
+        match event:
+            case ReasoningDelta(text):
+                self._grow("reasoning", text, changes)
+            case ContentDelta(text):
+                self._content(text, changes)
+            case CallBegin(_, call_id, name):
+                self._begin(Block("call", len(self.blocks), call_id=call_id, name=name), changes)
+            case CallArguments(_, text):
+                self._grow("call", text, changes)
+            case CallEnd() if self._open is not None:
+                self._open.complete = True
+                self._close(changes)
+
+    def _content(self, text: str, changes: list[Change]) -> None:
+        if self._open is None or self._open.kind != "text":
+            self._space += text
+            if text := "" if self._space.isspace() else self._space:
+                self._space = ""
+        if text:
+            self._grow("text", text, changes)
+
+    def _grow(self, kind: Literal["reasoning", "text", "call"], text: str, changes: list[Change]) -> None:
+        if self._open is None or self._open.kind != kind:
+            self._begin(Block(kind, len(self.blocks)), changes)
+        assert self._open is not None
+        self._open.text += text
+        changes.append(Grew(self._open, text))
+
+    def _begin(self, block: Block, changes: list[Change]) -> None:
+        self._close(changes)
+        self._space = ""
+        self._open = block
+        self.blocks.append(block)
+        changes.append(Opened(block))
+
+    def _close(self, changes: list[Change], ended: bool = True) -> None:
+        """End the open block, if there is one. ended: the model ended it, unless it is a call."""
+        if self._open is not None:
+            self._open.complete |= ended and self._open.kind != "call"
+            changes.append(Closed(self._open))
+            self._open = None

@@ -1,0 +1,49 @@
+"""What formats ask of a conversation in OpenAI's form."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from gateway.formats.protocol import Message
+from gateway.formats.tools import parse_json
+
+RAW_ARGUMENTS = "arguments"
+"""The argument under which a call's arguments are shown to the model when they are no JSON object."""
+
+
+def content_of(message: Message) -> str:
+    """The text of a message; "" if it has none."""
+    return message.get("content") or ""
+
+
+def arguments_of(call: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call in a message.
+
+    A call that broke in an earlier answer comes back with arguments that are no JSON object. The conversation has to
+    go on all the same, and the model should see what it wrote: as the one argument `RAW_ARGUMENTS`. No text means no
+    arguments.
+    """
+    arguments = call["function"].get("arguments")
+    if isinstance(arguments, Mapping):
+        return dict(arguments)
+    text = arguments or ""
+    if not text.strip():
+        return {}
+    try:
+        parsed = parse_json(text)
+    except ValueError:
+        parsed = None
+    return parsed if isinstance(parsed, dict) else {RAW_ARGUMENTS: text}
+
+
+def to_json(value: object) -> str:
+    """JSON as the published formats write it: on one line, a space behind separators, characters as they are."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+def asks_for_thinking(thinking: bool | None, variables: Mapping[str, Any], default: bool) -> bool:
+    """Whether the model is to reason. Both names that chat templates have for it are understood among the variables."""
+    for name in ("thinking", "enable_thinking"):
+        if isinstance(variables.get(name), bool):
+            return bool(variables[name])
+    return default if thinking is None else thinking

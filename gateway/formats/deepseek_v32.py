@@ -1,0 +1,180 @@
+# ruff: noqa: RUF001 - the format has full-width bars
+"""DeepSeek-V3.2's chat format, which no Jinja template describes.
+
+It is defined by `encoding/encoding_dsv32.py` in the deepseek-ai/DeepSeek-V3.2 checkpoint (and by the examples beside
+it). What this encoder renders, that one renders in the same way. It departs only where that one fails or loses text:
+
+- developer messages: there, the user's turn of a search agent, and dropped with thinking when another turn follows.
+  Clients of OpenAI's API write their instructions in one. So one that the model answers is rendered as there, one that
+  another message of the client follows is rendered like a system message, and none is dropped;
+- a system message behind a user's turn or behind results: the model goes on behind it, not in front, and an
+  empty line stands before it;
+- a conversation of nothing but system messages: the model goes on behind them;
+- tools: in the first message if that can hold them (as in the published examples), else in an empty system message;
+- results of calls: in the order of the calls, by their ids, whatever their order in the conversation. Where results are
+  missing, the block of results ends all the same;
+- an assistant's message behind the last user message, with thinking, needs no reasoning.
+
+Reasoning is shown to the model only behind the last message of the user, that is within a loop of tool calls.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from gateway.formats import dsml
+from gateway.formats.conversation import arguments_of, asks_for_thinking, content_of, to_json
+from gateway.formats.dsml import MARK
+from gateway.formats.protocol import FormatError, Message, Prompt, Tool
+
+BEGIN = "<｜begin▁of▁sentence｜>"
+END = "<｜end▁of▁sentence｜>"
+USER = "<｜User｜>"
+ASSISTANT = "<｜Assistant｜>"
+BEGIN_OF_REASONING = "<think>"
+END_OF_REASONING = "</think>"
+
+_TOOLS = f"""## Tools
+
+You have access to a set of tools you can use to answer the user's question.
+You can invoke functions by writing a "<{MARK}function_calls>" block like the following as part of your reply to the \
+user:
+<{MARK}function_calls>
+<{MARK}invoke name="$FUNCTION_NAME">
+<{MARK}parameter name="$PARAMETER_NAME" string="true|false">$PARAMETER_VALUE</{MARK}parameter>
+...
+</{MARK}invoke>
+<{MARK}invoke name="$FUNCTION_NAME2">
+...
+</{MARK}invoke>
+</{MARK}function_calls>
+
+String and scalar parameters should be specified as is without any escaping or quotes, while lists and objects should \
+use JSON format. The "string" attribute should be set to "true" for string type parameters and "false" for other types \
+(numbers, booleans, arrays, objects).
+
+If the thinking_mode is enabled, then after function results you should strongly consider outputting a thinking block. \
+Here is an example:
+
+<{MARK}function_calls>
+...
+</{MARK}function_calls>
+
+<function_results>
+...
+</function_results>
+
+{BEGIN_OF_REASONING}...thinking about results{END_OF_REASONING}
+
+Here are the functions available in JSONSchema format:
+<functions>
+%s
+</functions>
+"""
+
+
+def render(
+    messages: Sequence[Message], tools: Sequence[Tool], *, thinking: bool | None, variables: Mapping[str, Any]
+) -> Prompt:
+    """The prompt. The model reasons only if it is asked to, as in DeepSeek's API. Raises FormatError.
+
+    Variables other than those for thinking are ignored.
+    """
+    reasoning = asks_for_thinking(thinking, variables, default=False)
+    return Prompt("".join(_Conversation(messages, tools, reasoning).render()), reasoning)
+
+
+class _Conversation:
+    """One conversation that is being rendered."""
+
+    def __init__(self, messages: Sequence[Message], tools: Sequence[Tool], thinking: bool) -> None:
+        if not messages:
+            raise FormatError("messages: expected at least one")
+        if messages[-1]["role"] == "assistant":
+            raise FormatError("messages: expected a user's message or a tool's result at the end, found an assistant's")
+        self._thinking = thinking
+        self._tools = _TOOLS % "\n".join(to_json(tool["function"]) for tool in tools) if tools else ""
+        self._messages = list(messages)
+        self._added = 0
+        if self._tools and messages[0]["role"] not in ("system", "developer"):
+            self._messages.insert(0, {"role": "system"})
+            self._added = 1
+        turns = [index for index, message in enumerate(self._messages) if self._is_turn(index)]
+        self._last_turn = turns[-1] if turns else -1
+
+    def render(self) -> Iterator[str]:
+        yield BEGIN
+        for index, message in enumerate(self._messages):
+            role = message["role"]
+            if role == "assistant":
+                yield self._answer(index, message)
+            elif role == "tool":
+                yield self._results(index)
+            elif role == "developer" and self._is_turn(index):
+                yield f"{USER}{self._tools_of(index)}\n\n# The user's message is: {content_of(message)}"
+            elif role == "user":
+                yield USER + content_of(message)
+            elif role in ("system", "developer"):
+                behind = self._role(index - 1)
+                separator = "\n\n" if behind == "tool" or self._is_turn(index - 1) else ""
+                yield separator + content_of(message) + self._tools_of(index)
+            else:
+                raise FormatError(
+                    f"messages.{index - self._added}.role: expected a role of this format, found {role!r}"
+                )
+            yield self._go(index)
+
+    def _role(self, index: int) -> str | None:
+        return self._messages[index]["role"] if 0 <= index < len(self._messages) else None
+
+    def _is_turn(self, index: int) -> bool:
+        """Whether a message is the user's turn. A developer's is unless another message of the client follows it."""
+        following = self._role(index + 1)
+        return self._role(index) == "user" or (
+            self._role(index) == "developer" and following not in ("user", "developer", "system")
+        )
+
+    def _tools_of(self, index: int) -> str:
+        return f"\n\n{self._tools}" if self._tools and index == 0 else ""
+
+    def _is_instruction(self, index: int) -> bool:
+        return self._role(index) in ("system", "developer") and not self._is_turn(index)
+
+    def _go(self, index: int) -> str:
+        """What makes the model go on, behind the last message of a turn or of results."""
+        if self._is_instruction(index + 1) or self._role(index) == self._role(index + 1) == "tool":
+            return ""
+        before = index
+        while self._is_instruction(before):
+            before -= 1
+        begin = BEGIN_OF_REASONING if self._thinking and index >= self._last_turn else END_OF_REASONING
+        if self._role(before) == "tool":
+            return "\n\n" + begin
+        return ASSISTANT + begin if self._is_turn(before) or index == len(self._messages) - 1 else ""
+
+    def _answer(self, index: int, message: Message) -> str:
+        reasoning = ""
+        if self._thinking and index > self._last_turn:
+            reasoning = (message.get("reasoning_content") or "") + END_OF_REASONING
+        calls = [dsml.render(call["function"]["name"], arguments_of(call)) for call in message.get("tool_calls") or ()]
+        block = "\n\n" + "\n".join([dsml.OPENER, *calls, dsml.CLOSER]) if calls else ""
+        return reasoning + content_of(message) + block + END
+
+    def _results(self, index: int) -> str:
+        """All results of the calls of one message, at the first of them."""
+        if self._role(index - 1) == "tool":
+            return ""
+        calls = (self._messages[index - 1].get("tool_calls") or ()) if self._role(index - 1) == "assistant" else ()
+        end = index
+        while self._role(end) == "tool":
+            end += 1
+        results = self._messages[index:end]
+        if len(results) > len(calls):
+            raise FormatError(
+                f"messages.{index - self._added}: expected at most as many results as the assistant's message before "
+                f"them has tool_calls, found {len(results)} for {len(calls)}"
+            )
+        order = {call.get("id"): number for number, call in enumerate(calls)}
+        if all(result.get("tool_call_id") in order for result in results):
+            results.sort(key=lambda result: order[result.get("tool_call_id")])
+        texts = "".join(f"\n<result>{content_of(result)}</result>" for result in results)
+        return f"\n\n<function_results>{texts}\n</function_results>"

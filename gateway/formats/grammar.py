@@ -1,0 +1,84 @@
+"""Grammars of tool calls in llguidance's dialect of Lark, in which JSON schemas can stand (`%json`).
+
+Strings stand in a call as they are, so of their schemas only `enum` and `const` are enforced; every other value
+follows its schema. Arguments come in the order in which the schema names them, and required ones always.
+
+A marker that is one token in the vocabulary, as GLM's `<tool_call>`, is that token, which the model learnt, and not the
+letters that spell it. A string ends at its marker in either form, because parsers read text.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_DEFINITIONS = ("$defs", "definitions")
+_LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""How the chat formats write JSON. With free white space, a model may write it without end."""
+
+
+class CallGrammar:
+    """Rules under names, and the text that they make. marker_ids: markers that are tokens of the vocabulary."""
+
+    def __init__(self, marker_ids: Mapping[str, int]) -> None:
+        self._rules: list[str] = []
+        self._ids = marker_ids
+        longest_first = sorted(marker_ids, key=len, reverse=True)
+        self._markers = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+
+    def rule(self, name: str, body: str) -> str:
+        """Add a rule. Returns its name."""
+        self._rules.append(f"{name}: {body}")
+        return name
+
+    def json(self, name: str, schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
+        """A value that follows a schema, whose references look into `root`."""
+        definitions = {key: root[key] for key in _DEFINITIONS if key in root}
+        return self.rule(name, "%json " + json.dumps({**definitions, **schema, "x-guidance": _LAYOUT}))
+
+    def literal(self, text: str) -> str:
+        """Text of the format, whose markers are tokens."""
+        return " ".join(
+            f"<[{self._ids[piece]}]>" if piece in self._ids else literal(piece) for piece in self._pieces(text)
+        )
+
+    def _pieces(self, text: str) -> list[str]:
+        start, pieces = 0, []
+        for match in self._markers.finditer(text) if self._markers else ():
+            pieces += [text[start : match.start()], match[0]]
+            start = match.end()
+        return [piece for piece in [*pieces, text[start:]] if piece]
+
+    def string(self, name: str, schema: Mapping[str, Any], end: str) -> str:
+        """A string as it stands and the marker `end` behind it."""
+        values = [schema["const"]] if "const" in schema else schema.get("enum")
+        strings = [value for value in values if isinstance(value, str)] if isinstance(values, list) else []
+        if strings:
+            return self.rule(name, f"{choice([literal(value) for value in strings])} {self.literal(end)}")
+        before, *rest = self._pieces(end)
+        if not rest and before not in self._ids:
+            return self._spelled(name, end)
+        # Up to the token, with what stands before it in the marker.
+        text = "/(?s:.*)/" if before in self._ids else f"/(?s:.*){_escaped(before)}/"
+        behind = end if before in self._ids else end[len(before) :]
+        return self.rule(name, f"{self._spelled(f'{name}_spelled', end)} | {text} {self.literal(behind)}")
+
+    def _spelled(self, name: str, end: str) -> str:
+        self._rules.append(f"{name}[suffix={literal(end)}]: /(?s:.*)/")
+        return name
+
+    def text(self, start: str) -> str:
+        return "\n".join([f"start: {start}", *self._rules]) + "\n"
+
+
+def literal(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _escaped(text: str) -> str:
+    """Text as a regular expression that matches nothing else."""
+    return "".join(character if character.isalnum() else f"\\x{{{ord(character):x}}}" for character in text)
+
+
+def choice(alternatives: Sequence[str]) -> str:
+    return "(" + " | ".join(alternatives) + ")"

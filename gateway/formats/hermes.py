@@ -1,0 +1,67 @@
+"""Tool calls as Hermes, Qwen and the templates that follow them write them.
+
+    <tool_call>
+    {"name": "get_weather", "arguments": {"city": "Paris"}}
+    </tool_call>
+
+The format is that of the NousResearch/Hermes-Function-Calling prompts and of Qwen2.5's chat template.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+
+from gateway.formats.conversation import to_json
+from gateway.formats.grammar import CallGrammar, choice
+from gateway.formats.parsing import CallParser
+from gateway.formats.reading import Malformed, Steps
+from gateway.formats.tools import ToolSet, parse_json
+
+OPENER = "<tool_call>"
+CLOSER = "</tool_call>"
+
+_END = "}\n" + CLOSER
+
+
+class HermesParser(CallParser):
+    """Reads one call behind each opener. It is held back until it is complete: arguments may come before the name."""
+
+    def __init__(
+        self,
+        tools: ToolSet,
+        *,
+        end_of_reasoning: str | None,
+        whole_calls: bool = False,
+        new_id: Callable[[], str] | None = None,
+    ) -> None:
+        super().__init__(
+            tools, opener=OPENER, end_of_reasoning=end_of_reasoning, whole_calls=whole_calls, new_id=new_id
+        )
+
+    def _read_calls(self) -> Steps[None]:
+        text = yield from self._raw_value(CLOSER)
+        try:
+            call = parse_json(text)
+        except ValueError:
+            raise Malformed from None
+        if not isinstance(call, dict) or call.keys() != {"name", "arguments"}:
+            raise Malformed
+        name, arguments = call["name"], call["arguments"]
+        if name not in self._tools.names or not isinstance(arguments, dict):
+            raise Malformed
+        for key, value in arguments.items():
+            self._key(name, key)
+            self._arguments(json.dumps(value, ensure_ascii=False))
+        self._end(name)
+
+
+def grammar(tools: ToolSet, *, parallel: bool, marker_ids: Mapping[str, int]) -> str:
+    """A grammar of an answer that is nothing but calls of these tools."""
+    rules = CallGrammar(marker_ids)
+    calls = []
+    for number, name in enumerate(tools.names):
+        schema = {"type": "object", **tools.parameters(name)}
+        arguments = rules.json(f"arguments_{number}", schema, {})
+        begin = f'{OPENER}\n{{"name": {to_json(name)}, "arguments": '
+        calls.append(rules.rule(f"call_{number}", f"{rules.literal(begin)} {arguments} {rules.literal(_END)}"))
+    call = rules.rule("call", choice(calls))
+    return rules.text(f'{call} ("\\n" {call})*' if parallel else call)

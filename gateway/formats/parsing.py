@@ -1,0 +1,247 @@
+"""The parser that all families share: reasoning, then content with calls in it. A family adds the syntax of calls."""
+
+import json
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+from gateway.formats.json_prefix import JsonPrefix
+from gateway.formats.protocol import CallArguments, CallBegin, CallEnd, ContentDelta, Event, ReasoningDelta
+from gateway.formats.reading import Malformed, PieceReader, Steps, overlap
+from gateway.formats.tools import ToolSet
+
+
+class CallParser(PieceReader, ABC):
+    """A recursive descent through an answer that waits, in the middle of any step, for more text.
+
+    What is held back:
+
+    - text that may become a marker: until it is one, or cannot become one;
+    - white space in front of a call: until the call is certain (it belongs to the call then) or other text comes;
+    - the beginning of a call: until its name is one of the tools and its first argument has begun (or the call ends
+      without arguments, which is a call only if the tool requires none);
+    - the value of an argument: if it is a number or a name, or may be a string or something else, until its end.
+      Strings stream, and so do arrays and objects, as far as they are JSON.
+
+    A call that breaks before it is certain is content, from its marker on. If it breaks later, its arguments stay
+    without their end (no JSON, no CallEnd), and content goes on with the piece that broke: the whole argument where
+    only its value was wrong. So all text is given out, as content or as the value of an argument, except for the
+    markup and the white space of what was understood. The answer is read on behind the break.
+    """
+
+    def __init__(
+        self,
+        tools: ToolSet,
+        *,
+        opener: str,
+        end_of_reasoning: str | None,
+        whole_calls: bool = False,
+        new_id: Callable[[], str] | None = None,
+    ) -> None:
+        """opener: the marker in front of calls. end_of_reasoning: None if the answer does not begin in reasoning."""
+        super().__init__()
+        self._tools = tools
+        self._opener = opener
+        self._whole_calls = whole_calls
+        self._new_id = new_id or _random_id
+        self._events: list[Event] = []
+        """Certain, and not given out yet. `_taken` has what was read since the last of them; it becomes content if the
+        call breaks."""
+        self._waiting: list[Event] = []
+        """Events of a call that is not certain yet."""
+        self._calls = 0
+        self._open = False
+        """Whether a call has begun, in `_events` or in `_waiting`."""
+        self._keys: set[str] = set()
+        self._steps = self._answer(end_of_reasoning)
+        next(self._steps)
+
+    def push(self, text: str) -> list[Event]:
+        """What has become certain with this text."""
+        self._add(text)
+        next(self._steps)
+        return self._give()
+
+    def finish(self) -> list[Event]:
+        """What was held back, at the end of the answer. Nothing may be pushed afterwards."""
+        self._finished = True
+        for _ in self._steps:
+            raise AssertionError("a parser waits for text after the end of the answer")
+        return self._give()
+
+    @abstractmethod
+    def _read_calls(self) -> Steps[None]:
+        """Read what follows the opener, up to where content goes on. Raises Malformed."""
+
+    # The answer.
+
+    def _answer(self, end_of_reasoning: str | None) -> Steps[None]:
+        yield
+        if end_of_reasoning is not None:
+            try:
+                yield from self._until(end_of_reasoning, self._give_reasoning)
+            except Malformed:  # it ended in its reasoning
+                return
+            self._taken.clear()
+        while (yield from self._content()):
+            try:
+                yield from self._read_calls()
+            except Malformed:
+                self._break()
+
+    def _content(self) -> Steps[bool]:
+        """Give out content. Returns true behind an opener, false at the end of the answer."""
+        while True:
+            end = len(self._text)
+            if self._tools:
+                at = self._text.find(self._opener, self._pos)
+                end = at if at >= 0 else end - overlap(self._text, self._pos, self._opener)
+                visible = self._pos + len(self._text[self._pos : end].rstrip())
+                self._give_content(self._text[self._pos : visible])
+                self._pos = visible
+                if at >= 0:
+                    self._take(at + len(self._opener) - self._pos)
+                    return True
+            if self._finished or not self._tools:
+                self._give_content(self._text[self._pos :])
+                self._pos = len(self._text)
+            if self._finished:
+                return False
+            yield
+
+    def _give_reasoning(self, text: str) -> None:
+        self._events.append(ReasoningDelta(text))
+        self._taken.clear()
+
+    def _give_content(self, text: str) -> None:
+        if text:
+            self._events.append(ContentDelta(text))
+
+    def _break(self) -> None:
+        """Give out what was read of a broken call as content."""
+        if self._open and not self._whole_calls:
+            self._calls += 1
+        self._open = False
+        self._keys.clear()
+        self._waiting.clear()
+        text = "".join(self._taken)
+        self._taken.clear()
+        # White space behind the last call of an answer that ends there.
+        if not (self._finished and self._calls and text.isspace()):
+            self._give_content(text)
+
+    # Calls.
+
+    def _begin(self, name: str) -> None:
+        self._open = True
+        self._waiting.append(CallBegin(self._calls, self._new_id(), name))
+
+    def _key(self, name: str, key: str) -> None:
+        """Begin an argument, and the call with its first one."""
+        if not self._open:
+            self._begin(name)
+        self._waiting.append(
+            CallArguments(self._calls, f"{', ' if self._keys else '{'}{json.dumps(key, ensure_ascii=False)}: ")
+        )
+        self._keys.add(key)
+
+    def _string_value(self, end: str) -> Steps[None]:
+        """The value of an argument as a JSON string that streams, up to the marker `end`."""
+        self._arguments('"')
+        yield from self._until(end, lambda text: self._arguments(json.dumps(text, ensure_ascii=False)[1:-1]))
+        self._arguments('"')
+
+    def _json_value(self, name: str, key: str, end: str) -> Steps[None]:
+        """An argument whose value is JSON, up to the marker `end`. Numbers and names wait for it, other values stream.
+
+        Where the text ceases to be JSON, the argument breaks, and all up to the marker belongs to what broke.
+        """
+        prefix = JsonPrefix()
+        value = ""
+        streams = broken = False
+
+        def give(text: str) -> None:
+            nonlocal value, streams, broken
+            if broken:
+                return
+            good = prefix.read(text)
+            broken = good < len(text)
+            value += text[:good]
+            if not streams:
+                value = value.lstrip()
+                if value[:1] not in ("[", "{", '"'):
+                    return
+                streams = True
+                self._key(name, key)
+            certain = value.rstrip() if prefix.complete else value
+            rest = value[len(certain) :] + text[good:]
+            value = ""
+            if certain:
+                self._arguments(certain)
+                if rest and not self._taken:  # this made all that was taken certain, and the rest is not
+                    self._taken.append(rest)
+
+        yield from self._until(end, give)
+        if broken or not prefix.complete:
+            raise Malformed
+        if not streams:
+            self._key(name, key)
+            self._arguments(value.strip())
+
+    def _raw_value(self, end: str) -> Steps[str]:
+        """The value of an argument, whole, up to the marker `end`."""
+        pieces: list[str] = []
+        yield from self._until(end, pieces.append)
+        return "".join(pieces)
+
+    def _arguments(self, text: str) -> None:
+        self._waiting.append(CallArguments(self._calls, text))
+        self._certain()
+
+    def _end(self, name: str) -> None:
+        """End a call. Raises Malformed for one without arguments that the tool requires."""
+        if not self._open:
+            if self._tools.required(name):
+                raise Malformed
+            self._begin(name)
+        self._waiting.append(CallArguments(self._calls, "}" if self._keys else "{}"))
+        self._waiting.append(CallEnd(self._calls))
+        self._calls += 1
+        self._open = False
+        self._keys.clear()
+        self._certain()
+
+    def _certain(self) -> None:
+        """What was read is certain, unless the call is to be given whole."""
+        if not (self._open and self._whole_calls):
+            self._events += self._waiting
+            self._waiting.clear()
+            self._taken.clear()
+
+    def _give(self) -> list[Event]:
+        """The events since the last time, neighbours of one kind put together."""
+        given: list[Event] = []
+        for event in self._events:
+            last = given[-1] if given else None
+            if isinstance(event, ContentDelta) and isinstance(last, ContentDelta):
+                given[-1] = ContentDelta(last.text + event.text)
+            elif isinstance(event, CallArguments) and isinstance(last, CallArguments) and last.index == event.index:
+                given[-1] = CallArguments(last.index, last.text + event.text)
+            else:
+                given.append(event)
+        self._events.clear()
+        return given
+
+
+class TextParser(CallParser):
+    """Reasoning and content of a format whose calls are not known: everything behind the reasoning is content."""
+
+    def __init__(self, *, end_of_reasoning: str | None) -> None:
+        super().__init__(ToolSet(()), opener="", end_of_reasoning=end_of_reasoning)
+
+    def _read_calls(self) -> Steps[None]:
+        raise AssertionError("content of an answer without tools has no calls")
+
+
+def _random_id() -> str:
+    return "call_" + secrets.token_hex(12)

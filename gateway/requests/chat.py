@@ -1,0 +1,171 @@
+"""POST /v1/chat/completions."""
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, PlainValidator, model_validator
+from pydantic_core import PydanticCustomError
+
+from gateway.requests.body import JsonObject, Piece
+from gateway.requests.generation import MAX_STOP_CHARS, MAX_STOPS, GenerationRequest
+from gateway.requests.unsupported import OF_MESSAGES, FieldPolicy
+
+MAX_TOOLS = 512
+TemplateName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,63}$")]
+TemplateValue = bool | int | float | Annotated[str, Field(max_length=MAX_STOP_CHARS)] | None
+"""Switches for a chat template. Structures are refused: templates are not written to be safe with them."""
+
+
+ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
+
+
+def _content(value: object) -> str:
+    """The text of a message, which may come in parts."""
+    parts = value if isinstance(value, list) else [{"type": "text", "text": value or ""}]
+    texts: list[str] = []
+    for part in parts:
+        kind = part.get("type") if isinstance(part, dict) else None
+        text = part.get("text") if isinstance(part, dict) else None
+        if kind != "text" or not isinstance(text, str):
+            found = f", found one of type {kind!r}" if isinstance(kind, str) and kind != "text" else ""
+            raise PydanticCustomError("content_type", f"expected a string or a list of parts of type 'text'{found}")
+        texts.append(text)
+    return "\n".join(texts)
+
+
+class TextPart(Piece):
+    """A part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class CalledFunction(Piece):
+    """What a call of an earlier answer called. arguments: JSON text, as the model wrote it."""
+
+    name: ToolName
+    arguments: str = ""
+
+
+class ToolCall(Piece):
+    """A call of an earlier answer."""
+
+    id: Annotated[str, Field(max_length=MAX_STOP_CHARS)]
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class ChatMessage(Piece):
+    """One message."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[str, PlainValidator(_content, json_schema_input_type=str | list[TextPart] | None)] = ""
+    name: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+    def rendered(self) -> dict[str, Any]:
+        """The message as chat formats expect it."""
+        rendered: dict[str, Any] = {"role": self.role, "content": self.content}
+        for name in ("name", "reasoning_content", "tool_call_id"):
+            if (value := getattr(self, name)) is not None:
+                rendered[name] = value
+        if self.tool_calls:
+            rendered["tool_calls"] = [
+                {"id": call.id, "type": call.type, "function": call.function.model_dump(include={"name", "arguments"})}
+                for call in self.tool_calls
+            ]
+        return rendered
+
+
+class FunctionDefinition(Piece):
+    """parameters: JSON schema of the arguments."""
+
+    name: ToolName
+    description: str | None = None
+    parameters: JsonObject | None = None
+    strict: bool | None = None
+
+
+class ToolDefinition(Piece):
+    """A tool that the model may call."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+    def rendered(self) -> dict[str, Any]:
+        """The tool as chat formats expect it."""
+        return self.model_dump(include={"type", "function"}, exclude_none=True)
+
+
+class _NamedFunction(Piece):
+    name: ToolName
+
+
+class NamedTool(Piece):
+    """The one tool that is to be called."""
+
+    type: Literal["function"]
+    function: _NamedFunction
+
+
+class ChatCompletionRequest(GenerationRequest):
+    """The body of POST /v1/chat/completions."""
+
+    prompt_field = "messages"
+    default_tokens = None
+    neutral: ClassVar = {"add_special_tokens": (False,), "best_of": (1,), "echo": (False,)}
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    tools: Annotated[list[ToolDefinition], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    chat_template_kwargs: Annotated[dict[TemplateName, TemplateValue], Field(max_length=MAX_STOPS)] | None = None
+
+    @model_validator(mode="after")
+    def _top_logprobs_need_logprobs(self) -> "ChatCompletionRequest":
+        if self.top_logprobs and not self.logprobs:
+            raise PydanticCustomError("top_logprobs", "top_logprobs: only allowed when logprobs is true")
+        return self
+
+    @model_validator(mode="after")
+    def _tools_fit_together(self) -> "ChatCompletionRequest":
+        names = [tool.function.name for tool in self.tools or ()]
+        if len(set(names)) < len(names):
+            raise PydanticCustomError("tools", "tools: expected each name once")
+        wanted = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+        if (wanted is not None and wanted not in names) or (self.tool_choice == "required" and not names):
+            raise PydanticCustomError("tool_choice", "tool_choice: expected one of the tools, or tools to choose from")
+        return self
+
+    def check_fields(self, policy: FieldPolicy) -> None:
+        super().check_fields(policy)
+        for index, message in enumerate(self.messages):
+            policy.check(message.model_extra or {}, OF_MESSAGES, f"messages.{index}.")
+
+    @property
+    def usable_tools(self) -> list[dict[str, Any]]:
+        """The tools that the model is told of."""
+        return [] if self.tool_choice == "none" else [tool.rendered() for tool in self.tools or ()]
+
+    @property
+    def required_tools(self) -> list[dict[str, Any]]:
+        """Tools of which at least one is to be called; none: the model may answer as it likes."""
+        if isinstance(self.tool_choice, NamedTool):
+            return [tool for tool in self.usable_tools if tool["function"]["name"] == self.tool_choice.function.name]
+        return self.usable_tools if self.tool_choice == "required" else []
+
+    @property
+    def thinking(self) -> bool | None:
+        """Whether the model is to reason first; None: as the checkpoint does by default."""
+        return None if self.reasoning_effort is None else self.reasoning_effort != "none"
+
+    def requested_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    def requested_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None

@@ -1,0 +1,219 @@
+"""What the bodies of OpenAI's endpoints that generate have in common."""
+
+import secrets
+from abc import ABC, abstractmethod
+from typing import Annotated, ClassVar
+
+from pydantic import Field, PlainValidator, model_validator
+from pydantic_core import PydanticCustomError
+
+from control.messages import MAX_BIASES, Sampling, TokenId
+from control.prompt_logprobs import Alternatives, too_many
+from gateway.errors import ApiError, context_length_exceeded, shown
+from gateway.registry import Capacity
+from gateway.requests.body import Piece, RequestBody
+from gateway.requests.structure import StructureFields
+from gateway.requests.unsupported import NEUTRAL, OF_STREAMS, FieldPolicy, Neutral
+from gateway.tokenizer import CheckpointTokenizer
+
+MAX_CHOICES = 128
+"""Answers of one request, over all of its prompts."""
+MAX_STOPS = 16
+MAX_STOP_CHARS = 256
+
+Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+
+_StopInput = (
+    Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+    | Annotated[list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]], Field(max_length=MAX_STOPS)]
+    | None
+)
+
+
+def _stops(value: object) -> list[str]:
+    stops = [value] if isinstance(value, str) else value
+    if stops is None:
+        return []
+    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+        raise PydanticCustomError("stop_type", "expected a string or a list of strings")
+    if len(stops) > MAX_STOPS:
+        raise PydanticCustomError("stops", f"expected at most {MAX_STOPS} stop strings, found {len(stops)}")
+    if any(not 0 < len(stop) <= MAX_STOP_CHARS for stop in stops):
+        raise PydanticCustomError("stop_length", f"expected stop strings of 1 to {MAX_STOP_CHARS} characters")
+    return stops
+
+
+class StreamOptions(Piece):
+    """include_usage: usage in a chunk of its own at the end. continuous_usage_stats: in every chunk."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class GenerationRequest(RequestBody, StructureFields, ABC):
+    """The fields of OpenAI's endpoints, and vLLM's additions to them."""
+
+    prompt_field: ClassVar[str]
+    default_tokens: ClassVar[int | None]
+    """How many tokens to generate by default; None: as many as the context has room for."""
+    neutral: ClassVar[Neutral]
+    """Like `unsupported.NEUTRAL`, for this endpoint alone."""
+
+    model: str | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    seed: Int64 | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES)] | None = (
+        None
+    )
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1)] | None = None
+    bad_words: (
+        Annotated[
+            list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]], Field(max_length=MAX_BIASES // 2)
+        ]
+        | None
+    ) = None
+    stop: Annotated[list[str], PlainValidator(_stops, json_schema_input_type=_StopInput)] = Field(default_factory=list)
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOPS)] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
+    priority: Int64 | None = None
+    cache_salt: Annotated[str, Field(min_length=1)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    prompt_logprobs: Alternatives | None = None
+
+    @model_validator(mode="after")
+    def _prompt_logprobs_need_a_whole_answer(self) -> "GenerationRequest":
+        if self.prompt_logprobs is not None and self.stream:
+            raise PydanticCustomError("prompt_logprobs", "prompt_logprobs: not supported when stream is true")
+        return self
+
+    @model_validator(mode="after")
+    def _usage_needs_stream(self) -> "GenerationRequest":
+        if self.stream_options is not None and not self.stream:
+            raise PydanticCustomError("stream_options", "stream_options: only allowed when stream is true")
+        return self
+
+    @property
+    def choices(self) -> int:
+        """How many answers of each prompt are asked for."""
+        return self.n or 1
+
+    @property
+    def computed_choices(self) -> int:
+        """How many answers of each prompt are generated, of which the best `choices` are given."""
+        return self.choices
+
+    def check_fields(self, policy: FieldPolicy) -> None:
+        """Raises ApiError for a field that asks for what is not carried out."""
+        policy.check(self.model_extra or {}, {**NEUTRAL, **self.neutral})
+        if self.stream_options is not None:
+            policy.check(self.stream_options.model_extra or {}, OF_STREAMS, "stream_options.")
+
+    def requested_tokens(self) -> int | None:
+        return self.max_tokens
+
+    @abstractmethod
+    def requested_logprobs(self) -> int | None:
+        """How many alternatives to report with each token; None: no log probabilities."""
+
+    def requested_prompt_logprobs(self) -> int | None:
+        """How many alternatives to report with each token of the prompt; None: no log probabilities."""
+        return self.prompt_logprobs
+
+    @property
+    def prompt_only(self) -> bool:
+        """Whether the answer is the prompt alone."""
+        return False
+
+    def check_prompt_logprobs(self, prompt_tokens: int) -> None:
+        """Raises ApiError where more of them are asked for than an answer has. prompt_tokens: of all prompts."""
+        asked = self.requested_prompt_logprobs()
+        if asked is not None and (reason := too_many(prompt_tokens * self.computed_choices, asked)):
+            field = "prompt_logprobs" if self.prompt_logprobs is not None else "echo"
+            raise ApiError(400, f"{field}: {reason}", param=field)
+
+    def sampling(self, tokenizer: CheckpointTokenizer) -> Sampling:
+        """How the first answer is drawn; the following ones have the seeds that follow. Raises ApiError."""
+        return Sampling(
+            temperature=_given(self.temperature, 1.0),
+            top_p=_given(self.top_p, 1.0),
+            top_k=max(0, self.top_k or 0),
+            min_p=self.min_p or 0.0,
+            seed=secrets.randbits(63) if self.seed is None else self.seed % 2**63,
+            top_logprobs=self.requested_logprobs(),
+            frequency_penalty=self.frequency_penalty or 0.0,
+            presence_penalty=self.presence_penalty or 0.0,
+            repetition_penalty=_given(self.repetition_penalty, 1.0),
+            logit_bias=tuple(self._biases(tokenizer.vocab_size).items()),
+            allowed_token_ids=self._allowed(tokenizer.vocab_size),
+            bad_words=tuple(spelling for word in self.bad_words or () for spelling in tokenizer.spellings(word)),
+            min_tokens=self.min_tokens or 0,
+        )
+
+    def max_new_tokens(self, prompt_tokens: int, capacity: Capacity) -> int:
+        """How many tokens to generate. Raises ApiError if prompt or output is longer than `capacity`."""
+        room = capacity.context - prompt_tokens
+        if room < 1:
+            raise context_length_exceeded(
+                f"The maximum context length is {capacity.context} tokens, but the prompt has {prompt_tokens} tokens "
+                "and at least one is to be generated. Shorten the prompt.",
+                self.prompt_field,
+            )
+        if prompt_tokens > capacity.prompt:
+            raise context_length_exceeded(
+                f"The longest prompt that can be computed now has {capacity.prompt} tokens, but the prompt has "
+                f"{prompt_tokens}. Shorten the prompt.",
+                self.prompt_field,
+            )
+        asked = self.requested_tokens()
+        if asked is not None and (self.min_tokens or 0) > asked:
+            raise ApiError(400, f"min_tokens: expected at most max_tokens, {asked}", param="min_tokens")
+        if asked is None:
+            return room if self.default_tokens is None else min(room, self.default_tokens)
+        if asked > room:
+            raise context_length_exceeded(
+                f"The maximum context length is {capacity.context} tokens, but {prompt_tokens + asked} were requested "
+                f"({prompt_tokens} in the prompt, {asked} to generate). Reduce max_tokens or shorten the prompt.",
+                "max_tokens",
+            )
+        return asked
+
+    def truncated(self, token_ids: list[int], context: int) -> list[int]:
+        """The last tokens of a prompt, as many as are asked for; -1: all but one of the context."""
+        most = self.truncate_prompt_tokens
+        if most is None:
+            return token_ids
+        return token_ids[-most if most > 0 else 1 - context :] if most else []
+
+    def _biases(self, vocab_size: int) -> dict[int, float]:
+        biases = {}
+        for token, bias in (self.logit_bias or {}).items():
+            if not (token.isascii() and token.isdigit() and int(token) < vocab_size):
+                message = f"logit_bias: expected token ids from 0 to {vocab_size - 1}, found {shown(token)}"
+                raise ApiError(400, message, param="logit_bias")
+            biases[int(token)] = bias
+        return biases
+
+    def _allowed(self, vocab_size: int) -> tuple[int, ...] | None:
+        if self.allowed_token_ids is not None and (most := max(self.allowed_token_ids)) >= vocab_size:
+            message = f"allowed_token_ids: expected token ids from 0 to {vocab_size - 1}, found {most}"
+            raise ApiError(400, message, param="allowed_token_ids")
+        return None if self.allowed_token_ids is None else tuple(self.allowed_token_ids)
+
+
+def _given(value: float | None, default: float) -> float:
+    return default if value is None else value

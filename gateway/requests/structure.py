@@ -1,0 +1,99 @@
+"""What the text of an answer has to look like: OpenAI's `response_format` and vLLM's `structured_outputs`."""
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
+
+from control.grammar import JSON_OBJECT, JsonSchema, Lark, Node, Regex, TextChoice
+from gateway.errors import ApiError
+from gateway.requests.body import JsonObject, Piece
+
+
+class NamedSchema(Piece):
+    """strict: schemas are always followed."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: Annotated[JsonObject | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Piece):
+    """OpenAI's `response_format`. json_schema: of that type."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_a_schema(self) -> "ResponseFormat":
+        if self.type == "json_schema" and (self.json_schema is None or self.json_schema.schema_ is None):
+            raise PydanticCustomError("schema", "expected json_schema.schema for the type json_schema")
+        return self
+
+
+class StructuredOutputs(Piece):
+    """vLLM's `structured_outputs`: one of these."""
+
+    json_: Annotated[JsonObject | str | None, Field(alias="json")] = None
+    regex: str | None = None
+    choice: Annotated[list[str], Field(min_length=1)] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
+class StructureFields(Piece):
+    """The fields of a body that say what the text has to look like, those of older versions of vLLM included."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: JsonObject | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str], Field(min_length=1)] | None = None
+    guided_grammar: str | None = None
+
+    def structure(self) -> Node | None:
+        """What the text has to look like; None: anything. Raises ApiError if there are two answers to that."""
+        try:
+            wanted = {name: node for name, node in self._structures().items() if node is not None}
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            raise ApiError(400, f"the structure of the answer cannot be used: {first['msg']}") from error
+        if len(wanted) > 1:
+            raise ApiError(400, f"{' and '.join(wanted)}: expected one of them", param=next(iter(wanted)))
+        return next(iter(wanted.values()), None)
+
+    def _structures(self) -> dict[str, Node | None]:
+        form, outputs = self.response_format, self.structured_outputs or StructuredOutputs()
+        schema = form.json_schema.schema_ if form and form.type == "json_schema" and form.json_schema else None
+        return {
+            "response_format": JSON_OBJECT if form and form.type == "json_object" else _schema(schema),
+            "structured_outputs.json": _schema(outputs.json_),
+            "structured_outputs.regex": _regex(outputs.regex),
+            "structured_outputs.choice": _choice(outputs.choice),
+            "structured_outputs.grammar": _grammar(outputs.grammar),
+            "structured_outputs.json_object": JSON_OBJECT if outputs.json_object else None,
+            "guided_json": _schema(self.guided_json),
+            "guided_regex": _regex(self.guided_regex),
+            "guided_choice": _choice(self.guided_choice),
+            "guided_grammar": _grammar(self.guided_grammar),
+        }
+
+
+def _schema(schema: dict[str, Any] | str | None) -> Node | None:
+    if schema is None:
+        return None
+    return JsonSchema(schema_text=schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False))
+
+
+def _regex(pattern: str | None) -> Node | None:
+    return None if pattern is None else Regex(pattern=pattern)
+
+
+def _choice(options: list[str] | None) -> Node | None:
+    return None if options is None else TextChoice(options=tuple(options))
+
+
+def _grammar(text: str | None) -> Node | None:
+    return None if text is None else Lark(grammar=text)

@@ -1,0 +1,95 @@
+"""RMSNorm as a Triton kernel that adds before and quantises behind: what a layer does between two products."""
+
+import torch
+import triton
+import triton.language as tl
+
+from model.backends.triton_fp8 import new_quantised, on, quantised
+from model.fp8 import BLOCK
+from model.linear import Activations
+from model.quantization import BlockFp8
+
+_BLOCK = tl.constexpr(BLOCK)
+_PER_THREAD = 32
+"""Elements of a row that a thread holds."""
+
+
+def rms_norm(
+    hidden: torch.Tensor, addend: torch.Tensor | None, weight: torch.Tensor, eps: float, fp8: BlockFp8 | None
+) -> tuple[torch.Tensor, Activations]:
+    """`model.norm.RmsNorm.of_sum` of bfloat16 [N, dim] in contiguous rows.
+
+    What is quantised is the norm after rounding, as by `triton_fp8.quantise`. Raises ValueError for tensors that do
+    not fit together.
+    """
+    (count, dim), summed = hidden.shape, hidden
+    parts = [hidden, weight] if addend is None else [hidden, weight, addend]
+    fits = weight.shape == (dim,) and (addend is None or addend.shape == hidden.shape)
+    if not fits or any(part.dtype != torch.bfloat16 or part.stride(-1) != 1 for part in parts):
+        raise ValueError(
+            f"expected hidden and addend [N, {dim}] and a weight [{dim}], all bfloat16 in contiguous rows, found "
+            f"{[(list(part.shape), part.dtype, part.stride()) for part in parts]}"
+        )
+    if addend is not None:
+        summed = torch.empty(count, dim, dtype=hidden.dtype, device=hidden.device)
+    dense = torch.empty(count, dim, dtype=hidden.dtype, device=hidden.device)
+    values, scales = (None, None) if fp8 is None else new_quantised(count, dim, hidden.device)
+    block = max(BLOCK, triton.next_power_of_2(dim))
+    if count:
+        with on(hidden.device):
+            _rms_norm[(count,)](
+                hidden,
+                addend,
+                weight,
+                summed,
+                dense,
+                values,
+                scales,
+                hidden.stride(0),
+                0 if addend is None else addend.stride(0),
+                count,
+                dim,
+                eps,
+                fp8 is not None and fp8.power_of_two,
+                block,
+                num_warps=max(1, min(16, block // 32 // _PER_THREAD)),
+            )
+    return summed, Activations(dense, values, scales)
+
+
+@triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
+def _rms_norm(
+    hidden: tl.tensor,
+    addend: tl.tensor,
+    weight: tl.tensor,
+    summed: tl.tensor,
+    dense: tl.tensor,
+    values: tl.tensor,
+    scales: tl.tensor,
+    hidden_stride: tl.tensor,
+    addend_stride: tl.tensor,
+    count: tl.tensor,
+    dim: tl.tensor,
+    eps: tl.tensor,
+    power_of_two: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    """One row."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, block)
+    real = column < dim
+    factor = tl.load(weight + column, mask=real, other=0.0).to(tl.float32)
+    number = tl.load(hidden + row * hidden_stride + column, mask=real, other=0.0).to(tl.float32)
+    if addend is not None:
+        number += tl.load(addend + row * addend_stride + column, mask=real, other=0.0).to(tl.float32)
+        rounded = number.to(tl.bfloat16)
+        tl.store(summed + row * dim + column, rounded, mask=real)
+        number = rounded.to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(number * number, 0) / dim + eps)
+    normed = (number * inverse * factor).to(tl.bfloat16)
+    tl.store(dense + row * dim + column, normed, mask=real)
+    if values is not None:
+        value, scale = quantised(tl.reshape(normed.to(tl.float32), [block // _BLOCK, _BLOCK]), power_of_two)
+        tl.store(values + row * dim + column, tl.reshape(value, [block]), mask=real)
+        group = tl.arange(0, block // _BLOCK)
+        tl.store(scales + group.to(tl.int64) * count + row, scale, mask=group * _BLOCK < dim)

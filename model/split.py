@@ -1,0 +1,120 @@
+"""A forward pass over prompts whose tokens are divided among the processes of a group.
+
+Each process computes a contiguous block of the tokens of all chunks. In each layer it gathers what the others have made
+of theirs, as encoded bytes, and stores the items and index keys of all tokens in its own cache. So attention and the
+indexer need nothing of the others: they see the whole context of a process's tokens. Only the experts exchange hidden
+states (`model.shard.Exchange`).
+
+Collectives need the same number of tokens in every process, so a process that has one token less than others computes
+token 0 at position 0 beside its own. Nothing of that is stored, and no other token depends on it.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+
+from model.backends.protocol import AttentionBackend
+from model.indexer import IndexQueries
+from model.network import Network
+from model.passes import PrefillChunk, PrefillPass
+from model.shard import Shard
+from model.sparse_model import SparseModel
+from model.spec import ModelSpec
+
+Gather = Callable[[torch.Tensor], torch.Tensor]
+"""The rows of all processes, in their order, of the same number of rows of this one (`Exchange.gather`)."""
+
+
+class SplitPass(PrefillPass):
+    """Stores the tokens of all chunks, and attends for this process's block of them.
+
+    token_ids, positions: int64 [most_tokens] of the block, padding included, on the device of the cache.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[PrefillChunk],
+        spec: ModelSpec,
+        backend: AttentionBackend,
+        shard: Shard,
+        gather: Gather,
+        device: torch.device,
+    ) -> None:
+        super().__init__(chunks, spec, backend)
+        self._gather = gather
+        self._latent_dim = spec.latent_dim
+        lengths = [len(chunk.token_ids) for chunk in chunks]
+        own = [_part(chunks[number], tokens) for number, tokens in shard.blocks(lengths)]
+        self._block = PrefillPass(own, spec, backend)
+        self._num_own = len(shard.tokens(sum(lengths)))
+        width = shard.most_tokens(sum(lengths))
+        self.token_ids, self.positions = (torch.zeros(width, dtype=torch.int64, device=device) for _ in range(2))
+        if own:
+            self.token_ids[: self._num_own] = torch.cat([part.token_ids for part in own]).to(device)
+            self.positions[: self._num_own] = torch.cat([torch.arange(part.start, part.stop) for part in own]).to(
+                device
+            )
+        self._not_padding = _tokens_among_gathered(shard.of, sum(lengths), width, device)
+
+    def store(self, layer: int, items: torch.Tensor) -> None:
+        """See PrefillPass; items: of the block."""
+        super().store(layer, self.of_all(items))
+
+    def store_index_keys(self, layer: int, keys: torch.Tensor) -> None:
+        """See PrefillPass; keys: of the block."""
+        super().store_index_keys(layer, self.of_all(keys))
+
+    def attend(self, layer: int, queries: torch.Tensor, index: IndexQueries | None, scaling: float) -> torch.Tensor:
+        """See PrefillPass; of the block, where padding attends to nothing."""
+        num_own, width = self._num_own, len(queries)
+        if num_own == 0:
+            return queries.new_zeros(width, queries.shape[1], self._latent_dim)
+        attended = self._block.attend(layer, queries[:num_own], None if index is None else index[:num_own], scaling)
+        return attended if num_own == width else F.pad(attended, (0, 0, 0, 0, 0, width - num_own))
+
+    def of_all(self, rows: torch.Tensor) -> torch.Tensor:
+        """The rows of all tokens, from those of the block."""
+        gathered = self._gather(rows)
+        return gathered if self._not_padding is None else gathered[self._not_padding]
+
+
+class SplitModel(SparseModel):
+    """A model of which this process prefills a block of each step's tokens. Every process of the group calls `prefill`
+    with the same chunks, and with pages of the same numbers."""
+
+    def __init__(
+        self,
+        network: Network,
+        spec: ModelSpec,
+        backend: AttentionBackend,
+        shard: Shard,
+        gather: Gather,
+        on_begin: Callable[[], None] = lambda: None,
+    ) -> None:
+        """on_begin: called when a forward pass begins, on its thread."""
+        super().__init__(network, spec, backend)
+        self._shard = shard
+        self._gather_rows = gather
+        self._on_begin = on_begin
+
+    def _prefill(self, chunks: Sequence[PrefillChunk], on_layer: Callable[[int], None], kv_only: bool) -> torch.Tensor:
+        """Waits for the others in every layer. Hidden states are of all tokens, in every process."""
+        self._on_begin()
+        split = SplitPass(chunks, self.spec, self._backend, self._shard, self._gather_rows, self.device)
+        hidden = self._forward(split.token_ids, split.positions, split, on_layer, kv_only)
+        return hidden if kv_only else split.of_all(hidden)
+
+
+def _part(chunk: PrefillChunk, tokens: range) -> PrefillChunk:
+    ids = chunk.token_ids[tokens.start : tokens.stop]
+    return PrefillChunk(ids, chunk.start + tokens.start, chunk.sequence_length, chunk.cache)
+
+
+def _tokens_among_gathered(processes: int, count: int, width: int, device: torch.device) -> torch.Tensor | None:
+    """Which gathered rows are tokens, int64 [count]; None if all are."""
+    if count == processes * width:
+        return None
+    blocks = [len(Shard(rank, processes).tokens(count)) for rank in range(processes)]
+    rows = [torch.arange(rank * width, rank * width + block) for rank, block in enumerate(blocks)]
+    return torch.cat(rows).to(device)

@@ -1,0 +1,114 @@
+"""What rank 0 of a prefill node and its other ranks tell each other. Every rank acts on orders in their order."""
+
+from dataclasses import dataclass
+from typing import Self
+
+from control.messages import AttemptId, Checksum, Peer, PrefillRequest
+from prefill_node.outgoing import Chunk, SendReport
+from transfer.planner import Int64s
+
+
+@dataclass(frozen=True)
+class Begin:
+    """An attempt was taken. It is in steps from now on."""
+
+    decode: Peer
+    request: PrefillRequest
+
+
+@dataclass(frozen=True)
+class PlannedChunk:
+    """Positions [start, stop) of an attempt. pages: of the whole attempt, the same numbers in the pools of all ranks.
+
+    sequence_length: see PrefillChunk.
+    """
+
+    attempt: AttemptId
+    start: int
+    stop: int
+    sequence_length: int
+    pages: Int64s
+
+
+@dataclass(frozen=True)
+class Step:
+    """All ranks compute a forward pass over these chunks now, and each sends its block of them."""
+
+    chunks: tuple[PlannedChunk, ...]
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Post no more of an attempt. It is in no further step."""
+
+    attempt: AttemptId
+
+
+@dataclass(frozen=True)
+class Forget:
+    """Nothing of an attempt is in flight in any rank, and nothing of it follows."""
+
+    attempt: AttemptId
+
+
+@dataclass(frozen=True)
+class Connected:
+    """Lanes to other decode nodes than these (boot ids) may be closed."""
+
+    decode_nodes: frozenset[str]
+
+
+@dataclass(frozen=True)
+class End:
+    """The node ends in peace: nothing is in flight."""
+
+
+Order = Begin | Step | Stop | Forget | Connected | End
+
+
+@dataclass(frozen=True)
+class PartSent:
+    """A rank's word that all writes of its block of a chunk have ended: what a SendReport says, for rank 0."""
+
+    attempt: AttemptId
+    start: int
+    num_bytes: int
+    num_descriptors: int
+    posted_at: float | None
+    ended_at: float
+    waited: float
+    checksums: list[Checksum]
+    error: str | None
+    lingering: bool
+    in_flight: bool
+
+    @classmethod
+    def of(cls, report: SendReport) -> Self:
+        return cls(
+            attempt=report.chunk.attempt,
+            start=report.chunk.start,
+            num_bytes=report.num_bytes,
+            num_descriptors=report.num_descriptors,
+            posted_at=report.posted_at,
+            ended_at=report.ended_at,
+            waited=report.waited,
+            checksums=report.checksums,
+            error=report.error,
+            lingering=report.lingering,
+            in_flight=report.in_flight,
+        )
+
+    def report(self, chunk: Chunk) -> SendReport:
+        """What it says of a chunk."""
+        return SendReport(
+            chunk=chunk,
+            num_bytes=self.num_bytes,
+            num_descriptors=self.num_descriptors,
+            posted_at=self.posted_at,
+            ended_at=self.ended_at,
+            waited=self.waited,
+            checksums=self.checksums,
+            error=self.error,
+            lingering=self.lingering,
+            in_flight=self.in_flight,
+        )

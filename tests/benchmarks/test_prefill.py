@@ -1,0 +1,142 @@
+"""Which part of a chunk a kernel belongs to, what the hardware takes for it, and that the chunk is computed."""
+
+import dataclasses
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from base.errors import StartupError
+from benchmarks.decode.timing import Part
+from benchmarks.decode.workload import Model, build_model, model_of
+from benchmarks.prefill.bench import run_prefill_bench
+from benchmarks.prefill.config import PrefillBench
+from benchmarks.prefill.limits import work_of_chunk
+from benchmarks.prefill.timing import PARTS, ChunkTiming, KernelTime, by_part
+from benchmarks.prefill.workload import MarkedExchange, Prompt
+from model.config import network_config
+from tests.benchmarks.test_decode import small_sizes
+
+CPU = torch.device("cpu")
+
+
+def small(config: PrefillBench) -> Model:
+    return model_of(network_config(small_sizes()), config, CPU)
+
+
+def test_what_lies_between_marks_belongs_to_the_experts() -> None:
+    kernels = [
+        ("_quantise", 1.0),
+        ("spin_kernel(long)", 0.1),
+        ("nvjet_router", 2.0),
+        ("_quantise", 3.0),
+        ("_experts", 4.0),
+        ("spin_kernel(long)", 0.1),
+        ("_quantise", 1.0),
+        ("_score_prompt", 7.0),
+        ("copy", 1.0),
+    ]
+    assert set(by_part(kernels)) == {
+        KernelTime("_score_prompt", Part.INDEX, 7.0, 1),
+        KernelTime("_experts", Part.EXPERTS, 4.0, 1),
+        KernelTime("_quantise", Part.EXPERTS, 3.0, 1),
+        KernelTime("nvjet_router", Part.EXPERTS, 2.0, 1),
+        KernelTime("_quantise", Part.PROJECTIONS, 2.0, 2),
+        KernelTime("copy", Part.REST, 1.0, 1),
+    }
+    parts = ChunkTiming((30.0, 20.0, 40.0), 0, by_part(kernels)).parts
+    assert parts == dict.fromkeys(PARTS, 0.0) | {
+        Part.EXPERTS: 9.0,
+        Part.INDEX: 7.0,
+        Part.PROJECTIONS: 2.0,
+        Part.REST: 12.0,
+    }
+
+
+@pytest.mark.parametrize("rank_of", [1, 4])
+@pytest.mark.parametrize("kv_cache_dtype", ["bfloat16", "fp8_e4m3"])
+def test_a_chunk_is_computed_behind_what_is_in_the_pool(rank_of: int, kv_cache_dtype: str) -> None:
+    """On the CPU, and a small model; otherwise as it is timed."""
+    config = PrefillBench(rank_of=rank_of, contexts=("300",), chunked_prefill_size=70, quantization="none")
+    config = dataclasses.replace(config, kv_cache_dtype=kv_cache_dtype)
+    prompt = Prompt(small(config), 300, 70, CPU)
+    before = prompt.pool.kv.clone(), prompt.pool.index_keys.clone()
+    prompt.compute()
+    for pool, old in zip((prompt.pool.kv, prompt.pool.index_keys), before, strict=True):
+        assert torch.equal(pool[:, :230], old[:, :230])
+        assert (pool[:, 230:300] != old[:, 230:300]).any(-1).all()
+    again = prompt.pool.kv.clone()
+    prompt.compute()
+    assert torch.equal(prompt.pool.kv, again)
+
+
+def test_work_of_a_chunk() -> None:
+    """The last of the small model's two layers is its only mixture of experts, and only its KV is computed."""
+    config = PrefillBench(rank_of=4, quantization="none", kv_cache_dtype="fp8_e4m3")
+    work = work_of_chunk(small(config), context=100, chunk=30, rank_of=4)
+    down, query_b, out, index_query_b = (32 + 32 + 48) * 64, 2 * 32 * 32, 64 * 32, 16 * 32 * 32
+    dense = 3 * 64 * 64
+    projected = 2 * down + query_b + out + index_query_b + dense
+    assert work[Part.PROJECTIONS][0].num_bytes == 2 * projected
+    assert work[Part.PROJECTIONS][0].operations == 2 * 30 * projected
+    assert work[Part.PROJECTIONS][1].operations == 2 * 30 * 2 * 2 * 16 * 32
+    assert work[Part.EXPERTS][0].operations == 0
+    scored = sum(range(71, 101))
+    assert work[Part.INDEX][0].operations == 2 * scored * 16 * 32
+    assert work[Part.TOP_K][0].num_bytes == 4 * scored
+    assert work[Part.ATTENTION][0].operations == 2 * 30 * 32 * 2 * (48 + 32)
+
+
+def test_work_of_published_experts() -> None:
+    config = PrefillBench(layers=5, rank_of=8)
+    device = torch.device("meta")
+    model = build_model(config, device, lambda exchange: MarkedExchange(exchange, device))
+    experts, router = work_of_chunk(model, context=8192, chunk=8192, rank_of=8)[Part.EXPERTS]
+    one = 3 * 7168 * 2048
+    assert experts.operations == 2 * one * (65536 + 8192)  # of one mixture: one of a token's experts is here
+    assert experts.in_fp8
+    assert router.operations == 2 * 65536 * 7168 * 256
+
+
+@pytest.mark.parametrize("words", [("x",), ("8191",), ("16384", "-1")])
+def test_a_context_that_is_no_number_or_less_than_a_chunk_is_refused(words: tuple[str, ...]) -> None:
+    with pytest.raises(StartupError, match=f"--context {' '.join(words)}: expected whole numbers from 8192"):
+        _ = PrefillBench(contexts=words).lengths
+
+
+def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(StartupError, match="bench prefill needs a CUDA device"):
+        run_prefill_bench(PrefillBench())
+
+
+def test_every_case_is_printed_written_and_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    for name, value in {"is_available": True, "current_device": 0, "get_device_name": "NVIDIA H200"}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+
+    def timed(compute: Callable[[], None], passes: int) -> ChunkTiming:
+        compute()
+        return ChunkTiming((30.0,) * passes, 1 << 30, by_part([("_score_prompt", 7.0), ("_linear", 2.0)]))
+
+    monkeypatch.setattr("benchmarks.prefill.bench.time_chunk", timed)
+    monkeypatch.setattr("benchmarks.prefill.bench.build_model", lambda config, *_: small(config))
+    monkeypatch.setattr(
+        "benchmarks.prefill.bench.Prompt", lambda model, context, chunk, _: Prompt(model, context, chunk, CPU)
+    )
+    config = PrefillBench(
+        contexts=("64", "200"),
+        chunked_prefill_size=50,
+        quantization="none",
+        json=tmp_path / "out.json",
+        png=tmp_path / "out.png",
+    )
+    results = run_prefill_bench(config, Console(file=io.StringIO()))
+    written = json.loads(config.json.read_text())["cases"]
+    assert [case["context"] for case in written] == [result.context for result in results] == [64, 200]
+    assert all(case["tokens_per_s"] > 0 and set(case["parts_ms"]) == set(PARTS) for case in written)
+    assert config.png.stat().st_size > 1000

@@ -1,0 +1,123 @@
+"""The simulation of the prefix cache on traces."""
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from base.errors import StartupError
+from benchmarks.percentiles import Percentiles
+from benchmarks.prefix import timing
+from benchmarks.prefix.__main__ import main, simulate
+from benchmarks.prefix.policies import play_ideal, play_lru, play_tree
+from benchmarks.prefix.report import print_times, print_trace
+from benchmarks.prefix.timing import OperationTime
+from benchmarks.prefix.trace import TracedPrompt, load_trace
+from tests.benchmarks.narrow import printed
+
+
+def prompt(length: int, *ids: int) -> TracedPrompt:
+    return TracedPrompt(length, np.array(ids, dtype=np.int64))
+
+
+def sessions(count: int, seed: int = 0) -> list[TracedPrompt]:
+    """Conversations that grow with each turn, in random order, behind one of two beginnings."""
+    generator, prompts, next_id = random.Random(seed), [], 2
+    histories: list[list[int]] = []
+    for _ in range(count):
+        if histories and generator.random() < 0.6:
+            history = histories.pop(generator.randrange(len(histories)))
+        else:
+            history = [generator.randrange(2)]
+        grown = generator.randrange(1, 6)
+        history = [*history, *range(next_id, next_id + grown)]
+        next_id += grown
+        histories.append(history)
+        # A turn of its own is not a whole block: its id is never seen again.
+        prompts.append(prompt(512 * len(history) + generator.randrange(1, 512), *history, next_id))
+        next_id += 1
+    return prompts
+
+
+def test_blocks_of_made_up_tokens_are_equal_exactly_if_they_are_the_same_part_of_the_same_id() -> None:
+    one, other = prompt(1024, 3, 4), prompt(1024, 3, 2**17 + 4)
+    both = np.concatenate([one.tokens(), other.tokens()]).reshape(-1, 64)
+    distinct = {tuple(block) for block in both.tolist()}
+    assert len(distinct) == 24
+    assert len(set(one.blocks()) | set(other.blocks())) == 24
+    assert len(prompt(700, 3, 4).tokens()) == 700
+    assert prompt(700, 3, 4).blocks() == one.blocks()[:10]
+
+
+def test_by_hand() -> None:
+    prompts = [prompt(512, 1), prompt(512, 2), prompt(1024, 1, 3), prompt(512, 2)]
+    assert play_ideal(prompts) == 1024
+    assert play_tree(prompts, 32).hit_tokens == 1024
+    assert play_tree(prompts, 16).hit_tokens == play_lru(prompts, 16, from_the_end=True) == 512
+    assert play_tree(prompts, 20).hit_tokens == play_lru(prompts, 20, from_the_end=True) == 512 + 256
+    assert play_lru(prompts, 20, from_the_end=False) == 512
+
+
+def test_the_tree_finds_what_the_ideal_finds_and_never_less_than_lru() -> None:
+    prompts = sessions(400)
+    report = simulate("sessions", prompts, ["unlimited", "50%", "20%", "10%", "5%", "4K"])
+    unlimited, *limited = report.pools
+    assert unlimited.tree == report.ideal > 0.3 * report.tokens
+    assert report.problems() == []
+    assert [pool.tree for pool in limited] == [pool.lru_from_the_end for pool in limited], "exact LRU by leaves"
+    assert limited[0].tree > limited[3].tree
+    worse = replace(report, pools=[replace(unlimited, tree=0), *limited])
+    assert len(worse.problems()) == 2
+
+
+def test_the_command_writes_tables_json_and_a_figure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(timing, "_REPEATS", 2)
+    trace = tmp_path / "trace.jsonl"
+    requests = ({"input_length": p.input_length, "hash_ids": p.hash_ids.tolist()} for p in sessions(50))
+    trace.write_text("".join(json.dumps(request) + "\n" for request in requests))
+    main(trace, "unlimited,10%", tmp_path / "out.json", tmp_path / "out.png")
+    document = json.loads((tmp_path / "out.json").read_text())
+    assert [pool["is_unlimited"] for pool in document["trace"]["pools"]] == [True, False]
+    assert len(document["operations"]) == 6
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+    assert "never worse than LRU over blocks" in capsys.readouterr().out
+
+
+def test_tables_fit_a_terminal() -> None:
+    report = simulate("conversation", sessions(20), ["unlimited"])
+    large = replace(report.pools[0], slots=1_234_567_890, nodes=1_234_567)
+    times = [OperationTime("lookup, cached in one piece", Percentiles(1000.0, 2000.0, 3000.0), 1.0)]
+
+    def show(console: Console) -> None:
+        print_trace(replace(report, pools=[large]), console)
+        print_times(times, console)
+
+    assert "1234567890" in printed(show)
+
+
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        ("no json", "line 1: no request of a trace"),
+        ("{}", "line 1: no request of a trace: KeyError"),
+        ('{"input_length": 600, "hash_ids": [1]}', "line 1: 1 hash_ids for 600 tokens, expected one for each 512"),
+        ("", "no requests"),
+    ],
+)
+def test_files_that_are_no_traces_are_refused(line: str, error: str, tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(line)
+    with pytest.raises(StartupError, match=error):
+        load_trace(path)
+
+
+@pytest.mark.parametrize("size", ["many", "x%", "0", "0%", "63"])
+def test_sizes_that_hold_nothing_are_refused(size: str) -> None:
+    with pytest.raises(StartupError, match=f"--slots {size}: "):
+        simulate("sessions", sessions(5), [size])

@@ -1,0 +1,34 @@
+"""litellm against the gateway at argv[1]: chat, streams, tools, responses, and Anthropic's API."""
+
+import json
+import sys
+
+import litellm
+
+URL, TOOL = sys.argv[1], json.loads(sys.argv[2])
+OPENAI = {"model": "openai/tiny", "api_base": f"{URL}/v1", "api_key": "none"}
+ANTHROPIC = {"model": "anthropic/tiny", "api_base": URL, "api_key": "none", "max_tokens": 500}
+ASKED = [{"role": "user", "content": "How is it in Rome?"}]
+
+
+def is_complete(message) -> None:
+    (call,) = message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": "Rome"}), message
+    assert message.content.strip() == "I look.", message
+    assert message.reasoning_content == "Rome, then.", message
+
+
+is_complete(litellm.completion(**OPENAI, messages=ASKED, tools=[TOOL]).choices[0].message)
+is_complete(litellm.completion(**ANTHROPIC, messages=ASKED, tools=[TOOL]).choices[0].message)
+for service in (OPENAI, ANTHROPIC):
+    chunks = list(litellm.completion(**service, messages=ASKED, tools=[TOOL], stream=True))
+    is_complete(litellm.stream_chunk_builder(chunks, messages=ASKED).choices[0].message)
+function = {"type": "function", **TOOL["function"]}
+response = litellm.responses(**OPENAI, input="How is it in Rome?", tools=[function])
+assert [item.type for item in response.output] == ["reasoning", "message", "function_call"], response
+refusal = ""
+try:
+    litellm.completion(**OPENAI, messages=ASKED, temperature=-1)
+except litellm.BadRequestError as error:
+    refusal = str(error)
+assert "temperature" in refusal, refusal

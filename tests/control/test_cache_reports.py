@@ -1,0 +1,115 @@
+"""What nodes tell gateways of their prefix caches, over a way that loses a part of it."""
+
+import random
+from collections.abc import Iterable
+
+import numpy as np
+
+from control.block_hashes import BlockHashes, block_hashes
+from control.cache_reports import CacheReports
+from control.messages import CacheUpdate
+from gateway.prefix_index import PrefixIndex
+from hisparse.prefix_tree import PrefixTree
+
+HEARTBEAT_S = 1.0
+
+
+class LossyGateways:
+    """Gateways by address, each with an index. Heartbeats bring back what each has acknowledged."""
+
+    def __init__(self, addresses: Iterable[str], loses: float = 0.0) -> None:
+        self.indexes = {address: PrefixIndex(1000) for address in addresses}
+        self.sent: list[tuple[str, CacheUpdate]] = []
+        self.loses = loses
+        self._acknowledged = dict.fromkeys(self.indexes, 0)
+        self._random = random.Random(0)
+
+    def heartbeat(self) -> None:
+        self._acknowledged = {address: index.serial("node") for address, index in self.indexes.items()}
+
+    def restart(self, address: str) -> None:
+        self.indexes[address] = PrefixIndex(1000)
+
+    def cache_serials(self) -> dict[str, int]:
+        return self._acknowledged
+
+    def tell(self, addresses: Iterable[str], message: CacheUpdate) -> None:
+        for address in addresses:
+            self.sent.append((address, message))
+            if self._random.random() >= self.loses:
+                self.indexes[address].apply("node", message)
+
+
+def prompt(number: int, blocks: int) -> "np.ndarray[tuple[int], np.dtype[np.int32]]":
+    return np.full(64 * blocks, number, dtype=np.int32)
+
+
+def nothing(limit: int) -> BlockHashes:
+    return np.empty(0, dtype=np.uint64)
+
+
+def test_changes_are_collected_and_sent_once() -> None:
+    gateways = LossyGateways(["one", "two"])
+    reports = CacheReports(gateways, nothing)
+    hashes = block_hashes(prompt(1, 4))
+    reports.send(0.0)
+    reports.gained(hashes)
+    reports.lost(hashes[3:])
+    reports.gained(block_hashes(prompt(2, 2)))
+    reports.send(0.01)
+    assert not gateways.sent, "too early"
+    reports.send(1.0)
+    reports.send(2.0)
+    assert [address for address, _ in gateways.sent] == ["one", "two"]
+    update = gateways.sent[0][1]
+    assert update.serial == 1
+    assert update.lost_hashes.tolist() == hashes[3:].tolist()
+    assert update.gained_hashes.tolist() == [*block_hashes(prompt(2, 2)).tolist(), *hashes[:3].tolist()], "newest first"
+
+
+def test_a_gateway_that_acknowledges_late_gets_the_whole_cache_once_in_a_while() -> None:
+    gateways = LossyGateways(["one"])
+    hashes = block_hashes(prompt(1, 3))
+    reports = CacheReports(gateways, lambda limit: hashes[:limit])
+    reports.gained(hashes)
+    for tenth in range(80):
+        reports.send(tenth / 10)
+    assert [(update.serial, update.whole) for _, update in gateways.sent] == [(1, False), *3 * [(1, True)]]
+    gateways.heartbeat()
+    for tenth in range(80, 160):
+        reports.send(tenth / 10)
+    assert len(gateways.sent) == 4
+
+
+def test_gateways_follow_a_tree_over_losses_and_restarts() -> None:
+    generator, tree = random.Random(1), PrefixTree(40, 1, 1000)
+    gateways = LossyGateways(["one", "two"], loses=0.3)
+    reports = CacheReports(gateways, tree.newest_hashes)
+    now, slot = 0.0, 0
+
+    def pass_time(seconds: float) -> None:
+        nonlocal now
+        for _ in range(int(seconds / 0.1)):
+            now += 0.1
+            if now % HEARTBEAT_S < 0.1:
+                gateways.heartbeat()
+            reports.send(now)
+
+    for step in range(300):
+        tokens = prompt(generator.randrange(12), generator.randrange(1, 12))
+        hashes = block_hashes(tokens)
+        missing = len(hashes) - tree.lookup(tokens).blocks
+        reports.lost(tree.evict(missing - (tree.capacity - tree.blocks)).hashes)
+        slots = np.arange(slot, slot + len(hashes))[:, None]
+        slot += len(hashes)
+        reports.gained(hashes[tree.insert(tokens, slots, hashes=hashes).present :])
+        pass_time(0.3)
+        if step % 100 == 50:
+            gateways.restart("two")
+    gateways.loses = 0.0
+    pass_time(10)
+    for index in gateways.indexes.values():
+        assert index.blocks("node") == tree.blocks
+        for number in range(12):
+            tokens = prompt(number, 12)
+            assert index.matched(block_hashes(tokens))["node"] == tree.lookup(tokens).tokens

@@ -1,0 +1,101 @@
+"""Requests of one group: several answers to one prompt, which is prefilled once."""
+
+from functools import cache
+
+import pytest
+
+from control.messages import PrefillFailed, PrefillRequest, Sampling
+from decode_node.request import RequestState
+from tests.decode_node.fakes import GATEWAY
+from tests.decode_node.test_prefixes import Caching, prompt
+from tests.decode_node.test_scheduler import PREFILL, Harness
+
+NAMES = "abcd"
+
+
+def sampling(name: str) -> Sampling:
+    return Sampling(temperature=8, seed=ord(name))
+
+
+def ask(h: Harness, tokens: tuple[int, ...], answer: int = 40) -> None:
+    for name in NAMES:
+        h.ask(name, prompt=tokens, tokens=answer, group="g", sampling=sampling(name))
+
+
+@cache
+def alone(tokens: tuple[int, ...], answer: int = 40) -> dict[str, list[int]]:
+    """The answers of requests that have the node for themselves."""
+    answers = {}
+    for name in NAMES:
+        h = Harness()
+        h.ask(name, prompt=tokens, tokens=answer, sampling=sampling(name))
+        h.run()
+        answers |= h.answers
+    assert len(set(map(tuple, answers.values()))) == len(NAMES), "the seeds tell them apart"
+    return answers
+
+
+def prefills(h: Harness) -> list[PrefillRequest]:
+    return [message for _, message in h.control.repeated.values() if isinstance(message, PrefillRequest)]
+
+
+@pytest.mark.parametrize("harness", [Harness, Caching])
+@pytest.mark.parametrize("length", [1, 2, 64, 65, 66, 200])
+def test_a_prompt_is_prefilled_once_and_shared_but_for_its_last_token(length: int, harness: type[Harness]) -> None:
+    h, tokens = harness(), prompt(length)
+    ask(h, tokens)
+    h.turn()
+    assert [len(message.token_ids) for message in prefills(h)] == [length - 1][: length - 1]
+    h.turn()
+    assert {h.state(name) for name in NAMES} == {RequestState.RUNNING}
+    assert h.coordinator.host.used < length + len(NAMES) * 65, "they grow by themselves"
+    h.run()
+    assert h.answers == alone(tokens)
+
+
+def test_a_choice_that_comes_late_takes_the_prompt_of_one_that_runs() -> None:
+    h, tokens = Caching(), prompt(100)
+    ask(h, tokens)
+    for _ in range(10):
+        h.turn()
+    h.ask("late", prompt=tokens, tokens=40, group="g", sampling=sampling("a"))
+    h.turn()
+    assert not prefills(h)
+    h.run()
+    assert h.answers["late"] == h.answers["a"]
+    assert {name: h.answers[name] for name in NAMES} == alone(tokens)
+
+
+def test_the_next_choice_is_prefilled_if_the_first_one_loses_its_attempt_or_leaves() -> None:
+    h, tokens = Caching(slow={"a"}), prompt(100)
+    ask(h, tokens)
+    h.turn()
+    [first] = prefills(h)
+    h.remote.take(PREFILL, PrefillFailed(attempt=first.attempt, reason="out of memory"))
+    h.scheduler.cancel("a", GATEWAY)
+    h.turn()
+    assert [message.attempt.request_id for message in prefills(h)] == ["b"]
+    h.run()
+    assert {name: h.answers[name] for name in "bcd"} == {name: alone(tokens)[name] for name in "bcd"}
+    assert h.ended["a"] == "abort"
+
+
+@pytest.mark.parametrize("harness", [Harness, Caching])
+def test_choices_give_way_and_come_back_with_the_same_answers(harness: type[Harness]) -> None:
+    """There are too few host slots, so some are dropped and prefilled again."""
+    tokens = prompt(100)
+    h = harness(host_slots=100 + 3 * 64)
+    ask(h, tokens, answer=120)
+    h.run()
+    assert h.answers == alone(tokens, 120)
+    assert h.metrics.retractions.labels("host")._value.get() > 0
+
+
+def test_what_lingers_is_shared_and_not_cached() -> None:
+    h, tokens = Caching(lingering=True), prompt(100)
+    ask(h, tokens)
+    for _ in range(5):
+        h.turn()
+    assert h.cache.cached_slots == 0
+    assert {h.state(name) for name in NAMES} == {RequestState.RUNNING}
+    assert h.coordinator.host.used < 100 + len(NAMES) * 65

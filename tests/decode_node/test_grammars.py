@@ -1,0 +1,101 @@
+"""Requests with a grammar among others: a token is a byte, and the model predicts the next byte."""
+
+import json
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from control.grammar import Grammar, JsonSchema, Regex, TextChoice
+from control.messages import Sampling
+from engine.grammar.vocabulary import Vocabulary
+from tests.decode_node.fakes import GATEWAY
+from tests.decode_node.test_scheduler import HOT, VOCAB, Harness, counted
+from tests.gateway.fakes import EOS, byte_tokenizer
+
+WORDS = Grammar(root=TextChoice(options=("abc", "xyz")))
+
+
+def bytes_vocabulary() -> Vocabulary:
+    return Vocabulary(json.loads(byte_tokenizer().to_str()), VOCAB, [EOS])
+
+
+@pytest.fixture
+def h() -> Iterator[Harness]:
+    harness = Harness(vocabulary=bytes_vocabulary)
+    yield harness
+    harness.grammars.close()
+
+
+def text(h: Harness, request_id: str) -> str:
+    return bytes(token for token in h.answers[request_id] if token < 256).decode()
+
+
+def test_an_answer_follows_its_grammar_and_others_are_as_they_were(h: Harness) -> None:
+    h.ask("free", prompt=(1, 5), tokens=20)
+    h.ask("words", prompt=(1, 5), tokens=20, grammar=WORDS)
+    h.ask("later", prompt=(1, ord("w")), tokens=20, grammar=WORDS, stop_token_ids=(EOS,))
+    h.run()
+    assert h.answers["free"] == counted((5,), 20)
+    assert (text(h, "words"), text(h, "later")) == ("abc", "xyz")
+    assert h.ended == {"free": "length", "words": "stop", "later": "stop"}
+
+
+def test_a_grammar_that_cannot_be_compiled_ends_its_request_alone(h: Harness) -> None:
+    h.ask("bad", tokens=5, grammar=Grammar(root=JsonSchema(schema_text='{"type": "nonsense"}')))
+    h.ask("good", prompt=(1, 5), tokens=5)
+    h.run()
+    assert h.ended == {"bad": "invalid", "good": "length"}
+    assert "nonsense" in (h.errors["bad"] or "")
+    assert h.answers["bad"] == []
+
+
+def test_without_a_tokenizer_a_grammar_is_refused() -> None:
+    h = Harness()
+    h.ask("words", grammar=WORDS)
+    h.run()
+    assert h.ended == {"words": "invalid"}
+    assert "no tokenizer" in (h.errors["words"] or "")
+    h.grammars.close()
+
+
+def test_who_waits_for_a_grammar_is_overtaken() -> None:
+    may_go_on = threading.Event()
+
+    def slowly() -> Vocabulary:
+        assert may_go_on.wait(20)
+        return bytes_vocabulary()
+
+    h = Harness(vocabulary=slowly, max_running=1)
+    h.ask("words", prompt=(1, 5), grammar=WORDS)
+    h.ask("free", prompt=(1, 5), tokens=3)
+    while "free" not in h.ended:
+        h.turn()
+    assert list(h.ended) == ["free"]
+    may_go_on.set()
+    h.run()
+    assert text(h, "words") == "abc"
+    h.grammars.close()
+
+
+def test_a_request_that_ends_before_its_grammar_is_compiled_leaves_nothing(h: Harness) -> None:
+    h.ask("words", grammar=WORDS)
+    h.scheduler.cancel("words", GATEWAY)
+    h.turn()
+    h.run()
+    assert h.ended == {"words": "abort"}
+
+
+def test_a_retracted_request_goes_on_in_its_grammar() -> None:
+    """Nine device slots: two requests with one slot each are admitted, and each grows to five."""
+    h = Harness(device_slots=HOT + 1 + 2, vocabulary=bytes_vocabulary)
+    pattern = Grammar(root=Regex(pattern="(ab|cd){14}x"))
+    for name in "pqrs":
+        h.ask(name, prompt=(1, 200), tokens=40, grammar=pattern, sampling=Sampling(temperature=1.0, seed=ord(name)))
+    h.run()
+    assert h.metrics.retractions.labels("device")._value.get() > 0
+    for name in "pqrs":
+        answer = text(h, name)
+        assert len(answer) == 29
+        assert answer.endswith("x")
+        assert all(answer[i : i + 2] in ("ab", "cd") for i in range(0, 28, 2))

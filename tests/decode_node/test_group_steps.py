@@ -1,0 +1,80 @@
+"""What a decode node computes as a rank of a group, with real KV tiers and a model that counts."""
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from engine.agreement import Agreed, GroupFailed
+from engine.group_table import Standing
+from engine.ranks import RankGroup
+from tests.decode_node.test_scheduler import Harness, counted
+
+
+@dataclass
+class OtherRanks(RankGroup):
+    """A group whose other ranks have so many requests at most in each step."""
+
+    batch: int = 0
+    asked: list[int] = field(default_factory=list)
+
+    def agree(self, batch: int) -> Agreed:
+        self.asked.append(batch)
+        return Agreed(max(batch, self.batch), Standing.SERVING)
+
+    def failure(self, error: Exception) -> GroupFailed:
+        return GroupFailed(f"rank 0 failed: {error}")
+
+
+@pytest.fixture
+def ranks() -> OtherRanks:
+    return OtherRanks()
+
+
+@pytest.fixture
+def harness(ranks: OtherRanks) -> Harness:
+    harness = Harness()
+    harness.scheduler._steps._ranks = ranks
+    return harness
+
+
+def test_a_rank_without_requests_computes_what_the_others_have_as_padding(harness: Harness, ranks: OtherRanks) -> None:
+    harness.turn()
+    assert harness.model.batches == []
+    ranks.batch = 3
+    harness.turn()
+    assert harness.model.batches == [3]
+    assert set(ranks.asked) == {0}
+    assert harness.coordinator.counters().violations == 0
+    assert harness.coordinator.is_idle()
+    assert not harness.scheduler.has_work, "the others call it"
+
+
+def test_a_rank_with_fewer_requests_than_others_pads_and_says_the_same(harness: Harness, ranks: OtherRanks) -> None:
+    for others in (0, 5, 8, 1):
+        ranks.batch = others
+        request_id = f"r{others}"
+        harness.ask(request_id, tuple(range(10, 20)), 6)
+        harness.ask(f"{request_id}-short", (7,), 3)
+        harness.run()
+        assert harness.answers[request_id] == counted((19,), 6)
+        assert harness.answers[f"{request_id}-short"] == counted((7,), 3)
+        assert min(harness.model.batches[-3:]) >= others
+    assert harness.coordinator.counters().violations == 0
+
+
+def test_a_forward_pass_that_fails_ends_the_group_and_not_one_batch(harness: Harness) -> None:
+    harness.model.error = RuntimeError("out of memory")
+    harness.ask("r", (1, 2, 3), 6)
+    with pytest.raises(GroupFailed, match="rank 0 failed: out of memory"):
+        harness.run()
+    assert "r" not in harness.ended
+    harness.scheduler.abandon_all("rank 0 failed")
+    (output,) = harness.control.outputs()
+    assert (output.finish_reason, output.error) == ("abort", "rank 0 failed")
+
+
+def test_padding_that_fails_ends_the_group(harness: Harness, ranks: OtherRanks) -> None:
+    harness.model.error = RuntimeError("a collective failed")
+    ranks.batch = 2
+    with pytest.raises(GroupFailed, match="a collective failed"):
+        harness.turn()

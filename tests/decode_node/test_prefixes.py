@@ -1,0 +1,386 @@
+"""The prefix cache in the scheduler's hands: what is found, what is sent, and that no slot is lost or wrong."""
+
+import random
+import time
+
+import pytest
+import torch
+
+from control.block_hashes import BLOCK_TOKENS
+from control.messages import AttemptId, FetchDone, FetchRequest, PrefillFailed, PrefillRequest, Quiesced
+from decode_node.request import Request, RequestState
+from hisparse.extents import HostSlots
+from hisparse.prefix_cache import PrefixCache
+from hisparse.prefix_tree import TokenIds
+from tests.decode_node.fakes import GATEWAY
+from tests.decode_node.test_scheduler import FORMAT, HOT, PREFILL, Harness, counted
+from transfer.fencing import DRAIN_GRACE_S, LANDED_CAN_WAIT_S
+
+
+class Caching(Harness):
+    """A harness with a prefix cache, which looks at every byte of the KV that requests have, in every turn."""
+
+    def __init__(self, **options: object) -> None:
+        super().__init__(caching=True, **options)  # type: ignore[arg-type]
+        self.asked: list[PrefillRequest] = []
+        self.max_cached = 0
+
+    @property
+    def cache(self) -> PrefixCache:
+        cache = self.coordinator.host.prefixes
+        assert cache is not None
+        return cache
+
+    def turn(self) -> None:
+        super().turn()
+        for _, message in self.control.repeated.values():
+            if isinstance(message, PrefillRequest) and message not in self.asked:
+                self.asked.append(message)
+        self.max_cached = max(self.max_cached, self.cache.cached_slots)
+        self.audit()
+
+    def audit(self) -> None:
+        """What a request will read is the KV of its own tokens; and the books add up."""
+        host = self.coordinator.host
+        host.check_integrity()
+        self.cache.check_integrity()
+        for request in self.scheduler.requests.values():
+            slots = request.host_slots
+            if request.state is RequestState.RUNNING:
+                slots = self.coordinator._running[request.request_id].host_slots
+            if slots is None or request.state is RequestState.LOCAL_PREFILL:
+                continue
+            known = len(slots) if request.state is RequestState.PREFILLING else request.kv_tokens
+            tokens = torch.tensor(request.tokens[:known])
+            pairs = torch.stack((tokens, torch.arange(known)), 1)
+            at = torch.from_numpy(slots.slots()[:known])
+            assert torch.equal(host.kv[0][at], FORMAT.encode_items(pairs)), (request.request_id, request.state)
+            assert torch.equal(host.index_keys[0][at], FORMAT.encode_index_keys(pairs))
+
+    def run(self, turns: int = 2000) -> None:
+        super().run(turns)
+        assert self.coordinator.host.used == 0
+        self.cache.check_integrity()
+        self.cache.clear()
+        self.scheduler.check_idle()
+        assert self.coordinator.host.free == self.coordinator.host.num_slots
+        assert self.coordinator.host.cached == self.cache.cached_slots == 0
+
+    def drain(self) -> None:
+        """Until there are no requests; the cache stays."""
+        while self.scheduler.requests or self.scheduler.holds_something:
+            self.turn()
+
+    def sent(self, request_id: str) -> list[tuple[int, int]]:
+        """From which position on, and how many, for each attempt of a request."""
+        return [
+            (message.start, len(message.token_ids) - message.start)
+            for message in self.asked
+            if message.attempt.request_id == request_id
+        ]
+
+    def count(self, metric: str) -> int:
+        return int(getattr(self.metrics, metric).labels("decode")._value.get())
+
+
+def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
+    """Tokens below 100, so that answers of a few hundred tokens stay in the vocabulary."""
+    return tuple(random.Random(seed).randrange(100) for _ in range(length))
+
+
+@pytest.mark.parametrize(
+    ("shared", "start"), [(0, 0), (1, 0), (63, 0), (64, 64), (65, 64), (192, 192), (199, 192), (200, 192)]
+)
+def test_only_what_is_not_cached_is_asked_for(shared: int, start: int) -> None:
+    """Shared are so many of 200 tokens; of these all but the last have KV."""
+    h = Caching()
+    first = prompt(200)
+    h.ask("first", prompt=first, tokens=3)
+    h.drain()
+    second = first[:shared] + prompt(200 - shared, seed=1)
+    h.ask("second", prompt=second, tokens=3)
+    h.drain()
+    assert h.sent("second") == [(start, 199 - start)]
+    assert h.answers == {"first": counted(first, 3), "second": counted(second, 3)}
+    assert (h.count("prefix_cache_queries"), h.count("prefix_cache_hits")) == (2 * 199, start)
+    h.run()
+
+
+@pytest.mark.parametrize("length", [65, 129])
+def test_a_prompt_that_is_cached_whole_needs_no_prefill_node(length: int) -> None:
+    h = Caching()
+    h.ask("first", prompt=prompt(length), tokens=4)
+    h.drain()
+    h.remote.nodes.learn(GATEWAY.address, (), {})
+    h.ask("again", prompt=prompt(length), tokens=4)
+    h.drain()
+    assert h.answers["again"] == h.answers["first"] == counted(prompt(length), 4)
+    assert h.sent("again") == []
+    h.run()
+
+
+def test_a_conversation_finds_its_answers_too() -> None:
+    """Each turn sends all before it: prompt, answer and what the user says next."""
+    h = Caching()
+    text = prompt(100)
+    for turn in range(4):
+        h.ask(f"turn-{turn}", prompt=text, tokens=70)
+        h.drain()
+        lacked = len(text) - 1 - h.sent(f"turn-{turn}")[0][0]
+        assert turn == 0 or lacked < BLOCK_TOKENS + 30
+        text += tuple(h.answers[f"turn-{turn}"]) + prompt(30, seed=turn)
+    h.run()
+
+
+def test_two_at_once_keep_one_copy() -> None:
+    h = Caching()
+    h.ask("a", prompt=prompt(129), tokens=5)
+    h.ask("b", prompt=prompt(129), tokens=5)
+    h.turn()
+    h.turn()
+    assert h.sent("a") == h.sent("b") == [(0, 128)]
+    assert h.coordinator.host.used - h.coordinator.releasing_slots <= 128 + 2 * BLOCK_TOKENS
+    h.run()
+
+
+def test_salts_share_nothing() -> None:
+    h = Caching()
+    for name, salt in (("a", ""), ("b", "tenant"), ("c", "tenant"), ("d", "")):
+        h.ask(name, prompt=prompt(129), tokens=2, cache_salt=salt)
+        h.drain()
+    assert [h.sent(name) for name in "abcd"] == [[(0, 128)], [(0, 128)], [], []]
+    assert {message.cache_salt for message in h.asked} == {"", "tenant"}
+    h.run()
+
+
+def test_the_gateway_is_told_how_much_was_cached() -> None:
+    """With the first token, and again at the end, which is repeated until it has arrived."""
+    h = Caching()
+    for name in ("cold", "warm"):
+        h.ask(name, prompt=prompt(150), tokens=3)
+        told: list[tuple[str, int, int]] = []
+        while h.scheduler.requests:
+            h.land()
+            h.scheduler.turn()
+            told += [(o.request_id, o.start, o.cached_tokens) for o in h.control.outputs()]
+            h.control.sent.clear()
+        h.scheduler.outputs.ended(name, GATEWAY)
+        cached = 128 if name == "warm" else 0
+        assert told[0] == (name, 0, cached)
+        assert told[-1] == (name, 2, cached)
+    h.run()
+
+
+def test_blocks_are_given_up_before_anybody_waits_or_gives_way() -> None:
+    """A pool that the blocks of earlier requests fill: it serves as if it were empty."""
+    h = Caching(host_slots=640)
+    for number in range(6):
+        h.ask(f"before-{number}", prompt=prompt(150, seed=number), tokens=40)
+        h.drain()
+    assert h.cache.cached_slots >= 640 - 128
+    for number in range(3):
+        h.ask(f"now-{number}", prompt=prompt(100, seed=100 + number), tokens=60)
+    h.turn()
+    assert all(h.state(f"now-{number}") is not RequestState.WAITING for number in range(3))
+    h.run()
+    assert h.metrics.retractions.labels("host")._value.get() == 0
+
+
+def test_one_that_waits_for_slots_is_not_looked_up_again_before_something_has_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    h = Caching(host_slots=400)
+    h.ask("running", prompt=prompt(200), tokens=100)
+    for _ in range(3):
+        h.turn()
+    looked_up: list[int] = []
+    hold = h.cache.hold
+
+    def noting(tokens: TokenIds, salt: str = "") -> HostSlots:
+        looked_up.append(len(tokens))
+        return hold(tokens, salt)
+
+    monkeypatch.setattr(h.cache, "hold", noting)
+    h.ask("waits", prompt=prompt(300, seed=1), tokens=2)
+    for _ in range(20):
+        h.turn()
+    assert (h.state("waits"), looked_up) == (RequestState.WAITING, [299])
+    h.run()
+    assert h.answers["waits"] == counted(prompt(300, seed=1), 2)
+
+
+def test_what_is_dropped_resumes_from_its_own_blocks() -> None:
+    h = Caching(host_slots=448)
+    for name in "abc":
+        h.ask(name, prompt=prompt(65, seed=ord(name)), tokens=100)
+    h.run()
+    assert h.answers == {name: counted(prompt(65, seed=ord(name)), 100) for name in "abc"}
+    assert h.metrics.retractions.labels("host")._value.get() > 0
+    again = [start for name in "abc" for start, _ in h.sent(name)[1:]]
+    assert max(again) >= BLOCK_TOKENS
+
+
+def test_a_retracted_request_keeps_what_it_shares() -> None:
+    h = Caching()
+    for name in "abcd":
+        h.ask(name, prompt=prompt(129), tokens=30)
+    slots, make_room = h.scheduler._slots, h.scheduler._slots.make_room
+
+    def as_if_device_slots_ran_out() -> list[Request]:
+        if len(running := h.scheduler.requests.in_state(RequestState.RUNNING)) > 2:
+            slots._retract(running[-1])
+        return make_room()
+
+    slots.make_room = as_if_device_slots_ran_out  # type: ignore[method-assign]
+    h.run()
+    assert h.metrics.retractions.labels("device")._value.get() > 10
+    assert all(h.answers[name] == counted(prompt(129), 30) for name in "abcd")
+
+
+@pytest.mark.parametrize("turns", [0, 1, 2, 5, 80])
+def test_an_aborted_request_leaves_what_was_verified(turns: int) -> None:
+    h = Caching(quiet=False)
+    h.ask("first", prompt=prompt(65), tokens=2)
+    h.drain()
+    h.ask("aborted", prompt=prompt(150), tokens=200)
+    for _ in range(turns):
+        h.turn()
+    h.scheduler.cancel("aborted", GATEWAY)
+    h.turn()
+    assert h.cache.cached_slots // BLOCK_TOKENS == (1 if turns < 2 else 2 if turns < 80 else 3)
+    h.quiet = True
+    h.run()
+
+
+def test_what_is_read_stays_where_it_is_whatever_becomes_of_its_request_and_however_short_slots_are() -> None:
+    h = Caching(host_slots=520, quiet=False, slow={"read"}, verify=lambda _: True)
+    h.ask("before", prompt=prompt(130), tokens=2)
+    h.drain()
+    h.ask("read", prompt=prompt(200), tokens=3)
+    h.turn()
+    [asked] = [message for message in h.asked if message.attempt.request_id == "read"]
+    h.remote.take(PREFILL, FetchRequest(attempt=asked.attempt, start=64, stop=asked.start))
+    [loan] = h.remote.lent
+    lent = loan.slots.slots()
+    content = h.coordinator.host.kv[0][lent].clone()
+    h.scheduler.cancel("read", GATEWAY)
+    for number in range(12):
+        h.ask(f"other-{number}", prompt=prompt(150, seed=7 + number), tokens=40)
+    while h.scheduler.requests:
+        h.turn()
+        assert torch.equal(h.coordinator.host.kv[0][lent], content)
+    assert h.coordinator.host.used == len(lent) + 199 - 128
+    h.remote.take(PREFILL, FetchDone(attempt=asked.attempt))
+    assert h.coordinator.host.used == 199 - 128, "what it may write to"
+    h.quiet = True
+    h.run()
+
+
+def test_a_lost_attempt_gives_its_prefix_back_and_the_next_one_looks_again() -> None:
+    h = Caching(slow={"r"})
+    h.ask("before", prompt=prompt(65), tokens=2)
+    h.drain()
+    h.ask("r", prompt=prompt(200), tokens=3)
+    h.turn()
+    request = h.scheduler.requests["r"]
+    assert request.host_slots is not None
+    assert len(request.host_slots) == 64
+    h.remote.take(PREFILL, PrefillFailed(attempt=request.attempt("decode"), reason="out of memory"))
+    assert (request.state, request.host_slots) == (RequestState.WAITING, None)
+    assert h.coordinator.host.used == 0
+    h.ask("meanwhile", prompt=prompt(140), tokens=2)
+    while "meanwhile" in h.scheduler.requests:
+        h.turn()
+    request.again_at = 0.0
+    h.slow.clear()
+    h.run()
+    assert h.sent("r") == [(64, 135), (128, 71)]
+    assert h.answers["r"] == counted(prompt(200), 3)
+
+
+def test_a_late_write_of_an_abandoned_attempt_cannot_reach_what_is_shared() -> None:
+    """Only slots that are not cached are named to a prefill node, and they are in quarantine."""
+    h = Caching(quiet=False, slow={"r"})
+    h.ask("before", prompt=prompt(129), tokens=2)
+    h.drain()
+    h.ask("r", prompt=prompt(200), tokens=3)
+    h.turn()
+    [reservation] = h.table
+    h.scheduler.cancel("r", GATEWAY)
+    h.ask("other", prompt=prompt(200), tokens=40)
+    h.turn()
+    late = torch.from_numpy(reservation.resource.slots())
+    h.coordinator.host.kv[0][late] = 255
+    while "other" in h.scheduler.requests:
+        h.turn()
+    assert h.answers["other"] == counted(prompt(200), 40)
+    h.quiet = True
+    h.remote.take(PREFILL, Quiesced(attempt=AttemptId("decode", "r", 1)))
+    h.run()
+
+
+def test_what_may_be_written_again_is_not_cached() -> None:
+    """The first copy of a batch that was cut and posted again may still land. Its slots have two owners until then."""
+    h = Caching(lingering=True)
+    h.ask("r", prompt=prompt(200), tokens=4)
+    while h.scheduler.requests:
+        h.turn()
+    assert h.cache.cached_slots == 0
+    h.remote.tick(time.monotonic() + DRAIN_GRACE_S + LANDED_CAN_WAIT_S)
+    h.run()
+
+
+def test_after_an_error_only_the_prompt_stays() -> None:
+    h = Caching()
+    h.model.overflows_after = 230
+    first = (*prompt(128), 160)
+    h.ask("r", prompt=first, tokens=200)
+    h.drain()
+    assert h.ended == {"r": "error"}
+    assert h.cache.cached_slots == 128, "it had generated another block"
+    h.run()
+
+
+def test_after_violations_nothing_stays() -> None:
+    """What a request has generated since the last look may be wrong, and it may have ended."""
+    h = Caching()
+    h.ask("r", prompt=prompt(150), tokens=4)
+    h.drain()
+    h.scheduler.forget_prefixes()
+    assert h.cache.cached_slots == 0
+    h.run()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_happens_no_slot_is_lost_and_no_kv_is_another_prompts(seed: int) -> None:
+    """Conversations that share beginnings, in a pool that is too small: evictions, drops, retractions, aborts, lost
+    attempts and steps that fail."""
+    rng = random.Random(seed)
+    h = Caching(
+        host_slots=rng.choice((450, 700)), device_slots=rng.choice((HOT + 5, 30, 100)), max_running=rng.choice((2, 8))
+    )
+    texts: list[tuple[int, ...]] = [prompt(length, seed=length) for length in (1, 64, 65, 130, 260)]
+    prompts: dict[str, tuple[int, ...]] = {}
+    for number in range(200):
+        if rng.random() < 0.35 and len(h.scheduler.requests) < 8:
+            name = f"r{number}"
+            base = rng.choice(texts)
+            cut = rng.choice((len(base), len(base), rng.randrange(1, len(base) + 1)))
+            prompts[name] = base[:cut] + prompt(rng.choice((0, 1, 40)), seed=number)
+            h.ask(name, prompt=prompts[name], tokens=rng.choice((1, 5, 90)))
+        if h.scheduler.requests and rng.random() < 0.05:
+            h.scheduler.cancel(rng.choice(list(h.scheduler.requests)), GATEWAY)
+        if rng.random() < 0.05:
+            for request in h.scheduler.requests.in_state(RequestState.PREFILLING):
+                h.remote._lose(request.attempt("decode"), "the node went away")
+                request.again_at = 0.0
+        if rng.random() < 0.01:
+            h.model.error = RuntimeError("too much at once")
+        h.turn()
+        h.model.error = None
+        for ended in [name for name, reason in h.ended.items() if reason == "length" and name in prompts]:
+            text = prompts.pop(ended)
+            assert h.answers[ended] == counted(text, len(h.answers[ended]))
+            texts.append((text + tuple(h.answers[ended]))[:400])
+    h.run(5000)
+    assert h.max_cached > 300

@@ -1,0 +1,199 @@
+"""A prefill node of several ranks says what one says, is one node to everybody else, and ends whole."""
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+from typing import Any
+
+import httpx
+import pytest
+
+from cli.rank_group import plan_ranks
+from cli.serve import RANK_PORTS, free_port
+from engine.rank_place import create_places
+from prefill_node.config import PrefillConfig
+from tests.e2e.cluster import Cluster, Job, complete, wait_until
+from tests.e2e.conftest import FAMILIES, Reference
+from tests.e2e.test_parity import prompts
+from tests.e2e.test_ranks import HOT_BUFFER, NOTICED_S, ranks_of
+from tests.e2e.test_serve import ENVIRONMENT, all_gone, children_of, log, serve
+
+__all__ = ["log", "serve"]
+
+CHUNK = 97
+"""Tokens of a step; ranks do not divide it. There are prompts of several steps, and steps of several prompts."""
+LENGTHS = (300, 2, 150, 64, 1, 500, 3, 200, 130, 98, 65, 257)
+JOBS = [
+    Job(prompt, 12, abort_after=0 if number % 5 == 4 else None)
+    for number, prompt in enumerate(prompts(LENGTHS, seed=6))
+]
+SHORT = ((6, JOBS[:6]),)
+ROUNDS = ((1, JOBS[:2]), (12, JOBS))
+[LONG] = prompts((1200,), seed=7)
+NEW_TOKENS = 8
+
+
+def configurations() -> list[Any]:
+    """Prefill ranks, decode ranks, family, and what is asked; all but one are slow."""
+    return [
+        pytest.param(*case, ROUNDS if number else SHORT, marks=pytest.mark.slow if number else ())
+        for number, case in enumerate(product((2, 4), (1, 2), FAMILIES))
+    ]
+
+
+@pytest.mark.parametrize(("prefill_ranks", "decode_ranks", "family", "rounds"), configurations())
+def test_the_tokens_behind_a_prefill_node_of_several_ranks_equal_transformers(
+    start_cluster: Callable[..., Cluster],
+    references: dict[str, Reference],
+    prefill_ranks: int,
+    decode_ranks: int,
+    family: str,
+    rounds: Sequence[tuple[int, Sequence[Job]]],
+) -> None:
+    cluster = start_cluster(family)
+    prefill = cluster.prefill(ranks=prefill_ranks, chunked_prefill_size=CHUNK, transfer_checksum="full")
+    decode = cluster.decode(ranks=decode_ranks, hisparse_config=HOT_BUFFER, debug_verify_swap_in=True)
+    wait_ready(cluster, decode_ranks)
+    assert_exact(cluster.url, references[family], rounds)
+    for rank in range(decode_ranks):
+        wait_until(lambda: not decode.metric("host_slots", rank, state="used"))  # noqa: B023
+    wait_until(lambda: not prefill.metric("prefill_pages", state="used"))
+    prefill.signal(signal.SIGTERM)
+    assert prefill.process.wait(timeout=60) == 0
+
+
+@pytest.mark.parametrize(
+    ("rank", "number"),
+    [
+        (1, signal.SIGKILL),
+        pytest.param(0, signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param(1, signal.SIGSTOP, marks=pytest.mark.slow),
+    ],
+    ids=["killed", "first-killed", "stopped"],
+)
+def test_a_group_that_loses_a_rank_ends_whole_and_its_slots_are_free_when_every_rank_is_proved_dead(
+    start_cluster: Callable[..., Cluster], references: dict[str, Reference], rank: int, number: int
+) -> None:
+    """Before that, a client leaves in the middle of a prompt, which costs nothing."""
+    cluster = start_cluster()
+    group = cluster.prefill("group", ranks=2, chunked_prefill_size=4, step_timeout=2)
+    decode = cluster.decode(hisparse_config=HOT_BUFFER)
+    wait_ready(cluster)
+    with pytest.raises(httpx.ReadTimeout):
+        ask(cluster, timeout=1)
+    wait_until(lambda: not decode.metric("host_slots", state="used"))
+    wait_until(lambda: not decode.metric("host_slots", state="quarantined"), what="Quiesced of all ranks")
+    wait_until(lambda: not group.metric("prefill_pages", state="used"))
+    assert 0 < group.metric("prompt_tokens_total") < len(LONG) - 1
+
+    expected = references["deepseek_v32"].generate(LONG, NEW_TOKENS)
+    processes = ranks_of(group)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(ask, cluster)
+        wait_until(lambda: group.metric("requests", state="computing"))
+        processes[rank].send_signal(number)
+        since = time.monotonic()
+        assert group.process.wait(timeout=30) == 1
+        assert time.monotonic() - since < NOTICED_S + 1 + (2 if number == signal.SIGSTOP else 0), "on a busy machine"
+        assert all_gone(processes)
+        cluster.prefill("other")
+        assert answer.result() == expected
+    last = group.log.splitlines()[-1]
+    assert last.startswith(f"error: rank {rank} {'was killed by SIGKILL' if number == signal.SIGKILL else ''}")
+    assert last.endswith("; all ranks were stopped")
+    assert decode.metric("host_slots", state="quarantined") == len(LONG) - 1, "nobody can say what a dead rank has sent"
+    cluster.restart(group)
+    wait_until(lambda: not decode.metric("host_slots", state="quarantined"), 60, "proof of every rank's death")
+    wait_ready(cluster, prefill_nodes=2)
+
+
+@pytest.mark.slow
+def test_a_group_does_not_start_while_an_orphan_of_the_one_before_may_write(
+    start_cluster: Callable[..., Cluster], references: dict[str, Reference]
+) -> None:
+    cluster = start_cluster()
+    decode = cluster.decode(hisparse_config=HOT_BUFFER)
+    control_port = free_port(ranks=2)
+    places = create_places(2, lines=True)
+    config = PrefillConfig(
+        model_path=cluster.model_path,
+        ranks=2,
+        port=0,
+        control_port=control_port,
+        dtype="float32",
+        transfer_protocol="tcp",
+        chunked_prefill_size=4,
+        gateways=(cluster.nodes["gateway"].control_address,),
+    )
+    # Not by a process that takes them along when it ends.
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "cli.main", *child.words],
+            env={**ENVIRONMENT, **child.secrets},
+            pass_fds=child.descriptors,
+        )
+        for child in plan_ranks(config, places)
+    ]
+    try:
+        wait_ready(cluster)
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(ask, cluster)
+            wait_until(lambda: decode.metric("requests", state="prefilling"))
+            time.sleep(1)
+            ranks[1].send_signal(signal.SIGSTOP)
+            ranks[0].kill()
+            assert cluster.prefill("refused", ranks=2, control_port=control_port).process.wait(timeout=60) == 2
+            refused = cluster.nodes.pop("refused").log.splitlines()[-1]
+            assert refused.startswith(
+                f"error: rank 1: cannot bind the control port 127.0.0.1:{control_port + RANK_PORTS}"
+            )
+            assert decode.metric("host_slots", state="quarantined") == len(LONG) - 1
+            ranks[1].send_signal(signal.SIGCONT)
+            assert ranks[1].wait(timeout=10) == 1, "it sees that rank 0 has ended"
+            cluster.prefill("again", ranks=2, control_port=control_port)
+            assert answer.result() == references["deepseek_v32"].generate(LONG, NEW_TOKENS)
+        wait_until(lambda: not decode.metric("host_slots", state="quarantined"), 60, "proof of every rank's death")
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.slow
+def test_serve_runs_prefill_nodes_of_several_ranks(
+    serve: Callable[..., tuple["subprocess.Popen[bytes]", str]], references: dict[str, Reference]
+) -> None:
+    process, url = serve("--prefill-ranks", "2", "--decode-ranks", "2", "--transfer-protocol", "auto")
+    children = children_of(process)
+    assert len(children) == 7
+    assert_exact(url, references["deepseek_v32"], SHORT)
+    process.terminate()
+    assert process.wait(timeout=60) == 0
+    wait_until(lambda: all_gone(children), what="the processes to be gone")
+
+
+def ask(cluster: Cluster, timeout: float = 120) -> list[int]:
+    """The tokens behind a prompt that takes the group some hundreds of steps."""
+    body = {"model": "tiny", "prompt": LONG, "max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True}
+    answer = httpx.post(f"{cluster.url}/v1/completions", json={**body, "return_token_ids": True}, timeout=timeout)
+    ids: list[int] = answer.json()["choices"][0]["token_ids"]
+    return ids
+
+
+def wait_ready(cluster: Cluster, decode_nodes: int = 1, prefill_nodes: int = 1) -> None:
+    """All processes are ready, and the gateway knows so many nodes."""
+    cluster.wait_ready(timeout=120)
+    gateway = cluster.nodes["gateway"]
+    for role, number in (("decode", decode_nodes), ("prefill", prefill_nodes)):
+        wait_until(lambda: gateway.metric("nodes", role=role) == number, 60, f"{number} {role} nodes")  # noqa: B023
+
+
+def assert_exact(url: str, reference: Reference, rounds: Sequence[tuple[int, Sequence[Job]]] = ROUNDS) -> None:
+    for concurrency, jobs in rounds:
+        for job, answer in zip(jobs, complete(url, jobs, concurrency), strict=True):
+            if job.abort_after is None:
+                assert answer == reference.generate(list(job.prompt_ids), job.max_tokens), len(job.prompt_ids)

@@ -1,0 +1,119 @@
+"""Single ranks of nodes are killed and stopped at random: no token is wrong, and nothing is left."""
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.e2e.chaos_clients import Clients, Prompt
+from tests.e2e.cluster import Cluster, Job, Node, complete, wait_until
+from tests.e2e.conftest import Reference
+from tests.e2e.test_ranks import HOT_BUFFER, ranks_of
+
+SECONDS = float(os.environ.get("HISPARSE_PD_CHAOS_SECONDS", "20"))
+SEED = int(os.environ.get("HISPARSE_PD_CHAOS_SEED", random.randrange(1_000_000)))
+RANKS = 2
+STEP_TIMEOUT_S = 3.0
+MOST_TOKENS = 40
+LENGTHS = (1, 7, 40, 129, 200, 512, 1000)
+DECK = ("stop", "kill", "terminate", "stop for a moment", "kill", "stop for a moment")
+
+
+def registered(cluster: Cluster) -> bool:
+    gateway = cluster.nodes["gateway"]
+    return gateway.metric("nodes", role="decode") == RANKS + 1 and gateway.metric("nodes", role="prefill") == 2
+
+
+def disturb(group: Node, kind: str, rng: random.Random) -> str:
+    """Do that to a rank. What, in words."""
+    rank = rng.randrange(RANKS)
+    if kind == "stop" and group.words[0] == "prefill":
+        rank = 1  # If rank 0 is stopped between steps, nobody misses it, and gateways go elsewhere.
+    process = ranks_of(group)[rank]
+    match kind:
+        case "kill":
+            process.kill()
+            return f"{group.name}: rank {rank} killed"
+        case "stop for a moment":
+            process.suspend()
+            time.sleep(rng.uniform(0.2, 0.4 * STEP_TIMEOUT_S))
+            process.resume()
+            return f"{group.name}: rank {rank} stopped for a moment"
+        case "stop":
+            process.suspend()
+            return f"{group.name}: rank {rank} stopped"
+        case _:
+            process.terminate()
+            return f"{group.name}: rank {rank} told to drain"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(SECONDS + 400)
+def test_whatever_happens_to_single_ranks_no_token_is_wrong_and_nothing_is_left(
+    start_cluster: Callable[..., Cluster], references: dict[str, Reference]
+) -> None:
+    print(f"HISPARSE_PD_CHAOS_SEED={SEED} HISPARSE_PD_CHAOS_SECONDS={SECONDS:g}")
+    rng, reference = random.Random(SEED), references["deepseek_v32"]
+    drawn = [[rng.randrange(256) for _ in range(length)] for length in LENGTHS]
+    prompts = [Prompt(ids, reference.generate(ids, MOST_TOKENS)) for ids in drawn]
+    cluster = start_cluster()
+    prefills = [
+        cluster.prefill("prefill", transfer_checksum="full"),
+        cluster.prefill(
+            "prefill-group", ranks=RANKS, step_timeout=STEP_TIMEOUT_S, transfer_checksum="full", chunked_prefill_size=50
+        ),
+    ]
+    decode_group = cluster.decode(
+        "decode-group", ranks=RANKS, hisparse_config=HOT_BUFFER, step_timeout=STEP_TIMEOUT_S, debug_verify_swap_in=True
+    )
+    other = cluster.decode("other", hisparse_config=HOT_BUFFER)
+    wait_until(lambda: registered(cluster), 120, "all nodes")
+    cluster.wait_ready()
+    clients = Clients(cluster.url, prompts, rng, concurrency=8, patience=60)
+    notes: list[str] = []
+    deck: list[str] = []
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(clients.run)
+        try:
+            until = time.monotonic() + SECONDS
+            while time.monotonic() < until:
+                time.sleep(rng.uniform(0.5, 3))
+                deck = deck or rng.sample(DECK, len(DECK))
+                group = rng.choice((decode_group, prefills[1]))
+                notes.append(disturb(group, deck.pop(), rng))
+                if notes[-1].endswith("moment"):
+                    group.check_alive()
+                    continue
+                code = group.process.wait(timeout=60)
+                assert code == (0 if notes[-1].endswith("drain") else 1), notes[-1]
+                notes[-1] += f": {group.log.splitlines()[-1][:100]}" if code else ""
+                cluster.restart(group)
+                # A gateway counts the old processes for 3 s.
+                wait_until(group.is_up, 120, "the group to be up")
+                wait_until(lambda: registered(cluster), 120, "the group to be back")
+        finally:
+            clients.stop()
+            print("\n".join(notes))
+        asking.result(timeout=120)
+    print(clients.summary())
+    assert [ended for ended in clients.ended if ended.problem is not None] == []
+    assert sum(ended.kind == "exact" for ended in clients.ended) >= SECONDS / 4
+
+    answers = complete(cluster.url, [Job(prompt.ids, MOST_TOKENS) for prompt in prompts], concurrency=6)
+    assert answers == [list(prompt.answer) for prompt in prompts]
+
+    def left() -> dict[str, float]:
+        held = {f"{node.name} pages": node.metric("prefill_pages", state="used") for node in prefills}
+        for node, rank in ((other, 0), *((decode_group, rank) for rank in range(RANKS))):
+            for state in ("used", "quarantined"):
+                held[f"{node.name} {rank} {state}"] = node.metric("host_slots", rank, state=state)
+        return {what: count for what, count in held.items() if count}
+
+    wait_until(lambda: left() == {}, 90, "everything to come back")
+    for group in (decode_group, prefills[1]):
+        group.signal(signal.SIGTERM)
+        assert group.process.wait(timeout=60) == 0

@@ -1,0 +1,227 @@
+"""A decode node of several ranks says what transformers says, and ends whole when one of its ranks ends."""
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from cli import rank_group
+from cli.rank_group import plan_ranks
+from cli.serve import RANK_PORTS, free_port
+from decode_node.config import DecodeConfig
+from engine.group_table import GroupTable
+from engine.rank_place import create_places
+from tests.e2e.cluster import Cluster, Job, Node, complete, wait_until
+from tests.e2e.conftest import FAMILIES, Reference
+from tests.e2e.test_parity import prompts
+from tests.e2e.test_serve import all_gone, children_of, log, serve
+
+__all__ = ["log", "serve"]
+
+HOT_BUFFER = json.dumps({"device_buffer_size": 128})
+LENGTHS = (300, 17, 150, 64, 1, 500, 2, 200, 130, 400, 65, 257)
+JOBS = [
+    Job(prompt, 20 + 8 * (number % 3), abort_after=5 if number % 5 == 4 else None)
+    for number, prompt in enumerate(prompts(LENGTHS, seed=5))
+]
+ROUNDS = ((1, JOBS[:2]), (3, JOBS), (12, JOBS))
+"""One rank has a request and the others are idle; some have more than others; all have several. Requests come and end
+at different steps, and clients leave."""
+NOTICED_S = 3.0
+"""How long a group may take to end once a rank's end was noticed."""
+PROMPT = [7, 3, 9, 200, 41] * 60
+
+
+def configurations() -> list[Any]:
+    """Ranks and family; all but one are slow."""
+    return [
+        pytest.param(*case, marks=pytest.mark.slow if number else ())
+        for number, case in enumerate(product((2, 4), FAMILIES))
+    ]
+
+
+def ranks_of(node: Node) -> list[psutil.Process]:
+    """The processes of its ranks, in order."""
+
+    def port(process: psutil.Process) -> int:
+        words = " ".join(process.cmdline()).split()
+        return int(words[words.index("--port") + 1])
+
+    return sorted(psutil.Process(node.process.pid).children(), key=port)
+
+
+def wait_ready(cluster: Cluster, decode_nodes: int) -> None:
+    """All processes are ready, and the gateway knows so many decode nodes: each rank is one to it."""
+    cluster.wait_ready(timeout=120)
+    gateway = cluster.nodes["gateway"]
+    wait_until(lambda: gateway.metric("nodes", role="decode") == decode_nodes, 60, "all ranks to be registered")
+
+
+def assert_ranks_exact(
+    cluster: Cluster, decode: Node, reference: Reference, ranks: int, rounds: Sequence[tuple[int, Sequence[Job]]]
+) -> None:
+    """The node's ranks serve these jobs, so many at a time in each round, as the reference does, and then drain."""
+    wait_ready(cluster, ranks)
+    for concurrency, jobs in rounds:
+        answers = complete(cluster.url, jobs, concurrency)
+        for job, answer in zip(jobs, answers, strict=True):
+            expected = reference.generate(list(job.prompt_ids), job.max_tokens)
+            assert answer == expected[: len(answer)], f"prompt of {len(job.prompt_ids)} tokens"
+            assert len(answer) == len(expected) or job.abort_after is not None
+    for rank in range(ranks):
+        assert decode.metric("swap_in_misses_total", rank) > 0, f"rank {rank} had no long request"
+        wait_until(lambda: decode.metric("host_slots", rank, state="used") == 0)  # noqa: B023
+    decode.signal(signal.SIGTERM)
+    assert decode.process.wait(timeout=60) == 0
+    assert "violations" not in decode.log
+
+
+@pytest.mark.parametrize(("ranks", "family"), configurations())
+def test_the_tokens_of_every_rank_equal_transformers(
+    start_cluster: Callable[..., Cluster], references: dict[str, Reference], ranks: int, family: str
+) -> None:
+    cluster = start_cluster(family)
+    cluster.prefill(chunked_prefill_size=333, transfer_checksum="full")
+    decode = cluster.decode(ranks=ranks, hisparse_config=HOT_BUFFER, debug_verify_swap_in=True)
+    assert_ranks_exact(cluster, decode, references[family], ranks, ROUNDS)
+
+
+def test_ranks_sleep_when_nobody_has_work_and_all_drain_if_one_is_told_to(
+    start_cluster: Callable[..., Cluster], references: dict[str, Reference]
+) -> None:
+    cluster = start_cluster()
+    cluster.prefill()
+    decode = cluster.decode(ranks=2, hisparse_config=HOT_BUFFER)
+    wait_ready(cluster, 2)
+    processes = ranks_of(decode)
+    assert complete(cluster.url, [Job(PROMPT, 8)]) == [references["deepseek_v32"].generate(PROMPT, 8)]
+    time.sleep(1)
+    before, since = [sum(process.cpu_times()[:2]) for process in processes], time.monotonic()
+    time.sleep(5)
+    used = [sum(process.cpu_times()[:2]) - spent for process, spent in zip(processes, before, strict=True)]
+    print("cores of idle ranks:", [f"{100 * seconds / (time.monotonic() - since):.1f}%" for seconds in used])
+    assert max(used) / (time.monotonic() - since) < 0.05
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(complete, cluster.url, [Job(PROMPT, 100)])
+        wait_until(lambda: any(decode.metric("requests", rank, state="running") for rank in range(2)))
+        idle = next(rank for rank in range(2) if not decode.metric("requests", rank, state="running"))
+        processes[idle].terminate()
+        assert answer.result() == [references["deepseek_v32"].generate(PROMPT, 100)]
+    assert decode.process.wait(timeout=30) == 0
+
+
+@pytest.mark.parametrize(
+    ("number", "reason"),
+    [
+        (signal.SIGKILL, "rank 1 was killed by SIGKILL"),
+        pytest.param(signal.SIGSTOP, "rank 1 ", marks=pytest.mark.slow),
+    ],
+    ids=["killed", "stopped"],
+)
+def test_a_group_that_loses_a_rank_ends_and_its_requests_go_to_another_node(
+    start_cluster: Callable[..., Cluster], references: dict[str, Reference], number: int, reason: str
+) -> None:
+    cluster = start_cluster()
+    cluster.prefill()
+    group = cluster.decode("group", ranks=2, hisparse_config=HOT_BUFFER, step_timeout=2)
+    cluster.decode("other", hisparse_config=HOT_BUFFER)
+    wait_ready(cluster, 3)
+    processes = ranks_of(group)
+    expected = references["deepseek_v32"].generate(PROMPT, 200)
+    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 200, "temperature": 0, "ignore_eos": True}
+    with ThreadPoolExecutor(6) as pool:
+        answers = [
+            pool.submit(
+                httpx.post, f"{cluster.url}/v1/completions", json={**body, "return_token_ids": True}, timeout=120
+            )
+            for _ in range(6)
+        ]
+        wait_until(lambda: all(group.metric("requests", rank, state="running") >= 1 for rank in range(2)))
+        processes[1].send_signal(number)
+        since = time.monotonic()
+        limit = NOTICED_S + (2 if number == signal.SIGSTOP else 0)
+        assert group.process.wait(timeout=30) == 1
+        assert time.monotonic() - since < limit + 1, "on a busy machine"
+        assert [answer.result().json()["choices"][0]["token_ids"] for answer in answers] == [expected] * 6
+    last = group.log.splitlines()[-1]
+    assert last.startswith(f"error: {reason}")
+    assert last.endswith("; all ranks were stopped")
+    assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes)
+
+
+@pytest.mark.slow
+def test_a_rank_with_another_checkpoint_is_refused_by_name(
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = DecodeConfig(
+        model_path=checkpoints["deepseek_v32"], ranks=2, port=0, control_port=0, transfer_protocol="tcp"
+    )
+    places = create_places(2)
+    children = plan_ranks(config, places)
+    at = children[1].words.index("--model-path") + 1
+    children[1].words[at] = str(checkpoints["glm_moe_dsa"])
+    monkeypatch.setattr(rank_group.signal, "signal", lambda *_: None)
+    assert rank_group.supervise(children, GroupTable(places[0].table, 2), drain_timeout=1) == 2
+    *_, last = capfd.readouterr().err.splitlines()
+    assert re.fullmatch(
+        r"error: rank \d: rank \d has \w+ \S+, rank \d has \S+: all ranks of a group need the same; "
+        "all ranks were stopped",
+        last,
+    )
+
+
+@pytest.mark.slow
+def test_serve_runs_decode_nodes_of_several_ranks(
+    serve: Callable[..., tuple["subprocess.Popen[bytes]", str]], references: dict[str, Reference]
+) -> None:
+    process, url = serve("--decode-ranks", "2")
+    children = children_of(process)
+    assert len(children) == 5
+    jobs = JOBS[:6]
+    for job, answer in zip(jobs, complete(url, jobs, 6), strict=True):
+        expected = references["deepseek_v32"].generate(list(job.prompt_ids), job.max_tokens)
+        assert answer == expected[: len(answer)]
+    ranks = [child for child in children if "--ranks" in " ".join(child.cmdline())]
+    assert len(ranks) == 3
+    max(ranks, key=lambda child: child.create_time()).kill()
+    assert process.wait(timeout=30) == 1
+    wait_until(lambda: all_gone(children), what="the processes to be gone")
+
+
+@pytest.mark.slow
+def test_a_rank_whose_port_is_taken_is_refused_by_name(
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    port = free_port(ranks=2)
+    config = DecodeConfig(
+        model_path=checkpoints["deepseek_v32"], ranks=2, port=port, control_port=0, transfer_protocol="tcp"
+    )
+    places = create_places(2)
+    monkeypatch.setattr(rank_group.signal, "signal", lambda *_: None)
+    with socket.create_server(("127.0.0.1", port + RANK_PORTS)):
+        code = rank_group.supervise(plan_ranks(config, places), GroupTable(places[0].table, 2), drain_timeout=1)
+    assert code == 2
+    *_, last = capfd.readouterr().err.splitlines()
+    assert last.startswith(f"error: rank 1: cannot bind the HTTP port 127.0.0.1:{port + RANK_PORTS}")
+
+
+@pytest.mark.slow
+def test_ranks_end_with_the_process_that_started_them(start_cluster: Callable[..., Cluster]) -> None:
+    cluster = start_cluster()
+    cluster.prefill()
+    decode = cluster.decode(ranks=2)
+    wait_ready(cluster, 2)
+    ranks = ranks_of(decode)
+    decode.kill()
+    wait_until(lambda: all_gone(ranks), NOTICED_S, "the ranks to be gone")

@@ -1,0 +1,109 @@
+"""A request's state: ends, stop tokens, violations, and how it is rebuilt."""
+
+import re
+
+import numpy as np
+import pytest
+
+from control.grammar import JSON_OBJECT, JsonSchema, Lark, Regex, Text, TextChoice
+from engine.grammar.errors import GrammarViolation
+from tests.engine.grammar.small import EOS, SIZE, TOOL_CALL, allowed, compiled, decode, encode, id_of, vocabulary, write
+
+
+def test_a_state_rebuilt_from_its_tokens_allows_the_same() -> None:
+    grammar, rng = compiled(JSON_OBJECT, after="</think>"), np.random.default_rng(3)
+    state = grammar.start()
+    tokens = encode("well</think>")
+    for token_id in tokens:
+        state.advance(token_id)
+    for _ in range(40):
+        assert allowed(grammar.start(generated=tokens)) == allowed(state) == allowed(state.copy())
+        may = sorted(allowed(state) - {id_of(EOS)})
+        if not may:
+            break
+        tokens.append(int(rng.choice(may)))
+        state.advance(tokens[-1])
+
+
+def test_a_copy_goes_its_own_way() -> None:
+    state = compiled(TextChoice(options=("ab", "ac"))).start()
+    state.advance(encode("a")[0])
+    other = state.copy()
+    state.advance(encode("b")[0])
+    assert state.done
+    assert not other.done
+    assert encode("c")[0] in allowed(other)
+
+
+def test_only_stop_tokens_follow_a_whole_answer() -> None:
+    state = compiled(Text(text="a")).start()
+    assert not state.done
+    assert id_of(EOS) not in allowed(state)
+    state.advance(encode("a")[0])
+    assert state.done
+    assert allowed(state) == {id_of(EOS)}
+    state.advance(id_of(EOS))
+    assert state.done
+
+
+def test_a_requests_own_stop_tokens_end_it() -> None:
+    stop = id_of(TOOL_CALL)
+    grammar = compiled(Regex(pattern="a*"))
+    assert allowed(grammar.start([stop])) & {stop, id_of(EOS)} == {stop}
+    assert allowed(grammar.start([stop, id_of(EOS)])) >= {stop, id_of(EOS)}
+    assert id_of(EOS) in allowed(grammar.start())
+    grammar.start([stop]).advance(stop)
+    with pytest.raises(GrammarViolation, match="it is no stop token"):
+        grammar.start([stop]).advance(id_of(EOS))
+
+
+def test_a_token_that_is_not_allowed_is_a_violation() -> None:
+    grammar = compiled(JsonSchema(schema_text='{"type": "boolean"}'))
+    for token_id in (encode("x")[0], id_of(EOS), SIZE + 3):
+        with pytest.raises(GrammarViolation, match=f"token {token_id} is not allowed"):
+            grammar.start().advance(token_id)
+
+
+@pytest.mark.parametrize("grammar", ["start: <[*]>", "start: <[0-847]>", 'start: "a" | <[840]>'])
+def test_ids_without_a_token_are_never_allowed(grammar: str) -> None:
+    assert max(allowed(compiled(Lark(grammar=grammar)).start())) < SIZE
+
+
+def test_a_grammar_that_no_token_continues_is_a_violation() -> None:
+    state = compiled(Lark(grammar='start: "a" <[840]>')).start()
+    state.advance(encode("a")[0])
+    row = np.zeros(vocabulary().words, dtype=np.int32)
+    with pytest.raises(GrammarViolation, match="cannot be continued"):
+        state.fill(row)
+    assert (row == -1).all()
+
+
+def test_a_grammar_that_becomes_too_complex_ends_only_its_request() -> None:
+    """The automaton of this expression, which is built as the text comes, has no bound that could be reached."""
+    hostile, other = compiled(Regex(pattern="(.*a.{30}b.*){20}")).start(), compiled(JSON_OBJECT).start()
+    letters, rng = [encode("a")[0], encode("b")[0]], np.random.default_rng(0)
+    row = np.zeros(vocabulary().words, dtype=np.int32)
+
+    def go_on() -> None:
+        for _ in range(2000):
+            hostile.fill(row)
+            hostile.advance(int(rng.choice(letters)))
+
+    with pytest.raises(GrammarViolation, match=r"too many|too complex"):
+        go_on()
+    assert encode("{")[0] in allowed(other)
+
+
+@pytest.mark.parametrize("pattern", ["[a-c]{3,9}-[0-9]{2}", "(foo|bar)+ baz", r"[A-Z][a-z]* \d+\."])
+def test_what_is_written_under_a_regex_matches_it(pattern: str) -> None:
+    grammar, rng = compiled(Regex(pattern=pattern)), np.random.default_rng(5)
+    answers = [write(grammar.start(), rng, 300) for _ in range(8)]
+    whole = [decode(tokens) for tokens, is_whole in answers if is_whole]
+    assert len(whole) >= 4
+    assert [text for text in whole if not re.fullmatch(pattern, text)] == []
+
+
+def test_what_is_written_under_a_choice_is_one() -> None:
+    options = ("red", "green", "blue and green", "☃")
+    grammar, rng = compiled(TextChoice(options=options)), np.random.default_rng(6)
+    assert {decode(write(grammar.start(), rng, 30)[0]) for _ in range(60)} == set(options)

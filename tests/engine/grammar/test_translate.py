@@ -1,0 +1,141 @@
+"""Every kind of node allows what it says and nothing else."""
+
+import pytest
+
+from control.grammar import (
+    JSON_OBJECT,
+    Either,
+    JsonSchema,
+    Lark,
+    Node,
+    Regex,
+    Repeat,
+    Sequence,
+    Tag,
+    Tags,
+    Text,
+    TextChoice,
+    Until,
+)
+from engine.grammar.errors import GrammarError
+from gateway.formats import glm
+from gateway.formats.tools import ToolSet
+from tests.engine.grammar.small import (
+    END_OF_CALL,
+    END_OF_THINKING,
+    TOOL_CALL,
+    accepts,
+    allowed,
+    compiled,
+    encode,
+    id_of,
+)
+
+CALL = Tag(begin='<tool_call>{"name": "f", "arguments": ', content=JSON_OBJECT, end="}</tool_call>")
+OTHER = Tag(begin="<fn=g>", content=Regex(pattern="[0-9]+"), end="</fn>")
+TAGS = Tags(tags=(CALL, OTHER), triggers=("<tool_", "<fn="))
+
+
+@pytest.mark.parametrize(
+    ("node", "good", "bad"),
+    [
+        (
+            JSON_OBJECT,
+            ["{}", '{"a": [1, {"b": null}]}', '{\n  "a": "☃ \\n"\n}'],
+            ["", "[]", "{", ' {"a": 1}', '{"a": 1} '],
+        ),
+        (JsonSchema(schema_text="true"), ["1", '"a"'], ["a", ""]),
+        (JsonSchema(schema_text='{"type": "integer", "minimum": 3}'), ["3", "12"], ["2", "-1", "3.5"]),
+        (JsonSchema(schema_text='{"type": "string", "format": "password"}'), ['"x"'], ["x"]),
+        (JsonSchema(schema_text='{"x-guidance": {"lenient": true}, "type": "null"}'), ["null"], ["0"]),
+        (Regex(pattern=r"(\d{4})-\d\d/x|\n"), ["2024-01/x", "\n"], ["2024-01", "2024-1/x", "a2024-01/x"]),
+        (Regex(pattern="^a+$"), ["aa"], ["", "ab"]),
+        (
+            TextChoice(options=("yes", "no", "yes and no", 'a "b"\n')),
+            ["yes", "yes and no", 'a "b"\n'],
+            ["y", "yes and", "yesno"],
+        ),
+        (TextChoice(options=("", TOOL_CALL, "a")), ["", TOOL_CALL, "a"], ["b", TOOL_CALL * 2]),
+        (TextChoice(options=tuple(str(n) * 8 for n in range(5000))), ["0" * 8, "4999" * 8], ["1", "5000" * 8]),
+        (Lark(grammar='start: e\ne: "(" e ")" | "x"'), ["x", "((x))"], ["(x", ""]),
+        (Lark(grammar='root ::= "a" b*\nb ::= [0-9]'), ["a", "a12"], ["1", "ab"]),
+        (Text(text="a/\\b"), ["a/\\b"], ["a/", ""]),
+        (Until(end="END"), ["END", "some \n EN END"], ["some", "END more", "aENDbEND"]),
+        (Sequence(items=(Text(text="a"), Regex(pattern="b*"), Text(text="c"))), ["abbc", "ac"], ["ab", "bc"]),
+        (Sequence(items=()), [""], ["a"]),
+        (Either(items=(Text(text="a"), Text(text="bc"))), ["a", "bc"], ["", "abc"]),
+        (Repeat(item=Text(text="ab"), least=1, most=2), ["ab", "abab"], ["", "ababab"]),
+        (Repeat(item=TextChoice(options=("x", "yz"))), ["", "xyzx"], ["y"]),
+        (
+            TAGS,
+            ["", "free < text <tool", '<tool_call>{"name": "f", "arguments": {}}</tool_call> and <fn=g>12</fn>.'],
+            ["<fn=h>", "<fn=g></fn>", '<tool_call>{"name": "g"', "text <fn=g>1"],
+        ),
+        (TAGS.model_copy(update={"at_least_one": True}), ["a <fn=g>1</fn> b"], ["", "a"]),
+        (TAGS.model_copy(update={"stop_after_first": True}), ["", "a", "a<fn=g>1</fn>"], ["<fn=g>1</fn> b"]),
+    ],
+    ids=lambda value: getattr(value, "kind", None),
+)
+def test_a_node_allows_its_texts(node: Node, good: list[str], bad: list[str]) -> None:
+    grammar = compiled(node)
+    assert [text for text in good if not accepts(grammar.start(), text)] == []
+    assert [text for text in bad if accepts(grammar.start(), text)] == []
+
+
+def test_an_added_token_is_not_the_letters_that_spell_it() -> None:
+    assert allowed(compiled(Text(text=TOOL_CALL)).start()) == {id_of(TOOL_CALL)}
+    inside = compiled(JSON_OBJECT).start()
+    for token_id in encode('{"a": "b'):
+        inside.advance(token_id)
+    assert allowed(inside).isdisjoint({id_of(TOOL_CALL), id_of(END_OF_THINKING), id_of("<bos>"), id_of("<eos>")})
+    assert accepts(compiled(Lark(grammar="start: <tool_call>")).start(), TOOL_CALL)
+
+
+def test_a_marker_ends_free_text_as_a_token_and_spelled_out() -> None:
+    grammar = compiled(TextChoice(options=("A", "B")), after=f"\n{END_OF_THINKING}")
+    assert accepts(grammar.start(), f"A and B, well\n{END_OF_THINKING}A")
+    state = grammar.start()
+    for token_id in [*encode("hm\n"), *encode("</thi"), *encode("nk"), *encode(">")]:
+        state.advance(token_id)
+    assert accepts(state, "B")
+    assert not accepts(grammar.start(), f"hm\n{END_OF_THINKING}C")
+    assert not accepts(grammar.start(), "A")
+
+
+@pytest.mark.parametrize(
+    ("node", "message"),
+    [
+        (JsonSchema(schema_text="{"), "json_schema: the JSON schema is not JSON"),
+        (JsonSchema(schema_text='{"const": NaN}'), "NaN is not JSON"),
+        (JsonSchema(schema_text="[]"), r"an object or true, found \[\]"),
+        (JsonSchema(schema_text='{"items":' * 80 + "{}" + "}" * 80), "nested more than 64 deep at /items/items"),
+        (
+            JsonSchema(schema_text='{"properties": {"a/b": {"items": {"not": {}}}}}'),
+            r'json_schema at /properties/a~1b/items: Unimplemented keys: \["not"\]',
+        ),
+        (
+            JsonSchema(
+                schema_text='{"$defs": {"x": {"uniqueItems": true}}, "properties": {"a": {"$ref": "#/$defs/x"}}}'
+            ),
+            r"at /\$defs/x: Unimplemented keys",
+        ),
+        (JsonSchema(schema_text='{"$ref": "http://example.com/s"}'), "Default retriever does not fetch"),
+        (Sequence(items=(Text(text="a"), Regex(pattern="(?=a)"))), r"^sequence\[1\]: regex: .*look-around"),
+        (Regex(pattern="(a"), "regex: .*unclosed group"),
+        (Lark(grammar="start: a"), 'lark: .*unknown name: "a"'),
+        (Lark(grammar="root ::= ("), "lark: the GBNF grammar cannot be read"),
+        (TAGS.model_copy(update={"tags": (Tag(begin="<fn=", content=Regex(pattern="[")),)}), r"^tags\[0\]: regex"),
+    ],
+)
+def test_an_error_names_the_part(node: Node, message: str) -> None:
+    with pytest.raises(GrammarError, match=message):
+        compiled(node)
+
+
+def test_calls_of_a_chat_format_are_written_with_the_tokens_of_its_markers() -> None:
+    ids = {TOOL_CALL: id_of(TOOL_CALL), END_OF_CALL: id_of(END_OF_CALL)}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"n": {"type": "integer"}}}}}
+    grammar = glm.grammar(ToolSet([tool]), parallel=False, marker_ids=ids)
+    state = compiled(Lark(grammar=grammar)).start()
+    assert allowed(state) == {ids[TOOL_CALL]}
+    assert accepts(state, f"{TOOL_CALL}f<arg_key>n</arg_key><arg_value>7</arg_value>{END_OF_CALL}")

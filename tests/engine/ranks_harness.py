@@ -1,0 +1,82 @@
+"""Ranks of a group as processes of their own, forked from the test."""
+
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from engine.group_table import GroupTable
+from engine.rank_place import RankPlace, create_places
+from engine.ranks import RankGroup
+
+CPU = torch.device("cpu")
+TIMEOUT_S = 30.0
+
+
+class ForkedRanks:
+    """Runs `body(rank's place)` in a process for each rank. What one raises is written to a file."""
+
+    def __init__(self, size: int, directory: Path, body: Callable[[RankPlace], None]) -> None:
+        self.places = create_places(size)
+        self.table = GroupTable(self.places[0].table, size)
+        self._directory = directory
+        self.pids = [self._fork(place, body) for place in self.places]
+
+    def _fork(self, place: RankPlace, body: Callable[[RankPlace], None]) -> int:
+        if pid := os.fork():
+            return pid
+        code = 1
+        try:
+            body(place)
+            code = 0
+        except BaseException as error:
+            self._said(place.rank).write_text(f"{type(error).__name__}: {error}")
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+
+    def _said(self, rank: int) -> Path:
+        return self._directory / f"rank-{rank}"
+
+    def said(self, rank: int) -> str:
+        """What a rank raised; empty if nothing."""
+        path = self._said(rank)
+        return path.read_text() if path.exists() else ""
+
+    def wait(self, rank: int, timeout: float = TIMEOUT_S) -> int:
+        """The exit code of a rank, below 0 for a signal."""
+        until = time.monotonic() + timeout
+        while time.monotonic() < until:
+            pid, status = os.waitpid(self.pids[rank], os.WNOHANG)
+            if pid:
+                self.pids[rank] = 0
+                return os.waitstatus_to_exitcode(status)
+            time.sleep(0.005)
+        raise AssertionError(f"rank {rank} did not end within {timeout} s")
+
+    def close(self) -> None:
+        for pid in filter(None, self.pids):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        self.table.close()
+        for descriptor in self.places[0].descriptors:
+            os.close(descriptor)
+
+
+@contextmanager
+def forked(size: int, directory: Path, body: Callable[[RankPlace], None]) -> Iterator[ForkedRanks]:
+    ranks = ForkedRanks(size, directory, body)
+    try:
+        yield ranks
+    finally:
+        ranks.close()
+
+
+def join(place: RankPlace, step_timeout: float = TIMEOUT_S, wake: Callable[[], None] = lambda: None) -> RankGroup:
+    """This process's side of the group, on the CPU."""
+    return RankGroup(place, CPU, step_timeout, wake)

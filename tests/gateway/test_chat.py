@@ -1,0 +1,205 @@
+"""Conversations with reasoning and tools, through the official client, in the formats of both families."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.gateway.fakes import CHAT_TEMPLATE, write_checkpoint
+from tests.gateway.scripted import (
+    CONTEXT,
+    GLM_TEMPLATE,
+    QUESTION,
+    WEATHER,
+    Service,
+    deepseek_service,
+    dsml_call,
+    dsml_calls,
+    glm_call,
+    glm_service,
+)
+
+
+@pytest.fixture(scope="module")
+def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    service = deepseek_service(tmp_path_factory.mktemp("deepseek"))
+    yield service
+    service.close()
+
+
+@pytest.fixture(scope="module")
+def glm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    service = glm_service(tmp_path_factory.mktemp("glm"))
+    yield service
+    service.close()
+
+
+def streamed(stream: Any) -> tuple[dict[str, Any], str]:
+    """The message that the chunks of a stream make, and its finish reason."""
+    message: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": []}
+    reason = ""
+    for chunk in stream:
+        (choice,) = chunk.choices
+        reason = choice.finish_reason or reason
+        delta = choice.delta.model_dump()
+        for name in ("content", "reasoning_content"):
+            message[name] += delta.get(name) or ""
+        for call in delta["tool_calls"] or ():
+            if call["index"] == len(message["tool_calls"]):
+                message["tool_calls"].append({"id": call["id"], "name": call["function"]["name"], "arguments": ""})
+            message["tool_calls"][call["index"]]["arguments"] += call["function"]["arguments"]
+    return message, reason
+
+
+def test_an_agent_goes_on_for_five_turns(deepseek: Service) -> None:
+    """Two calls at once in the second; the tools' answers come back in the next prompt."""
+    turns = [
+        dsml_calls(dsml_call("Rome", 2)),
+        "Two more." + dsml_calls(dsml_call("Paris"), dsml_call("Oslo", 3)),
+        dsml_calls(dsml_call("Bern")),
+        dsml_calls(dsml_call("Riga")),
+        "It is warm.",
+    ]
+    messages: list[dict[str, Any]] = [QUESTION]
+    called: list[list[tuple[str, Any]]] = []
+    for turn in turns:
+        deepseek.says(turn)
+        choice = deepseek.chat(*messages).choices[0]
+        for earlier in messages[1:]:
+            assert earlier["role"] != "tool" or earlier["content"] in deepseek.prompt
+        calls = choice.message.tool_calls or []
+        called.append([(call.function.name, json.loads(call.function.arguments)) for call in calls])
+        assert choice.finish_reason == ("tool_calls" if calls else "stop")
+        messages.append(choice.message.model_dump(exclude_none=True))
+        messages += [
+            {"role": "tool", "tool_call_id": call.id, "content": f"sun over {call.function.arguments}"}
+            for call in calls
+        ]
+    assert called == [
+        [("weather", {"city": "Rome", "days": 2})],
+        [("weather", {"city": "Paris"}), ("weather", {"city": "Oslo", "days": 3})],
+        [("weather", {"city": "Bern"})],
+        [("weather", {"city": "Riga"})],
+        [],
+    ]
+    assert messages[-1]["content"] == "It is warm."
+    assert deepseek.prompt.count("sun over") == 5
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_reasoning_content_and_calls_come_apart(glm: Service, stream: bool) -> None:
+    glm.says("Rome, then.</think>I look.\n" + glm_call("Rome") + glm_call("Paris"))
+    answer = glm.chat(QUESTION, stream=stream)
+    if stream:
+        message, reason = streamed(answer)
+        calls = [(call["name"], call["arguments"]) for call in message["tool_calls"]]
+        assert len({call["id"] for call in message["tool_calls"]}) == 2
+    else:
+        reason, message = answer.choices[0].finish_reason, answer.choices[0].message.model_dump()
+        calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message["tool_calls"]]
+        assert all("index" not in call for call in message["tool_calls"])
+    assert message["reasoning_content"] == "Rome, then."
+    assert message["content"].strip() == "I look."
+    assert [(name, json.loads(arguments)) for name, arguments in calls] == [
+        ("weather", {"city": "Rome"}),
+        ("weather", {"city": "Paris"}),
+    ]
+    assert reason == "tool_calls"
+
+
+@pytest.mark.parametrize("switch", [{"reasoning_effort": "none"}, {"chat_template_kwargs": {"enable_thinking": False}}])
+def test_reasoning_can_be_turned_off(glm: Service, switch: dict[str, Any]) -> None:
+    glm.says("Sunny.")
+    answer = glm.chat(QUESTION, extra_body=switch)
+    assert glm.prompt.endswith("<|assistant|></think>")
+    assert answer.choices[0].message.content == "Sunny."
+    assert "reasoning_content" not in answer.choices[0].message.model_dump(exclude_none=True)
+
+
+def test_an_answer_that_is_cut_off_in_a_call_has_no_call(glm: Service) -> None:
+    text = "</think>Well. <tool_call>weather<arg_key>ci"
+    glm.says(text)
+    whole = glm.chat(QUESTION, max_tokens=len(text)).choices[0]
+    assert whole.message.tool_calls is None
+    assert whole.message.content == text.removeprefix("</think>")
+
+
+def test_a_tool_that_nobody_offered_is_text(deepseek: Service) -> None:
+    text = dsml_calls(dsml_call("Rome")).replace("weather", "launch")
+    deepseek.says(text)
+    choice = deepseek.chat(QUESTION).choices[0]
+    assert choice.message.tool_calls is None
+    assert "launch" in choice.message.content
+    assert choice.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("fields", [{"tools": openai.omit}, {"tool_choice": "none"}])
+def test_without_tools_calls_are_text(glm: Service, fields: dict[str, Any]) -> None:
+    glm.says("</think>" + glm_call("Rome"))
+    answer = glm.chat(QUESTION, **fields)
+    assert "tools:" not in glm.prompt
+    assert answer.choices[0].message.content == glm_call("Rome")
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_each_answer_of_several_is_taken_apart_by_itself(glm: Service) -> None:
+    glm.says("yes</think>" + glm_call("Rome"))
+    for choice in glm.chat(QUESTION, n=2).choices:
+        assert choice.message.model_dump()["reasoning_content"] == "yes"
+        assert len(choice.message.tool_calls) == 1
+
+
+def test_a_file_may_replace_the_template(tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}")
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", GLM_TEMPLATE, CONTEXT)
+    service = Service(checkpoint, chat_template=template, tool_call_parser="glm47", reasoning_parser="none")
+    try:
+        service.says("a</think>" + glm_call("Rome"))
+        message = service.chat(QUESTION).choices[0].message
+        assert service.prompt == "[How is it in Rome?]"
+        assert message.content == "a</think>"
+        assert len(message.tool_calls) == 1
+    finally:
+        service.close()
+
+
+BAD: list[tuple[dict[str, Any], str, str]] = [
+    ({"tools": [{"type": "function"}]}, "tools.0.function", "Field required"),
+    ({"tools": [{"type": "retrieval"}]}, "tools.0.type", "'function'"),
+    ({"tools": [WEATHER, WEATHER]}, "", "each name once"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name", "pattern"),
+    ({"tool_choice": "required"}, "", "expected one of the tools"),
+    ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "", "one of the tools"),
+    ({"tools": [WEATHER], "tool_choice": "maybe"}, "tool_choice", "'none'"),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]},
+        "messages.0.tool_calls.0.function",
+        "required",
+    ),
+    ({"reasoning_effort": "much"}, "reasoning_effort", "'none'"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param", "message"), BAD)
+def test_bad_tools_get_a_clear_answer(deepseek: Service, fields: dict[str, Any], param: str, message: str) -> None:
+    body = {"messages": [QUESTION], **fields}
+    answer = httpx.post(f"{deepseek.gateway.url}/v1/chat/completions", json=body)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert (error["param"] or "").startswith(param)
+    assert message in error["message"]
+
+
+def test_a_template_that_knows_no_tools_leaves_them_out(tmp_path: Path) -> None:
+    service = Service(write_checkpoint(tmp_path, CHAT_TEMPLATE, CONTEXT))
+    try:
+        service.says("hello")
+        assert service.chat(QUESTION).choices[0].message.content == "hello"
+        assert "weather" not in service.prompt
+    finally:
+        service.close()

@@ -1,0 +1,223 @@
+"""Fields of requests that say how an answer is drawn, how many there are, and what its text has in it."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from structlog.testing import capture_logs
+
+from control.messages import Sampling
+from gateway.config import GatewayConfig
+from gateway.errors import ApiError
+from gateway.requests.unsupported import FieldPolicy
+from tests.gateway.fakes import CONTEXT, EOS, MODEL, FakeDecodeNode, FakeNode, RunningGateway, wait_until
+
+
+@pytest.fixture(scope="module")
+def nodes(checkpoint: Path) -> Iterator[tuple[RunningGateway, FakeDecodeNode]]:
+    """One gateway for all tests of this file."""
+    gateway = RunningGateway(GatewayConfig(model_path=checkpoint, served_model_name=MODEL, port=0, control_port=0))
+    prefill = FakeNode(gateway.control_address, "prefill").start()
+    decode = FakeDecodeNode(gateway.control_address)
+    decode.start()
+    yield gateway, decode
+    for node in (prefill, decode):
+        node.die()
+    gateway.stop()
+
+
+@pytest.fixture
+def gateway(nodes: tuple[RunningGateway, FakeDecodeNode]) -> RunningGateway:
+    return nodes[0]
+
+
+@pytest.fixture(autouse=True)
+def decode(nodes: tuple[RunningGateway, FakeDecodeNode]) -> FakeDecodeNode:
+    nodes[1].reset()
+    return nodes[1]
+
+
+def chunks_of(response: httpx.Response) -> list[dict[str, Any]]:
+    *chunks, done = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+    assert done == "[DONE]"
+    return [json.loads(chunk) for chunk in chunks]
+
+
+def test_how_tokens_are_drawn_is_told_to_the_decode_node(http: httpx.Client, decode: FakeDecodeNode) -> None:
+    body = {
+        "prompt": "a",
+        "max_tokens": 9,
+        "temperature": 0.5,
+        "seed": 3,
+        "min_p": 0.1,
+        "frequency_penalty": 0.5,
+        "presence_penalty": -0.5,
+        "repetition_penalty": 1.1,
+        "logit_bias": {"5": 1.5, "6": -100},
+        "allowed_token_ids": [5, 97],
+        "bad_words": ["hi"],
+        "min_tokens": 4,
+        "priority": -2,
+    }
+    assert http.post("/v1/completions", json=body).status_code == 200
+    (sent,) = decode.generated
+    assert sent.priority == -2
+    assert sent.sampling == Sampling(
+        temperature=0.5,
+        seed=3,
+        min_p=0.1,
+        frequency_penalty=0.5,
+        presence_penalty=-0.5,
+        repetition_penalty=1.1,
+        logit_bias=((5, 1.5), (6, -100.0)),
+        allowed_token_ids=(5, 97),
+        bad_words=((32, 104, 105), (104, 105)),
+        min_tokens=4,
+    )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_several_answers_have_following_seeds(client: openai.OpenAI, decode: FakeDecodeNode, stream: bool) -> None:
+    answer: Any = client.completions.create(
+        model=MODEL,
+        prompt=["ab", "xyz"],
+        n=2,
+        max_tokens=4,
+        seed=2**63 - 1,
+        stream=stream,
+        stream_options={"include_usage": True} if stream else openai.omit,
+    )
+    texts = [""] * 4
+    for part in answer if stream else [answer]:
+        for choice in part.choices:
+            texts[choice.index] += choice.text
+        usage = part.usage
+    assert texts == ["abab", "abab", "xyzx", "xyzx"]
+    assert (usage.prompt_tokens, usage.completion_tokens) == (5, 16)
+    sent = sorted(decode.generated, key=lambda generate: generate.request_id)
+    assert [generate.sampling.seed for generate in sent] == [2**63 - 1, 0, 2**63 - 1, 0]
+    assert len({generate.request_id for generate in sent}) == 4
+
+
+def test_every_answer_of_a_chat_begins_with_its_role(client: openai.OpenAI) -> None:
+    stream = client.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": "hi"}], max_tokens=3, n=3, stream=True
+    )
+    texts, roles = [""] * 3, [0] * 3
+    for chunk in stream:
+        for choice in chunk.choices:
+            roles[choice.index] += choice.delta.role == "assistant"
+            texts[choice.index] += choice.delta.content or ""
+    assert texts == ["u:h"] * 3
+    assert roles == [1] * 3
+
+
+def test_a_client_that_leaves_frees_all_its_answers(http: httpx.Client, decode: FakeDecodeNode) -> None:
+    decode.hold_after = 1
+    body = {"prompt": "ab", "n": 3, "max_tokens": 9, "stream": True}
+    with http.stream("POST", "/v1/completions", json=body) as response:
+        next(response.iter_lines())
+    wait_until(lambda: len(decode.cancelled) == 3)
+
+
+def test_one_answer_that_fails_ends_all(http: httpx.Client, decode: FakeDecodeNode) -> None:
+    decode.reject = "too_long"
+    answer = http.post("/v1/completions", json={"prompt": ["a", "b"], "n": 2})
+    assert answer.status_code == 400
+    assert "too long" in answer.json()["error"]["message"]
+
+
+def test_the_best_answers_are_the_likeliest_on_average(
+    client: openai.OpenAI, decode: FakeDecodeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token = decode._token
+    decode.chunks = [[65]]
+
+    def scored(token_id: int, request: Any) -> Any:
+        choice = int(request.request_id.rpartition("-")[2])
+        made = token(65 + choice, request)
+        return made.model_copy(update={"logprob": [-3.0, -1.0, -2.0][choice]})
+
+    monkeypatch.setattr(decode, "_token", scored)
+    answer = client.completions.create(model=MODEL, prompt="x", best_of=3, n=2)
+    assert [choice.text for choice in answer.choices] == ["B", "C"]
+    assert [choice.logprobs for choice in answer.choices] == [None, None]
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 3
+
+
+def test_an_echo_has_the_prompt_in_front_of_each_answer(client: openai.OpenAI) -> None:
+    answer = client.completions.create(model=MODEL, prompt="ab", echo=True, max_tokens=2, n=2)
+    assert [choice.text for choice in answer.choices] == ["abab", "abab"]
+    streamed = client.completions.create(model=MODEL, prompt=[104, 105], echo=True, max_tokens=3, stream=True)  # type: ignore[call-overload]
+    assert "".join(chunk.choices[0].text for chunk in streamed) == "hihih"
+
+
+@pytest.mark.parametrize(("kept", "text"), [(-1, "c" * (CONTEXT - 1)), (3, "bcc"), (1, "c")])
+def test_of_a_prompt_the_end_is_kept(http: httpx.Client, decode: FakeDecodeNode, kept: int, text: str) -> None:
+    body = {"prompt": "b" + "c" * (2 if kept > 0 else CONTEXT), "truncate_prompt_tokens": kept, "max_tokens": 1}
+    assert http.post("/v1/completions", json=body).status_code == 200
+    assert bytes(decode.generated[0].prompt_ids).decode() == text
+
+
+def test_the_stop_string_or_token_may_be_part_of_the_text(client: openai.OpenAI, decode: FakeDecodeNode) -> None:
+    decode.chunks = [list(b"abEN"), list(b"Dx")]
+    include = {"include_stop_str_in_output": True}
+    answer = client.completions.create(model=MODEL, prompt="x", stop="END", extra_body=include)
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("abEND", "stop")
+    decode.chunks = [list(b"ab"), [99]]
+    stopping = {"stop_token_ids": [99], **include}
+    assert client.completions.create(model=MODEL, prompt="x", extra_body=stopping).choices[0].text == "abc"
+
+
+def test_a_stop_string_counts_from_the_least_number_of_tokens_on(client: openai.OpenAI, decode: FakeDecodeNode) -> None:
+    decode.chunks = [[byte] for byte in b"aXbXcX"]
+    answer = client.completions.create(model=MODEL, prompt="x", stop="X", max_tokens=9, extra_body={"min_tokens": 3})
+    assert answer.choices[0].text == "aXb"
+
+
+def test_special_tokens_may_be_part_of_the_text(client: openai.OpenAI, decode: FakeDecodeNode) -> None:
+    decode.chunks = [[97, EOS, 98]]
+    for skips, text in ((True, "ab"), (False, "a<eos>b")):
+        answer = client.completions.create(
+            model=MODEL, prompt="x", extra_body={"ignore_eos": True, "skip_special_tokens": skips}
+        )
+        assert answer.choices[0].text == text
+
+
+def test_usage_may_come_with_every_chunk(http: httpx.Client) -> None:
+    body = {"prompt": "abc", "max_tokens": 3, "stream": True}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = chunks_of(http.post("/v1/completions", json=body | {"stream_options": options}))
+    assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 2, 3, 3]
+    assert all(chunk["usage"]["prompt_tokens"] == 3 for chunk in chunks)
+    assert chunks[-1]["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+
+
+def test_a_field_that_nobody_knows_is_ignored_and_logged_once() -> None:
+    policy = FieldPolicy(strict=False)
+    with capture_logs() as logs:
+        for name in ("brand_new", "brand_new", "x" * 100, "x" * 100 + "y"):
+            policy.check({name: 1}, {})
+        for number in range(2000):
+            policy.check({f"field_{number}": 1}, {}, "messages.0.")
+    assert [entry["field"] for entry in logs[:2]] == ["brand_new", "x" * 64]
+    assert len(logs) == 1000
+
+
+def test_fields_that_nobody_knows_can_be_refused() -> None:
+    policy = FieldPolicy(strict=True)
+    policy.check({"user": "me", "nothing": None}, {})
+    with pytest.raises(ApiError, match=r"messages\.0\.brand_new: not known here"):
+        policy.check({"brand_new": 1}, {}, "messages.0.")
+
+
+def test_a_request_with_unknown_fields_is_answered(http: httpx.Client) -> None:
+    unknown = {"brand_new": {"a": [1]}, "stream": True, "stream_options": {"new": 1}}
+    assert http.post("/v1/completions", json={"prompt": "a", **unknown}).status_code == 200
+    message = {"role": "user", "content": "hi", "new": 1}
+    assert http.post("/v1/chat/completions", json={"messages": [message], "brand_new": 1}).status_code == 200

@@ -1,0 +1,323 @@
+"""/v1/messages through Anthropic's client."""
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import anthropic
+import httpx
+import pytest
+
+from tests.gateway.fakes import MODEL, RunningGateway, wait_until
+from tests.gateway.scripted import (
+    WEATHER,
+    Service,
+    deepseek_service,
+    dsml_call,
+    dsml_calls,
+    glm_call,
+    glm_service,
+)
+
+TOOL: dict[str, Any] = {
+    "name": "weather",
+    "description": "The weather of a city",
+    "input_schema": WEATHER["function"]["parameters"],
+}
+QUESTION: dict[str, Any] = {"role": "user", "content": "How is it in Rome?"}
+
+
+@pytest.fixture(scope="module")
+def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    service = deepseek_service(tmp_path_factory.mktemp("deepseek"))
+    yield service
+    service.close()
+
+
+@pytest.fixture(scope="module")
+def glm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    service = glm_service(tmp_path_factory.mktemp("glm"))
+    yield service
+    service.close()
+
+
+def ask(service: Service, *messages: dict[str, Any], **fields: Any) -> Any:
+    fields = {"max_tokens": 4096, "messages": list(messages or (QUESTION,)), **fields}
+    return service.anthropic.messages.create(model=MODEL, **fields)
+
+
+def post(service: Service, path: str = "/v1/messages", **fields: Any) -> httpx.Response:
+    body = {"model": MODEL, "max_tokens": 64, "messages": [QUESTION], **fields}
+    return httpx.post(f"{service.gateway.url}{path}", json=body, timeout=20)
+
+
+def events_of(answer: httpx.Response) -> list[dict[str, Any]]:
+    *blocks, rest = answer.text.split("\n\n")
+    assert rest == ""
+    events = []
+    for block in blocks:
+        name, data = block.split("\n")
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {events[-1]['type']}"
+    return events
+
+
+def test_an_answer_is_a_message(deepseek: Service) -> None:
+    deepseek.says("It is warm.")
+    message = ask(
+        deepseek,
+        system=[{"type": "text", "text": "Be short.", "cache_control": {"type": "ephemeral"}}],
+        metadata={"user_id": "u"},
+        extra_body={"temperature": 0.5, "top_k": 7, "context_management": {"edits": []}},
+    )
+    assert [(block.type, block.text) for block in message.content] == [("text", "It is warm.")]
+    assert (message.role, message.model, message.stop_reason, message.stop_sequence) == (
+        *("assistant", MODEL, "end_turn"),
+        None,
+    )
+    assert "Be short." in deepseek.prompt
+    assert message.usage.input_tokens == len(deepseek.decode.generated[-1].prompt_ids)
+    assert message.usage.output_tokens == len("It is warm.") + 1
+    sampling = deepseek.decode.generated[-1].sampling
+    assert (sampling.temperature, sampling.top_k) == (0.5, 7)
+
+
+def test_an_agent_goes_on_with_what_it_got(deepseek: Service) -> None:
+    messages: list[dict[str, Any]] = [QUESTION]
+    deepseek.says("Two." + dsml_calls(dsml_call("Paris"), dsml_call("Oslo", 3)))
+    message = ask(deepseek, *messages, tools=[TOOL])
+    assert message.stop_reason == "tool_use"
+    assert [block.type for block in message.content] == ["text", "tool_use", "tool_use"]
+    uses = message.content[1:]
+    assert [use.input for use in uses] == [{"city": "Paris"}, {"city": "Oslo", "days": 3}]
+    results = [
+        {"type": "tool_result", "tool_use_id": use.id, "content": [{"type": "text", "text": f"sun over {use.input}"}]}
+        for use in uses
+    ]
+    messages.append(
+        {"role": "assistant", "content": [block.model_dump(exclude_none=True) for block in message.content]}
+    )
+    messages.append({"role": "user", "content": [*results, {"type": "text", "text": "And now?"}]})
+    deepseek.says("It is warm.")
+    message = ask(deepseek, *messages, tools=[TOOL])
+    assert (message.content[0].text, message.stop_reason) == ("It is warm.", "end_turn")
+    prompt = deepseek.prompt
+    assert prompt.count("sun over") == 2
+    assert (
+        prompt.index("sun over {'city': 'Paris'}") < prompt.index("sun over {'city': 'Oslo'") < prompt.index("And now?")
+    )
+
+
+def test_thinking_is_a_block_and_comes_back(glm: Service) -> None:
+    glm.says("Rome, then.</think>Sunny.")
+    message = ask(glm, thinking={"type": "enabled", "budget_tokens": 1024})
+    assert [block.type for block in message.content] == ["thinking", "text"]
+    assert message.content[0].thinking == "Rome, then."
+    assert message.content[0].signature
+    assert glm.prompt.endswith("<think>")
+    turn = {"role": "assistant", "content": [block.model_dump(exclude_none=True) for block in message.content]}
+    glm.says("yes")
+    answer = ask(glm, QUESTION, turn, QUESTION, thinking={"type": "disabled"})
+    assert answer.content[0].text == "yes"
+    assert glm.prompt.endswith("</think>")
+    assert "Sunny." in glm.prompt
+
+
+def test_thinking_may_be_left_out_of_the_answer(glm: Service) -> None:
+    glm.says("secret</think>Sunny.")
+    thinking = {"type": "enabled", "budget_tokens": 1024, "display": "omitted"}
+    assert ask(glm, thinking=thinking).content[0].thinking == ""
+    glm.says("secret</think>Sunny.")
+    assert "secret" not in post(glm, thinking=thinking, stream=True).text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_sequence_is_named(deepseek: Service, stream: bool) -> None:
+    deepseek.says("one two three")
+    answer = ask(deepseek, stop_sequences=["zero", " three"], stream=stream)
+    if stream:
+        *_, ending, _ = answer
+        assert (ending.delta.stop_reason, ending.delta.stop_sequence) == ("stop_sequence", " three")
+    else:
+        assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", " three")
+        assert answer.content[0].text == "one two"
+
+
+def test_an_answer_that_is_cut_off_says_so(deepseek: Service) -> None:
+    deepseek.says_until_cut_off("It i")
+    assert ask(deepseek, max_tokens=4).stop_reason == "max_tokens"
+
+
+def test_the_streaming_helper_puts_the_whole_message_together(glm: Service) -> None:
+    glm.says("Rome.</think>I look.\n" + glm_call("Rome") + glm_call("Paris"))
+    with glm.anthropic.messages.stream(
+        model=MODEL,
+        messages=[QUESTION],  # type: ignore[list-item]
+        tools=[TOOL],  # type: ignore[list-item]
+        max_tokens=4096,
+    ) as stream:
+        texts = "".join(stream.text_stream)
+        message = stream.get_final_message()
+    assert texts == "I look."
+    assert [block.type for block in message.content] == ["thinking", "text", "tool_use", "tool_use"]
+    assert [block.input for block in message.content if block.type == "tool_use"] == [
+        {"city": "Rome"},
+        {"city": "Paris"},
+    ]
+    assert message.stop_reason == "tool_use"
+    assert message.content[0].signature  # type: ignore[union-attr]
+    assert message.usage.output_tokens == sum(map(len, glm.decode.chunks or ()))
+
+
+def test_events_come_in_the_published_order(glm: Service) -> None:
+    glm.says("a</think>b" + glm_call("Rome"))
+    events = events_of(post(glm, stream=True, tools=[TOOL], max_tokens=999))
+    kinds = [event.get("delta", {}).get("type", event["type"]) for event in events]
+    assert [kind for kind, before in zip(kinds, [None, *kinds], strict=False) if kind != before] == [
+        *("message_start", "content_block_start", "ping", "thinking_delta", "signature_delta", "content_block_stop"),
+        *("content_block_start", "text_delta", "content_block_stop"),
+        *("content_block_start", "input_json_delta", "content_block_stop"),
+        *("message_delta", "message_stop"),
+    ]
+    starts = [event for event in events if event["type"] == "content_block_start"]
+    assert [event["index"] for event in starts] == [0, 1, 2]
+    assert starts[2]["content_block"]["input"] == {}
+
+
+def test_a_stream_that_breaks_says_so(deepseek: Service) -> None:
+    deepseek.breaks_after("hi there")
+    *_, last = events_of(post(deepseek, stream=True))
+    assert (last["type"], last["error"]["type"]) == ("error", "api_error")
+    deepseek.breaks_after("hi there")
+    with pytest.raises(anthropic.APIStatusError):
+        list(ask(deepseek, stream=True))
+
+
+def test_a_client_that_leaves_frees_the_decode_node(deepseek: Service) -> None:
+    deepseek.decode.reset()
+    deepseek.decode.hold_after = 3
+    stream = ask(deepseek, stream=True)
+    for event in stream:
+        if event.type == "content_block_delta":
+            break
+    stream.close()
+    wait_until(lambda: deepseek.decode.cancelled)
+
+
+def test_tokens_are_counted_without_a_decode_node(
+    start_gateway: Callable[..., RunningGateway], deepseek: Service
+) -> None:
+    deepseek.says("x")
+    ask(deepseek, system="Be short.", tools=[TOOL])
+    expected = len(deepseek.decode.generated[-1].prompt_ids)
+    counted = deepseek.anthropic.messages.count_tokens(
+        model=MODEL,
+        messages=[QUESTION],  # type: ignore[list-item]
+        system="Be short.",
+        tools=[TOOL],  # type: ignore[list-item]
+    )
+    assert counted.input_tokens == expected
+    alone = start_gateway()
+    answer = httpx.post(f"{alone.url}/v1/messages/count_tokens", json={"messages": [QUESTION]})
+    assert answer.json() == {"input_tokens": len("u:How is it in Rome?\na:")}
+    assert httpx.post(f"{alone.url}/v1/messages", json={"messages": [QUESTION], "max_tokens": 1}).status_code == 503
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"max_tokens": None}, "max_tokens: "),
+    ({"max_tokens": "5"}, "max_tokens: Input should be a valid integer, found '5'"),
+    ({"messages": []}, "messages: List should have at least 1 item"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role: "),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+        "messages.0.content.0: expected a block of type text, thinking, tool_use or tool_result, found one of type",
+    ),
+    (
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [{"type": "tool_result", "tool_use_id": "x", "content": [{"type": "image"}]}],
+                }
+            ]
+        },
+        "messages.0.content.0.content.0: expected a block of type text or search_result, found one of type 'image'",
+    ),
+    ({"messages": [QUESTION, {"role": "assistant", "content": "It"}]}, "messages: expected the user's turn last"),
+    ({"system": [{"type": "image"}]}, "system.0.type: "),
+    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0.type: "),
+    ({"tools": [{"name": "x"}]}, "tools.0.input_schema: "),
+    ({"tool_choice": {"type": "maybe"}}, "tool_choice: expected a choice of type auto, any, tool or none"),
+    ({"thinking": {"type": "much"}}, "thinking.type: "),
+    ({"mcp_servers": [{"url": "x"}]}, "mcp_servers: not supported here"),
+    ({"stop_sequences": "x"}, "stop_sequences: "),
+    ({"temperature": 3}, "temperature: "),
+    ({"max_tokens": 1 << 20}, "The maximum context length is"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), REFUSED)
+def test_what_is_not_carried_out_is_named(deepseek: Service, fields: dict[str, Any], message: str) -> None:
+    answer = post(deepseek, **fields)
+    assert answer.status_code == 400, answer.text
+    body = answer.json()
+    assert (body["type"], body["error"]["type"]) == ("error", "invalid_request_error")
+    assert body["error"]["message"].startswith(message)
+
+
+def test_tool_choice_none_and_auto_are_carried_out(glm: Service) -> None:
+    glm.says("</think>" + glm_call("Rome"))
+    message = ask(glm, tools=[TOOL], tool_choice={"type": "none"})
+    assert [block.type for block in message.content] == ["text"]
+    glm.says("</think>" + glm_call("Rome"))
+    message = ask(glm, tools=[TOOL], tool_choice={"type": "auto", "disable_parallel_tool_use": False})
+    assert [block.type for block in message.content] == ["tool_use"]
+
+
+def test_errors_have_anthropic_s_form_on_its_paths_alone(start_gateway: Callable[..., RunningGateway]) -> None:
+    gateway = start_gateway(api_keys=("sk-one",), max_body_mib=1)
+    key = {"x-api-key": "sk-one"}
+    for path in ("/v1/messages", "/v1/messages/count_tokens"):
+        answer = httpx.post(f"{gateway.url}{path}", json={})
+        assert (answer.status_code, answer.json()["error"]["type"]) == (401, "authentication_error")
+        answer = httpx.post(f"{gateway.url}{path}", content=b" " * ((1 << 20) + 1), headers=key)
+        assert (answer.status_code, answer.json()["error"]["type"]) == (413, "request_too_large")
+        answer = httpx.get(f"{gateway.url}{path}", headers=key)
+        assert (answer.status_code, answer.json()["type"]) == (405, "error")
+    assert httpx.post(f"{gateway.url}/v1/responses", json={}).json()["error"]["code"] == "invalid_api_key"
+    missing = {"model": "other", "messages": [QUESTION], "max_tokens": 1}
+    answer = httpx.post(f"{gateway.url}/v1/messages", json=missing, headers=key)
+    assert (answer.status_code, answer.json()["error"]["type"]) == (404, "not_found_error")
+
+
+@pytest.mark.parametrize("gateway", [{"max_concurrent_requests": 1}], indirect=True)
+def test_a_busy_gateway_says_so_in_anthropic_s_form(gateway: RunningGateway, decode: Any) -> None:
+    decode.hold_after = 2
+    with httpx.stream("POST", f"{gateway.url}/v1/completions", json={"prompt": "abc", "stream": True}) as held:
+        lines = held.iter_lines()
+        next(lines)
+        answer = httpx.post(f"{gateway.url}/v1/messages", json={"messages": [QUESTION], "max_tokens": 1})
+    assert (answer.status_code, answer.headers["Retry-After"]) == (429, "1")
+    assert answer.json()["error"]["type"] == "rate_limit_error"
+
+
+def test_both_headers_may_carry_the_key(start_gateway: Callable[..., RunningGateway]) -> None:
+    gateway = start_gateway(api_keys=("sk-one",))
+    url = f"{gateway.url}/v1/messages/count_tokens"
+    body = {"messages": [QUESTION]}
+    for headers, status in (
+        ({"x-api-key": "sk-one"}, 200),
+        ({"Authorization": "Bearer sk-one"}, 200),
+        ({"Authorization": "Bearer other", "x-api-key": "sk-one"}, 200),
+        ({"x-api-key": "Bearer sk-one"}, 401),
+        ({"x-api-key": "sk-two"}, 401),
+        ({"x-api-key": ""}, 401),
+    ):
+        assert httpx.post(url, json=body, headers=headers).status_code == status, headers
+    with anthropic.Anthropic(base_url=gateway.url, api_key="sk-one", max_retries=0) as client:
+        assert client.messages.count_tokens(model=MODEL, messages=[QUESTION]).input_tokens  # type: ignore[list-item]
+    with (
+        anthropic.Anthropic(base_url=gateway.url, api_key="sk-two", max_retries=0) as client,
+        pytest.raises(anthropic.AuthenticationError),
+    ):
+        client.messages.count_tokens(model=MODEL, messages=[QUESTION])  # type: ignore[list-item]

@@ -1,0 +1,118 @@
+"""Log probabilities of prompts, as vLLM's and OpenAI's clients get them."""
+
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from control.prompt_logprobs import MAX_PROMPT_LOGPROBS
+from tests.gateway.fakes import BOS, MODEL, FakeDecodeNode
+
+
+def complete(http: httpx.Client, **fields: Any) -> Any:
+    answer = http.post("/v1/completions", json={"max_tokens": 1, **fields})
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"]
+
+
+def test_prompt_logprobs_are_by_position_and_token(http: httpx.Client, decode: FakeDecodeNode) -> None:
+    [first, second] = complete(http, prompt=["abc", "x"], prompt_logprobs=2)
+    assert first["prompt_logprobs"] == [
+        None,
+        {
+            "98": {"logprob": -1.0, "rank": 1, "decoded_token": "b"},
+            "1": {"logprob": -1.5, "rank": 1, "decoded_token": "\x01"},
+            "2": {"logprob": -2.5, "rank": 2, "decoded_token": "\x02"},
+        },
+        {
+            "99": {"logprob": -2.0, "rank": 2, "decoded_token": "c"},
+            "2": {"logprob": -2.5, "rank": 1, "decoded_token": "\x02"},
+            "3": {"logprob": -3.5, "rank": 2, "decoded_token": "\x03"},
+        },
+    ]
+    assert second["prompt_logprobs"] == [None], "nothing says how likely the first token is"
+    assert [choice["logprobs"] for choice in (first, second)] == [None, None]
+    assert {generate.prompt_logprobs for generate in decode.generated} == {2}
+
+
+def test_of_a_chat_they_are_those_of_the_conversation(http: httpx.Client, decode: FakeDecodeNode) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, "n": 2, "prompt_logprobs": 0}
+    answer = http.post("/v1/chat/completions", json=body).json()
+    prompt = decode.generated[0].prompt_ids
+    assert [position and list(position) for position in answer["prompt_logprobs"]] == [
+        None,
+        *([str(token_id)] for token_id in prompt[1:]),
+    ]
+    assert "prompt_logprobs" not in answer["choices"][0]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_echo_has_the_log_probabilities_of_the_prompt_in_front(
+    client: openai.OpenAI, decode: FakeDecodeNode, stream: bool
+) -> None:
+    decode.chunks = [list("é!".encode()), [100]]
+    answer = client.completions.create(model=MODEL, prompt="aéb", echo=True, logprobs=1, n=2, stream=stream)
+    choices = [chunk.choices[0] for chunk in answer if chunk.choices] if stream else answer.choices
+    for index in (0, 1):
+        own = [choice for choice in choices if choice.index == index]
+        parts = [choice.logprobs for choice in own if choice.logprobs]
+        assert "".join(choice.text for choice in own) == "aébé!d"
+        assert [p for part in parts for p in part.token_logprobs] == [None, -1.0, -2.0, -3.0, *[-0.5] * 4]
+        assert [offset for part in parts for offset in part.text_offset] == [0, 1, 1, 2, 3, 3, 4, 5]
+        assert [token for part in parts for token in part.tokens][-2:] == ["!", "d"]
+        first, second, *_ = [top for part in parts for top in part.top_logprobs]
+        assert (first, second) == (None, {"\x01": -1.5, "�": -1.0})
+
+
+def test_an_echo_of_no_tokens_is_the_prompt(http: httpx.Client, decode: FakeDecodeNode) -> None:
+    body = {"prompt": [BOS, 97, 98], "max_tokens": 0, "echo": True, "logprobs": 0, "temperature": 0}
+    answer = http.post("/v1/completions", json=body).json()
+    [choice] = answer["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("<bos>ab", "length")
+    assert choice["logprobs"] == {
+        "tokens": ["<bos>", "a", "b"],
+        "token_logprobs": [None, -1.0, -2.0],
+        "top_logprobs": [None, {"a": -1.0}, {"b": -2.0}],
+        "text_offset": [0, 5, 6],
+    }
+    assert answer["usage"]["completion_tokens"] == 0
+    assert decode.generated[0].max_new_tokens == 1, "a decode node generates at least one"
+    [plain] = complete(http, prompt="ab", max_tokens=0, echo=True)
+    assert (plain["text"], plain["logprobs"]) == ("ab", None)
+    assert decode.generated[1].prompt_logprobs is None
+    [cut] = complete(http, prompt="abcd", max_tokens=0, echo=True, logprobs=0, truncate_prompt_tokens=2)
+    assert (cut["text"], cut["logprobs"]["tokens"], cut["logprobs"]["text_offset"]) == ("cd", ["c", "d"], [0, 1])
+
+
+@pytest.mark.parametrize("lost", [1, 3])
+def test_those_that_were_lost_on_the_way_are_asked_for_again(
+    http: httpx.Client, decode: FakeDecodeNode, lost: int
+) -> None:
+    decode.lost_prompt = lost
+    [choice] = complete(http, prompt="abcdef", max_tokens=3, prompt_logprobs=0)
+    assert choice["text"] == "abc"
+    assert [p["logprob"] for position in choice["prompt_logprobs"][1:] for p in position.values()] == [
+        -1.0, -2.0, -3.0, -4.0, -5.0
+    ]  # fmt: skip
+    assert {asked.start for asked in decode.resent} == {0}
+
+
+def test_those_of_another_shape_than_was_asked_for_are_an_error(
+    http: httpx.Client, decode: FakeDecodeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = FakeDecodeNode._prompt_logprobs
+    monkeypatch.setattr(decode, "_prompt_logprobs", lambda r: made(r.model_copy(update={"prompt_logprobs": 7})))
+    answer = http.post("/v1/completions", json={"prompt": "ab", "prompt_logprobs": 1})
+    assert answer.status_code == 500
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [({"prompt_logprobs": 20, "n": 100}, "prompt_logprobs"), ({"echo": True, "logprobs": 20, "n": 100}, "echo")],
+)
+def test_too_many_are_refused(http: httpx.Client, decode: FakeDecodeNode, body: dict[str, Any], field: str) -> None:
+    answer = http.post("/v1/completions", json={"prompt": "a" * 300, "max_tokens": 1, **body})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert (error["param"], str(MAX_PROMPT_LOGPROBS) in error["message"]) == (field, True)

@@ -1,0 +1,91 @@
+"""What the text of an answer has to look like, as decode nodes are told."""
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from control.grammar import JSON_OBJECT, Grammar, JsonSchema, Lark, Node, Regex, TextChoice
+from tests.gateway.fakes import FakeDecodeNode
+from tests.gateway.test_chat import QUESTION, WEATHER, Service, deepseek, glm
+
+assert deepseek
+assert glm
+SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+FORMS: list[tuple[dict[str, Any], Node]] = [
+    ({"response_format": {"type": "json_object"}}, JSON_OBJECT),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}},
+        JsonSchema(schema_text=json.dumps(SCHEMA)),
+    ),
+    ({"structured_outputs": {"json": SCHEMA}}, JsonSchema(schema_text=json.dumps(SCHEMA))),
+    ({"structured_outputs": {"regex": "a+"}}, Regex(pattern="a+")),
+    ({"structured_outputs": {"choice": ["a", "b"]}}, TextChoice(options=("a", "b"))),
+    ({"structured_outputs": {"grammar": 'start: "a"'}}, Lark(grammar='start: "a"')),
+    ({"structured_outputs": {"json_object": True}}, JSON_OBJECT),
+    ({"guided_json": json.dumps(SCHEMA)}, JsonSchema(schema_text=json.dumps(SCHEMA))),
+    ({"guided_regex": "b"}, Regex(pattern="b")),
+    ({"guided_choice": ["c"]}, TextChoice(options=("c",))),
+]
+
+
+@pytest.mark.parametrize(("fields", "root"), FORMS)
+def test_the_decode_node_is_told_the_structure(
+    http: httpx.Client, decode: FakeDecodeNode, fields: dict[str, Any], root: Node
+) -> None:
+    assert http.post("/v1/completions", json={"prompt": "a", **fields}).status_code == 200
+    assert decode.generated[0].grammar == Grammar(root=root)
+
+
+def test_text_is_free_by_default(http: httpx.Client, decode: FakeDecodeNode) -> None:
+    assert http.post("/v1/completions", json={"prompt": "a", "response_format": {"type": "text"}}).status_code == 200
+    assert decode.generated[0].grammar is None
+
+
+def test_behind_reasoning_the_structure_begins(glm: Service) -> None:
+    glm.says("well</think>{}")
+    glm.chat(QUESTION, response_format={"type": "json_object"})
+    assert glm.decode.generated[0].grammar == Grammar(root=JSON_OBJECT, after="</think>")
+    glm.says("{}")
+    glm.chat(QUESTION, response_format={"type": "json_object"}, extra_body={"reasoning_effort": "none"})
+    assert glm.decode.generated[0].grammar == Grammar(root=JSON_OBJECT)
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_a_call_that_is_required_is_a_grammar(deepseek: Service, choice: Any) -> None:
+    other = {"type": "function", "function": {"name": "clock"}}
+    deepseek.says("anything")
+    deepseek.chat(QUESTION, tools=[WEATHER, other], tool_choice=choice)
+    grammar = deepseek.decode.generated[0].grammar
+    assert grammar is not None
+    assert isinstance(grammar.root, Lark)
+    assert "weather" in grammar.root.grammar
+    assert ("clock" in grammar.root.grammar) == (choice == "required")
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"response_format": {"type": "json_schema"}}, "json_schema.schema"),
+    ({"response_format": {"type": "xml"}}, "'text'"),
+    ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "expected one of them"),
+    ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "expected one of them"),
+    ({"structured_outputs": {"choice": []}}, "at least 1"),
+    ({"guided_regex": "a" * 2**16}, "at most"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), BAD)
+def test_bad_structures_get_a_clear_answer(
+    http: httpx.Client, decode: FakeDecodeNode, fields: dict[str, Any], message: str
+) -> None:
+    answer = http.post("/v1/completions", json={"prompt": "a", **fields})
+    assert answer.status_code == 400
+    assert message in answer.json()["error"]["message"]
+
+
+def test_a_grammar_that_no_node_can_compile_is_the_clients_mistake(http: httpx.Client, decode: FakeDecodeNode) -> None:
+    decode.invalid = "the JSON schema at /a cannot be compiled"
+    answer = http.post("/v1/completions", json={"prompt": "a", "response_format": {"type": "json_object"}})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == decode.invalid
+    assert len(decode.generated) == 1

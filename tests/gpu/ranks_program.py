@@ -1,0 +1,74 @@
+"""One rank of `test_ranks`: layers of experts that are divided among ranks, beside the same layers whole.
+
+Also runs on CPUs, with gloo: `python -m tests.gpu.ranks_program CHECKPOINT DTYPE cpu`.
+"""
+
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from engine.rank_place import RankPlace
+from engine.ranks import RankGroup
+from model.experts import MixtureOfExperts
+from model.loader import DTYPES, load_model
+from service.start import use_device
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+"""Of the norm of the difference, relative: in bfloat16 two partial sums are rounded, and then their sum."""
+COUNTS = (1, 5, 16)
+
+
+def main(path: Path, dtype: torch.dtype, kind: str) -> None:
+    place = RankPlace.taken()
+    assert place is not None
+    device = use_device("cpu" if kind == "cpu" else f"cuda:{place.rank}")
+    group = RankGroup(place, device, 60.0, lambda: None)
+    exchange = group.connect()
+    whole = load_model(path, dtype, device)
+    part = load_model(path, dtype, device, shard=group.shard, exchange=exchange)
+    checked = 0
+    for theirs, ours in zip(whole.network.layers, part.network.layers, strict=True):
+        if isinstance(ours.mlp, MixtureOfExperts) and isinstance(theirs.mlp, MixtureOfExperts):
+            check(group, theirs.mlp, ours.mlp, dtype)
+            checked += 1
+    assert checked, "no layer has experts"
+    while not group.done():
+        time.sleep(0.01)
+    group.close()
+
+
+@torch.inference_mode()
+def check(group: RankGroup, whole: MixtureOfExperts, part: MixtureOfExperts, dtype: torch.dtype) -> None:
+    """Eager and, on a GPU, replayed; a rank may replay another graph of the same batch than the others."""
+    hidden_size = whole.router.weight.shape[1]
+    for count in COUNTS:
+        static = torch.zeros(count, hidden_size, dtype=dtype, device=group.device)
+        part(static)
+        graphs = []
+        if group.device.type == "cuda":
+            torch.cuda.synchronize()
+            for _ in range(2):
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                    output = part(static)
+                graphs.append((graph, output))
+        for seed in range(6):
+            generator = torch.Generator().manual_seed(100 * seed + group.rank)
+            hidden = torch.randn(count, hidden_size, generator=generator).to(group.device, dtype)
+            expected = whole(hidden).double()
+            static.copy_(hidden)
+            results = [part(static)]
+            if graphs:
+                graph, output = graphs[(seed + group.rank) % 2]
+                output.fill_(float("nan"))
+                graph.replay()
+                results.append(output)
+            for result in results:
+                error = float((result.double() - expected).norm() / expected.norm())
+                assert error < TOLERANCE[dtype], f"{count} tokens, rank {group.rank}, seed {seed}: {error}"
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), DTYPES[sys.argv[2]], sys.argv[3])

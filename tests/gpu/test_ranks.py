@@ -1,0 +1,92 @@
+"""Ranks on GPUs of their own, connected by NCCL, inside recorded steps."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from cli.serve import die_with_parent
+from engine.rank_place import create_places
+from model.quantization import BlockFp8
+from model.tiny import write_tiny_checkpoint
+from tests.e2e.cluster import Cluster, wait_until
+from tests.e2e.conftest import FAMILIES, Reference, checkpoints, references, start_cluster
+from tests.e2e.test_prefill_ranks import CHUNK, assert_exact, wait_ready
+from tests.e2e.test_ranks import HOT_BUFFER, ROUNDS, assert_ranks_exact
+
+__all__ = ["checkpoints", "references", "start_cluster"]
+
+needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+@pytest.fixture
+def device() -> str:
+    return "cuda"
+
+
+@needs_two
+@pytest.mark.parametrize("stored", ["float32", "bfloat16", "fp8"])
+def test_layers_whose_experts_are_divided_compute_what_whole_ones_do(tmp_path: Path, stored: str) -> None:
+    path = tmp_path / "tiny"
+    write_tiny_checkpoint(path, "deepseek_v32", seed=3, hidden_size=256, fp8=BlockFp8() if stored == "fp8" else None)
+    dtype = "float32" if stored == "float32" else "bfloat16"
+    places = create_places(2)
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.gpu.ranks_program", str(path), dtype, "cuda"],
+            env={**os.environ, **place.variables()},
+            pass_fds=place.descriptors,
+            preexec_fn=die_with_parent,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for place in places
+    ]
+    try:
+        said = [rank.communicate(timeout=180)[1][-3000:] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(said)
+
+
+@needs_two
+@pytest.mark.parametrize("disable_cuda_graph", [False, True], ids=["recorded", "eager"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_tokens_of_both_ranks_equal_transformers(
+    start_cluster: Callable[..., Cluster], references: dict[str, Reference], family: str, disable_cuda_graph: bool
+) -> None:
+    cluster = start_cluster(family)
+    cluster.prefill(device="cuda:1", mem_fraction_static=0.1)
+    decode = cluster.decode(
+        device="cuda",
+        ranks=2,
+        hisparse_config=HOT_BUFFER,
+        mem_fraction_static=0.1,
+        disable_cuda_graph=disable_cuda_graph,
+    )
+    assert_ranks_exact(cluster, decode, references[family], 2, ROUNDS)
+    assert ("recorded a decode step" in decode.log) is not disable_cuda_graph
+    assert "backend=nccl" in decode.log
+
+
+@needs_two
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_tokens_behind_a_prefill_node_of_two_ranks_equal_transformers(
+    start_cluster: Callable[..., Cluster], references: dict[str, Reference], family: str
+) -> None:
+    cluster = start_cluster(family)
+    flags = {"device": "cuda", "mem_fraction_static": 0.1}
+    prefill = cluster.prefill(ranks=2, chunked_prefill_size=CHUNK, transfer_checksum="full", **flags)
+    cluster.decode(hisparse_config=HOT_BUFFER, **flags)
+    wait_ready(cluster)
+    assert_exact(cluster.url, references[family])
+    wait_until(lambda: not prefill.metric("prefill_pages", state="used"))
+    prefill.signal(signal.SIGTERM)
+    assert prefill.process.wait(timeout=60) == 0
+    assert "backend=nccl" in prefill.log

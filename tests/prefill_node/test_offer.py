@@ -1,0 +1,21 @@
+"""Which requests a prefill node accepts."""
+
+from control.messages import BufferInfo, Destination, PrefillRequest, Session
+from prefill_node.offer import Offer
+from tests.control.test_messages import IDENTITY, prefill_request
+
+
+def request(*ranks: str) -> PrefillRequest:
+    buffers = BufferInfo(ptrs=(4096, 8192), lengths=(1920, 640), item_lengths=(192, 64))
+    destination = Destination(
+        sessions=(Session(transport="tcp", name="127.0.0.1:15000"),), identity=IDENTITY, buffers=buffers
+    )
+    return prefill_request(destination=destination, ranks=ranks)
+
+
+def test_a_node_refuses_slots_that_are_not_reserved_for_all_of_its_ranks() -> None:
+    """A rank that the decode node does not know could write to them when they have been given away."""
+    offer = Offer(IDENTITY, ("tcp",), max_tokens=32, vocab_size=100, ranks=("b", "c"))
+    assert offer.refusal(request("c", "b")) is None
+    assert offer.refusal(request("b", "other")) == "the slots are not reserved for ranks c of this node"
+    assert offer.refusal(request()) == "the slots are not reserved for ranks b, c of this node"

@@ -1,0 +1,111 @@
+"""Slots that several processes of one prefill node may write to are free when every one of them is done."""
+
+from itertools import permutations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from control.messages import Peer
+from tests.transfer.test_fencing import WRITER, R, Released
+from transfer.fencing import DRAIN_GRACE_S, ReservationTable
+from transfer.incoming import IncomingCut
+
+RANKS = tuple(Peer(role="prefill", address=f"10.0.0.1:{number}", boot_id=f"rank-{number}") for number in (3, 5))
+BOOTS = [WRITER.boot_id, *(rank.boot_id for rank in RANKS)]
+
+
+def open_table() -> tuple[ReservationTable[str], Released]:
+    released = Released()
+    table: ReservationTable[str] = ReservationTable(released.append, released.retained.append, lambda: IncomingCut(()))
+    table.open(R, WRITER, "slots", num_slots=8, ranks=RANKS)
+    return table, released
+
+
+def quarantined_table() -> tuple[ReservationTable[str], Released]:
+    table, released = open_table()
+    assert table.quarantine(R, now=1.0) == WRITER, "the node is told to stop"
+    return table, released
+
+
+def test_the_node_speaks_for_all_of_its_ranks() -> None:
+    table, released = quarantined_table()
+    assert table.quiesced(R, WRITER.boot_id, now=2.0)
+    assert released == ["slots"]
+
+
+def test_what_the_node_says_has_landed_is_the_requests() -> None:
+    table, released = open_table()
+    assert table.landed(R, now=1.0) == "slots"
+    assert R not in table
+    assert not released
+
+
+def test_a_rank_speaks_for_itself() -> None:
+    table, released = quarantined_table()
+    assert not table.quiesced(R, RANKS[0].boot_id, now=2.0)
+    assert not table.quiesced(R, RANKS[0].boot_id, now=2.0), "and once is enough"
+    assert not table.quiesced(R, RANKS[1].boot_id, now=2.0)
+    table.writer_died(WRITER.boot_id, now=3.0)
+    assert table.release_expired(3.0 + DRAIN_GRACE_S - 0.1) == []
+    assert table.release_expired(3.0 + DRAIN_GRACE_S) == [R]
+    assert released == ["slots"]
+
+
+@pytest.mark.parametrize("order", list(permutations(BOOTS)), ids="-".join)
+def test_whichever_dies_last_is_waited_for(order: tuple[str, ...]) -> None:
+    """An orphan of a dead node writes on."""
+    table, released = quarantined_table()
+    for now, boot in enumerate(order, start=1):
+        assert table.release_expired(1e6) == []
+        table.writer_died(boot, 100.0 * now)
+    assert table.release_expired(300.0 + DRAIN_GRACE_S - 0.1) == []
+    assert table.release_expired(300.0 + DRAIN_GRACE_S) == [R]
+    assert released == ["slots"]
+
+
+def test_one_dead_one_evicted_and_one_lingering_are_waited_for_together() -> None:
+    table, released = quarantined_table()
+    table.writer_died(WRITER.boot_id, now=100.0)
+    assert table.evict(RANKS[0].boot_id, now=200.0) == [R]
+    assert table.release_expired(1e6) == []
+    assert table.quiesced(R, RANKS[1].boot_id, now=300.0, lingering=True), "nobody posts any more"
+    assert table.release_expired(300.0 + DRAIN_GRACE_S - 0.1) == []
+    assert table.release_expired(300.0 + DRAIN_GRACE_S) == [R]
+    assert released == ["slots"]
+
+
+def test_the_death_of_a_rank_ends_a_wanted_attempt_and_frees_nothing_before_the_others_are_done() -> None:
+    table, released = open_table()
+    assert table.writer_died(RANKS[1].boot_id, now=1.0) == [R]
+    table.quarantine(R, now=2.0)
+    assert table.release_expired(1e6) == []
+    assert table.evict("another", now=3.0) == []
+    assert table.quiesced(R, WRITER.boot_id, now=4.0)
+    assert released == ["slots"]
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["quiesced", "lingers", "died", "evict", "expire"]), st.sampled_from(BOOTS)),
+        max_size=10,
+    )
+)
+def test_in_any_order_slots_leave_once_and_not_before_every_writer_is_done(events: list[tuple[str, str]]) -> None:
+    table, released = quarantined_table()
+    done: set[str] = set()
+    for now, (event, boot) in enumerate(events, start=2):
+        match event:
+            case "quiesced" | "lingers":
+                table.quiesced(R, boot, now, lingering=event == "lingers")
+                done |= set(BOOTS) if boot == WRITER.boot_id else {boot}
+            case "died":
+                table.writer_died(boot, now)
+                done.add(boot)
+            case "evict":
+                table.evict(boot, now)
+                done.add(boot)
+            case "expire":
+                table.release_expired(now + DRAIN_GRACE_S)
+        assert not released or done == set(BOOTS)
+        assert len(released) + (R in table) == 1

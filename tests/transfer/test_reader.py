@@ -1,0 +1,247 @@
+"""Reads of another process's memory, over real Mooncake and a mapping: what was asked for lands, and then nothing."""
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from control.messages import BufferInfo, SharedMemory
+from tests.transfer.test_lingering import Process, start_engine, wait_until
+from transfer.incoming import IncomingCut
+from transfer.planner import Descriptors
+from transfer.reader import Reader, ReadReport, batches_of
+from transfer.shm import SharedMemoryReads
+
+SIZE = 4 << 20
+CONTENT = np.random.default_rng(0).integers(1, 256, SIZE, dtype=np.uint8)
+
+
+class Serving:
+    """What the process does that is read."""
+
+    def __init__(self, host: str) -> None:
+        self.engine, self.buffer = start_engine(host)
+        self.buffer[:] = CONTENT
+
+    def where(self) -> tuple[Any, int]:
+        return self.engine.session, self.buffer.ctypes.data
+
+    def cut(self) -> None:
+        wait_until(IncomingCut(self.engine.data_ports).passed)
+
+
+def descriptors(source: int, destination: int, pieces: list[tuple[int, int, int]]) -> Descriptors:
+    """pieces: (offset there, offset here, length)."""
+    columns = np.array(pieces, dtype=np.int64).T
+    return Descriptors(source + columns[0], destination + columns[1], columns[2])
+
+
+class Remote:
+    """A process that serves, and a reader of it into `here`."""
+
+    def __init__(self) -> None:
+        self.process = Process(Serving, "127.0.0.1")  # type: ignore[arg-type]
+        session, self.address = self.process.do("where")
+        self.engine, self.here = start_engine("127.0.0.1")
+        self.reader = Reader(self.engine.reading_channel(session))
+
+    def batch(self, pieces: list[tuple[int, int, int]]) -> Descriptors:
+        return descriptors(self.address, self.here.ctypes.data, pieces)
+
+    def read(self, pieces: list[tuple[int, int, int]], may_post: Callable[[], bool] = lambda: True) -> ReadReport:
+        return self.reader.read([self.batch(pieces)], may_post)
+
+
+@pytest.fixture(scope="module")
+def serving() -> Iterator[Remote]:
+    remote = Remote()
+    yield remote
+    remote.process.end()
+
+
+@pytest.fixture
+def remote(serving: Remote) -> Remote:
+    serving.here[:] = 0
+    return serving
+
+
+def test_scattered_pieces_land_where_they_should_and_what_is_refused_costs_nothing_else(remote: Remote) -> None:
+    order = np.random.default_rng(1).permutation(3000).tolist()
+    report = remote.read([(i * 64, j * 64, 64) for i, j in enumerate(order)])
+    assert (report.error, report.num_bytes, report.num_descriptors) == (None, 3000 * 64, 3000)
+    expected = np.zeros(SIZE, dtype=np.uint8)
+    expected[: 3000 * 64].reshape(3000, 64)[order] = CONTENT[: 3000 * 64].reshape(3000, 64)
+    assert np.array_equal(remote.here, expected)
+
+    beyond = remote.read([(SIZE - 10, 0, 4096)])
+    assert beyond.error is not None
+    assert not beyond.in_flight
+
+    whole = remote.read([(0, 0, SIZE)])
+    assert (whole.error, whole.num_descriptors) == (None, 4), "no descriptor is longer than the transport likes"
+    assert np.array_equal(remote.here, CONTENT)
+
+
+def test_nothing_is_posted_without_leave(remote: Remote) -> None:
+    """The lease: asked before each post."""
+    answers = iter([True, True])
+    pieces = [(i * 64, i * 64, 64) for i in range(1000)]
+    batches = [remote.batch(pieces[first : first + 10]) for first in range(0, 1000, 10)]
+    report = remote.reader.read(batches, lambda: next(answers, False))
+    assert (report.error, report.in_flight) == ("aborted", False)
+    assert np.array_equal(remote.here[: 20 * 64], CONTENT[: 20 * 64])
+    assert not remote.here[20 * 64 :].any()
+
+
+def test_what_was_cut_is_posted_again_and_lands(remote: Remote) -> None:
+    """A fence of the decode node closes all connections to its data port, those of readers too."""
+    asked = 0
+
+    def may_post() -> bool:
+        nonlocal asked
+        asked += 1
+        if asked in (40, 80):
+            remote.process.ask("cut")
+        return True
+
+    rounds = 150
+    report = remote.reader.read([remote.batch([(0, 0, SIZE)])] * rounds, may_post)
+    assert report.error is None
+    assert asked > rounds, "some were posted again"
+    assert np.array_equal(remote.here, CONTENT)
+
+
+@pytest.mark.slow
+def test_a_dead_process_is_an_error() -> None:
+    remote = Remote()
+    assert remote.read([(0, 0, 64)]).error is None
+    remote.process.end()
+    report = remote.read([(0, 0, SIZE)])
+    assert report.error is not None
+    assert not report.in_flight
+
+
+class Reading:
+    """A process that reads, for a test that wants an impatient Mooncake."""
+
+    def __init__(self, host: str) -> None:
+        self.engine, self.buffer = start_engine(host)
+
+    def read_until_it_fails(self, session: Any, address: int) -> str | None:
+        """Read again and again, for at most a minute. What failed; the memory is used for something else at once."""
+        reader = Reader(self.engine.reading_channel(session))
+        everything = descriptors(address, self.buffer.ctypes.data, [(0, 0, SIZE)])
+        deadline = time.monotonic() + 60
+        error = None
+        while error is None and time.monotonic() < deadline:
+            error = reader.read([everything]).error
+        self.buffer[:] = 0
+        return error
+
+    def is_untouched(self) -> bool:
+        return not self.buffer.any()
+
+
+@pytest.mark.slow
+def test_a_read_that_was_given_up_does_not_land_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unlike a write: what the network still holds has nowhere to go."""
+    monkeypatch.setenv("MC_TCP_STATUS_TIMEOUT_SEC", "2")
+    monkeypatch.setenv("MC_TCP_PROGRESS_TIMEOUT_SEC", "2")
+    serving, reading = Process(Serving, "127.0.0.1"), Process(Reading, "127.0.0.1")  # type: ignore[arg-type]
+    try:
+        session, address = serving.do("where")
+        reading.ask("read_until_it_fails", session, address)
+        time.sleep(0.5)
+        serving.stop()
+        assert reading.answer() == "the transport gave a read up"
+        serving.go_on()
+        serving.do("where")
+        time.sleep(1.0)
+        assert reading.do("is_untouched")
+    finally:
+        serving.end()
+        reading.end()
+
+
+OWNER = """
+import os, sys, torch, numpy
+from hisparse.host_memory import HostMemory
+memory = HostMemory(4 << 20, shareable=True)
+tensor = memory.tensor(0, (4 << 20,))
+tensor[:] = torch.from_numpy(numpy.random.default_rng(0).integers(1, 256, 4 << 20, dtype=numpy.uint8))
+region = memory.shared()
+print(os.getpid(), region.fd, region.name, region.base, region.length, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_mapping_is_read_within_its_bounds_and_while_its_owner_lives() -> None:
+    root = Path(__file__).parents[2]
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root
+    )
+    assert owner.stdout is not None
+    pid, fd, name, base, length = owner.stdout.readline().split()
+    memory = SharedMemory(pid=int(pid), fd=int(fd), name=name, base=int(base), length=int(length))
+    reader = Reader(SharedMemoryReads(memory))
+    here = np.zeros(SIZE, dtype=np.uint8)
+    order = np.random.default_rng(2).permutation(SIZE // 1000).tolist()
+    pieces = [(i * 1000 + 3, j * 1000, 997) for i, j in enumerate(order)]
+    assert reader.read([descriptors(memory.base, here.ctypes.data, pieces)]).error is None
+    expected = np.zeros(SIZE, dtype=np.uint8)
+    for there, to, count in pieces:
+        expected[to : to + count] = CONTENT[there : there + count]
+    assert np.array_equal(here, expected)
+    for outside in (-1, memory.length - 10):
+        report = reader.read([descriptors(memory.base, here.ctypes.data, [(outside, 0, 64)])])
+        assert report.error == "the other process cannot be reached or refuses a read"
+    assert np.array_equal(here, expected)
+    owner.send_signal(signal.SIGKILL)
+    owner.communicate()
+    late = reader.read([descriptors(memory.base, here.ctypes.data, [(0, 0, 64)])])
+    assert late.error == "the process that owns the memory has ended"
+    reader.close()
+
+
+class Broken:
+    """A channel of which a batch has no known end."""
+
+    transport = "tcp"
+    max_batch, max_bytes, attempts = 32, 1 << 20, 2
+
+    def submit(self, batch: Descriptors) -> Any:
+        raise RuntimeError("a bug")
+
+    def check(self) -> None:
+        pass
+
+    def close(self) -> None:
+        raise AssertionError("it is in use for good")
+
+
+def test_a_read_of_unknown_end_is_in_flight_for_good() -> None:
+    reader = Reader(Broken())  # type: ignore[arg-type]
+    report = reader.read([descriptors(0, 0, [(0, 0, 64)])])
+    assert (report.error, report.in_flight) == ("nobody knows whether a read has ended", True)
+    assert reader.lost_track
+    reader.close()
+
+
+def test_items_are_read_in_as_few_pieces_as_slots_and_rows_allow() -> None:
+    there = BufferInfo(ptrs=(1000, 5000), lengths=(400, 80), item_lengths=(10, 2))
+    here = BufferInfo(ptrs=(70000, 90000), lengths=(400, 80), item_lengths=(10, 2))
+    slots, rows = np.array([4, 5, 6, 30, 31]), np.array([0, 1, 2, 3, 9])
+    items, keys = batches_of(slots, rows, there, here)
+    assert items.sources.tolist() == [1040, 1300, 1310]
+    assert items.destinations.tolist() == [70000, 70030, 70090]
+    assert items.lengths.tolist() == [30, 10, 10]
+    assert keys.lengths.tolist() == [6, 2, 2]
+    other = here.model_copy(update={"item_lengths": (10, 4)})
+    with pytest.raises(ValueError, match=r"items of \(10, 2\) bytes there and of \(10, 4\) here"):
+        list(batches_of(slots, rows, there, other))
