@@ -2,12 +2,14 @@
 
 A decode step's attention and selection are timed inside CUDA graph replays, a prompt chunk's between events. Each turn
 of a graph reads rows or pages of its own, more in all than the device caches, as one layer after another does.
+`--sweep` times ways to cut the fp8 kernels instead.
 """
 
 import json
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -18,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from base.errors import StartupError
+from benchmarks.attention_extras import deep_gemm_scores, flash_mla
 from benchmarks.machine import this_machine
 from benchmarks.program import run
 from hisparse.format import DenseFormat
@@ -28,15 +31,18 @@ from model.indexer import IndexQueries
 from model.norm import LayerNorm, RmsNorm
 from model.rope import Rope
 
-SCHEMA = 2
+SCHEMA = 3
 LATENT_DIM, ITEM_DIM, TOPK = 512, 576, 2048
 INDEX_HEADS, INDEX_DIM, PAGE_SIZE = 64, 128, 64
 HEADS = (16, 64, 128)
 BATCHES = (1, 4, 16, 64)
-SCORED = ((1, 131072), (16, 65536))
+SCORED = ((1, 32768), (1, 131072), (16, 32768), (16, 65536))
 """Batches and contexts for scores without a selection."""
 ENCODED = (1, 64, 4096)
 CHUNK = 2048
+SCORED_TOGETHER = 512
+"""Queries of a prompt that are scored at a time over 32K tokens of context."""
+BF16_OPERATIONS_PER_US, FP8_OPERATIONS_PER_US = 800e6, 1600e6
 
 DENSE = DenseFormat(torch.bfloat16, ITEM_DIM, INDEX_DIM)
 FP8 = Fp8Format(LATENT_DIM, ITEM_DIM - LATENT_DIM, INDEX_DIM)
@@ -54,7 +60,9 @@ class Case:
     """One thing to time.
 
     num_bytes: what has to be read or written once, in bfloat16 and in fp8. turns: how often in one graph; 0: none.
-    work: for each column what is timed: torch and triton in bfloat16; fp8, and `plain`, fp8 without Gluon.
+    work: for each column what is timed: torch and triton in bfloat16; fp8; `plain`, fp8 by Triton alone, without
+    kernels for Hopper; and `extra`, another project's kernel on fp8, if it is installed. tensor_us: what tensor cores
+    take for fp8.
     """
 
     name: str
@@ -62,6 +70,7 @@ class Case:
     num_bytes: tuple[int, int]
     turns: int
     work: dict[str, Work]
+    tensor_us: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -72,23 +81,40 @@ class CaseResult:
     batch: int
     num_bytes: tuple[int, int]
     us: dict[str, float]
+    tensor_us: float = 0.0
+
+
+class Sweep(StrEnum):
+    """What to cut in every way."""
+
+    SCORE = "score"
+    PROMPT = "prompt"
+    ATTEND = "attend"
+    COMBINE = "combine"
+    ALL = "all"
 
 
 def main(
     context_length: Annotated[int, typer.Option(min=TOPK, help="Tokens per sequence that are scored.")] = 32768,
     json_path: Annotated[Path, typer.Option("--json")] = Path("bench-attention.json"),
     only: Annotated[str, typer.Option(help="Cases whose name contains this.")] = "",
+    sweep: Annotated[Sweep | None, typer.Option(help="Time ways to cut the fp8 kernels.")] = None,
 ) -> None:
     """Time the torch and the Triton backend side by side, and Triton on fp8 KV."""
     if not torch.cuda.is_available():
         raise StartupError("the attention benchmark needs a CUDA device")
     torch.set_default_device("cuda")
+    if sweep is not None:
+        from benchmarks.attention_sweep import run_sweep
+
+        run_sweep("" if sweep is Sweep.ALL else sweep, Console())
+        return
     results = []
     for make in cases(context_length):
         if only in make.name:
             case = make.case()
             us = {name: median_us(work, case.turns) for name, work in case.work.items()}
-            results.append(CaseResult(case.name, case.batch, case.num_bytes, us))
+            results.append(CaseResult(case.name, case.batch, case.num_bytes, us, case.tensor_us))
     bandwidth = copy_gb_per_s()
     print_results(results, context_length, bandwidth, Console())
     document = {
@@ -123,8 +149,11 @@ def cases(context_length: int) -> Iterator[Made]:
     for tokens in ENCODED:
         yield Made("encode items", partial(encode_items_case, "encode items", tokens))
         yield Made("encode index keys", partial(encode_index_keys_case, "encode index keys", tokens))
-    name = "attend a chunk, 16 heads"
-    yield Made(name, partial(attend_case, name, 16, CHUNK, graph=False))
+    for heads in (16, 128):
+        name = f"attend a chunk, {heads} heads"
+        yield Made(name, partial(attend_case, name, heads, CHUNK, graph=False))
+    name = "score a chunk"
+    yield Made(name, partial(prompt_score_case, name, context_length))
     yield Made("select for a chunk", partial(prompt_selection_case, "select for a chunk", context_length))
 
 
@@ -155,7 +184,11 @@ def attend_case(name: str, heads: int, queries: int, graph: bool) -> Case:
         return attend_fp8_rows(query, stored["fp8"], rows[turn], _SCALING, FP8, by_hand=False)
 
     columns = {key: work(by, stored[key]) for key, by in backends().items()}
-    return Case(name, queries, num_bytes, turns, columns | {"plain": plain})
+    columns["plain"] = plain
+    if graph and (extra := flash_mla(query, stored["fp8"], rows, _SCALING)):
+        columns["extra"] = extra
+    operations = 2 * queries * heads * TOPK * (ITEM_DIM + LATENT_DIM)
+    return Case(name, queries, num_bytes, turns, columns, operations / BF16_OPERATIONS_PER_US)
 
 
 @dataclass(frozen=True)
@@ -169,7 +202,7 @@ class _Pages:
 
 
 @dataclass(frozen=True)
-class _Sequences:
+class Sequences:
     """Requests of one length, whose index keys lie in shuffled pages; a page table for each turn."""
 
     num_bytes: tuple[int, int]
@@ -179,7 +212,7 @@ class _Sequences:
     seq_lens: torch.Tensor
 
     @classmethod
-    def random(cls, batch: int, context_length: int) -> "_Sequences":
+    def random(cls, batch: int, context_length: int) -> "Sequences":
         pages_each = -(-context_length // PAGE_SIZE)
         tokens = batch * pages_each * PAGE_SIZE
         turns = max(2, -(-_UNCACHED_BYTES // (tokens * FP8.index_key_bytes)))
@@ -200,7 +233,7 @@ class _Sequences:
 
 def decode_selection_case(name: str, batch: int, context_length: int) -> Case:
     """Scores and top-k of one new token of each request; in fp8 with the encoding of its queries."""
-    given, index = _Sequences.random(batch, context_length), _index_inputs(batch)
+    given, index = Sequences.random(batch, context_length), index_inputs(batch)
 
     def work(column: str, backend: AttentionBackend) -> Work:
         return lambda turn: backend.select_for_decode(index, given.pages(column, turn), TOPK)
@@ -214,14 +247,40 @@ def score_case(name: str, batch: int, context_length: int) -> Case:
     from model.backends.triton_encode import encode_index_queries
     from model.backends.triton_index import StoredKeys, decode_scores
 
-    given, index = _Sequences.random(batch, context_length), _index_inputs(batch)
+    given, index = Sequences.random(batch, context_length), index_inputs(batch)
     encoded = encode_index_queries(index)
     dense, fp8 = StoredKeys(DENSE.index_keys(given.keys["triton"])), StoredKeys.fp8(given.keys["fp8"], INDEX_DIM)
     work: dict[str, Work] = {
         "triton": lambda turn: decode_scores(index, given.pages("triton", turn), dense),
         "fp8": lambda turn: decode_scores(encoded, given.pages("fp8", turn), fp8),
+        "plain": lambda turn: decode_scores(encoded, given.pages("fp8", turn), fp8, by_hand=False),
     }
-    return Case(name, batch, given.num_bytes, given.turns, work)
+    if extra := deep_gemm_scores(encoded, given.keys["fp8"], given.tables, given.seq_lens):
+        work["extra"] = extra
+    return Case(name, batch, given.num_bytes, given.turns, work, score_us(batch * context_length))
+
+
+def score_us(products: int) -> float:
+    """What tensor cores take to multiply so many pairs of a token's queries and a key in fp8."""
+    return 2 * products * INDEX_HEADS * INDEX_DIM / FP8_OPERATIONS_PER_US
+
+
+def prompt_score_case(name: str, context_length: int) -> Case:
+    """Scores alone of the last tokens of a prompt, of queries that are encoded already."""
+    from model.backends.triton_encode import encode_index_queries
+    from model.backends.triton_index import StoredKeys, prompt_scores
+
+    start = context_length - SCORED_TOGETHER
+    encoded = encode_index_queries(index_inputs(SCORED_TOGETHER))
+    stored = FP8.encode_index_keys(torch.randn(context_length, INDEX_DIM))
+    keys = StoredKeys.fp8(stored, INDEX_DIM)
+    written = 4 * SCORED_TOGETHER * context_length
+    work: dict[str, Work] = {
+        "fp8": lambda _: prompt_scores(encoded, keys, start),
+        "plain": lambda _: prompt_scores(encoded, keys, start, by_hand=False),
+    }
+    num_bytes = (0, stored.nbytes + encoded.queries.nbytes + written)
+    return Case(name, SCORED_TOGETHER, num_bytes, 4, work, score_us(SCORED_TOGETHER * context_length))
 
 
 def prompt_selection_case(name: str, context_length: int) -> Case:
@@ -229,7 +288,7 @@ def prompt_selection_case(name: str, context_length: int) -> Case:
     keys = torch.randn(context_length, INDEX_DIM, dtype=torch.bfloat16)
     stored = {"fp8": FP8.encode_index_keys(keys)}
     stored["torch"] = stored["triton"] = DENSE.encode_index_keys(keys)
-    index, start = _index_inputs(CHUNK), context_length - CHUNK
+    index, start = index_inputs(CHUNK), context_length - CHUNK
 
     def work(column: str, backend: AttentionBackend) -> Work:
         return lambda _: backend.select_for_prompt(index, stored[column], start, context_length, TOPK)
@@ -288,7 +347,7 @@ def _rope(tokens: int) -> Rope:
     return Rope(angles.cos().bfloat16(), angles.sin().bfloat16())
 
 
-def _index_inputs(tokens: int) -> IndexQueries:
+def index_inputs(tokens: int) -> IndexQueries:
     return IndexQueries.of(
         queries=torch.randn(tokens, INDEX_HEADS, INDEX_DIM, dtype=torch.bfloat16),
         head_weights=torch.randn(tokens, INDEX_HEADS),
@@ -329,7 +388,7 @@ def _elapsed_us(work: Callable[[], object]) -> float:
 def print_results(results: list[CaseResult], context_length: int, bandwidth: float, console: Console) -> None:
     """A line per case and format, and what the columns mean. bandwidth: GB/s, of the limits."""
     dense = _table("bfloat16", "torch us", "triton us", "ratio", "GB/s")
-    fp8 = _table("fp8", "torch us", "us", "GB/s", "limit us", "plain us")
+    fp8 = _table("fp8", "torch", "us", "GB/s", "limit", "plain", "extra")
     for result in results:
         dense_bytes, fp8_bytes = result.num_bytes
         torch_us, triton_us, fp8_us = (result.us.get(name) for name in ("torch", "triton", "fp8"))
@@ -340,21 +399,26 @@ def print_results(results: list[CaseResult], context_length: int, bandwidth: flo
         if fp8_us:
             in_torch = _number(None if triton_us else torch_us)  # beside triton_us it stands for bfloat16
             cells = (in_torch, _number(fp8_us), _number(fp8_bytes / fp8_us / 1e3, 0))
-            limit = _number(fp8_bytes / bandwidth / 1e3)
-            fp8.add_row(result.name, str(result.batch), *cells, limit, _number(result.us.get("plain")))
+            limit = _number(max(fp8_bytes / bandwidth / 1e3, result.tensor_us))
+            others = (_number(result.us.get(name)) for name in ("plain", "extra"))
+            fp8.add_row(result.name, str(result.batch), *cells, limit, *others)
     console.print(dense, "")
     console.print(fp8, "")
     console.print(
-        f"torch and triton: bfloat16; items of {ITEM_DIM}, top-k {TOPK}; selection: {INDEX_HEADS} heads of {INDEX_DIM} "
-        f"over {context_length} tokens. GB/s counts the items or keys once, whatever was read again; the limit is that "
-        f"of fp8 at {bandwidth:.0f} GB/s, what a copy reached in this run; plain: without kernels in Gluon. "
+        f"Microseconds. torch and triton: bfloat16; items of {ITEM_DIM}, top-k {TOPK}; selection: {INDEX_HEADS} heads "
+        f"of {INDEX_DIM} over {context_length} tokens. GB/s counts the items or keys once, whatever was read again; "
+        f"the limit is the larger of fp8's bytes at {bandwidth:.0f} GB/s, what a copy reached in this run, and its "
+        "products at 800 TFLOP/s, or 1600 of fp8 numbers; plain: by Triton alone, without kernels for Hopper; extra: "
+        "FlashMLA or DeepGEMM. "
         f"{torch.cuda.get_device_name()}",
         highlight=False,
     )
 
 
 def _table(title: str, *headings: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    table = Table(
+        title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, collapse_padding=True
+    )
     for heading in ("", "queries", *headings):
         table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
     return table

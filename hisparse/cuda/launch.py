@@ -28,7 +28,8 @@ class DeviceKernel:
         self.specialization = specialization
         major, minor = torch.cuda.get_device_capability(device)
         self._has_clusters = major >= 9
-        self._code = ObjectCode.from_cubin(cubin(specialization, f"sm_{major}{minor}"))  # keeps the kernel loaded
+        architecture = f"sm_{major}{minor}{specialization.architecture_features}"
+        self._code = ObjectCode.from_cubin(cubin(specialization, architecture))  # keeps the kernel loaded
         self._kernel = self._code.get_kernel(specialization.entry)
         self._function = driver.CUfunction(int(self._kernel.handle))
         attributes = driver.CUfunction_attribute

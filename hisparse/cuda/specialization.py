@@ -13,6 +13,8 @@ PORTABLE_CLUSTER = 8
 KEPT_STEP = 1024
 """What a block of the top-k kernel keeps is a multiple of this, so that there are few different launches."""
 MIN_ITEM_BYTES = 8
+MAX_SCORED = 1024
+"""Sequences of a launch that scores pages: each takes 8 bytes of the shared memory of every block."""
 VECTOR_BYTES = 16
 _MIN_SEEN_BITS = 10
 
@@ -32,6 +34,7 @@ class CopySpecialization:
     entry = "copy_items"
     shared_bytes = 0
     max_cluster = 1
+    architecture_features = ""
 
     def defines(self) -> dict[str, str]:
         return {
@@ -62,6 +65,7 @@ class SwapInSpecialization:
     source = "swap_in.cu"
     entry = "swap_in"
     max_cluster = PORTABLE_CLUSTER
+    architecture_features = ""
 
     def __post_init__(self) -> None:
         """Raises StartupError for what the kernel does not support and HiSparseConfig does not refuse."""
@@ -149,6 +153,7 @@ class TopKSpecialization:
 
     source = "top_k.cu"
     entry = "top_k"
+    architecture_features = ""
 
     @property
     def fixed_bytes(self) -> int:
@@ -181,7 +186,75 @@ class TopKSpecialization:
         }
 
 
-Specialization = CopySpecialization | SwapInSpecialization | TopKSpecialization
+@dataclass(frozen=True)
+class ScoreSpecialization:
+    """csrc/score_pages.cu. heads: 32 or 64, of the indexer. stages: pieces of 16 keys that each warp fetches ahead."""
+
+    heads: int
+    stages: int
+    block_size: int = 512
+
+    source = "score_pages.cu"
+    entry = "score_pages"
+    max_cluster = 1
+    architecture_features = "a"
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Shared memory beside the list of sequences: queries, where they may begin, pieces with a barrier, totals."""
+        warps, piece, alignment = self.block_size // WARP, 16 * 132, 1024
+        return alignment + 128 * self.heads + warps * self.stages * (piece + 8) + 8 * warps
+
+    @property
+    def shared_bytes(self) -> int:
+        """Of the largest batch."""
+        return self.shared_bytes_for(MAX_SCORED)
+
+    def shared_bytes_for(self, batch: int) -> int:
+        """Shared memory of a launch for so many sequences."""
+        return self.fixed_bytes + 4 * (2 * batch + 1)
+
+    def defines(self) -> dict[str, str]:
+        return {
+            "THREADS": str(self.block_size),
+            "HEADS": str(self.heads),
+            "STAGES": str(self.stages),
+            "FIXED_BYTES": str(self.fixed_bytes),
+        }
+
+
+@dataclass(frozen=True)
+class PromptScoreSpecialization:
+    """csrc/score_prompt.cu. heads: 32 or 64, of the indexer. stages: rounds of four queries in shared memory, at least
+    2."""
+
+    heads: int
+    stages: int
+    block_size: int = 512
+
+    source = "score_prompt.cu"
+    entry = "score_prompt"
+    max_cluster = 1
+    architecture_features = "a"
+
+    @property
+    def shared_bytes(self) -> int:
+        """Queries and weights of all rounds, and where they may begin."""
+        alignment, queries = 1024, 4
+        return alignment + self.stages * queries * self.heads * (128 + 4)
+
+    def defines(self) -> dict[str, str]:
+        return {
+            "THREADS": str(self.block_size),
+            "HEADS": str(self.heads),
+            "STAGES": str(self.stages),
+            "FIXED_BYTES": str(self.shared_bytes),
+        }
+
+
+Specialization = (
+    CopySpecialization | SwapInSpecialization | TopKSpecialization | ScoreSpecialization | PromptScoreSpecialization
+)
 
 
 def seen_bits(max_context: int) -> int:

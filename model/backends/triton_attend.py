@@ -22,7 +22,6 @@ import triton.language as tl
 from hisparse.fp8_format import SCALED_TOGETHER, Fp8Format
 from model.backends.device import MIN_TILE, properties, tile_width
 
-_MAX_SPLITS = 64
 _FEW_HEADS = 32
 """So many heads do not fill a tile of 64."""
 _LARGE_TILES_BYTES = 224_000
@@ -46,6 +45,14 @@ class _Tiling:
     warps: int
     stages: int
     waves: int
+
+
+@dataclass(frozen=True)
+class Splits:
+    """How the rows of a query are split over programs. most: of a query. partial: type of the splits' results."""
+
+    most: int = 64
+    partial: torch.dtype = torch.float32
 
 
 def attend_rows(
@@ -72,6 +79,7 @@ def attend_fp8_rows(
     scaling: float,
     kv_format: Fp8Format,
     by_hand: bool = True,
+    splits: Splits = Splits(),
 ) -> torch.Tensor:
     """`attend_rows` of a pool of fp8 items, uint8 [num_rows, item_bytes], contiguous, by queries in bfloat16.
 
@@ -87,10 +95,10 @@ def attend_fp8_rows(
         )
     latent_dim, published = kv_format.latent_dim, (kv_format.latent_dim, kv_format.rope_dim) == (512, 64)
     if by_hand and published and heads > _FEW_HEADS and runs_gluon(queries.device):
-        return _attend(queries, rows, scaling, latent_dim, _GLUON_TILING, _Gluon(kv.view(torch.int32)))
+        return _attend(queries, rows, scaling, latent_dim, _GLUON_TILING, _Gluon(kv.view(torch.int32)), splits)
     latents, scales, ropes = (kv.view(dtype) for dtype in (torch.float8_e4m3fn, torch.float32, torch.bfloat16))
     kernel = _Triton((latents, scales, ropes), kv_format.num_scales)
-    return _attend(queries, rows, scaling, latent_dim, _fp8_tiling(heads, queries.device), kernel)
+    return _attend(queries, rows, scaling, latent_dim, _fp8_tiling(heads, queries.device), kernel, splits)
 
 
 @dataclass(frozen=True)
@@ -172,6 +180,7 @@ def _attend(
     latent_dim: int,
     tiling: _Tiling,
     kernel: Callable[[_Launch], None],
+    splits: Splits = Splits(),
 ) -> torch.Tensor:
     """Split the rows of each query, attend to each split by the kernel, and put the splits together."""
     num_queries, heads, _ = queries.shape
@@ -179,25 +188,47 @@ def _attend(
     if num_queries == 0:
         return output
     head_tiles = triton.cdiv(heads, tiling.heads)
-    num_splits, rows_per_split = _splits(num_queries * head_tiles, rows.shape[1], tiling, queries.device)
+    num_splits, rows_per_split = _splits(num_queries * head_tiles, rows.shape[1], tiling, splits.most, queries.device)
     log_sums = queries.new_empty(num_queries, heads, num_splits, dtype=torch.float32)
-    partial = output if num_splits == 1 else log_sums.new_empty(num_queries, heads, num_splits, latent_dim)
+    if num_splits > 1:
+        partial = queries.new_empty(num_queries, heads, num_splits, latent_dim, dtype=splits.partial)
+    else:
+        partial = output
     scale = scaling * math.log2(math.e)
     grid = (num_queries * head_tiles, num_splits)
     with torch.cuda.device(queries.device):
         kernel(_Launch(grid, queries.contiguous(), rows.contiguous(), partial, log_sums, rows_per_split, scale, tiling))
         if num_splits > 1:
-            block = min(tile_width(latent_dim), 128)
-            _combine[(num_queries * heads, triton.cdiv(latent_dim, block))](
-                partial,
-                log_sums,
-                output,
-                num_splits,
-                latent_dim,
-                block_splits=triton.next_power_of_2(num_splits),
-                block_latent=block,
-            )
+            combine(partial, log_sums, output)
     return output
+
+
+def combine(
+    partial: torch.Tensor, log_sums: torch.Tensor, output: torch.Tensor, elements: int = 4096, warps: int = 4
+) -> None:
+    """Put splits together, to output [N, heads, latent_dim].
+
+    partial [N, heads, splits, latent_dim] and log_sums [N, heads, splits]: what `_attend_split` writes.
+
+    elements: of partial, per program, a power of two; they are on their way to registers at the same time. Whole
+    vectors where there is room for all their splits, and else parts of 128 or more.
+    """
+    num_queries, heads, num_splits, latent_dim = partial.shape
+    block_splits, width = triton.next_power_of_2(num_splits), tile_width(latent_dim)
+    block_latent = min(width, max(128, elements // block_splits))
+    block_rows = max(1, elements // (block_splits * block_latent))
+    _combine[(triton.cdiv(num_queries * heads, block_rows), triton.cdiv(latent_dim, block_latent))](
+        partial,
+        log_sums,
+        output,
+        num_queries * heads,
+        num_splits,
+        latent_dim,
+        block_rows=block_rows,
+        block_splits=block_splits,
+        block_latent=block_latent,
+        num_warps=warps,
+    )
 
 
 def _tiling(queries: torch.Tensor) -> _Tiling:
@@ -236,14 +267,14 @@ def _fp8_tiling(heads: int, device: torch.device) -> _Tiling:
     return _Tiling(heads=MIN_TILE, rows=32, warps=4, stages=3, waves=2)
 
 
-def _splits(programs: int, k: int, tiling: _Tiling, device: torch.device) -> tuple[int, int]:
+def _splits(programs: int, k: int, tiling: _Tiling, most: int, device: torch.device) -> tuple[int, int]:
     """How many programs share a query's rows, and how many rows each of them has. None is left without a tile.
 
     Not more programs than run at once, where there is a choice: a few that run after all others cost as much as a wave.
     """
     tiles = max(1, triton.cdiv(k, tiling.rows))
     wanted = max(1, tiling.waves * properties(device).multi_processor_count // programs)
-    tiles_per_split = triton.cdiv(tiles, min(wanted, tiles, _MAX_SPLITS))
+    tiles_per_split = triton.cdiv(tiles, min(wanted, tiles, most))
     return triton.cdiv(tiles, tiles_per_split), tiles_per_split * tiling.rows
 
 
@@ -335,27 +366,33 @@ def _attend_split(
     )
 
 
-@triton.jit(do_not_specialize=["num_splits"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_rows", "num_splits"])  # type: ignore[untyped-decorator]
 def _combine(
     partial: tl.tensor,
     log_sums: tl.tensor,
     output: tl.tensor,
+    num_rows: tl.tensor,
     num_splits: tl.tensor,
     latent_dim: tl.constexpr,
+    block_rows: tl.constexpr,
     block_splits: tl.constexpr,
     block_latent: tl.constexpr,
 ) -> None:
-    """Add up the splits of one query's head, for one block of its latent; layouts as in `_attend_split`."""
-    query_head = tl.program_id(0).to(tl.int64)
+    """Add up the splits of some rows, each a head of a query, for one block of their latents."""
+    row = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)
     latent = tl.program_id(1) * block_latent + tl.arange(0, block_latent)
     split = tl.arange(0, block_splits)
-    place = query_head * num_splits + split
-    log_sum = tl.load(log_sums + place, mask=split < num_splits, other=float("-inf"))
-    weights = tl.exp2(log_sum - tl.maximum(tl.max(log_sum, 0), _FLOOR))
+    real_row, real_latent = row < num_rows, latent < latent_dim
+    place = row[:, None] * num_splits + split[None, :]
+    exists = real_row[:, None] & (split < num_splits)[None, :]
     means = tl.load(
-        partial + place[:, None] * latent_dim + latent[None, :],
-        mask=(split < num_splits)[:, None] & (latent < latent_dim)[None, :],
+        partial + place[:, :, None] * latent_dim + latent[None, None, :],
+        mask=exists[:, :, None] & real_latent[None, None, :],
         other=0.0,
+    ).to(tl.float32)
+    log_sum = tl.load(log_sums + place, mask=exists, other=float("-inf"))
+    weights = tl.exp2(log_sum - tl.maximum(tl.max(log_sum, 1), _FLOOR)[:, None])
+    attended = tl.sum(weights[:, :, None] * means, 1) / tl.maximum(tl.sum(weights, 1), 1.0)[:, None]
+    tl.store(
+        output + row[:, None] * latent_dim + latent[None, :], attended, mask=real_row[:, None] & real_latent[None, :]
     )
-    attended = tl.sum(weights[:, None] * means, 0) / tl.maximum(tl.sum(weights, 0), 1.0)
-    tl.store(output + query_head * latent_dim + latent, attended, mask=latent < latent_dim)

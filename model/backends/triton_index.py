@@ -5,7 +5,9 @@ weights instead of every score. Products of float32 have "ieee" precision, since
 to 10 bits. It does not affect other dtypes.
 
 fp8 keys are multiplied as they are stored, by queries in fp8 (`triton_encode.encode_index_queries`), and the sum over
-heads is then multiplied by the key's scale, which is positive, too.
+heads is then multiplied by the key's scale, which is positive, too. On Hopper, scores of fp8 keys of
+published widths are computed by kernels of csrc/ (`hisparse/cuda/score_pages.py`, `score_prompt.py`): one does not wait
+for a page before it fetches the next ones, the other keeps keys in registers and sums over heads there.
 """
 
 from dataclasses import dataclass
@@ -14,6 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
+from hisparse.cuda.score_pages import PagesToScore, has_kernel, score_pages
+from hisparse.cuda.score_prompt import PromptToScore, score_prompt
 from model.backends.device import MIN_TILE, properties, tile_width
 from model.cache import PagedKeys
 from model.indexer import IndexQueries
@@ -32,21 +36,31 @@ class StoredKeys:
 
     vectors: torch.Tensor
     scales: torch.Tensor | None = None
+    stored: torch.Tensor | None = None
+    """The bytes of fp8 keys."""
 
     @classmethod
     def fp8(cls, stored: torch.Tensor, dim: int) -> "StoredKeys":
         """Of uint8 [..., dim + 4], contiguous: float8_e4m3 vectors, and behind each of them its scale."""
-        return cls(stored.view(torch.float8_e4m3fn)[..., :dim], stored.view(torch.float32)[..., dim // 4])
+        return cls(stored.view(torch.float8_e4m3fn)[..., :dim], stored.view(torch.float32)[..., dim // 4], stored)
 
 
-def decode_scores(index: IndexQueries, pages: PagedKeys, keys: StoredKeys) -> torch.Tensor:
+def decode_scores(
+    index: IndexQueries, pages: PagedKeys, keys: StoredKeys, by_hand: bool = True, waves: int | None = None
+) -> torch.Tensor:
     """Scores of one query per request against its own sequence.
 
-    keys: those of `pages`, [num_pages, page_size, dim].
+    keys: those of `pages`, [num_pages, page_size, dim]. by_hand: take the kernel of csrc/ where it can run. waves:
+    programs of the Triton kernel per multiprocessor, chosen if None.
 
-    Returns float32 [batch, page_table width * page_size], -inf past each sequence's length. Lengths are read on the
-    device, so the launch depends on shapes alone and can be captured in a CUDA graph.
+    Returns float32 [batch, page_table width * page_size]; what lies past a sequence's length is not written. Lengths
+    are read on the device, so the launch depends on shapes alone and can be captured in a CUDA graph.
     """
+    if by_hand and keys.stored is not None and has_kernel(keys.stored.device):
+        queries, weights = index.queries.contiguous(), index.head_weights.contiguous()
+        given = PagesToScore(queries, weights, keys.stored, pages.page_table, pages.seq_lens.contiguous())
+        if given.fits():
+            return score_pages(given)
     table = pages.page_table
     batch, heads, dim = index.queries.shape
     vectors, page_size = keys.vectors, keys.vectors.shape[1]
@@ -54,7 +68,7 @@ def decode_scores(index: IndexQueries, pages: PagedKeys, keys: StoredKeys) -> to
     scores = index.head_weights.new_empty(batch, width)
     tiling = _tiling(heads, vectors)
     tiles = triton.cdiv(width, tiling.positions)
-    programs = tiling.waves * properties(vectors.device).multi_processor_count
+    programs = (waves or tiling.waves) * properties(vectors.device).multi_processor_count
     tiles_per_program = triton.cdiv(tiles * batch, programs)
     with torch.cuda.device(vectors.device):
         _score_pages[(batch, triton.cdiv(tiles, tiles_per_program))](
@@ -84,11 +98,18 @@ def decode_scores(index: IndexQueries, pages: PagedKeys, keys: StoredKeys) -> to
     return scores
 
 
-def prompt_scores(index: IndexQueries, keys: StoredKeys, start: int) -> torch.Tensor:
+def prompt_scores(index: IndexQueries, keys: StoredKeys, start: int, by_hand: bool = True) -> torch.Tensor:
     """Scores of queries at consecutive positions from `start` on against the keys [num_keys, dim] of positions from 0.
 
-    Returns float32 [N, num_keys], -inf past each query's own position.
+    by_hand: take the kernel of csrc/ where it can run.
+
+    Returns float32 [N, num_keys]; what lies past a query's own position is not written.
     """
+    if by_hand and keys.stored is not None and has_kernel(keys.stored.device):
+        queries, weights = index.queries.contiguous(), index.head_weights.contiguous()
+        prompt = PromptToScore(queries, weights, keys.stored, start)
+        if prompt.fits():
+            return score_prompt(prompt)
     num_queries, heads, dim = index.queries.shape
     vectors, num_keys = keys.vectors, len(keys.vectors)
     scores = index.head_weights.new_empty(num_queries, num_keys)
@@ -208,14 +229,7 @@ def _score_pages(
         if scaled:  # a scale takes as much room as four elements
             place = page * (page_stride // 4) + (position % page_size) * (key_stride // 4)
             score *= tl.load(key_scales + place, mask=present, other=0.0)
-        score = tl.where(present, score, float("-inf"))
-        tl.store(scores + sequence * width + position, score, mask=position < end)
-
-    scored = tl.cdiv(tl.maximum(tl.minimum(end, length) - begin, 0), block_positions) * block_positions
-    for first in range(begin + scored, end, block_positions):
-        position = first + tl.arange(0, block_positions)
-        nothing = tl.full([block_positions], float("-inf"), tl.float32)
-        tl.store(scores + sequence * width + position, nothing, mask=position < end)
+        tl.store(scores + sequence * width + position, score, mask=present)
 
 
 @triton.jit(do_not_specialize=["num_queries", "num_keys", "start"])  # type: ignore[untyped-decorator]
@@ -263,9 +277,8 @@ def _score_prompt(
     if scaled:
         place = key.to(tl.int64) * (key_stride // 4)
         score *= tl.load(key_scales + place, mask=real_key, other=0.0)[None, :]
-    score = tl.where(key[None, :] <= start + token[:, None], score, float("-inf"))
     tl.store(
         scores + token[:, None].to(tl.int64) * num_keys + key[None, :],
         score,
-        mask=real_token[:, None] & real_key[None, :],
+        mask=real_token[:, None] & real_key[None, :] & (key[None, :] <= start + token[:, None]),
     )

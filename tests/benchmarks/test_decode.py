@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 OURS = {
     "_score_pages": (Part.INDEX, "model/backends/triton_index.py"),
+    "score_pages": (Part.INDEX, "csrc/score_pages.cu"),
     "_score_prompt": (Part.INDEX, "model/backends/triton_index.py"),
     "_encode_index_queries": (Part.INDEX, "model/backends/triton_encode.py"),
     "swap_in": (Part.SWAP_IN, "csrc/swap_in.cu"),

@@ -7,6 +7,7 @@
 #pragma once
 #include <ucontext.h>
 
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -34,6 +35,7 @@ struct Barrier {
 struct Warp {
     Barrier barrier;
     unsigned long long lanes[32];
+    unsigned left[32][4];  // registers that the tensor cores read
 };
 
 struct Block {
@@ -152,6 +154,14 @@ inline T __shfl_down_sync(unsigned, T value, int by) {
     return exchange(value, "__shfl_down_sync",
                     [=](unsigned long long* lanes) { return from > 31 ? static_cast<unsigned long long>(value) : lanes[from]; });
 }
+inline float __shfl_xor_sync(unsigned, float value, int mask) {
+    unsigned bits;
+    std::memcpy(&bits, &value, sizeof(bits));
+    const int from = threadIdx.x % 32 ^ mask;
+    bits = exchange(bits, "__shfl_xor_sync", [=](unsigned long long* lanes) { return lanes[from]; });
+    std::memcpy(&value, &bits, sizeof(bits));
+    return value;
+}
 inline unsigned __ballot_sync(unsigned, int predicate) {
     return exchange<unsigned>(predicate != 0, "__ballot_sync", [](unsigned long long* lanes) {
         unsigned bits = 0;
@@ -172,6 +182,39 @@ inline unsigned __float_as_uint(float value) {
     std::memcpy(&bits, &value, sizeof(bits));
     return bits;
 }
+inline float __uint_as_float(unsigned bits) {
+    float value;
+    std::memcpy(&value, &bits, sizeof(bits));
+    return value;
+}
+
+inline float float8_e4m3(unsigned char bits) {
+    const int exponent = bits >> 3 & 15, mantissa = bits & 7;
+    const float size = (bits & 127) == 127 ? NAN : std::ldexp(exponent ? 8 + mantissa : mantissa, (exponent ? exponent : 1) - 10);
+    return bits & 128 ? -size : size;
+}
+
+// A step of 32 fp8 numbers of wgmma.mma_async: registers by [64, 128] in shared memory, swizzled by 128 bytes. Rows of sums
+// belong to warps, so that a warp needs no other.
+template <int SUMS>
+inline void multiply_emulated(float (&sums)[SUMS], const unsigned (&left)[4], const unsigned char* right, int step) {
+    Warp& warp = *current->warp;
+    const int lane = threadIdx.x % 32;
+    std::memcpy(warp.left[lane], left, sizeof(left));
+    meet(warp.barrier, "wgmma");
+    for (int sum = 0; sum < SUMS; ++sum) {
+        const int below = sum / 2 % 2, column = sum / 4 * 8 + lane % 4 * 2 + sum % 2;
+        float total = step ? sums[sum] : 0;
+        for (int k = 0; k < 32; ++k) {
+            const unsigned word = warp.left[lane / 4 * 4 + k % 16 / 4][k / 16 * 2 + below];
+            const int chunk = (2 * step + k / 16) ^ (column % 8);
+            total += float8_e4m3(word >> k % 4 * 8 & 255) * float8_e4m3(right[column * 128 + chunk * 16 + k % 16]);
+        }
+        sums[sum] = total;
+    }
+    meet(warp.barrier, "wgmma");
+}
+
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 inline int __ffs(unsigned bits) { return __builtin_ffs(bits); }
 inline int __clz(unsigned bits) { return bits ? __builtin_clz(bits) : 32; }

@@ -14,6 +14,17 @@ from hisparse.cuda.specialization import Specialization
 COMPILER = shutil.which("g++")
 _HERE = Path(__file__).parent
 _IN_PTX = {  # by how the statement begins
+    r'asm volatile\("" :.*?\);': "",
+    r'asm volatile\("wgmma\..*?\);': "",
+    r'asm volatile\("fence\..*?\);': "",
+    r'asm volatile\("cp\.async\.(commit|wait)_group.*?\);': "",
+    r'asm volatile\(\s*"\{\\n"\s*"\.reg \.pred adds.*?\);': "multiply_emulated(sums, left, right, step);",
+    # Counts the phases that have ended.
+    r'asm volatile\("mbarrier\.init[^;]*;" ::"r"\(shared_address\(at_.*?\);': "*at_ = 0;",
+    r'asm volatile\("mbarrier\.arrive\.expect_tx[^;]*;" ::"r"\(shared_address\(at_.*?\);': "",
+    r'asm volatile\("cp\.async\.bulk.*?\);': "std::memcpy(to, from, bytes), ++*at_, progress = true;",
+    r'asm volatile\("mbarrier\.arrive\.shared.*?\);': "++*at_, progress = true;",
+    r'asm volatile\(\s*"\{\\n"\s*"\.reg \.pred ended.*?\);': "if (!(done = (*at_ & 1) != (phase & 1))) yield();",
     r'asm volatile\("ld\.global\..*?\);': "v = *reinterpret_cast<const uint4*>(from);",
     r'asm volatile\("cp\.async\.ca\..*?\);': "std::memcpy(to, from, BYTES);",
     r'asm volatile\("cp\.async\.wait_all.*?\);': "",
@@ -21,6 +32,13 @@ _IN_PTX = {  # by how the statement begins
     r'asm volatile\("mbarrier\.arrive.*?\);': "*arrived_ += 8 * words;",
     r'asm volatile\(\s*"\{\\n"\s*"\.reg \.b32 to.*?\);': "send_async(words_ + at, arrived_, peer, value);",
     r'asm volatile\(\s*"\{\\n"\s*"\.reg \.pred done.*?\);': "if (!(done = *arrived_ == 0)) yield();",
+}
+_PARAMS = {
+    "swap_in": "SwapInParams",
+    "copy_items": "CopyItemsParams",
+    "top_k": "TopKParams",
+    "score_pages": "ScorePagesParams",
+    "score_prompt": "ScorePromptParams",
 }
 _SHARED_MEMORY = "extern __shared__ __align__(16) u8 memory[];"
 
@@ -50,7 +68,7 @@ class EmulatedKernel:
 def _build(specialization: Specialization) -> Path:
     """A shared library with `run_kernel`, in a directory for such."""
     assert COMPILER is not None
-    params = {"swap_in": "SwapInParams", "copy_items": "CopyItemsParams", "top_k": "TopKParams"}[specialization.entry]
+    params = _PARAMS[specialization.entry]
     source = _flatten(CSRC / specialization.source, set())
     for statement, in_cpp in _IN_PTX.items():
         source = re.sub(statement, in_cpp, source, flags=re.DOTALL)

@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 
 from base.errors import StartupError
-from hisparse.cuda import copy_items, kernels, swap_in, top_k
+from hisparse.cuda import copy_items, kernels, score_pages, score_prompt, swap_in, top_k
 from hisparse.cuda.kernels import CSRC, KernelCompileError, compile_kernel, cubin
 from hisparse.cuda.specialization import (
     CopySpecialization,
     IndexType,
+    PromptScoreSpecialization,
+    ScoreSpecialization,
     Specialization,
     SwapInSpecialization,
     default_block_size,
@@ -23,6 +25,14 @@ from hisparse.cuda.specialization import (
 )
 
 H100_SHARED_MEMORY = 232448
+SCORES = [
+    kind(heads, stages)
+    for heads in score_pages.HEADS
+    for kind, stages in (
+        (ScoreSpecialization, score_pages.STAGES),
+        (PromptScoreSpecialization, score_prompt.STAGES),
+    )
+]
 TOP_K = list(top_k.specializations(H100_SHARED_MEMORY))
 INTEGERS: tuple[IndexType, IndexType] = ("int32", "int64")
 
@@ -72,6 +82,8 @@ def compilations() -> Iterator[Any]:
         yield pytest.param(
             kernel, architecture, marks=pytest.mark.slow if is_slow else (), id=f"{kernel}-{architecture}"
         )
+    for kernel in SCORES:
+        yield pytest.param(kernel, "sm_90a", id=f"{kernel}-sm_90a")
 
 
 @pytest.mark.parametrize(("kernel", "architecture"), list(compilations()))
@@ -169,6 +181,10 @@ def test_arrays_in_shared_memory_do_not_overlap_and_their_sum_is_checked() -> No
         specialization(top_k=16384, hot_size=32767).fitted(H100_SHARED_MEMORY)
 
 
+def test_scores_of_the_largest_batch_fit_shared_memory() -> None:
+    assert all(kernel.shared_bytes <= H100_SHARED_MEMORY for kernel in SCORES)
+
+
 def test_long_contexts_share_bits_where_shared_memory_is_short() -> None:
     million = seen_bits(2**20)
     assert (seen_bits(2**20 + 1), million, seen_bits(2**20 - 1), seen_bits(1)) == (21, 20, 20, 10)
@@ -184,6 +200,8 @@ def test_long_contexts_share_bits_where_shared_memory_is_short() -> None:
         ("request.cuh", "SwapInParams", swap_in._Params),
         ("copy_items.cu", "CopyItemsParams", copy_items._Params),
         ("top_k.cu", "TopKParams", top_k._Params),
+        ("score_pages.cu", "ScorePagesParams", score_pages._Params),
+        ("score_prompt.cu", "ScorePromptParams", score_prompt._Params),
     ],
 )
 def test_parameters_are_the_same_on_both_sides(source: str, struct: str, params: type[ctypes.Structure]) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from hisparse.cuda.score_pages import PagesToScore, score_pages
 from hisparse.fp8_format import Fp8Format, quantise, rotate
 from model.backends.torch_backend import TorchBackend
 from model.indexer import IndexQueries
@@ -18,8 +19,9 @@ from model.rope import Rope
 from model.tiny import Family, write_tiny_checkpoint
 
 pytest.importorskip("triton")
+pytest.importorskip("cuda.bindings")
 
-from model.backends.triton_attend import attend_fp8_rows
+from model.backends.triton_attend import Splits, attend_fp8_rows
 from model.backends.triton_backend import TritonBackend
 from model.backends.triton_encode import encode_index_keys, encode_index_queries, encode_items
 from model.backends.triton_index import StoredKeys, decode_scores, prompt_scores
@@ -192,6 +194,15 @@ def test_attention_is_as_exact_as_torch(num_queries: int, heads: int, kv_format:
     assert our_error <= 0.02 * truth.norm()
 
 
+@pytest.mark.parametrize("most", [1, 2, 5, 32])
+@pytest.mark.parametrize("partial", [torch.float32, torch.bfloat16])
+def test_however_rows_are_split(most: int, partial: torch.dtype) -> None:
+    queries, kv, rows = random_rows(3, 128, PUBLISHED, 2048)
+    whole = attend_fp8_rows(queries, kv, rows, SCALING, PUBLISHED, splits=Splits(1)).float()
+    attended = attend_fp8_rows(queries, kv, rows, SCALING, PUBLISHED, splits=Splits(most, partial)).float()
+    assert (attended - whole).norm() <= (5e-3 if partial == torch.float32 else 1e-2) * whole.norm()
+
+
 def test_a_query_without_rows_is_zero() -> None:
     queries, kv, rows = random_rows(3, 128, PUBLISHED, 200)
     rows[1] = -1
@@ -245,7 +256,7 @@ def fp8_pages(lengths: list[int], width: int, page_size: int, kv_format: Fp8Form
     table = torch.randperm(len(keys), device=CUDA, generator=generator(7)).view(len(lengths), -1)
     decoded = []
     for row, length in enumerate(lengths):
-        stored = kv_format.encode_index_keys(randn(length, kv_format.index_dim, seed=8 + row) * 3**row)
+        stored = kv_format.encode_index_keys(randn(length, kv_format.index_dim, seed=8 + row) * 3 ** (row % 5))
         positions = torch.arange(length, device=CUDA)
         keys[table[row, positions // page_size], positions % page_size] = stored
         decoded.append(kv_format.index_keys(stored))
@@ -258,35 +269,76 @@ def fp8_pages(lengths: list[int], width: int, page_size: int, kv_format: Fp8Form
         ([5000, 20000], 32768, 64, 64, PUBLISHED),
         ([100, 0, 1], 1024, 16, 32, PUBLISHED),
         ([3000], 4096, 64, 130, PUBLISHED),
+        ([70000], 131072, 64, 64, PUBLISHED),
+        ([4000, 0, 4096, 17, *range(1, 4000, 67)], 4096, 64, 64, PUBLISHED),
+        ([33, 100, 1000, 63] * 150, 1024, 32, 32, PUBLISHED),
         ([1, 63, 64, 65, 200], 208, 16, 32, TINY),
         ([200], 200, 1, 16, TINY),
         ([300], 320, 32, 20, ODD),
     ],
 )
-def test_decode_scores(lengths: list[int], width: int, page_size: int, heads: int, kv_format: Fp8Format) -> None:
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_decode_scores(
+    lengths: list[int], width: int, page_size: int, heads: int, kv_format: Fp8Format, by_hand: bool
+) -> None:
     dim = kv_format.index_dim
     encoded = encode_index_queries(index_queries(len(lengths), heads, dim, torch.bfloat16))
     pages, decoded = fp8_pages(lengths, width, page_size, kv_format)
-    scores = decode_scores(encoded, pages, StoredKeys.fp8(pages.keys, dim))
+    scores = decode_scores(encoded, pages, StoredKeys.fp8(pages.keys, dim), by_hand)
     assert scores.shape == (len(lengths), width)
     for row, length in enumerate(lengths):
-        assert (scores[row, length:] == float("-inf")).all()
         if length:
             one = encoded[row : row + 1]
             assert_scores(scores[row, :length], exact_scores(one, decoded[row], dim)[0])
 
 
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 5, 6])
+def test_scores_do_not_depend_on_who_else_is_in_the_batch(stages: int) -> None:
+    """Nor on how far ahead keys are fetched, nor on the room of the page table."""
+    encoded = encode_index_queries(index_queries(5, 64, 128, torch.bfloat16))
+    lengths = [30000, 5, 0, 12345, 64]
+    pages, _ = fp8_pages(lengths, 32768, 64, PUBLISHED)
+    given = PagesToScore(encoded.queries, encoded.head_weights, pages.keys, pages.page_table, pages.seq_lens)
+    together = score_pages(given, stages)
+    for row, length in enumerate(lengths):
+        one = encoded[row : row + 1]
+        few = Pages(
+            pages.keys, pages.page_table[row : row + 1, : max(1, -(-length // 64))], pages.seq_lens[row : row + 1]
+        )
+        alone = decode_scores(one, few, StoredKeys.fp8(pages.keys, 128))
+        assert torch.equal(alone[0, :length], together[row, :length])
+
+
+def test_a_replay_scores_sequences_that_have_grown() -> None:
+    encoded = encode_index_queries(index_queries(3, 64, 128, torch.bfloat16))
+    pages, decoded = fp8_pages([3000, 8000, 20], 8192, 64, PUBLISHED)
+    final = pages.seq_lens.clone()
+    pages.seq_lens.copy_(torch.tensor([5, 0, 20]))
+    graph, scores = captured(lambda: decode_scores(encoded, pages, StoredKeys.fp8(pages.keys, 128)))
+    pages.seq_lens.copy_(final)
+    graph.replay()
+    for row, length in enumerate(final.tolist()):
+        assert_scores(scores[row, :length], exact_scores(encoded[row : row + 1], decoded[row], 128)[0])
+
+
 @pytest.mark.parametrize(
     ("start", "tokens", "heads", "kv_format"),
-    [(0, 1, 16, TINY), (100, 33, 20, TINY), (0, 300, 64, PUBLISHED), (3000, 300, 32, PUBLISHED)],
+    [
+        (0, 1, 16, TINY),
+        (100, 33, 20, TINY),
+        (0, 1, 64, PUBLISHED),
+        (0, 300, 64, PUBLISHED),
+        (3000, 300, 32, PUBLISHED),
+        (20000, 2048, 64, PUBLISHED),
+    ],
 )
-def test_prompt_scores(start: int, tokens: int, heads: int, kv_format: Fp8Format) -> None:
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_prompt_scores(start: int, tokens: int, heads: int, kv_format: Fp8Format, by_hand: bool) -> None:
     dim = kv_format.index_dim
     encoded = encode_index_queries(index_queries(tokens, heads, dim, torch.bfloat16))
     stored = kv_format.encode_index_keys(randn(start + tokens, dim, seed=9))
-    scores = prompt_scores(encoded, StoredKeys.fp8(stored, dim), start)
+    scores = prompt_scores(encoded, StoredKeys.fp8(stored, dim), start, by_hand)
     behind = torch.arange(start + tokens, device=CUDA) > torch.arange(start, start + tokens, device=CUDA)[:, None]
-    assert (scores[behind] == float("-inf")).all()
     exact = exact_scores(encoded, kv_format.index_keys(stored), dim)
     assert_scores(scores.masked_fill(behind, 0), exact.masked_fill(behind, 0))
 

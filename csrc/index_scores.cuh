@@ -1,0 +1,52 @@
+// The lightning indexer's score of a key for a query: the sum over heads of weight * relu(query . key), times the key's
+// scale and DIM^-0.5. Keys are fp8 vectors of 128, each with its float32 scale behind it.
+//
+// A warpgroup multiplies 64 keys, the rows, by the heads of one query, the columns.
+#pragma once
+#include "warpgroup.cuh"
+
+constexpr int DIM = 128;
+constexpr int KEY_WORDS = DIM / 4 + 1;
+constexpr int KEY_BYTES = 4 * KEY_WORDS;
+constexpr int TILE = 64;   // keys of a warpgroup
+constexpr int PIECE = 16;  // of these, keys of a warp
+constexpr int GROUPS = THREADS / WARPGROUP;
+constexpr int STEPS = DIM / STEP_BYTES;
+constexpr float SCALE = 0.08838834764831845f;  // DIM^-0.5
+
+// Which of the warp's 16 keys the lane has the score of in the end, and whether it is the one to write it.
+__device__ __forceinline__ int scored_key() { return lane_id() / 4 + lane_id() % 2 * 8; }
+__device__ __forceinline__ bool has_score() { return lane_id() % 4 < 2; }
+
+// A lane's part of its warp's keys.
+struct Keys {
+    u32 left[STEPS][4];  // as `multiply` takes them
+    float scale;         // of the scored key
+
+    // Of queries [HEADS, DIM] in shared memory.
+    __device__ __forceinline__ void begin_products_with(const u8* queries, float (&sums)[HEADS / 2]) const {
+        begin_products();
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step) multiply(sums, left[step], queries, step);
+        commit_products();
+    }
+
+    // Of the scored key. weights: of heads 8i + 2 * (lane % 4) and the next, for each i.
+    __device__ __forceinline__ float score(const float (&sums)[HEADS / 2], const float (&weights)[HEADS / 4]) const {
+        float even[2] = {0, 0}, odd[2] = {0, 0};  // of two keys
+#pragma unroll
+        for (int i = 0; i < HEADS / 8; ++i) {
+#pragma unroll
+            for (int key = 0; key < 2; ++key) {
+                even[key] = fmaf(fmaxf(sums[4 * i + 2 * key], 0.f), weights[2 * i], even[key]);
+                odd[key] = fmaf(fmaxf(sums[4 * i + 2 * key + 1], 0.f), weights[2 * i + 1], odd[key]);
+            }
+        }
+        const float upper = even[0] + odd[0], lower = even[1] + odd[1];
+        const bool is_odd = lane_id() % 2;
+        float sum = is_odd ? lower : upper;
+        sum += __shfl_xor_sync(ALL_LANES, is_odd ? upper : lower, 1);
+        sum += __shfl_xor_sync(ALL_LANES, sum, 2);
+        return sum * (SCALE * scale);
+    }
+};

@@ -1,0 +1,93 @@
+"""The score kernels' own sources, run on the CPU with tensor cores and copy engine emulated, against float64."""
+
+import pytest
+import torch
+
+from hisparse.cuda import score_prompt
+from hisparse.cuda.score_pages import PagesToScore, launch_params
+from hisparse.cuda.score_prompt import PromptToScore
+from hisparse.cuda.specialization import PromptScoreSpecialization, ScoreSpecialization
+from hisparse.fp8_format import Fp8Format, quantise
+from tests.csrc.emulator import COMPILER, EmulatedKernel
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+
+FORMAT = Fp8Format(latent_dim=512, rope_dim=64, index_dim=128)
+UNTOUCHED = 12345.0
+
+
+def pages_of(lengths: list[int], max_pages: int, page_size: int, heads: int) -> tuple[PagesToScore, torch.Tensor]:
+    """Shuffled pages, and exact scores [batch, width]; what lies behind a sequence's end is NaN."""
+    generator = torch.Generator().manual_seed(len(lengths) * heads)
+    batch, width = len(lengths), max_pages * page_size
+    queries, scales = quantise(torch.randn(batch, heads, 128, generator=generator), 128)
+    weights = torch.randn(batch, heads, generator=generator) * scales.squeeze(-1)
+    keys = torch.full((batch * max_pages, page_size, FORMAT.index_key_bytes), 0xFF, dtype=torch.uint8)
+    table = torch.randperm(len(keys), generator=generator).view(batch, max_pages)
+    exact = torch.full((batch, width), UNTOUCHED, dtype=torch.float64)
+    for row, length in enumerate(lengths):
+        stored = FORMAT.encode_index_keys(torch.randn(length, 128, generator=generator) * 3 ** (row % 4))
+        positions = torch.arange(length)
+        keys[table[row, positions // page_size], positions % page_size] = stored
+        products = (queries[row].double() @ FORMAT.index_keys(stored).double().T * 128**-0.5).relu()
+        exact[row, :length] = weights[row].double() @ products
+    return PagesToScore(queries, weights, keys, table, torch.tensor(lengths)), exact
+
+
+@pytest.mark.parametrize(
+    ("lengths", "max_pages", "page_size", "heads", "blocks", "stages"),
+    [
+        ([200], 4, 64, 64, 1, 2),
+        ([130, 0, 64, 1], 3, 64, 32, 2, 3),
+        ([17, 90, 33], 7, 16, 32, 3, 1),
+        ([0, 0], 2, 64, 32, 2, 2),
+        ([100] * 40, 1, 128, 32, 5, 2),
+        ([1, 0, 16] * 45, 1, 16, 32, 2, 2),
+    ],
+)
+def test_scores(lengths: list[int], max_pages: int, page_size: int, heads: int, blocks: int, stages: int) -> None:
+    given, exact = pages_of(lengths, max_pages, page_size, heads)
+    assert given.fits()
+    scores = torch.full(exact.shape, UNTOUCHED)
+    specialization = ScoreSpecialization(heads, stages, block_size=128 if len(lengths) > 100 else 256)
+    shared_bytes = specialization.shared_bytes_for(len(lengths))
+    EmulatedKernel(specialization).launch(launch_params(given, scores), (blocks, 1, 1), shared_bytes=shared_bytes)
+    torch.testing.assert_close(scores.double(), exact, rtol=1e-3, atol=1e-3)
+
+
+def test_long_sequences_whose_pages_are_looked_up_several_times() -> None:
+    given, exact = pages_of([9000, 5001], 141, 64, 32)
+    scores = torch.full(exact.shape, UNTOUCHED)
+    specialization = ScoreSpecialization(32, 3, block_size=128)
+    shared_bytes = specialization.shared_bytes_for(2)
+    EmulatedKernel(specialization).launch(launch_params(given, scores), (2, 1, 1), shared_bytes=shared_bytes)
+    torch.testing.assert_close(scores.double(), exact, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("start", "num_queries", "heads", "per_block", "stages"),
+    [(0, 1, 64, 4, 3), (70, 11, 32, 8, 2), (130, 9, 64, 12, 3)],
+)
+def test_scores_of_a_prompt(start: int, num_queries: int, heads: int, per_block: int, stages: int) -> None:
+    generator = torch.Generator().manual_seed(start)
+    queries, scales = quantise(torch.randn(num_queries, heads, 128, generator=generator), 128)
+    weights = torch.randn(num_queries, heads, generator=generator) * scales.squeeze(-1)
+    keys = FORMAT.encode_index_keys(torch.randn(start + num_queries, 128, generator=generator))
+    products = (queries.double() @ FORMAT.index_keys(keys).double().T * 128**-0.5).relu()
+    exact = torch.einsum("nh,nhk->nk", weights.double(), products)
+    exact.masked_fill_(torch.arange(len(keys)) > start + torch.arange(num_queries)[:, None], UNTOUCHED)
+    given = PromptToScore(queries, weights, keys, start)
+    assert given.fits()
+    scores = torch.full(exact.shape, UNTOUCHED)
+    grid = (-(-len(keys) // 128), -(-num_queries // per_block), 1)  # 64 keys for each of two warpgroups
+    params = score_prompt.launch_params(given, scores, per_block)
+    EmulatedKernel(PromptScoreSpecialization(heads, stages, block_size=256)).launch(params, grid)
+    torch.testing.assert_close(scores.double(), exact, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(("num_queries", "num_keys"), [(1, 1), (5, 300), (512, 32768), (8192, 8192), (3, 1000000)])
+def test_all_queries_and_keys_of_a_prompt_have_a_block(num_queries: int, num_keys: int) -> None:
+    (of_keys, of_queries), per_block = score_prompt._cut(num_queries, num_keys, 528)
+    assert 256 * (of_keys - 1) < num_keys <= 256 * of_keys
+    assert per_block * (of_queries - 1) < num_queries <= per_block * of_queries
+    assert per_block % 4 == 0
