@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 
 from benchmarks.attention import median_us
 from model.config import RouterConfig
 from model.fp8 import FP8, blocks
+from model.norm import RmsNorm
 from model.router import Router
 
 LINEAR = {
@@ -102,7 +102,7 @@ def linear_results(name: str, n: int, k: int) -> Iterator[Result]:
 class MoELayer:
     """A mixture of experts as one rank of eight has it. projections: of its experts, and last of the shared expert."""
 
-    norm: torch.Tensor
+    norm: RmsNorm
     router: Router
     projections: Projections
 
@@ -113,7 +113,7 @@ class MoELayer:
         router = Router(chooser, torch.zeros(EXPERTS), RouterConfig(EXPERTS, TOP_K, 8, 4, True, 2.5))
         count, width = (EXPERTS, WIDTH // RANKS) if by_column else (EXPERTS // RANKS, WIDTH)
         projections = (*random_weight(count + 1, 2 * width, HIDDEN), *random_weight(count + 1, HIDDEN, width))
-        return cls(torch.ones(HIDDEN, dtype=torch.bfloat16), router, projections)
+        return cls(RmsNorm(torch.ones(HIDDEN, dtype=torch.bfloat16), 1e-6), router, projections)
 
     @property
     def count(self) -> int:
@@ -136,7 +136,7 @@ class MoELayer:
         from model.backends.triton_fp8 import quantise
         from model.backends.triton_fp8_experts import experts_quantised
 
-        normed = F.rms_norm(hidden, (HIDDEN,), self.norm, 1e-6)
+        normed = self.norm.of_sum(hidden, None)[1].dense
         weights, ids = self.router.route(normed)
         own = range(self.own(len(hidden)))
         return experts_quantised(*quantise(normed, True), ids, weights, *self.projections, True, shared=own)
@@ -147,7 +147,7 @@ class MoELayer:
         from model.backends.triton_fp8_experts import experts_quantised
         from model.backends.triton_fp8_linear import mlp
 
-        normed = F.rms_norm(hidden, (HIDDEN,), self.norm, 1e-6)
+        normed = self.norm.of_sum(hidden, None)[1].dense
         weights, ids = self.router.route(normed)
         own = self.own(len(hidden))
         gate_up, gate_up_scales, down, down_scales = (tensor[-1] for tensor in self.projections)

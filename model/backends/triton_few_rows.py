@@ -85,6 +85,7 @@ def _partial_products(
     row = tl.program_id(0) * block_rows + tl.arange(0, block_rows)
     token = tl.program_id(2) * block_tokens + tl.arange(0, block_tokens)
     total = tl.zeros([block_rows, block_tokens], tl.float32)
+    small = tl.zeros([block_rows, block_tokens], tl.float32)
     # One stage more than turns: the copies of all turns are on their way before the first is waited for.
     for begin in tl.range(0, block_channels, step, num_stages=block_channels // step + 1):
         channel = tl.program_id(1) * block_channels + begin + tl.arange(0, step)[None, :]
@@ -97,8 +98,10 @@ def _partial_products(
             rest = factor - first.to(tl.float32)
             second = rest.to(tl.bfloat16)
             third = (rest - second.to(tl.float32)).to(tl.bfloat16)
-            total = tl.dot(third, other, tl.dot(second, other, tl.dot(first, other, total)))
+            total = tl.dot(first, other, total)
+            # Apart, since tensor cores cut off what they add to a sum below its last bit.
+            small = tl.dot(third, other, tl.dot(second, other, small))
         else:
             total = tl.dot(factor, other, total)
     place = parts + (tl.program_id(1) * tokens + token)[None, :] * rows + row[:, None]
-    tl.store(place, total, mask=(token < tokens)[None, :] & (row < rows)[:, None])
+    tl.store(place, total + small, mask=(token < tokens)[None, :] & (row < rows)[:, None])

@@ -38,7 +38,7 @@ def test_thresholds_are_those_of_a_sorted_vocabulary(scale: float, bfloat16: boo
     """Flat logits, with the many equal ones that bfloat16 has, need all of it."""
     logits = random_logits(scale, bfloat16)
     scaled = logits - logits.amax(-1, keepdim=True)
-    _, top_p, top_k = settings().unsqueeze(2)
+    _, top_p, top_k, _ = settings().unsqueeze(2)
     exact = find_threshold(scaled, top_k, top_p, candidates=VOCAB)
     found = find_threshold(scaled.to(CUDA), top_k.to(CUDA), top_p.to(CUDA))
     for row, request in enumerate(REQUESTS):
