@@ -126,7 +126,7 @@ def _rows(
 def tiling(tokens: int) -> Tiling:
     """Tiles that hold the rows of most experts at once, if some 8 of 256 are chosen."""
     if tokens <= 16:
-        return Tiling(m=16, n=64, warps=4, stages=5, per_sm=4)
+        return Tiling(m=16, n=64, warps=4, stages=4, per_sm=5)
     if tokens <= 128:
         return Tiling(m=16, n=128, warps=4, stages=5, per_sm=2)
     if tokens <= 512:

@@ -36,6 +36,8 @@ def linear(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, power_of
 
     K has to be a multiple of 16. Raises ValueError for tensors that do not fit together.
     """
+    if x.dtype != torch.bfloat16:
+        raise ValueError(f"expected bfloat16, found {x.dtype}")
     return linear_quantised(*quantise(x, power_of_two), weight, scales)
 
 
