@@ -106,16 +106,21 @@ def test_ranks_sleep_when_nobody_has_work_and_all_drain_if_one_is_told_to(
     wait_ready(cluster, 2)
     processes = ranks_of(decode)
     assert complete(cluster.url, [Job(PROMPT, 8)]) == [references["deepseek_v32"].generate(PROMPT, 8)]
-    time.sleep(1)
+    wait_until(lambda: not any(decode.metric("requests", rank, state="running") for rank in range(2)))
     before, since = [sum(process.cpu_times()[:2]) for process in processes], time.monotonic()
     time.sleep(5)
     used = [sum(process.cpu_times()[:2]) - spent for process, spent in zip(processes, before, strict=True)]
     print("cores of idle ranks:", [f"{100 * seconds / (time.monotonic() - since):.1f}%" for seconds in used])
     assert max(used) / (time.monotonic() - since) < 0.05
+    tokens = [decode.metric("generated_tokens_total", rank) for rank in range(2)]
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(complete, cluster.url, [Job(PROMPT, 100)])
-        wait_until(lambda: any(decode.metric("requests", rank, state="running") for rank in range(2)))
-        idle = next(rank for rank in range(2) if not decode.metric("requests", rank, state="running"))
+        # A draining node hands back what has streamed nothing yet, and no other node is there.
+        busy = wait_until(
+            lambda: [rank for rank in range(2) if decode.metric("generated_tokens_total", rank) > tokens[rank]],
+            what="a token",
+        )
+        [idle] = {0, 1} - set(busy)
         processes[idle].terminate()
         assert answer.result() == [references["deepseek_v32"].generate(PROMPT, 100)]
     assert decode.process.wait(timeout=30) == 0
