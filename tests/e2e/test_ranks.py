@@ -81,7 +81,7 @@ def assert_ranks_exact(
             assert len(answer) == len(expected) or job.abort_after is not None
     for rank in range(ranks):
         assert decode.metric("swap_in_misses_total", rank) > 0, f"rank {rank} had no long request"
-        wait_until(lambda: decode.metric("host_slots", rank, state="used") == 0)  # noqa: B023
+        decode.wait_unused("host_slots", rank)
     decode.signal(signal.SIGTERM)
     assert decode.process.wait(timeout=60) == 0
     assert "violations" not in decode.log
