@@ -33,7 +33,7 @@ from prefill_node.engine import PrefillUpdate
 from prefill_node.fetcher import FetchResources
 from prefill_node.job import TransferJob
 from prefill_node.landing import HostSink
-from prefill_node.model_engine import ModelEngine
+from prefill_node.model_engine import EngineParts, ModelEngine
 from prefill_node.offer import Offer
 from prefill_node.ring import SendRings
 from prefill_node.sender import SendResources
@@ -154,25 +154,27 @@ class PrefillHarness:
         self._woken: queue.SimpleQueue[None] = queue.SimpleQueue()
         source = HostSource([*pool.kv, *pool.index_keys])
         self.engine = ModelEngine(
-            self.prefill,
-            CPU,
-            SendResources(
-                reading=Reading(source, LAYOUT.layer_of_buffer, pool.page_size, checksums),
-                rings=SendRings(pin=False, register=lambda _: None),
-                connect=lambda _: self.channel,
-                silence=lambda _: 0.0,
-            ),
-            Offer(IDENTITY, ("tcp",), max_tokens=512, vocab_size=VOCAB),
-            self.metrics,
-            wake=lambda: self._woken.put(None),
-            transfer_timeout=30.0,
-            fetching=FetchResources(
-                connect=lambda _: self.connect_reads(),
-                silence=lambda _: self.silence,
-                new_sink=lambda: HostSink([*pool.kv, *pool.index_keys]),
-                page_size=pool.page_size,
-            ),
-            fetch_policy=fetch_policy,
+            EngineParts(
+                prefill=self.prefill,
+                device=CPU,
+                resources=SendResources(
+                    reading=Reading(source, LAYOUT.layer_of_buffer, pool.page_size, checksums),
+                    rings=SendRings(pin=False, register=lambda _: None),
+                    connect=lambda _: self.channel,
+                    silence=lambda _: 0.0,
+                ),
+                fetching=FetchResources(
+                    connect=lambda _: self.connect_reads(),
+                    silence=lambda _: self.silence,
+                    new_sink=lambda: HostSink([*pool.kv, *pool.index_keys]),
+                    page_size=pool.page_size,
+                ),
+                offer=Offer(IDENTITY, ("tcp",), max_tokens=512, vocab_size=VOCAB),
+                metrics=self.metrics,
+                wake=lambda: self._woken.put(None),
+                transfer_timeout=30.0,
+                fetch_policy=fetch_policy,
+            )
         )
         self.hold = threading.Event()
         """For a test that holds the model or the channel."""

@@ -46,8 +46,9 @@ from engine.paged_pool import PagedKVPool
 from prefill_node import endpoint
 from prefill_node.compute import Computed
 from prefill_node.endpoint import PrefillEndpoint
+from prefill_node.fetcher import FetchResources
 from prefill_node.job import JobState, TransferJob
-from prefill_node.model_engine import ModelEngine
+from prefill_node.model_engine import EngineParts, ModelEngine
 from prefill_node.offer import Offer
 from prefill_node.outgoing import Chunk, SendReport
 from prefill_node.progress import ForwardProgress
@@ -124,20 +125,26 @@ class Harness:
             lifecycle=self.lifecycle,
             leave=lambda: setattr(self, "left", True),
         )
-        self.engine = ModelEngine(
-            self.prefill,
-            torch.device("cpu"),
-            SendResources(reading=None, rings=None, connect=None, silence=None),  # type: ignore[arg-type]
-            Offer(IDENTITY, ("tcp",), max_tokens=32, vocab_size=100),
-            self.shell.metrics,
-            wake=lambda: None,
-            transfer_timeout=30.0,
+        self.engine = self.new_engine(
+            EngineParts(
+                prefill=self.prefill,
+                device=torch.device("cpu"),
+                resources=SendResources(reading=None, rings=None, connect=None, silence=None),  # type: ignore[arg-type]
+                fetching=FetchResources(connect=None, silence=None, new_sink=None, page_size=4),  # type: ignore[arg-type]
+                offer=Offer(IDENTITY, ("tcp",), max_tokens=32, vocab_size=100),
+                metrics=self.shell.metrics,
+                wake=lambda: None,
+                transfer_timeout=30.0,
+            )
         )
         self.engine._compute = self.computing  # type: ignore[assignment]
         self.engine._sender = self.sender  # type: ignore[assignment]
         self.start_step = self.engine._start_step
         self.engine._start_step = lambda: None  # type: ignore[method-assign]
         self.endpoint = PrefillEndpoint(self.shell, self.engine)  # type: ignore[arg-type]
+
+    def new_engine(self, parts: EngineParts) -> ModelEngine:
+        return ModelEngine(parts)
 
     def tell(self) -> None:
         """Let the endpoint say what has happened."""
