@@ -13,7 +13,6 @@ from control.messages import (
     HeartbeatAck,
     Leaving,
     Message,
-    ModelIdentity,
     Peer,
     Refused,
     Register,
@@ -21,16 +20,7 @@ from control.messages import (
 )
 from control.plane import ControlPlane
 from tests.e2e.cluster import wait_until
-
-IDENTITY = ModelIdentity(
-    fingerprint="f",
-    dtype="float32",
-    kv_format="float32",
-    num_layers=1,
-    num_index_layers=1,
-    item_bytes=8,
-    index_key_bytes=8,
-)
+from tests.identity import IDENTITY
 
 
 class Gateway:

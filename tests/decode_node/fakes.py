@@ -3,26 +3,18 @@
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from control.messages import AttemptId, BufferInfo, Destination, Generate, ModelIdentity, Peer, Session
+from control.messages import AttemptId, BufferInfo, Destination, Generate, Peer, Session
 from decode_node.attempt import PrefillAttempt
 from decode_node.health import Health
 from decode_node.lent_prefixes import LentPrefixes
 from decode_node.request import Request
 from decode_node.verifier import Verification
 from hisparse.extents import NO_SLOTS, HostSlots
+from tests.identity import IDENTITY
 from tests.prefill_node.fakes import FakeControl
 
 GATEWAY = Peer(role="gateway", address="127.0.0.1:1", boot_id="gateway")
 PREFILL = Peer(role="prefill", address="127.0.0.1:2", boot_id="prefill")
-IDENTITY = ModelIdentity(
-    fingerprint="f",
-    dtype="float32",
-    kv_format="float32",
-    num_layers=2,
-    num_index_layers=1,
-    item_bytes=16,
-    index_key_bytes=8,
-)
 
 
 def destination(num_slots: int) -> Destination:

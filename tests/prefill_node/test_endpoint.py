@@ -28,7 +28,6 @@ from control.messages import (
     FetchRequest,
     Holding,
     Message,
-    ModelIdentity,
     NotHeld,
     Peer,
     PrefillAccepted,
@@ -54,18 +53,10 @@ from prefill_node.outgoing import Chunk, SendReport
 from prefill_node.progress import ForwardProgress
 from prefill_node.sender import SendResources
 from service.lifecycle import Lifecycle
+from tests.identity import IDENTITY
 from tests.prefill_node.fakes import LAYOUT, FakeControl, FakeModel
 
 DECODE = Peer(role="decode", address="127.0.0.1:9", boot_id="decode")
-IDENTITY = ModelIdentity(
-    fingerprint="f",
-    dtype="float32",
-    kv_format="float32",
-    num_layers=2,
-    num_index_layers=1,
-    item_bytes=16,
-    index_key_bytes=8,
-)
 TCP = (Session(transport="tcp", name="127.0.0.1:1"),)
 BUFFERS = BufferInfo(ptrs=(1, 2, 3), lengths=(1600, 1600, 800), item_lengths=(16, 16, 8))
 R = AttemptId("decode", "r", 1)
