@@ -13,7 +13,7 @@ from hisparse.extents import HostSlots
 from hisparse.prefix_cache import PrefixCache
 from hisparse.prefix_tree import TokenIds
 from tests.decode_node.fakes import GATEWAY
-from tests.decode_node.test_scheduler import FORMAT, HOT, PREFILL, Harness, counted
+from tests.decode_node.scheduler_harness import FORMAT, HOT, PREFILL, Harness, counted
 from transfer.fencing import DRAIN_GRACE_S, LANDED_CAN_WAIT_S
 
 

@@ -39,9 +39,9 @@ from prefill_node.ring import SendRings
 from prefill_node.sender import SendResources
 from prefill_node.source import HostSource, Reading
 from tests.identity import IDENTITY
+from tests.prefill_node.endpoint_harness import TCP
 from tests.prefill_node.fakes import LAYOUT, ME
 from tests.prefill_node.sending import CPU, LateChannel
-from tests.prefill_node.test_endpoint import TCP
 from transfer.choices import ChecksumMode
 
 NUM_SLOTS = 1024

@@ -34,7 +34,7 @@ from prefill_node.progress import ForwardProgress
 from prefill_node.ranks.leader import GroupCompute, GroupEngine, GroupSender, Layout
 from prefill_node.ranks.orders import Begin, Forget, Order, PartSent, Step, Stop
 from prefill_node.ranks.parts import Part, PartialReports
-from tests.prefill_node.test_endpoint import DECODE, Harness, R, checksum_of, request
+from tests.prefill_node.endpoint_harness import DECODE, Harness, R, checksum_of, request
 
 
 class FakeRanks:
