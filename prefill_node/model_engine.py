@@ -172,10 +172,14 @@ class ModelEngine(PrefillEngine):
         self._fetches.keep_only(boot_ids)
 
     def close(self, timeout: float) -> None:
-        """Wait so many seconds for writes to end. Writes that are in flight then end with the process."""
+        """Wait so many seconds for writes, and for a forward pass, to end. What is under way then ends with the
+        process."""
+        deadline = time.monotonic() + timeout
         self._fetches.keep_only(set())
         if not self._sender.stop(timeout):
             log.warning("writes are still in flight; the engine's end stops them")
+        if not self._compute.stop(max(0.0, deadline - time.monotonic())):
+            log.warning("a forward pass is still under way; the engine's end stops it")
 
     def refresh_metrics(self) -> None:
         """Bring the gauges up to date for a scrape. Any thread may call it."""

@@ -156,6 +156,10 @@ class GroupCompute:
         self._layouts[progress] = Layout(step, self._num_ranks)
         return progress
 
+    def stop(self, timeout: float) -> bool:
+        """See ComputeThread."""
+        return self._own.stop(timeout)
+
 
 class GroupSender:
     """Sends rank 0's part of a chunk; the other ranks send theirs. What no step computes is rank 0's to send."""

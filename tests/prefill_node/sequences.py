@@ -266,3 +266,4 @@ class PrefillHarness:
 
     def close(self) -> None:
         self.engine.close(timeout=5)
+        assert not self.engine._compute._thread.is_alive()  # type: ignore[attr-defined]
