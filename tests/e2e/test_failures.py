@@ -9,10 +9,9 @@ import httpx
 import pytest
 import zmq
 
-from tests.e2e.cluster import Cluster, Job, complete, leave_when, wait_until
+from tests.e2e.cluster import HOT_BUFFER, Cluster, Job, complete, leave_when, wait_until
 from tests.e2e.conftest import TOKEN_BYTES, Reference
 
-HOT_BUFFER = json.dumps({"device_buffer_size": 128})
 PROMPT = [7, 3, 9, 200, 41] * 60
 
 

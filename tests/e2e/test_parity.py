@@ -1,6 +1,5 @@
 """The service says, token for token, what transformers says."""
 
-import json
 import random
 from collections.abc import Callable, Iterator
 from itertools import product
@@ -10,11 +9,10 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.cluster import Cluster, Job, complete
+from tests.e2e.cluster import HOT_BUFFER, Cluster, Job, complete
 from tests.e2e.conftest import FAMILIES, SCALE_FORMATS, Reference
 from tests.fp8_reference import Fp8Cache
 
-HOT_BUFFER = json.dumps({"device_buffer_size": 128})
 NEW_TOKENS = 64
 LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 500, 1500)
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.e2e.cluster import Cluster, leave_when, wait_until
+from tests.e2e.cluster import HOT_BUFFER, Cluster, leave_when, wait_until
 from tests.e2e.conftest import FAMILIES, TOKEN_BYTES, Reference
-from tests.e2e.test_parity import ALONE, HOT_BUFFER, TOGETHER, assert_exact, assert_same_logprobs, prompts
+from tests.e2e.test_parity import ALONE, TOGETHER, assert_exact, assert_same_logprobs, prompts
 
 
 @pytest.mark.parametrize("family", [FAMILIES[0], pytest.param(FAMILIES[1], marks=pytest.mark.slow)])

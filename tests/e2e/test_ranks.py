@@ -1,6 +1,5 @@
 """A decode node of several ranks says what transformers says, and ends whole when one of its ranks ends."""
 
-import json
 import re
 import signal
 import socket
@@ -22,14 +21,13 @@ from cli.serve import RANK_PORTS, free_port
 from decode_node.config import DecodeConfig
 from engine.group_table import GroupTable
 from engine.rank_place import create_places
-from tests.e2e.cluster import Cluster, Job, Node, complete, wait_until
+from tests.e2e.cluster import HOT_BUFFER, Cluster, Job, Node, complete, wait_until
 from tests.e2e.conftest import FAMILIES, Reference
 from tests.e2e.test_parity import prompts
 from tests.e2e.test_serve import all_gone, children_of, log, serve
 
 __all__ = ["log", "serve"]
 
-HOT_BUFFER = json.dumps({"device_buffer_size": 128})
 LENGTHS = (300, 17, 150, 64, 1, 500, 2, 200, 130, 400, 65, 257)
 JOBS = [
     Job(prompt, 20 + 8 * (number % 3), abort_after=5 if number % 5 == 4 else None)
