@@ -57,6 +57,7 @@ class NodeShell(Generic[Event]):
                 keys=keys,
             )
         except BaseException:
+            # Whatever it was: the caller gets no shell that it could close.
             self._listener.close()
             raise
         self.gateways = GatewayAddresses(config.gateways)

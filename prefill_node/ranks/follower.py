@@ -65,6 +65,7 @@ class Follower:
             if time.monotonic() >= self._watch_at:
                 self._watch()
         self._sender.stop(_CLOSE_S)
+        self._compute.stop(_CLOSE_S)
         self._ranks.leave()
 
     def _take(self, item: tuple[Peer, Message] | Event) -> None:

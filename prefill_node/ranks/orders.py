@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from control.messages import AttemptId, Checksum, Peer, PrefillRequest
-from prefill_node.outgoing import Chunk, SendReport
+from prefill_node.outgoing import SendReport
 from transfer.planner import Int64s
 
 
@@ -96,19 +96,4 @@ class PartSent:
             error=report.error,
             lingering=report.lingering,
             in_flight=report.in_flight,
-        )
-
-    def report(self, chunk: Chunk) -> SendReport:
-        """What it says of a chunk."""
-        return SendReport(
-            chunk=chunk,
-            num_bytes=self.num_bytes,
-            num_descriptors=self.num_descriptors,
-            posted_at=self.posted_at,
-            ended_at=self.ended_at,
-            waited=self.waited,
-            checksums=self.checksums,
-            error=self.error,
-            lingering=self.lingering,
-            in_flight=self.in_flight,
         )

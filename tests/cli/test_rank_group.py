@@ -105,17 +105,26 @@ def supervised(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[
 
 
 FOR_EVER = "import time; time.sleep(60)"
-STUBBORN = f"import signal; [signal.signal(n, signal.SIG_IGN) for n in (2, 15)]; {FOR_EVER}"
-KILLED = "import os, time; time.sleep(0.5); os.kill(os.getpid(), 9)"
+IGNORE = "import signal; [signal.signal(n, signal.SIG_IGN) for n in (2, 15)]"
+STUBBORN = f"{IGNORE}; {FOR_EVER}"
 
 
 def test_a_killed_rank_ends_the_others_within_three_seconds_and_is_named(
-    supervised: Callable[..., tuple[int, GroupTable]], capfd: pytest.CaptureFixture[str]
+    supervised: Callable[..., tuple[int, GroupTable]], capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    since = time.monotonic()
-    code, _ = supervised(FOR_EVER, KILLED, STUBBORN)
+    """It is killed once the stubborn one ignores signals."""
+    ignores, killed = tmp_path / "ignores", tmp_path / "killed"
+    stubborn = f"import pathlib; {IGNORE}; pathlib.Path({str(ignores)!r}).touch(); {FOR_EVER}"
+    is_killed = f"""
+import os, pathlib, time
+while not os.path.exists({str(ignores)!r}):
+    time.sleep(0.01)
+pathlib.Path({str(killed)!r}).write_text(str(time.monotonic()))
+os.kill(os.getpid(), 9)
+"""
+    code, _ = supervised(FOR_EVER, is_killed, stubborn)
     assert code == 1
-    assert time.monotonic() - since < 0.5 + 3
+    assert time.monotonic() - float(killed.read_text()) < 3
     assert capfd.readouterr().err == "error: rank 1 was killed by SIGKILL; all ranks were stopped\n"
 
 
@@ -148,9 +157,13 @@ def test_a_rank_that_says_that_it_fails_and_cannot_end_is_killed(
 
 
 def test_ranks_that_end_together_in_peace_are_no_failure(
-    supervised: Callable[..., tuple[int, GroupTable]], capfd: pytest.CaptureFixture[str]
+    supervised: Callable[..., tuple[int, GroupTable]],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert supervised("pass", "import time; time.sleep(1)")[0] == 0
+    """Nearly together: the second ends well within the time that it has to follow."""
+    monkeypatch.setattr(rank_group, "_FOLLOW_S", 60.0)
+    assert supervised("pass", "import time; time.sleep(0.5)")[0] == 0
     assert capfd.readouterr().err == ""
 
 

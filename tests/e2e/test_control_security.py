@@ -158,7 +158,7 @@ def test_a_key_of_another_role_registers_nothing(cluster: Cluster, keys: Path) -
 def registration(role: str) -> bytes:
     from control.codec import encode
     from control.messages import Peer, Register
-    from tests.decode_node.fakes import IDENTITY
+    from tests.identity import IDENTITY
 
     me = Peer(role=role, address="127.0.0.1:9", boot_id="forged")  # type: ignore[arg-type]
     offer = Register(
