@@ -21,6 +21,9 @@ class ServeConfig(GatewayConfig, PrefillConfig, DecodeConfig):
     prefill_ranks: Annotated[int, Flag("Processes of each prefill node: its --ranks.", min=1, max=64)] = 1
     decode_ranks: Annotated[int, Flag("Processes of each decode node: its --ranks.", min=1, max=64)] = 1
     ranks: int = 1
+    nnodes: int = 1
+    node_rank: int = 0
+    dist_init_addr: str | None = None
     control_host: str | None = None
     control_port: int = 0
     advertise_host: str | None = None

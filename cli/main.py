@@ -183,8 +183,9 @@ def main(args: list[str] | None = None) -> None:
 
 def _run_node(config: PrefillConfig | DecodeConfig) -> None:
     """Run a node of one process, or one of the ranks of a node, or start all of them."""
-    from cli.rank_group import run_rank, run_ranks, runner_of
+    from cli.rank_group import check_hosts, run_rank, run_ranks, runner_of
 
+    check_hosts(config)
     if (place := RankPlace.taken()) is not None:
         run_rank(config, place)
     elif config.ranks > 1:

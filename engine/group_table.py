@@ -3,7 +3,7 @@
 A memfd that the ranks inherit from the process that started them: nothing of it stays behind, however they end. Each
 rank writes to its own entry only. Numbers are written whole (aligned, 64 bits), so a reader sees the old one or the new
 one. What a step depends on is one number of each rank, since two may become visible in another order than they were
-written in.
+written in. Of a group on several hosts each host has a table: `LinkedTable` keeps them alike.
 """
 
 import mmap
@@ -92,9 +92,15 @@ class GroupTable:
         """That of the group."""
         return Standing(max(self._get(rank, _STANDING) for rank in range(self.size)))
 
+    def standing_of(self, rank: int) -> Standing:
+        return Standing(self._get(rank, _STANDING))
+
     def set_done(self, rank: int) -> None:
         """It will not ask for another step."""
         self._set(rank, _DONE, 1)
+
+    def done(self, rank: int) -> bool:
+        return bool(self._get(rank, _DONE))
 
     def all_done(self) -> bool:
         return all(self._get(rank, _DONE) for rank in range(self.size))

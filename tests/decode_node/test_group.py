@@ -23,9 +23,13 @@ class AlikeRanks(RankGroup):
     """A group whose other ranks say what this one says."""
 
     size: int = 4
+    per_host: int = 4  # type: ignore[misc]
 
     def share(self, value: Any) -> list[Any]:
         return [value] * self.size
+
+    def share_on_host(self, value: Any) -> list[Any]:
+        return [value] * self.per_host
 
 
 def planned(
