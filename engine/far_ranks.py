@@ -25,6 +25,7 @@ import structlog
 from torch.distributed import DistError, DistNetworkError, Store, TCPStore  # type: ignore[attr-defined]
 
 from base.errors import StartupError
+from engine.agreement import GroupFailed
 from engine.rank_place import NO_LINE, RankPlace
 
 log = structlog.get_logger(__name__)
@@ -57,8 +58,8 @@ class FarRanks:
 def meet(place: RankPlace, secret: bytes, patience: float = MEETING_S) -> FarRanks:
     """Find the ranks of the other hosts, and connect. Waits for all of them, for so many seconds.
 
-    secret: what only processes of this cluster know. Raises StartupError if they do not come, if the group has another
-    shape on another host, or if the rank is taken.
+    secret: what only processes of this cluster know. Raises GroupFailed if they do not come, as when another host is
+    started later, and StartupError if they cannot be a group: other keys, another shape, or one rank twice.
     """
     until = time.monotonic() + patience
     try:
@@ -67,9 +68,9 @@ def meet(place: RankPlace, secret: bytes, patience: float = MEETING_S) -> FarRan
         return _connect(place, store, secret, until)
     except DistError as error:
         waited = f"waited {patience:g} s" if time.monotonic() > until else str(error).splitlines()[0]
-        raise StartupError(f"rank {place.rank} did not find its group at {place.meeting}: {waited}") from error
+        raise GroupFailed(f"rank {place.rank} did not find its group at {place.meeting}: {waited}") from error
     except OSError as error:
-        raise StartupError(f"rank {place.rank} did not find its group at {place.meeting}: {error}") from error
+        raise GroupFailed(f"rank {place.rank} did not find its group at {place.meeting}: {error}") from error
 
 
 def local_address(meeting: str) -> str:
@@ -171,7 +172,7 @@ def _incoming(place: RankPlace) -> set[tuple[Purpose, int]]:
 
 
 def _show(connection: socket.socket, key: bytes, purpose: Purpose, rank: int) -> float:
-    """Say who this is. Returns by how much the other end's clock is ahead. Raises OSError if it is a stranger."""
+    """Say who this is. Returns by how much the other end's clock is ahead. Raises StartupError if it is a stranger."""
     with _channel(connection) as channel:
         try:
             answer_challenge(channel, key)
@@ -180,7 +181,7 @@ def _show(connection: socket.socket, key: bytes, purpose: Purpose, rank: int) ->
             channel.send_bytes(json.dumps([purpose, rank]).encode())
             theirs = float(channel.recv_bytes(64))
         except (AuthenticationError, EOFError) as error:
-            raise OSError("another host of the group has another key") from error
+            raise StartupError(f"rank {rank}: an earlier host of the group has other keys") from error
         return theirs - (asked_at + time.monotonic()) / 2
 
 

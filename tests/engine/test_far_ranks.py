@@ -216,8 +216,8 @@ def test_hosts_that_have_other_keys_do_not_meet(tmp_path: Path) -> None:
 
     with forked(2, tmp_path, body, hosts=2) as ranks:
         assert [ranks.wait(rank) for rank in range(2)] == [1, 1]
-        assert ranks.said(1).endswith("another host of the group has another key")
-        assert ranks.said(0).startswith("StartupError: rank 0 did not find its group at 127.0.0.1:")
+        assert ranks.said(1) == "StartupError: rank 1: an earlier host of the group has other keys"
+        assert ranks.said(0).startswith("GroupFailed: rank 0 did not find its group at 127.0.0.1:")
 
 
 def test_hosts_of_groups_of_another_shape_do_not_meet(tmp_path: Path) -> None:
