@@ -17,7 +17,7 @@ from base.errors import ProcessFailed, StartupError
 from base.version import VERSION
 from benchmarks import commands as bench
 from cli import keygen, quarantine
-from cli.config import ServeConfig
+from cli.config import ServeConfig, SizingConfig
 from cli.flags import takes_flags
 from decode_node.config import DecodeConfig
 from engine.rank_place import RankPlace
@@ -101,6 +101,15 @@ def serve(config: ServeConfig) -> None:
     from cli.serve import plan, serve_until_stopped
 
     raise typer.Exit(serve_until_stopped(plan(config)))
+
+
+@app.command()
+@takes_flags
+def sizing(config: SizingConfig) -> None:
+    """Print what a node of several GPUs holds and can at most do, for a published shape. Takes no GPU."""
+    from cli.sizing import report
+
+    typer.echo(report(config))
 
 
 @app.command("tiny-model")
