@@ -27,7 +27,7 @@ from service.lifecycle import STOP_SIGNALS
 _LAST_WORDS_S = 2.0
 """How long ranks may take to tell gateways that they end, once one has ended."""
 _FOLLOW_S = 3.0
-"""How long after the first rank that ends in peace the others may end."""
+"""How long after the first rank that ends in peace, or the loss of another host, the others may end."""
 _STOP_S = 15.0
 """How long beyond its time to drain a rank may take to stop."""
 _POLL_S = 0.2
@@ -134,13 +134,19 @@ def supervise(children: list[Child], table: GroupTable, drain_timeout: float, fi
         running |= started
         if deadlines:  # it came before there was anyone to tell
             terminate(list(started.values()), _LAST_WORDS_S)
+        others = set(range(table.size)) - set(range(first, first + len(children)))
+        lost_at: float | None = None
         while (runs := _wait(started)) and not _failed(started, table, first):
             if deadlines and time.monotonic() > deadlines[-1]:
                 break
+            if lost_at is None and any(table.reported(rank) for rank in others):
+                lost_at = time.monotonic()
+            if lost_at is not None and time.monotonic() > lost_at + _FOLLOW_S:
+                break  # What its device waits for never comes.
             if not deadlines and any(process.returncode is not None for process in started.values()):
                 deadlines.append(time.monotonic() + _FOLLOW_S)
         reason, code = "", 0
-        if _failed(started, table, first):
+        if _failed(started, table, first) or any(table.reported(rank) for rank in others):
             reason, code = _cause(started, table, first)
         elif runs:
             late = ", ".join(name for name, process in started.items() if process.poll() is None)

@@ -190,6 +190,18 @@ def test_where_another_host_was_lost_its_rank_is_named_with_the_reason(
     assert capfd.readouterr().err == f"error: {reports[1]}; all ranks were stopped\n"
 
 
+def test_a_rank_that_cannot_end_when_another_host_was_lost_is_stopped(
+    supervised: Callable[..., tuple[int, GroupTable]],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its loop waits in a collective for a rank of that host."""
+    monkeypatch.setattr(rank_group, "_FOLLOW_S", 0.5)
+    lost = "rank 0 on host 0 closed its connection"
+    assert supervised(FOR_EVER, reports={0: lost}, first=1)[0] == 1
+    assert capfd.readouterr().err == f"error: {lost}; all ranks were stopped\n"
+
+
 def test_a_rank_that_says_that_it_fails_and_cannot_end_is_killed(
     supervised: Callable[..., tuple[int, GroupTable]], capfd: pytest.CaptureFixture[str]
 ) -> None:
