@@ -139,14 +139,14 @@ def supervise(children: list[Child], table: GroupTable, drain_timeout: float, fi
         while (runs := _wait(started)) and not _failed(started, table, first):
             if deadlines and time.monotonic() > deadlines[-1]:
                 break
-            if lost_at is None and any(table.reported(rank) for rank in others):
+            if lost_at is None and table.first_reported(others) is not None:
                 lost_at = time.monotonic()
             if lost_at is not None and time.monotonic() > lost_at + _FOLLOW_S:
                 break  # What its device waits for never comes.
             if not deadlines and any(process.returncode is not None for process in started.values()):
                 deadlines.append(time.monotonic() + _FOLLOW_S)
         reason, code = "", 0
-        if _failed(started, table, first) or any(table.reported(rank) for rank in others):
+        if _failed(started, table, first) or table.first_reported(others) is not None:
             reason, code = _cause(started, table, first)
         elif runs:
             late = ", ".join(name for name, process in started.items() if process.poll() is None)
@@ -200,12 +200,13 @@ def _failed(started: Processes, table: GroupTable, first: int) -> bool:
 def _cause(started: Processes, table: GroupTable, first: int) -> tuple[str, int]:
     """Which rank failed and why, and the exit code for it.
 
-    If several have: one that was killed, else one that says what happened to itself, else one of another host and what
-    was seen of its end, else one that says what happened to another.
+    If several have: one that was killed, else one that says what happened to itself, else the first of another host and
+    what was seen of its end, else one that says what happened to another.
     """
     ours = dict(enumerate(started.values(), first))
+    lost = table.first_reported(rank for rank in range(table.size) if rank not in ours)
     found = []
-    for rank in range(table.size):
+    for rank in (*ours, *(() if lost is None else (lost,))):
         code, said = ours[rank].poll() if rank in ours else None, table.reported(rank)
         if code is not None and code < 0:
             found.append((0, f"rank {rank} was killed by {signal.Signals(-code).name}", 1))

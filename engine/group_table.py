@@ -8,15 +8,17 @@ written in. Of a group on several hosts each host has a table: `LinkedTable` kee
 
 import mmap
 import os
+import time
+from collections.abc import Iterable
 from enum import IntEnum
 
 _ENTRY_BYTES = 1024
 _LINE = 8
 """Numbers in a cache line: what a rank writes for every step has a line of its own."""
 _POSTS, _PID, _BEAT, _ASLEEP, _STANDING, _DONE = 0, _LINE, _LINE + 1, _LINE + 2, _LINE + 3, _LINE + 4
-_TEXT, _CODE = 2 * _LINE, 2 * _LINE + 1
-"""The length of the text that follows, and an exit code."""
-_TEXT_BYTES = _ENTRY_BYTES - 8 * (_CODE + 1)
+_TEXT, _CODE, _REPORTED_AT = 2 * _LINE, 2 * _LINE + 1, 2 * _LINE + 2
+"""The length of the text that follows, an exit code, and when that was reported (time.monotonic_ns)."""
+_TEXT_BYTES = _ENTRY_BYTES - 8 * (_REPORTED_AT + 1)
 _BATCH_BITS = 20
 
 
@@ -111,17 +113,23 @@ class GroupTable:
         """Leave the reason why it ends, for the process that started it. The first one counts. code: its exit code."""
         if not self._get(rank, _TEXT):
             data = text.encode()[:_TEXT_BYTES]
-            at = 8 * self._at(rank, _CODE + 1)
+            at = 8 * self._at(rank, _REPORTED_AT + 1)
             self._bytes[at : at + len(data)] = data
             self._set(rank, _CODE, code)
+            self._set(rank, _REPORTED_AT, time.monotonic_ns())
             self._set(rank, _TEXT, len(data))
 
     def reported(self, rank: int) -> tuple[str, int] | None:
         """Reason and exit code; None if it does not end, or has not said why."""
         if not (length := self._get(rank, _TEXT)):
             return None
-        at = 8 * self._at(rank, _CODE + 1)
+        at = 8 * self._at(rank, _REPORTED_AT + 1)
         return bytes(self._bytes[at : at + length]).decode(errors="replace"), self._get(rank, _CODE)
+
+    def first_reported(self, ranks: Iterable[int]) -> int | None:
+        """That of these ranks for which a reason was left first: others may end for its sake. None if there is none."""
+        reported = [rank for rank in ranks if self._get(rank, _TEXT)]
+        return min(reported, key=lambda rank: self._get(rank, _REPORTED_AT), default=None)
 
     def _at(self, rank: int, field: int) -> int:
         return rank * (_ENTRY_BYTES // 8) + field

@@ -105,7 +105,7 @@ class RankWatch:
             self._look_at_step()
 
     def _look_at_far_ranks(self) -> None:
-        lost = next((other for other in self._far if self._table.reported(other)), None)
+        lost = self._table.first_reported(self._far)
         if lost is None or self._table.all_done():
             return
         if self._lost_at is None:
