@@ -13,10 +13,8 @@ from tests.e2e.hosts import Network, why_not
 from tests.e2e.spawn import fork, start_fork_server
 from tests.e2e.test_ranks import HOT_BUFFER, JOBS
 
-pytestmark = [
-    pytest.mark.skipif(why_not() is not None, reason=why_not() or ""),
-    pytest.mark.slow,
-]
+WHY_NOT = why_not()
+pytestmark = [pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or ""), pytest.mark.slow]
 
 HOSTS = ("host-0", "host-1")
 STEP_TIMEOUT_S = 10

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from base.errors import StartupError
+from engine import rank_watch
 from engine.agreement import Agreement
 from engine.far_ranks import interface_of, local_address, meet
 from engine.group_table import GroupTable, Standing
@@ -198,8 +199,11 @@ def test_hosts_with_another_checkpoint_refuse_each_other_by_name(tmp_path: Path)
         assert ranks.said(1) == expected.format(0, "def", 1, "abc")
 
 
-def test_a_rank_that_ends_while_the_group_starts_ends_the_others_that_wait_for_it(tmp_path: Path) -> None:
+def test_a_rank_that_ends_while_the_group_starts_ends_the_others_that_wait_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They wait in the store, for as long as weights may take to load."""
+    monkeypatch.setattr(rank_watch, "_STARTING_S", 0.1)
 
     def body(place: RankPlace) -> None:
         group = join(place)
