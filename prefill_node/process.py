@@ -71,7 +71,8 @@ def run_prefill_node(config: PrefillConfig, place: RankPlace | None = None) -> N
         ranks = None
         if place is not None:
             # Behind the shell, which has bound this rank's ports: no rank answers before all have theirs.
-            ranks = RankGroup(place, device, config.step_timeout, wake=lambda: shell.inbox.put(None))
+            wake_rank = partial(shell.inbox.put, None)
+            ranks = RankGroup(place, device, config.step_timeout, wake_rank, shell.group_secret)
             at_end.callback(ranks.close)
             check_alike(ranks, config, spec)
         exchange = ALONE if ranks is None else ranks.connect()
@@ -203,7 +204,7 @@ def _num_pages(config: PrefillConfig, spec: ModelSpec, device: torch.device, ran
     sharing = 1
     if ranks is not None:
         ranks.share(None)
-        sharing = ranks.size if device.type == "cpu" else 1
+        sharing = ranks.per_host if device.type == "cpu" else 1
     if split := device_split(device, config.mem_fraction_static):
         log.info("sized", what=split)
     token_bytes = spec.kv_layout.token_bytes

@@ -123,4 +123,4 @@ class Follower:
         self._shell.inbox.put(computed)
 
     def _on_sent(self, report: SendReport) -> None:
-        self._line.send(PartSent.of(report))
+        self._line.send(PartSent.of(report, self._ranks.clock_ahead))

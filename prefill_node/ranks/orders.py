@@ -68,7 +68,10 @@ Order = Begin | Step | Stop | Forget | Connected | End
 
 @dataclass(frozen=True)
 class PartSent:
-    """A rank's word that all writes of its block of a chunk have ended: what a SendReport says, for rank 0."""
+    """A rank's word that all writes of its block of a chunk have ended: what a SendReport says, for rank 0.
+
+    Times are those of rank 0's clock.
+    """
 
     attempt: AttemptId
     start: int
@@ -83,14 +86,15 @@ class PartSent:
     in_flight: bool
 
     @classmethod
-    def of(cls, report: SendReport) -> Self:
+    def of(cls, report: SendReport, clock_ahead: float = 0.0) -> Self:
+        """clock_ahead: seconds by which rank 0's clock is ahead of this rank's."""
         return cls(
             attempt=report.chunk.attempt,
             start=report.chunk.start,
             num_bytes=report.num_bytes,
             num_descriptors=report.num_descriptors,
-            posted_at=report.posted_at,
-            ended_at=report.ended_at,
+            posted_at=None if report.posted_at is None else report.posted_at + clock_ahead,
+            ended_at=report.ended_at + clock_ahead,
             waited=report.waited,
             checksums=report.checksums,
             error=report.error,

@@ -222,7 +222,8 @@ def test_parts_that_were_never_sent_or_are_reported_twice_are_errors() -> None:
     job.pages = np.arange(3)
     chunk = job.chunk(0, 6, ForwardProgress(torch.device("cpu")))
     reports.expect(chunk, [Part(0, 0, 3), Part(2, 3, 6)])
-    sent = PartSent.of(SendReport(chunk.part(3, 6), 7, 2, posted_at=1.0, ended_at=3.0, error="aborted"))
+    aborted = SendReport(chunk.part(3, 6), 7, 2, posted_at=101.0, ended_at=103.0, error="aborted")
+    sent = PartSent.of(aborted, clock_ahead=-100.0)  # it is on another host
     assert reports.take(2, sent) is None
     with pytest.raises(KeyError):
         reports.take(2, sent)
