@@ -38,7 +38,7 @@ class ServeConfig(GatewayConfig, PrefillConfig, DecodeConfig):
 class SizingConfig:
     """The flags of `sizing`. Defaults are machines of eight H200.
 
-    new_positions: some 275 is what others report for a hot buffer of twice the top-k. times_limit: what a step of 16
+    new_positions: some 275 is what others report for a hot buffer of twice the top-k. times_limit: what a step of 64
     requests with as many took on one (docs/benchmarks.md, "A decode step").
     """
 
@@ -55,4 +55,4 @@ class SizingConfig:
     reserved_gib: Annotated[float, Flag("Of it, for all but the pools.", min=0.0)] = 256.0
     new_positions: Annotated[int, Flag("Positions per request and layer that a step has to swap in.", min=0)] = 275
     link_gb_per_s: Annotated[float, Flag("PCIe of each GPU.", min=1.0)] = 55.0
-    times_limit: Annotated[float, Flag("How many times the hardware's limit a step takes.", min=1.0)] = 1.84
+    times_limit: Annotated[float, Flag("How many times the hardware's limit a step takes.", min=1.0)] = 1.85
