@@ -106,8 +106,10 @@ def test_steps_and_tokens(deepseek: NodeSizing) -> None:
 
 
 def test_how_far_a_step_is_from_its_limit_is_what_was_measured() -> None:
-    [measured] = re.findall(r"^\| a step \|.*\| ([\d.]+) / ([\d.]+) \|$", BENCHMARKS.read_text(), re.MULTILINE)
-    took, limit = map(float, measured)
+    """Of DeepSeek-V3.2, whose table comes first; its last column is that of most requests."""
+    measured = re.search(r"^\| a step \|.*\| ([\d.]+) / ([\d.]+) \|$", BENCHMARKS.read_text(), re.MULTILINE)
+    assert measured is not None
+    took, limit = map(float, measured.groups())
     assert SizingConfig().times_limit == round(took / limit, 2)
 
 
