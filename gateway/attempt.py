@@ -6,7 +6,9 @@ that are missing when the first token comes are a gap before it.
 """
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import structlog
 
@@ -50,9 +52,10 @@ class TokenizedRequest:
         return ApiError(500, f"{what} (request {self.request_id}); try again")
 
 
-@dataclass(frozen=True)
-class NewTokens:
+class NewTokens(NamedTuple):
     """Tokens of an answer, in order and each once. The last ones come with a finish reason.
+
+    A named tuple, like whatever is made for each token: a frozen dataclass takes three times as long to make.
 
     first: the answer begins with these tokens. Earlier ones came from a node that failed and no longer count.
     prompt: with the first tokens, the log probabilities of the prompt, if they were asked for. cached_tokens: with the
@@ -97,7 +100,6 @@ class Attempt:
     request: TokenizedRequest
     node: Peer
     started: float
-    events: "asyncio.Queue[NewTokens | Exception]" = field(default_factory=asyncio.Queue)
     received: int = 0
     """Tokens that have arrived, none missing before the last."""
     gap: _Gap | None = None
@@ -105,13 +107,18 @@ class Attempt:
     """The node has said that it has the request."""
     over: bool = False
     """The node holds nothing of the request any more, and everything that it sent has arrived."""
-    failed: bool = False
+    failure: Exception | None = None
+    """Why no more tokens come."""
     prompt: PromptLogprobTable | None = field(init=False)
     """The log probabilities of the prompt that have arrived, if they were asked for."""
 
     def __post_init__(self) -> None:
         asked, tokens = self.request.prompt_logprobs, len(self.request.prompt_ids)
         self.prompt = None if asked is None else PromptLogprobTable(tokens, asked)
+        self._arrived: list[NewTokens] = []
+        """Not taken yet by `next`."""
+        self._waiting: asyncio.Future[None] | None = None
+        """Done when `next` has something to return. An asyncio.Queue costs several times as much."""
 
     @property
     def missing_from(self) -> int | None:
@@ -134,16 +141,26 @@ class Attempt:
 
     def fail(self, reason: Exception) -> None:
         """End the attempt after the tokens that have arrived. The first reason counts."""
-        if not self.failed:
-            self.failed = True
-            self.events.put_nowait(reason)
+        if self.failure is None:
+            self.failure = reason
+            self._wake()
 
-    async def next(self) -> NewTokens:
-        """The next new tokens. Raises NodeFailed or ApiError."""
-        event = await self.events.get()
-        if isinstance(event, Exception):
-            raise event
-        return event
+    async def next(self) -> Sequence[NewTokens]:
+        """All tokens that have arrived since the last call, as they came; at least one. Only one task may wait here.
+
+        Raises NodeFailed or ApiError.
+        """
+        if not self._arrived and self.failure is None:
+            self._waiting = asyncio.get_running_loop().create_future()
+            await self._waiting
+        if not self._arrived and self.failure is not None:
+            raise self.failure
+        arrived, self._arrived = self._arrived, []
+        return arrived
+
+    def _wake(self) -> None:
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
 
     def _take_prompt(self, piece: PromptLogprobs) -> None:
         problem = "log probabilities that were not asked for" if self.prompt is None else self.prompt.problem(piece)
@@ -171,7 +188,8 @@ class Attempt:
         self.over = output.finish_reason is not None
         if tokens or self.over:
             prompt = self.prompt if first else None
-            self.events.put_nowait(NewTokens(tokens, output.finish_reason, first, prompt, output.cached_tokens))
+            self._arrived.append(NewTokens(tokens, output.finish_reason, first, prompt, output.cached_tokens))
+            self._wake()
 
     def _failure(self, output: Output) -> Exception:
         if output.finish_reason == "abort":

@@ -1,16 +1,16 @@
 """The text of one answer, made of its tokens as they arrive."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from control.messages import FinishReason, Token
 from control.prompt_logprobs import PromptLogprobTable
 from gateway.attempt import NewTokens
-from gateway.detokenizer import Detokenizer, StopMatcher
+from gateway.detokenizer import StopMatcher
 from gateway.tokenizer import CheckpointTokenizer
 
 
-@dataclass(frozen=True)
-class Delta:
+class Delta(NamedTuple):
     """What new tokens add to an answer. The text of a token may come with a later delta than its id.
 
     offsets: where in the answer's text each token begins, counted with the stop string. first, prompt: as in
@@ -48,9 +48,7 @@ class Choice:
 
     def __init__(self, tokenizer: CheckpointTokenizer, options: TextOptions) -> None:
         self._options = options
-        self._detokenizer = Detokenizer(
-            tokenizer.decode, lambda token_id: token_id in options.skipped or not tokenizer.knows(token_id)
-        )
+        self._detokenizer = tokenizer.detokenizer(options.skipped)
         self._matcher = StopMatcher(options.stops, options.includes_stop)
         self._tokens = 0
         self._length = 0

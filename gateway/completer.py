@@ -3,7 +3,7 @@
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -159,17 +159,21 @@ class Completer:
         """The complete answers, each from one node. Raises ApiError; then no other answer goes on."""
         answers: list[list[Delta]] = [[] for _ in prepared.branches]
         async with aclosing(self.deltas(prepared)) as deltas:
-            async for index, delta in deltas:
-                if delta.first:
-                    answers[index].clear()
-                answers[index].append(delta)
+            async for index, some in deltas:
+                for delta in some:
+                    if delta.first:
+                        answers[index].clear()
+                    answers[index].append(delta)
         return answers
 
-    def deltas(self, prepared: Prepared) -> AsyncGenerator[tuple[int, Delta], None]:
-        """The answers, piece by piece, each with its index. Raises ApiError. Closing it early cancels the request."""
+    def deltas(self, prepared: Prepared) -> AsyncGenerator[tuple[int, Sequence[Delta]], None]:
+        """The answers: an index, and the pieces that this answer goes on with. Raises ApiError.
+
+        Closing it early cancels the request.
+        """
         return merged([self._branch_deltas(prepared, number) for number in range(len(prepared.branches))])
 
-    async def _branch_deltas(self, prepared: Prepared, number: int) -> AsyncGenerator[Delta, None]:
+    async def _branch_deltas(self, prepared: Prepared, number: int) -> AsyncGenerator[list[Delta], None]:
         branch = prepared.branches[number]
         stats = _RequestStats(self._metrics, branch.arrived)
         log.info(
@@ -180,18 +184,22 @@ class Completer:
         )
         try:
             async with aclosing(self._client.stream(branch)) as answer:
-                async for new in answer:
-                    if new.first:
-                        choice = Choice(self.tokenizer, prepared.text)
-                        prepared.cached[number] = new.cached_tokens
-                        stats.tokens = 0
-                    delta = choice.push(new)
-                    stats.add(len(delta.tokens))
-                    if delta.finish_reason is not None:
-                        stats.reason = delta.finish_reason
-                        # The node does not know stop strings: closing the stream makes it stop.
-                        await answer.aclose()
-                    yield delta
+                async for arrived in answer:
+                    deltas = []
+                    for new in arrived:
+                        if new.first:
+                            choice = Choice(self.tokenizer, prepared.text)
+                            prepared.cached[number] = new.cached_tokens
+                            stats.tokens = 0
+                        delta = choice.push(new)
+                        stats.add(len(delta.tokens))
+                        deltas.append(delta)
+                        if delta.finish_reason is not None:
+                            stats.reason = delta.finish_reason
+                            # The node does not know stop strings: closing the stream makes it stop.
+                            await answer.aclose()
+                            break
+                    yield deltas
         except Exception as error:
             stats.reason = (isinstance(error, ApiError) and error.code) or "error"
             raise

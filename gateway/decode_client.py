@@ -10,7 +10,7 @@ The client is told what kind of failure it was, and the request's id. The nodes'
 import asyncio
 import math
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 
 import structlog
 
@@ -50,16 +50,16 @@ class DecodeClient:
     def in_flight(self) -> int:
         return len(self._attempts)
 
-    async def stream(self, request: TokenizedRequest) -> AsyncGenerator[NewTokens, None]:
-        """The tokens of a request. Raises ApiError. Closing the iterator early cancels the request at its node."""
+    async def stream(self, request: TokenizedRequest) -> AsyncGenerator[Sequence[NewTokens], None]:
+        """The tokens of a request, as many as are there. Raises ApiError. Closing it early cancels the request."""
         failures: dict[str, NodeFailed] = {}
         while True:
             attempt = self._begin(request, failures)
             try:
                 while True:
-                    new = await attempt.next()
-                    yield new
-                    if new.finish_reason is not None:
+                    arrived = await attempt.next()
+                    yield arrived
+                    if arrived[-1].finish_reason is not None:
                         return
             except NodeFailed as failure:
                 log.warning(
@@ -88,8 +88,9 @@ class DecodeClient:
                     attempt.over = True
                     attempt.fail(_refusal(message, sender))
             case Outputs():
+                now = time.monotonic()
                 for output in message.outputs:
-                    self._deliver_output(sender, output)
+                    self._deliver_output(sender, output, now)
 
     async def sweep(self) -> None:
         """Watch deadlines, silent nodes and unanswered Cancels for as long as the gateway runs.
@@ -175,7 +176,11 @@ class DecodeClient:
     def _node_of_group(self, request: TokenizedRequest, failures: dict[str, NodeFailed]) -> Peer | None:
         """The node that generates other choices of the same prompt, unless it has failed this one."""
         for attempt in self._attempts.values() if request.group else ():
-            if attempt.request.group == request.group and attempt.node.boot_id not in failures and not attempt.failed:
+            if (
+                attempt.request.group == request.group
+                and attempt.node.boot_id not in failures
+                and attempt.failure is None
+            ):
                 return attempt.node
         return None
 
@@ -199,11 +204,11 @@ class DecodeClient:
         if self._cancelling.pop(key, None) is not None:
             self._control.answered(key)
 
-    def _deliver_output(self, sender: Peer, output: Output) -> None:
+    def _deliver_output(self, sender: Peer, output: Output, now: float) -> None:
         attempt = self._attempt(output.request_id, sender)
         if attempt is not None:
             self._accepted(attempt)
-            self._take(attempt, output)
+            self._take(attempt, output, now)
         if output.finish_reason is None:
             if attempt is None:
                 self._cancel(output.request_id, sender)
@@ -217,10 +222,10 @@ class DecodeClient:
             attempt.accepted = True
             self._control.answered(_key("generate", attempt.request.request_id, attempt.node))
 
-    def _take(self, attempt: Attempt, output: Output) -> None:
+    def _take(self, attempt: Attempt, output: Output, now: float) -> None:
         """Take new tokens, and ask for those that are missing before them."""
         asked_from = attempt.missing_from
-        attempt.deliver(output, time.monotonic())
+        attempt.deliver(output, now)
         missing_from = attempt.missing_from
         if missing_from == asked_from:
             return

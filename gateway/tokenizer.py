@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from base.errors import StartupError
+from gateway.detokenizer import ByteDetokenizer, WindowDetokenizer
 from gateway.errors import ApiError
 from gateway.token_bytes import TokenBytes
 from model.checkpoint import read_json
@@ -49,7 +50,7 @@ class CheckpointTokenizer:
             self._tokenizer.chat_template = _read_template(chat_template)
         self._reserved_variables = {"messages", *signature(self._tokenizer.apply_chat_template).parameters}
         self._reserved_variables |= self._tokenizer.special_tokens_map.keys()
-        self._token_bytes = TokenBytes(self._tokenizer)
+        self._token_bytes = TokenBytes(self._backend)
         added = self._tokenizer.added_tokens_decoder
         self.added_ids = {token.content: token_id for token_id, token in added.items()}
         """Tokens that were added to the vocabulary, special or not, by their text."""
@@ -117,7 +118,13 @@ class CheckpointTokenizer:
 
     def piece_bytes(self, token_id: int) -> bytes:
         """The bytes of one token, which may be part of a character. Together the tokens' bytes are the text."""
-        return self._token_bytes.of(token_id, self.piece(token_id))
+        return self._token_bytes.of(token_id)
+
+    def detokenizer(self, skipped: Collection[int]) -> ByteDetokenizer | WindowDetokenizer:
+        """What makes one text of tokens as they arrive. skipped: ids that are not part of it."""
+        if self._token_bytes.make_text:
+            return ByteDetokenizer(self._token_bytes.of, skipped)
+        return WindowDetokenizer(self.decode, lambda token_id: token_id in skipped or not self.knows(token_id))
 
 
 def _read_template(path: Path) -> str:

@@ -12,7 +12,7 @@ import h11
 from prometheus_client import Counter
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.config import Config
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 _BODY_FLOOR = 8 << 10
@@ -36,6 +36,28 @@ class ConnectionLimits:
     """For a request's head, and for a TLS handshake. A body gets as long, plus 1 s per 8 KiB received."""
     reader_timeout: float = 60.0
     """For a client that does not read its answer."""
+
+
+class ChunkWriter:
+    """Writes chunks of a response's body straight to the transport. The scope of a request has one, as "chunks".
+
+    h11 knows nothing of these chunks, and need not: how a chunk is framed depends on no other. An event of h11, or a
+    message through the layers of an application, costs as much processor time as making the text of a token.
+    """
+
+    def __init__(self, cycle: RequestResponseCycle, transport: asyncio.Transport) -> None:
+        self._cycle = cycle
+        self._transport = transport
+        self.open = False
+        """Whether the response has begun, and has chunks. `send` sends those of others, and the end of all."""
+
+    async def write(self, body: bytes) -> None:
+        """Write a chunk, unless the client has left. Waits while the client is slow to read."""
+        cycle = self._cycle
+        if cycle.flow.write_paused and not cycle.disconnected:
+            await cycle.flow.drain()
+        if body and not cycle.disconnected:
+            self._transport.write(b"%x\r\n%b\r\n" % (len(body), body))
 
 
 class _Parser(h11.Connection):
@@ -92,25 +114,13 @@ class GuardedConnection(H11Protocol):
         self._reader_timer: asyncio.TimerHandle | None = None
 
     async def _served_by(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request. The chunks of an answer without a length go straight to the transport.
+        """Serve a request, which gets a ChunkWriter that opens when the answer turns out to have chunks."""
+        chunks = ChunkWriter(self.cycle, self.transport)
 
-        h11 knows nothing of them, and need not: how a chunk is framed depends on no other. An event of h11 costs as
-        much processor time as everything else that a streamed token needs.
-        """
-        cycle, chunked = self.cycle, False
-
-        async def send_quickly(message: Message) -> None:
-            nonlocal chunked
-            if message["type"] == "http.response.body" and chunked and message.get("more_body"):
-                body = message.get("body")
-                if cycle.flow.write_paused and not cycle.disconnected:
-                    await cycle.flow.drain()
-                if body and not cycle.disconnected:
-                    self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
-                return
+        async def send_and_look(message: Message) -> None:
             await send(message)
             if message["type"] == "http.response.start":
-                chunked = (
+                chunks.open = (
                     scope["method"] != "HEAD"
                     and scope["http_version"] == "1.1"
                     and message["status"] >= HTTPStatus.OK
@@ -118,7 +128,7 @@ class GuardedConnection(H11Protocol):
                     and not any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
                 )
 
-        await app(scope, receive, send_quickly)
+        await app({**scope, "chunks": chunks}, receive, send_and_look)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
