@@ -1,4 +1,4 @@
-"""One attempt to have a request generated: the decode node that has it, and the tokens that arrived from there.
+"""One attempt to have a request generated: the decode node that has it, and what arrived from there.
 
 Messages may be lost, but each says which index its tokens begin at, so a gap shows as soon as a later token arrives.
 Tokens behind a gap are dropped; the decode client asks for all tokens from the gap on. Log probabilities of the prompt
@@ -6,16 +6,16 @@ that are missing when the first token comes are a gap before it.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import structlog
 
 from control.block_hashes import BlockHashes
 from control.grammar import Grammar
-from control.messages import FinishReason, Output, Peer, Sampling, Token
+from control.messages import Output, Peer, Sampling
 from control.prompt_logprobs import PromptLogprobs, PromptLogprobTable
+from gateway.choice import Delta, NewTokens
 from gateway.errors import ApiError
 
 log = structlog.get_logger(__name__)
@@ -52,21 +52,15 @@ class TokenizedRequest:
         return ApiError(500, f"{what} (request {self.request_id}); try again")
 
 
-class NewTokens(NamedTuple):
-    """Tokens of an answer, in order and each once. The last ones come with a finish reason.
+@dataclass
+class Shortcut:
+    """A way for deltas past the tasks and generators between a decode node's message and a connection.
 
-    A named tuple, like whatever is made for each token: a frozen dataclass takes three times as long to make.
-
-    first: the answer begins with these tokens. Earlier ones came from a node that failed and no longer count.
-    prompt: with the first tokens, the log probabilities of the prompt, if they were asked for. cached_tokens: with the
-    first ones, tokens of the prompt that were not computed.
+    take: called on the event loop with a delta while the reader of the answer waits, having dealt with all earlier
+    ones. Returns false, and does nothing, if the delta has to go the long way. None: all have to.
     """
 
-    tokens: tuple[Token, ...]
-    finish_reason: FinishReason | None
-    first: bool
-    prompt: PromptLogprobTable | None = None
-    cached_tokens: int = 0
+    take: Callable[[Delta], bool] | None = None
 
 
 class NodeFailed(Exception):
@@ -95,11 +89,16 @@ class _Gap:
 
 @dataclass
 class Attempt:
-    """A request at one decode node. Belongs to the gateway's event loop."""
+    """A request at one decode node. Belongs to the gateway's event loop.
+
+    read: makes a delta of tokens as soon as they arrive. It may find that the answer ends with them.
+    """
 
     request: TokenizedRequest
     node: Peer
     started: float
+    read: Callable[[NewTokens], Delta]
+    shortcut: Shortcut
     received: int = 0
     """Tokens that have arrived, none missing before the last."""
     gap: _Gap | None = None
@@ -115,8 +114,10 @@ class Attempt:
     def __post_init__(self) -> None:
         asked, tokens = self.request.prompt_logprobs, len(self.request.prompt_ids)
         self.prompt = None if asked is None else PromptLogprobTable(tokens, asked)
-        self._arrived: list[NewTokens] = []
+        self._arrived: list[Delta] = []
         """Not taken yet by `next`."""
+        self._ended = False
+        """Whether the last delta has been read."""
         self._waiting: asyncio.Future[None] | None = None
         """Done when `next` has something to return. An asyncio.Queue costs several times as much."""
 
@@ -145,10 +146,10 @@ class Attempt:
             self.failure = reason
             self._wake()
 
-    async def next(self) -> Sequence[NewTokens]:
-        """All tokens that have arrived since the last call, as they came; at least one. Only one task may wait here.
+    async def next(self) -> Sequence[Delta]:
+        """What has arrived since the last call, as it came, but for the shortcut; at least one delta.
 
-        Raises NodeFailed or ApiError.
+        Raises NodeFailed, ApiError or what `read` has raised. Only one task may wait here.
         """
         if not self._arrived and self.failure is None:
             self._waiting = asyncio.get_running_loop().create_future()
@@ -186,9 +187,21 @@ class Attempt:
             if self.received >= self.gap.known:
                 self.gap = None
         self.over = output.finish_reason is not None
-        if tokens or self.over:
+        if (tokens or self.over) and not self._ended:
             prompt = self.prompt if first else None
-            self._arrived.append(NewTokens(tokens, output.finish_reason, first, prompt, output.cached_tokens))
+            self._pass(NewTokens(tokens, output.finish_reason, first, prompt, output.cached_tokens))
+
+    def _pass(self, new: NewTokens) -> None:
+        try:
+            delta = self.read(new)
+            self._ended = delta.finish_reason is not None
+            waits = self._waiting is not None and not self._waiting.done()
+            if waits and self.shortcut.take is not None and self.shortcut.take(delta):
+                return
+        except Exception as error:
+            self.fail(error)
+        else:
+            self._arrived.append(delta)
             self._wake()
 
     def _failure(self, output: Output) -> Exception:

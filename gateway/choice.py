@@ -5,9 +5,25 @@ from typing import NamedTuple
 
 from control.messages import FinishReason, Token
 from control.prompt_logprobs import PromptLogprobTable
-from gateway.attempt import NewTokens
 from gateway.detokenizer import StopMatcher
 from gateway.tokenizer import CheckpointTokenizer
+
+
+class NewTokens(NamedTuple):
+    """Tokens of an answer, in order and each once. The last ones come with a finish reason.
+
+    A named tuple, like whatever is made for each token: a frozen dataclass takes three times as long to make.
+
+    first: the answer begins with these tokens. Earlier ones came from a node that failed and no longer count.
+    prompt: with the first tokens, the log probabilities of the prompt, if they were asked for. cached_tokens: with the
+    first ones, tokens of the prompt that were not computed.
+    """
+
+    tokens: tuple[Token, ...]
+    finish_reason: FinishReason | None
+    first: bool
+    prompt: PromptLogprobTable | None = None
+    cached_tokens: int = 0
 
 
 class Delta(NamedTuple):

@@ -6,18 +6,18 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeVar
 
-import structlog
 from pydantic import ValidationError
 
 from base.errors import StartupError
 from base.metrics import Metrics
 from control.block_hashes import BlockHasher
 from control.grammar import Grammar, Lark
-from gateway.attempt import TokenizedRequest
-from gateway.choice import Choice, Delta, TextOptions
+from gateway.attempt import Shortcut, TokenizedRequest
+from gateway.branch import Branch
+from gateway.choice import Delta, TextOptions
 from gateway.config import GatewayConfig
 from gateway.decode_client import DecodeClient
 from gateway.errors import ApiError, timed_out
@@ -33,41 +33,12 @@ from gateway.requests.unsupported import FieldPolicy
 from gateway.salts import salt_of
 from gateway.tokenizer import CheckpointTokenizer
 
-log = structlog.get_logger(__name__)
-
 _SMALL_BYTES = 64 << 10
 _THREADS = 2
 """Threads for small requests, and the same number for large ones."""
 
 _Body = TypeVar("_Body", bound=RequestBody)
 _Result = TypeVar("_Result")
-
-
-@dataclass
-class _RequestStats:
-    """Counts and times of one request, for metrics and the log."""
-
-    metrics: Metrics
-    arrived: float
-    tokens: int = 0
-    ttft: float | None = None
-    last: float = 0.0
-    """When the last token arrived (time.monotonic)."""
-    reason: str = "cancelled"
-    """Why it ended. Nobody sets it when the client cancels."""
-
-    def add(self, count: int) -> None:
-        if not count:
-            return
-        now = time.monotonic()
-        if self.ttft is None:
-            self.ttft = now - self.arrived
-            self.metrics.ttft.observe(self.ttft)
-        else:
-            for _ in range(count):
-                self.metrics.inter_token.observe((now - self.last) / count)
-        self.last = now
-        self.tokens += count
 
 
 class Completer:
@@ -166,53 +137,17 @@ class Completer:
                     answers[index].append(delta)
         return answers
 
-    def deltas(self, prepared: Prepared) -> AsyncGenerator[tuple[int, Sequence[Delta]], None]:
-        """The answers: an index, and the pieces that this answer goes on with. Raises ApiError.
+    def deltas(
+        self, prepared: Prepared, shortcut: Shortcut | None = None
+    ) -> AsyncGenerator[tuple[int, Sequence[Delta]], None]:
+        """The answers: an index, and what this answer goes on with. Raises ApiError.
 
-        Closing it early cancels the request.
+        Closing it early cancels the request. shortcut: where deltas may go instead if there is one answer only.
         """
-        return merged([self._branch_deltas(prepared, number) for number in range(len(prepared.branches))])
-
-    async def _branch_deltas(self, prepared: Prepared, number: int) -> AsyncGenerator[list[Delta], None]:
-        branch = prepared.branches[number]
-        stats = _RequestStats(self._metrics, branch.arrived)
-        log.info(
-            "request arrived",
-            request_id=branch.request_id,
-            prompt_tokens=len(branch.prompt_ids),
-            max_new_tokens=branch.max_new_tokens,
-        )
-        try:
-            async with aclosing(self._client.stream(branch)) as answer:
-                async for arrived in answer:
-                    deltas = []
-                    for new in arrived:
-                        if new.first:
-                            choice = Choice(self.tokenizer, prepared.text)
-                            prepared.cached[number] = new.cached_tokens
-                            stats.tokens = 0
-                        delta = choice.push(new)
-                        stats.add(len(delta.tokens))
-                        deltas.append(delta)
-                        if delta.finish_reason is not None:
-                            stats.reason = delta.finish_reason
-                            # The node does not know stop strings: closing the stream makes it stop.
-                            await answer.aclose()
-                            break
-                    yield deltas
-        except Exception as error:
-            stats.reason = (isinstance(error, ApiError) and error.code) or "error"
-            raise
-        finally:
-            self._metrics.requests_finished.labels(reason=stats.reason).inc()
-            log.info(
-                "request finished",
-                request_id=branch.request_id,
-                reason=stats.reason,
-                tokens=stats.tokens,
-                ttft_s=None if stats.ttft is None else round(stats.ttft, 4),
-                seconds=round(time.monotonic() - branch.arrived, 4),
-            )
+        alone = len(prepared.branches) == 1
+        way = shortcut if shortcut is not None and alone else Shortcut()
+        branches = [Branch(prepared, number, self.tokenizer, self._metrics) for number in range(len(prepared.branches))]
+        return merged([branch.deltas(self._client, way) for branch in branches])
 
     def close(self) -> None:
         for threads in (self._small, self._large):

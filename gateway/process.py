@@ -46,8 +46,8 @@ from service.tls import server_tls
 log = structlog.get_logger(__name__)
 
 _CANCEL_AT_STOP_S = 2.0
-_COLLECTED_AFTER = 10_000
-"""Objects that may be new before the garbage collector looks at them: those of some messages of 512 tokens."""
+_COLLECTED_AFTER = 50_000
+"""Objects that may be new before the garbage collector looks at them: those of ten messages of 512 tokens."""
 _MIN_BODY_BYTES = 1 << 20
 _CONNECTIONS_PER_REQUEST = 4
 """Clients keep idle connections for their next requests."""

@@ -51,12 +51,20 @@ class ChunkWriter:
         self.open = False
         """Whether the response has begun, and has chunks. `send` sends those of others, and the end of all."""
 
+    @property
+    def paused(self) -> bool:
+        """Whether the client is slow to read."""
+        return self._cycle.flow.write_paused
+
     async def write(self, body: bytes) -> None:
-        """Write a chunk, unless the client has left. Waits while the client is slow to read."""
-        cycle = self._cycle
-        if cycle.flow.write_paused and not cycle.disconnected:
-            await cycle.flow.drain()
-        if body and not cycle.disconnected:
+        """Write a chunk. Waits while the client is slow to read."""
+        if self.paused and not self._cycle.disconnected:
+            await self._cycle.flow.drain()
+        self.write_now(body)
+
+    def write_now(self, body: bytes) -> None:
+        """Write a chunk, unless the client has left. Call it only where the client is not slow to read."""
+        if body and not self._cycle.disconnected:
             self._transport.write(b"%x\r\n%b\r\n" % (len(body), body))
 
 
