@@ -14,7 +14,7 @@ from gateway.answers.streamed import StreamedAnswer
 from gateway.attempt import Shortcut
 from gateway.choice import Delta
 from gateway.errors import ApiError
-from service.connection import ChunkWriter
+from service.chunks import ChunkWriter
 
 log = structlog.get_logger(__name__)
 
@@ -74,7 +74,7 @@ class EventStream(StreamingResponse):
         """Write a delta of the only answer, and return true, unless it ends the answer or the client is slow."""
         if delta.finish_reason is not None or delta.prompt is not None or chunks.paused:
             return False
-        chunks.write_now(self._answer.written(0, delta))
+        chunks.write_soon(self._answer.written(0, delta))
         return True
 
 

@@ -12,8 +12,10 @@ import h11
 from prometheus_client import Counter
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.config import Config
-from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
+from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
+
+from service.chunks import ChunkTurns, ChunkWriter
 
 _BODY_FLOOR = 8 << 10
 """Bytes per second that a body must reach after its first `header_timeout` seconds."""
@@ -36,36 +38,6 @@ class ConnectionLimits:
     """For a request's head, and for a TLS handshake. A body gets as long, plus 1 s per 8 KiB received."""
     reader_timeout: float = 60.0
     """For a client that does not read its answer."""
-
-
-class ChunkWriter:
-    """Writes chunks of a response's body straight to the transport. The scope of a request has one, as "chunks".
-
-    h11 knows nothing of these chunks, and need not: how a chunk is framed depends on no other. An event of h11, or a
-    message through the layers of an application, costs as much processor time as making the text of a token.
-    """
-
-    def __init__(self, cycle: RequestResponseCycle, transport: asyncio.Transport) -> None:
-        self._cycle = cycle
-        self._transport = transport
-        self.open = False
-        """Whether the response has begun, and has chunks. `send` sends those of others, and the end of all."""
-
-    @property
-    def paused(self) -> bool:
-        """Whether the client is slow to read."""
-        return self._cycle.flow.write_paused
-
-    async def write(self, body: bytes) -> None:
-        """Write a chunk. Waits while the client is slow to read."""
-        if self.paused and not self._cycle.disconnected:
-            await self._cycle.flow.drain()
-        self.write_now(body)
-
-    def write_now(self, body: bytes) -> None:
-        """Write a chunk, unless the client has left. Call it only where the client is not slow to read."""
-        if body and not self._cycle.disconnected:
-            self._transport.write(b"%x\r\n%b\r\n" % (len(body), body))
 
 
 class _Parser(h11.Connection):
@@ -103,6 +75,7 @@ class GuardedConnection(H11Protocol):
         limits: ConnectionLimits,
         refused: Counter,
         closed: Callable[[], None],
+        chunk_turns: ChunkTurns,
     ) -> None:
         super().__init__(config, state, app_state, asyncio.get_running_loop())
         # What uvicorn calls for each request.
@@ -111,6 +84,7 @@ class GuardedConnection(H11Protocol):
         self._limits = limits
         self._refused = refused
         self._closed = closed
+        self._chunk_turns = chunk_turns
         self._expected: Literal["header", "body"] | None = None
         """The part of a request that has a deadline now."""
         self._expected_since = 0.0
@@ -123,9 +97,10 @@ class GuardedConnection(H11Protocol):
 
     async def _served_by(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request, which gets a ChunkWriter that opens when the answer turns out to have chunks."""
-        chunks = ChunkWriter(self.cycle, self.transport)
+        chunks = ChunkWriter(self.cycle, self.transport, self._chunk_turns)
 
         async def send_and_look(message: Message) -> None:
+            chunks.flush()
             await send(message)
             if message["type"] == "http.response.start":
                 chunks.open = (
