@@ -1,7 +1,7 @@
 """Chunks of a response's body on their short way to the transport.
 
-h11 knows nothing of these chunks, and need not: how a chunk is framed depends on no other. An event of h11, or a message
-through the layers of an ASGI application, costs as much processor time as making the text of a token.
+h11 knows nothing of these chunks, and need not: how a chunk is framed depends on no other. An event of h11, or a
+message through the layers of an ASGI application, costs as much processor time as making the text of a token.
 """
 
 import asyncio
