@@ -25,13 +25,14 @@ from control.messages import (
     Rejected,
 )
 from control.plane import ControlPlane
-from gateway.completer import Completer, chat_format_of
+from gateway.completer import Completer
 from gateway.config import GatewayConfig
 from gateway.decode_client import DecodeClient
 from gateway.errors import ApiError, unavailable
 from gateway.guard import Guard, RequestLimits
 from gateway.keys import ApiKeys
 from gateway.prefix_index import PrefixIndex
+from gateway.preparer import Preparer, chat_format_of
 from gateway.registry import NodeRegistry
 from gateway.server import ApiServer
 from gateway.tokenizer import CheckpointTokenizer
@@ -120,13 +121,15 @@ class Gateway:
         self._client = DecodeClient(self.control, self.registry)
         self._completer = Completer(
             config,
-            tokenizer,
-            chat_format,
+            Preparer(
+                tokenizer,
+                chat_format,
+                BlockHasher(cache_seed(cluster_keys)) if config.routing == "prefix" else None,
+            ),
             self._client,
             self.registry,
             self.metrics,
             context_length,
-            BlockHasher(cache_seed(cluster_keys)) if config.routing == "prefix" else None,
         )
         app = ApiServer(self._completer, self._refusal).app()
         app.include_router(status_router(self.metrics, self._missing, self._refresh))

@@ -23,7 +23,7 @@ class Tokenizing:
     def count(self, request: CountTokensRequest) -> Response:
         """How long the prompt of a conversation is. Raises ApiError."""
         with request.renaming():
-            token_ids, _ = self._completer.chat_prompt(self._completer.chat_of(request))
+            token_ids, _ = self._completer.preparer.chat_prompt(self._completer.chat_of(request))
         return JSONResponse({"input_tokens": len(token_ids)})
 
     def tokenize(self, request: TokenizeRequest) -> Response:
@@ -34,7 +34,7 @@ class Tokenizing:
             chat = ChatCompletionRequest.model_construct(
                 messages=request.messages, tools=request.tools, chat_template_kwargs=request.chat_template_kwargs
             )
-            token_ids, _ = self._completer.chat_prompt(chat, special_tokens=request.add_special_tokens is True)
+            token_ids, _ = self._completer.preparer.chat_prompt(chat, special_tokens=request.add_special_tokens is True)
         return JSONResponse(
             {
                 "count": len(token_ids),
