@@ -124,11 +124,7 @@ class Preparer:
             return self.tokenizer.encode(prompt, special_tokens=True)
         # Refuse one that is too long before looking at each id.
         request.max_new_tokens(len(request.truncated(prompt, capacity.context)), capacity)
-        limit = self.tokenizer.vocab_size
-        for position, token_id in enumerate(prompt):
-            if not 0 <= token_id < limit:
-                found = f"found {token_id} at position {position}"
-                raise ApiError(400, f"prompt: expected token ids from 0 to {limit - 1}, {found}", param="prompt")
+        self.tokenizer.check_ids(prompt, "prompt")
         return prompt
 
     def _text_options(

@@ -88,6 +88,13 @@ class CheckpointTokenizer:
         alone = word.lstrip()
         return sorted({tuple(ids) for text in (alone, " " + alone) if (ids := self.encode(text, special_tokens=False))})
 
+    def check_ids(self, token_ids: Sequence[int], field: str) -> None:
+        """Raises ApiError, which names the field, for an id that is not in the vocabulary."""
+        for position, token_id in enumerate(token_ids):
+            if not 0 <= token_id < self.vocab_size:
+                expected = f"expected token ids from 0 to {self.vocab_size - 1}"
+                raise ApiError(400, f"{field}: {expected}, found {token_id} at position {position}", param=field)
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text, with special tokens. Ids that the tokenizer does not know are empty."""
         return self._backend.decode(token_ids, skip_special_tokens=False)

@@ -3,7 +3,6 @@
 from starlette.responses import JSONResponse, Response
 
 from gateway.completer import Completer
-from gateway.errors import ApiError
 from gateway.requests.chat import ChatCompletionRequest
 from gateway.requests.messages import CountTokensRequest
 from gateway.requests.tokens import DetokenizeRequest, TokenizeRequest
@@ -46,9 +45,5 @@ class Tokenizing:
 
     def detokenize(self, request: DetokenizeRequest) -> Response:
         """The text of tokens, special ones included. Raises ApiError."""
-        limit = self._tokenizer.vocab_size
-        for position, token_id in enumerate(request.tokens):
-            if token_id >= limit:
-                found = f"found {token_id} at position {position}"
-                raise ApiError(400, f"tokens: expected token ids from 0 to {limit - 1}, {found}", param="tokens")
+        self._tokenizer.check_ids(request.tokens, "tokens")
         return JSONResponse({"prompt": self._tokenizer.decode(request.tokens)})
