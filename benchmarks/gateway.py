@@ -100,7 +100,7 @@ def _gateway(core: int) -> Iterator[tuple[subprocess.Popen[bytes], int, int]]:
     limits = {"max-concurrent-requests": 4096, "context-length": _CONTEXT}
     words = [word for name, value in {**flags, **limits}.items() for word in (f"--{name}", str(value))]
     with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen([sys.executable, "-m", "gateway", *words], stdout=log, stderr=log)
+        process = subprocess.Popen([sys.executable, "-m", "cli.main", "gateway", *words], stdout=log, stderr=log)
         try:
             os.sched_setaffinity(process.pid, {core})
             yield process, http, control

@@ -18,9 +18,9 @@ from engine.rank_place import create_places
 from prefill_node.config import PrefillConfig
 from tests.e2e.cluster import HOT_BUFFER, Cluster, Job, complete, leave_when, metric_value, wait_until
 from tests.e2e.conftest import FAMILIES, Reference
+from tests.e2e.served import ENVIRONMENT, all_gone, children_of, log, serve
 from tests.e2e.test_parity import prompts
 from tests.e2e.test_ranks import NOTICED_S, ranks_of
-from tests.e2e.test_serve import ENVIRONMENT, all_gone, children_of, log, serve
 
 __all__ = ["log", "serve"]
 

@@ -23,8 +23,8 @@ from engine.group_table import GroupTable
 from engine.rank_place import create_places
 from tests.e2e.cluster import HOT_BUFFER, Cluster, Job, Node, complete, wait_until
 from tests.e2e.conftest import FAMILIES, Reference
+from tests.e2e.served import all_gone, children_of, log, serve
 from tests.e2e.test_parity import prompts
-from tests.e2e.test_serve import all_gone, children_of, log, serve
 
 __all__ = ["log", "serve"]
 
