@@ -64,6 +64,7 @@ def holds_nothing(node: Node) -> bool:
     )
 
 
+@pytest.mark.slow
 def test_nodes_that_are_replaced_under_load_cost_no_client_anything(
     start_cluster: Callable[..., Cluster], references: dict[str, Reference]
 ) -> None:

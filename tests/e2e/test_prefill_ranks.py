@@ -68,13 +68,10 @@ def test_the_tokens_behind_a_prefill_node_of_several_ranks_equal_transformers(
     assert prefill.process.wait(timeout=60) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rank", "number"),
-    [
-        (1, signal.SIGKILL),
-        pytest.param(0, signal.SIGKILL, marks=pytest.mark.slow),
-        pytest.param(1, signal.SIGSTOP, marks=pytest.mark.slow),
-    ],
+    [(1, signal.SIGKILL), (0, signal.SIGKILL), (1, signal.SIGSTOP)],
     ids=["killed", "first-killed", "stopped"],
 )
 def test_a_group_that_loses_a_rank_ends_whole_and_its_slots_are_free_when_every_rank_is_proved_dead(

@@ -78,7 +78,6 @@ def incremental(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     return texts.pop()
 
 
-@settings(deadline=None)
 @given(st.text(max_size=60))
 @example("你好世界 " * 12)
 @example("a�" * 20)
@@ -88,7 +87,6 @@ def test_any_text(text: str) -> None:
         assert incremental(tokenizer, ids) == text
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 257), max_size=80))
 @example([0x80] * 60)
 @example([0xE4] * 40 + [0xBD, 0xA0])
@@ -97,7 +95,6 @@ def test_any_byte_tokens_valid_or_not(ids: list[int]) -> None:
     assert incremental(BYTES, ids) == decode_with(BYTES, ids)
 
 
-@settings(deadline=None)
 @given(st.lists(st.sampled_from([*range(256, 263), *[tuple("é好🙂".encode())]]), max_size=60))
 def test_tokenizers_that_drop_a_leading_space(parts: list[int | tuple[int, ...]]) -> None:
     ids = [i for part in parts for i in (part if isinstance(part, tuple) else (part,))]
@@ -109,7 +106,6 @@ def test_text_is_given_out_as_soon_as_it_is_certain() -> None:
         assert [detokenizer.push(b) for b in "h你!".encode()] == ["h", "", "", "你", "!"]
 
 
-@settings(deadline=None)
 @given(st.lists(st.one_of(st.sampled_from([EOS, UNKNOWN, *"né你🙂 ".encode()]), st.integers(0, 310)), max_size=120))
 @example([EOS] * 60 + list(b"ab"))
 @example([0xE4] + [EOS, UNKNOWN] * 40 + [0xBD, 0xA0])
@@ -120,7 +116,6 @@ def test_any_mix_of_text_special_and_unknown_tokens(ids: list[int]) -> None:
         assert incremental(tokenizer, ids) == decode_with(tokenizer, ids)
 
 
-@settings(deadline=None)
 @given(st.lists(st.sampled_from([UNKNOWN, *range(256, 263), tuple("é好🙂".encode())]), max_size=120))
 @example([256] + [UNKNOWN] * 60 + [256, 256])
 @example([UNKNOWN] * 60 + [256, 256])
@@ -180,7 +175,7 @@ def reference_cut(text: str, stops: Sequence[str]) -> str:
     return text
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.text(alphabet="abc", max_size=30),
     st.lists(st.text(alphabet="abc", min_size=1, max_size=4), max_size=3),
