@@ -64,7 +64,7 @@ def main(
     console.print("A step waits for masks only where a batch takes longer than the forward pass.")
     if not steps:
         return
-    table = _table("grammar", "free ms", "constrained", "longer", "processor: free", "constrained", "longer")
+    table = _table("grammar", "free ms", "bound ms", "longer", "CPU: free", "bound", "longer")
     for name, (_, text) in CASES.items():
         timed = GrammarSteps(batch, vocab_size, layers, hidden_size, torch.device(device), threads)
         free, bound = timed.compare(compiled[name][0], tokenizer.encode(text).ids, steps)
