@@ -25,53 +25,20 @@ import typer
 from base.errors import StartupError
 from benchmarks.passkey import CHECKPOINT
 from benchmarks.program import run
-from control.discovery import GatewayAddresses
-from control.membership import Membership
-from control.messages import (
-    Accepted,
-    Cancel,
-    Ended,
-    FinishReason,
-    Generate,
-    Heartbeat,
-    HeartbeatAck,
-    Message,
-    ModelIdentity,
-    Output,
-    Outputs,
-    Peer,
-    Refused,
-    Register,
-    Registered,
-    Role,
-    Token,
-)
-from control.plane import ControlPlane
+from benchmarks.scripted_node import ScriptedNode
+from control.messages import Accepted, Cancel, Ended, FinishReason, Generate, Message, Output, Outputs, Peer, Token
 
 _CONTEXT = 4096
 _TEXT = b"The quick brown fox jumps over the lazy dog. "
 _READY_S = 60.0
-_IDENTITY = ModelIdentity(
-    fingerprint="scripted",
-    dtype="torch.float32",
-    kv_format="float32",
-    num_layers=1,
-    num_index_layers=1,
-    item_bytes=4,
-    index_key_bytes=4,
-)
 
 
-class ScriptedNode:
-    """Registers at a gateway. As a decode node it keeps the requests that it is sent."""
+class SteppingNode(ScriptedNode):
+    """A decode node that keeps the requests that it is sent, and gives each a token when it is told to."""
 
-    def __init__(self, role: Role, gateway: str) -> None:
+    def __init__(self, gateway_address: str) -> None:
         self.requests: dict[str, Peer] = {}
-        self._role = role
-        self.control = ControlPlane(role, "127.0.0.1", 0, "127.0.0.1", self._deliver)
-        self._membership = Membership(self.control, GatewayAddresses([gateway]), self._offer, self._beat)
-        self.control.start()
-        self.control.periodically(0.1, self._membership.tick)
+        super().__init__(gateway_address, "decode", max_request_tokens=_CONTEXT)
 
     def step(self, number: int, last: bool) -> None:
         """Send every request a token."""
@@ -84,25 +51,15 @@ class ScriptedNode:
         for gateway, outputs in by_gateway.values():
             self.control.send(gateway, Outputs(outputs=tuple(outputs)))
 
-    def _deliver(self, sender: Peer, message: Message) -> None:
+    def deliver(self, sender: Peer, message: Message) -> None:
         match message:
             case Generate():
                 self.requests[message.request_id] = sender
                 self.control.send(sender, Accepted(request_id=message.request_id))
             case Ended() | Cancel():
                 self.requests.pop(message.request_id, None)
-            case Registered() | Refused() | HeartbeatAck():
-                self._membership.receive(sender, message)
-
-    def _offer(self, via: str) -> Register:
-        role = self._role
-        assert role != "gateway"
-        return Register(
-            via=via, role=role, identity=_IDENTITY, transports=("tcp",), page_size=64, max_request_tokens=_CONTEXT
-        )
-
-    def _beat(self, via: str) -> Heartbeat:
-        return Heartbeat(via=via, ready=True, queued_tokens=0)
+            case _:
+                super().deliver(sender, message)
 
 
 def _read_streams(port: int, path: str, body: bytes, streams: int, events: "multiprocessing.Queue[int]") -> None:
@@ -143,7 +100,7 @@ def _gateway(core: int) -> Iterator[tuple[subprocess.Popen[bytes], int, int]]:
     limits = {"max-concurrent-requests": 4096, "context-length": _CONTEXT}
     words = [word for name, value in {**flags, **limits}.items() for word in (f"--{name}", str(value))]
     with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen([sys.executable, "-m", "gateway", *words], stdout=log, stderr=log)
+        process = subprocess.Popen([sys.executable, "-m", "cli.main", "gateway", *words], stdout=log, stderr=log)
         try:
             os.sched_setaffinity(process.pid, {core})
             yield process, http, control
@@ -158,9 +115,11 @@ def _gateway(core: int) -> Iterator[tuple[subprocess.Popen[bytes], int, int]]:
 def measure(path: str, body: bytes, streams: int, tokens: int, interval_s: float, core: int) -> tuple[float, float]:
     """Microseconds of the gateway's processor per token, and events per token that the client got."""
     with _gateway(core) as (process, port, control_port):
-        nodes = [ScriptedNode(role, f"127.0.0.1:{control_port}") for role in ("prefill", "decode")]
-        decode = nodes[1]
+        address = f"127.0.0.1:{control_port}"
+        prefill, decode = ScriptedNode(address, "prefill", max_request_tokens=_CONTEXT), SteppingNode(address)
         try:
+            for node in (prefill, decode):
+                node.run(tick_s=0.1)
             _wait_ready(process, port)
             events: multiprocessing.Queue[int] = multiprocessing.Queue()
             client = multiprocessing.Process(target=_read_streams, args=(port, path, body, streams, events))
@@ -181,8 +140,8 @@ def measure(path: str, body: bytes, streams: int, tokens: int, interval_s: float
             client.join()
             return spent / (streams * tokens) * 1e6, count / (streams * tokens)
         finally:
-            for node in nodes:
-                node.control.stop()
+            for node in (prefill, decode):
+                node.die()
 
 
 def _wait_ready(process: "subprocess.Popen[bytes]", port: int) -> None:

@@ -17,7 +17,7 @@ from base.errors import ProcessFailed, StartupError
 from base.version import VERSION
 from benchmarks import commands as bench
 from cli import keygen, quarantine
-from cli.config import ServeConfig
+from cli.config import ServeConfig, SizingConfig
 from cli.flags import takes_flags
 from decode_node.config import DecodeConfig
 from engine.rank_place import RankPlace
@@ -103,6 +103,15 @@ def serve(config: ServeConfig) -> None:
     raise typer.Exit(serve_until_stopped(plan(config)))
 
 
+@app.command()
+@takes_flags
+def sizing(config: SizingConfig) -> None:
+    """Print what a node of several GPUs holds and can at most do, for a published shape. Takes no GPU."""
+    from cli.sizing import report
+
+    typer.echo(report(config))
+
+
 @app.command("tiny-model")
 def tiny_model(
     directory: Annotated[Path, typer.Argument(help="Where to write the checkpoint.")],
@@ -183,8 +192,9 @@ def main(args: list[str] | None = None) -> None:
 
 def _run_node(config: PrefillConfig | DecodeConfig) -> None:
     """Run a node of one process, or one of the ranks of a node, or start all of them."""
-    from cli.rank_group import run_rank, run_ranks, runner_of
+    from cli.rank_group import check_hosts, run_rank, run_ranks, runner_of
 
+    check_hosts(config)
     if (place := RankPlace.taken()) is not None:
         run_rank(config, place)
     elif config.ranks > 1:

@@ -1,6 +1,7 @@
 """`hisparse-pd prefill|decode --ranks N`: starts the ranks of a node, and ends all of them when one ends."""
 
 import os
+import re
 import select
 import signal
 import subprocess
@@ -14,17 +15,19 @@ import typer
 from base.errors import ProcessFailed, StartupError
 from cli.flags import changed_flags
 from cli.serve import RANK_PORTS, Child, arguments, processes, terminate
+from control.messages import ADDRESS_PATTERN
 from decode_node.config import DecodeConfig
 from engine.agreement import GroupFailed
 from engine.group_table import GroupTable
 from engine.rank_place import RankPlace, create_places
 from prefill_node.config import PrefillConfig
+from service.exposure import check_processes
 from service.lifecycle import STOP_SIGNALS
 
 _LAST_WORDS_S = 2.0
 """How long ranks may take to tell gateways that they end, once one has ended."""
 _FOLLOW_S = 3.0
-"""How long after the first rank that ends in peace the others may end."""
+"""How long after the first rank that ends in peace, or the loss of another host, the others may end."""
 _STOP_S = 15.0
 """How long beyond its time to drain a rank may take to stop."""
 _POLL_S = 0.2
@@ -35,8 +38,30 @@ Processes = Mapping[str, "subprocess.Popen[bytes]"]
 NodeOfRanks = PrefillConfig | DecodeConfig
 
 
+def check_hosts(config: NodeOfRanks) -> None:
+    """Raises StartupError if --nnodes, --node-rank and --dist-init-addr do not say where this host stands."""
+    hosts, meeting = config.nnodes, config.dist_init_addr
+    if config.node_rank >= hosts:
+        raise StartupError(f"--node-rank {config.node_rank} with --nnodes {hosts}: expected 0 to {hosts - 1}")
+    if meeting is None and hosts > 1:
+        raise StartupError(
+            f"--nnodes {hosts} without --dist-init-addr: the hosts need HOST:PORT of the one with --node-rank 0"
+        )
+    if meeting is not None and hosts == 1:
+        raise StartupError(f"--dist-init-addr {meeting} without --nnodes: a node of one host meets nobody")
+    if meeting is not None:
+        if not re.match(ADDRESS_PATTERN, meeting):
+            raise StartupError(f"--dist-init-addr {meeting}: expected HOST:PORT, a host name or an IPv4 address")
+        check_processes("--dist-init-addr", meeting.rpartition(":")[0], config.key_dir, config.insecure)
+    if config.ranks % hosts:
+        raise StartupError(f"--ranks {config.ranks} with --nnodes {hosts}: each host has as many ranks as the others")
+
+
 def plan_ranks(config: NodeOfRanks, places: list[RankPlace]) -> list[Child]:
-    """The processes of a node of several ranks. Raises StartupError for what such a node does not do."""
+    """The processes of a node of several ranks on this host. Raises StartupError for what such a node does not do.
+
+    Ports and devices are counted from the first rank of the host: all hosts are configured alike.
+    """
     if isinstance(config, DecodeConfig) and config.allow_local_prefill:
         raise StartupError(
             f"--allow-local-prefill with --ranks {config.ranks}: only a decode node of one rank computes prompts"
@@ -50,12 +75,12 @@ def plan_ranks(config: NodeOfRanks, places: list[RankPlace]) -> list[Child]:
     common = changed_flags(type(config), config)
     command = "prefill" if isinstance(config, PrefillConfig) else "decode"
     children = []
-    for place in places:
-        http_port = _port(config.port, place.rank)
+    for number, place in enumerate(places):
+        http_port = _port(config.port, number)
         own = {
             "--port": http_port,
-            "--control-port": _port(config.control_port, place.rank),
-            "--device": _device(config.device, place.rank),
+            "--control-port": _port(config.control_port, number),
+            "--device": _device(config.device, number),
         }
         words = [command, *arguments({**common, **own})]
         children.append(Child(f"rank {place.rank}", words, http_port, place.variables(), place.descriptors))
@@ -76,16 +101,23 @@ def runner_of(config: NodeOfRanks) -> Callable[..., None]:
 def run_ranks(config: NodeOfRanks) -> int:
     """Run a node of several ranks until it is stopped (returns 0), or until one of them ends (its exit code, or 1).
 
-    SIGTERM drains all ranks, SIGINT ends them. The rank that ended first and the reason are said last, in one line.
+    SIGTERM drains all ranks, SIGINT ends them. The rank that ended first and the reason are said last, in one line. Of
+    a node of several hosts these are the ranks of this one; they end when those of another host do.
     """
     # Rank 0 of a prefill node plans the steps of all. Decode ranks agree on each.
-    places = create_places(config.ranks, lines=isinstance(config, PrefillConfig))
+    places = create_places(
+        config.ranks,
+        isinstance(config, PrefillConfig),
+        config.nnodes,
+        config.node_rank,
+        config.dist_init_addr or "",
+    )
     children = plan_ranks(config, places)
-    return supervise(children, GroupTable(places[0].table, len(places)), config.drain_timeout)
+    return supervise(children, GroupTable(places[0].table, config.ranks), config.drain_timeout, places[0].rank)
 
 
-def supervise(children: list[Child], table: GroupTable, drain_timeout: float) -> int:
-    """Run these ranks; see `run_ranks`."""
+def supervise(children: list[Child], table: GroupTable, drain_timeout: float, first: int = 0) -> int:
+    """Run these ranks, the first of which is `first`; see `run_ranks`."""
     deadlines: list[float] = []
     """When ranks that were told to stop must have ended: with each signal, by a later one."""
 
@@ -102,14 +134,20 @@ def supervise(children: list[Child], table: GroupTable, drain_timeout: float) ->
         running |= started
         if deadlines:  # it came before there was anyone to tell
             terminate(list(started.values()), _LAST_WORDS_S)
-        while (runs := _wait(started)) and not _failed(started, table):
+        others = set(range(table.size)) - set(range(first, first + len(children)))
+        lost_at: float | None = None
+        while (runs := _wait(started)) and not _failed(started, table, first):
             if deadlines and time.monotonic() > deadlines[-1]:
                 break
+            if lost_at is None and table.first_reported(others) is not None:
+                lost_at = time.monotonic()
+            if lost_at is not None and time.monotonic() > lost_at + _FOLLOW_S:
+                break  # What its device waits for never comes.
             if not deadlines and any(process.returncode is not None for process in started.values()):
                 deadlines.append(time.monotonic() + _FOLLOW_S)
         reason, code = "", 0
-        if _failed(started, table):
-            reason, code = _cause(started, table)
+        if _failed(started, table, first) or table.first_reported(others) is not None:
+            reason, code = _cause(started, table, first)
         elif runs:
             late = ", ".join(name for name, process in started.items() if process.poll() is None)
             reason, code = f"{late} did not end when the others did or were told to", 1
@@ -150,28 +188,31 @@ def _wait(started: Processes) -> bool:
     return bool(running)
 
 
-def _failed(started: Processes, table: GroupTable) -> bool:
-    """Whether a rank says that it fails, or ended otherwise than in peace or by a signal to stop."""
+def _failed(started: Processes, table: GroupTable, first: int) -> bool:
+    """Whether a rank of this host says that it fails, or ended otherwise than in peace or by a signal to stop."""
     peaceful = (None, 0, *(-number for number in STOP_SIGNALS))
     return any(
         process.returncode not in peaceful or table.reported(rank) is not None
-        for rank, process in enumerate(started.values())
+        for rank, process in enumerate(started.values(), first)
     )
 
 
-def _cause(started: Processes, table: GroupTable) -> tuple[str, int]:
+def _cause(started: Processes, table: GroupTable, first: int) -> tuple[str, int]:
     """Which rank failed and why, and the exit code for it.
 
-    If several have: one that was killed, else one that says what happened to itself rather than to another.
+    If several have: one that was killed, else one that says what happened to itself, else the first of another host and
+    what was seen of its end, else one that says what happened to another.
     """
+    ours = dict(enumerate(started.values(), first))
+    lost = table.first_reported(rank for rank in range(table.size) if rank not in ours)
     found = []
-    for rank, process in enumerate(started.values()):
-        code, said = process.poll(), table.reported(rank)
+    for rank in (*ours, *(() if lost is None else (lost,))):
+        code, said = ours[rank].poll() if rank in ours else None, table.reported(rank)
         if code is not None and code < 0:
             found.append((0, f"rank {rank} was killed by {signal.Signals(-code).name}", 1))
         elif said is not None:
             blames_another = not said[0].startswith(f"rank {rank}")
-            found.append((1 + blames_another, *said))
+            found.append((3 if blames_another else 1 if rank in ours else 2, *said))
         elif code:
             found.append((1, f"rank {rank} ended with code {code}", code))
     _, text, code = min(found)

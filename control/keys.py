@@ -127,6 +127,15 @@ def cache_seed(keys: Keys | None) -> int:
     return int.from_bytes(digest, "little")
 
 
+def group_secret(keys: Keys | None) -> bytes:
+    """By which the ranks of several hosts know each other: 32 bytes that only processes with the cluster's keys can
+    derive. Empty without keys.
+    """
+    if keys is None:
+        return b""
+    return hashlib.blake2b(keys.cluster.secret.encode(), digest_size=32, person=b"rank groups").digest()
+
+
 def load_token(directory: Path) -> str:
     """The operator's token. Raises StartupError if it is missing, empty or readable by everyone."""
     path = directory / "operator.token"

@@ -28,12 +28,12 @@ def check_alike(ranks: RankGroup, config: DecodeConfig, spec: ModelSpec) -> None
 
 
 def check_host_memory(ranks: RankGroup, sizes: Sizes, available: int) -> None:
-    """Raises StartupError if the host pools of all ranks do not fit together. available: bytes before any was made."""
-    said = ranks.share([sizes.host_bytes + sizes.prefix_cache_bytes, available])
+    """Raises StartupError if the pools of a host's ranks do not fit together. available: bytes before any was made."""
+    said = ranks.share_on_host([sizes.host_bytes + sizes.prefix_cache_bytes, available])
     pools = [pool for pool, _ in said]
     least = min(free for _, free in said)
     if sum(pools) > least:
         raise StartupError(
-            f"the host pools of {ranks.size} ranks need {human(sum(pools))} together, available are {human(least)}: "
+            f"the host pools of {len(pools)} ranks need {human(sum(pools))} together, available are {human(least)}: "
             "lower host_to_device_ratio or host_pool_gib"
         )

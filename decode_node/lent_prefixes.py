@@ -130,12 +130,16 @@ class LentPrefixes:
                 log.info("a reader is dead", reader=loan.reader.address, **loan.attempt.log_fields)
                 self.returned(loan.attempt, loan.reader)
 
-    def evict(self, boot_id: str) -> list[Loan]:
+    @property
+    def orphaned(self) -> list[tuple[Loan, float]]:
+        """Loans of attempts that are over, and since when (time.monotonic)."""
+        return [(loan, loan.orphaned_at) for loan in self if loan.orphaned_at is not None]
+
+    def evict(self, boot_id: str) -> None:
         """An operator vouches that this process is gone: take back what it had of attempts that are over."""
-        evicted = [loan for loan in self if loan.orphaned_at is not None and loan.reader.boot_id == boot_id]
-        for loan in evicted:
-            self.returned(loan.attempt, loan.reader)
-        return evicted
+        for loan, _ in self.orphaned:
+            if loan.reader.boot_id == boot_id:
+                self.returned(loan.attempt, loan.reader)
 
     def _lend(self, sender: Peer, message: FetchRequest, attempt: PrefillAttempt) -> None:
         slots = self._hold(attempt.request, message.stop)

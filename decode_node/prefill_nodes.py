@@ -36,6 +36,10 @@ class PrefillNodes:
         self._health = health
         self._by_gateway: dict[str, _GatewayList] = {}
         """The newest comes last."""
+        self._listed: Mapping[str, Peer] = {}
+        """All listed nodes by address. Made with each list, since waiting requests ask in every turn of the loop."""
+        self._longest_prompts: Mapping[str, int] = {}
+        """By boot id, of all lists."""
         self._retired: Tombstones[str] = Tombstones()
         """Boots that take no more requests."""
 
@@ -61,6 +65,9 @@ class PrefillNodes:
             if other != gateway and now - listed.at < _FORGOTTEN_AFTER_S
         }
         self._by_gateway = {**others, gateway: _GatewayList(now, nodes, longest_prompts, ranks)}
+        lists = self._by_gateway.values()
+        self._listed = {node.address: node for listed in lists for node in listed.nodes}
+        self._longest_prompts = {boot: most for listed in lists for boot, most in listed.longest_prompts.items()}
 
     def retire(self, *boot_ids: str) -> None:
         """Never ask these processes again, whoever still lists them: they are shutting down."""
@@ -75,10 +82,9 @@ class PrefillNodes:
         prompt, one is asked anyway, and its refusal names the limit.
         """
         ranking, prompt_tokens = request.generate.prefill_nodes, request.kv_tokens
-        current = {node.address: node for listed in self._by_gateway.values() for node in listed.nodes}
-        longest = {boot: most for listed in self._by_gateway.values() for boot, most in listed.longest_prompts.items()}
-        ranked = [current[node.address] for node in ranking if node.address in current]
-        ranked += [*current.values(), *(node for node in ranking if node.address not in current)]
+        listed, longest = self._listed, self._longest_prompts
+        ranked = [listed[node.address] for node in ranking if node.address in listed]
+        ranked += [*listed.values(), *(node for node in ranking if node.address not in listed)]
         able = [node for node in ranked if longest.get(node.boot_id, prompt_tokens) >= prompt_tokens]
         usable = [node for node in able or ranked if self._is_usable(node)]
         untried = [node for node in usable if node.boot_id not in request.tried]

@@ -76,7 +76,8 @@ def run_decode_node(config: DecodeConfig, place: RankPlace | None = None) -> Non
         log.info("attention backend", backend=backend.name)
         ranks = None
         if place is not None:
-            ranks = RankGroup(place, device, config.step_timeout, wake=lambda: shell.inbox.put(None))
+            wake_rank = partial(shell.inbox.put, None)
+            ranks = RankGroup(place, device, config.step_timeout, wake_rank, shell.group_secret)
             at_end.callback(ranks.close)
             check_alike(ranks, config, spec)
         model = load_model(
@@ -199,7 +200,7 @@ def _plan(
     sharing = 1
     if ranks is not None:
         ranks.share(None)
-        sharing = ranks.size
+        sharing = ranks.per_host
         if hisparse.host_pool_gib is not None:
             hisparse = replace(hisparse, host_pool_gib=hisparse.host_pool_gib / sharing)
     if split := device_split(device, config.mem_fraction_static):

@@ -14,6 +14,7 @@ from fastapi import APIRouter, Depends, HTTPException
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from pydantic import BaseModel
 
+from control.messages import Peer
 from control.plane import ControlPlane
 from decode_node.health import SILENCE_S
 from decode_node.lent_prefixes import LentPrefixes, Loan
@@ -68,9 +69,7 @@ class Eviction(BaseModel):
 class Quarantine:
     """Lists and evicts quarantined reservations. The node's loop, which owns them, calls it."""
 
-    def __init__(
-        self, reservations: ReservationTable[Any], control: ControlPlane, lent: LentPrefixes | None = None
-    ) -> None:
+    def __init__(self, reservations: ReservationTable[Any], control: ControlPlane, lent: LentPrefixes) -> None:
         """lent: what prefill nodes read."""
         self._reservations = reservations
         self._control = control
@@ -82,12 +81,8 @@ class Quarantine:
         So, too, prefixes that were lent for attempts that are over, and that are not known to be read no more.
         """
         now = time.monotonic()
-        found = [self._describe(r, writer, now) for r in self._reservations.quarantined for writer in r.writers]
-        found += [
-            self._describe_loan(loan, loan.orphaned_at, now)
-            for loan in self._lent or ()
-            if loan.orphaned_at is not None
-        ]
+        found = [self._written(r, writer, now) for r in self._reservations.quarantined for writer in r.writers]
+        found += [self._read(loan, since, now) for loan, since in self._lent.orphaned]
         return QuarantineList(reservations=sorted(found, key=lambda reservation: -reservation.quarantined_s))
 
     def evict(self, boot_id: str, force: bool = False) -> Eviction:
@@ -100,7 +95,7 @@ class Quarantine:
         now = time.monotonic()
         mine = [r for r in self._reservations.quarantined if r.writers_of(boot_id)]
         writers = [writer for r in mine for writer in r.writers_of(boot_id)]
-        loans = [loan for loan in self._lent or () if loan.orphaned_at is not None and loan.reader.boot_id == boot_id]
+        loans = [loan for loan, _ in self._lent.orphaned if loan.reader.boot_id == boot_id]
         if not mine and not loans:
             raise HTTPException(404, f"nothing is in quarantine for boot id {boot_id}")
         peer = writers[0].peer if writers else loans[0].reader
@@ -112,8 +107,7 @@ class Quarantine:
                 "stop it first, or force the eviction",
             )
         self._reservations.evict(boot_id, now)
-        if self._lent is not None:
-            self._lent.evict(boot_id)
+        self._lent.evict(boot_id)
         eviction = Eviction(
             boot_id=boot_id,
             reservations=len(mine) + len(loans),
@@ -124,8 +118,7 @@ class Quarantine:
         log.warning("evicted by an operator", forced=force, **eviction.model_dump(exclude={"warning"}))
         return eviction
 
-    def _describe(self, reservation: Reservation[Any], writer: Writer, now: float) -> QuarantinedReservation:
-        heard = self._control.last_heard(writer.peer.boot_id)
+    def _written(self, reservation: Reservation[Any], writer: Writer, now: float) -> QuarantinedReservation:
         free_after = writer.free_after
         return QuarantinedReservation(
             request_id=reservation.attempt.request_id,
@@ -134,12 +127,11 @@ class Quarantine:
             quarantined_s=now - (reservation.quarantined_at or now),
             writer=writer.peer.address,
             boot_id=writer.peer.boot_id,
-            last_heard_s=None if heard is None else now - heard,
+            last_heard_s=self._last_heard_s(writer.peer, now),
             free_in_s=None if free_after is None else max(0.0, free_after - now),
         )
 
-    def _describe_loan(self, loan: Loan, since: float, now: float) -> QuarantinedReservation:
-        heard = self._control.last_heard(loan.reader.boot_id)
+    def _read(self, loan: Loan, since: float, now: float) -> QuarantinedReservation:
         return QuarantinedReservation(
             request_id=loan.attempt.request_id,
             epoch=loan.attempt.epoch,
@@ -148,9 +140,13 @@ class Quarantine:
             writer=loan.reader.address,
             boot_id=loan.reader.boot_id,
             access="reads",
-            last_heard_s=None if heard is None else now - heard,
+            last_heard_s=self._last_heard_s(loan.reader, now),
             free_in_s=None,
         )
+
+    def _last_heard_s(self, peer: Peer, now: float) -> float | None:
+        heard = self._control.last_heard(peer.boot_id)
+        return None if heard is None else now - heard
 
 
 def quarantine_router(

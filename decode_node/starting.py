@@ -40,8 +40,9 @@ class PrefillStarter:
 
         Of a group one is prefilled. The others wait for that, and share its prompt.
         """
-        donors = requests.donors()
-        for request in requests.in_state(RequestState.WAITING):
+        waiting = requests.in_state(RequestState.WAITING)
+        donors = requests.donors() if waiting else {}
+        for request in waiting:
             donor = donors.get(request.generate.group) if not request.generated else None
             if donor is not None and not donor.has_kv:
                 continue

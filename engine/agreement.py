@@ -3,7 +3,7 @@
 A group computes step after step, in rounds. A rank that has requests posts how many and waits until all have posted;
 that calls the others, which post, too. All of them then launch a step of the largest number, so that the collectives in
 it match. A rank that nobody calls and that has no requests goes on without a step; after a while it sleeps, and the
-rank that calls it rings its bell.
+rank that calls it rings its bell. Of a group on several hosts the table is a `LinkedTable`, and the rest is the same.
 
 Two processes agree over gloo in 172 us, over shared memory in a few.
 """

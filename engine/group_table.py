@@ -3,20 +3,22 @@
 A memfd that the ranks inherit from the process that started them: nothing of it stays behind, however they end. Each
 rank writes to its own entry only. Numbers are written whole (aligned, 64 bits), so a reader sees the old one or the new
 one. What a step depends on is one number of each rank, since two may become visible in another order than they were
-written in.
+written in. Of a group on several hosts each host has a table: `LinkedTable` keeps them alike.
 """
 
 import mmap
 import os
+import time
+from collections.abc import Iterable
 from enum import IntEnum
 
 _ENTRY_BYTES = 1024
 _LINE = 8
 """Numbers in a cache line: what a rank writes for every step has a line of its own."""
 _POSTS, _PID, _BEAT, _ASLEEP, _STANDING, _DONE = 0, _LINE, _LINE + 1, _LINE + 2, _LINE + 3, _LINE + 4
-_TEXT, _CODE = 2 * _LINE, 2 * _LINE + 1
-"""The length of the text that follows, and an exit code."""
-_TEXT_BYTES = _ENTRY_BYTES - 8 * (_CODE + 1)
+_TEXT, _CODE, _REPORTED_AT = 2 * _LINE, 2 * _LINE + 1, 2 * _LINE + 2
+"""The length of the text that follows, an exit code, and when that was reported (time.monotonic_ns)."""
+_TEXT_BYTES = _ENTRY_BYTES - 8 * (_REPORTED_AT + 1)
 _BATCH_BITS = 20
 
 
@@ -92,9 +94,15 @@ class GroupTable:
         """That of the group."""
         return Standing(max(self._get(rank, _STANDING) for rank in range(self.size)))
 
+    def standing_of(self, rank: int) -> Standing:
+        return Standing(self._get(rank, _STANDING))
+
     def set_done(self, rank: int) -> None:
         """It will not ask for another step."""
         self._set(rank, _DONE, 1)
+
+    def done(self, rank: int) -> bool:
+        return bool(self._get(rank, _DONE))
 
     def all_done(self) -> bool:
         return all(self._get(rank, _DONE) for rank in range(self.size))
@@ -105,17 +113,23 @@ class GroupTable:
         """Leave the reason why it ends, for the process that started it. The first one counts. code: its exit code."""
         if not self._get(rank, _TEXT):
             data = text.encode()[:_TEXT_BYTES]
-            at = 8 * self._at(rank, _CODE + 1)
+            at = 8 * self._at(rank, _REPORTED_AT + 1)
             self._bytes[at : at + len(data)] = data
             self._set(rank, _CODE, code)
+            self._set(rank, _REPORTED_AT, time.monotonic_ns())
             self._set(rank, _TEXT, len(data))
 
     def reported(self, rank: int) -> tuple[str, int] | None:
         """Reason and exit code; None if it does not end, or has not said why."""
         if not (length := self._get(rank, _TEXT)):
             return None
-        at = 8 * self._at(rank, _CODE + 1)
+        at = 8 * self._at(rank, _REPORTED_AT + 1)
         return bytes(self._bytes[at : at + length]).decode(errors="replace"), self._get(rank, _CODE)
+
+    def first_reported(self, ranks: Iterable[int]) -> int | None:
+        """That of these ranks for which a reason was left first: others may end for its sake. None if there is none."""
+        reported = [rank for rank in ranks if self._get(rank, _TEXT)]
+        return min(reported, key=lambda rank: self._get(rank, _REPORTED_AT), default=None)
 
     def _at(self, rank: int, field: int) -> int:
         return rank * (_ENTRY_BYTES // 8) + field

@@ -1,7 +1,7 @@
 """What rank 0 and another rank tell each other beside collectives: objects, in order, over a descriptor.
 
-On one host that is a pair of sockets that the ranks inherit, so that no other process can take part, and objects may be
-pickled. Ranks of several hosts would need a connection that shows who it is from.
+Objects are pickled, so no other process may take part. On one host a line is a pair of sockets that the ranks inherit;
+between hosts, a connection of which both ends have shown that they know the cluster's key (`engine/far_ranks.py`).
 """
 
 import queue

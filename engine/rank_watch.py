@@ -15,6 +15,8 @@ log = structlog.get_logger(__name__)
 _LONGEST_BEAT_S = 0.5
 _STOPPED_BEATS = 4
 """A rank that shows no sign of life for so many beats is stopped, or its machine is."""
+_STARTING_S = 2.0
+"""How long a rank that starts may take to end by itself, with a reason of its own, when one of another host has."""
 
 
 class RankWatch:
@@ -34,7 +36,8 @@ class RankWatch:
         wake: Callable[[], None],
         give_up: Callable[[str], None],
     ) -> None:
-        """pids: of all ranks. wake: has the loop take its next turn. give_up: called with the reason."""
+        """pids: of all ranks; 0: it is on another host. wake: has the loop take its next turn. give_up: called with the
+        reason."""
         self._table = table
         self._rank = rank
         self._bell = bell
@@ -42,11 +45,17 @@ class RankWatch:
         self._wake = wake
         self._give_up = give_up
         self._beat_s = min(_LONGEST_BEAT_S, step_timeout / 8)
-        self._ends = {os.pidfd_open(pid): other for other, pid in enumerate(pids) if other != rank}
+        self._ends = {os.pidfd_open(pid): other for other, pid in enumerate(pids) if pid and other != rank}
+        self._far = [other for other, pid in enumerate(pids) if not pid]
+        """Ranks of other hosts, whose end the table tells (`LinkedTable`)."""
         self._dead: int | None = None
+        self._lost_at: float | None = None
+        """When a rank of another host was found to have ended."""
+        self.serving = False
+        """The loop looks for dead ranks in every turn. Until then it may wait for one, in the libraries, for hours."""
         self._step: tuple[int, float] | None = None
         """The number of the step that is under way, and when it began."""
-        self._seen = dict.fromkeys(self._ends.values(), (-1, 0.0))
+        self._seen = dict.fromkeys((other for other in range(len(pids)) if other != rank), (-1, 0.0))
         """Of each rank: its last beat, and when that was seen first."""
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="ranks", daemon=True)
@@ -81,15 +90,29 @@ class RankWatch:
         for descriptor in (self._bell, *self._ends):
             poll.register(descriptor, select.POLLIN)
         while not self._stopping:
-            for descriptor, _ in poll.poll(self._beat_s * 1000):
+            rung = poll.poll(self._beat_s * 1000)
+            # First: one of another host, for whose sake those of this host end.
+            self._look_at_far_ranks()
+            for descriptor, _ in rung:
                 if descriptor == self._bell:
                     os.eventfd_read(self._bell)
                 else:
                     poll.unregister(descriptor)
-                    self._dead = self._ends[descriptor]
+                    if self._lost_at is None:
+                        self._dead = self._ends[descriptor]
                 self._wake()
             self._table.beat(self._rank)
             self._look_at_step()
+
+    def _look_at_far_ranks(self) -> None:
+        lost = self._table.first_reported(self._far)
+        if lost is None or self._table.all_done():
+            return
+        if self._lost_at is None:
+            self._dead, self._lost_at = lost, time.monotonic()
+            self._wake()
+        elif not self.serving and time.monotonic() - self._lost_at > _STARTING_S:
+            self._give_up(f"rank {lost} ended while the group started")
 
     def _look_at_step(self) -> None:
         now = time.monotonic()

@@ -14,8 +14,10 @@ import torch.distributed as dist
 
 from base.errors import StartupError
 from engine.agreement import Agreed, Agreement, GroupFailed
+from engine.far_ranks import MEETING_S, FarRanks, meet
 from engine.group_exchange import GroupExchange
 from engine.group_table import GroupTable, Standing
+from engine.linked_table import LinkedTable
 from engine.rank_place import RankPlace
 from engine.rank_watch import RankWatch, end_process
 from model.shard import Exchange, Shard
@@ -28,16 +30,16 @@ ends."""
 _SPIN_S = 2e-3
 _FIND_DEAD_S = 0.5
 _LEAVE_S = 3.0
-_ONE_HOST = {
-    "GLOO_SOCKET_IFNAME": "lo",
-    "NCCL_SOCKET_IFNAME": "lo",
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""Of the libraries: the network interface over which ranks find each other."""
+_SETTINGS = {
     # Multicast over NVLink takes resources of the whole host, and gains nothing for the few rows of a step.
     "NCCL_NVLS_ENABLE": "0",
     # It would write to buffers of the graph that the peer recorded together with this one; ranks may replay different
     # ones, since their contexts differ.
     "NCCL_GRAPH_REGISTER": "0",
 }
-"""Settings of the libraries for ranks of one host, where the environment does not say otherwise."""
+"""Settings of the libraries, where the environment does not say otherwise."""
 
 
 class RankGroup:
@@ -50,15 +52,24 @@ class RankGroup:
     each has said `done`.
     """
 
-    def __init__(self, place: RankPlace, device: torch.device, step_timeout: float, wake: Callable[[], None]) -> None:
-        """wake: has the loop take its next turn, from any thread."""
-        self.place = place
+    def __init__(
+        self,
+        place: RankPlace,
+        device: torch.device,
+        step_timeout: float,
+        wake: Callable[[], None],
+        secret: bytes = b"",
+        patience: float = MEETING_S,
+    ) -> None:
+        """wake: has the loop take its next turn, from any thread. secret, patience: see `meet`; not for one host."""
+        self._far = meet(place, secret, patience) if place.hosts > 1 else None
+        self.place = place if self._far is None else self._far.place
         self.rank, self.size = place.rank, place.size
         self.device = device
         self._step_timeout = step_timeout
-        self._table = GroupTable(place.table, place.size)
-        file = dist.FileStore(f"/proc/self/fd/{place.store}", place.size)  # type: ignore[attr-defined]
-        self._store = dist.PrefixStore("ranks", file)  # type: ignore[attr-defined]
+        self._wake = wake
+        self._table = self._own_table(self._far)
+        self._store = dist.PrefixStore("ranks", self._own_store(self._far))  # type: ignore[attr-defined]
         self._store.set_timeout(_LOADING)
         self._stages = 0
         self._watching_steps = False
@@ -81,6 +92,16 @@ class RankGroup:
         )
 
     @property
+    def per_host(self) -> int:
+        """Ranks of this host, which share its memory."""
+        return self.place.per_host
+
+    @property
+    def clock_ahead(self) -> float:
+        """Seconds by which rank 0's monotonic clock is ahead of this rank's: on another host it is another clock."""
+        return 0.0 if self._far is None else self._far.clock_ahead
+
+    @property
     def shard(self) -> Shard:
         return Shard(self.rank, self.size)
 
@@ -90,8 +111,22 @@ class RankGroup:
         """What each rank says, in their order. value: of this rank, which JSON can hold. Waits for all of them."""
         self._stages += 1
         name = f"stage-{self._stages}"
-        self._store.set(f"{name}/{self.rank}", json.dumps(value))
-        return [json.loads(self._store.get(f"{name}/{rank}")) for rank in range(self.size)]
+        if self._far is None:
+            return self._exchanged(name, value)
+        try:
+            shared = self._exchanged(name, value)
+            self._store.set(f"{name}/read/{self.rank}", "")
+            # The store is in the process of rank 0, which may end next: over what it just heard.
+            for rank in range(self.size if self.rank == 0 else 0):
+                self._store.get(f"{name}/read/{rank}")
+        except dist.DistError as error:
+            raise GroupFailed(f"rank 0 ended: its store does not answer any more: {error}") from error
+        return shared
+
+    def share_on_host(self, value: Any) -> list[Any]:
+        """What the ranks of this host say, as `share`; all ranks of the group have to call it."""
+        shared = self.share(value)
+        return [shared[rank] for rank in self.place.neighbours]
 
     def check_equal(self, values: Mapping[str, object]) -> None:
         """Raises StartupError if other ranks have other values, with the first that differs."""
@@ -106,7 +141,9 @@ class RankGroup:
 
     def connect(self) -> Exchange:
         """Connect the ranks for collectives: NCCL on GPUs, gloo on CPUs. Waits for all of them."""
-        for name, value in _ONE_HOST.items():
+        interface = "lo" if self._far is None else self._far.interface
+        interfaces = dict.fromkeys(_INTERFACES, interface) if interface else {}
+        for name, value in {**interfaces, **_SETTINGS}.items():
             os.environ.setdefault(name, value)
         on_gpu = self.device.type == "cuda"
         dist.init_process_group(
@@ -124,7 +161,9 @@ class RankGroup:
     def watch_steps(self) -> None:
         """From now on a step that takes longer than `step_timeout` ends the group. Waits for all ranks."""
         self.share(None)
-        self._watching_steps = True
+        self._watching_steps = self._watch.serving = True
+        if isinstance(self._table, LinkedTable):
+            self._table.be_patient(self._step_timeout)
 
     # --- stepping ---
 
@@ -188,12 +227,36 @@ class RankGroup:
     def close(self) -> None:
         """Leave the group. Its collectives must be over, or the process about to end."""
         self._watch.stop()
+        if isinstance(self._table, LinkedTable):
+            self._table.leave()
         # NCCL would wait until the recorded steps that use it are destroyed. It ends with the process.
         if self._group is not None and self.device.type == "cpu" and self._table.all_done():
             with suppress(RuntimeError):
                 dist.destroy_process_group()
 
+    # --- of one host, or of several ---
+
+    def _own_table(self, far: FarRanks | None) -> GroupTable:
+        place = self.place
+        if far is None:
+            return GroupTable(place.table, place.size)
+        return LinkedTable(place.table, place, far.links, called=self._wake, lost=self._ring_all)
+
+    def _own_store(self, far: FarRanks | None) -> Any:
+        if far is not None:
+            return far.store
+        return dist.FileStore(f"/proc/self/fd/{self.place.store}", self.size)  # type: ignore[attr-defined]
+
+    def _ring_all(self) -> None:
+        """Have the watches of all ranks of this host look at the table."""
+        for rank in self.place.neighbours:
+            os.eventfd_write(self.place.bells[rank], 1)
+
+    def _exchanged(self, name: str, value: Any) -> list[Any]:
+        self._store.set(f"{name}/{self.rank}", json.dumps(value))
+        return [json.loads(self._store.get(f"{name}/{rank}")) for rank in range(self.size)]
+
     def _spin(self, device: torch.device) -> float:
         """A rank with a core to itself looks for the others without a pause, as long as they differ by usually."""
         cores = len(os.sched_getaffinity(0))
-        return _SPIN_S if device.type == "cuda" and cores >= self.size else 0.0
+        return _SPIN_S if device.type == "cuda" and cores >= self.per_host else 0.0

@@ -1,4 +1,4 @@
-"""One attempt to have a request generated: the decode node that has it, and the tokens that arrived from there.
+"""One attempt to have a request generated: the decode node that has it, and what arrived from there.
 
 Messages may be lost, but each says which index its tokens begin at, so a gap shows as soon as a later token arrives.
 Tokens behind a gap are dropped; the decode client asks for all tokens from the gap on. Log probabilities of the prompt
@@ -6,14 +6,16 @@ that are missing when the first token comes are a gap before it.
 """
 
 import asyncio
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import structlog
 
 from control.block_hashes import BlockHashes
 from control.grammar import Grammar
-from control.messages import FinishReason, Output, Peer, Sampling, Token
+from control.messages import Output, Peer, Sampling
 from control.prompt_logprobs import PromptLogprobs, PromptLogprobTable
+from gateway.choice import Delta, NewTokens
 from gateway.errors import ApiError
 
 log = structlog.get_logger(__name__)
@@ -50,20 +52,15 @@ class TokenizedRequest:
         return ApiError(500, f"{what} (request {self.request_id}); try again")
 
 
-@dataclass(frozen=True)
-class NewTokens:
-    """Tokens of an answer, in order and each once. The last ones come with a finish reason.
+@dataclass
+class Shortcut:
+    """A way for deltas past the tasks and generators between a decode node's message and a connection.
 
-    first: the answer begins with these tokens. Earlier ones came from a node that failed and no longer count.
-    prompt: with the first tokens, the log probabilities of the prompt, if they were asked for. cached_tokens: with the
-    first ones, tokens of the prompt that were not computed.
+    take: called on the event loop with a delta while the reader of the answer waits, having dealt with all earlier
+    ones. Returns false, and does nothing, if the delta has to go the long way. None: all have to.
     """
 
-    tokens: tuple[Token, ...]
-    finish_reason: FinishReason | None
-    first: bool
-    prompt: PromptLogprobTable | None = None
-    cached_tokens: int = 0
+    take: Callable[[Delta], bool] | None = None
 
 
 class NodeFailed(Exception):
@@ -92,12 +89,16 @@ class _Gap:
 
 @dataclass
 class Attempt:
-    """A request at one decode node. Belongs to the gateway's event loop."""
+    """A request at one decode node. Belongs to the gateway's event loop.
+
+    read: makes a delta of tokens as soon as they arrive. It may find that the answer ends with them.
+    """
 
     request: TokenizedRequest
     node: Peer
     started: float
-    events: "asyncio.Queue[NewTokens | Exception]" = field(default_factory=asyncio.Queue)
+    read: Callable[[NewTokens], Delta]
+    shortcut: Shortcut
     received: int = 0
     """Tokens that have arrived, none missing before the last."""
     gap: _Gap | None = None
@@ -105,13 +106,20 @@ class Attempt:
     """The node has said that it has the request."""
     over: bool = False
     """The node holds nothing of the request any more, and everything that it sent has arrived."""
-    failed: bool = False
+    failure: Exception | None = None
+    """Why no more tokens come."""
     prompt: PromptLogprobTable | None = field(init=False)
     """The log probabilities of the prompt that have arrived, if they were asked for."""
 
     def __post_init__(self) -> None:
         asked, tokens = self.request.prompt_logprobs, len(self.request.prompt_ids)
         self.prompt = None if asked is None else PromptLogprobTable(tokens, asked)
+        self._arrived: list[Delta] = []
+        """Not taken yet by `next`."""
+        self._ended = False
+        """Whether the last delta has been read."""
+        self._waiting: asyncio.Future[None] | None = None
+        """Done when `next` has something to return. An asyncio.Queue costs several times as much."""
 
     @property
     def missing_from(self) -> int | None:
@@ -134,16 +142,26 @@ class Attempt:
 
     def fail(self, reason: Exception) -> None:
         """End the attempt after the tokens that have arrived. The first reason counts."""
-        if not self.failed:
-            self.failed = True
-            self.events.put_nowait(reason)
+        if self.failure is None:
+            self.failure = reason
+            self._wake()
 
-    async def next(self) -> NewTokens:
-        """The next new tokens. Raises NodeFailed or ApiError."""
-        event = await self.events.get()
-        if isinstance(event, Exception):
-            raise event
-        return event
+    async def next(self) -> Sequence[Delta]:
+        """What has arrived since the last call, as it came, but for the shortcut; at least one delta.
+
+        Raises NodeFailed, ApiError or what `read` has raised. Only one task may wait here.
+        """
+        if not self._arrived and self.failure is None:
+            self._waiting = asyncio.get_running_loop().create_future()
+            await self._waiting
+        if not self._arrived and self.failure is not None:
+            raise self.failure
+        arrived, self._arrived = self._arrived, []
+        return arrived
+
+    def _wake(self) -> None:
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
 
     def _take_prompt(self, piece: PromptLogprobs) -> None:
         problem = "log probabilities that were not asked for" if self.prompt is None else self.prompt.problem(piece)
@@ -169,9 +187,22 @@ class Attempt:
             if self.received >= self.gap.known:
                 self.gap = None
         self.over = output.finish_reason is not None
-        if tokens or self.over:
+        if (tokens or self.over) and not self._ended:
             prompt = self.prompt if first else None
-            self.events.put_nowait(NewTokens(tokens, output.finish_reason, first, prompt, output.cached_tokens))
+            self._pass(NewTokens(tokens, output.finish_reason, first, prompt, output.cached_tokens))
+
+    def _pass(self, new: NewTokens) -> None:
+        try:
+            delta = self.read(new)
+            self._ended = delta.finish_reason is not None
+            waits = self._waiting is not None and not self._waiting.done()
+            if waits and self.shortcut.take is not None and self.shortcut.take(delta):
+                return
+        except Exception as error:
+            self.fail(error)
+        else:
+            self._arrived.append(delta)
+            self._wake()
 
     def _failure(self, output: Output) -> Exception:
         if output.finish_reason == "abort":

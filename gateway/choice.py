@@ -1,16 +1,32 @@
 """The text of one answer, made of its tokens as they arrive."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from control.messages import FinishReason, Token
 from control.prompt_logprobs import PromptLogprobTable
-from gateway.attempt import NewTokens
-from gateway.detokenizer import Detokenizer, StopMatcher
+from gateway.detokenizer import StopMatcher
 from gateway.tokenizer import CheckpointTokenizer
 
 
-@dataclass(frozen=True)
-class Delta:
+class NewTokens(NamedTuple):
+    """Tokens of an answer, in order and each once. The last ones come with a finish reason.
+
+    A named tuple, like whatever is made for each token: a frozen dataclass takes three times as long to make.
+
+    first: the answer begins with these tokens. Earlier ones came from a node that failed and no longer count.
+    prompt: with the first tokens, the log probabilities of the prompt, if they were asked for. cached_tokens: with the
+    first ones, tokens of the prompt that were not computed.
+    """
+
+    tokens: tuple[Token, ...]
+    finish_reason: FinishReason | None
+    first: bool
+    prompt: PromptLogprobTable | None = None
+    cached_tokens: int = 0
+
+
+class Delta(NamedTuple):
     """What new tokens add to an answer. The text of a token may come with a later delta than its id.
 
     offsets: where in the answer's text each token begins, counted with the stop string. first, prompt: as in
@@ -48,9 +64,7 @@ class Choice:
 
     def __init__(self, tokenizer: CheckpointTokenizer, options: TextOptions) -> None:
         self._options = options
-        self._detokenizer = Detokenizer(
-            tokenizer.decode, lambda token_id: token_id in options.skipped or not tokenizer.knows(token_id)
-        )
+        self._detokenizer = tokenizer.detokenizer(options.skipped)
         self._matcher = StopMatcher(options.stops, options.includes_stop)
         self._tokens = 0
         self._length = 0

@@ -10,13 +10,14 @@ The client is told what kind of failure it was, and the request's id. The nodes'
 import asyncio
 import math
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 
 import structlog
 
 from control.messages import Accepted, Cancel, Ended, Generate, Output, Outputs, Peer, Rejected, Resend
 from control.plane import ControlPlane
-from gateway.attempt import Attempt, NewTokens, NodeFailed, TokenizedRequest
+from gateway.attempt import Attempt, NodeFailed, Shortcut, TokenizedRequest
+from gateway.choice import Delta, NewTokens
 from gateway.errors import ApiError, context_length_exceeded, timed_out, unavailable
 from gateway.registry import SILENT_AFTER_S, NodeRegistry
 
@@ -50,16 +51,23 @@ class DecodeClient:
     def in_flight(self) -> int:
         return len(self._attempts)
 
-    async def stream(self, request: TokenizedRequest) -> AsyncGenerator[NewTokens, None]:
-        """The tokens of a request. Raises ApiError. Closing the iterator early cancels the request at its node."""
+    async def stream(
+        self, request: TokenizedRequest, read: Callable[[NewTokens], Delta], shortcut: Shortcut
+    ) -> AsyncGenerator[Sequence[Delta], None]:
+        """What `read` makes of the tokens of a request, as much as is there, but for what goes by the shortcut.
+
+        Raises ApiError. Closing it early cancels the request at its node.
+        """
         failures: dict[str, NodeFailed] = {}
         while True:
-            attempt = self._begin(request, failures)
+            now, cached = time.monotonic(), self._registry.cached(request.block_hashes)
+            attempt = Attempt(request, self._choose(request, failures, now, cached), now, read, shortcut)
+            self._begin(attempt, cached)
             try:
                 while True:
-                    new = await attempt.next()
-                    yield new
-                    if new.finish_reason is not None:
+                    arrived = await attempt.next()
+                    yield arrived
+                    if arrived[-1].finish_reason is not None:
                         return
             except NodeFailed as failure:
                 log.warning(
@@ -88,8 +96,9 @@ class DecodeClient:
                     attempt.over = True
                     attempt.fail(_refusal(message, sender))
             case Outputs():
+                now = time.monotonic()
                 for output in message.outputs:
-                    self._deliver_output(sender, output)
+                    self._deliver_output(sender, output, now)
 
     async def sweep(self) -> None:
         """Watch deadlines, silent nodes and unanswered Cancels for as long as the gateway runs.
@@ -131,13 +140,13 @@ class DecodeClient:
         while (self._attempts or self._cancelling) and time.monotonic() < until:
             await asyncio.sleep(0.01)
 
-    def _begin(self, request: TokenizedRequest, failures: dict[str, NodeFailed]) -> Attempt:
-        """Send the request to the best node that has not failed it. Raises ApiError if there is none.
+    def _choose(
+        self, request: TokenizedRequest, failures: Mapping[str, NodeFailed], now: float, cached: Mapping[str, int]
+    ) -> Peer:
+        """The best node for a request that has not failed it. Raises ApiError if there is none.
 
-        failures: why each node failed it, by boot id.
+        failures, cached: by boot id, why a node failed it, and how many tokens of its prompt a node has.
         """
-        now = time.monotonic()
-        cached = self._registry.cached(request.block_hashes)
         node = self._node_of_group(request, failures)
         node = node or self._registry.pick_decode(request.tokens, failures.keys(), now, cached)
         if self._closed:
@@ -148,8 +157,13 @@ class DecodeClient:
                 text, retry_after = "all decode nodes are full; try again later", max(1, math.ceil(min(full)))
                 raise ApiError(429, text, code="queue_full", retry_after=retry_after)
             raise unavailable(self._registry.missing(now) or "no decode node could take the request; try again")
+        return node
+
+    def _begin(self, attempt: Attempt, cached: Mapping[str, int]) -> None:
+        """Send the request to the node of the attempt. cached: by boot id, tokens of its prompt that a node has."""
+        request, node, now = attempt.request, attempt.node, attempt.started
+        self._attempts[request.request_id] = attempt
         prefill_nodes = self._registry.rank_prefill(now, len(request.prompt_ids), cached)
-        attempt = self._attempts[request.request_id] = Attempt(request, node, started=now)
         generate = Generate(
             request_id=request.request_id,
             prompt_ids=request.prompt_ids,
@@ -170,12 +184,15 @@ class DecodeClient:
         if prefill_nodes:
             to_compute = len(request.prompt_ids) - cached.get(prefill_nodes[0].boot_id, 0)
             self._registry.assign(prefill_nodes[0], to_compute)
-        return attempt
 
-    def _node_of_group(self, request: TokenizedRequest, failures: dict[str, NodeFailed]) -> Peer | None:
+    def _node_of_group(self, request: TokenizedRequest, failures: Mapping[str, NodeFailed]) -> Peer | None:
         """The node that generates other choices of the same prompt, unless it has failed this one."""
         for attempt in self._attempts.values() if request.group else ():
-            if attempt.request.group == request.group and attempt.node.boot_id not in failures and not attempt.failed:
+            if (
+                attempt.request.group == request.group
+                and attempt.node.boot_id not in failures
+                and attempt.failure is None
+            ):
                 return attempt.node
         return None
 
@@ -199,11 +216,11 @@ class DecodeClient:
         if self._cancelling.pop(key, None) is not None:
             self._control.answered(key)
 
-    def _deliver_output(self, sender: Peer, output: Output) -> None:
+    def _deliver_output(self, sender: Peer, output: Output, now: float) -> None:
         attempt = self._attempt(output.request_id, sender)
         if attempt is not None:
             self._accepted(attempt)
-            self._take(attempt, output)
+            self._take(attempt, output, now)
         if output.finish_reason is None:
             if attempt is None:
                 self._cancel(output.request_id, sender)
@@ -217,10 +234,10 @@ class DecodeClient:
             attempt.accepted = True
             self._control.answered(_key("generate", attempt.request.request_id, attempt.node))
 
-    def _take(self, attempt: Attempt, output: Output) -> None:
+    def _take(self, attempt: Attempt, output: Output, now: float) -> None:
         """Take new tokens, and ask for those that are missing before them."""
         asked_from = attempt.missing_from
-        attempt.deliver(output, time.monotonic())
+        attempt.deliver(output, now)
         missing_from = attempt.missing_from
         if missing_from == asked_from:
             return

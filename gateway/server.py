@@ -15,6 +15,7 @@ from gateway.answers.completions import CompletionAnswer, best
 from gateway.answers.messages import MessageAnswer
 from gateway.answers.responses import ResponseAnswer
 from gateway.answers.streamed import StreamedAnswer
+from gateway.attempt import Shortcut
 from gateway.choice import Delta
 from gateway.completer import Completer
 from gateway.errors import ApiError
@@ -27,7 +28,7 @@ from gateway.requests.conversion import ConvertedRequest
 from gateway.requests.messages import CountTokensRequest, MessagesRequest
 from gateway.requests.responses import ResponsesRequest
 from gateway.requests.tokens import DetokenizeRequest, TokenizeRequest
-from gateway.streaming import CLIENT_LEFT, EventStream, events, unless_client_leaves
+from gateway.streaming import CLIENT_LEFT, EventStream, unless_client_leaves
 from gateway.tokenizing import Tokenizing
 
 _RequestKind = type[ApiRequest] | type[ConvertedRequest]
@@ -108,9 +109,9 @@ class ApiServer:
             if request.requested_prompt_logprobs() is not None:
                 return await asyncio.to_thread(_whole_response, answer, request, whole)
             return _whole_response(answer, request, whole)
-        deltas = self._completer.deltas(prepared)
-        first = await anext(deltas)
-        return EventStream(events(answer, prepared.request_id, first, deltas), deltas)
+        shortcut = Shortcut()
+        deltas = self._completer.deltas(prepared, shortcut)
+        return EventStream(answer, prepared.request_id, await anext(deltas), deltas, shortcut)
 
     def _model_card(self) -> dict[str, Any]:
         return {

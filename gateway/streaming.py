@@ -1,7 +1,8 @@
 """Answers as server-sent events, and what becomes of an answer when its client leaves."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from functools import partial
 from typing import Any
 
 import structlog
@@ -10,44 +11,85 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from gateway.answers.streamed import StreamedAnswer
+from gateway.attempt import Shortcut
 from gateway.choice import Delta
 from gateway.errors import ApiError
+from service.chunks import ChunkWriter
 
 log = structlog.get_logger(__name__)
+
+Deltas = tuple[int, Sequence[Delta]]
+"""The number of an answer, and the pieces that it goes on with; at least one."""
 
 CLIENT_LEFT = 499
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events. However the response ends, the answer is closed at once, which frees its decode node."""
+    """An answer as server-sent events. However the response ends, the answer is closed, which frees its decode node.
 
-    def __init__(self, events: AsyncGenerator[bytes, None], answer: AsyncGenerator[tuple[int, Delta], None]) -> None:
+    Where the connection takes chunks, most deltas are written as soon as they arrive (`Shortcut`). The other ones, as
+    the first, the last and those that a slow client waits for, come through `deltas`.
+    """
+
+    def __init__(
+        self,
+        answer: StreamedAnswer,
+        request_id: str,
+        first: Deltas,
+        deltas: AsyncGenerator[Deltas, None],
+        shortcut: Shortcut,
+    ) -> None:
+        """first: what `deltas` has yielded already."""
+        self._events = _events(answer, request_id, first, deltas)
         super().__init__(
-            events, media_type="text/event-stream", headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+            self._events,
+            media_type="text/event-stream",
+            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
         )
-        self._events = events
         self._answer = answer
+        self._deltas = deltas
+        self._shortcut = shortcut
+        self._chunks: ChunkWriter | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._chunks = scope.get("chunks")
         try:
             await super().__call__(scope, receive, send)
         finally:
             await self._events.aclose()
-            await self._answer.aclose()
+            await self._deltas.aclose()
+
+    async def stream_response(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        if self._chunks is not None and self._chunks.open:
+            self._shortcut.take = partial(self._write_now, self._chunks)
+            async for lines in self._events:
+                await self._chunks.write(lines)
+        else:
+            async for lines in self._events:
+                await send({"type": "http.response.body", "body": lines, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _write_now(self, chunks: ChunkWriter, delta: Delta) -> bool:
+        """Write a delta of the only answer, and return true, unless it ends the answer or the client is slow."""
+        if delta.finish_reason is not None or delta.prompt is not None or chunks.paused:
+            return False
+        chunks.write_soon(self._answer.written(0, delta))
+        return True
 
 
-async def events(
-    answer: StreamedAnswer, request_id: str, first: tuple[int, Delta], rest: AsyncIterator[tuple[int, Delta]]
+async def _events(
+    answer: StreamedAnswer, request_id: str, first: Deltas, rest: AsyncIterator[Deltas]
 ) -> AsyncGenerator[bytes, None]:
-    """The lines of a stream."""
+    """The lines of a stream, those of all deltas that are waiting at once."""
     if opening := answer.begin():
         yield answer.lines(opening)
     try:
-        if some := await _more(answer, *first):
-            yield some
-        async for index, delta in rest:
-            if some := await _more(answer, index, delta):
-                yield some
+        if lines := await _lines(answer, *first):
+            yield lines
+        async for index, deltas in rest:
+            if lines := await _lines(answer, index, deltas):
+                yield lines
         if last := answer.end():
             yield answer.lines(last)
     except ApiError as error:
@@ -59,11 +101,14 @@ async def events(
         yield answer.last_line
 
 
-async def _more(answer: StreamedAnswer, index: int, delta: Delta) -> bytes:
-    """The lines of a delta. Those of a prompt's log probabilities may take a second: a thread makes them."""
-    if delta.prompt is None:
-        return answer.lines(answer.more(index, delta))
-    return await asyncio.to_thread(lambda: answer.lines(answer.more(index, delta)))
+async def _lines(answer: StreamedAnswer, index: int, deltas: Sequence[Delta]) -> bytes:
+    """The lines of deltas. Those of a prompt's log probabilities, which come with the first delta of an answer, may
+    take a second: a thread makes them."""
+
+    def written() -> bytes:
+        return b"".join([answer.written(index, delta) for delta in deltas])
+
+    return written() if deltas[0].prompt is None else await asyncio.to_thread(written)
 
 
 async def unless_client_leaves(request: Request, work: Coroutine[Any, Any, Response]) -> Response:

@@ -1,8 +1,8 @@
 """The bytes that a token stands for."""
 
 import re
-from typing import Any
 
+from tokenizers import Tokenizer, decoders
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 _FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
@@ -10,23 +10,37 @@ _FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class TokenBytes:
-    """The bytes of tokens of a `transformers` tokenizer that has a `tokenizers` backend."""
+    """The bytes of a tokenizer's tokens. Any thread may call it."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._added = {token_id: token.content for token_id, token in tokenizer.added_tokens_decoder.items()}
-        decoder = tokenizer.backend_tokenizer.decoder
+        self._added = {token_id: token.content for token_id, token in tokenizer.get_added_tokens_decoder().items()}
+        decoder = tokenizer.decoder
+        self.make_text = isinstance(decoder, decoders.ByteLevel)
+        """Whether text is nothing but its tokens' bytes, one after the other."""
         is_byte_level = decoder is not None and decoder.decode(["\u0120"]) == " "
         # GPT-2's characters for bytes, which every byte-level tokenizer uses.
         self._byte_of = {char: byte for byte, char in bytes_to_unicode().items()} if is_byte_level else {}
+        self._known: dict[int, bytes] = {}
+        """Those that were asked for, at most the vocabulary."""
 
-    def of(self, token_id: int, text: str) -> bytes:
-        """The token's bytes, which may be part of a character. text: the token decoded alone."""
-        if token_id in self._added:
-            return str(self._added[token_id]).encode()
-        spelled = self._tokenizer.convert_ids_to_tokens(token_id) or ""
+    def of(self, token_id: int) -> bytes:
+        """The token's bytes, which may be part of a character; none of an id that the tokenizer does not know."""
+        known = self._known.get(token_id)
+        if known is None:
+            spelled = self._tokenizer.id_to_token(token_id)
+            if spelled is None:
+                return b""
+            known = self._known[token_id] = self._of(token_id, spelled)
+        return known
+
+    def _of(self, token_id: int, spelled: str) -> bytes:
         if self._byte_of:
-            return bytes(self._byte_of[character] for character in spelled if character in self._byte_of)
+            # As the decoder has it: added tokens are spelled as they are, unless they look like bytes.
+            is_bytes = all(character in self._byte_of for character in spelled)
+            return bytes(self._byte_of[character] for character in spelled) if is_bytes else spelled.encode()
+        if token_id in self._added:
+            return self._added[token_id].encode()
         if byte := _FALLBACK.fullmatch(spelled):
             return bytes([int(byte[1], 16)])
-        return text.encode()
+        return self._tokenizer.decode([token_id], skip_special_tokens=False).encode()

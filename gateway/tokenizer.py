@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from base.errors import StartupError
+from gateway.detokenizer import ByteDetokenizer, WindowDetokenizer
 from gateway.errors import ApiError
 from gateway.token_bytes import TokenBytes
 from model.checkpoint import read_json
@@ -49,7 +50,7 @@ class CheckpointTokenizer:
             self._tokenizer.chat_template = _read_template(chat_template)
         self._reserved_variables = {"messages", *signature(self._tokenizer.apply_chat_template).parameters}
         self._reserved_variables |= self._tokenizer.special_tokens_map.keys()
-        self._token_bytes = TokenBytes(self._tokenizer)
+        self._token_bytes = TokenBytes(self._backend)
         added = self._tokenizer.added_tokens_decoder
         self.added_ids = {token.content: token_id for token_id, token in added.items()}
         """Tokens that were added to the vocabulary, special or not, by their text."""
@@ -87,6 +88,13 @@ class CheckpointTokenizer:
         alone = word.lstrip()
         return sorted({tuple(ids) for text in (alone, " " + alone) if (ids := self.encode(text, special_tokens=False))})
 
+    def check_ids(self, token_ids: Sequence[int], field: str) -> None:
+        """Raises ApiError, which names the field, for an id that is not in the vocabulary."""
+        for position, token_id in enumerate(token_ids):
+            if not 0 <= token_id < self.vocab_size:
+                expected = f"expected token ids from 0 to {self.vocab_size - 1}"
+                raise ApiError(400, f"{field}: {expected}, found {token_id} at position {position}", param=field)
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text, with special tokens. Ids that the tokenizer does not know are empty."""
         return self._backend.decode(token_ids, skip_special_tokens=False)
@@ -117,7 +125,13 @@ class CheckpointTokenizer:
 
     def piece_bytes(self, token_id: int) -> bytes:
         """The bytes of one token, which may be part of a character. Together the tokens' bytes are the text."""
-        return self._token_bytes.of(token_id, self.piece(token_id))
+        return self._token_bytes.of(token_id)
+
+    def detokenizer(self, skipped: Collection[int]) -> ByteDetokenizer | WindowDetokenizer:
+        """What makes one text of tokens as they arrive. skipped: ids that are not part of it."""
+        if self._token_bytes.make_text:
+            return ByteDetokenizer(self._token_bytes.of, skipped)
+        return WindowDetokenizer(self.decode, lambda token_id: token_id in skipped or not self.knows(token_id))
 
 
 def _read_template(path: Path) -> str:

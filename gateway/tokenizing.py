@@ -3,7 +3,6 @@
 from starlette.responses import JSONResponse, Response
 
 from gateway.completer import Completer
-from gateway.errors import ApiError
 from gateway.requests.chat import ChatCompletionRequest
 from gateway.requests.messages import CountTokensRequest
 from gateway.requests.tokens import DetokenizeRequest, TokenizeRequest
@@ -23,7 +22,7 @@ class Tokenizing:
     def count(self, request: CountTokensRequest) -> Response:
         """How long the prompt of a conversation is. Raises ApiError."""
         with request.renaming():
-            token_ids, _ = self._completer.chat_prompt(self._completer.chat_of(request))
+            token_ids, _ = self._completer.preparer.chat_prompt(self._completer.chat_of(request))
         return JSONResponse({"input_tokens": len(token_ids)})
 
     def tokenize(self, request: TokenizeRequest) -> Response:
@@ -34,7 +33,7 @@ class Tokenizing:
             chat = ChatCompletionRequest.model_construct(
                 messages=request.messages, tools=request.tools, chat_template_kwargs=request.chat_template_kwargs
             )
-            token_ids, _ = self._completer.chat_prompt(chat, special_tokens=request.add_special_tokens is True)
+            token_ids, _ = self._completer.preparer.chat_prompt(chat, special_tokens=request.add_special_tokens is True)
         return JSONResponse(
             {
                 "count": len(token_ids),
@@ -46,9 +45,5 @@ class Tokenizing:
 
     def detokenize(self, request: DetokenizeRequest) -> Response:
         """The text of tokens, special ones included. Raises ApiError."""
-        limit = self._tokenizer.vocab_size
-        for position, token_id in enumerate(request.tokens):
-            if token_id >= limit:
-                found = f"found {token_id} at position {position}"
-                raise ApiError(400, f"tokens: expected token ids from 0 to {limit - 1}, {found}", param="tokens")
+        self._tokenizer.check_ids(request.tokens, "tokens")
         return JSONResponse({"prompt": self._tokenizer.decode(request.tokens)})

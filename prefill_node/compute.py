@@ -38,6 +38,10 @@ class StepCompute(Protocol):
         """Compute a step. The progress says which layers may be sent."""
         ...
 
+    def stop(self, timeout: float) -> bool:
+        """End once the step that is under way has ended. Whether it has in time."""
+        ...
+
 
 class ComputeThread:
     """Computes one step at a time. `report` is called on this thread when a step has ended."""
@@ -48,8 +52,9 @@ class ComputeThread:
         self._prefill = prefill
         self._device = device
         self._report = report
-        self._steps: queue.SimpleQueue[tuple[PrefillStep[TransferJob], ForwardProgress]] = queue.SimpleQueue()
-        threading.Thread(target=self._work, name="compute", daemon=True).start()
+        self._steps: queue.SimpleQueue[tuple[PrefillStep[TransferJob], ForwardProgress] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="compute", daemon=True)
+        self._thread.start()
 
     def start(self, step: PrefillStep[TransferJob]) -> ForwardProgress:
         """Compute a step. The progress says which layers may be sent."""
@@ -57,11 +62,17 @@ class ComputeThread:
         self._steps.put((step, progress))
         return progress
 
+    def stop(self, timeout: float) -> bool:
+        """End once the step that is under way has ended. Whether it has in time."""
+        self._steps.put(None)
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
     def _work(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-        while True:
-            step, progress = self._steps.get()
+        while (started := self._steps.get()) is not None:
+            step, progress = started
             try:
                 queued = self._prefill.compute(step, progress.layer_done)
                 if self._device.type == "cuda":

@@ -2,9 +2,9 @@
 
 import queue
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import structlog
@@ -12,7 +12,7 @@ import structlog
 from control.messages import Destination, Peer
 from prefill_node.fetch import Fetch, FetchReport, RunningFetch
 from prefill_node.landing import KVSink
-from prefill_node.sender import LEASE_S
+from prefill_node.lease import await_lease
 from transfer.reader import Reader
 from transfer.routes import NoRoute
 from transfer.writer import Channel
@@ -100,7 +100,9 @@ class _Lane:
         except Exception as error:
             log.exception("connecting failed", decode=self._decode.address, **fetch.attempt.log_fields)
             return FetchReport(fetch, error=f"fetching failed: {error}", failure="read")
-        report = RunningFetch(fetch, reader, sink, self._resources.page_size).run(lambda: self._may_post(fetch))
+        silence = partial(self._resources.silence, self._decode)
+        running = RunningFetch(fetch, reader, sink, self._resources.page_size)
+        report = running.run(may_post=lambda: await_lease(silence, fetch.go_on))
         if report.in_flight or reader.lost_track:
             # What they use stays as it is: the next fetch gets new ones.
             self._resources.kept.append((reader, sink))
@@ -115,11 +117,3 @@ class _Lane:
         if self._sink is None:
             self._sink = self._resources.new_sink()
         return self._reader, self._sink
-
-    def _may_post(self, fetch: Fetch) -> bool:
-        """Whether the fetch is still wanted. Waits while the decode node may be dead: its address may be another's."""
-        while fetch.go_on():
-            if self._resources.silence(self._decode) < LEASE_S:
-                return True
-            time.sleep(0.02)
-        return False

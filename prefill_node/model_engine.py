@@ -3,6 +3,7 @@
 import queue
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import structlog
 import torch
@@ -34,44 +35,49 @@ from prefill_node.sender import ChunkSender, Sender, SendResources
 log = structlog.get_logger(__name__)
 
 
+@dataclass(frozen=True)
+class EngineParts:
+    """What an engine is made of.
+
+    wake: called, on any thread, when something has happened that `poll` tells. transfer_timeout: seconds that a job's
+    transfer may go on after its computation. fetching, fetch_policy: for prefixes that decode nodes have.
+    """
+
+    prefill: ChunkedPrefill[TransferJob]
+    device: torch.device
+    resources: SendResources
+    fetching: FetchResources
+    offer: Offer
+    metrics: Metrics
+    wake: Callable[[], None]
+    transfer_timeout: float
+    fetch_policy: FetchPolicy = "auto"
+
+
 class ModelEngine(PrefillEngine):
     """Owns the jobs, their pages, the compute thread and the sender.
 
-    The calling loop neither computes nor sends. Threads do, and report through a queue that `poll` empties. `wake` is
-    called, on any thread, when a report was queued.
+    The calling loop neither computes nor sends. Threads do, and report through a queue that `poll` empties.
     """
 
-    def __init__(
-        self,
-        prefill: ChunkedPrefill[TransferJob],
-        device: torch.device,
-        resources: SendResources,
-        offer: Offer,
-        metrics: Metrics,
-        wake: Callable[[], None],
-        transfer_timeout: float,
-        fetching: FetchResources | None = None,
-        fetch_policy: FetchPolicy = "auto",
-    ) -> None:
-        """transfer_timeout: seconds that a job's transfer may go on after its computation.
-
-        fetching: for prefixes that decode nodes have; None where all is computed.
-        """
-        self._prefill = prefill
-        self._device = device
-        self._offer = offer
-        self._transfer_timeout = transfer_timeout
-        self._metrics = metrics
-        self._wake = wake
+    def __init__(self, parts: EngineParts) -> None:
+        self._prefill = parts.prefill
+        self._device = parts.device
+        self._offer = parts.offer
+        self._transfer_timeout = parts.transfer_timeout
+        self._metrics = parts.metrics
+        self._wake = parts.wake
         self._reports: queue.SimpleQueue[Computed | SendReport | FetchReport] = queue.SimpleQueue()
-        self._compute: StepCompute = ComputeThread(prefill, device, self._report)
-        self._sender: ChunkSender = Sender(resources, self._report)
-        self._fetches: PrefixFetches | None = None
-        if fetching is not None:
-            fetcher = Fetcher(fetching, self._report)
-            self._fetches = PrefixFetches(
-                fetch_policy, prefill, fetcher, offer.transports, metrics, lambda said: self._updates.append(said)
-            )
+        self._compute: StepCompute = ComputeThread(parts.prefill, parts.device, self._report)
+        self._sender: ChunkSender = Sender(parts.resources, self._report)
+        self._fetches = PrefixFetches(
+            parts.fetch_policy,
+            parts.prefill,
+            Fetcher(parts.fetching, self._report),
+            parts.offer.transports,
+            parts.metrics,
+            lambda said: self._updates.append(said),
+        )
         self._destinations = Destinations()
         self._jobs: dict[AttemptId, TransferJob] = {}
         self._updates: list[PrefillUpdate] = []
@@ -118,8 +124,7 @@ class ModelEngine(PrefillEngine):
         job.move(JobState.STOPPING)
         job.failure = reason
         self._prefill.forget(job)
-        if self._fetches is not None:
-            self._fetches.stopped(job)
+        self._fetches.stopped(job)
         if reason is not None and job.in_flight:
             # So the decode node can ask another prefill node at once.
             self._updates.append(_failed(job, reason, in_flight=True))
@@ -134,8 +139,6 @@ class ModelEngine(PrefillEngine):
         return True
 
     def fetch_answered(self, answer: FetchGrant | FetchRefused) -> None:
-        if self._fetches is None:
-            return
         if isinstance(answer, FetchGrant):
             self._fetches.granted(answer)
         else:
@@ -152,8 +155,7 @@ class ModelEngine(PrefillEngine):
                     self._on_fetched(report)
         now = time.monotonic()
         self._stop_late_transfers(now)
-        if self._fetches is not None:
-            self._fetches.give_up_late(now)
+        self._fetches.give_up_late(now)
         self._start_step()
         if (reports := self._prefill.pages.reports) is not None:
             reports.send(now)
@@ -167,15 +169,17 @@ class ModelEngine(PrefillEngine):
     def keep_connected(self, decode_nodes: set[Peer]) -> None:
         boot_ids = {decode.boot_id for decode in decode_nodes}
         self._sender.keep_only(boot_ids)
-        if self._fetches is not None:
-            self._fetches.keep_only(boot_ids)
+        self._fetches.keep_only(boot_ids)
 
     def close(self, timeout: float) -> None:
-        """Wait so many seconds for writes to end. Writes that are in flight then end with the process."""
-        if self._fetches is not None:
-            self._fetches.keep_only(set())
+        """Wait so many seconds for writes, and for a forward pass, to end. What is under way then ends with the
+        process."""
+        deadline = time.monotonic() + timeout
+        self._fetches.keep_only(set())
         if not self._sender.stop(timeout):
             log.warning("writes are still in flight; the engine's end stops them")
+        if not self._compute.stop(max(0.0, deadline - time.monotonic())):
+            log.warning("a forward pass is still under way; the engine's end stops it")
 
     def refresh_metrics(self) -> None:
         """Bring the gauges up to date for a scrape. Any thread may call it."""
@@ -200,8 +204,7 @@ class ModelEngine(PrefillEngine):
             return
         self._prefill.start_waiting()
         for job in self._prefill.take_started():
-            if self._fetches is not None:
-                self._fetches.consider(job)
+            self._fetches.consider(job)
         step = None if self._computing else self._prefill.plan()
         for found in self._prefill.take_found():
             self._send_cached(found)
@@ -235,9 +238,8 @@ class ModelEngine(PrefillEngine):
         self._computing = False
         if computed.error is None:
             self._prefill.complete(computed.step)
-            if self._fetches is not None:
-                ranges = [(chunk.start, chunk.stop) for _, chunk in computed.step.chunks]
-                self._fetches.compute_cost.observe(ranges, time.monotonic() - self._step_started_at)
+            ranges = [(chunk.start, chunk.stop) for _, chunk in computed.step.chunks]
+            self._fetches.compute_cost.observe(ranges, time.monotonic() - self._step_started_at)
         for job, chunk in computed.step.chunks:
             job.in_flight -= 1
             if computed.error is not None:
@@ -260,7 +262,6 @@ class ModelEngine(PrefillEngine):
         self._metrics.prefix_cache_hits.labels("prefill").inc(job.cached)
 
     def _on_fetched(self, report: FetchReport) -> None:
-        assert self._fetches is not None
         job = self._jobs[report.fetch.attempt]
         if report.in_flight:
             log.error(

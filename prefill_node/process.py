@@ -32,7 +32,7 @@ from prefill_node.endpoint import PrefillEndpoint
 from prefill_node.fetcher import FetchResources
 from prefill_node.job import TransferJob
 from prefill_node.landing import DeviceSink, HostSink
-from prefill_node.model_engine import ModelEngine
+from prefill_node.model_engine import EngineParts, ModelEngine
 from prefill_node.offer import Offer
 from prefill_node.ranks.alike import check_alike
 from prefill_node.ranks.follower import Follower
@@ -71,7 +71,8 @@ def run_prefill_node(config: PrefillConfig, place: RankPlace | None = None) -> N
         ranks = None
         if place is not None:
             # Behind the shell, which has bound this rank's ports: no rank answers before all have theirs.
-            ranks = RankGroup(place, device, config.step_timeout, wake=lambda: shell.inbox.put(None))
+            wake_rank = partial(shell.inbox.put, None)
+            ranks = RankGroup(place, device, config.step_timeout, wake_rank, shell.group_secret)
             at_end.callback(ranks.close)
             check_alike(ranks, config, spec)
         exchange = ALONE if ranks is None else ranks.connect()
@@ -123,28 +124,23 @@ def run_prefill_node(config: PrefillConfig, place: RankPlace | None = None) -> N
             shell.start(None, lambda: None)
             Follower(shell, prefill, device, resources, ranks).run()
             return
-        wake = partial(shell.inbox.put, None)
-        engine: ModelEngine
-        if ranks is None:
-            fetching = FetchResources(
+        parts = EngineParts(
+            prefill=prefill,
+            device=device,
+            resources=resources,
+            fetching=FetchResources(
                 connect=transports.connect_to_read,
                 silence=shell.control.silence,
                 new_sink=lambda: HostSink(layers) if device.type == "cpu" else DeviceSink(layers, resources.rings),
                 page_size=config.page_size,
-            )
-            engine = ModelEngine(
-                prefill,
-                device,
-                resources,
-                offer,
-                shell.metrics,
-                wake,
-                config.transfer_timeout,
-                fetching,
-                config.fetch_prefixes,
-            )
-        else:
-            engine = GroupEngine(prefill, device, resources, offer, shell.metrics, wake, config.transfer_timeout, ranks)
+            ),
+            offer=offer,
+            metrics=shell.metrics,
+            wake=partial(shell.inbox.put, None),
+            transfer_timeout=config.transfer_timeout,
+            fetch_policy=config.fetch_prefixes,
+        )
+        engine = ModelEngine(parts) if ranks is None else GroupEngine(parts, ranks)
         at_end.callback(engine.close, timeout=1.0)
         membership = Membership(
             shell.control,
@@ -208,7 +204,7 @@ def _num_pages(config: PrefillConfig, spec: ModelSpec, device: torch.device, ran
     sharing = 1
     if ranks is not None:
         ranks.share(None)
-        sharing = ranks.size if device.type == "cpu" else 1
+        sharing = ranks.per_host if device.type == "cpu" else 1
     if split := device_split(device, config.mem_fraction_static):
         log.info("sized", what=split)
     token_bytes = spec.kv_layout.token_bytes

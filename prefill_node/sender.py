@@ -5,11 +5,13 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import structlog
 
 from control.messages import Destination, Peer
+from prefill_node.lease import await_lease
 from prefill_node.outgoing import Chunk, OutgoingChunk, SendReport
 from prefill_node.plan import gather_policy
 from prefill_node.ring import SendRing, SendRings
@@ -20,8 +22,6 @@ from transfer.writer import Channel, Pipeline
 log = structlog.get_logger(__name__)
 
 MAX_LANES = 64
-LEASE_S = 2.0
-"""Nothing is posted to a decode node after so long without an answered ping: its address may be another process's."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,8 @@ class _Lane:
             self._report(SendReport(chunk, error=f"sending failed: {error}"))
         else:
             outgoing = OutgoingChunk(chunk, self._resources.reading, pipeline, self._lent_ring, self._report)
-            outgoing.post(may_post=lambda: self._may_post(chunk))
+            silence = partial(self._resources.silence, self._decode)
+            outgoing.post(may_post=lambda: await_lease(silence, lambda: not chunk.cancelled()))
 
     def _connected(self, destination: Destination) -> Pipeline:
         if self._pipeline is not None and self._pipeline.lost_track:
@@ -170,14 +171,6 @@ class _Lane:
         if self._ring is None:
             self._ring = self._resources.rings.lend()
         return self._ring
-
-    def _may_post(self, chunk: Chunk) -> bool:
-        """Whether the chunk is still wanted. Waits while the decode node may be dead."""
-        while not chunk.cancelled():
-            if self._resources.silence(self._decode) < LEASE_S:
-                return True
-            time.sleep(0.02)
-        return False
 
     def _close(self) -> None:
         """Wait for all writes to end, and give back what they used."""

@@ -100,6 +100,13 @@ class NodeConfig(ProcessConfig):
             max=64,
         ),
     ] = 1
+    nnodes: Annotated[
+        int, Flag("Hosts of the node, each with an equal part of its ranks; start the command on all of them.", min=1)
+    ] = 1
+    node_rank: Annotated[int, Flag("Which of its hosts this one is, from 0.", min=0)] = 0
+    dist_init_addr: Annotated[
+        str | None, Flag("HOST:PORT of host 0 at which its hosts find each other, the same on all of them.")
+    ] = None
     step_timeout: Annotated[
         float, Flag("Seconds that a step of several ranks may take before the node ends.", min=1.0)
     ] = 30.0

@@ -15,6 +15,8 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
+from service.chunks import ChunkTurns, ChunkWriter
+
 _BODY_FLOOR = 8 << 10
 """Bytes per second that a body must reach after its first `header_timeout` seconds."""
 _UNWANTED_BYTES = 64 << 10
@@ -73,6 +75,7 @@ class GuardedConnection(H11Protocol):
         limits: ConnectionLimits,
         refused: Counter,
         closed: Callable[[], None],
+        chunk_turns: ChunkTurns,
     ) -> None:
         super().__init__(config, state, app_state, asyncio.get_running_loop())
         # What uvicorn calls for each request.
@@ -81,6 +84,7 @@ class GuardedConnection(H11Protocol):
         self._limits = limits
         self._refused = refused
         self._closed = closed
+        self._chunk_turns = chunk_turns
         self._expected: Literal["header", "body"] | None = None
         """The part of a request that has a deadline now."""
         self._expected_since = 0.0
@@ -92,25 +96,14 @@ class GuardedConnection(H11Protocol):
         self._reader_timer: asyncio.TimerHandle | None = None
 
     async def _served_by(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request. The chunks of an answer without a length go straight to the transport.
+        """Serve a request, which gets a ChunkWriter that opens when the answer turns out to have chunks."""
+        chunks = ChunkWriter(self.cycle, self.transport, self._chunk_turns)
 
-        h11 knows nothing of them, and need not: how a chunk is framed depends on no other. An event of h11 costs as
-        much processor time as everything else that a streamed token needs.
-        """
-        cycle, chunked = self.cycle, False
-
-        async def send_quickly(message: Message) -> None:
-            nonlocal chunked
-            if message["type"] == "http.response.body" and chunked and message.get("more_body"):
-                body = message.get("body")
-                if cycle.flow.write_paused and not cycle.disconnected:
-                    await cycle.flow.drain()
-                if body and not cycle.disconnected:
-                    self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
-                return
+        async def send_and_look(message: Message) -> None:
+            chunks.flush()
             await send(message)
             if message["type"] == "http.response.start":
-                chunked = (
+                chunks.open = (
                     scope["method"] != "HEAD"
                     and scope["http_version"] == "1.1"
                     and message["status"] >= HTTPStatus.OK
@@ -118,7 +111,7 @@ class GuardedConnection(H11Protocol):
                     and not any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
                 )
 
-        await app(scope, receive, send_quickly)
+        await app({**scope, "chunks": chunks}, receive, send_and_look)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)

@@ -12,6 +12,7 @@ import uvicorn
 from prometheus_client import Counter
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from service.chunks import ChunkTurns
 from service.connection import ConnectionLimits, GuardedConnection
 
 log = structlog.get_logger(__name__)
@@ -55,6 +56,7 @@ class HttpServer(uvicorn.Server):
         self._limits = limits
         self._refused = refused
         self._tls = tls
+        self._chunk_turns = ChunkTurns()
         self._open_connections = 0
         """Connections accepted and not closed, including those in a TLS handshake."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -126,7 +128,13 @@ class HttpServer(uvicorn.Server):
 
     def _protocol(self) -> GuardedConnection:
         return GuardedConnection(
-            self.config, self.server_state, self.lifespan.state, self._limits, self._refused, self._closed
+            self.config,
+            self.server_state,
+            self.lifespan.state,
+            self._limits,
+            self._refused,
+            self._closed,
+            self._chunk_turns,
         )
 
     def _closed(self) -> None:

@@ -13,7 +13,7 @@ from fastapi import APIRouter
 from base.errors import StartupError
 from base.metrics import Metrics
 from control.discovery import GatewayAddresses
-from control.keys import cache_seed, load_keys
+from control.keys import cache_seed, group_secret, load_keys
 from control.membership import HEARTBEAT_S, Membership
 from control.messages import HeartbeatAck, Message, Peer, Refused, Registered, Role
 from control.plane import ControlPlane
@@ -48,6 +48,7 @@ class NodeShell(Generic[Event]):
         try:
             keys = None if config.key_dir is None else load_keys(config.key_dir, role)
             self.cache_seed = cache_seed(keys)
+            self.group_secret = group_secret(keys)
             self.control = ControlPlane(
                 role,
                 config.host,
@@ -57,6 +58,7 @@ class NodeShell(Generic[Event]):
                 keys=keys,
             )
         except BaseException:
+            # Whatever it was: the caller gets no shell that it could close.
             self._listener.close()
             raise
         self.gateways = GatewayAddresses(config.gateways)

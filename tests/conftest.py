@@ -9,6 +9,7 @@ import gc
 import os
 from pathlib import Path
 
+import hypothesis
 import structlog
 
 from tests.skips import pytest_runtest_makereport
@@ -17,6 +18,9 @@ from tests.slow import pytest_collection_modifyitems
 __all__ = ["pytest_collection_modifyitems", "pytest_runtest_makereport"]
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# How long an example takes says nothing on a busy machine.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 os.environ.pop("SSL_CERT_FILE", None)
 os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)
 # By default a traceback is drawn with all local variables, which takes a tenth of a second.

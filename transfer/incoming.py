@@ -59,6 +59,7 @@ class IncomingCut:
                 else:
                     time.sleep(_LOOK_S)
             except Exception:
+                # Whatever it is: were the thread to end, the cut would never pass and its slots never be free.
                 if not failing:
                     log.exception("cannot see which connections bring KV; slots stay in quarantine until that works")
                 failing = True

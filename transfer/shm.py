@@ -116,7 +116,7 @@ class _Copy(JointCopy):
         try:
             self.finish()
         except Exception:
-            # No thread copies any more: nothing is in flight.
+            # Whatever it is: `finish` raises when no thread copies any more, so nothing is in flight.
             log.exception("a copy into shared memory failed")
             return Outcome.FAILED
         return Outcome.LANDED

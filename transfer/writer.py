@@ -189,6 +189,7 @@ class Pipeline:
         try:
             return self.channel.submit(batch)
         except Exception:
+            # Whatever it is: were it raised, the write would seem to have ended, and its slots would be given away.
             log.exception("posting a batch failed: nobody knows what of it was posted")
             return None
 
@@ -197,6 +198,7 @@ def _awaited(pending: Pending | None) -> Outcome:
     try:
         return Outcome.UNKNOWN if pending is None else pending.wait()
     except Exception:
+        # Likewise.
         log.exception("waiting for a batch failed: nobody knows whether it has ended")
         return Outcome.UNKNOWN
 

@@ -48,26 +48,23 @@ def main(
         compiled = {name: _compiled(compiler, node) for name, (node, _) in CASES.items()}
     finally:
         compiler.close()
-    table = Table("grammar", "tokens", "compile ms", "first mask us")
-    for what in ("one, processor us", f"{batch}, processor us", f"{batch}, us"):
-        table.add_column(f"{what}: median")
-        table.add_column("90%")
-        table.add_column("most")
+    table = _table("grammar", "compile ms", "first us", "one: median", "90%", f"{batch}: median", "90%", "by clock")
     for name, (_, text) in CASES.items():
         grammar, compile_ms = compiled[name]
         tokens = tokenizer.encode(text).ids
         first = min(_timed(lambda g=grammar: _mask(g.start(), vocabulary.words)) for _ in range(3))  # type: ignore[misc]
         _, single = _walk([grammar.start()], tokens, vocabulary.words, 1)
         passed, worked = _walk([grammar.start() for _ in range(batch)], tokens, vocabulary.words, threads)
-        figures = [*_figures(single), *_figures(worked), *_figures(passed)]
-        table.add_row(name, str(len(tokens)), f"{compile_ms:.1f}", f"{first:.0f}", *figures)
+        figures = [*_figures(single)[:2], *_figures(worked)[:2], _figures(passed)[0]]
+        table.add_row(name, f"{compile_ms:.1f}", f"{first:.0f}", *figures)
     console.print(table)
+    console.print(f"Masks of one request and of {batch}: microseconds of processor; by clock: median of {batch}.")
     if torch.cuda.is_available():
         console.print(f"copy of {batch} masks to the device: {_copied(batch, vocabulary.words):.0f} us")
     console.print("A step waits for masks only where a batch takes longer than the forward pass.")
     if not steps:
         return
-    table = Table("grammar", "step ms: free", "constrained", "longer", "processor ms: free", "constrained", "longer")
+    table = _table("grammar", "free ms", "bound ms", "longer", "CPU: free", "bound", "longer")
     for name, (_, text) in CASES.items():
         timed = GrammarSteps(batch, vocab_size, layers, hidden_size, torch.device(device), threads)
         free, bound = timed.compare(compiled[name][0], tokenizer.encode(text).ids, steps)
@@ -75,6 +72,14 @@ def main(
         pairs = (free.ms, bound.ms), (free.processor_ms, bound.processor_ms)
         table.add_row(name, *(cell for a, b in pairs for cell in (f"{a:.2f}", f"{b:.2f}", f"{b / a - 1:+.1%}")))
     console.print(table)
+
+
+def _table(*headings: str) -> Table:
+    """A table that is readable at 80 columns."""
+    table = Table(box=None, pad_edge=False)
+    for number, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if number else "left", no_wrap=number == 0)
+    return table
 
 
 def _compiled(compiler: GrammarCompiler, node: Node) -> tuple[CompiledGrammar, float]:

@@ -18,8 +18,10 @@ from engine.identity import identity_of
 from engine.paged_pool import PagedKVPool
 from model.sparse_model import SparseModel
 from prefill_node.endpoint import PrefillEndpoint
+from prefill_node.fetcher import FetchResources
 from prefill_node.job import TransferJob
-from prefill_node.model_engine import ModelEngine
+from prefill_node.landing import HostSink
+from prefill_node.model_engine import EngineParts, ModelEngine
 from prefill_node.offer import Offer
 from prefill_node.ring import SendRings
 from prefill_node.sender import SendResources
@@ -59,24 +61,34 @@ def prefill_side(
         model = SleepingModel()
         prefill: ChunkedPrefill[TransferJob] = ChunkedPrefill(cast(SparseModel, model), pool, CHUNK_TOKENS)
         shape = spec(tokens)
+        layers = [*pool.kv, *pool.index_keys]
         engine = ModelEngine(
-            prefill,
-            _CPU,
-            SendResources(
-                reading=Reading(
-                    source=HostSource([*pool.kv, *pool.index_keys]),
-                    layer_of_buffer=pool.layout.layer_of_buffer,
-                    page_size=PAGE_SIZE,
-                    checksums=checksums,
+            EngineParts(
+                prefill=prefill,
+                device=_CPU,
+                resources=SendResources(
+                    reading=Reading(
+                        source=HostSource(layers),
+                        layer_of_buffer=pool.layout.layer_of_buffer,
+                        page_size=PAGE_SIZE,
+                        checksums=checksums,
+                    ),
+                    rings=SendRings(pin=False, register=transports.register),
+                    connect=transports.connect,
+                    silence=shell.control.silence,
                 ),
-                rings=SendRings(pin=False, register=transports.register),
-                connect=transports.connect,
-                silence=shell.control.silence,
-            ),
-            Offer(identity_of(shape), transports.offered, max_tokens=tokens, vocab_size=shape.vocab_size),
-            shell.metrics,
-            wake=lambda: shell.inbox.put(None),
-            transfer_timeout=_TIMEOUT_S,
+                fetching=FetchResources(
+                    connect=transports.connect_to_read,
+                    silence=shell.control.silence,
+                    new_sink=lambda: HostSink(layers),
+                    page_size=PAGE_SIZE,
+                ),
+                offer=Offer(identity_of(shape), transports.offered, max_tokens=tokens, vocab_size=shape.vocab_size),
+                metrics=shell.metrics,
+                wake=lambda: shell.inbox.put(None),
+                transfer_timeout=_TIMEOUT_S,
+                fetch_policy="never",
+            )
         )
         at_end.callback(engine.close, timeout=_TIMEOUT_S)
         endpoint = PrefillEndpoint(shell, engine)

@@ -4,12 +4,16 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+import orjson
+
 from gateway.answers.prompt import by_position
 from gateway.answers.streamed import Json, StreamedAnswer
 from gateway.choice import Delta
 from gateway.errors import ApiError
 from gateway.prepared import Prepared
 from gateway.tokenizer import CheckpointTokenizer
+
+_TEXT = "text of a choice"
 
 
 class Answer(StreamedAnswer, ABC):
@@ -19,12 +23,13 @@ class Answer(StreamedAnswer, ABC):
 
     kind: str
     chunk_kind: str
+    _with_logprobs: bool
+    """Whether those of its tokens were asked for."""
 
     def __init__(self, prepared: Prepared, model: str, tokenizer: CheckpointTokenizer) -> None:
         request = prepared.request
         self._head: Json = {"id": prepared.request_id, "created": int(time.time()), "model": model}
         self._count = len(prepared.branches)
-        self._prepared = prepared
         self._prompt_tokens = prepared.prompt_tokens
         self._completion_tokens = 0
         self._tokenizer = tokenizer
@@ -34,6 +39,8 @@ class Answer(StreamedAnswer, ABC):
         self._prepared = prepared
         self._prompt_logprobs = request.prompt_logprobs
         self._usage_in_chunks = bool(options and options.continuous_usage_stats)
+        self._around_text: dict[int, tuple[bytes, bytes]] = {}
+        """By choice: see `_around`."""
 
     def whole(self, answers: Sequence[Sequence[Delta]], unused: Sequence[Sequence[Delta]] = ()) -> Json:
         """The answers to a request that does not stream. unused: others that were generated, which count, too."""
@@ -46,6 +53,14 @@ class Answer(StreamedAnswer, ABC):
 
     def more(self, index: int, delta: Delta) -> list[Json]:
         return [self._chunk([self._choice(index, delta, whole=False)])]
+
+    def written(self, index: int, delta: Delta) -> bytes:
+        """As `more`. Of a chunk with nothing but text, which most are, only the text is made anew."""
+        if delta.finish_reason is not None or self._with_logprobs or self._token_ids or self._usage_in_chunks:
+            return super().written(index, delta)
+        self._completion_tokens += len(delta.tokens)
+        before, after = self._around_text.get(index) or self._around(index)
+        return before + orjson.dumps(self._text(index, delta, whole=False))[1:] + after
 
     def end(self) -> list[Json]:
         """The chunk with the usage, if the client asked for it."""
@@ -66,15 +81,17 @@ class Answer(StreamedAnswer, ABC):
 
     def _choice(self, index: int, delta: Delta, whole: bool) -> Json:
         self._completion_tokens += len(delta.tokens)
-        choice: Json = {
-            "index": index,
-            "logprobs": self._logprobs(index, delta),
-            "finish_reason": delta.finish_reason,
-            **self._text(index, delta, whole),
-        }
+        choice = _head(index, self._logprobs(index, delta), delta.finish_reason) | self._text(index, delta, whole)
         if self._token_ids:
             choice["token_ids"] = [token.token_id for token in delta.tokens]
         return choice
+
+    def _around(self, index: int) -> tuple[bytes, bytes]:
+        """What stands in front of and behind the text, in a chunk with nothing but text."""
+        lines = self._line(self._chunk([_head(index) | {_TEXT: None}]))
+        before, _, after = lines.partition(orjson.dumps({_TEXT: None})[1:])
+        self._around_text[index] = before, after
+        return before, after
 
     def _by_position(self, index: int, first: Delta, alternatives: int) -> list[Json | None]:
         """The log probabilities of the prompt of a choice, which its first delta has."""
@@ -96,6 +113,11 @@ class Answer(StreamedAnswer, ABC):
     @abstractmethod
     def _logprobs(self, index: int, delta: Delta) -> Json | None:
         """The log probabilities of a choice, if they were asked for."""
+
+
+def _head(index: int, logprobs: Json | None = None, finish_reason: str | None = None) -> Json:
+    """A choice without its text."""
+    return {"index": index, "logprobs": logprobs, "finish_reason": finish_reason}
 
 
 def _joined(deltas: Sequence[Delta]) -> Delta:

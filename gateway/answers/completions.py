@@ -21,6 +21,7 @@ class CompletionAnswer(Answer):
         super().__init__(prepared, model, tokenizer)
         assert isinstance(prepared.request, CompletionRequest)
         self._alternatives_asked = prepared.request.logprobs
+        self._with_logprobs = self._alternatives_asked is not None
         self._echoes: dict[int, str] = {}
         """By choice, the text of the prompt, until it has been rendered."""
         if prepared.request.echo:

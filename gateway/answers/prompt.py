@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 from control.prompt_logprobs import PromptLogprobTable
 from gateway.answers.streamed import Json
-from gateway.detokenizer import Detokenizer
 from gateway.tokenizer import CheckpointTokenizer
 
 
@@ -46,7 +45,7 @@ def offsets(prompt_ids: Sequence[int], text: str, tokenizer: CheckpointTokenizer
     """Where in the text of a prompt each of its tokens begins. A special token that the text lacks, as one that the
     tokenizer puts in front, takes no room."""
     missing = {i for i in tokenizer.special_ids.intersection(prompt_ids) if tokenizer.piece(i) not in text}
-    detokenizer = Detokenizer(tokenizer.decode, lambda i: i in missing or not tokenizer.knows(i))
+    detokenizer = tokenizer.detokenizer(missing)
     found, length = [], 0
     for token_id in prompt_ids:
         found.append(min(length, len(text)))

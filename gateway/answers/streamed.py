@@ -45,6 +45,10 @@ class StreamedAnswer(ABC):
     def failed(self, error: ApiError) -> list[Json]:
         """The events that end a stream which breaks."""
 
+    def written(self, index: int, delta: Delta) -> bytes:
+        """The events of what an answer goes on with, as they are sent."""
+        return self.lines(self.more(index, delta))
+
     def lines(self, events: Iterable[Json]) -> bytes:
         """Events as they are sent."""
         return b"".join(map(self._line, events))

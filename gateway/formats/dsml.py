@@ -39,6 +39,8 @@ _LINE = "\n"
 class DsmlParser(CallParser):
     """Reads `OPENER`, calls and `CLOSER`. Calls behind a broken one, in the same block, are content as well."""
 
+    opener = OPENER
+
     def __init__(
         self,
         tools: ToolSet,
@@ -48,9 +50,7 @@ class DsmlParser(CallParser):
         new_id: Callable[[], str] | None = None,
     ) -> None:
         self._headers = {f'{name}">': name for name in tools.names}
-        super().__init__(
-            tools, opener=OPENER, end_of_reasoning=end_of_reasoning, whole_calls=whole_calls, new_id=new_id
-        )
+        super().__init__(tools, end_of_reasoning=end_of_reasoning, whole_calls=whole_calls, new_id=new_id)
 
     def _read_calls(self) -> Steps[None]:
         yield from self._spaced(INVOKE)

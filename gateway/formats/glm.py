@@ -11,7 +11,7 @@ would have written it: JSON of a type that is allowed, but not a string, is JSON
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from gateway.formats.grammar import CallGrammar, choice
 from gateway.formats.parsing import CallParser
@@ -31,17 +31,7 @@ _WORD = re.compile(r"[^\s<]*")
 class GlmParser(CallParser):
     """Reads one call behind each opener. White space may stand between the tags, as GLM-4.5 writes it."""
 
-    def __init__(
-        self,
-        tools: ToolSet,
-        *,
-        end_of_reasoning: str | None,
-        whole_calls: bool = False,
-        new_id: Callable[[], str] | None = None,
-    ) -> None:
-        super().__init__(
-            tools, opener=OPENER, end_of_reasoning=end_of_reasoning, whole_calls=whole_calls, new_id=new_id
-        )
+    opener = OPENER
 
     def _read_calls(self) -> Steps[None]:
         name = yield from self._name()

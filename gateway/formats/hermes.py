@@ -8,7 +8,7 @@ The format is that of the NousResearch/Hermes-Function-Calling prompts and of Qw
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from gateway.formats.conversation import to_json
 from gateway.formats.grammar import CallGrammar, choice
@@ -25,17 +25,7 @@ _END = "}\n" + CLOSER
 class HermesParser(CallParser):
     """Reads one call behind each opener. It is held back until it is complete: arguments may come before the name."""
 
-    def __init__(
-        self,
-        tools: ToolSet,
-        *,
-        end_of_reasoning: str | None,
-        whole_calls: bool = False,
-        new_id: Callable[[], str] | None = None,
-    ) -> None:
-        super().__init__(
-            tools, opener=OPENER, end_of_reasoning=end_of_reasoning, whole_calls=whole_calls, new_id=new_id
-        )
+    opener = OPENER
 
     def _read_calls(self) -> Steps[None]:
         text = yield from self._raw_value(CLOSER)

@@ -4,6 +4,7 @@ import json
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import ClassVar
 
 from gateway.formats.json_prefix import JsonPrefix
 from gateway.formats.protocol import CallArguments, CallBegin, CallEnd, ContentDelta, Event, ReasoningDelta
@@ -29,19 +30,20 @@ class CallParser(PieceReader, ABC):
     markup and the white space of what was understood. The answer is read on behind the break.
     """
 
+    opener: ClassVar[str]
+    """The marker in front of calls."""
+
     def __init__(
         self,
         tools: ToolSet,
         *,
-        opener: str,
         end_of_reasoning: str | None,
         whole_calls: bool = False,
         new_id: Callable[[], str] | None = None,
     ) -> None:
-        """opener: the marker in front of calls. end_of_reasoning: None if the answer does not begin in reasoning."""
+        """end_of_reasoning: None if the answer does not begin in reasoning."""
         super().__init__()
         self._tools = tools
-        self._opener = opener
         self._whole_calls = whole_calls
         self._new_id = new_id or _random_id
         self._events: list[Event] = []
@@ -53,11 +55,15 @@ class CallParser(PieceReader, ABC):
         self._open = False
         """Whether a call has begun, in `_events` or in `_waiting`."""
         self._keys: set[str] = set()
+        self._only_content = False
+        """Whether all that comes is content."""
         self._steps = self._answer(end_of_reasoning)
         next(self._steps)
 
     def push(self, text: str) -> list[Event]:
         """What has become certain with this text."""
+        if self._only_content:
+            return [ContentDelta(text)] if text else []
         self._add(text)
         next(self._steps)
         return self._give()
@@ -91,16 +97,17 @@ class CallParser(PieceReader, ABC):
 
     def _content(self) -> Steps[bool]:
         """Give out content. Returns true behind an opener, false at the end of the answer."""
+        self._only_content = not self._tools
         while True:
             end = len(self._text)
             if self._tools:
-                at = self._text.find(self._opener, self._pos)
-                end = at if at >= 0 else end - overlap(self._text, self._pos, self._opener)
+                at = self._text.find(self.opener, self._pos)
+                end = at if at >= 0 else end - overlap(self._text, self._pos, self.opener)
                 visible = self._pos + len(self._text[self._pos : end].rstrip())
                 self._give_content(self._text[self._pos : visible])
                 self._pos = visible
                 if at >= 0:
-                    self._take(at + len(self._opener) - self._pos)
+                    self._take(at + len(self.opener) - self._pos)
                     return True
             if self._finished or not self._tools:
                 self._give_content(self._text[self._pos :])
@@ -236,8 +243,10 @@ class CallParser(PieceReader, ABC):
 class TextParser(CallParser):
     """Reasoning and content of a format whose calls are not known: everything behind the reasoning is content."""
 
+    opener = ""
+
     def __init__(self, *, end_of_reasoning: str | None) -> None:
-        super().__init__(ToolSet(()), opener="", end_of_reasoning=end_of_reasoning)
+        super().__init__(ToolSet(()), end_of_reasoning=end_of_reasoning)
 
     def _read_calls(self) -> Steps[None]:
         raise AssertionError("content of an answer without tools has no calls")

@@ -65,6 +65,7 @@ class Follower:
             if time.monotonic() >= self._watch_at:
                 self._watch()
         self._sender.stop(_CLOSE_S)
+        self._compute.stop(_CLOSE_S)
         self._ranks.leave()
 
     def _take(self, item: tuple[Peer, Message] | Event) -> None:
@@ -122,4 +123,4 @@ class Follower:
         self._shell.inbox.put(computed)
 
     def _on_sent(self, report: SendReport) -> None:
-        self._line.send(PartSent.of(report))
+        self._line.send(PartSent.of(report, self._ranks.clock_ahead))

@@ -2,15 +2,13 @@
 
 import queue
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
-
-from base.metrics import Metrics
 from control.messages import AttemptId, Peer, PrefillRequest
 from engine.agreement import GroupFailed
-from engine.chunked import ChunkedPrefill, PrefillStep
+from engine.chunked import PrefillStep
 from engine.rank_line import lines_to_others
 from engine.ranks import RankGroup
 from model.shard import Shard
@@ -18,13 +16,12 @@ from prefill_node.compute import Computed, StepCompute
 from prefill_node.engine import PrefillUpdate
 from prefill_node.fetch import FetchReport
 from prefill_node.job import TransferJob
-from prefill_node.model_engine import ModelEngine
-from prefill_node.offer import Offer
+from prefill_node.model_engine import EngineParts, ModelEngine
 from prefill_node.outgoing import Chunk, SendReport
 from prefill_node.progress import ForwardProgress
 from prefill_node.ranks.orders import Begin, Connected, End, Forget, Order, PartSent, PlannedChunk, Step, Stop
 from prefill_node.ranks.parts import Part, PartialReports
-from prefill_node.sender import ChunkSender, SendResources
+from prefill_node.sender import ChunkSender
 
 
 class GroupEngine(ModelEngine):
@@ -34,24 +31,15 @@ class GroupEngine(ModelEngine):
     nothing is announced, or said to be out of flight, before all ranks have said so.
     """
 
-    def __init__(
-        self,
-        prefill: ChunkedPrefill[TransferJob],
-        device: torch.device,
-        resources: SendResources,
-        offer: Offer,
-        metrics: Metrics,
-        wake: Callable[[], None],
-        transfer_timeout: float,
-        ranks: RankGroup,
-    ) -> None:
+    def __init__(self, parts: EngineParts, ranks: RankGroup) -> None:
+        """It fetches no prefixes: every rank would need the bytes."""
+        super().__init__(replace(parts, fetch_policy="never"))
         self._ranks = ranks
         self._sent: queue.SimpleQueue[tuple[int, PartSent]] = queue.SimpleQueue()
         """What ranks have said of their parts and the loop has not counted yet."""
         self._failure: GroupFailed | None = None
         self._said_failure = False
         self._connected: frozenset[str] = frozenset()
-        super().__init__(prefill, device, resources, offer, metrics, wake, transfer_timeout)
         self._lines = lines_to_others(ranks.place, self._on_part)
         self._partial = PartialReports()
         layouts: WeakKeyDictionary[ForwardProgress, Layout] = WeakKeyDictionary()
@@ -112,7 +100,7 @@ class GroupEngine(ModelEngine):
         if isinstance(event, SendReport):
             self._on_part(self._ranks.rank, PartSent.of(event))
             return
-        assert isinstance(event, Computed), "a node of several ranks fetches nothing: every rank would need the bytes"
+        assert isinstance(event, Computed), "nothing is fetched"
         self._ranks.end_step()
         if event.error is not None:
             # The collectives of the other ranks wait for this one: it is the end of all.
@@ -167,6 +155,10 @@ class GroupCompute:
         progress = self._own.start(step)
         self._layouts[progress] = Layout(step, self._num_ranks)
         return progress
+
+    def stop(self, timeout: float) -> bool:
+        """See ComputeThread."""
+        return self._own.stop(timeout)
 
 
 class GroupSender:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from control.messages import AttemptId, Checksum, Peer, PrefillRequest
-from prefill_node.outgoing import Chunk, SendReport
+from prefill_node.outgoing import SendReport
 from transfer.planner import Int64s
 
 
@@ -68,7 +68,10 @@ Order = Begin | Step | Stop | Forget | Connected | End
 
 @dataclass(frozen=True)
 class PartSent:
-    """A rank's word that all writes of its block of a chunk have ended: what a SendReport says, for rank 0."""
+    """A rank's word that all writes of its block of a chunk have ended: what a SendReport says, for rank 0.
+
+    Times are those of rank 0's clock.
+    """
 
     attempt: AttemptId
     start: int
@@ -83,32 +86,18 @@ class PartSent:
     in_flight: bool
 
     @classmethod
-    def of(cls, report: SendReport) -> Self:
+    def of(cls, report: SendReport, clock_ahead: float = 0.0) -> Self:
+        """clock_ahead: seconds by which rank 0's clock is ahead of this rank's."""
         return cls(
             attempt=report.chunk.attempt,
             start=report.chunk.start,
             num_bytes=report.num_bytes,
             num_descriptors=report.num_descriptors,
-            posted_at=report.posted_at,
-            ended_at=report.ended_at,
+            posted_at=None if report.posted_at is None else report.posted_at + clock_ahead,
+            ended_at=report.ended_at + clock_ahead,
             waited=report.waited,
             checksums=report.checksums,
             error=report.error,
             lingering=report.lingering,
             in_flight=report.in_flight,
-        )
-
-    def report(self, chunk: Chunk) -> SendReport:
-        """What it says of a chunk."""
-        return SendReport(
-            chunk=chunk,
-            num_bytes=self.num_bytes,
-            num_descriptors=self.num_descriptors,
-            posted_at=self.posted_at,
-            ended_at=self.ended_at,
-            waited=self.waited,
-            checksums=self.checksums,
-            error=self.error,
-            lingering=self.lingering,
-            in_flight=self.in_flight,
         )

@@ -24,7 +24,7 @@ SENTENCE = re.compile(r"^The pass key of (\w+) is (\d{5})\.$", re.MULTILINE)
 
 
 @given(seed=st.integers(0, 1000), length=st.integers(512, CONTEXT_LENGTH), depth=st.none() | st.floats(0, 1))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_a_text_has_pass_keys_one_of_which_is_asked_for(seed: int, length: int, depth: float | None) -> None:
     question = make_question(str(seed), length, depth)
     found = SENTENCE.findall(question.text)

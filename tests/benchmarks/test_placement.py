@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.transfer.cases import Case, Fragmentation
@@ -39,7 +39,6 @@ def pairs(batch: Descriptors) -> set[tuple[int, int]]:
     return set(found)
 
 
-@settings(deadline=None)
 @given(CASES)
 def test_requests_share_no_item_and_no_slot_and_fit_the_pools(case: Case) -> None:
     placement = place(case)
@@ -48,7 +47,6 @@ def test_requests_share_no_item_and_no_slot_and_fit_the_pools(case: Case) -> Non
         assert 0 <= rows.min() <= rows.max() < case.rows
 
 
-@settings(deadline=None)
 @given(CASES)
 def test_every_kind_of_descriptor_writes_the_same_bytes(case: Case) -> None:
     placement, source, target = place(case), buffers(case, 10**6), buffers(case, 10**9)

@@ -4,10 +4,11 @@ import json
 import signal
 import subprocess
 import sys
-import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from cli.main import main
@@ -39,6 +40,13 @@ def run(directory: Path, *words: str) -> dict[str, Any]:
     assert (directory / "out.png").read_bytes().startswith(b"\x89PNG")
     content: dict[str, Any] = json.loads((directory / "out.json").read_text())
     return content
+
+
+def is_connected(process: psutil.Process) -> bool:
+    """Whether somebody has connected to that process or it to somebody, over TCP."""
+    with suppress(psutil.NoSuchProcess):
+        return any(connection.status == psutil.CONN_ESTABLISHED for connection in process.net_connections("tcp"))
+    return False
 
 
 @pytest.mark.slow
@@ -81,7 +89,7 @@ def test_two_processes_that_were_started_apart(tmp_path: Path) -> None:
 def test_an_interrupt_leaves_no_process_behind(tmp_path: Path) -> None:
     with started(ENDLESS, cwd=tmp_path, stderr=subprocess.PIPE, start_new_session=True) as process:
         target = wait_until(lambda: descendants(process.pid), timeout=60, what="the target to start")
-        time.sleep(1.0)
+        wait_until(lambda: any(map(is_connected, descendants(process.pid))), timeout=60, what="a transfer")
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=30) == 130
         assert all_gone(target)

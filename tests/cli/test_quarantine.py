@@ -16,6 +16,7 @@ from control.messages import AttemptId, Peer
 from decode_node.loop_call import LoopCall
 from decode_node.quarantine import Quarantine, quarantine_router
 from service.status import StatusServer, bind_http
+from tests.decode_node.fakes import nothing_lent
 from tests.prefill_node.fakes import FakeControl
 from transfer.fencing import ReservationTable
 from transfer.incoming import IncomingCut
@@ -44,7 +45,8 @@ def node() -> Iterator[Node]:
     thread = threading.Thread(target=loop)
     thread.start()
     listener = bind_http("127.0.0.1", 0)
-    router = quarantine_router(Quarantine(table, control), inbox.put)  # type: ignore[arg-type]
+    quarantine = Quarantine(table, control, nothing_lent(control))  # type: ignore[arg-type]
+    router = quarantine_router(quarantine, inbox.put)
     server = StatusServer(listener, APIRouter(), router, refused=Metrics().http_refused)
     server.start()
     yield Node(f"http://127.0.0.1:{listener.getsockname()[1]}", table, control)

@@ -79,6 +79,44 @@ def test_local_prefill_is_refused_by_name(capsys: pytest.CaptureFixture[str]) ->
     assert "error: --allow-local-prefill with --ranks 2: only a decode node of one rank" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "refusal"),
+    [
+        ("--ranks 2 --nnodes 2", "--nnodes 2 without --dist-init-addr: the hosts need HOST:PORT of the one with"),
+        ("--node-rank 1", "--node-rank 1 with --nnodes 1: expected 0 to 0"),
+        ("--nnodes 2 --node-rank 2 --dist-init-addr 10.0.0.1:5000", "--node-rank 2 with --nnodes 2: expected 0 to 1"),
+        ("--ranks 2 --dist-init-addr 10.0.0.1:5000", "--dist-init-addr 10.0.0.1:5000 without --nnodes"),
+        ("--ranks 2 --nnodes 2 --dist-init-addr here", "--dist-init-addr here: expected HOST:PORT"),
+        ("--ranks 2 --nnodes 2 --dist-init-addr 10.0.0.1:5000", "--dist-init-addr 10.0.0.1: other machines reach it"),
+        ("--ranks 3 --nnodes 2 --dist-init-addr 127.0.0.1:5000", "--ranks 3 with --nnodes 2: each host has as many"),
+        ("--ranks 1 --nnodes 2 --dist-init-addr 127.0.0.1:5000", "--ranks 1 with --nnodes 2: each host has as many"),
+    ],
+)
+@pytest.mark.parametrize("command", ["decode", "prefill"])
+def test_hosts_that_are_not_said_right_are_refused_by_name(
+    capsys: pytest.CaptureFixture[str], command: str, words: str, refusal: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--model-path", "/m", *words.split()])
+    assert ended.value.code == 2
+    assert f"error: {refusal}" in capsys.readouterr().err
+
+
+def test_the_second_host_has_the_same_ports_and_devices_and_the_ranks_that_follow() -> None:
+    places = create_places(4, hosts=2, host=1, meeting="10.0.0.1:5000")
+    config = DecodeConfig(
+        model_path=Path("/m"), ranks=4, nnodes=2, node_rank=1, dist_init_addr="10.0.0.1:5000", device="cuda"
+    )
+    children = plan_ranks(config, places)
+    assert [child.name for child in children] == ["rank 2", "rank 3"]
+    assert [flag(child, "--port") for child in children] == ["8020", "8022"]
+    assert [flag(child, "--device") for child in children] == ["cuda:0", "cuda:1"]
+    assert [flag(child, "--node-rank") for child in children] == ["1", "1"]
+    assert [RankPlace.taken(dict(child.secrets)) for child in children] == places
+    for descriptor in places[0].descriptors:
+        os.close(descriptor)
+
+
 @pytest.fixture
 def supervised(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[int, GroupTable]]]:
     """A function that supervises one rank for each Python program, and returns the exit code and the ranks' table."""
@@ -91,13 +129,15 @@ def supervised(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[
     monkeypatch.setattr(rank_group.signal, "signal", lambda *_: None)
     tables = []
 
-    def run(*programs: str, reports: dict[int, str] | None = None, code: int = 1) -> tuple[int, GroupTable]:
-        table = GroupTable(GroupTable.create(len(programs)), len(programs))
+    def run(
+        *programs: str, reports: dict[int, str] | None = None, code: int = 1, first: int = 0
+    ) -> tuple[int, GroupTable]:
+        table = GroupTable(GroupTable.create(first + len(programs)), first + len(programs))
         tables.append(table)
         for rank, text in (reports or {}).items():
             table.report(rank, text, code)
-        children = [Child(f"rank {rank}", ["-c", program], 0) for rank, program in enumerate(programs)]
-        return supervise(children, table, drain_timeout=30), table
+        children = [Child(f"rank {rank}", ["-c", program], 0) for rank, program in enumerate(programs, first)]
+        return supervise(children, table, drain_timeout=30, first=first), table
 
     yield run
     for table in tables:
@@ -105,17 +145,26 @@ def supervised(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[
 
 
 FOR_EVER = "import time; time.sleep(60)"
-STUBBORN = f"import signal; [signal.signal(n, signal.SIG_IGN) for n in (2, 15)]; {FOR_EVER}"
-KILLED = "import os, time; time.sleep(0.5); os.kill(os.getpid(), 9)"
+IGNORE = "import signal; [signal.signal(n, signal.SIG_IGN) for n in (2, 15)]"
+STUBBORN = f"{IGNORE}; {FOR_EVER}"
 
 
 def test_a_killed_rank_ends_the_others_within_three_seconds_and_is_named(
-    supervised: Callable[..., tuple[int, GroupTable]], capfd: pytest.CaptureFixture[str]
+    supervised: Callable[..., tuple[int, GroupTable]], capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    since = time.monotonic()
-    code, _ = supervised(FOR_EVER, KILLED, STUBBORN)
+    """It is killed once the stubborn one ignores signals."""
+    ignores, killed = tmp_path / "ignores", tmp_path / "killed"
+    stubborn = f"import pathlib; {IGNORE}; pathlib.Path({str(ignores)!r}).touch(); {FOR_EVER}"
+    is_killed = f"""
+import os, pathlib, time
+while not os.path.exists({str(ignores)!r}):
+    time.sleep(0.01)
+pathlib.Path({str(killed)!r}).write_text(str(time.monotonic()))
+os.kill(os.getpid(), 9)
+"""
+    code, _ = supervised(FOR_EVER, is_killed, stubborn)
     assert code == 1
-    assert time.monotonic() - since < 0.5 + 3
+    assert time.monotonic() - float(killed.read_text()) < 3
     assert capfd.readouterr().err == "error: rank 1 was killed by SIGKILL; all ranks were stopped\n"
 
 
@@ -137,6 +186,31 @@ def test_of_several_that_ended_the_one_to_blame_is_named(
     assert capfd.readouterr().err == "error: rank 1 failed in step 7: out of memory; all ranks were stopped\n"
 
 
+def test_where_another_host_was_lost_its_rank_is_named_with_the_reason(
+    supervised: Callable[..., tuple[int, GroupTable]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """And not before the ranks of this host have ended, which may have reasons of their own."""
+    lost = "rank 0 on host 0 was not heard for 30 s"
+    reports = {0: lost, 1: "rank 0 ended", 2: "rank 0 ended in step 7"}
+    assert supervised("import sys; sys.exit(1)", "import sys; sys.exit(1)", reports=reports, first=1)[0] == 1
+    assert capfd.readouterr().err == f"error: {lost}; all ranks were stopped\n"
+    reports = {0: "rank 0 on host 0 closed its connection", 1: "rank 1: rank 0 has version 1, rank 1 has version 2"}
+    assert supervised("import sys; sys.exit(2)", reports=reports, first=1, code=2)[0] == 2
+    assert capfd.readouterr().err == f"error: {reports[1]}; all ranks were stopped\n"
+
+
+def test_a_rank_that_cannot_end_when_another_host_was_lost_is_stopped(
+    supervised: Callable[..., tuple[int, GroupTable]],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its loop waits in a collective for a rank of that host."""
+    monkeypatch.setattr(rank_group, "_FOLLOW_S", 0.5)
+    lost = "rank 0 on host 0 closed its connection"
+    assert supervised(FOR_EVER, reports={0: lost}, first=1)[0] == 1
+    assert capfd.readouterr().err == f"error: {lost}; all ranks were stopped\n"
+
+
 def test_a_rank_that_says_that_it_fails_and_cannot_end_is_killed(
     supervised: Callable[..., tuple[int, GroupTable]], capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -148,9 +222,13 @@ def test_a_rank_that_says_that_it_fails_and_cannot_end_is_killed(
 
 
 def test_ranks_that_end_together_in_peace_are_no_failure(
-    supervised: Callable[..., tuple[int, GroupTable]], capfd: pytest.CaptureFixture[str]
+    supervised: Callable[..., tuple[int, GroupTable]],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert supervised("pass", "import time; time.sleep(1)")[0] == 0
+    """Nearly together: the second ends well within the time that it has to follow."""
+    monkeypatch.setattr(rank_group, "_FOLLOW_S", 60.0)
+    assert supervised("pass", "import time; time.sleep(0.5)")[0] == 0
     assert capfd.readouterr().err == ""
 
 

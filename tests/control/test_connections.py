@@ -1,8 +1,8 @@
 """When a connection to a mailbox is made anew."""
 
 import socket
-import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import zmq
@@ -16,7 +16,6 @@ from control.connections import Connections
 def listener() -> Iterator[socket.socket]:
     """A peer that accepts connections and says nothing."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        listening.settimeout(0.3)
         yield listening
 
 
@@ -35,12 +34,14 @@ def test_a_connection_to_a_silent_peer_is_made_anew(
     made: Connections, listener: socket.socket, silent: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """ZeroMQ may take frames for a connection that it has given up."""
-    monkeypatch.setattr(connections, "DEAF_S", 0.3)
+    now = 0.0
+    monkeypatch.setattr(connections, "time", SimpleNamespace(monotonic=lambda: now))
     address = f"127.0.0.1:{listener.getsockname()[1]}"
     accepted = []
     for _ in range(3):
-        time.sleep(0.4)
-        made.post(address, b"frame", heard=None if silent else time.monotonic())
+        now += connections.DEAF_S + 1
+        made.post(address, b"frame", heard=None if silent else now)
+        listener.settimeout(10 if silent or not accepted else 0.3)
         try:
             accepted.append(listener.accept()[0])
         except TimeoutError:

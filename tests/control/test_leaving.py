@@ -4,14 +4,12 @@ import pytest
 
 from control.discovery import GatewayAddresses
 from control.membership import Membership
-from control.messages import Heartbeat, HeartbeatAck, Leaving, ModelIdentity, Peer, Register, Registered
+from control.messages import Heartbeat, HeartbeatAck, Leaving, Peer, Register, Registered
+from tests.identity import IDENTITY
 from tests.prefill_node.fakes import FakeControl
 
 VIA = "127.0.0.1:1"
 GATEWAY = Peer(role="gateway", address=VIA, boot_id="g")
-IDENTITY = ModelIdentity(
-    fingerprint="f", dtype="d", kv_format="d", num_layers=1, num_index_layers=1, item_bytes=1, index_key_bytes=1
-)
 
 
 class Harness:

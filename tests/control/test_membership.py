@@ -13,7 +13,6 @@ from control.messages import (
     HeartbeatAck,
     Leaving,
     Message,
-    ModelIdentity,
     Peer,
     Refused,
     Register,
@@ -21,16 +20,7 @@ from control.messages import (
 )
 from control.plane import ControlPlane
 from tests.e2e.cluster import wait_until
-
-IDENTITY = ModelIdentity(
-    fingerprint="f",
-    dtype="float32",
-    kv_format="float32",
-    num_layers=1,
-    num_index_layers=1,
-    item_bytes=8,
-    index_key_bytes=8,
-)
+from tests.identity import IDENTITY
 
 
 class Gateway:
@@ -152,14 +142,14 @@ def test_a_gateway_that_is_listed_no_more_is_kept_while_it_answers(
     gateway: Callable[..., Gateway], node: Callable[[GatewayAddresses], Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It drains; to forget it would be to end its requests."""
-    monkeypatch.setattr(membership, "FORGOTTEN_AFTER_S", 0.2)
+    monkeypatch.setattr(membership, "FORGOTTEN_AFTER_S", 0.6)
     leaving, staying = gateway(), gateway()
     addresses = Listed(leaving, staying)
     me = node(addresses)
     wait_until(lambda: leaving.known and staying.known)
     addresses.list(staying)
     seen = len(leaving.seen)
-    wait_until(lambda: len(leaving.seen) > seen + 20, what="heartbeats for twice the time after which it is forgotten")
+    wait_until(lambda: len(leaving.seen) > seen + 60, what="heartbeats for twice the time after which it is forgotten")
     assert not me.membership.gateway_lost(leaving.control.me, 0.0, 0.0)
 
     leaving.control.stop()

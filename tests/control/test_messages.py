@@ -20,7 +20,6 @@ from control.messages import (
     Destination,
     Generate,
     Message,
-    ModelIdentity,
     Peer,
     PrefillDone,
     PrefillRequest,
@@ -28,20 +27,11 @@ from control.messages import (
     Session,
     SharedMemory,
 )
+from tests.identity import IDENTITY
 
 ME = Peer(role="decode", address="127.0.0.1:8021", boot_id="boot")
 GATEWAY = Peer(role="gateway", address="127.0.0.1:8001", boot_id="boot")
 PREFILL = Peer(role="prefill", address="127.0.0.1:8011", boot_id="boot")
-IDENTITY = ModelIdentity(
-    fingerprint="f",
-    dtype="float32",
-    kv_format="float32",
-    num_layers=1,
-    num_index_layers=1,
-    item_bytes=192,
-    index_key_bytes=64,
-)
-
 ATTEMPT = AttemptId("boot", "r", 1)
 
 
@@ -189,7 +179,7 @@ def test_extents_must_cover_the_prompt() -> None:
 
 def test_a_configuration_mismatch_names_both_values() -> None:
     other = IDENTITY.model_copy(update={"dtype": "bfloat16", "item_bytes": 96})
-    assert IDENTITY.differences(other) == "dtype float32 != bfloat16, item_bytes 192 != 96"
+    assert IDENTITY.differences(other) == "dtype float32 != bfloat16, item_bytes 16 != 96"
     assert IDENTITY.differences(IDENTITY) == ""
 
 

@@ -60,7 +60,7 @@ def many_ties(draw: st.DrawFn) -> tuple[torch.Tensor, int, torch.Tensor | None]:
     return scores, draw(st.integers(1, width)), None if lengths is None else torch.tensor(lengths, dtype=dtype)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(given_scores=many_ties(), cluster=st.sampled_from([1, 2, 4]))
 def test_the_kernel_selects_what_a_stable_sort_selects(
     given_scores: tuple[torch.Tensor, int, torch.Tensor | None], cluster: int

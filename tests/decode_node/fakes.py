@@ -3,23 +3,18 @@
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from control.messages import AttemptId, BufferInfo, Destination, Generate, ModelIdentity, Peer, Session
+from control.messages import AttemptId, BufferInfo, Destination, Generate, Peer, Session
 from decode_node.attempt import PrefillAttempt
+from decode_node.health import Health
+from decode_node.lent_prefixes import LentPrefixes
 from decode_node.request import Request
 from decode_node.verifier import Verification
-from hisparse.extents import HostSlots
+from hisparse.extents import NO_SLOTS, HostSlots
+from tests.identity import IDENTITY
+from tests.prefill_node.fakes import FakeControl
 
 GATEWAY = Peer(role="gateway", address="127.0.0.1:1", boot_id="gateway")
 PREFILL = Peer(role="prefill", address="127.0.0.1:2", boot_id="prefill")
-IDENTITY = ModelIdentity(
-    fingerprint="f",
-    dtype="float32",
-    kv_format="float32",
-    num_layers=2,
-    num_index_layers=1,
-    item_bytes=16,
-    index_key_bytes=8,
-)
 
 
 def destination(num_slots: int) -> Destination:
@@ -30,6 +25,13 @@ def destination(num_slots: int) -> Destination:
         buffers=BufferInfo(ptrs=(1, 2, 3), lengths=lengths, item_lengths=(16, 16, 8)),
         sessions=(Session(transport="tcp", name="127.0.0.1:9"),),
     )
+
+
+def nothing_lent(control: FakeControl) -> LentPrefixes:
+    """The loans of a node that has nothing to lend."""
+    health = Health(control, patience=10.0)  # type: ignore[arg-type]
+    hold, take_back = (lambda *_: NO_SLOTS), (lambda _: None)
+    return LentPrefixes(control, hold, take_back, submit=lambda _: False, health=health)  # type: ignore[arg-type]
 
 
 def attempt_to_fill(slots: HostSlots, num_tokens: int, epoch: int = 1) -> PrefillAttempt:

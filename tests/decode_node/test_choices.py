@@ -6,9 +6,9 @@ import pytest
 
 from control.messages import PrefillFailed, PrefillRequest, Sampling
 from decode_node.request import RequestState
+from tests.decode_node.caching import Caching, prompt
 from tests.decode_node.fakes import GATEWAY
-from tests.decode_node.test_prefixes import Caching, prompt
-from tests.decode_node.test_scheduler import PREFILL, Harness
+from tests.decode_node.scheduler_harness import PREFILL, Harness
 
 NAMES = "abcd"
 

@@ -10,7 +10,7 @@ from control.grammar import Grammar, JsonSchema, Regex, TextChoice
 from control.messages import Sampling
 from engine.grammar.vocabulary import Vocabulary
 from tests.decode_node.fakes import GATEWAY
-from tests.decode_node.test_scheduler import HOT, VOCAB, Harness, counted
+from tests.decode_node.scheduler_harness import HOT, VOCAB, Harness, counted
 from tests.gateway.fakes import EOS, byte_tokenizer
 
 WORDS = Grammar(root=TextChoice(options=("abc", "xyz")))

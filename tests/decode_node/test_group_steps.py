@@ -7,7 +7,7 @@ import pytest
 from engine.agreement import Agreed, GroupFailed
 from engine.group_table import Standing
 from engine.ranks import RankGroup
-from tests.decode_node.test_scheduler import Harness, counted
+from tests.decode_node.scheduler_harness import Harness, counted
 
 
 @dataclass

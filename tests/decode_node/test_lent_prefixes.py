@@ -26,7 +26,7 @@ from decode_node.remote_prefill import PrefillMessage, RemotePrefill
 from decode_node.request import Request
 from decode_node.verifier import Digested, Digesting
 from hisparse.extents import Extent, HostSlots
-from tests.decode_node.test_remote_prefill import FIRST, PATIENCE_S, SECOND, SLOTS, Clock, Harness, R
+from tests.decode_node.remote_harness import FIRST, PATIENCE_S, SECOND, SLOTS, Clock, Harness, R
 
 PREFIX = HostSlots((Extent(20, 40), Extent(70, 24)))
 """Of 64 cached positions."""

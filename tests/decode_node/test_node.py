@@ -41,7 +41,7 @@ from decode_node.verifier import Verifier
 from service.lifecycle import Lifecycle
 from service.shell import NodeShell
 from tests.decode_node.fakes import GATEWAY
-from tests.decode_node.test_scheduler import HOT, Harness
+from tests.decode_node.scheduler_harness import HOT, Harness
 from tests.e2e.cluster import wait_until
 from tests.prefill_node.fakes import FakeControl
 from tests.transfer.slots import slot_digest

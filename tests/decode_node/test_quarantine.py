@@ -11,6 +11,7 @@ from control.messages import AttemptId, Peer
 from decode_node.health import SILENCE_S
 from decode_node.loop_call import LoopCall
 from decode_node.quarantine import Quarantine, quarantine_router
+from tests.decode_node.fakes import nothing_lent
 from tests.prefill_node.fakes import FakeControl
 from transfer.fencing import DRAIN_GRACE_S, ReservationTable
 from transfer.incoming import IncomingCut
@@ -26,7 +27,7 @@ class Harness:
         self.freed: list[str] = []
         self.table: ReservationTable[str] = ReservationTable(self.freed.append, lambda _: None, lambda: IncomingCut(()))
         self.control = FakeControl()
-        self.quarantine = Quarantine(self.table, self.control)  # type: ignore[arg-type]
+        self.quarantine = Quarantine(self.table, self.control, nothing_lent(self.control))  # type: ignore[arg-type]
         self.now = time.monotonic()
         for name, writer in (("a", GONE), ("b", GONE), ("c", ALIVE), ("wanted-1", GONE), ("wanted-2", ALIVE)):
             self.table.open(AttemptId("decode", name, 1), writer, name, num_slots=8)

@@ -14,6 +14,10 @@ from tests.deploy.program import DEPLOY, ROLES, CommandLine, read
 KUBERNETES = DEPLOY / "kubernetes"
 OVERLAYS = tuple(sorted(path.name for path in (KUBERNETES / "overlays").iterdir()))
 
+GROUPS = ("gpu-group", "gpu-group-two-hosts")
+"""Those in which a pod has eight ranks."""
+OF_SEVERAL_HOSTS = ("gpu-group-two-hosts",)
+
 _BESIDE = Path(sys.executable).with_name("kubectl")
 KUBECTL = str(_BESIDE) if _BESIDE.exists() else "kubectl"
 """From the extra `dev`, or whichever is installed."""
@@ -37,11 +41,19 @@ def named(overlay: str, kind: str, name: str) -> Object:
 
 
 def workload(overlay: str, role: str) -> Object:
-    return named(overlay, "Deployment" if role == "gateway" else "StatefulSet", f"hisparse-pd-{role}")
+    nodes = "LeaderWorkerSet" if overlay in OF_SEVERAL_HOSTS else "StatefulSet"
+    return named(overlay, "Deployment" if role == "gateway" else nodes, f"hisparse-pd-{role}")
+
+
+def template(overlay: str, role: str) -> Object:
+    """Of its pods."""
+    spec = workload(overlay, role)["spec"]
+    found: Object = spec["template"] if "template" in spec else spec["leaderWorkerTemplate"]["workerTemplate"]
+    return found
 
 
 def pod(overlay: str, role: str) -> Object:
-    spec: Object = workload(overlay, role)["spec"]["template"]["spec"]
+    spec: Object = template(overlay, role)["spec"]
     return spec
 
 
@@ -61,10 +73,15 @@ def containers(overlay: str) -> Iterator[tuple[str, Object]]:
 
 def command_line(of: Object) -> CommandLine:
     """What a container runs. Variables of the pod are filled in."""
-    filled = {"POD_IP": "10.1.2.3", "POD_NAME": "pod-0"}
+    filled = {
+        "POD_IP": "10.1.2.3",
+        "POD_NAME": "pod-0",
+        "LWS_WORKER_INDEX": "1",
+        "LWS_LEADER_ADDRESS": "pod-0.pods.hpd",
+    }
     words = list(of["args"])
     for name, value in filled.items():
-        if any(f"$({name})" in word for word in words):
+        if any(f"$({name})" in word for word in words) and not name.startswith("LWS_"):  # its controller adds those
             assert name in {variable["name"] for variable in of["env"]}, name
         words = [word.replace(f"$({name})", value) for word in words]
     assert not any("$(" in word for word in words), words

@@ -10,10 +10,16 @@ import pytest
 import yaml
 
 from base.version import VERSION
+from cli.rank_group import check_hosts
+from cli.serve import RANK_PORTS
+from decode_node.config import DecodeConfig
+from tests.deploy import leaderworkerset
 from tests.deploy.program import DEPLOY, ROLES
 from tests.deploy.rendered import (
+    GROUPS,
     KUBECTL,
     KUBERNETES,
+    OF_SEVERAL_HOSTS,
     OVERLAYS,
     Object,
     command_line,
@@ -24,12 +30,15 @@ from tests.deploy.rendered import (
     objects,
     of_kind,
     pod,
+    template,
     workload,
 )
 
 every_overlay = pytest.mark.parametrize("overlay", OVERLAYS)
 every_role = pytest.mark.parametrize("role", ROLES)
 every_node = pytest.mark.parametrize("role", ["prefill", "decode"])
+every_gpu_overlay = pytest.mark.parametrize("overlay", ["gpu-tcp", "gpu-rdma", *GROUPS])
+every_group = pytest.mark.parametrize("overlay", GROUPS)
 
 VERSIONS = ("1.31.0", "1.34.0")
 """Kubernetes releases that the manifests are valid for."""
@@ -42,11 +51,12 @@ KINDS = {
     "NetworkPolicy",
     "HorizontalPodAutoscaler",
     "PersistentVolumeClaim",
+    "LeaderWorkerSet",
 }
 
 
 def test_the_overlays_are_those_that_the_docs_name() -> None:
-    assert OVERLAYS == ("cpu-demo", "gpu-rdma", "gpu-tcp")
+    assert ("cpu-demo", *GROUPS, "gpu-rdma", "gpu-tcp") == OVERLAYS
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -54,7 +64,10 @@ def test_the_overlays_are_those_that_the_docs_name() -> None:
 def test_every_object_is_valid(overlay: str, version: str) -> None:
     for item in objects(overlay):
         assert item["kind"] in KINDS
-        kubernetes_validate.validate(item, version, strict=True)
+        if item["kind"] == "LeaderWorkerSet":
+            leaderworkerset.validate(item, version)
+        else:
+            kubernetes_validate.validate(item, version, strict=True)
 
 
 @every_overlay
@@ -67,8 +80,9 @@ def test_everything_is_in_the_one_namespace(overlay: str) -> None:
 @every_overlay
 def test_what_is_selected_is_there(overlay: str, role: str) -> None:
     labels = {"app.kubernetes.io/name": "hisparse-pd", "app.kubernetes.io/component": role}
-    spec = workload(overlay, role)["spec"]
-    assert spec["selector"]["matchLabels"] == spec["template"]["metadata"]["labels"] == labels
+    assert template(overlay, role)["metadata"]["labels"] == labels
+    if (whole := workload(overlay, role))["kind"] != "LeaderWorkerSet":
+        assert whole["spec"]["selector"]["matchLabels"] == labels
     budget = named(overlay, "PodDisruptionBudget", f"hisparse-pd-{role}")["spec"]
     assert budget["selector"]["matchLabels"] == labels
     assert budget["maxUnavailable"] == 1
@@ -84,8 +98,13 @@ def test_what_is_selected_is_there(overlay: str, role: str) -> None:
 @every_overlay
 def test_nodes_are_known_by_names_that_they_keep(overlay: str, role: str) -> None:
     """A pod that comes back under its name ends the quarantine that the one before it left behind."""
-    assert workload(overlay, role)["kind"] == "StatefulSet"
-    assert workload(overlay, role)["spec"]["serviceName"] == f"hisparse-pd-{role}"
+    whole = workload(overlay, role)
+    if whole["kind"] == "LeaderWorkerSet":  # whose pods are in the service of its own name
+        assert whole["spec"]["networkConfig"]["subdomainPolicy"] == "Shared"
+        assert whole["metadata"]["name"] == f"hisparse-pd-{role}"
+    else:
+        assert whole["kind"] == "StatefulSet"
+        assert whole["spec"]["serviceName"] == f"hisparse-pd-{role}"
     assert f"--advertise-host=$(POD_NAME).hisparse-pd-{role}" in container(overlay, role)["args"]
 
 
@@ -189,7 +208,7 @@ def test_memory_is_asked_for_in_full(overlay: str, role: str) -> None:
 @every_node
 @every_overlay
 def test_memory_follows_from_the_host_pool(overlay: str, role: str) -> None:
-    annotations = workload(overlay, role)["spec"]["template"]["metadata"]["annotations"]
+    annotations = template(overlay, role)["metadata"]["annotations"]
     overhead = float(annotations["hisparse-pd/memory-overhead-gib"])
     pool = json.loads(command_line(container(overlay, role)).raw.get("--hisparse-config", "{}")).get("host_pool_gib", 0)
     assert (pool > 0) == (role == "decode"), "a pool in proportion to device memory has no size that could be asked for"
@@ -206,11 +225,15 @@ def test_a_gateway_has_memory_for_the_requests_that_it_may_hold(overlay: str) ->
 
 @every_overlay
 def test_only_such_memory_is_asked_for_as_the_program_uses(overlay: str) -> None:
-    """Huge pages come by madvise, not out of hugetlbfs; pools are anonymous memory, not files in /dev/shm."""
+    """Huge pages come by madvise, not out of hugetlbfs; pools are anonymous memory, not files in /dev/shm.
+
+    Ranks of one machine exchange tensors by NCCL, which has buffers there.
+    """
     for role, each in containers(overlay):
         asked = each["resources"]["requests"].keys() | each["resources"]["limits"].keys()
         assert not [name for name in asked if name.startswith("hugepages-")]
-        assert not [mount for mount in each["volumeMounts"] if mount["mountPath"].startswith("/dev")]
+        devices = [mount["mountPath"] for mount in each["volumeMounts"] if mount["mountPath"].startswith("/dev")]
+        assert devices == (["/dev/shm"] if overlay in GROUPS and role != "gateway" else []), "for NCCL alone"
         if role != "gateway" and each["name"] == role:
             # A pod has its own process ids: no pod can map the memory of another.
             assert command_line(each).values["transfer_protocol"] in ("tcp", "rdma")
@@ -233,6 +256,78 @@ def test_gpu_nodes_can_be_placed_beside_their_gpu(overlay: str, role: str) -> No
     assert (requests.get("rdma/rdma_shared_device_a") == "1") == rdma
     assert ("feature.node.kubernetes.io/rdma.available" in spec["nodeSelector"]) == rdma
     assert command_line(each).values["transfer_protocol"] == ("rdma" if rdma else "tcp")
+
+
+# --- groups ---
+
+
+@every_node
+@every_group
+def test_a_pod_of_a_group_has_the_machines_gpus_and_a_rank_for_each(overlay: str, role: str) -> None:
+    each = container(overlay, role)
+    requests, flags = each["resources"]["requests"], command_line(each).values
+    hosts = 2 if overlay in OF_SEVERAL_HOSTS else 1
+    assert requests == each["resources"]["limits"]
+    assert requests["cpu"].isdigit()
+    assert int(requests["nvidia.com/gpu"]) * hosts == flags["ranks"]
+    assert (flags["nnodes"], flags["device"], flags["transfer_protocol"]) == (hosts, "cuda", "tcp")
+    volumes = {volume["name"]: volume for volume in pod(overlay, role)["volumes"]}
+    shm = volumes["shm"]["emptyDir"]
+    assert shm["medium"] == "Memory", "which counts as the container's"
+    overhead = float(template(overlay, role)["metadata"]["annotations"]["hisparse-pd/memory-overhead-gib"])
+    alone = float(template("gpu-tcp", role)["metadata"]["annotations"]["hisparse-pd/memory-overhead-gib"])
+    assert overhead == int(requests["nvidia.com/gpu"]) * alone + gib(shm["sizeLimit"])
+
+
+@every_node
+@every_group
+def test_the_ports_of_all_ranks_are_open_to_whom_those_of_the_first_are(overlay: str, role: str) -> None:
+    ranks = int(container(overlay, role)["resources"]["requests"]["nvidia.com/gpu"])
+    first = _ports(container(overlay, role))
+    for name, policy in (("control", "hisparse-pd-nodes"), ("http", "hisparse-pd-metrics")):
+        last = first[name] + RANK_PORTS * (ranks - 1)
+        rules = named(overlay, "NetworkPolicy", policy)["spec"]["ingress"][0]["ports"]
+        assert any(rule["port"] <= first[name] and last <= rule["endPort"] for rule in rules if "endPort" in rule)
+        others = {
+            number + RANK_PORTS * rank for other, number in first.items() if other != name for rank in range(ranks)
+        }
+        for rule in (rule for rule in rules if "endPort" in rule):
+            assert not others & set(range(rule["port"], rule["endPort"] + 1)), "no other ports by mistake"
+    least, most = _transfer_ports(overlay, role)
+    assert most - least + 1 == 8 * ranks, "docs/operations.md: count eight ports per process"
+
+
+@every_group
+def test_prometheus_finds_every_rank_of_a_decode_node(overlay: str) -> None:
+    """As an instance of its own, by the service's ports."""
+    first = _ports(container(overlay, "decode"))["http"]
+    ports = {port["name"]: port for port in named(overlay, "Service", "hisparse-pd-decode")["spec"]["ports"]}
+    monitored = yaml.safe_load((DEPLOY / "monitoring/ranks.yaml").read_text())["spec"]["endpoints"]
+    assert [endpoint["port"] for endpoint in monitored] == [f"http-{rank}" for rank in range(1, 8)]
+    for rank, endpoint in enumerate(monitored, start=1):
+        number = first + RANK_PORTS * rank
+        assert ports[endpoint["port"]] == {"name": f"http-{rank}", "port": number, "targetPort": number}
+        assert "__meta_kubernetes_endpoint_port_name" in endpoint["relabelings"][1]["sourceLabels"]
+
+
+@every_node
+@pytest.mark.parametrize("overlay", OF_SEVERAL_HOSTS)
+def test_the_hosts_of_a_node_find_each_other_by_what_the_controller_tells_them(overlay: str, role: str) -> None:
+    spec = workload(overlay, role)["spec"]
+    each = container(overlay, role)
+    flags = command_line(each).values
+    assert flags["nnodes"] == spec["leaderWorkerTemplate"]["size"] == 2
+    assert "--node-rank=$(LWS_WORKER_INDEX)" in each["args"]
+    assert "--dist-init-addr=$(LWS_LEADER_ADDRESS):5000" in each["args"]
+    assert spec["startupPolicy"] == "LeaderCreated", "no pod is ready before the others have come"
+    assert spec["leaderWorkerTemplate"]["restartPolicy"] == "None", "hosts end and start together by themselves"
+    names = ("ranks", "nnodes", "node_rank", "dist_init_addr", "key_dir")
+    check_hosts(DecodeConfig(model_path=Path(), **{name: flags[name] for name in names}))
+    policy = named(overlay, "NetworkPolicy", f"hisparse-pd-{role}-hosts")["spec"]
+    assert _selects(policy["podSelector"], role)
+    assert policy["ingress"] == [
+        {"from": [{"podSelector": policy["podSelector"]}], "ports": [{"port": 1024, "endPort": 65535}]}
+    ]
 
 
 # --- life and death ---
@@ -288,10 +383,16 @@ def test_nobody_may_connect_who_need_not(overlay: str) -> None:
 )
 @every_overlay
 def test_pods_may_connect_where_they_must(overlay: str, role: str, port: str, whom: set[str]) -> None:
-    number = _transfer_ports(overlay, role)[0] if port == "transfer" else port
+    number = _transfer_ports(overlay, role)[0] if port == "transfer" else _ports(container(overlay, role))[port]
+    if overlay in OF_SEVERAL_HOSTS and role != "gateway":
+        whom = whom | {role}  # whose hosts are not told from those of another node
     allowed = set()
     for policy, rule in _rules(overlay):
-        if _selects(policy["spec"]["podSelector"], role) and any(each["port"] == number for each in rule["ports"]):
+        if _selects(policy["spec"]["podSelector"], role) and any(
+            each["port"] == port
+            or (isinstance(each["port"], int) and each["port"] <= number <= each.get("endPort", each["port"]))
+            for each in rule["ports"]
+        ):
             for source in rule.get("from", []):
                 allowed |= {r for r in ROLES if "podSelector" in source and _selects(source["podSelector"], r)}
     assert allowed == whom
@@ -300,8 +401,8 @@ def test_pods_may_connect_where_they_must(overlay: str, role: str, port: str, wh
 @every_node
 @every_overlay
 def test_mooncakes_ports_are_the_ones_that_are_open(overlay: str, role: str) -> None:
-    open_ports = [each for _, rule in _rules(overlay) for each in rule["ports"] if "endPort" in each]
-    assert [(each["port"], each["endPort"]) for each in open_ports] == [_transfer_ports(overlay, role)]
+    nodes = named(overlay, "NetworkPolicy", "hisparse-pd-nodes")["spec"]["ingress"][1]
+    assert [(each["port"], each["endPort"]) for each in nodes["ports"]] == [_transfer_ports(overlay, role)]
 
 
 @every_overlay
@@ -309,14 +410,15 @@ def test_prometheus_may_scrape_every_pod(overlay: str) -> None:
     policy = named(overlay, "NetworkPolicy", "hisparse-pd-metrics")["spec"]
     assert all(_selects(policy["podSelector"], role) for role in ROLES)
     (rule,) = policy["ingress"]
-    assert rule["ports"] == [{"port": "http"}]
+    assert rule["ports"][0] == {"port": "http"}
+    assert len(rule["ports"]) == (2 if overlay in GROUPS else 1)
 
 
 # --- keys ---
 
 
 @every_role
-@pytest.mark.parametrize("overlay", ["gpu-tcp", "gpu-rdma"])
+@every_gpu_overlay
 def test_each_process_gets_its_own_secret_keys_and_no_other(overlay: str, role: str) -> None:
     each = container(overlay, role)
     keys = Path(command_line(each).raw["--key-dir"])
@@ -330,7 +432,7 @@ def test_each_process_gets_its_own_secret_keys_and_no_other(overlay: str, role: 
             assert volume["secret"]["defaultMode"] == 0o440, "the program refuses secrets that everyone can read"
 
 
-@pytest.mark.parametrize("overlay", ["gpu-tcp", "gpu-rdma"])
+@every_gpu_overlay
 def test_what_is_revoked_while_a_process_runs_is_mounted_as_a_folder(overlay: str) -> None:
     """A file that is mounted by itself (subPath) does not follow its Secret."""
     clients = Path(command_line(container(overlay, "gateway")).raw["--api-key-file"])

@@ -1,4 +1,4 @@
-"""The worked example of docs/operations.md, computed by the functions that size a node.
+"""The worked examples of docs/operations.md, computed by the functions that size a node.
 
 `python -m tests.docs.sizing` rewrites it in place; a test checks that it is up to date.
 """
@@ -10,15 +10,20 @@ from pathlib import Path
 import torch
 
 from base.memory import DEFAULT_FRACTION
+from cli.config import SizingConfig
+from cli.sizing import command, rows
 from control.block_hashes import BLOCK_TOKENS
 from hisparse.config import HiSparseConfig
 from hisparse.format import DenseFormat
 from hisparse.layout import KVLayout
 from hisparse.prefix_cache import BLOCK_BYTES
 from hisparse.sizing import GIB, Sizes, plan_sizes
+from model.shapes import ShapeName
 
 OPERATIONS = Path(__file__).parents[2] / "docs" / "operations.md"
 _BLOCK = re.compile(r"(<!-- sizing -->\n).*?(<!-- /sizing -->)", re.DOTALL)
+_GROUPS = re.compile(r"(<!-- sizing groups -->\n).*?(<!-- /sizing groups -->)", re.DOTALL)
+SHAPES: dict[str, ShapeName] = {"DeepSeek-V3.2": "deepseek-v3.2", "GLM-5.2": "glm-5.2"}
 _FRACTION = DEFAULT_FRACTION["cuda"]
 
 
@@ -133,11 +138,22 @@ hisparse-pd decode --device cuda:0 --context-length {x.context} --max-running-re
 
 
 def with_example(text: str) -> str:
-    """The text of docs/operations.md with the example as it is computed now."""
+    """The text of docs/operations.md with the examples as they are computed now."""
     text, found = _BLOCK.subn(lambda block: f"{block[1]}{example_block(Example())}{block[2]}", text)
-    if not found:
-        raise ValueError(f"{OPERATIONS} has no place for the example")
+    text, groups = _GROUPS.subn(lambda block: f"{block[1]}{groups_block()}{block[2]}", text)
+    if not (found and groups):
+        raise ValueError(f"{OPERATIONS} has no place for the examples")
     return text
+
+
+def groups_block() -> str:
+    """Nodes of eight GPUs for models that do not fit one: a command and a table for each."""
+    blocks = []
+    for name, shape in SHAPES.items():
+        config = SizingConfig(shape=shape)
+        table = "\n".join(f"| {row.what} | {row.how} | {row.value} |" for row in rows(config))
+        blocks.append(f"{name}:\n\n```\n{command(config)}\n```\n\n| | how | |\n| --- | --- | --- |\n{table}\n")
+    return "\n".join(blocks)
 
 
 def _gib(num_bytes: float) -> str:

@@ -1,12 +1,17 @@
 """Real processes for end-to-end tests: started one by one, killed one by one, looked into over HTTP."""
 
 import asyncio
+import json
 import re
+import select
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
@@ -15,6 +20,8 @@ from cli.serve import RANK_PORTS, arguments, free_port
 from tests.e2e.spawn import Command, Process, Spawn, execute
 
 START_TIMEOUT_S = 60.0
+HOT_BUFFER = json.dumps({"device_buffer_size": 128})
+"""Flags of a decode node whose long requests have misses: twice the 64 positions that tiny checkpoints select."""
 
 
 def wait_until(condition: Callable[[], Any], timeout: float = 30.0, what: str = "") -> Any:
@@ -104,6 +111,13 @@ class Node:
         port = self.http_port + RANK_PORTS * rank
         exposition = httpx.get(f"http://{self.place.host}:{port}/metrics", timeout=10).text
         return metric_value(exposition, f"hisparse_pd_{name}", labels)
+
+    def wait_unused(self, pool: str, rank: int = 0) -> None:
+        """Wait until no request has anything of a pool, by the name of its metric.
+
+        A request's slots are free when the step behind its last token is over, somewhat later than its answer.
+        """
+        wait_until(lambda: self.metric(pool, rank, state="used") == 0, what=f"{pool} of {self.name} to be free")
 
     def signal(self, number: int) -> None:
         self.process.send_signal(number)
@@ -243,3 +257,12 @@ def complete(url: str, jobs: Sequence[Job], concurrency: int = 1) -> list[list[i
             return await asyncio.gather(*(one(job) for job in jobs))
 
     return asyncio.run(run_all())
+
+
+def leave_when(condition: Callable[[], Any], url: str, body: Mapping[str, Any]) -> None:
+    """Ask for a completion that is not streamed, and leave once the condition holds, before there is an answer."""
+    with closing(HTTPConnection(urlsplit(url).netloc)) as client:
+        client.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        wait_until(condition)
+        answered, _, _ = select.select([client.sock], [], [], 0)
+        assert not answered, client.getresponse().read()

@@ -139,6 +139,7 @@ class Network:
                 self._in_switch("link", "add", network, "type", "bridge", "forward_delay", "0")
                 self._in_switch("link", "set", network, "up")
         except BaseException:
+            # Whatever it was: nobody calls `__exit__` of a context that was not entered.
             self.__exit__()
             raise
         return self

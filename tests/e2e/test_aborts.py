@@ -57,5 +57,5 @@ def test_two_hundred_requests_a_third_of_them_aborted(
         assert answer == longest[tuple(job.prompt_ids)][: len(answer)]
         assert len(answer) == job.max_tokens or job.abort_after is not None
     wait_until(lambda: pools(decode) == before, what="every pool to be as full as before")
-    wait_until(lambda: prefill.metric("prefill_pages", state="used") == 0, what="pages to come back")
+    prefill.wait_unused("prefill_pages")
     assert decode.metric("requests_finished_total", reason="abort") > 0

@@ -96,7 +96,14 @@ def test_a_cluster_with_keys_serves(cluster: Cluster, references: dict[str, Refe
     assert [refused(node, *access.REASONS) for node in cluster.nodes.values()] == [0, 0, 0]
 
 
-@pytest.mark.parametrize("stranger", ["without keys", "with another cluster's keys", "with keys that are not allowed"])
+@pytest.mark.parametrize(
+    "stranger",
+    [
+        pytest.param("without keys", marks=pytest.mark.slow),
+        "with another cluster's keys",
+        "with keys that are not allowed",
+    ],
+)
 def test_nodes_without_an_allowed_key_never_register(
     cluster: Cluster,
     keys: Path,
@@ -158,7 +165,7 @@ def test_a_key_of_another_role_registers_nothing(cluster: Cluster, keys: Path) -
 def registration(role: str) -> bytes:
     from control.codec import encode
     from control.messages import Peer, Register
-    from tests.decode_node.fakes import IDENTITY
+    from tests.identity import IDENTITY
 
     me = Peer(role=role, address="127.0.0.1:9", boot_id="forged")  # type: ignore[arg-type]
     offer = Register(
@@ -172,6 +179,7 @@ def registration(role: str) -> bytes:
     return encode(offer, me)
 
 
+@pytest.mark.slow
 def test_a_storm_on_the_control_ports_costs_no_request(
     cluster: Cluster, keys: Path, references: dict[str, Reference]
 ) -> None:

@@ -10,10 +10,9 @@ from contextlib import contextmanager
 import httpx
 import pytest
 
-from tests.e2e.cluster import Cluster, Job, Node, complete, wait_until
+from tests.e2e.cluster import HOT_BUFFER, Cluster, Job, Node, complete, wait_until
 from tests.e2e.conftest import Reference
 
-HOT_BUFFER = json.dumps({"device_buffer_size": 128})
 LENGTHS = (30, 129, 200, 400)
 MOST_TOKENS = 32
 STREAMS = 6
@@ -65,6 +64,7 @@ def holds_nothing(node: Node) -> bool:
     )
 
 
+@pytest.mark.slow
 def test_nodes_that_are_replaced_under_load_cost_no_client_anything(
     start_cluster: Callable[..., Cluster], references: dict[str, Reference]
 ) -> None:

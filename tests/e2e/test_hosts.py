@@ -234,6 +234,7 @@ def test_a_prefill_node_that_restarts_at_another_address_is_used_at_once_and_its
     site.wait_all_free()
 
 
+@pytest.mark.slow
 def test_a_decode_node_that_restarts_at_another_address_is_used_at_once_and_nothing_goes_to_the_old_one(
     site: Site,
 ) -> None:

@@ -1,6 +1,5 @@
 """Names and addresses behind them, as in Kubernetes: replicas share a name, and a pod keeps its own when it moves."""
 
-import json
 import os
 import signal
 import subprocess
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cli.serve import free_port
-from tests.e2e.cluster import Cluster, Job, Place, complete, wait_until
+from tests.e2e.cluster import HOT_BUFFER, Cluster, Job, Place, complete, wait_until
 from tests.e2e.conftest import Reference
 from tests.e2e.hosts import HostsFile
 from tests.e2e.spawn import fork
@@ -88,7 +87,7 @@ def test_a_prefill_node_that_comes_back_at_another_address_under_its_name_ends_t
     hosts.say(prefill=["127.0.0.2"], decode=["127.0.0.3"])
     cluster.gateway(served_model_name="tiny")
     prefill = cluster.prefill(advertise_host="prefill")
-    decode = cluster.decode(advertise_host="decode", hisparse_config=json.dumps({"device_buffer_size": 128}))
+    decode = cluster.decode(advertise_host="decode", hisparse_config=HOT_BUFFER)
     cluster.wait_ready()
     prefill.signal(signal.SIGSTOP)
     with ThreadPoolExecutor(1) as pool:

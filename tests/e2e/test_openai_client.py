@@ -164,10 +164,10 @@ def test_a_client_that_leaves_gives_its_slots_back(client: openai.OpenAI, cluste
     next(iter(stream))
     assert decode.metric("host_slots", state="used") > 0
     stream.close()
-    wait_until(lambda: decode.metric("host_slots", state="used") == 0, what="slots to come back")
+    decode.wait_unused("host_slots")
     assert decode.metric("device_slots", state="used") == 0
     assert decode.metric("requests_finished_total", reason="abort") >= 1
-    wait_until(lambda: cluster.nodes["prefill"].metric("prefill_pages", state="used") == 0, what="pages")
+    cluster.nodes["prefill"].wait_unused("prefill_pages")
 
 
 def test_every_process_answers_for_itself(cluster: Cluster) -> None:

@@ -1,6 +1,5 @@
 """The service says, token for token, what transformers says."""
 
-import json
 import random
 from collections.abc import Callable, Iterator
 from itertools import product
@@ -10,11 +9,10 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.cluster import Cluster, Job, complete
+from tests.e2e.cluster import HOT_BUFFER, Cluster, Job, complete
 from tests.e2e.conftest import FAMILIES, SCALE_FORMATS, Reference
 from tests.fp8_reference import Fp8Cache
 
-HOT_BUFFER = json.dumps({"device_buffer_size": 128})
 NEW_TOKENS = 64
 LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 500, 1500)
 
@@ -104,7 +102,7 @@ def test_greedy_tokens_equal_transformers(
     assert "event=landed" in decode.log
     assert "checksums=0" not in decode.log
     assert decode.metric("swap_in_misses_total") > 0
-    assert decode.metric("host_slots", state="used") == 0
+    decode.wait_unused("host_slots")
 
 
 @pytest.mark.parametrize(

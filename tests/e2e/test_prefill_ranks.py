@@ -16,11 +16,11 @@ from cli.rank_group import plan_ranks
 from cli.serve import RANK_PORTS, free_port
 from engine.rank_place import create_places
 from prefill_node.config import PrefillConfig
-from tests.e2e.cluster import Cluster, Job, complete, wait_until
+from tests.e2e.cluster import HOT_BUFFER, Cluster, Job, complete, leave_when, metric_value, wait_until
 from tests.e2e.conftest import FAMILIES, Reference
+from tests.e2e.served import ENVIRONMENT, all_gone, children_of, log, serve
 from tests.e2e.test_parity import prompts
-from tests.e2e.test_ranks import HOT_BUFFER, NOTICED_S, ranks_of
-from tests.e2e.test_serve import ENVIRONMENT, all_gone, children_of, log, serve
+from tests.e2e.test_ranks import NOTICED_S, ranks_of
 
 __all__ = ["log", "serve"]
 
@@ -35,6 +35,8 @@ SHORT = ((6, JOBS[:6]),)
 ROUNDS = ((1, JOBS[:2]), (12, JOBS))
 [LONG] = prompts((1200,), seed=7)
 NEW_TOKENS = 8
+BODY = {"model": "tiny", "prompt": LONG, "max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True}
+"""Of a request whose prompt takes a group with small chunks some hundreds of steps."""
 
 
 def configurations() -> list[Any]:
@@ -60,19 +62,16 @@ def test_the_tokens_behind_a_prefill_node_of_several_ranks_equal_transformers(
     wait_ready(cluster, decode_ranks)
     assert_exact(cluster.url, references[family], rounds)
     for rank in range(decode_ranks):
-        wait_until(lambda: not decode.metric("host_slots", rank, state="used"))  # noqa: B023
-    wait_until(lambda: not prefill.metric("prefill_pages", state="used"))
+        decode.wait_unused("host_slots", rank)
+    prefill.wait_unused("prefill_pages")
     prefill.signal(signal.SIGTERM)
     assert prefill.process.wait(timeout=60) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rank", "number"),
-    [
-        (1, signal.SIGKILL),
-        pytest.param(0, signal.SIGKILL, marks=pytest.mark.slow),
-        pytest.param(1, signal.SIGSTOP, marks=pytest.mark.slow),
-    ],
+    [(1, signal.SIGKILL), (0, signal.SIGKILL), (1, signal.SIGSTOP)],
     ids=["killed", "first-killed", "stopped"],
 )
 def test_a_group_that_loses_a_rank_ends_whole_and_its_slots_are_free_when_every_rank_is_proved_dead(
@@ -83,11 +82,10 @@ def test_a_group_that_loses_a_rank_ends_whole_and_its_slots_are_free_when_every_
     group = cluster.prefill("group", ranks=2, chunked_prefill_size=4, step_timeout=2)
     decode = cluster.decode(hisparse_config=HOT_BUFFER)
     wait_ready(cluster)
-    with pytest.raises(httpx.ReadTimeout):
-        ask(cluster, timeout=1)
-    wait_until(lambda: not decode.metric("host_slots", state="used"))
+    leave_when(lambda: group.metric("prompt_tokens_total"), cluster.url, BODY)
+    decode.wait_unused("host_slots")
     wait_until(lambda: not decode.metric("host_slots", state="quarantined"), what="Quiesced of all ranks")
-    wait_until(lambda: not group.metric("prefill_pages", state="used"))
+    group.wait_unused("prefill_pages")
     assert 0 < group.metric("prompt_tokens_total") < len(LONG) - 1
 
     expected = references["deepseek_v32"].generate(LONG, NEW_TOKENS)
@@ -117,12 +115,12 @@ def test_a_group_does_not_start_while_an_orphan_of_the_one_before_may_write(
 ) -> None:
     cluster = start_cluster()
     decode = cluster.decode(hisparse_config=HOT_BUFFER)
-    control_port = free_port(ranks=2)
+    port, control_port = free_port(ranks=2), free_port(ranks=2)
     places = create_places(2, lines=True)
     config = PrefillConfig(
         model_path=cluster.model_path,
         ranks=2,
-        port=0,
+        port=port,
         control_port=control_port,
         dtype="float32",
         transfer_protocol="tcp",
@@ -142,8 +140,7 @@ def test_a_group_does_not_start_while_an_orphan_of_the_one_before_may_write(
         wait_ready(cluster)
         with ThreadPoolExecutor(1) as pool:
             answer = pool.submit(ask, cluster)
-            wait_until(lambda: decode.metric("requests", state="prefilling"))
-            time.sleep(1)
+            wait_until(lambda: metric_of(port, "prompt_tokens_total"), what="the first step")
             ranks[1].send_signal(signal.SIGSTOP)
             ranks[0].kill()
             assert cluster.prefill("refused", ranks=2, control_port=control_port).process.wait(timeout=60) == 2
@@ -176,12 +173,16 @@ def test_serve_runs_prefill_nodes_of_several_ranks(
     wait_until(lambda: all_gone(children), what="the processes to be gone")
 
 
-def ask(cluster: Cluster, timeout: float = 120) -> list[int]:
-    """The tokens behind a prompt that takes the group some hundreds of steps."""
-    body = {"model": "tiny", "prompt": LONG, "max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True}
-    answer = httpx.post(f"{cluster.url}/v1/completions", json={**body, "return_token_ids": True}, timeout=timeout)
+def ask(cluster: Cluster) -> list[int]:
+    """The tokens behind the long prompt."""
+    answer = httpx.post(f"{cluster.url}/v1/completions", json={**BODY, "return_token_ids": True}, timeout=120)
     ids: list[int] = answer.json()["choices"][0]["token_ids"]
     return ids
+
+
+def metric_of(port: int, name: str) -> float:
+    """A metric of a process that the cluster did not start."""
+    return metric_value(httpx.get(f"http://127.0.0.1:{port}/metrics").text, f"hisparse_pd_{name}", {})
 
 
 def wait_ready(cluster: Cluster, decode_nodes: int = 1, prefill_nodes: int = 1) -> None:

@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.e2e.chaos_clients import Clients, Prompt
-from tests.e2e.cluster import Cluster, Job, Node, complete, wait_until
+from tests.e2e.cluster import HOT_BUFFER, Cluster, Job, Node, complete, wait_until
 from tests.e2e.conftest import Reference
-from tests.e2e.test_ranks import HOT_BUFFER, ranks_of
+from tests.e2e.test_ranks import ranks_of
 
 SECONDS = float(os.environ.get("HISPARSE_PD_CHAOS_SECONDS", "20"))
 SEED = int(os.environ.get("HISPARSE_PD_CHAOS_SEED", random.randrange(1_000_000)))

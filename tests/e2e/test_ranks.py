@@ -1,6 +1,5 @@
 """A decode node of several ranks says what transformers says, and ends whole when one of its ranks ends."""
 
-import json
 import re
 import signal
 import socket
@@ -22,14 +21,13 @@ from cli.serve import RANK_PORTS, free_port
 from decode_node.config import DecodeConfig
 from engine.group_table import GroupTable
 from engine.rank_place import create_places
-from tests.e2e.cluster import Cluster, Job, Node, complete, wait_until
+from tests.e2e.cluster import HOT_BUFFER, Cluster, Job, Node, complete, wait_until
 from tests.e2e.conftest import FAMILIES, Reference
+from tests.e2e.served import all_gone, children_of, log, serve
 from tests.e2e.test_parity import prompts
-from tests.e2e.test_serve import all_gone, children_of, log, serve
 
 __all__ = ["log", "serve"]
 
-HOT_BUFFER = json.dumps({"device_buffer_size": 128})
 LENGTHS = (300, 17, 150, 64, 1, 500, 2, 200, 130, 400, 65, 257)
 JOBS = [
     Job(prompt, 20 + 8 * (number % 3), abort_after=5 if number % 5 == 4 else None)
@@ -81,7 +79,7 @@ def assert_ranks_exact(
             assert len(answer) == len(expected) or job.abort_after is not None
     for rank in range(ranks):
         assert decode.metric("swap_in_misses_total", rank) > 0, f"rank {rank} had no long request"
-        wait_until(lambda: decode.metric("host_slots", rank, state="used") == 0)  # noqa: B023
+        decode.wait_unused("host_slots", rank)
     decode.signal(signal.SIGTERM)
     assert decode.process.wait(timeout=60) == 0
     assert "violations" not in decode.log
@@ -106,16 +104,21 @@ def test_ranks_sleep_when_nobody_has_work_and_all_drain_if_one_is_told_to(
     wait_ready(cluster, 2)
     processes = ranks_of(decode)
     assert complete(cluster.url, [Job(PROMPT, 8)]) == [references["deepseek_v32"].generate(PROMPT, 8)]
-    time.sleep(1)
+    wait_until(lambda: not any(decode.metric("requests", rank, state="running") for rank in range(2)))
     before, since = [sum(process.cpu_times()[:2]) for process in processes], time.monotonic()
     time.sleep(5)
     used = [sum(process.cpu_times()[:2]) - spent for process, spent in zip(processes, before, strict=True)]
     print("cores of idle ranks:", [f"{100 * seconds / (time.monotonic() - since):.1f}%" for seconds in used])
     assert max(used) / (time.monotonic() - since) < 0.05
+    tokens = [decode.metric("generated_tokens_total", rank) for rank in range(2)]
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(complete, cluster.url, [Job(PROMPT, 100)])
-        wait_until(lambda: any(decode.metric("requests", rank, state="running") for rank in range(2)))
-        idle = next(rank for rank in range(2) if not decode.metric("requests", rank, state="running"))
+        # A draining node hands back what has streamed nothing yet, and no other node is there.
+        busy = wait_until(
+            lambda: [rank for rank in range(2) if decode.metric("generated_tokens_total", rank) > tokens[rank]],
+            what="a token",
+        )
+        [idle] = {0, 1} - set(busy)
         processes[idle].terminate()
         assert answer.result() == [references["deepseek_v32"].generate(PROMPT, 100)]
     assert decode.process.wait(timeout=30) == 0

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from decode_node.health import SILENCE_S
-from prefill_node.sender import LEASE_S
+from prefill_node.lease import LEASE_S
 from tests.e2e.chaos_audit import Audit, read_journal
 from tests.e2e.cluster import Cluster, Job, Node, complete, wait_until
 from tests.e2e.conftest import TOKEN_BYTES, Reference
@@ -86,7 +86,7 @@ class Surroundings:
     def assert_nothing_is_left(self) -> None:
         """Nothing wrong was ever in a request's slots, and all of them are free again."""
         wait_until(lambda: self.quarantined() == 0, 20, "the quarantine to end")
-        assert self.decode.metric("host_slots", state="used") == 0
+        self.decode.wait_unused("host_slots")
         audit = Audit.of(self.directory)
         assert audit.wrong == []
         assert audit.seen["landed"] > 0
@@ -218,7 +218,7 @@ def test_a_request_whose_decode_node_falls_silent_during_the_transfer_is_served_
     assert time.monotonic() - started < 15, "the prefill node did not wait for its writes to the silent one to fail"
 
     silent.signal(signal.SIGCONT)
-    wait_until(lambda: silent.metric("host_slots", state="used") == 0, what="the silent node to give it up")
+    silent.wait_unused("host_slots")
     wait_until(lambda: silent.metric("host_slots", state="quarantined") == 0, what="the prefill node's answer")
     wait_until(lambda: prefill.metric("prefill_pages", state="used") == 0, 20, "its pages to come back")
     assert complete(surroundings.cluster.url, [Job(OTHER, 16)] * 4, 4) == [expected(OTHER, 16)] * 4

@@ -7,9 +7,11 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from cli.serve import free_port
 from engine.group_table import GroupTable
 from engine.rank_place import RankPlace, create_places
 from engine.ranks import RankGroup
@@ -19,11 +21,18 @@ TIMEOUT_S = 30.0
 
 
 class ForkedRanks:
-    """Runs `body(rank's place)` in a process for each rank. What one raises is written to a file."""
+    """Runs `body(rank's place)` in a process for each rank. What one raises is written to a file.
 
-    def __init__(self, size: int, directory: Path, body: Callable[[RankPlace], None]) -> None:
-        self.places = create_places(size)
-        self.table = GroupTable(self.places[0].table, size)
+    hosts: as many as the ranks are told to be on. They share no table, and meet on the loopback interface.
+    """
+
+    def __init__(
+        self, size: int, directory: Path, body: Callable[[RankPlace], None], hosts: int = 1, lines: bool = False
+    ) -> None:
+        meeting = f"127.0.0.1:{free_port()}" if hosts > 1 else ""
+        self.places = [place for host in range(hosts) for place in create_places(size, lines, hosts, host, meeting)]
+        self.tables = [GroupTable(place.table, size) for place in self.places[:: size // hosts]]
+        self.table = self.tables[0]
         self._directory = directory
         self.pids = [self._fork(place, body) for place in self.places]
 
@@ -63,20 +72,25 @@ class ForkedRanks:
         for pid in filter(None, self.pids):
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-        self.table.close()
-        for descriptor in self.places[0].descriptors:
+        for table in self.tables:
+            table.close()
+        for descriptor in {descriptor for place in self.places for descriptor in place.descriptors}:
             os.close(descriptor)
 
 
 @contextmanager
-def forked(size: int, directory: Path, body: Callable[[RankPlace], None]) -> Iterator[ForkedRanks]:
-    ranks = ForkedRanks(size, directory, body)
+def forked(
+    size: int, directory: Path, body: Callable[[RankPlace], None], hosts: int = 1, lines: bool = False
+) -> Iterator[ForkedRanks]:
+    ranks = ForkedRanks(size, directory, body, hosts, lines)
     try:
         yield ranks
     finally:
         ranks.close()
 
 
-def join(place: RankPlace, step_timeout: float = TIMEOUT_S, wake: Callable[[], None] = lambda: None) -> RankGroup:
-    """This process's side of the group, on the CPU."""
-    return RankGroup(place, CPU, step_timeout, wake)
+def join(
+    place: RankPlace, step_timeout: float = TIMEOUT_S, wake: Callable[[], None] = lambda: None, **hosts: Any
+) -> RankGroup:
+    """This process's side of the group, on the CPU. hosts: what a group of several takes besides."""
+    return RankGroup(place, CPU, step_timeout, wake, **hosts)

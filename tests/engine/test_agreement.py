@@ -6,9 +6,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
+from engine import agreement
 from engine.agreement import LINGER_S, Agreed, Agreement, GroupFailed
 from engine.group_table import GroupTable, Standing
 from engine.rank_watch import RankWatch
@@ -101,16 +103,22 @@ def test_the_group_is_as_far_as_the_rank_that_is_farthest(make: Make, table: Gro
     assert first.agree(0).standing is Standing.ENDING
 
 
-def test_a_rank_lingers_only_while_the_group_steps(make: Make) -> None:
+def test_a_rank_lingers_only_while_the_group_steps(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     agreements = make()
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda agreement: agreement.agree(1), agreements))
-    started = time.monotonic()
+    now = stepped_at = agreements[0]._stepped_at
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    monkeypatch.setattr(agreement, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
     assert not agreements[0].linger(lambda: False)
-    assert time.monotonic() - started > 0.5 * LINGER_S
-    started = time.monotonic()
+    assert now - stepped_at == pytest.approx(LINGER_S, rel=0.01)
+    before = now
     assert not agreements[0].linger(lambda: False)
-    assert time.monotonic() - started < 0.5 * LINGER_S
+    assert now == before, "the group has not stepped since"
 
 
 def test_a_rank_that_sleeps_is_woken(table: GroupTable) -> None:

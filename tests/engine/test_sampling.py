@@ -63,7 +63,7 @@ params_strategy = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     params=st.lists(params_strategy, min_size=1, max_size=6), step=st.integers(0, 2**31), data_seed=st.integers(0, 99)
 )
@@ -84,7 +84,7 @@ def test_seeds_and_steps_select_different_random_numbers() -> None:
     assert all(len(set(stream)) > 5 for stream in streams.values())
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(top_k=st.integers(1, VOCAB + 5), top_p=st.floats(0.01, 1.0), data_seed=st.integers(0, 99))
 def test_only_tokens_within_top_k_and_top_p_are_drawn(top_k: int, top_p: float, data_seed: int) -> None:
     logits = random_logits(1, data_seed)

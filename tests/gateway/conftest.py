@@ -9,11 +9,26 @@ import pytest
 
 from gateway.config import GatewayConfig
 from tests.gateway.fakes import MODEL, FakeDecodeNode, FakeNode, RunningGateway, wait_until, write_checkpoint
+from tests.gateway.scripted import Service, deepseek_service, glm_service
 
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture(scope="module")
+def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    service = deepseek_service(tmp_path_factory.mktemp("deepseek"))
+    yield service
+    service.close()
+
+
+@pytest.fixture(scope="module")
+def glm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    service = glm_service(tmp_path_factory.mktemp("glm"))
+    yield service
+    service.close()
 
 
 @pytest.fixture

@@ -7,19 +7,17 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from control.discovery import GatewayAddresses
-from control.membership import Membership
+from benchmarks.scripted_node import ScriptedNode
 from control.messages import (
     Accepted,
     Cancel,
     Ended,
     Generate,
-    Heartbeat,
     HeartbeatAck,
     Message,
     ModelIdentity,
@@ -27,13 +25,11 @@ from control.messages import (
     Outputs,
     Peer,
     Refused,
-    Register,
-    Registered,
     Rejected,
     Resend,
     Token,
 )
-from control.plane import ControlPlane, ControlPlaneFailed
+from control.plane import ControlPlaneFailed
 from control.prompt_logprobs import PromptLogprobs
 from gateway.config import GatewayConfig
 from gateway.process import Gateway
@@ -105,28 +101,13 @@ def write_checkpoint(
     return directory
 
 
-class FakeNode:
-    """A registered node that heartbeats, by the real membership code."""
+class FakeNode(ScriptedNode):
+    """A scripted node that keeps what gateways tell it."""
 
-    def __init__(
-        self,
-        gateway_address: str,
-        role: Literal["prefill", "decode"],
-        *,
-        port: int = 0,
-        identity: ModelIdentity = IDENTITY,
-        max_request_tokens: int = CONTEXT,
-        queued_tokens: int = 0,
-    ) -> None:
-        self.gateway_address = gateway_address
-        self.role = role
-        self.identity = identity
-        self.max_request_tokens = max_request_tokens
-        self.queued_tokens = queued_tokens
+    def __init__(self, gateway_address: str, role: Literal["prefill", "decode"], **options: Any) -> None:
         self.refusals: list[str] = []
         self.prefill_nodes: tuple[Peer, ...] = ()
-        self.control = ControlPlane(role, "127.0.0.1", port, "127.0.0.1", self.deliver)
-        self.membership = Membership(self.control, GatewayAddresses([gateway_address]), self._offer, self._beat)
+        super().__init__(gateway_address, role, **{"identity": IDENTITY, "max_request_tokens": CONTEXT, **options})
 
     @property
     def me(self) -> Peer:
@@ -137,35 +118,18 @@ class FakeNode:
         return int(self.me.address.rpartition(":")[2])
 
     def start(self) -> Self:
-        self.control.start()
-        self.control.periodically(0.02, self.membership.tick)
+        self.run(tick_s=0.02)
         wait_until(lambda: self.membership.is_member or self.refusals)
         return self
 
-    def die(self) -> None:
-        """Go without a word."""
-        self.control.stop()
-
     def deliver(self, sender: Peer, message: Message) -> None:
-        if isinstance(message, Refused):
-            self.refusals.append(message.reason)
-        elif isinstance(message, Registered | HeartbeatAck):
-            if isinstance(message, HeartbeatAck):
-                self.prefill_nodes = message.prefill_nodes
-            self.membership.receive(sender, message)
-
-    def _offer(self, via: str) -> Register:
-        return Register(
-            via=via,
-            role=self.role,
-            identity=self.identity,
-            transports=("tcp",),
-            page_size=64,
-            max_request_tokens=self.max_request_tokens,
-        )
-
-    def _beat(self, via: str) -> Heartbeat:
-        return Heartbeat(via=via, ready=True, queued_tokens=self.queued_tokens)
+        match message:
+            case Refused(reason=reason):
+                self.refusals.append(reason)
+                return
+            case HeartbeatAck(prefill_nodes=prefill_nodes):
+                self.prefill_nodes = prefill_nodes
+        super().deliver(sender, message)
 
 
 class FakeDecodeNode(FakeNode):

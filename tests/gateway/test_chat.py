@@ -1,7 +1,6 @@
 """Conversations with reasoning and tools, through the official client, in the formats of both families."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,26 +15,10 @@ from tests.gateway.scripted import (
     QUESTION,
     WEATHER,
     Service,
-    deepseek_service,
     dsml_call,
     dsml_calls,
     glm_call,
-    glm_service,
 )
-
-
-@pytest.fixture(scope="module")
-def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    service = deepseek_service(tmp_path_factory.mktemp("deepseek"))
-    yield service
-    service.close()
-
-
-@pytest.fixture(scope="module")
-def glm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    service = glm_service(tmp_path_factory.mktemp("glm"))
-    yield service
-    service.close()
 
 
 def streamed(stream: Any) -> tuple[dict[str, Any], str]:

@@ -198,6 +198,26 @@ def test_usage_may_come_with_every_chunk(http: httpx.Client) -> None:
     assert chunks[-1]["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
 
 
+@pytest.mark.parametrize("options", [{}, {"include_usage": True}], ids=["plain", "usage"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_chunks_with_nothing_but_text_are_as_other_chunks_but_for_what_they_lack(
+    http: httpx.Client, path: str, options: dict[str, Any]
+) -> None:
+    """They are made in another way."""
+    prompt = {"messages": [{"role": "user", "content": '"né'}]} if "chat" in path else {"prompt": '"né'}
+    body = {**prompt, "max_tokens": 6, "n": 2, "stream": True, "stream_options": options}
+    made: list[list[str]] = []
+    for more in ({}, {"return_token_ids": True}):
+        chunks = chunks_of(http.post(path, json=body | more))
+        for chunk in chunks:
+            chunk["id"] = chunk["created"] = 0
+            for choice in chunk["choices"]:
+                assert ("token_ids" in choice) == bool(more) or choice.get("delta", {}).get("role")
+                choice.pop("token_ids", None)
+        made.append(sorted(json.dumps(chunk) for chunk in chunks))
+    assert made[0] == made[1]
+
+
 def test_a_field_that_nobody_knows_is_ignored_and_logged_once() -> None:
     policy = FieldPolicy(strict=False)
     with capture_logs() as logs:

@@ -1,7 +1,7 @@
 """/v1/messages through Anthropic's client."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import anthropic
@@ -12,11 +12,9 @@ from tests.gateway.fakes import MODEL, RunningGateway, wait_until
 from tests.gateway.scripted import (
     WEATHER,
     Service,
-    deepseek_service,
     dsml_call,
     dsml_calls,
     glm_call,
-    glm_service,
 )
 
 TOOL: dict[str, Any] = {
@@ -25,20 +23,6 @@ TOOL: dict[str, Any] = {
     "input_schema": WEATHER["function"]["parameters"],
 }
 QUESTION: dict[str, Any] = {"role": "user", "content": "How is it in Rome?"}
-
-
-@pytest.fixture(scope="module")
-def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    service = deepseek_service(tmp_path_factory.mktemp("deepseek"))
-    yield service
-    service.close()
-
-
-@pytest.fixture(scope="module")
-def glm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    service = glm_service(tmp_path_factory.mktemp("glm"))
-    yield service
-    service.close()
 
 
 def ask(service: Service, *messages: dict[str, Any], **fields: Any) -> Any:

@@ -1,7 +1,6 @@
 """/v1/responses through the official client."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -13,28 +12,12 @@ from tests.gateway.scripted import (
     DSML,
     WEATHER,
     Service,
-    deepseek_service,
     dsml_call,
     dsml_calls,
     glm_call,
-    glm_service,
 )
 
 TOOL: dict[str, Any] = {"type": "function", **WEATHER["function"]}
-
-
-@pytest.fixture(scope="module")
-def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    service = deepseek_service(tmp_path_factory.mktemp("deepseek"))
-    yield service
-    service.close()
-
-
-@pytest.fixture(scope="module")
-def glm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    service = glm_service(tmp_path_factory.mktemp("glm"))
-    yield service
-    service.close()
 
 
 def ask(service: Service, **fields: Any) -> Any:

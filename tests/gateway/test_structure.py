@@ -8,10 +8,8 @@ import pytest
 
 from control.grammar import JSON_OBJECT, Grammar, JsonSchema, Lark, Node, Regex, TextChoice
 from tests.gateway.fakes import FakeDecodeNode
-from tests.gateway.test_chat import QUESTION, WEATHER, Service, deepseek, glm
+from tests.gateway.scripted import QUESTION, WEATHER, Service
 
-assert deepseek
-assert glm
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 FORMS: list[tuple[dict[str, Any], Node]] = [
     ({"response_format": {"type": "json_object"}}, JSON_OBJECT),

@@ -9,10 +9,11 @@ from engine.paged_pool import PagedKVPool, buffer_info
 from prefill_node.fetch import Fetch, FetchReport, RunningFetch
 from prefill_node.landing import DeviceSink
 from prefill_node.ring import SendRings
+from tests.identity import IDENTITY
+from tests.prefill_node.endpoint_harness import TCP
 from tests.prefill_node.fakes import ME
 from tests.prefill_node.sending import LateChannel
 from tests.prefill_node.sequences import LAYOUT
-from tests.prefill_node.test_endpoint import IDENTITY, TCP
 from transfer.checksum import digests
 from transfer.reader import Reader
 from transfer.writer import Outcome

@@ -14,10 +14,10 @@ from cli.serve import die_with_parent
 from engine.rank_place import create_places
 from model.quantization import BlockFp8
 from model.tiny import write_tiny_checkpoint
-from tests.e2e.cluster import Cluster, wait_until
+from tests.e2e.cluster import HOT_BUFFER, Cluster, wait_until
 from tests.e2e.conftest import FAMILIES, Reference, checkpoints, references, start_cluster
 from tests.e2e.test_prefill_ranks import CHUNK, assert_exact, wait_ready
-from tests.e2e.test_ranks import HOT_BUFFER, ROUNDS, assert_ranks_exact
+from tests.e2e.test_ranks import ROUNDS, assert_ranks_exact
 
 __all__ = ["checkpoints", "references", "start_cluster"]
 

@@ -15,7 +15,7 @@ def free_runs(allocator_references: list[int]) -> list[int]:
     return sorted(len(run) for run in "".join("." if r == 0 else "#" for r in allocator_references).split("#") if run)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.tuples(st.sampled_from(["allocate", "release", "retain", "split"]), st.integers(0, 30))))
 def test_slots_are_never_given_twice_and_never_lost(operations: list[tuple[str, int]]) -> None:
     allocator = SlotAllocator(POOL)

@@ -38,7 +38,7 @@ def test_every_code_is_read_as_torch_reads_it() -> None:
     assert torch.equal(nearest_e4m3(numbers), numbers)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     kv_format=st.sampled_from([PUBLISHED, TINY, ODD]),
     count=st.integers(1, 5),
@@ -59,7 +59,7 @@ def test_items_are_read_back_as_defined(kv_format: Fp8Format, count: int, magnit
     assert ((read[:, : kv_format.latent_dim] - latents).abs() <= bound * (1 + 1e-5)).all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     kv_format=st.sampled_from([PUBLISHED, TINY, ODD]),
     count=st.integers(1, 5),

@@ -116,7 +116,7 @@ def walks(draw: st.DrawFn) -> tuple[int, list[tuple[list[int], int]]]:
     return size, steps
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(walks())
 def test_one_row_follows_the_sequential_policy(walk: tuple[int, list[tuple[list[int], int]]]) -> None:
     size, steps = walk

@@ -14,7 +14,7 @@ def test_a_block_takes_as_many_bits_as_the_vocabulary_needs(vocab_size: int, blo
     assert TokenPacking(vocab_size).block_bytes == block_bytes
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(1, 2**31), st.integers(0, BLOCK_TOKENS - 1), st.data())
 def test_one_other_token_makes_another_block(vocab_size: int, place: int, data: st.DataObject) -> None:
     packing = TokenPacking(vocab_size)

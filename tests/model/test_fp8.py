@@ -1,16 +1,13 @@
 """Block-fp8 weights and activations: what the numbers mean."""
 
 import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from model import fp8
 from tests.model.fp8_cases import close, expert_case, randn, weight
+from tests.model.interpreting import assert_passes_in_interpreter
 
 
 @pytest.mark.parametrize("power_of_two", [False, True])
@@ -114,12 +111,4 @@ def test_scales_that_are_not_those_of_the_blocks_are_refused() -> None:
 if importlib.util.find_spec("triton"):
 
     def test_the_kernels_compute_the_same_in_tritons_interpreter() -> None:
-        """In a process of its own, since importing a kernel decides whether it is interpreted."""
-        done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/model/interpreted_fp8.py"],
-            cwd=Path(__file__).parents[2],
-            env={**os.environ, "TRITON_INTERPRET": "1"},
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stdout[-4000:]
+        assert_passes_in_interpreter("interpreted_fp8.py")

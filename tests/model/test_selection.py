@@ -31,7 +31,7 @@ def best_positions(query: torch.Tensor, head_weights: torch.Tensor, keys: torch.
     return set(ranked[:topk])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     prompt_len=st.integers(1, 40),
     topk=st.integers(1, 50),
@@ -57,7 +57,7 @@ def test_a_prompt_token_selects_the_best_positions_up_to_its_own(
         assert {p for p in row if p >= 0} == best
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=5),
     topk=st.integers(1, 50),

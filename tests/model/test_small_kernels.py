@@ -1,9 +1,6 @@
 """Sums that are completed by who reads them, and the kernels that make and read them."""
 
 import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +12,7 @@ from model.stored_weights import StoredWeights
 from model.tensor_files import StoredTensor
 from model.weights import RandomWeights
 from tests.model.fp8_cases import randn
+from tests.model.interpreting import assert_passes_in_interpreter
 
 CPU = torch.device("cpu")
 
@@ -48,14 +46,7 @@ def test_head_weights_are_not_rounded(stored: torch.dtype, served: torch.dtype, 
     assert RandomWeights(CPU, served).unrounded("weights_proj", (4, 8)).dtype == served
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
-def test_the_kernels_compute_the_same_in_tritons_interpreter() -> None:
-    """In a process of its own, since importing a kernel decides whether it is interpreted."""
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/model/interpreted_small_kernels.py"],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
+if importlib.util.find_spec("triton"):
+
+    def test_the_kernels_compute_the_same_in_tritons_interpreter() -> None:
+        assert_passes_in_interpreter("interpreted_small_kernels.py")

@@ -15,7 +15,7 @@ from prefill_node.progress import ForwardProgress
 from prefill_node.ring import SendRings
 from prefill_node.sender import Sender, SendResources
 from prefill_node.source import DeviceSource, HostSource, Reading
-from tests.control.test_messages import IDENTITY
+from tests.identity import IDENTITY
 from transfer.choices import ChecksumMode
 from transfer.copy_runs import copy_runs
 from transfer.planner import NO_LIMIT, Descriptors

@@ -33,14 +33,15 @@ from prefill_node.engine import PrefillUpdate
 from prefill_node.fetcher import FetchResources
 from prefill_node.job import TransferJob
 from prefill_node.landing import HostSink
-from prefill_node.model_engine import ModelEngine
+from prefill_node.model_engine import EngineParts, ModelEngine
 from prefill_node.offer import Offer
 from prefill_node.ring import SendRings
 from prefill_node.sender import SendResources
 from prefill_node.source import HostSource, Reading
+from tests.identity import IDENTITY
+from tests.prefill_node.endpoint_harness import TCP
 from tests.prefill_node.fakes import LAYOUT, ME
 from tests.prefill_node.sending import CPU, LateChannel
-from tests.prefill_node.test_endpoint import IDENTITY, TCP
 from transfer.choices import ChecksumMode
 
 NUM_SLOTS = 1024
@@ -154,25 +155,27 @@ class PrefillHarness:
         self._woken: queue.SimpleQueue[None] = queue.SimpleQueue()
         source = HostSource([*pool.kv, *pool.index_keys])
         self.engine = ModelEngine(
-            self.prefill,
-            CPU,
-            SendResources(
-                reading=Reading(source, LAYOUT.layer_of_buffer, pool.page_size, checksums),
-                rings=SendRings(pin=False, register=lambda _: None),
-                connect=lambda _: self.channel,
-                silence=lambda _: 0.0,
-            ),
-            Offer(IDENTITY, ("tcp",), max_tokens=512, vocab_size=VOCAB),
-            self.metrics,
-            wake=lambda: self._woken.put(None),
-            transfer_timeout=30.0,
-            fetching=FetchResources(
-                connect=lambda _: self.connect_reads(),
-                silence=lambda _: self.silence,
-                new_sink=lambda: HostSink([*pool.kv, *pool.index_keys]),
-                page_size=pool.page_size,
-            ),
-            fetch_policy=fetch_policy,
+            EngineParts(
+                prefill=self.prefill,
+                device=CPU,
+                resources=SendResources(
+                    reading=Reading(source, LAYOUT.layer_of_buffer, pool.page_size, checksums),
+                    rings=SendRings(pin=False, register=lambda _: None),
+                    connect=lambda _: self.channel,
+                    silence=lambda _: 0.0,
+                ),
+                fetching=FetchResources(
+                    connect=lambda _: self.connect_reads(),
+                    silence=lambda _: self.silence,
+                    new_sink=lambda: HostSink([*pool.kv, *pool.index_keys]),
+                    page_size=pool.page_size,
+                ),
+                offer=Offer(IDENTITY, ("tcp",), max_tokens=512, vocab_size=VOCAB),
+                metrics=self.metrics,
+                wake=lambda: self._woken.put(None),
+                transfer_timeout=30.0,
+                fetch_policy=fetch_policy,
+            )
         )
         self.hold = threading.Event()
         """For a test that holds the model or the channel."""
@@ -263,3 +266,4 @@ class PrefillHarness:
 
     def close(self) -> None:
         self.engine.close(timeout=5)
+        assert not self.engine._compute._thread.is_alive()  # type: ignore[attr-defined]

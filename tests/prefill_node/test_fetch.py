@@ -115,9 +115,9 @@ def test_what_was_fetched_is_not_computed_and_is_cached_as_if_it_were(node: Fetc
 
 
 def test_only_what_is_missing_in_the_cache_is_asked_for(node: Fetching) -> None:
-    node.engine._fetches.policy = "never"  # type: ignore[union-attr]
+    node.engine._fetches.policy = "never"
     node.run(FIRST[:64])
-    node.engine._fetches.policy = "always"  # type: ignore[union-attr]
+    node.engine._fetches.policy = "always"
     node.lend()
     attempt, asked = node.ask_fetching()
     assert (asked.start, asked.stop) == (64, PREFIX)
@@ -212,7 +212,7 @@ def a_bug(node: Fetching, asked: FetchRequest) -> None:
 
 
 def silence(node: Fetching, asked: FetchRequest) -> None:
-    node.engine._fetches.give_up_late(time.monotonic() + 31)  # type: ignore[union-attr]
+    node.engine._fetches.give_up_late(time.monotonic() + 31)
     node.engine.fetch_answered(node.grant(asked))
 
 
@@ -221,7 +221,7 @@ def no_lease(node: Fetching, asked: FetchRequest) -> None:
     node.engine.fetch_answered(node.grant(asked))
     time.sleep(0.1)
     assert node.reads.posted == [], "its address may be another process's"
-    node.engine._fetches.give_up_late(time.monotonic() + 31)  # type: ignore[union-attr]
+    node.engine._fetches.give_up_late(time.monotonic() + 31)
 
 
 @pytest.mark.parametrize(
@@ -321,7 +321,6 @@ def test_a_node_that_keeps_nothing_fetches_nothing() -> None:
 def test_it_fetches_where_that_is_estimated_to_be_faster_and_tries_again_later() -> None:
     node = Fetching("auto")
     fetches = node.engine._fetches
-    assert fetches is not None
     attempt, asked = node.ask_fetching()
     node.engine.fetch_answered(node.grant(asked))
     node.finish(attempt, computed=72)

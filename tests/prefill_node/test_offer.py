@@ -2,11 +2,12 @@
 
 from control.messages import BufferInfo, Destination, PrefillRequest, Session
 from prefill_node.offer import Offer
-from tests.control.test_messages import IDENTITY, prefill_request
+from tests.control.test_messages import prefill_request
+from tests.identity import IDENTITY
 
 
 def request(*ranks: str) -> PrefillRequest:
-    buffers = BufferInfo(ptrs=(4096, 8192), lengths=(1920, 640), item_lengths=(192, 64))
+    buffers = BufferInfo(ptrs=(4096, 8192, 12288), lengths=(160, 160, 80), item_lengths=(16, 16, 8))
     destination = Destination(
         sessions=(Session(transport="tcp", name="127.0.0.1:15000"),), identity=IDENTITY, buffers=buffers
     )

@@ -28,14 +28,13 @@ from engine.rank_line import RankLine
 from engine.rank_place import RankPlace, create_places
 from prefill_node.compute import Computed
 from prefill_node.job import TransferJob
-from prefill_node.model_engine import ModelEngine
+from prefill_node.model_engine import EngineParts, ModelEngine
 from prefill_node.outgoing import SendReport
 from prefill_node.progress import ForwardProgress
 from prefill_node.ranks.leader import GroupCompute, GroupEngine, GroupSender, Layout
 from prefill_node.ranks.orders import Begin, Forget, Order, PartSent, Step, Stop
 from prefill_node.ranks.parts import Part, PartialReports
-from tests.prefill_node import test_endpoint
-from tests.prefill_node.test_endpoint import DECODE, Harness, R, checksum_of, request
+from tests.prefill_node.endpoint_harness import DECODE, Harness, R, checksum_of, request
 
 
 class FakeRanks:
@@ -72,14 +71,9 @@ class GroupHarness(Harness):
     A prompt of 10 tokens is computed in chunks of 6 and 4: blocks of 2, 2 and 2, and of 1, 1 and 2 tokens.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self) -> None:
         self.place = create_places(3, lines=True)[0]
         self.ranks = FakeRanks(self.place)
-
-        def group_engine(*arguments: Any, **options: Any) -> ModelEngine:
-            return GroupEngine(*arguments, **options, ranks=self.ranks)  # type: ignore[arg-type]
-
-        monkeypatch.setattr(test_endpoint, "ModelEngine", group_engine)
         super().__init__()
         self.endpoint._ranks = self.ranks  # type: ignore[assignment]
         assert isinstance(self.engine, GroupEngine)
@@ -88,6 +82,9 @@ class GroupHarness(Harness):
         self.engine._sender = GroupSender(self.sender, layouts, self.engine._partial)
         self.orders: list[queue.SimpleQueue[Order]] = [queue.SimpleQueue() for _ in range(2)]
         self.lines = [RankLine(own, orders.put) for (_, own), orders in zip(self.place.lines, self.orders, strict=True)]
+
+    def new_engine(self, parts: EngineParts) -> ModelEngine:
+        return GroupEngine(parts, self.ranks)  # type: ignore[arg-type]
 
     def order(self, rank: int = 1) -> Order:
         """The next order that a rank got."""
@@ -108,8 +105,8 @@ class GroupHarness(Harness):
 
 
 @pytest.fixture
-def h(monkeypatch: pytest.MonkeyPatch) -> Iterator[GroupHarness]:
-    harness = GroupHarness(monkeypatch)
+def h() -> Iterator[GroupHarness]:
+    harness = GroupHarness()
     yield harness
     for descriptor in (harness.place.table, harness.place.store, *harness.place.bells):
         os.close(descriptor)
@@ -225,7 +222,8 @@ def test_parts_that_were_never_sent_or_are_reported_twice_are_errors() -> None:
     job.pages = np.arange(3)
     chunk = job.chunk(0, 6, ForwardProgress(torch.device("cpu")))
     reports.expect(chunk, [Part(0, 0, 3), Part(2, 3, 6)])
-    sent = PartSent.of(SendReport(chunk.part(3, 6), 7, 2, posted_at=1.0, ended_at=3.0, error="aborted"))
+    aborted = SendReport(chunk.part(3, 6), 7, 2, posted_at=101.0, ended_at=103.0, error="aborted")
+    sent = PartSent.of(aborted, clock_ahead=-100.0)  # it is on another host
     assert reports.take(2, sent) is None
     with pytest.raises(KeyError):
         reports.take(2, sent)

@@ -12,7 +12,8 @@ from control.codec import MalformedMessage, decode, encode
 from control.messages import BufferInfo, Destination, Peer, PrefillRequest, Session, SharedMemory
 from prefill_node.offer import Destinations
 from prefill_node.plan import ChunkPlan
-from tests.control.test_messages import IDENTITY, ME, prefill_request
+from tests.control.test_messages import ME, prefill_request
+from tests.identity import IDENTITY
 from transfer.planner import expand_extents
 
 ITEMS = (192, 64)

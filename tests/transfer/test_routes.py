@@ -8,7 +8,7 @@ import pytest
 
 from base.errors import StartupError
 from control.messages import BufferInfo, Destination, Session, SharedMemory
-from tests.control.test_messages import IDENTITY
+from tests.identity import IDENTITY
 from transfer import engine as engine_module
 from transfer import routes, shm
 from transfer.choices import TransferProtocol

@@ -1,0 +1,289 @@
+"""`hisparse-pd sizing`: what a node of several GPUs holds and can at most do, for a published shape.
+
+Each figure is a formula over the shape, the machine and the flags, computed by the functions that size a node. Steps
+and prompts are given by what the hardware takes at least (`benchmarks.decode.limits`). Nothing is measured, no GPU and
+no checkpoint are needed.
+"""
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from base.errors import StartupError
+from benchmarks.decode.config import DecodeBench
+from benchmarks.decode.limits import Works, work_of
+from benchmarks.decode.timing import Part
+from benchmarks.decode.workload import Model, build_model
+from benchmarks.prefill.limits import work_of_chunk
+from cli.config import SizingConfig
+from control.block_hashes import BLOCK_TOKENS
+from hisparse.config import HiSparseConfig
+from hisparse.prefix_cache import BLOCK_BYTES
+from hisparse.sizing import GIB, Sizes, plan_sizes
+
+_PAGE = 64
+_PLENTY_GIB = 2.0**20
+_MOST_RUNNING = 4096
+
+
+@dataclass(frozen=True)
+class Row:
+    """A figure: what it is of, how it comes about, and its value with the unit."""
+
+    what: str
+    how: str
+    value: str
+
+
+@dataclass(frozen=True)
+class NodeSizing:
+    """The figures of a node. Bytes and requests are of one rank where the name does not say otherwise."""
+
+    config: SizingConfig
+
+    @cached_property
+    def model(self) -> Model:
+        """One rank's network, without memory for it. Raises StartupError if the shape cannot be divided so."""
+        c = self.config
+        bench = DecodeBench(
+            shape=c.shape,
+            rank_of=c.ranks,
+            context=c.context_length,
+            kv_cache_dtype=c.kv_cache_dtype,
+            quantization="fp8",
+        )
+        try:
+            return build_model(bench, torch.device("meta"))
+        except ValueError as error:
+            raise StartupError(f"sizing: {error}") from error
+
+    @property
+    def ranks_per_host(self) -> int:
+        return self.config.ranks // self.config.nnodes
+
+    @property
+    def buffer_size(self) -> int:
+        """Hot slots of a request."""
+        return self.config.device_buffer_size or 2 * self.model.spec.index_topk
+
+    @property
+    def token_bytes(self) -> int:
+        return self.model.spec.kv_layout.token_bytes
+
+    @property
+    def pool_bytes(self) -> int:
+        """Device memory that pools may take, beside the weights."""
+        free = self.config.device_gib * GIB - self.model.num_bytes
+        if free <= 0:
+            raise StartupError(
+                f"sizing: the weights of one of {self.config.ranks} ranks take {self.model.num_bytes / GIB:.1f} GiB, "
+                f"the device has {self.config.device_gib:g}: give more --ranks"
+            )
+        return int(free * self.config.mem_fraction_static)
+
+    @cached_property
+    def host_pool_gib(self) -> int:
+        """Of all ranks of a host: whole GiB that leave room for the prefix caches' tables."""
+        free = (self.config.host_gib - self.config.reserved_gib) * GIB
+        return int(free / (1 + BLOCK_BYTES / BLOCK_TOKENS / self.token_bytes) / GIB)
+
+    def sizes(self, running: int, pool_gib: float) -> Sizes:
+        """A rank's pools for so many running requests. Raises StartupError if not one fits."""
+        config = HiSparseConfig(
+            self.buffer_size, self.model.spec.index_topk, host_to_device_ratio=None, host_pool_gib=pool_gib
+        )
+        return plan_sizes(
+            config,
+            self.model.spec.kv_layout,
+            max_running_requests=running,
+            context_length=self.config.context_length,
+            index_page_size=_PAGE,
+            available_host_bytes=int(2 * _PLENTY_GIB * GIB),
+            available_device_bytes=self.pool_bytes,
+            vocab_size=self.model.spec.vocab_size,
+        )
+
+    @cached_property
+    def held(self) -> int:
+        """Requests of full length that the host pool has room for."""
+        return int(self.host_pool_gib * GIB / self.ranks_per_host) // self.token_bytes // self.config.context_length
+
+    @cached_property
+    def fitting(self) -> int:
+        """Requests of full length whose hot buffers, index keys and tables device memory has room for."""
+        available = self.pool_bytes
+
+        def fits(running: int) -> bool:
+            try:
+                sizes = self.sizes(running, _PLENTY_GIB)
+            except StartupError:
+                return False
+            return sizes.num_device_slots == sizes.asked_device_slots and sizes.device_bytes <= available
+
+        # More requests take more bytes, so this is the first number that does not fit.
+        return bisect_left(range(1, _MOST_RUNNING), True, key=lambda running: not fits(running))
+
+    @property
+    def running(self) -> int:
+        """Requests that run at a time. Raises StartupError if there is room for none."""
+        if not (running := min(self.held, self.fitting)):
+            raise StartupError(
+                f"sizing: no request of {self.config.context_length} tokens fits: host memory of a rank holds "
+                f"{self.held}, device memory {self.fitting}"
+            )
+        return running
+
+    @cached_property
+    def step(self) -> Works:
+        """The work of a decode step with all requests running."""
+        c = self.config
+        return work_of(self.model, self.running, c.context_length, min(c.new_positions, c.context_length), c.ranks)
+
+    def limit_ms(self, works: Works, part: Part) -> float:
+        return sum(work.ms(self.config.link_gb_per_s) for work in works.get(part, ()))
+
+    @property
+    def step_limit_ms(self) -> float:
+        """What the hardware takes for a step at least. Exchanges between GPUs are not in it."""
+        return sum(self.limit_ms(self.step, part) for part in Part)
+
+    @property
+    def step_ms(self) -> float:
+        """What a step is expected to take."""
+        return self.step_limit_ms * self.config.times_limit
+
+    def tokens_per_s(self, step_ms: float) -> float:
+        """Of the node."""
+        return self.config.ranks * self.running / step_ms * 1e3
+
+    @property
+    def swapped_in_bytes(self) -> float:
+        """In a step: what is read out of host memory."""
+        return sum(work.link_bytes for work in self.step[Part.SWAP_IN])
+
+    @property
+    def prefill_tokens(self) -> int:
+        """That a prefill node's pool holds: every rank has the KV of all of them."""
+        return self.pool_bytes // self.token_bytes
+
+    @cached_property
+    def prompt_tokens_per_s(self) -> float:
+        """At most, of a prefill node with as many ranks, at the end of a prompt of full length."""
+        c = self.config
+        block = min(c.chunked_prefill_size // c.ranks, c.context_length) or 1
+        works = work_of_chunk(self.model, c.context_length, block, c.ranks)
+        return c.ranks * block / sum(self.limit_ms(works, part) for part in Part) * 1e3
+
+
+def rows(config: SizingConfig) -> list[Row]:
+    """All figures of such a node. Raises StartupError if there is none."""
+    if config.ranks % config.nnodes:
+        raise StartupError(f"--ranks {config.ranks} with --nnodes {config.nnodes}: each host has as many as the others")
+    if config.host_gib <= config.reserved_gib:
+        raise StartupError(
+            f"--host-gib {config.host_gib:g} with --reserved-gib {config.reserved_gib:g}: nothing is left"
+        )
+    x, c = NodeSizing(config), config
+    layout, tokens = x.model.spec.kv_layout, c.context_length
+    context_bytes = tokens * x.token_bytes
+    sizes = x.sizes(x.running, x.host_pool_gib / x.ranks_per_host)
+    request_bytes = sizes.device_bytes / x.running
+    per_host = x.ranks_per_host
+    parts = ", ".join(f"{part} {x.limit_ms(x.step, part):.1f}" for part in Part if x.limit_ms(x.step, part) >= 0.05)
+    limit, expected = x.tokens_per_s(x.step_limit_ms), x.tokens_per_s(x.step_ms)
+    read = per_host * x.swapped_in_bytes / x.step_ms / 1e6
+    pool, request = gib(x.pool_bytes), gib(request_bytes)
+    rate = x.prompt_tokens_per_s
+    return [
+        Row(
+            "weights of a GPU, fp8",
+            f"what all ranks have, and 1/{c.ranks} of the routed experts",
+            gib(x.model.num_bytes),
+        ),
+        Row("pools of a GPU", f"{c.mem_fraction_static:g} x ({c.device_gib:g} GiB - weights)", pool),
+        Row(
+            "one token",
+            f"{layout.num_layers} x {layout.item_bytes} B + {layout.num_index_layers} x {layout.index_key_bytes} B",
+            f"{x.token_bytes:,} B",
+        ),
+        Row("a request of full length, in host memory", f"{tokens:,} x {x.token_bytes:,} B", gib(context_bytes)),
+        Row(
+            "host pools of a machine (`host_pool_gib`)",
+            f"{c.host_gib:,.0f} GiB, {c.reserved_gib:g} kept for the rest, and the prefix caches' tables",
+            f"{x.host_pool_gib:,} GiB",
+        ),
+        Row("the prefix caches' tables", f"{per_host} ranks", gib(per_host * sizes.prefix_cache_bytes)),
+        Row(
+            "requests that host memory holds",
+            f"{x.host_pool_gib:,} GiB / {per_host} / {gib(context_bytes)}, x {c.ranks} ranks",
+            f"{x.held} a rank, {x.held * c.ranks} in all",
+        ),
+        Row("device memory of a running request", "hot buffer, index keys, tables", request),
+        Row(
+            "requests that device memory runs",
+            f"{pool} / {request}, x {c.ranks} ranks",
+            f"{x.fitting} a rank, {x.fitting * c.ranks} in all",
+        ),
+        Row(
+            "running requests (`--max-running-requests`)",
+            "the less of both",
+            f"{x.running} a rank, {x.running * c.ranks} in all",
+        ),
+        Row("a decode step at the hardware's limit, ms", parts, f"{x.step_limit_ms:.1f} ms"),
+        Row(
+            "output at the limit",
+            f"{x.running * c.ranks} / {x.step_limit_ms:.1f} ms",
+            f"{limit:,.0f} tokens/s, {1e3 / x.step_limit_ms:.1f} a request",
+        ),
+        Row(
+            "output expected",
+            f"a step takes {c.times_limit:g} times its limit: {x.step_ms:.1f} ms",
+            f"{expected:,.0f} tokens/s, {1e3 / x.step_ms:.1f} a request",
+        ),
+        Row(
+            "read from a machine's host memory for that",
+            f"{per_host} x {x.swapped_in_bytes / 1e6:,.0f} MB / {x.step_ms:.1f} ms",
+            f"{read:.0f} GB/s",
+        ),
+        Row(
+            "KV pool of a prefill node",
+            f"{pool} / {x.token_bytes:,} B",
+            f"{x.prefill_tokens:,} tokens, {x.prefill_tokens // tokens} prompts of full length",
+        ),
+        Row(
+            "prompts of a prefill node at the limit",
+            f"steps of {c.chunked_prefill_size:,} tokens, at the end of a prompt of full length",
+            f"{rate:,.0f} tokens/s",
+        ),
+        Row(
+            "network of a prefill node for that",
+            f"{rate:,.0f} x {x.token_bytes:,} B",
+            f"{rate * x.token_bytes / 1e9:.2f} GB/s",
+        ),
+    ]
+
+
+def command(config: SizingConfig) -> str:
+    """The decode node's command line."""
+    x = NodeSizing(config)
+    hosts = f" --nnodes {config.nnodes} --node-rank K --dist-init-addr HOST:PORT" if config.nnodes > 1 else ""
+    return (
+        f"hisparse-pd decode --ranks {config.ranks}{hosts} --device cuda --context-length {config.context_length} \\\n"
+        f"    --kv-cache-dtype {config.kv_cache_dtype} --max-running-requests {x.running} \\\n"
+        f'    --hisparse-config \'{{"device_buffer_size": {x.buffer_size}, "host_pool_gib": {x.host_pool_gib}}}\' ...'
+    )
+
+
+def report(config: SizingConfig) -> str:
+    """Everything, for a terminal."""
+    figures = rows(config)
+    width = max(len(row.what) for row in figures)
+    value = max(len(row.value) for row in figures)
+    lines = [f"{row.what:<{width}}  {row.value:>{value}}  {row.how}" for row in figures]
+    return "\n".join([command(config), "", *lines])
+
+
+def gib(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:,.2f} GiB"

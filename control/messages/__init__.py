@@ -1,0 +1,160 @@
+"""Control messages: one class per kind, which validates itself; one module per conversation.
+
+docs/protocol.md has the protocol: who repeats what until what answers it, the states, and what of a frame is the same
+in every wire version. Whoever changes a field here changes that page and, unless old processes may ignore the change,
+`PROTOCOL_VERSION`. Unknown fields are ignored, and missing optional ones take their defaults.
+"""
+
+from collections.abc import Mapping
+
+from control.messages.common import (
+    ADDRESS_PATTERN,
+    MAX_RANKS,
+    Address,
+    CacheSalt,
+    CheckpointIdentity,
+    Identifier,
+    Identity,
+    Message,
+    ModelIdentity,
+    Peer,
+    Ranks,
+    Role,
+    TokenId,
+    TokenIds,
+    UInt,
+    WireModel,
+)
+from control.messages.fetch import FetchDone, FetchGrant, FetchRefused, FetchRequest
+from control.messages.liveness import Ping, Pong
+from control.messages.membership import (
+    MAX_CACHE_BLOCKS,
+    CacheUpdate,
+    HashColumn,
+    Heartbeat,
+    HeartbeatAck,
+    Leaving,
+    Refused,
+    Register,
+    Registered,
+)
+from control.messages.memory import (
+    ADDRESS_LIMIT,
+    BufferInfo,
+    Checksum,
+    Checksums,
+    Destination,
+    Session,
+    SharedMemory,
+    Transport,
+)
+from control.messages.prefill import (
+    Abort,
+    Admitted,
+    AttemptId,
+    ChunkDone,
+    ChunkTaken,
+    Holding,
+    NotHeld,
+    PrefillAccepted,
+    PrefillDone,
+    PrefillFailed,
+    PrefillRequest,
+    Progress,
+    Quiesced,
+)
+from control.messages.requests import (
+    MAX_BIASES,
+    Accepted,
+    Cancel,
+    Ended,
+    FinishReason,
+    Generate,
+    Output,
+    Outputs,
+    Penalty,
+    Rejected,
+    Resend,
+    Sampling,
+    Token,
+)
+
+__all__ = [
+    "ADDRESS_LIMIT",
+    "ADDRESS_PATTERN",
+    "MAX_BIASES",
+    "MAX_CACHE_BLOCKS",
+    "MAX_RANKS",
+    "SENT_BY",
+    "Abort",
+    "Accepted",
+    "Address",
+    "Admitted",
+    "AttemptId",
+    "BufferInfo",
+    "CacheSalt",
+    "CacheUpdate",
+    "Cancel",
+    "CheckpointIdentity",
+    "Checksum",
+    "Checksums",
+    "ChunkDone",
+    "ChunkTaken",
+    "Destination",
+    "Ended",
+    "FetchDone",
+    "FetchGrant",
+    "FetchRefused",
+    "FetchRequest",
+    "FinishReason",
+    "Generate",
+    "HashColumn",
+    "Heartbeat",
+    "HeartbeatAck",
+    "Holding",
+    "Identifier",
+    "Identity",
+    "Leaving",
+    "Message",
+    "ModelIdentity",
+    "NotHeld",
+    "Output",
+    "Outputs",
+    "Peer",
+    "Penalty",
+    "Ping",
+    "Pong",
+    "PrefillAccepted",
+    "PrefillDone",
+    "PrefillFailed",
+    "PrefillRequest",
+    "Progress",
+    "Quiesced",
+    "Ranks",
+    "Refused",
+    "Register",
+    "Registered",
+    "Rejected",
+    "Resend",
+    "Role",
+    "Sampling",
+    "Session",
+    "SharedMemory",
+    "Token",
+    "TokenId",
+    "TokenIds",
+    "Transport",
+    "UInt",
+    "WireModel",
+]
+
+_ANY: frozenset[type[Message]] = frozenset({Ping, Pong})
+_NODE: frozenset[type[Message]] = _ANY | {Register, Heartbeat, Leaving, CacheUpdate}
+SENT_BY: Mapping[Role, frozenset[type[Message]]] = {
+    "gateway": _ANY | {Registered, Refused, HeartbeatAck, Generate, Ended, Resend, Cancel},
+    "prefill": _NODE
+    | {PrefillAccepted, ChunkDone, PrefillDone, PrefillFailed, Quiesced, NotHeld, Progress, FetchRequest, FetchDone},
+    "decode": _NODE
+    | {Accepted, Rejected, Outputs, PrefillRequest, ChunkTaken, Admitted, Abort, Holding, FetchGrant, FetchRefused},
+}
+"""What each role may send. Anything else from it is malformed."""

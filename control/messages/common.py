@@ -1,0 +1,78 @@
+"""What messages of every kind are made of."""
+
+from typing import Annotated, ClassVar, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Role = Literal["gateway", "prefill", "decode"]
+UInt = Annotated[int, Field(ge=0, lt=2**63)]
+ADDRESS_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*:\d{1,5}$"
+Address = Annotated[str, Field(pattern=ADDRESS_PATTERN, max_length=262)]
+Identifier = Annotated[str, Field(min_length=1, max_length=128)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+CacheSalt = Annotated[str, Field(max_length=128)]
+TokenIds = Annotated[tuple[TokenId, ...], Field(max_length=2**24)]
+
+
+class WireModel(BaseModel):
+    """A frozen piece of a message. A value of the wrong type is an error and is not converted."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False)
+
+
+class Message(WireModel):
+    """Base of all kinds. The class name is the kind on the wire."""
+
+    kinds: ClassVar[dict[str, type["Message"]]] = {}
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: object) -> None:
+        Message.kinds[cls.__name__] = cls
+
+
+class Peer(WireModel):
+    """A process on the control plane: HOST:PORT of its mailbox, and an id that each start draws anew. Stable."""
+
+    role: Role
+    address: Address
+    boot_id: Identifier
+
+
+MAX_RANKS = 1024
+"""Processes of one node, at most."""
+Ranks = Annotated[tuple[Peer, ...], Field(max_length=MAX_RANKS)]
+
+
+class Identity(WireModel):
+    """What two processes must agree on, field by field."""
+
+    def differences(self, other: Self) -> str:
+        """The fields in which the two differ, with both values, or an empty string. An empty field fits every value."""
+        return ", ".join(
+            f"{name} {mine} != {theirs}"
+            for name in type(self).model_fields
+            if (mine := getattr(self, name)) != (theirs := getattr(other, name)) and "" not in (mine, theirs)
+        )
+
+
+class ModelIdentity(Identity):
+    """What two nodes must agree on before KV may pass between them. Page sizes may differ."""
+
+    fingerprint: Identifier
+    dtype: Identifier
+    kv_format: Identifier
+    num_layers: UInt
+    num_index_layers: UInt
+    item_bytes: UInt
+    index_key_bytes: UInt
+
+
+class CheckpointIdentity(Identity):
+    """What a gateway, which has no weights, and a node must agree on: the same ids must mean the same text to both.
+
+    config, tokenizer: digests of config.json and tokenizer.json, empty where the process has no such file.
+    """
+
+    vocab_size: UInt
+    config: Annotated[str, Field(max_length=128)]
+    tokenizer: Annotated[str, Field(max_length=128)] = ""

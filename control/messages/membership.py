@@ -1,0 +1,122 @@
+"""Between nodes and gateways: who is there, how busy it is, and what it has cached."""
+
+from typing import Annotated, Literal, Self
+
+import numpy as np
+from pydantic import AfterValidator, Field
+
+from control.block_hashes import BlockHashes
+from control.messages.common import Address, CheckpointIdentity, Identifier, Message, ModelIdentity, Peer, Ranks, UInt
+from control.messages.memory import Transport
+
+
+class Register(Message):
+    """Node to gateway, at start and whenever the gateway does not know it. Registered or Refused answers it.
+
+    via: where the node was told to find the gateway, which may name itself otherwise; stable. max_request_tokens: the
+    longest prompt (prefill), or prompt and output (decode). local_prefill: whether a decode node computes prompts.
+    ranks: the other processes of a prefill node that has several; they write to slots that are named to the node.
+    """
+
+    via: Address
+    role: Literal["prefill", "decode"]
+    identity: ModelIdentity
+    transports: tuple[Transport, ...]
+    page_size: UInt
+    max_request_tokens: UInt
+    local_prefill: bool = False
+    checkpoint: CheckpointIdentity | None = None
+    ranks: Ranks = ()
+
+
+class Registered(Message):
+    """Gateway to node: it may take requests. In another wire version it counts as a refusal. Stable."""
+
+    via: Address
+
+
+class Refused(Message):
+    """Gateway to node: it may not join. The reason names both values. Stable."""
+
+    via: Address
+    reason: str
+
+
+class Heartbeat(Message):
+    """Node to gateway, every second. HeartbeatAck answers it, or Refused from another wire version. via: stable.
+
+    queued_tokens: prompt tokens that wait (prefill), or KV tokens that requests hold or may come to hold (decode).
+    """
+
+    via: Address
+    ready: bool
+    queued_tokens: UInt
+    running_requests: UInt = 0
+
+
+class HeartbeatAck(Message):
+    """Gateway to node. A node that is not `known` registers again.
+
+    prefill_nodes: the least loaded first. longest_prompts, prefill_ranks: see Generate. leaving: boot ids of prefill
+    nodes. cache_serial: of the last CacheUpdate of this boot before which none is missing, 0 if there is none; None if
+    the gateway wants none.
+    """
+
+    via: Address
+    known: bool
+    prefill_nodes: tuple[Peer, ...] = ()
+    longest_prompts: dict[Identifier, UInt] = Field(default_factory=dict)
+    prefill_ranks: dict[Identifier, Ranks] = Field(default_factory=dict)
+    leaving: tuple[Identifier, ...] = ()
+    cache_serial: UInt | None = None
+
+
+class Leaving(Message):
+    """Node to gateway: it stops and takes no more requests."""
+
+
+MAX_CACHE_BLOCKS = 2**20
+"""Blocks that one CacheUpdate names at most, gained ones and lost ones each."""
+
+
+def _whole_hashes(column: bytes) -> bytes:
+    if len(column) % 8:
+        raise ValueError(f"{len(column)} bytes are no column of 64-bit hashes")
+    return column
+
+
+HashColumn = Annotated[bytes, Field(max_length=8 * MAX_CACHE_BLOCKS), AfterValidator(_whole_hashes)]
+"""Hashes of blocks (`control.block_hashes`), 8 bytes each, little-endian."""
+
+
+class CacheUpdate(Message):
+    """Node to gateway: what changed in the node's prefix cache. Sent once; `HeartbeatAck.cache_serial` shows a loss.
+
+    serial: 1 for the first update of a boot, one more for each further one. gained, lost: blocks, the ones that were
+    used last first; lost ones left before the gained ones came. whole: `gained` is all that the node has, or the part
+    of it that was used last.
+    """
+
+    serial: Annotated[int, Field(ge=1, lt=2**63)]
+    gained: HashColumn = b""
+    lost: HashColumn = b""
+    whole: bool = False
+
+    @classmethod
+    def of(cls, serial: int, gained: BlockHashes, lost: BlockHashes, whole: bool = False) -> Self:
+        """gained, lost: uint64 [blocks]."""
+        return cls(serial=serial, gained=_column(gained), lost=_column(lost), whole=whole)
+
+    @property
+    def gained_hashes(self) -> BlockHashes:
+        """uint64 [blocks]."""
+        return np.frombuffer(self.gained, dtype="<u8")
+
+    @property
+    def lost_hashes(self) -> BlockHashes:
+        """uint64 [blocks]."""
+        return np.frombuffer(self.lost, dtype="<u8")
+
+
+def _column(hashes: BlockHashes) -> bytes:
+    return hashes.astype("<u8", copy=False).tobytes()

@@ -1,0 +1,174 @@
+"""Between decode nodes and prefill nodes: attempts to prefill a request."""
+
+from typing import Annotated, NamedTuple, Self
+
+from pydantic import Field, model_validator
+
+from control.messages.common import MAX_RANKS, CacheSalt, Identifier, Message, TokenId, TokenIds, UInt
+from control.messages.memory import Checksums, Destination
+from control.prompt_logprobs import Alternatives, PromptLogprobs
+
+
+class AttemptId(NamedTuple):
+    """One try to prefill a request. decode: boot id of the decode node. epoch: counts its tries, from 1."""
+
+    decode: Identifier
+    request_id: Identifier
+    epoch: UInt
+
+    @property
+    def log_fields(self) -> dict[str, object]:
+        """What log lines name of it."""
+        return {"request_id": self.request_id, "epoch": self.epoch}
+
+
+class PrefillRequest(Message):
+    """Decode node to prefill node: compute these tokens and write their KV, from position `start` on, to these slots.
+
+    token_ids: all tokens of the sequence but the last, which the decode node computes. start: the decode node has the
+    KV of the positions before it. extents: (start, length) runs of slots in the order of positions, for `start` and
+    those behind it. hisparse: whether the slots are in host memory. cache_salt: requests with different ones share no
+    cached KV. prompt_logprobs: as in Generate; then last_token_id is the token that `token_ids` leaves out, and every
+    token is computed, whatever is cached. ranks: boot ids of the node's other ranks, for which the slots are reserved,
+    too: no others may write. Repeated until PrefillAccepted.
+    """
+
+    attempt: AttemptId
+    token_ids: Annotated[TokenIds, Field(min_length=1)]
+    start: UInt = 0
+    destination: Destination
+    extents: tuple[tuple[UInt, UInt], ...]
+    hisparse: bool = False
+    cache_salt: CacheSalt = ""
+    prompt_logprobs: Alternatives | None = None
+    last_token_id: TokenId | None = None
+    ranks: Annotated[tuple[Identifier, ...], Field(max_length=MAX_RANKS)] = ()
+
+    @model_validator(mode="after")
+    def _last_token_is_named(self) -> Self:
+        if self.prompt_logprobs is not None and self.last_token_id is None:
+            raise ValueError("prompt_logprobs needs last_token_id")
+        return self
+
+    @model_validator(mode="after")
+    def _extents_cover_tokens(self) -> Self:
+        slots = self.destination.buffers.num_items
+        if any(start + length > slots for start, length in self.extents):
+            raise ValueError(f"an extent ends past the {slots} registered slots")
+        covered = sum(length for _, length in self.extents)
+        if self.start >= len(self.token_ids):
+            raise ValueError(f"nothing to write from position {self.start} on, of {len(self.token_ids)} tokens")
+        if covered < len(self.token_ids) - self.start:
+            raise ValueError(f"{covered} slots for {len(self.token_ids) - self.start} tokens")
+        if covered > slots:
+            raise ValueError(f"{covered} slots of {slots} registered ones: extents overlap")
+        return self
+
+
+class PrefillAccepted(Message):
+    """Prefill node to decode node: it has the request, or had it before."""
+
+    attempt: AttemptId
+
+
+class ChunkDone(Message):
+    """Prefill node to decode node: every write of a chunk before the last was confirmed. Repeated until ChunkTaken.
+
+    Only chunks with checksums have one, which the decode node verifies while later chunks compute, and those that were
+    asked for log probabilities. number: counts these messages of the attempt from 0, in the order in which their chunks
+    landed. prompt_logprobs: those that no message before it has, of this chunk and of others.
+    """
+
+    attempt: AttemptId
+    number: UInt
+    checksums: Checksums
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+
+
+class ChunkTaken(Message):
+    """Decode node to prefill node: that ChunkDone has arrived. Its checksums may not be verified yet."""
+
+    attempt: AttemptId
+    number: UInt
+
+
+class PrefillDone(Message):
+    """Prefill node to decode node: every write was confirmed, and nothing is in flight. Repeated until Admitted.
+
+    chunks: how many ChunkDone the attempt has; they may come later. checksums, prompt_logprobs: the rest.
+    transfer_seconds: how long something of it was being written, without waits for layers or for a lease. lingering: a
+    write was cut and posted again; the second copy has landed, and the first may still land, with the same bytes at the
+    same place. cached_tokens: those whose KV the node had and did not compute.
+    """
+
+    attempt: AttemptId
+    num_tokens: UInt
+    transferred_bytes: UInt = 0
+    descriptors: UInt = 0
+    transfer_seconds: Annotated[float, Field(ge=0)] = 0.0
+    chunks: UInt = 0
+    checksums: Checksums = Checksums()
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    lingering: bool = False
+    cached_tokens: UInt = 0
+
+
+class PrefillFailed(Message):
+    """Prefill node to decode node: the attempt will not be completed here.
+
+    in_flight: posted writes have not all ended; then it is repeated until Abort, and Quiesced follows when they have.
+    Otherwise it says as much as Quiesced. lingering: as in Quiesced. leaving: the node is about to stop and takes no
+    other request. refused: the node cannot do what was asked for, which is no sign that something is wrong with it.
+    """
+
+    attempt: AttemptId
+    reason: str
+    in_flight: bool = False
+    lingering: bool = False
+    leaving: bool = False
+    refused: bool = False
+
+
+class Admitted(Message):
+    """Decode node to prefill node: the KV is here and verified, or not wanted any more. Its source pages may go."""
+
+    attempt: AttemptId
+
+
+class Abort(Message):
+    """Decode node to prefill node: stop writing. Repeated until Quiesced."""
+
+    attempt: AttemptId
+
+
+class Quiesced(Message):
+    """Prefill node to decode node: no write of this attempt is in flight, and none will follow.
+
+    lingering: a write failed without an answer, and what the network holds of it may still land.
+    """
+
+    attempt: AttemptId
+    lingering: bool = False
+
+
+class Holding(Message):
+    """Decode node to prefill node: how far are these attempts? Answered by Progress, and NotHeld or Quiesced."""
+
+    attempts: tuple[AttemptId, ...] = ()
+
+
+class Progress(Message):
+    """Prefill node to decode node: how far it is with the attempts that it was asked about and holds.
+
+    computed: the number of computed tokens of each. current_pass: the number of the forward pass that is under way,
+    whatever it computes; None if none is.
+    """
+
+    computed: tuple[tuple[AttemptId, UInt], ...] = ()
+    current_pass: UInt | None = None
+
+
+class NotHeld(Message):
+    """Prefill node to decode node: of these attempts nothing is in flight here. As good as Quiesced."""
+
+    attempts: tuple[AttemptId, ...] = ()

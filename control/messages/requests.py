@@ -1,0 +1,137 @@
+"""Between gateways and decode nodes: requests and their tokens."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from control.grammar import Grammar
+from control.messages.common import CacheSalt, Identifier, Message, Peer, Ranks, TokenId, TokenIds, UInt, WireModel
+from control.prompt_logprobs import Alternatives, PromptLogprobs
+
+MAX_BIASES = 1024
+"""Token ids of one request whose logits are changed one by one."""
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+
+
+class Sampling(WireModel):
+    """How the next token is drawn. `top_logprobs` None: no log probabilities; 0: the chosen token's only.
+
+    min_p: tokens less likely than so much of the likeliest one are not drawn. Penalties are as in vLLM: frequency and
+    presence count generated tokens, repetition those of the prompt, too. logit_bias: what is added to logits, by token.
+    allowed_token_ids: None allows all. bad_words: sequences of tokens of which the last is not drawn behind the others.
+    min_tokens: the first so many tokens are none of `Generate.stop_token_ids`.
+    """
+
+    temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    seed: UInt = 0
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    frequency_penalty: Penalty = 0.0
+    presence_penalty: Penalty = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] = 1.0
+    logit_bias: Annotated[tuple[tuple[TokenId, float], ...], Field(max_length=MAX_BIASES)] = ()
+    allowed_token_ids: Annotated[TokenIds, Field(min_length=1)] | None = None
+    bad_words: Annotated[
+        tuple[Annotated[TokenIds, Field(min_length=1, max_length=MAX_BIASES)], ...], Field(max_length=MAX_BIASES)
+    ] = ()
+    min_tokens: UInt = 0
+
+
+class Token(WireModel):
+    """A sampled token. `logprob` is None where none was asked for."""
+
+    token_id: TokenId
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[TokenId, float], ...] = ()
+
+
+class Generate(Message):
+    """Gateway to decode node: take this request. Repeated until Accepted, Rejected or Outputs answers it.
+
+    prefill_nodes: in order of preference. longest_prompts: the most tokens that each takes, by its boot id.
+    prefill_ranks: by boot id, the other ranks of those that have some. priority: a request with a lower one goes first,
+    then that which came first. grammar: what the answer has to look like. cache_salt: requests with different ones
+    share no cached KV. group: requests of one group have the same prompt, whose KV is prefilled once if they are at one
+    node together. prompt_logprobs: log probabilities of the prompt's tokens are asked for, with so many alternatives
+    each; they take a prompt that is computed whole, whatever is cached.
+    """
+
+    request_id: Identifier
+    prompt_ids: Annotated[TokenIds, Field(min_length=1)]
+    max_new_tokens: Annotated[int, Field(ge=1, lt=2**31)]
+    sampling: Sampling = Sampling()
+    stop_token_ids: TokenIds = ()
+    priority: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
+    grammar: Grammar | None = None
+    cache_salt: CacheSalt = ""
+    group: Annotated[str, Field(max_length=128)] = ""
+    prompt_logprobs: Alternatives | None = None
+    prefill_nodes: tuple[Peer, ...] = ()
+    longest_prompts: dict[Identifier, UInt] = Field(default_factory=dict)
+    prefill_ranks: dict[Identifier, Ranks] = Field(default_factory=dict)
+
+
+class Accepted(Message):
+    """Decode node to gateway: it has the request."""
+
+    request_id: Identifier
+
+
+class Rejected(Message):
+    """Decode node to gateway: it has not taken the request. retry_after: seconds."""
+
+    request_id: Identifier
+    code: Literal["queue_full", "too_long", "draining"]
+    reason: str
+    retry_after: Annotated[float, Field(ge=0)] = 0.0
+
+
+FinishReason = Literal["stop", "length", "abort", "error", "invalid"]
+"""Why a request ended. abort: another node may do it. error: it failed. invalid: no node can carry it out."""
+
+
+class Output(WireModel):
+    """New tokens of one request. start: index of the first one among the generated tokens, so that a loss shows.
+
+    cached_tokens: tokens of the prompt that were not computed for this request. In the output with its first token and
+    in its last one; 0 in others. prompt_logprobs: a piece of what was asked for. All pieces come before the first
+    token, in outputs of their own.
+    """
+
+    request_id: Identifier
+    start: UInt
+    tokens: tuple[Token, ...] = ()
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    cached_tokens: UInt = 0
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+class Outputs(Message):
+    """Decode node to gateway: new tokens of its requests. One that ends a request is repeated until Ended."""
+
+    outputs: tuple[Output, ...]
+
+
+class Ended(Message):
+    """Gateway to decode node: the Output with a finish reason has arrived, and all tokens before it."""
+
+    request_id: Identifier
+
+
+class Resend(Message):
+    """Gateway to decode node: send the tokens from index `start` on again. Repeated until the gap is closed.
+
+    With `start` 0 the log probabilities of the prompt come again, too.
+    """
+
+    request_id: Identifier
+    start: UInt
+
+
+class Cancel(Message):
+    """Gateway to decode node: the client left. Repeated until an Output with a finish reason answers it."""
+
+    request_id: Identifier

@@ -1,0 +1,196 @@
+"""What is to be generated for a request: its prompts as tokens, checked lengths, grammar, and how text is made."""
+
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from pydantic import ValidationError
+
+from base.errors import StartupError
+from control.block_hashes import BlockHasher
+from control.grammar import Grammar, Lark
+from gateway.attempt import TokenizedRequest
+from gateway.choice import TextOptions
+from gateway.config import GatewayConfig
+from gateway.errors import ApiError
+from gateway.formats import ChatFormat, FormatError, choose_format
+from gateway.prepared import ApiRequest, ChatReading, Prepared
+from gateway.registry import Capacity
+from gateway.requests.chat import ChatCompletionRequest
+from gateway.requests.completions import CompletionRequest, Prompt
+from gateway.salts import salt_of
+from gateway.tokenizer import CheckpointTokenizer
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """What matters of a request beside its body.
+
+    time, deadline: in time.monotonic. capacity: the largest request that can be served then. salt_key: the API key that
+    separates its cached prefixes from others', or None.
+    """
+
+    time: float
+    deadline: float
+    capacity: Capacity
+    salt_key: bytes | None
+
+
+class Preparer:
+    """Prepares parsed requests. Any thread may call it."""
+
+    def __init__(
+        self, tokenizer: CheckpointTokenizer, chat_format: ChatFormat | None, block_hasher: BlockHasher | None
+    ) -> None:
+        """chat_format: how chats are written; None if the checkpoint knows none. block_hasher: for routing to where
+        prefixes are cached; None if routing does not look at that."""
+        self.tokenizer = tokenizer
+        self._chat_format = chat_format
+        self._block_hasher = block_hasher
+
+    def prepared(self, request: ApiRequest, id_prefix: str, arrival: Arrival) -> Prepared:
+        """What is to be generated. Raises ApiError for a request that cannot be carried out."""
+        request_id = f"{id_prefix}{uuid.uuid4().hex}"
+        sampling = request.sampling(self.tokenizer)
+        prompts, reading = self._prompts(request, arrival.capacity)
+        own_stops = () if request.ignore_eos else self.tokenizer.stop_token_ids
+        stop_token_ids = (*own_stops, *(request.stop_token_ids or ()))
+        grammar = _grammar(request, reading, self.tokenizer.added_ids)
+        request.check_prompt_logprobs(sum(map(len, prompts)))
+        prompt_logprobs = request.requested_prompt_logprobs()
+        salt = salt_of(request.cache_salt, arrival.salt_key)
+        choices = request.computed_choices
+        # Each choice that reports log probabilities of the prompt has them computed for itself.
+        shares_prompt = choices > 1 and prompt_logprobs is None
+        firsts = [
+            TokenizedRequest(
+                request_id=request_id,
+                prompt_ids=tuple(prompt_ids),
+                max_new_tokens=request.max_new_tokens(len(prompt_ids), arrival.capacity),
+                sampling=sampling,
+                stop_token_ids=stop_token_ids,
+                streams=bool(request.stream),
+                arrived=arrival.time,
+                deadline=arrival.deadline,
+                priority=request.priority or 0,
+                grammar=grammar,
+                group=f"{request_id}-{number}" if shares_prompt else "",
+                prompt_logprobs=prompt_logprobs,
+                cache_salt=salt,
+                block_hashes=None if self._block_hasher is None else self._block_hasher(prompt_ids, salt),
+            )
+            for number, prompt_ids in enumerate(prompts)
+        ]
+        text = self._text_options(request, reading, stop_token_ids)
+        return Prepared(request, request_id, _branches(firsts, choices), text, reading)
+
+    def _prompts(self, request: ApiRequest, capacity: Capacity) -> tuple[list[list[int]], ChatReading | None]:
+        """The token ids of the prompts, and of a chat, how its answers are taken apart. Raises ApiError."""
+        if isinstance(request, ChatCompletionRequest):
+            token_ids, reading = self.chat_prompt(request)
+            prompts = [token_ids]
+        else:
+            reading = None
+            prompts = [self._prompt_ids(request, prompt, capacity) for prompt in request.prompt]
+        prompts = [request.truncated(token_ids, capacity.context) for token_ids in prompts]
+        if not all(prompts):
+            raise ApiError(400, "the prompt has no tokens: expected at least one", param=request.prompt_field)
+        return prompts, reading
+
+    def chat_prompt(
+        self, request: ChatCompletionRequest, special_tokens: bool = False
+    ) -> tuple[list[int], ChatReading]:
+        """The token ids of a conversation, and how the answers to it are taken apart. Raises ApiError.
+
+        special_tokens: those that the tokenizer puts in front of a text come in front of what the format writes.
+        """
+        if self._chat_format is None:
+            raise ApiError(400, "this model has no chat template: use /v1/completions", param="messages")
+        tools = request.usable_tools
+        try:
+            prompt = self._chat_format.render(
+                [message.rendered() for message in request.messages],
+                tools,
+                thinking=request.thinking,
+                variables=request.chat_template_kwargs or {},
+            )
+        except FormatError as error:
+            raise ApiError(400, f"messages: {error}", param="messages") from error
+        token_ids = self.tokenizer.encode(prompt.text, special_tokens=special_tokens)
+        return token_ids, ChatReading(self._chat_format, tools, prompt.reasoning)
+
+    def _prompt_ids(self, request: CompletionRequest, prompt: Prompt, capacity: Capacity) -> list[int]:
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt, special_tokens=True)
+        # Refuse one that is too long before looking at each id.
+        request.max_new_tokens(len(request.truncated(prompt, capacity.context)), capacity)
+        self.tokenizer.check_ids(prompt, "prompt")
+        return prompt
+
+    def _text_options(
+        self, request: ApiRequest, reading: ChatReading | None, stop_token_ids: Sequence[int]
+    ) -> TextOptions:
+        skipped = self.tokenizer.special_ids
+        if request.skip_special_tokens is False:
+            skipped = frozenset()
+        elif reading is not None:
+            skipped -= self.tokenizer.special_ids_of(reading.format.markers)
+        return TextOptions(
+            stops=(*request.stop, *(reading.format.stop_strings if reading else ())),
+            stop_token_ids=frozenset(stop_token_ids),
+            includes_stop=bool(request.include_stop_str_in_output),
+            min_tokens=request.min_tokens or 0,
+            skipped=skipped,
+            prompt_only=request.prompt_only,
+        )
+
+
+def _branches(firsts: Sequence[TokenizedRequest], choices: int) -> tuple[TokenizedRequest, ...]:
+    """All answers, given the first one of each prompt. Each has its own id and its own seed."""
+    if len(firsts) * choices == 1:
+        return tuple(firsts)
+    return tuple(
+        replace(
+            first,
+            request_id=f"{first.request_id}-{number * choices + choice}",
+            sampling=first.sampling.model_copy(update={"seed": (first.sampling.seed + choice) % 2**63}),
+        )
+        for number, first in enumerate(firsts)
+        for choice in range(choices)
+    )
+
+
+def _grammar(request: ApiRequest, reading: ChatReading | None, added_ids: Mapping[str, int]) -> Grammar | None:
+    """What the answers have to look like. Behind reasoning, if they begin with it. Raises ApiError.
+
+    added_ids: the tokenizer's added tokens, by their text.
+    """
+    structure = request.structure()
+    after = reading.format.end_of_reasoning if reading is not None and reading.reasoning else None
+    if isinstance(request, ChatCompletionRequest) and (tools := request.required_tools):
+        if structure is not None:
+            raise ApiError(400, "tool_choice: a required call has no other structure", param="tool_choice")
+        assert reading is not None
+        parallel = request.parallel_tool_calls is not False
+        calls = reading.format.call_grammar(tools, parallel=parallel, token_ids=added_ids)
+        if calls is None:
+            raise ApiError(400, "tool_choice: this model's format has no tool calls", param="tool_choice")
+        structure = Lark(grammar=calls)
+    try:
+        return None if structure is None else Grammar(root=structure, after=after)
+    except ValidationError as error:
+        raise ApiError(400, f"the structure of the answer: {error.errors()[0]['msg']}") from error
+
+
+def chat_format_of(config: GatewayConfig, tokenizer: CheckpointTokenizer) -> ChatFormat | None:
+    """How chats are written; None if the checkpoint knows none. Raises StartupError for a parser that does not fit."""
+    try:
+        return choose_format(
+            tokenizer.model_type,
+            template=tokenizer.chat_template,
+            apply=tokenizer.apply_chat_template,
+            call_parser=None if config.tool_call_parser == "auto" else config.tool_call_parser,
+            parse_reasoning=config.reasoning_parser == "auto",
+        )
+    except ValueError as error:
+        raise StartupError(f"--tool-call-parser {config.tool_call_parser}: {error}") from error

@@ -1,0 +1,67 @@
+"""Chunks of a response's body on their short way to the transport.
+
+h11 knows nothing of these chunks, and need not: how a chunk is framed depends on no other. An event of h11, or a
+message through the layers of an ASGI application, costs as much processor time as making the text of a token.
+"""
+
+import asyncio
+
+from uvicorn.protocols.http.h11_impl import RequestResponseCycle
+
+
+class ChunkTurns:
+    """The writers that were given something in this turn of an event loop, which they write at its end.
+
+    So what is said to one client in one turn is one write: a loop that is behind has fewer of them to do.
+    """
+
+    def __init__(self) -> None:
+        self._writers: list[ChunkWriter] = []
+
+    def add(self, writer: "ChunkWriter") -> None:
+        if not self._writers:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._writers.append(writer)
+
+    def _flush(self) -> None:
+        writers, self._writers = self._writers, []
+        for writer in writers:
+            writer.flush()
+
+
+class ChunkWriter:
+    """Writes chunks of one response. The scope of a request has it, as "chunks"."""
+
+    def __init__(self, cycle: RequestResponseCycle, transport: asyncio.Transport, turns: ChunkTurns) -> None:
+        self._cycle = cycle
+        self._transport = transport
+        self._turns = turns
+        self._waiting: list[bytes] = []
+        """What was given in this turn."""
+        self.open = False
+        """Whether the response has begun, and has chunks. `send` sends those of others, and the end of all."""
+
+    @property
+    def paused(self) -> bool:
+        """Whether the client is slow to read."""
+        return self._cycle.flow.write_paused
+
+    async def write(self, body: bytes) -> None:
+        """Write a chunk. Waits while the client is slow to read."""
+        if self.paused and not self._cycle.disconnected:
+            await self._cycle.flow.drain()
+        self._waiting.append(body)
+        self.flush()
+
+    def write_soon(self, body: bytes) -> None:
+        """Write at the end of this turn. Call it only where the client is not slow to read."""
+        if not self._waiting:
+            self._turns.add(self)
+        self._waiting.append(body)
+
+    def flush(self) -> None:
+        """Write what waits as one chunk, unless the client has left."""
+        body = b"".join(self._waiting)
+        self._waiting.clear()
+        if body and not self._cycle.disconnected:
+            self._transport.write(b"%x\r\n%b\r\n" % (len(body), body))

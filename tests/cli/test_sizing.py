@@ -1,0 +1,152 @@
+"""What `hisparse-pd sizing` says is what its formulas give, worked out here once more, in numbers as published."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from base.errors import StartupError
+from cli.config import SizingConfig
+from cli.main import main
+from cli.sizing import NodeSizing, command, rows
+from tests.deploy.program import read_shell
+
+GIB = 2**30
+HBM, TENSOR, FP8_TENSOR = 4.8e9, 800e9, 1600e9
+"""Bytes and operations in a millisecond."""
+RANKS, CONTEXT, NEW = 8, 65536, 275
+BENCHMARKS = Path(__file__).parents[2] / "docs" / "benchmarks.md"
+
+
+@pytest.fixture(scope="module")
+def deepseek() -> NodeSizing:
+    return NodeSizing(SizingConfig(shape="deepseek-v3.2"))
+
+
+@pytest.fixture(scope="module")
+def glm() -> NodeSizing:
+    return NodeSizing(SizingConfig(shape="glm-5.2"))
+
+
+def published_weights(
+    layers: int,
+    indexers: int,
+    hidden: int,
+    heads: int,
+    dims: tuple[int, int, int],
+    query: int,
+    index_heads: int,
+    dense: int,
+    vocabulary: int,
+) -> float:
+    """Bytes of a rank's weights: a byte for each in fp8, and two where it is not. dims: nope, RoPE, value."""
+    nope, rope, value = dims
+    in_fp8 = layers * (hidden * (query + 512 + rope) + query * heads * (nope + rope) + heads * value * hidden)
+    in_fp8 += indexers * (query * index_heads * 128 + hidden * 128)
+    in_fp8 += 3 * 3 * hidden * dense + (layers - 3) * (256 // RANKS + 1) * 3 * hidden * 2048
+    others = layers * 512 * heads * (nope + value) + indexers * hidden * index_heads
+    others += 2 * vocabulary * hidden + (layers - 3) * 256 * hidden
+    return in_fp8 + 2 * others
+
+
+def test_weights_are_what_all_ranks_have_and_a_part_of_the_experts(deepseek: NodeSizing, glm: NodeSizing) -> None:
+    """Up to scales and norms; docs/benchmarks.md has what was loaded onto a GPU for one of eight."""
+    expected = published_weights(61, 61, 7168, 128, (128, 64, 128), 1536, 64, 18432, 129280)
+    assert deepseek.model.num_bytes == pytest.approx(expected, rel=0.005)
+    expected = published_weights(78, 21, 6144, 64, (192, 64, 256), 2048, 32, 12288, 154880)
+    assert glm.model.num_bytes == pytest.approx(expected, rel=0.005)
+    assert f"fp8 ({deepseek.model.num_bytes / GIB:.1f} GiB)" in BENCHMARKS.read_text()
+
+
+def test_host_memory(deepseek: NodeSizing, glm: NodeSizing) -> None:
+    assert deepseek.token_bytes == 61 * 656 + 61 * 132
+    assert glm.token_bytes == 78 * 656 + 21 * 132
+    for x in (deepseek, glm):
+        tables = x.host_pool_gib * GIB / x.token_bytes / 64 * 456
+        assert x.host_pool_gib * GIB + tables <= (2048 - 256) * GIB < (x.host_pool_gib + 1) * GIB + tables
+        assert x.held == int(x.host_pool_gib * GIB / RANKS / x.token_bytes / CONTEXT)
+
+
+def device_bytes(x: NodeSizing, layers: int, index_layers: int, running: int) -> int:
+    """The formulas of docs/operations.md."""
+    s, g, h = 4112, 16, 4096
+    hot, keys = s * layers * 656, CONTEXT * index_layers * 132
+    tables = 8 * (s // g + CONTEXT // 64 + CONTEXT) + index_layers * (2 * CONTEXT + 5 * h + 4)
+    return running * (hot + keys + tables)
+
+
+def test_requests_that_run(deepseek: NodeSizing, glm: NodeSizing) -> None:
+    for x, layers, index_layers in ((deepseek, 61, 61), (glm, 78, 21)):
+        assert x.pool_bytes == int(0.8 * (139 * GIB - x.model.num_bytes))
+        assert device_bytes(x, layers, index_layers, x.fitting) <= x.pool_bytes
+        assert device_bytes(x, layers, index_layers, x.fitting + 1) > x.pool_bytes
+        assert x.running == min(x.held, x.fitting)
+        sizes = x.sizes(x.running, x.host_pool_gib / RANKS)
+        assert sizes.num_device_slots == sizes.asked_device_slots, "every request has a full hot buffer"
+        assert sizes.num_host_slots >= x.running * CONTEXT, "and its KV in host memory"
+
+
+def test_steps_and_tokens(deepseek: NodeSizing) -> None:
+    """DeepSeek-V3.2's, part by part: the limits of memory or tensor cores, whichever is larger."""
+    x, n = deepseek, deepseek.running
+    part = {name: sum(w.ms(55.0) for w in works) for name, works in x.step.items()}
+    assert part["swap-in"] == pytest.approx(61 * n * NEW * 656 / 55e6)
+    index_operations = 2 * 61 * n * CONTEXT * 64 * 128
+    assert part["index"] == pytest.approx(max(61 * n * CONTEXT * 132 / HBM, index_operations / FP8_TENSOR))
+    assert part["top-k"] == pytest.approx(61 * n * CONTEXT * 4 / HBM)
+    attention_operations = 2 * 61 * n * 2048 * 128 * (576 + 512)
+    assert part["attention"] == pytest.approx(max(61 * n * 2048 * 656 / HBM, attention_operations / TENSOR))
+    # With some 400 tokens in the group, every expert is hit by some.
+    assert part["experts"] == pytest.approx(58 * 33 * 3 * 7168 * 2048 / HBM, rel=0.01)
+    assert x.step_limit_ms == pytest.approx(sum(part.values()))
+    assert x.step_ms == pytest.approx(1.85 * x.step_limit_ms)
+    assert x.tokens_per_s(x.step_ms) == pytest.approx(8 * n / x.step_ms * 1000)
+    assert x.swapped_in_bytes == 61 * n * NEW * 656
+
+
+def test_how_far_a_step_is_from_its_limit_is_what_was_measured() -> None:
+    """Of DeepSeek-V3.2, whose table comes first; its last column is that of most requests."""
+    measured = re.search(r"^\| a step \|.*\| ([\d.]+) / ([\d.]+) \|$", BENCHMARKS.read_text(), re.MULTILINE)
+    assert measured is not None
+    took, limit = map(float, measured.groups())
+    assert SizingConfig().times_limit == round(took / limit, 2)
+
+
+def test_prompts_are_computed_in_parts_of_a_chunk(deepseek: NodeSizing) -> None:
+    """Mostly by tensor cores: twice as many tokens take about twice as long."""
+    twice = NodeSizing(replace(deepseek.config, chunked_prefill_size=2 * 16384))
+    assert twice.prompt_tokens_per_s == pytest.approx(deepseek.prompt_tokens_per_s, rel=0.1)
+    assert deepseek.prefill_tokens == deepseek.pool_bytes // deepseek.token_bytes
+
+
+def test_two_machines_hold_twice_the_requests_of_each_in_host_memory(deepseek: NodeSizing) -> None:
+    two = NodeSizing(replace(deepseek.config, ranks=16, nnodes=2))
+    assert two.held == deepseek.held, "of a rank; there are twice as many"
+    assert two.fitting > deepseek.fitting, "whose weights are fewer"
+
+
+def test_what_is_printed_begins_with_a_command_and_has_every_figure(
+    capsys: pytest.CaptureFixture[str], deepseek: NodeSizing
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["sizing"])
+    printed = capsys.readouterr().out
+    assert printed.startswith(command(deepseek.config))
+    for row in rows(deepseek.config):
+        assert row.value in printed
+    line = read_shell(command(deepseek.config).removesuffix(" ...") + " --model-path /m")
+    assert (line.command, line.values["ranks"]) == ("decode", 8)
+    assert line.values["max_running_requests"] == deepseek.running
+
+
+def test_what_does_not_fit_is_refused_by_name() -> None:
+    for config, refusal in (
+        (SizingConfig(ranks=1), r"^sizing: the weights of one of 1 ranks take .* GiB, the device has 139: give more"),
+        (SizingConfig(ranks=3), "^sizing: "),
+        (SizingConfig(ranks=8, nnodes=3), "^--ranks 8 with --nnodes 3: each host has as many"),
+        (SizingConfig(host_gib=200.0), "^--host-gib 200 with --reserved-gib 256: nothing is left"),
+        (SizingConfig(host_gib=257.0, context_length=163840), "^sizing: no request of 163840 tokens fits"),
+    ):
+        with pytest.raises(StartupError, match=refusal):
+            rows(config)

@@ -1,0 +1,133 @@
+"""What tests of mailboxes with keys share."""
+
+import queue
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import zmq
+
+from control import access
+from control.keys import KeyPair, Keys, generate, load_keys
+from control.messages import Cancel, Message, Peer, Role
+from control.plane import ControlPlane
+from tests.e2e.cluster import wait_until
+
+
+@dataclass
+class Mailbox:
+    plane: ControlPlane
+    inbox: "queue.SimpleQueue[tuple[Peer, Message]]"
+
+    @property
+    def me(self) -> Peer:
+        return self.plane.me
+
+    @property
+    def port(self) -> int:
+        return int(self.me.address.rpartition(":")[2])
+
+    def take(self) -> tuple[Peer, Message]:
+        return self.inbox.get(timeout=10)
+
+    def wait_refused(self, reason: str, number: int = 1) -> None:
+        wait_until(lambda: self.plane.refused[reason] >= number, what=f"{number} refused for {reason}")
+
+
+Start = Callable[..., Mailbox]
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    generate(tmp_path / "keys")
+    return tmp_path / "keys"
+
+
+@pytest.fixture
+def start(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    monkeypatch.setattr(access, "HANDSHAKE_S", 1.0)
+    monkeypatch.setattr("control.plane._KEYS_S", 0.05)
+    planes: list[ControlPlane] = []
+
+    def make(role: Role = "gateway", keys: Keys | None = None, port: int = 0, encrypted: bool = True) -> Mailbox:
+        inbox: queue.SimpleQueue[tuple[Peer, Message]] = queue.SimpleQueue()
+        keys = keys or load_keys(directory, role) if encrypted else None
+        plane = ControlPlane(role, "127.0.0.1", port, "127.0.0.1", lambda *item: inbox.put(item), keys)
+        planes.append(plane)
+        plane.start()
+        return Mailbox(plane, inbox)
+
+    yield make
+    for plane in planes:
+        plane.stop()
+
+
+class Stranger:
+    """A PUSH socket that connects to a mailbox with the keys it is given, or none."""
+
+    def __init__(self, to: Mailbox, own: KeyPair | None = None, cluster: str | None = None) -> None:
+        self.socket = zmq.Context.instance().socket(zmq.PUSH)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        if own is not None and cluster is not None:
+            self.socket.setsockopt(zmq.CURVE_PUBLICKEY, own.public.encode())
+            self.socket.setsockopt(zmq.CURVE_SECRETKEY, own.secret.encode())
+            self.socket.setsockopt(zmq.CURVE_SERVERKEY, cluster.encode())
+        self.socket.connect(f"tcp://{to.me.address}")
+
+    def send(self, data: bytes) -> None:
+        self.socket.send(data, zmq.NOBLOCK)
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+def new_pair() -> KeyPair:
+    return KeyPair(*(half.decode() for half in zmq.curve_keypair()))
+
+
+def assert_serves(sender: Mailbox, receiver: Mailbox) -> None:
+    """The next message to arrive is one of the legitimate sender's."""
+    sender.plane.send(receiver.me, Cancel(request_id="legitimate"))
+    assert receiver.take() == (sender.me, Cancel(request_id="legitimate"))
+
+
+class Recorder:
+    """Passes connections on to a port and keeps what clients sent."""
+
+    def __init__(self, to: int) -> None:
+        self._to = to
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self.to_server: list[bytearray] = []
+        self._sockets: list[socket.socket] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def __enter__(self) -> "Recorder":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for each in (self._listener, *self._sockets):
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                server = socket.create_connection(("127.0.0.1", self._to))
+                self._sockets += [client, server]
+                self.to_server.append(bytearray())
+                threading.Thread(target=self._pump, args=(client, server, self.to_server[-1]), daemon=True).start()
+                threading.Thread(target=self._pump, args=(server, client, bytearray()), daemon=True).start()
+
+    @staticmethod
+    def _pump(source: socket.socket, to: socket.socket, record: bytearray) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                record += data
+                to.sendall(data)

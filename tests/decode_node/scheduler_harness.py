@@ -1,0 +1,203 @@
+"""What tests of the scheduler share: a model that counts, and a harness that plays prefill node and gateway."""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
+
+import torch
+
+from base.metrics import Metrics
+from control.messages import Abort, BufferInfo, Generate, Outputs, Peer, PrefillDone, PrefillRequest, Quiesced, Sampling
+from decode_node.grammars import Grammars
+from decode_node.lent_prefixes import hold_cached_prefix
+from decode_node.limits import Limits
+from decode_node.outputs import OutputStream
+from decode_node.remote_prefill import RemotePrefill
+from decode_node.request import RequestState
+from decode_node.scheduler import Scheduler
+from decode_node.verifier import Digesting, Verification
+from engine.grammar.errors import UnsupportedTokenizer
+from engine.grammar.vocabulary import Vocabulary
+from engine.runner import ModelRunner
+from hisparse.config import HiSparseConfig
+from hisparse.coordinator import HiSparseCoordinator
+from hisparse.extents import Extent, HostSlots
+from hisparse.format import DenseFormat
+from hisparse.layout import KVLayout
+from hisparse.sizing import Sizes
+from hisparse.step import DecodeStep
+from hisparse.tiers import build_tiers
+from tests.decode_node.fakes import GATEWAY, destination
+from tests.prefill_node.fakes import FakeControl
+from transfer.fencing import ReservationTable
+from transfer.incoming import IncomingCut
+
+FORMAT = DenseFormat(torch.float32, item_dim=2, index_dim=2)
+LAYOUT = KVLayout((0,), FORMAT.item_bytes, FORMAT.index_key_bytes)
+PREFILL = Peer(role="prefill", address="127.0.0.1:2", boot_id="prefill")
+VOCAB = 512
+HOT = 4
+
+
+class CountingModel:
+    """Predicts input + 1, and appends recognisable KV as a real model would."""
+
+    device = torch.device("cpu")
+    spec = SimpleNamespace(vocab_size=VOCAB)
+
+    def __init__(self) -> None:
+        self.batches: list[int] = []
+        self.error: Exception | None = None
+        self.overflows_after = -1
+        self.violates_at = -1
+        """The position that a token selects its successor of."""
+        self.step_s = 0.0
+
+    def decode(self, token_ids: torch.Tensor, positions: torch.Tensor, step: DecodeStep) -> torch.Tensor:
+        if self.error is not None:
+            raise self.error
+        self.batches.append(len(token_ids))
+        pairs = torch.stack((token_ids, positions), 1)
+        step.append_index_keys(0, FORMAT.encode_index_keys(pairs))
+        step.append(0, FORMAT.encode_items(pairs))
+        newest_selected = positions + (positions == self.violates_at)
+        step.swap_in(0, (newest_selected[:, None] - torch.arange(HOT)).clamp(min=-1))
+        time.sleep(self.step_s)
+        logits = torch.nn.functional.one_hot(token_ids + 1, VOCAB).float()
+        return logits.masked_fill((token_ids == self.overflows_after)[:, None], float("inf"))
+
+
+def no_grammars() -> Vocabulary:
+    raise UnsupportedTokenizer("this model has no tokenizer")
+
+
+@dataclass
+class Harness:
+    """`turn` plays the prefill node: what was dispatched lands in the next turn, unless the request is `slow`, and what
+    is aborted is quiet, if `quiet` is set."""
+
+    host_slots: int = 1000
+    device_slots: int = 100
+    max_running: int = 8
+    max_waiting: int = 100
+    retries: int = 2
+    slow: set[str] = field(default_factory=set)
+    quiet: bool = True
+    verify: Callable[[Verification | Digesting], bool] = lambda _: False
+    control: FakeControl = field(default_factory=FakeControl)
+    model: CountingModel = field(default_factory=CountingModel)
+    metrics: Metrics = field(default_factory=Metrics)
+    caching: bool = False
+    lingering: bool = False
+    """Whether the prefill node had something cut and posted again."""
+    answers: dict[str, list[int]] = field(default_factory=dict)
+    ended: dict[str, str] = field(default_factory=dict)
+    errors: dict[str, str | None] = field(default_factory=dict)
+    vocabulary: Callable[[], Vocabulary] = no_grammars
+    grammar_done: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        sizes = Sizes(
+            config=HiSparseConfig(device_buffer_size=HOT, top_k=HOT),
+            layout=LAYOUT,
+            max_requests=self.max_running,
+            max_context=1000,
+            index_page_size=16,
+            num_host_slots=self.host_slots,
+            num_device_slots=self.device_slots,
+            asked_device_slots=self.device_slots,
+            num_index_pages=400,
+            table_bytes=0,
+            vocab_size=VOCAB if self.caching else None,
+        )
+        self.coordinator: HiSparseCoordinator = build_tiers(sizes, torch.device("cpu"))
+        ptrs, lengths, item_lengths = self.coordinator.host.get_contiguous_buf_infos()
+        self.buffers = BufferInfo(ptrs=tuple(ptrs), lengths=tuple(lengths), item_lengths=tuple(item_lengths))
+        self.table: ReservationTable[HostSlots] = ReservationTable(
+            self.coordinator.host.release, self.coordinator.host.retain, lambda: IncomingCut(())
+        )
+        self.remote = RemotePrefill(
+            self.control,  # type: ignore[arg-type]
+            destination(self.host_slots).model_copy(update={"buffers": self.buffers}),
+            self.table,
+            self.verify,
+            self.metrics,
+            patience=60.0,
+            on_lost=lambda request, reason: self.scheduler.retry(request, reason),
+            on_landed=lambda request, cached: self.scheduler.landed(request, cached),
+            lend=partial(hold_cached_prefix, self.coordinator.host),
+            take_back=self.coordinator.host.release,
+        )
+        self.remote.nodes.learn(GATEWAY.address, (PREFILL,), {})
+        self.runner = ModelRunner(self.model, self.coordinator, self.max_running, 1000, record=False)  # type: ignore[arg-type]
+        self.grammars = Grammars(self.vocabulary, self.max_running, pinned=False, wake=self.grammar_done.set)
+        self.scheduler = Scheduler(
+            self.runner,
+            self.coordinator,
+            self.remote,
+            None,
+            OutputStream(self.control, self.metrics),  # type: ignore[arg-type]
+            self.metrics,
+            Limits(1000, VOCAB, self.host_slots, self.max_running, self.max_waiting, self.retries),
+            self.grammars,
+        )
+
+    def ask(self, request_id: str, prompt: tuple[int, ...] = (1, 2, 3), tokens: int = 6, **changes: object) -> object:
+        fields: dict[str, object] = {"sampling": Sampling(temperature=0), **changes}
+        generate = Generate(request_id=request_id, prompt_ids=prompt, max_new_tokens=tokens, **fields)  # type: ignore[arg-type]
+        return self.scheduler.add(generate, GATEWAY)
+
+    def land(self) -> None:
+        """What the prefill node does while the decode node has a turn."""
+        for key, (_, message) in list(self.control.repeated.items()):
+            if isinstance(message, PrefillRequest) and message.attempt.request_id not in self.slow:
+                self.control.answered(key)
+                self.write(message)
+                done = PrefillDone(attempt=message.attempt, num_tokens=len(message.token_ids), lingering=self.lingering)
+                done = done.model_copy(update={"cached_tokens": message.start})
+                self.remote.take(PREFILL, done)
+            elif isinstance(message, Abort) and self.quiet:
+                self.remote.take(PREFILL, Quiesced(attempt=message.attempt))
+
+    def write(self, message: PrefillRequest) -> None:
+        """The KV of what was asked for, as the model makes it."""
+        tokens = torch.tensor(message.token_ids)
+        pairs = torch.stack((tokens, torch.arange(len(tokens))), 1)[message.start :]
+        slots = HostSlots(tuple(Extent(*extent) for extent in message.extents)).slots()
+        at = torch.from_numpy(slots)[: len(pairs)]
+        self.coordinator.host.kv[0][at] = FORMAT.encode_items(pairs)
+        self.coordinator.host.index_keys[0][at] = FORMAT.encode_index_keys(pairs)
+
+    def turn(self) -> None:
+        self.land()
+        self.scheduler.turn()
+        for output in self.control.outputs():
+            ids = self.answers.setdefault(output.request_id, [])
+            assert output.start == len(ids), "no token is lost or repeated"
+            ids += [token.token_id for token in output.tokens]
+            if output.finish_reason:
+                self.ended[output.request_id] = output.finish_reason
+                self.errors[output.request_id] = output.error
+                self.scheduler.outputs.ended(output.request_id, GATEWAY)
+        self.control.take(Outputs)
+
+    def run(self, turns: int = 2000) -> None:
+        while self.scheduler.requests or self.scheduler.holds_something:
+            turns -= 1
+            assert turns > 0, "stuck"
+            self.turn()
+            if not self.scheduler.has_work and any(r.waits_for_grammar for r in self.scheduler.requests.values()):
+                assert self.grammar_done.wait(20)
+        self.scheduler.check_idle()
+        assert self.coordinator.is_idle()
+
+    def state(self, request_id: str) -> RequestState:
+        return self.scheduler.requests[request_id].state
+
+
+def counted(prompt: tuple[int, ...], tokens: int) -> list[int]:
+    """The answer that the model gives."""
+    return list(range(prompt[-1] + 1, prompt[-1] + 1 + tokens))

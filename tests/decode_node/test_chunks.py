@@ -1,0 +1,225 @@
+"""Chunks of a prompt, each with its checksums, that come in any order or not at all."""
+
+import itertools
+
+import pytest
+
+from control.messages import Abort, Admitted, Checksum, Holding, NotHeld, PrefillFailed
+from decode_node.health import SILENCE_S
+from decode_node.request import RequestState
+from tests.decode_node.fakes import Lost
+from tests.decode_node.remote_harness import (
+    CHECKSUMS,
+    CHUNK_CHECKSUMS,
+    FIRST,
+    PATIENCE_S,
+    SECOND,
+    SLOTS,
+    Clock,
+    Harness,
+    Landed,
+    R,
+)
+from transfer.checksum import Mismatch
+
+
+@pytest.fixture
+def h(monkeypatch: pytest.MonkeyPatch) -> Harness:
+    return Harness(Clock(monkeypatch))
+
+
+def test_a_chunk_is_verified_before_the_last_has_landed(h: Harness) -> None:
+    h.dispatch()
+    assert h.chunk(0) == []
+    [waiting] = h.verifier.waiting
+    assert (waiting.attempt.id, waiting.chunk, waiting.checksums) == (R, 0, CHUNK_CHECKSUMS)
+    assert (waiting.attempt.slots, waiting.attempt.num_tokens) == (SLOTS, 3)
+    assert h.taken() == [0], "it is said when it was taken, so that nothing waits for it"
+    assert h.verified() == []
+    assert h.request.state is RequestState.PREFILLING
+    assert h.control.take(Admitted) == []
+    assert h.done(chunks=1, checksums=CHECKSUMS) == []
+    assert h.verified() == [Landed(h.request)]
+    assert h.control.take(Admitted) == [Admitted(attempt=R)]
+    assert h.remote.is_idle
+
+
+@pytest.mark.parametrize("order", [*itertools.permutations(("first", "second", "done"))])
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_prompt_lands_when_all_of_it_is_said_and_verified_in_whatever_order(
+    h: Harness, order: tuple[str, ...], at_once: bool
+) -> None:
+    """Verified as it comes, or all of it behind the last message; and everything is said twice."""
+    say = {
+        "first": lambda: h.chunk(0),
+        "second": lambda: h.chunk(1),
+        "done": lambda: h.done(chunks=2, checksums=CHECKSUMS),
+    }
+    h.dispatch()
+    outcomes: list[Landed | Lost] = []
+    for what in order:
+        assert outcomes == []
+        for _ in range(2):
+            outcomes += say[what]()
+        assert len(h.verifier.waiting) == (1 if at_once else len(order[: order.index(what) + 1]))
+        if at_once:
+            outcomes += h.verified()
+    while h.verifier.waiting:
+        assert outcomes == []
+        outcomes += h.verified()
+    assert outcomes == [Landed(h.request)]
+    assert sorted(h.taken()) == [0, 0, 1, 1]
+    assert h.request.host_slots == SLOTS
+
+
+def test_a_mismatch_in_an_early_chunk_fails_the_attempt_at_once(h: Harness) -> None:
+    h.dispatch()
+    h.chunk(0)
+    h.chunk(1)
+    [lost] = h.verified(Mismatch(Checksum(0, 0, 1, 13), 14, ((0x1000, 16),)))
+    assert lost == Lost(h.request, "1 of 2 checksums do not match")
+    assert h.failures("checksum") == 1
+    assert h.remote.abandoned.num_slots == 3
+    assert h.control.repeated["abort", R] == (FIRST, Abort(attempt=R))
+    assert h.remote.nodes.choose(h.request) == SECOND
+    h.taken()
+
+    h.dispatch(SECOND)
+    assert h.verified() == [], "the result of the other chunk, that nobody waits for any more"
+    assert h.chunk(1) == []
+    assert h.chunk(2) == []
+    assert h.taken() == [1, 2], "what is said of it until the abort arrives need not be repeated"
+    assert h.verifier.waiting == []
+    assert h.done(chunks=3, checksums=CHECKSUMS) == []
+    assert h.freed == [SLOTS], "that all has landed is as good as Quiesced"
+    assert (h.request.state, h.failures("checksum")) == (RequestState.PREFILLING, 1)
+
+
+def test_a_chunk_that_cannot_be_verified_fails_the_attempt(h: Harness) -> None:
+    h.dispatch()
+    h.chunk(0)
+    assert h.verified(error="out of memory") == [
+        Lost(h.request, "checksums could not be verified: out of memory"),
+    ]
+    assert h.failures("verification") == 1
+
+
+def test_a_chunk_of_an_old_epoch_says_nothing_of_the_new_one(h: Harness) -> None:
+    h.dispatch()
+    h.take(FIRST, PrefillFailed(attempt=R, reason="write failed"))
+    h.dispatch()
+    assert h.chunk(0, epoch=1) == []
+    assert h.taken() == [0]
+    assert h.verifier.waiting == []
+    h.done(epoch=2, chunks=1, checksums=CHECKSUMS)
+    assert h.verified() == [], "its own chunk is still to come"
+    h.chunk(0, epoch=2)
+    assert h.verified() == [Landed(h.request)]
+
+
+def test_a_chunk_that_comes_when_the_prompt_has_landed_is_answered(h: Harness) -> None:
+    """Its answer was lost, and the node has not heard Admitted yet."""
+    h.dispatch()
+    h.chunk(0)
+    h.done(chunks=1)
+    h.verified()
+    h.taken()
+    assert h.chunk(0) == []
+    assert h.taken() == [0]
+    assert h.verifier.waiting == []
+
+
+def test_a_chunk_by_a_node_that_was_not_asked_is_not_taken(h: Harness) -> None:
+    h.dispatch(FIRST)
+    assert h.chunk(0, node=SECOND) == []
+    assert h.verifier.waiting == []
+    assert h.taken() == []
+
+
+def test_when_the_verifier_is_busy_a_chunk_is_not_answered_and_offered_again(h: Harness) -> None:
+    h.verifier.room = 1
+    h.dispatch()
+    h.chunk(0)
+    h.chunk(1)
+    assert h.taken() == [0]
+    h.done(chunks=2)
+    assert h.verified() == []
+    h.chunk(1)
+    assert h.taken() == [1]
+    assert h.verified() == [Landed(h.request)]
+
+
+def test_a_prompt_whose_chunk_was_lost_waits_for_its_repeat(h: Harness) -> None:
+    h.dispatch()
+    h.accepted()
+    h.progress(computed=3)
+    h.done(chunks=2, checksums=CHECKSUMS)
+    assert h.verified() == []
+    for chunk in range(2):
+        assert h.wait(PATIENCE_S - 1) == []
+        assert h.control.take(Holding)[-1] == Holding(attempts=(R,)), "the node is still asked"
+        h.progress(computed=3)
+        assert h.request.state is RequestState.PREFILLING
+        h.chunk(chunk)
+    assert h.verified() == []
+    assert h.verified() == [Landed(h.request)]
+
+
+def test_a_chunk_that_a_living_node_never_speaks_of_is_not_waited_for_for_ever(h: Harness) -> None:
+    """It says that everything landed, and repeats that it holds the request, but not what was in one chunk."""
+    h.dispatch()
+    h.accepted()
+    h.progress(computed=3)
+    h.done(chunks=1, checksums=CHECKSUMS)
+    assert h.verified() == []
+    for _ in range(int(PATIENCE_S) - 1):
+        assert h.wait(1) == []
+        h.progress(computed=3)
+    [lost] = h.wait(2)
+    assert isinstance(lost, Lost)
+    assert lost.reason == "prefill node 127.0.0.1:2 has made no progress for 60 s"
+    assert h.remote.abandoned.num_slots == 3
+
+
+@pytest.mark.parametrize("end", ["silent", "restarted", "not held", "failed", "leaving"])
+def test_a_prompt_whose_chunk_was_lost_with_its_node_is_lost(h: Harness, end: str) -> None:
+    """That all has landed was said, but not with which checksums."""
+    h.dispatch()
+    h.accepted()
+    h.chunk(0)
+    h.done(chunks=2, checksums=CHECKSUMS)
+    match end:
+        case "silent":
+            h.clock.now += SILENCE_S + 1
+            outcomes = h.tick(h.clock.now)
+        case "restarted":
+            h.answer("reborn", asked_at=h.clock.now + 0.5)
+            outcomes = h.wait(1)
+        case "not held":
+            outcomes = h.take(FIRST, NotHeld(attempts=(R,)))
+        case _:
+            failed = PrefillFailed(attempt=R, reason="stopping", leaving=end == "leaving")
+            outcomes = h.take(FIRST, failed)
+    assert [type(outcome) for outcome in outcomes] == [Lost]
+    assert h.request.state is RequestState.WAITING
+    assert h.verified() == []
+    assert h.remote.nodes.choose(h.request) == SECOND
+    assert h.freed == ([] if end in ("silent", "restarted") else [SLOTS])
+
+
+def test_a_node_that_dies_when_it_has_said_everything_costs_nothing_though_nothing_is_verified(h: Harness) -> None:
+    h.dispatch()
+    h.chunk(0)
+    h.done(chunks=1, checksums=CHECKSUMS)
+    h.clock.now += SILENCE_S + 1
+    assert h.tick(h.clock.now) == []
+    assert h.verified() == []
+    assert h.verified() == [Landed(h.request)]
+
+
+def test_a_node_that_contradicts_itself_is_not_served(h: Harness) -> None:
+    h.dispatch()
+    h.chunk(1)
+    [lost] = h.done(chunks=1)
+    assert lost == Lost(h.request, "chunk 1 landed, of 1 that there can be")
+    assert h.control.repeated["abort", R] == (FIRST, Abort(attempt=R))

@@ -1,0 +1,250 @@
+"""How requests end before their time, and that nothing of them stays behind."""
+
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from control.messages import AttemptId, Checksum, Checksums, Outputs, PrefillDone, Quiesced, Sampling
+from decode_node.request import RequestState
+from decode_node.verifier import Verified
+from engine.device import DeviceFailed
+from tests.decode_node.fakes import GATEWAY
+from tests.decode_node.scheduler_harness import HOT, PREFILL, Harness, counted
+from transfer.checksum import Mismatch
+from transfer.fencing import DRAIN_GRACE_S, LANDED_CAN_WAIT_S
+
+
+def test_nothing_that_may_be_drawn_ends_a_request_with_an_error() -> None:
+    h = Harness()
+    h.ask("a", sampling=Sampling(allowed_token_ids=(5,), bad_words=((5,),)))
+    h.ask("b", tokens=4)
+    h.run()
+    assert h.ended == {"a": "error", "b": "length"}
+
+
+@pytest.mark.parametrize("turns", [0, 1, 2, 5])
+def test_a_request_can_be_cancelled_in_any_state(turns: int) -> None:
+    h = Harness()
+    h.ask("a", tokens=50)
+    h.ask("b", tokens=10)
+    for _ in range(turns):
+        h.turn()
+    h.scheduler.cancel("a", GATEWAY)
+    h.run()
+    assert h.ended == {"a": "abort", "b": "length"}
+
+
+def test_a_request_that_waits_for_a_prefill_node_can_be_cancelled_and_its_slots_stay_fenced() -> None:
+    h = Harness()
+    h.ask("a")
+    h.scheduler.turn()
+    assert h.state("a") is RequestState.PREFILLING
+    h.scheduler.cancel("a", GATEWAY)
+    assert h.remote.abandoned.num_slots == 2
+    assert h.coordinator.host.used == 2
+
+
+def test_a_late_write_after_an_abort_hits_nobody() -> None:
+    """sglang PRs 24580, 31357: a write that arrived after the abort corrupted another request."""
+    h = Harness(host_slots=200, quiet=False)
+    h.ask("aborted", tokens=50)
+    h.scheduler.turn()
+    [reservation] = h.table
+    h.scheduler.cancel("aborted", GATEWAY)
+    h.ask("other", tokens=8)
+    h.turn()
+    h.turn()
+    assert h.state("other") is RequestState.RUNNING
+    items = h.coordinator.host.kv[0]
+    late = torch.from_numpy(reservation.resource.slots())
+    before = items.clone()
+    items[late] = 255
+    untouched = torch.ones(len(items), dtype=torch.bool)
+    untouched[late] = False
+    assert torch.equal(items[untouched], before[untouched])
+    while "other" in h.scheduler.requests:
+        h.turn()
+    assert h.answers["other"] == list(range(4, 12))
+    assert h.coordinator.host.used == 2, "still fenced"
+    h.remote.take(PREFILL, Quiesced(attempt=AttemptId("decode", "aborted", 1)))
+    h.scheduler.check_idle()
+    assert h.coordinator.is_idle()
+
+
+def test_a_copy_that_was_cut_and_arrives_after_its_request_has_ended_hits_nobody() -> None:
+    """A batch was cut and posted again. Its first copy came when the slots had been given to the next request."""
+    h = Harness()
+    h.lingering = True
+    h.ask("r", tokens=4)
+    h.turn()
+    h.turn()
+    [reservation] = h.table
+    while h.scheduler.requests:
+        h.turn()
+    assert h.answers["r"] == list(range(4, 8))
+    host = h.coordinator.host
+    others = host.allocate(host.free)
+    assert others is not None
+    assert host.used == host.num_slots
+    written_to = set(reservation.resource.slots().tolist())
+    assert not written_to & set(others.slots().tolist())
+    assert len(written_to) + len(others) == host.num_slots, "what it has decoded is free"
+    host.release(others)
+    h.remote.tick(time.monotonic() + DRAIN_GRACE_S + LANDED_CAN_WAIT_S)
+    h.scheduler.check_idle()
+    assert h.coordinator.is_idle()
+
+
+def test_cancelling_what_is_unknown_is_answered() -> None:
+    h = Harness()
+    h.scheduler.cancel("never heard of", GATEWAY)
+    h.turn()
+    assert h.ended == {"never heard of": "abort"}
+
+
+def test_too_many_lost_prefills_are_an_error() -> None:
+    h = Harness(retries=1)
+    h.ask("a")
+    request = h.scheduler.requests["a"]
+    for _ in range(2):
+        request.again_at = 0.0
+        h.scheduler.turn()
+        h.remote._lose(request.attempt("decode"), "the node went away")
+    h.turn()
+    assert h.ended == {"a": "error"}
+
+
+def test_the_end_of_a_request_is_said_until_its_gateway_has_heard_it() -> None:
+    """Were it lost, the client would hang until --request-timeout."""
+    h = Harness()
+    h.ask("a", tokens=3)
+    while h.scheduler.requests:
+        h.land()
+        h.scheduler.turn()
+    key = ("ended", "a", GATEWAY.boot_id)
+    gateway, message = h.control.repeated[key]
+    assert gateway == GATEWAY
+    assert isinstance(message, Outputs)
+    [output] = message.outputs
+    assert (output.start, output.finish_reason) == (2, "length")
+    h.scheduler.outputs.ended("a", GATEWAY)
+    assert not h.control.repeated
+
+
+def test_a_mismatch_is_never_served() -> None:
+    """Not even one token of it; with no attempts left the client gets an error."""
+    h = Harness(retries=1, verify=lambda _: True)
+    h.ask("a")
+    for epoch in (1, 2):
+        h.scheduler.requests["a"].again_at = 0.0
+        h.scheduler.turn()
+        checksums = Checksums.of([Checksum(buffer=0, start=0, stop=2, digest=1)])
+        attempt = AttemptId("decode", "a", epoch)
+        done = PrefillDone(attempt=attempt, num_tokens=2, checksums=checksums)
+        h.remote.take(PREFILL, done)
+        h.scheduler.turn()
+        assert h.state("a") is RequestState.PREFILLING
+        verified = Verified(attempt, None, 1, (Mismatch(Checksum(0, 0, 2, 1), 2),))
+        h.remote.verified(verified)
+        h.remote.take(PREFILL, Quiesced(attempt=attempt))
+    h.turn()
+    assert h.answers == {"a": []}
+    assert h.ended == {"a": "error"}
+    assert h.coordinator.is_idle()
+
+
+def test_logits_that_are_not_finite_end_their_request_alone() -> None:
+    """Also where the client wants log-probabilities, and whatever way it wants its tokens picked."""
+    h = Harness()
+    h.model.overflows_after = 42
+    sampling = [Sampling(temperature=0), Sampling(temperature=1, top_k=1), Sampling(temperature=0, top_logprobs=3)]
+    for number, each in enumerate(sampling):
+        h.ask(f"overflows-{number}", prompt=(41,), sampling=each)
+    h.ask("innocent", prompt=(1, 2, 3), tokens=6)
+    h.run()
+    assert (h.answers.pop("innocent"), h.ended.pop("innocent")) == ([4, 5, 6, 7, 8, 9], "length")
+    assert list(h.answers.values()) == [[42]] * 3, "what was sampled before is a token"
+    assert list(h.ended.values()) == ["error"] * 3
+
+
+def test_a_step_that_fails_ends_its_requests_and_leaks_nothing() -> None:
+    h = Harness()
+    h.ask("a", tokens=50)
+    for _ in range(3):
+        h.turn()
+    h.model.error = RuntimeError("too much at once")
+    h.turn()
+    h.turn()
+    assert h.ended == {"a": "error"}
+    h.model.error = None
+    h.ask("b")
+    h.run()
+    assert h.ended["b"] == "length"
+
+
+def test_a_prompt_that_cannot_be_copied_to_the_host_ends_its_request_alone() -> None:
+    h = Harness()
+    h.ask("staged")
+    h.ask("other")
+    request = h.scheduler.requests["staged"]
+    request.move(RequestState.LOCAL_PREFILL)
+    request.move(RequestState.STAGING)
+    failed = [(request, RuntimeError("an illegal address"))]
+    local = SimpleNamespace(
+        has_work=True,
+        is_idle=True,
+        step=lambda: None,
+        staged=lambda: ([], [failed.pop()] if failed else []),
+        cancel=lambda request: False,
+    )
+    h.scheduler._local = h.scheduler._slots._local = local  # type: ignore[assignment]
+    h.run()
+    assert h.ended == {"staged": "error", "other": "length"}
+
+
+def test_a_device_that_is_lost_ends_the_node_and_not_one_request_after_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    h = Harness()
+    h.ask("a", tokens=50)
+    h.ask("waits", tokens=50)
+    for _ in range(3):
+        h.turn()
+
+    def lost(device: torch.device) -> None:
+        raise DeviceFailed(f"{device} cannot be used any more: an illegal memory access was encountered")
+
+    monkeypatch.setattr("engine.runner.check_device", lost)
+    h.model.error = RuntimeError("an illegal memory access was encountered")
+    with pytest.raises(DeviceFailed) as failure:
+        h.turn()
+    h.scheduler.fail_all(str(failure.value))
+    ends = {output.request_id: output.error for output in h.control.outputs() if output.finish_reason == "error"}
+    assert ends == dict.fromkeys(("a", "waits"), str(failure.value))
+
+
+@pytest.mark.parametrize("turns", range(1, 12))
+def test_whatever_a_step_in_flight_meets_nothing_is_lost_repeated_or_left_behind(turns: int) -> None:
+    """A cancellation, a retraction and a step that fails, at every turn of the requests' lives."""
+    h = Harness(device_slots=HOT + 1 + 4, host_slots=200)
+    for name in "abc":
+        h.ask(name, prompt=(10, 11), tokens=20)
+    h.ask("stops", prompt=(10,), tokens=20, stop_token_ids=(13,))
+    for _ in range(turns):
+        h.turn()
+    h.scheduler.cancel("b", GATEWAY)
+    h.turn()
+    if turns % 3 == 0:
+        h.model.error = RuntimeError("too much at once")
+        h.turn()
+        h.model.error = None
+    h.run()
+    for name, reason in h.ended.items():
+        if reason == "length":
+            assert h.answers[name] == counted((11,), 20)
+    assert h.ended["b"] in ("abort", "length", "error")
+    if turns % 3:
+        assert h.ended["a"] == h.ended["c"] == "length"
+        assert (h.answers["stops"], h.ended["stops"]) == ([11, 12, 13], "stop")

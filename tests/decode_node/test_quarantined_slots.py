@@ -1,0 +1,271 @@
+"""When the slots of an attempt that was given up are safe again: what its writer says, and proofs of its death."""
+
+import time
+
+import pytest
+
+from control.liveness import AnsweredPing
+from control.messages import Abort, Admitted, AttemptId, Peer, PrefillFailed, PrefillRequest, Quiesced
+from decode_node.health import SILENCE_S
+from decode_node.request import Request, RequestState
+from tests.decode_node.fakes import GATEWAY, Lost
+from tests.decode_node.remote_harness import FIRST, SECOND, SLOTS, Clock, Harness, Landed, R
+from transfer.fencing import DRAIN_GRACE_S, LANDED_CAN_WAIT_S
+
+
+@pytest.fixture
+def h(monkeypatch: pytest.MonkeyPatch) -> Harness:
+    return Harness(Clock(monkeypatch))
+
+
+def test_an_abort_is_repeated_until_quiesced_and_frees_then(h: Harness) -> None:
+    """sglang PRs 24580, 31357: pages freed on abort while the prefill node was still writing."""
+    h.dispatch()
+    h.remote.abandon(h.request)
+    assert h.control.repeated["abort", R] == (FIRST, Abort(attempt=R))
+    assert h.remote.abandoned.num_slots == 3
+    h.take(FIRST, Quiesced(attempt=R))
+    assert h.freed == [SLOTS]
+    assert not h.control.repeated
+
+
+def test_a_pool_is_written_to_while_a_live_node_has_not_said_that_it_is_quiet(h: Harness) -> None:
+    h.wait(0)
+    h.dispatch()
+    assert h.remote.abandoned.written_to
+    h.remote.abandon(h.request)
+    assert h.remote.abandoned.written_to
+    h.clock.now += SILENCE_S + 1
+    assert not h.remote.abandoned.written_to, "a dead node would keep this process from leaving"
+    h.wait(0)
+    h.take(FIRST, Quiesced(attempt=R))
+    assert not h.remote.abandoned.written_to
+
+
+def test_a_failure_with_writes_in_flight_lifts_no_quarantine_until_the_node_is_quiet(h: Harness) -> None:
+    """A failed call proves nothing about its other descriptors: they may land a second later."""
+    h.dispatch()
+    failed = PrefillFailed(attempt=R, reason="write failed", in_flight=True)
+    [lost] = h.take(FIRST, failed)
+    assert lost == Lost(h.request, "write failed")
+    assert h.remote.nodes.choose(h.request) == SECOND, "the request does not wait for the old attempt's writes"
+    assert h.take(FIRST, failed) == []
+    assert h.freed == []
+    assert h.control.repeated["abort", R] == (FIRST, Abort(attempt=R))
+    h.take(FIRST, Quiesced(attempt=R))
+    assert h.freed == [SLOTS]
+    assert not h.control.repeated
+
+
+def test_a_failure_with_writes_in_flight_may_be_settled_by_a_later_one_without(h: Harness) -> None:
+    h.dispatch()
+    h.take(FIRST, PrefillFailed(attempt=R, reason="write failed", in_flight=True))
+    h.take(FIRST, PrefillFailed(attempt=R, reason="write failed"))
+    assert h.freed == [SLOTS]
+
+
+GONE = AttemptId("decode", "gone", 4)
+
+
+def test_a_failure_of_what_is_settled_here_is_answered_with_an_abort(h: Harness) -> None:
+    """It is repeated until one comes, and the reservation may have been evicted meanwhile."""
+    h.take(FIRST, PrefillFailed(attempt=GONE, reason="write failed", in_flight=True))
+    assert h.control.take(Abort) == [Abort(attempt=GONE)]
+
+
+def test_a_silent_node_loses_its_requests_but_not_their_slots(h: Harness) -> None:
+    """Silence is no proof of death."""
+    h.dispatch()
+    now = time.monotonic() + SILENCE_S + 1
+    [lost] = h.tick(now)
+    assert isinstance(lost, Lost)
+    assert "silent" in lost.reason
+    assert h.freed == []
+    assert h.remote.abandoned.num_slots == 3
+    assert h.remote.nodes.choose(h.request) == SECOND
+    assert FIRST in h.control.watched, "it is listened to, to notice that it is back"
+
+
+def test_a_node_that_was_silent_is_used_again_as_soon_as_it_answers_and_not_before(h: Harness) -> None:
+    """sglang 13054: nothing is sticky. But each try would leave its slots in quarantine."""
+    h.dispatch()
+    h.clock.now += SILENCE_S + 1
+    h.tick(h.clock.now)
+    h.request.tried.clear()
+    h.control.heard["first"] = h.clock.now + 1
+    assert h.remote.nodes.choose(h.request) == SECOND, "what it said may be old"
+    h.clock.now += 1000
+    assert h.remote.nodes.choose(h.request) == SECOND, "time alone does not make it well"
+    h.control.alive["first"] = h.clock.now
+    assert h.remote.nodes.choose(h.request) == FIRST
+
+
+def test_a_node_that_is_heard_is_not_silent(h: Harness) -> None:
+    h.dispatch()
+    now = time.monotonic() + 50
+    h.control.heard["first"] = now - 1
+    assert h.tick(now) == []
+    assert h.request.state is RequestState.PREFILLING
+
+
+def test_a_restart_of_the_writer_proves_it_dead(h: Harness) -> None:
+    h.dispatch()
+    h.answer("reborn", asked_at=h.clock.now + 1)
+    h.clock.now += 2
+    [lost] = h.tick(h.clock.now)
+    assert isinstance(lost, Lost)
+    assert "restarted" in lost.reason
+    assert h.freed == []
+    h.answer("reborn", asked_at=h.clock.now + 1)
+    h.clock.now += 2
+    h.tick(h.clock.now)
+    assert h.freed == []
+    h.clock.now += DRAIN_GRACE_S + 1
+    h.tick(h.clock.now)
+    assert h.freed == [SLOTS]
+    assert not h.control.repeated, "nobody is left to be told to stop"
+
+
+def test_a_late_word_of_the_process_before_the_writer_proves_nothing(h: Harness) -> None:
+    """It had the same address. Whatever it said or answered was before the slots were named to its successor."""
+    h.answer("the one before", asked_at=h.clock.now - 1)
+    h.dispatch()
+    assert h.wait(1) == []
+    assert h.take(FIRST.model_copy(update={"boot_id": "the one before"}), Quiesced(attempt=R)) == []
+    assert h.table.is_writable(R)
+    h.remote.abandon(h.request)
+    for _ in range(100):
+        h.wait(1)
+    assert h.freed == []
+    assert h.remote.abandoned.num_slots == 3
+
+
+def test_of_two_processes_with_one_address_the_one_that_is_heard_is_not_dead(h: Harness) -> None:
+    """A mistake, as of two pods behind one name. It costs attempts, but frees no slots that may be written to."""
+    h.dispatch()
+    h.remote.abandon(h.request)
+    for _ in range(100):
+        h.answer("another", asked_at=h.clock.now + 0.5)
+        h.wait(1)
+    assert h.freed == []
+    h.take(FIRST, Quiesced(attempt=R))
+    assert h.freed == [SLOTS]
+
+
+def test_another_process_at_the_address_does_not_speak_for_the_writer(h: Harness) -> None:
+    h.dispatch()
+    h.remote.abandon(h.request)
+    reborn = FIRST.model_copy(update={"boot_id": "reborn"})
+    h.take(reborn, Quiesced(attempt=R))
+    h.clock.now += 100
+    h.tick(h.clock.now)
+    assert h.freed == []
+
+
+@pytest.mark.parametrize("said", ["quiesced", "failed"])
+def test_what_may_linger_in_the_network_is_waited_for_and_not_asked_about_again(h: Harness, said: str) -> None:
+    """The writer is done: only time, and a fence, can say more."""
+    h.dispatch()
+    if said == "quiesced":
+        h.remote.abandon(h.request)
+        h.take(FIRST, Quiesced(attempt=R, lingering=True))
+    else:
+        failed = PrefillFailed(attempt=R, reason="a write failed", lingering=True)
+        assert len(h.take(FIRST, failed)) == 1
+    assert h.freed == []
+    assert not h.control.repeated
+    h.tick(time.monotonic() + DRAIN_GRACE_S + 1)
+    assert h.freed == [SLOTS]
+
+
+def test_a_prompt_of_which_something_lingers_lands_and_its_slots_are_fenced_before_others_get_them(h: Harness) -> None:
+    """What was cut and posted again arrived once more, after the request had ended."""
+    h.dispatch()
+    [landed] = h.done(lingering=True)
+    assert isinstance(landed, Landed)
+    assert h.request.host_slots == SLOTS
+    assert h.retained == [SLOTS], "free when the request and the fence have both let go"
+    assert h.control.take(Admitted) == [Admitted(attempt=R)]
+    assert h.done(lingering=True) == []
+    assert not h.remote.abandoned.written_to, "the node writes no more: nobody need wait for it"
+    assert not h.remote.is_idle
+    assert h.remote.abandoned.num_slots == 0, "the request uses them"
+    h.wait(DRAIN_GRACE_S + LANDED_CAN_WAIT_S - 1)
+    assert h.freed == []
+    h.wait(1)
+    assert h.freed == [SLOTS]
+    assert h.remote.is_idle
+
+
+def test_done_of_an_attempt_that_was_given_up_ends_the_quarantine_behind_a_fence_if_something_lingers(
+    h: Harness,
+) -> None:
+    h.dispatch()
+    h.remote.abandon(h.request)
+    assert h.done(lingering=True) == []
+    assert h.freed == []
+    assert not h.control.repeated
+    h.wait(DRAIN_GRACE_S + 1)
+    assert h.freed == [SLOTS]
+
+
+def test_the_restart_of_another_node_proves_nothing(h: Harness) -> None:
+    h.dispatch()
+    h.control.answers[SECOND.address] = AnsweredPing("reborn", h.clock.now + 0.5)
+    assert h.wait(1) == []
+    assert h.table.is_writable(R)
+
+
+RANKS = tuple(Peer(role="prefill", address=f"127.0.0.1:{port}", boot_id=f"first-{port}") for port in (12, 22))
+
+
+def dispatch_to_a_group(h: Harness) -> None:
+    h.remote.nodes.learn(GATEWAY.address, (FIRST, SECOND), {}, {"first": RANKS})
+    h.dispatch()
+
+
+def test_every_rank_of_a_node_is_a_writer_before_slots_are_named(h: Harness) -> None:
+    dispatch_to_a_group(h)
+    _, request = h.control.repeated["prefill", R]
+    assert isinstance(request, PrefillRequest)
+    assert request.ranks == ("first-12", "first-22")
+    h.tick(h.clock.now)
+    assert h.control.watched == {FIRST, SECOND, *RANKS}
+
+
+def test_a_request_brings_the_ranks_of_a_node_that_gateways_do_not_list_any_more(h: Harness) -> None:
+    ranked = h.request.generate.model_copy(update={"prefill_ranks": {"first": RANKS}})
+    assert h.remote.nodes.ranks_of(FIRST, Request(ranked, GATEWAY)) == RANKS
+    assert h.remote.nodes.ranks_of(SECOND, Request(ranked, GATEWAY)) == ()
+
+
+def test_a_restarted_node_whose_old_rank_lives_on_proves_nothing_of_that_rank(h: Harness) -> None:
+    """An orphan would write into slots that were given away."""
+    dispatch_to_a_group(h)
+    h.control.heard |= {peer.boot_id: h.clock.now for peer in (FIRST, *RANKS)}
+    h.remote.abandon(h.request)
+    h.clock.now += 2 * SILENCE_S
+    for died, peer in enumerate((FIRST, *RANKS)):
+        h.tick(h.clock.now)
+        h.clock.now += 2 * DRAIN_GRACE_S
+        h.tick(h.clock.now)
+        assert not h.freed, f"{died} of 3 are dead"
+        assert h.remote.abandoned.num_slots == 3
+        h.control.answers[peer.address] = AnsweredPing("another", h.clock.now)
+        h.clock.now += 1
+    h.tick(h.clock.now)
+    h.tick(h.clock.now + DRAIN_GRACE_S)
+    assert h.freed == [SLOTS]
+
+
+def test_a_rank_does_not_speak_for_its_node(h: Harness) -> None:
+    dispatch_to_a_group(h)
+    assert h.take(RANKS[0], Quiesced(attempt=R)) == []
+    h.remote.abandon(h.request)
+    for rank in RANKS:
+        h.take(rank, Quiesced(attempt=R))
+    assert not h.freed
+    assert ("abort", R) in h.control.repeated
+    h.take(FIRST, Quiesced(attempt=R))
+    assert h.freed == [SLOTS]
+    assert ("abort", R) not in h.control.repeated

@@ -1,0 +1,100 @@
+"""What is told of writes that failed, may arrive later, or may never have ended."""
+
+from control.messages import Abort, Admitted, Holding, NotHeld, PrefillDone, PrefillFailed, Quiesced
+from tests.prefill_node.endpoint_harness import Harness, R, request
+
+
+def test_a_failed_write_ends_the_request_after_the_rest_has_drained() -> None:
+    h = Harness()
+    h.receive(request())
+    h.compute()
+    h.compute()
+    h.sent(error="the peer is gone")
+    [(_, early)] = h.control.repeated.values()
+    assert isinstance(early, PrefillFailed)
+    assert early.in_flight, "the decode node need not wait to look elsewhere, but the slots are not quiet"
+    assert h.control.take(PrefillFailed) == []
+    assert h.free_pages == 5
+    h.sent()
+    assert not h.control.repeated
+    [failed] = h.control.take(PrefillFailed)
+    assert isinstance(failed, PrefillFailed)
+    assert "the peer is gone" in failed.reason
+    assert not failed.in_flight
+    assert h.free_pages == 8
+
+
+def test_that_a_failed_write_may_linger_is_said_whenever_it_is_said_to_be_over() -> None:
+    h = Harness()
+    h.receive(request())
+    h.compute()
+    h.compute()
+    h.sent(error="the transport gave a write up", lingering=True)
+    [(_, early)] = h.control.repeated.values()
+    assert isinstance(early, PrefillFailed)
+    assert (early.in_flight, early.lingering) == (True, True)
+    h.receive(Abort(attempt=R))
+    h.sent()
+    quiesced = Quiesced(attempt=R, lingering=True)
+    assert h.control.take(Quiesced) == [quiesced]
+    for late in (Abort(attempt=R), request(), Holding(attempts=(R,))):
+        h.receive(late)
+        assert h.control.take(Quiesced) == [quiesced], "the first may have been lost"
+    assert all(not held.attempts for held in h.control.take(NotHeld) if isinstance(held, NotHeld))
+    assert h.free_pages == 8, "the network needs no pages"
+
+
+def test_an_attempt_that_failed_without_an_abort_says_that_it_may_linger() -> None:
+    h = Harness()
+    h.receive(request(token_ids=(1, 2), extents=((0, 2),)))
+    h.compute()
+    h.sent(error="the connection was lost", lingering=True)
+    assert [failed.lingering for failed in h.control.take(PrefillFailed) if isinstance(failed, PrefillFailed)] == [True]
+
+
+def test_an_attempt_with_a_write_of_which_nobody_knows_the_end_keeps_its_pages_and_is_never_called_quiet() -> None:
+    """Not even behind a fence: Mooncake may have it queued, and send it over a connection that does not exist yet."""
+    h = Harness()
+    h.receive(request())
+    h.compute()
+    h.compute()
+    free = h.free_pages
+    h.sent(error="nobody knows whether a write has ended", in_flight=True)
+    [(_, failed)] = h.control.repeated.values()
+    assert isinstance(failed, PrefillFailed)
+    assert failed.in_flight, "the decode node goes elsewhere at once, and keeps its slots in quarantine"
+    h.sent()
+    h.receive(Abort(attempt=R))
+    h.receive(Holding(attempts=(R,)))
+    assert not h.control.take(Quiesced)
+    assert not h.control.take(NotHeld)
+    assert h.free_pages == free
+    assert h.engine.attempts == [R]
+
+
+def test_that_something_lingers_of_a_prompt_that_landed_is_said_when_it_is_done_and_ever_after() -> None:
+    """A chunk was cut and posted again: the decode node must not give the slots away before it has fenced them."""
+    h = Harness()
+    h.receive(request())
+    h.compute()
+    h.compute()
+    h.sent(lingering=True)
+    h.sent()
+    [(_, done)] = h.control.repeated.values()
+    assert isinstance(done, PrefillDone)
+    assert done.lingering
+    h.receive(Admitted(attempt=R))
+    h.receive(Abort(attempt=R))
+    assert h.control.take(Quiesced) == [Quiesced(attempt=R, lingering=True)]
+
+
+def test_nothing_lingers_of_a_prompt_of_which_nothing_was_cut() -> None:
+    h = Harness()
+    h.receive(request())
+    h.compute()
+    h.compute()
+    h.sent()
+    h.sent()
+    [(_, done)] = h.control.repeated.values()
+    assert isinstance(done, PrefillDone)
+    assert not done.lingering
