@@ -24,18 +24,6 @@ def chained(device: torch.device) -> dict[str, bool]:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def prefetch(pointers: tl.tensor) -> None:
-    """Have the cache lines at these addresses brought to the L2 cache. Waits for nothing.
-
-    Before `follow`, of what is older than the kernel before: that is complete when this one comes, since the kernel
-    before has let it come only after waiting for all others itself.
-    """
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1];\nmov.b32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
-@triton.jit  # type: ignore[untyped-decorator]
 def follow(chained: tl.constexpr) -> None:
     """Wait for the kernel before, and let the one behind come."""
     if chained:

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch.nn.functional import ScalingType
 
-from model.backends.triton_chain import chained, follow, prefetch
+from model.backends.triton_chain import chained, follow
 from model.backends.triton_fp8 import on, quantise, swiglu_quantise
 from model.backends.triton_fp8_tile import Tiling, described, multiply
 from model.fp8 import BLOCK, FP8, blocks, check_scales
@@ -120,10 +120,6 @@ def _tiling(m: int) -> Tiling:
     return Tiling(m=128, n=128, warps=8, stages=4, per_sm=1, tokens_left=True)
 
 
-_AHEAD = 4
-"""Blocks of channels of a program's weight that are brought to the L2 cache while the kernel before still runs; a power
-of two, or 0."""
-
 _RUN_ROWS = 64
 """Rows of a weight's tile for which `run_of` is computed, whatever the tile: the order of sums is to be one."""
 
@@ -159,7 +155,6 @@ def partial_product(
         with on(x.device):
             _linear[(triton.cdiv(n, cut.n), splits, triton.cdiv(m, cut.m))](
                 described(weight, cut.n),
-                weight,
                 scales,
                 x,
                 x_scales,
@@ -176,7 +171,6 @@ def partial_product(
                 block_m=cut.m,
                 stages=cut.stages,
                 unroll=cut.unroll,
-                ahead=_AHEAD,
                 num_warps=cut.warps,
                 maxnreg=cut.registers,
                 **chained(x.device),
@@ -201,7 +195,6 @@ def reduced(partial: torch.Tensor) -> torch.Tensor:
 @triton.jit(do_not_specialize=["x_scale_stride", "m", "num_blocks", "run"])  # type: ignore[untyped-decorator]
 def _linear(
     weight: tl.tensor,
-    stored: tl.tensor,
     scales: tl.tensor,
     x: tl.tensor,
     x_scales: tl.tensor,
@@ -218,20 +211,15 @@ def _linear(
     block_m: tl.constexpr,
     stages: tl.constexpr,
     unroll: tl.constexpr,
-    ahead: tl.constexpr,
     chained: tl.constexpr,
 ) -> None:
-    """One tile over one run of channels. stored: the weight that the descriptor describes."""
+    """One tile over one run of channels."""
+    follow(chained)
     first_row = tl.program_id(0) * block_n
     split = tl.program_id(1)
+    token = tl.program_id(2) * block_m + tl.arange(0, block_m)
     begin = split * run
     end = tl.minimum(begin + run, num_blocks)
-    if chained and ahead:
-        row = tl.minimum(first_row + tl.arange(0, block_n), n - 1).to(tl.int64)
-        block = tl.minimum(begin + tl.arange(0, ahead), end - 1)
-        prefetch(stored.to(tl.pointer_type(tl.uint8), bitcast=True) + row[:, None] * k + block[None, :] * _BLOCK)
-    follow(chained)
-    token = tl.program_id(2) * block_m + tl.arange(0, block_m)
     weight_scale = scales + (first_row // _BLOCK).to(tl.int64) * num_blocks
     total = multiply(
         weight,
