@@ -21,6 +21,7 @@ import triton.language as tl
 
 from hisparse.fp8_format import SCALED_TOGETHER, Fp8Format
 from model.backends.device import MIN_TILE, properties, tile_width
+from model.backends.triton_chain import chained, follow
 
 _FEW_HEADS = 32
 """So many heads do not fill a tile of 64."""
@@ -146,6 +147,7 @@ class _Triton:
             num_warps=tiling.warps,
             # With a tile or two there is nothing to fetch ahead.
             num_stages=tiling.stages if launch.rows_per_split > 2 * tiling.rows else min(tiling.stages, 2),
+            **chained(launch.queries.device),
         )
 
 
@@ -228,6 +230,7 @@ def combine(
         block_splits=block_splits,
         block_latent=block_latent,
         num_warps=warps,
+        **chained(partial.device),
     )
 
 
@@ -299,6 +302,7 @@ def _attend_split(
     block_rows: tl.constexpr,
     block_latent: tl.constexpr,
     block_rope: tl.constexpr,
+    chained: tl.constexpr,
 ) -> None:
     """One tile of a query's heads over one split of its rows. scale: of scores, in units of log2(e).
 
@@ -309,6 +313,7 @@ def _attend_split(
     Writes partial [N, heads, splits, latent_dim], the mean latent by the split's own weights, and log_sums
     [N, heads, splits], the base-2 logarithm of the sum of those weights.
     """
+    follow(chained)
     head_tiles: tl.constexpr = tl.cdiv(heads, block_heads)
     query = (tl.program_id(0) // head_tiles).to(tl.int64)
     split = tl.program_id(1)
@@ -377,8 +382,10 @@ def _combine(
     block_rows: tl.constexpr,
     block_splits: tl.constexpr,
     block_latent: tl.constexpr,
+    chained: tl.constexpr,
 ) -> None:
     """Add up the splits of some rows, each a head of a query, for one block of their latents."""
+    follow(chained)
     row = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)
     latent = tl.program_id(1) * block_latent + tl.arange(0, block_latent)
     split = tl.arange(0, block_splits)

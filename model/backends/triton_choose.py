@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from model.backends.triton_chain import chained, follow
 from model.backends.triton_fp8 import on
 from model.config import RouterConfig
 from model.partial_sums import PartialSums
@@ -42,6 +43,7 @@ def choose_experts(logits: PartialSums, bias: torch.Tensor, config: RouterConfig
                 block_groups=triton.next_power_of_2(config.groups),
                 block_members=triton.next_power_of_2(experts // config.groups),
                 num_warps=1,
+                **chained(parts.device),
             )
     return weights, ids
 
@@ -76,8 +78,10 @@ def _choose(
     block_k: tl.constexpr,
     block_groups: tl.constexpr,
     block_members: tl.constexpr,
+    chained: tl.constexpr,
 ) -> None:
     """One token. members: experts per group."""
+    follow(chained)
     token = tl.program_id(0).to(tl.int64)
     block: tl.constexpr = block_groups * block_members
     experts: tl.constexpr = groups * members

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from hisparse.fp8_format import LARGEST, LEAST_AMAX, SCALED_TOGETHER, Fp8Format
 from model.backends.device import MIN_TILE
+from model.backends.triton_chain import chained, follow
 from model.backends.triton_fp8 import on
 from model.indexer import IndexQueries
 from model.norm import LayerNorm, RmsNorm
@@ -57,6 +58,7 @@ def encode_items(
                 block_scales=triton.next_power_of_2(kv_format.num_scales),
                 block_rope=triton.next_power_of_2(rope_dim),
                 num_warps=4,
+                **chained(compressed.device),
             )
     return stored
 
@@ -99,6 +101,7 @@ def encode_index_keys(
                 rope_dim,
                 interleaved,
                 num_warps=1,
+                **chained(projected.device),
             )
     return stored
 
@@ -132,6 +135,7 @@ def encode_index_queries(index: IndexQueries) -> IndexQueries:
                 block_parts=triton.next_power_of_2(len(sums.parts)),
                 block_heads=_HEADS,
                 num_warps=1,
+                **chained(queries.device),
             )
     return IndexQueries.of(queries, weights)
 
@@ -200,8 +204,10 @@ def _encode_items(
     together: tl.constexpr,
     block_scales: tl.constexpr,
     block_rope: tl.constexpr,
+    chained: tl.constexpr,
 ) -> None:
     """One token. latents, scales, ropes: the same bytes as numbers of three types."""
+    follow(chained)
     token = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, block_scales)
     column = group[:, None] * together + tl.arange(0, together)[None, :]
@@ -243,8 +249,10 @@ def _encode_index_keys(
     dim: tl.constexpr,
     rope_dim: tl.constexpr,
     interleaved: tl.constexpr,
+    chained: tl.constexpr,
 ) -> None:
     """One token. keys, scales: the same bytes as numbers of two types."""
+    follow(chained)
     token = tl.program_id(0).to(tl.int64)
     half: tl.constexpr = rope_dim // 2
     column = tl.arange(0, dim)
@@ -294,8 +302,10 @@ def _encode_index_queries(
     dim: tl.constexpr,
     block_parts: tl.constexpr,
     block_heads: tl.constexpr,
+    chained: tl.constexpr,
 ) -> None:
     """Some heads of one token."""
+    follow(chained)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * block_heads + tl.arange(0, block_heads)
     real = head < heads

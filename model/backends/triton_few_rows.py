@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from model.backends.device import MIN_TILE
+from model.backends.triton_chain import chained, follow
 from model.backends.triton_fp8 import on
 
 _CHANNELS = 256
@@ -62,6 +63,7 @@ def partial_products(
                 block_tokens=block_tokens,
                 step=min(_STEP, block_channels),
                 num_warps=4,
+                **chained(x.device),
             )
     return parts
 
@@ -79,9 +81,11 @@ def _partial_products(
     block_channels: tl.constexpr,
     block_tokens: tl.constexpr,
     step: tl.constexpr,
+    chained: tl.constexpr,
 ) -> None:
     """Some rows of the weight, one run of channels, some tokens. Rows come first, since tokens may be fewer than the
     tensor cores' tiles, whose shape must not depend on how many there are."""
+    follow(chained)
     row = tl.program_id(0) * block_rows + tl.arange(0, block_rows)
     token = tl.program_id(2) * block_tokens + tl.arange(0, block_tokens)
     total = tl.zeros([block_rows, block_tokens], tl.float32)

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from model.backends.triton_chain import chained, follow
 from model.fp8 import BLOCK, FP8, MAX, TINY, blocks
 
 _BLOCK = tl.constexpr(BLOCK)
@@ -40,7 +41,7 @@ def quantise(x: torch.Tensor, power_of_two: bool) -> tuple[torch.Tensor, torch.T
     if m:
         with on(x.device):
             _quantise[(m, triton.cdiv(blocks(k), _GROUPS))](
-                x, values, scales, x.stride(0), m, k, power_of_two, groups=_GROUPS, num_warps=4
+                x, values, scales, x.stride(0), m, k, power_of_two, groups=_GROUPS, num_warps=4, **chained(x.device)
             )
     return values, scales
 
@@ -70,6 +71,7 @@ def swiglu_quantise(
                 power_of_two,
                 groups=_GROUPS,
                 num_warps=4,
+                **chained(gate_up.device),
             )
     return values, scales
 
@@ -105,8 +107,10 @@ def _quantise(
     k: tl.tensor,
     power_of_two: tl.constexpr,
     groups: tl.constexpr,
+    chained: tl.constexpr,
 ) -> None:
     """Some blocks of one row."""
+    follow(chained)
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1) * groups + tl.arange(0, groups)
     column = block[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
@@ -127,8 +131,10 @@ def _swiglu_quantise(
     splits: tl.constexpr,
     power_of_two: tl.constexpr,
     groups: tl.constexpr,
+    chained: tl.constexpr,
 ) -> None:
     """Some blocks of every num_programs-th row."""
+    follow(chained)
     block = tl.program_id(1) * groups + tl.arange(0, groups)
     column = block[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
     real = column < width

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from model.backends.device import properties
+from model.backends.triton_chain import chained, follow
 from model.backends.triton_fp8 import on, quantise, swiglu_quantise
 from model.backends.triton_fp8_sort import Sorted, sort_pairs
 from model.backends.triton_fp8_tile import Tiling, described, multiply, multiply_wide
@@ -192,6 +193,7 @@ def _product(
             unroll=cut.unroll,
             num_warps=cut.warps,
             maxnreg=cut.registers,
+            **chained(x.device),
         )
     return out
 
@@ -237,8 +239,10 @@ def _experts(
     block_m: tl.constexpr,
     stages: tl.constexpr,
     unroll: tl.constexpr,
+    chained: tl.constexpr,
 ) -> None:
     """Every num_programs-th piece: block_n rows of a weight by a tile's rows, over one run of channels or all."""
+    follow(chained)
     tiles_n = tl.cdiv(n, block_n)
     pieces = tl.load(counts + 1) * tiles_n * splits
     for piece in range(tl.program_id(0), pieces, tl.num_programs(0)):
@@ -350,6 +354,7 @@ def _sum(
                 splits=len(rows) if rows.dim() == 3 else 1,
                 block=block,
                 num_warps=4,
+                **chained(out.device),
             )
 
 
@@ -374,8 +379,10 @@ def _weigh(
     top_k: tl.constexpr,
     splits: tl.constexpr,
     block: tl.constexpr,
+    chained: tl.constexpr,
 ) -> None:
     """A block of one token's weighted sum."""
+    follow(chained)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
     total = tl.zeros([block], tl.float32)

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch.nn.functional import ScalingType
 
+from model.backends.triton_chain import chained, follow
 from model.backends.triton_fp8 import on, quantise, swiglu_quantise
 from model.backends.triton_fp8_tile import Tiling, described, multiply
 from model.fp8 import BLOCK, FP8, blocks, check_scales
@@ -172,6 +173,7 @@ def partial_product(
                 unroll=cut.unroll,
                 num_warps=cut.warps,
                 maxnreg=cut.registers,
+                **chained(x.device),
             )
     return out
 
@@ -184,7 +186,9 @@ def reduced(partial: torch.Tensor) -> torch.Tensor:
     out = torch.empty(m, n, dtype=torch.bfloat16, device=partial.device)
     block = 512
     with on(partial.device):
-        _add_up[(triton.cdiv(m * n, block),)](partial, out, m * n, splits, block, num_warps=4)
+        _add_up[(triton.cdiv(m * n, block),)](
+            partial, out, m * n, splits, block, num_warps=4, **chained(partial.device)
+        )
     return out
 
 
@@ -207,8 +211,10 @@ def _linear(
     block_m: tl.constexpr,
     stages: tl.constexpr,
     unroll: tl.constexpr,
+    chained: tl.constexpr,
 ) -> None:
     """One tile over one run of channels."""
+    follow(chained)
     first_row = tl.program_id(0) * block_n
     split = tl.program_id(1)
     token = tl.program_id(2) * block_m + tl.arange(0, block_m)
@@ -242,8 +248,16 @@ def _linear(
 
 
 @triton.jit(do_not_specialize=["size"])  # type: ignore[untyped-decorator]
-def _add_up(partial: tl.tensor, out: tl.tensor, size: tl.tensor, splits: tl.constexpr, block: tl.constexpr) -> None:
+def _add_up(
+    partial: tl.tensor,
+    out: tl.tensor,
+    size: tl.tensor,
+    splits: tl.constexpr,
+    block: tl.constexpr,
+    chained: tl.constexpr,
+) -> None:
     """A block of the sum over the splits of partial [splits, size]."""
+    follow(chained)
     place = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     real = place < size
     total = tl.load(partial + place, mask=real, other=0.0)

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from model.backends.triton_chain import chained, follow
 from model.backends.triton_fp8 import on
 
 
@@ -65,6 +66,7 @@ def sort_pairs(ids: torch.Tensor, first_expert: int, experts: int, block_m: int,
             bins=triton.next_power_of_2(experts + 1),
             chunk=chunk,
             num_warps=4 if chunk < _CHUNK else 8,
+            **chained(ids.device),
         )
     return Sorted(pairs, row, tiles.view(3, most_tiles), counts, shared or range(0))
 
@@ -92,8 +94,10 @@ def _sort(
     block_m: tl.constexpr,
     bins: tl.constexpr,
     chunk: tl.constexpr,
+    chained: tl.constexpr,
 ) -> None:
     """The rows and tiles of one expert. chosen: how many there are that ids choose among; one more is shared."""
+    follow(chained)
     expert = tl.program_id(0)
     number = tl.arange(0, bins)
     of_expert = tl.zeros([bins], tl.int32)

@@ -19,6 +19,7 @@ import triton.language as tl
 from hisparse.cuda.score_pages import PagesToScore, has_kernel, score_pages
 from hisparse.cuda.score_prompt import PromptToScore, score_prompt
 from model.backends.device import MIN_TILE, properties, tile_width
+from model.backends.triton_chain import chained, follow
 from model.cache import PagedKeys
 from model.indexer import IndexQueries
 
@@ -94,6 +95,7 @@ def decode_scores(
             block_positions=tiling.positions,
             num_warps=tiling.warps,
             num_stages=tiling.stages,
+            **chained(scores.device),
         )
     return scores
 
@@ -135,6 +137,7 @@ def prompt_scores(index: IndexQueries, keys: StoredKeys, start: int, by_hand: bo
             block_dim=_tile_dim(dim, vectors),
             num_warps=8,
             num_stages=1 if wide else 3,
+            **chained(scores.device),
         )
     return scores
 
@@ -198,8 +201,10 @@ def _score_pages(
     block_heads: tl.constexpr,
     block_dim: tl.constexpr,
     block_positions: tl.constexpr,
+    chained: tl.constexpr,
 ) -> None:
     """One sequence, some consecutive tiles of its positions. page_stride, key_stride: in elements of the keys."""
+    follow(chained)
     sequence = tl.program_id(0).to(tl.int64)
     begin = tl.program_id(1) * tiles_per_program * block_positions
     end = tl.minimum(begin + tiles_per_program * block_positions, width)
@@ -250,8 +255,10 @@ def _score_prompt(
     block_queries: tl.constexpr,
     block_keys: tl.constexpr,
     block_dim: tl.constexpr,
+    chained: tl.constexpr,
 ) -> None:
     """A tile of queries against a tile of keys, head by head."""
+    follow(chained)
     first_query, first_key = tl.program_id(1) * block_queries, tl.program_id(0) * block_keys
     token = first_query + tl.arange(0, block_queries)
     key = first_key + tl.arange(0, block_keys)

@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from model.backends.triton_chain import chained, follow
 from model.backends.triton_fp8 import new_quantised, on, quantised
 from model.fp8 import BLOCK
 from model.linear import Activations
@@ -53,6 +54,7 @@ def rms_norm(
                 fp8 is not None and fp8.power_of_two,
                 block,
                 num_warps=max(1, min(16, block // 32 // _PER_THREAD)),
+                **chained(hidden.device),
             )
     return summed, Activations(dense, values, scales)
 
@@ -73,8 +75,10 @@ def _rms_norm(
     eps: tl.tensor,
     power_of_two: tl.constexpr,
     block: tl.constexpr,
+    chained: tl.constexpr,
 ) -> None:
     """One row."""
+    follow(chained)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, block)
     real = column < dim

@@ -4,6 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
+from model.backends.triton_chain import chained, follow
+
 _MAX_HEADS = 8
 """Heads per program."""
 
@@ -43,6 +45,7 @@ def rotate(
                 block_heads,
                 block_half=triton.next_power_of_2(half),
                 block_width=triton.next_power_of_2(max(width, 1)),
+                **chained(x.device),
             )
     return out
 
@@ -68,8 +71,10 @@ def _rotate(
     block_heads: tl.constexpr,
     block_half: tl.constexpr,
     block_width: tl.constexpr,
+    chained: tl.constexpr,
 ) -> None:
     """One token, some heads. Names with _token and _head: strides."""
+    follow(chained)
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * block_heads + tl.arange(0, block_heads))[:, None]
     pair, column = tl.arange(0, block_half)[None, :], tl.arange(0, block_width)[None, :]
