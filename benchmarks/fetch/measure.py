@@ -20,6 +20,7 @@ from model.backends.choice import choose_backend
 from model.loader import load_model, read_spec
 from model.sparse_model import SparseModel
 from model.tiny import write_tiny_checkpoint
+from prefill_node.arrival import PrefixArrival
 from prefill_node.costs import ComputeCost, FetchCosts
 from prefill_node.fetch import Fetch, RunningFetch
 from prefill_node.landing import HostSink
@@ -127,9 +128,9 @@ class Links:
         reader = Reader(throttled(self._transports.connect_to_read(self._destination), rate))
         started = time.perf_counter()
         slots, checksums = self._lender.lend(tokens)
-        fetch = Fetch(
-            AttemptId("lender", "r", 1), _DECODE, self._destination, 0, tokens, pages, slots, checksums, lambda: True
-        )
+        arrival = PrefixArrival(pool.layout.layer_of_buffer)
+        attempt = AttemptId("lender", "r", 1)
+        fetch = Fetch(attempt, _DECODE, self._destination, 0, tokens, pages, slots, checksums, lambda: True, arrival)
         running = RunningFetch(fetch, reader, HostSink([*pool.kv, *pool.index_keys]), PAGE_SIZE)
         report = running.run(may_post=lambda: time.perf_counter() - started < patience)
         seconds = time.perf_counter() - started
