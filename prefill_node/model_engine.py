@@ -264,6 +264,7 @@ class ModelEngine(PrefillEngine):
                 self.stop(job.attempt, computed.error)
                 continue
             if job in computed.void:
+                log.info("pass is void: the prefix did not come in time", **job.attempt.log_fields)
                 self._fetches.on_void(job)
                 self._advance(job)
                 continue
