@@ -66,7 +66,7 @@ def _say(console: Console, case: Case) -> None:
 
 def _print(console: Console, cases: list[Case], token_bytes: int) -> None:
     table = Table(box=None, pad_edge=False)
-    for heading in ("link", "MB/s", "tokens", "compute", "fetch", "+ pass", "ahead", "estimates", "chosen", ""):
+    for heading in ("link", "MB/s", "tokens", "compute", "fetch", "+ pass", "ahead", "estimates", "chosen"):
         table.add_column(heading, justify="right", no_wrap=True)
     for case in sorted(cases, key=lambda case: (case.transport, -(case.rate or 1e18), case.tokens)):
         table.add_row(
@@ -77,14 +77,13 @@ def _print(console: Console, cases: list[Case], token_bytes: int) -> None:
             "longer" if case.fetching is None else f"{case.fetching:.3f}",
             "" if case.after is None else f"{case.after:.3f}",
             "" if case.meanwhile is None else f"{case.meanwhile:.3f}",
-            f"{case.estimated_computing:.2f} / {case.estimated_fetching:.3f}",
-            "fetch" if case.fetches else "compute",
-            "" if case.is_right else "slower",
+            f"{case.estimated_computing:.2f} / {case.estimated_fetching:.2f}",
+            ("fetch" if case.fetches else "compute") + ("" if case.is_right else "!"),
         )
     console.print(table)
     right = sum(case.is_right for case in cases)
     console.print(
-        f"Seconds. The choice is the faster way in {right} of {len(cases)}. {token_bytes} bytes a token. "
+        f"Seconds. The choice is the faster way in {right} of {len(cases)} (others: !). {token_bytes} bytes a token. "
         f"+ pass: until the next chunk is computed, too, if its pass begins after the fetch; ahead: if it begins while "
         f"layers come. estimates: of computing and of fetching, before. {this_machine()}",
         highlight=False,

@@ -3,7 +3,6 @@
 Also when a pass behind a fetched prefix is over, if it begins after the fetch and if it begins as soon as a node would.
 """
 
-import math
 import random
 import tempfile
 import threading
@@ -39,6 +38,7 @@ PAGE_SIZE = 64
 _CPU = torch.device("cpu")
 _DECODE = Peer(role="decode", address="127.0.0.1:1", boot_id="lender")
 _LOOK_S = 0.01
+_PATIENCE_S = 3600.0
 _CUT_AT = 1.5
 """Of the time that computing takes: which is faster is known by then."""
 
@@ -164,7 +164,7 @@ class Links:
         started = time.perf_counter()
 
         def fetch() -> None:
-            self._read(tokens, rate, pages, arrival, patience=math.inf)
+            self._read(tokens, rate, pages, arrival, _PATIENCE_S)
             arrival.end()
             came.set()
 
@@ -173,7 +173,7 @@ class Links:
         while thread.is_alive() and not arrival.keeps_ahead_of(pass_seconds):
             came.wait(_LOOK_S)
             came.clear()
-        awaited = AwaitedPrefixes({"prompt": arrival}, num_jobs=1, patience=math.inf)
+        awaited = AwaitedPrefixes({"prompt": arrival}, num_jobs=1, patience=_PATIENCE_S)
         self._node.compute_behind(tokens, pages, awaited.wait)
         seconds = time.perf_counter() - started
         thread.join()
