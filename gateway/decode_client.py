@@ -97,7 +97,7 @@ class DecodeClient:
                     attempt.fail(_refusal(message, sender))
             case Outputs():
                 now = time.monotonic()
-                for output in message.outputs:
+                for output in message.rows():
                     self._deliver_output(sender, output, now)
 
     async def sweep(self) -> None:
