@@ -32,6 +32,8 @@ class ChunkTurns:
 class ChunkWriter:
     """Writes chunks of one response. The scope of a request has it, as "chunks"."""
 
+    __slots__ = ("_cycle", "_transport", "_turns", "_waiting", "open")
+
     def __init__(self, cycle: RequestResponseCycle, transport: asyncio.Transport, turns: ChunkTurns) -> None:
         self._cycle = cycle
         self._transport = transport

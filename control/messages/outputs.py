@@ -149,12 +149,12 @@ class Outputs(Message):
 
     def rows(self) -> Iterator[Output]:
         """The outputs, each as one object."""
-        starts, token_ids = _ints(self.starts).tolist(), _ints(self.token_ids).tolist()
-        stops = _ints(self.counts).cumsum().tolist()
+        starts, stops = _ints(self.starts).tolist(), _ints(self.counts).cumsum().tolist()
+        tokens = tuple(map(Token, _ints(self.token_ids).tolist()))
         details = {each.row: each for each in self.details}
         first = 0
         for row, (request_id, start, stop) in enumerate(zip(self.request_ids, starts, stops, strict=True)):
-            output = Output(request_id, start, tuple(map(Token, token_ids[first:stop])))
+            output = Output(request_id, start, tokens[first:stop])
             first = stop
             yield details[row].added_to(output) if row in details else output
 
