@@ -175,7 +175,7 @@ def test_a_rank_with_another_checkpoint_is_refused_by_name(
     at = children[1].words.index("--model-path") + 1
     children[1].words[at] = str(checkpoints["glm_moe_dsa"])
     monkeypatch.setattr(rank_group.signal, "signal", lambda *_: None)
-    assert rank_group.supervise(children, GroupTable(places[0].table, 2), drain_timeout=1) == 2
+    assert rank_group.supervise(children, GroupTable(places[0].table, 2), drain_timeout=1, step_timeout=30) == 2
     *_, last = capfd.readouterr().err.splitlines()
     assert re.fullmatch(
         r"error: rank \d: rank \d has \w+ \S+, rank \d has \S+: all ranks of a group need the same; "
@@ -213,7 +213,9 @@ def test_a_rank_whose_port_is_taken_is_refused_by_name(
     places = create_places(2)
     monkeypatch.setattr(rank_group.signal, "signal", lambda *_: None)
     with socket.create_server(("127.0.0.1", port + RANK_PORTS)):
-        code = rank_group.supervise(plan_ranks(config, places), GroupTable(places[0].table, 2), drain_timeout=1)
+        code = rank_group.supervise(
+            plan_ranks(config, places), GroupTable(places[0].table, 2), drain_timeout=1, step_timeout=30
+        )
     assert code == 2
     *_, last = capfd.readouterr().err.splitlines()
     assert last.startswith(f"error: rank 1: cannot bind the HTTP port 127.0.0.1:{port + RANK_PORTS}")
