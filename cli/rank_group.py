@@ -210,8 +210,8 @@ def _failed(started: Processes, table: GroupTable, first: int) -> bool:
 def _cause(started: Processes, table: GroupTable, first: int) -> tuple[str, int]:
     """Which rank failed and why, and the exit code for it.
 
-    If several have: one that was killed, else one that says what happened to itself, else the first of another host and
-    what was seen of its end, else one that says what happened to another.
+    If several have: one that was killed and of which no reason is known, else one of which it is known what happened to
+    it, else the first of another host and what was seen of its end, else one that says what happened to another.
     """
     ours = dict(enumerate(started.values(), first))
     lost = table.first_reported(rank for rank in range(table.size) if rank not in ours)
