@@ -269,7 +269,7 @@ def test_an_attempt_that_is_aborted_is_quiet_when_its_reads_have_ended(node: Fet
     node.reads.hold = threading.Event()
     attempt, asked = node.ask_fetching()
     node.engine.fetch_answered(node.grant(asked))
-    node.turn_until(lambda: not node.engine._fetches._fetcher._lanes["decode"].fetches.qsize())  # type: ignore
+    node.turn_until(lambda: not node.engine._fetches.fetcher._lanes["decode"].fetches.qsize())  # type: ignore
     node.engine.stop(attempt)
     deadline = time.monotonic() + 0.2
     node.turn_until(lambda: time.monotonic() > deadline)
