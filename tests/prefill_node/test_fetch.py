@@ -41,6 +41,8 @@ SENT_TO = ((700, 40), (3, 40))
 class Fetching(PrefillHarness):
     """A prefill node whose decode node has the KV of the first 128 tokens of FIRST."""
 
+    digested_together = GROUP_POSITIONS
+
     def __init__(self, fetch_policy: FetchPolicy = "always") -> None:
         super().__init__(new_cache(48), fetch_policy=fetch_policy)
         self.lend()
@@ -55,8 +57,10 @@ class Fetching(PrefillHarness):
         return attempt, self.until(FetchRequest, attempt)
 
     def grant(self, asked: FetchRequest, spoilt: bool = False) -> FetchGrant:
-        slots = expand_extents(LENT)[asked.start : asked.stop]
-        found = list(digests(self.slots.destination.buffers, slots, asked.start))
+        slots, each = expand_extents(LENT)[asked.start : asked.stop], self.digested_together
+        groups = [(first, slots[first : first + each]) for first in range(0, len(slots), each)]
+        buffers = self.slots.destination.buffers
+        found = [one for first, group in groups for one in digests(buffers, group, asked.start + first)]
         if spoilt:
             self.slots.layers[2][slots[-1]] += 1
         extents = tuple((int(slot), 1) for slot in slots)
