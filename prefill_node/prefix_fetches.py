@@ -190,7 +190,7 @@ class PrefixFetches:
                 self._learn(running, 2 * seconds)
             self._over(running, report.error, "timeout" if running.given_up else report.failure or "read")
             return
-        self._learn(running, seconds)
+        self._learn(running, seconds - report.waited)
         if job.state is JobState.FETCHING:
             self._prefill.brought(job, running.stop)
             job.fetched = running.stop - running.start

@@ -1,5 +1,6 @@
 """The fetcher of a prefill node of several ranks: each reads a block of a prefix, and together that is one fetch."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -14,10 +15,11 @@ from prefill_node.ranks.orders import DividedPrefix, PartRead, Read, StopReading
 
 @dataclass(frozen=True)
 class ReadPrefix:
-    """What became of a fetch: its report, and which rank has read what."""
+    """What became of a fetch: its report, which rank has read what, and when all had (time.monotonic)."""
 
     report: FetchReport
     prefix: DividedPrefix
+    read_at: float
 
 
 @dataclass
@@ -97,7 +99,7 @@ class GroupFetcher:
         if reading.missing:
             return None
         del self._readings[read.attempt]
-        return ReadPrefix(_together(reading.fetch, reading.read), reading.prefix)
+        return ReadPrefix(_together(reading.fetch, reading.read), reading.prefix, time.monotonic())
 
     def stop_what_is_not_wanted(self) -> None:
         """Tell the other ranks of fetches that have failed, or were given up. To be called again and again."""

@@ -1,6 +1,7 @@
 """The engine of rank 0 of a prefill node: plans steps for all ranks, and counts the writes of all as its own."""
 
 import queue
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from weakref import WeakKeyDictionary
@@ -67,8 +68,8 @@ class GroupEngine(ModelEngine):
         self._fetches.fetcher = self._fetcher
         self._to_gather: list[ReadPrefix] = []
         """What every rank has its block of. It is in flight for its job."""
-        self._gathering: list[ReadPrefix] = []
-        """What is being gathered."""
+        self._gathering: list[FetchReport] = []
+        """Of what is being gathered."""
 
     # --- PrefillEngine ---
 
@@ -140,8 +141,8 @@ class GroupEngine(ModelEngine):
                 self._computing = False
                 self._steps_ended += 1
                 gathered, self._gathering = self._gathering, []
-                for read in gathered if said.error is None else ():
-                    super()._report(read.report)
+                for fetched in gathered if said.error is None else ():
+                    super()._report(fetched)
 
     def _report(self, event: Computed | SendReport | FetchReport) -> None:
         """On the threads that compute, send and fetch. Reports of this rank's own parts are counted like those of
@@ -178,8 +179,10 @@ class GroupEngine(ModelEngine):
         """None, too, if a gather goes first, which is a pass for those who ask about progress."""
         if not self._to_gather:
             return super()._next_step()
-        self._gathering, self._to_gather = self._to_gather, []
-        prefixes = tuple(read.prefix for read in self._gathering)
+        now = time.monotonic()
+        self._gathering = [replace(read.report, waited=now - read.read_at) for read in self._to_gather]
+        prefixes = tuple(read.prefix for read in self._to_gather)
+        self._to_gather = []
         self._computing = True
         self._passes += 1
         self._order(Gather(prefixes))

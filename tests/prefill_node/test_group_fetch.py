@@ -165,6 +165,26 @@ def test_what_was_read_for_an_attempt_that_is_aborted_meanwhile_is_not_gathered(
     node.cache.check_idle()
 
 
+def test_the_cost_of_a_fetch_includes_the_gather_and_not_the_step_before_it(
+    node: GroupFetching, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learned: list[float] = []
+    monkeypatch.setattr(node.engine._fetches.fetch_costs, "observe", lambda *observed: learned.append(observed[-1]))
+    node.model.before_pass = node.hold.wait  # type: ignore[assignment]
+    other = node.ask([9] * 40, 0, ((800, 40),))
+    node.turn_until(lambda: node.engine._computing)
+    attempt, asked = node.ask_fetching()
+    node.engine.fetch_answered(node.grant(asked))
+    node.turn_until(lambda: bool(node.engine._to_gather))  # type: ignore[attr-defined]
+    [read] = node.engine._to_gather  # type: ignore[attr-defined]
+    node.hold.set()
+    node.until(FetchDone, attempt)
+    [seconds] = learned
+    assert read.report.seconds < seconds < node.metric("prefix_fetch_seconds_sum")
+    node.done(other)
+    assert node.engine.release(other)
+
+
 def test_a_read_of_a_rank_that_nobody_knows_the_end_of_is_never_said_to_be_quiet(node: GroupFetching) -> None:
     node.others[1].reads.broken = "wait"
     attempt, asked = node.ask_fetching()
