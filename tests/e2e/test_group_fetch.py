@@ -30,10 +30,13 @@ def ask(cluster: Cluster, text: list[int]) -> list[int]:
 def test_a_group_fetches_generated_and_prompt_tokens_each_rank_a_part(
     start_cluster: Callable[..., Cluster], references: dict[str, Reference], ranks: int, transport: str
 ) -> None:
-    """A node of one rank prefills the first turn, and computes the last one again for comparison."""
-    cluster = start_cluster()
+    assert_fetched_in_parts(start_cluster(), references["deepseek_v32"], ranks, transfer_protocol=transport)
+
+
+def assert_fetched_in_parts(cluster: Cluster, reference: Reference, ranks: int, **node_flags: object) -> None:
+    """A node of one rank prefills the first turn, a group the next two, and another of one rank says the last again."""
     length = ranks * GROUP_POSITIONS - 200
-    common = {"context_length": length + 600, "transfer_protocol": transport}
+    common = {"context_length": length + 600, **node_flags}
     flags = {**common, "transfer_checksum": "full", "fetch_prefixes": "always"}
 
     def replace_prefill(name: str, ranks: int) -> None:
@@ -56,9 +59,9 @@ def test_a_group_fetches_generated_and_prompt_tokens_each_rank_a_part(
     cached = 0
     for _ in range(2):
         new = ask(cluster, text)
-        assert new == references["deepseek_v32"].likeliest(text, new)
+        assert new == reference.likeliest(text, new)
         tokens = len(text) - 1
-        # The decode node has generated all but the last two tokens.
+        # The decode node has no KV of the last token that it has generated, nor of what was added behind it.
         fetched = whole_blocks(tokens - 2) - cached
         assert prefill.of("prefix_fetched_tokens_total") == fetched
         assert prefill.of("prefix_fetched_bytes_total") == fetched * TOKEN_BYTES, "once, by all ranks together"
