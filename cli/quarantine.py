@@ -82,6 +82,8 @@ def evict(
     typer.echo(f"{done.slots} slots of {done.reservations} reservations will be free in {done.free_in_s:.1f} s")
     if done.also_written_by:
         typer.echo(f"except those that other ranks may still be writing to: boot ids {', '.join(done.also_written_by)}")
+    if done.also_read_by:
+        typer.echo(f"except those that other ranks may still be reading: boot ids {', '.join(done.also_read_by)}")
 
 
 def _ask(

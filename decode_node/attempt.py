@@ -57,6 +57,8 @@ class PrefillAttempt:
     """Slots of the positions before those of `slots`: nobody writes to them."""
     prompt_logprobs: PromptLogprobTable | None = None
     """Where those of the prompt are collected, if they were asked for."""
+    ranks: tuple[Peer, ...] = ()
+    """The node's other processes, which write and read, too."""
     state: AttemptState = AttemptState.REQUESTED
     computed: int = 0
     """Tokens that the node has reported as computed."""

@@ -4,6 +4,9 @@ What is lent has an owner more: an abort of the request, or an eviction, does no
 It comes back when the reader says so, with `FetchDone` or whatever says that nothing of its attempt is in flight, or
 is proved dead, or an operator vouches that it is gone. Then it is free at once: a read that comes too late spoils no
 memory here, and its reader compares what it got with digests.
+
+A prefill node of several ranks is as many readers. What the node says it says for all of them; that a process is dead
+or gone counts for that process alone.
 """
 
 import time
@@ -26,14 +29,16 @@ log = structlog.get_logger(__name__)
 
 @dataclass
 class Loan:
-    """Slots of positions [0, stop) of an attempt, of which `reader` may read those from `start` on.
+    """Slots of positions [0, stop) of an attempt, of which `readers` may read those from `start` on.
 
-    grant: what the reader is told, once the digests are known. orphaned_at: when the attempt came to an end
+    node: which asked. readers: the node and its ranks, without those that are known to be dead or gone. grant: what the
+    node is told, once the digests are known. orphaned_at: when the attempt came to an end
     (time.monotonic); None while it goes on.
     """
 
     attempt: AttemptId
-    reader: Peer
+    node: Peer
+    readers: list[Peer]
     slots: HostSlots
     start: int
     stop: int
@@ -44,6 +49,10 @@ class Loan:
     @property
     def num_slots(self) -> int:
         return len(self.slots)
+
+    def readers_of(self, boot_id: str) -> list[Peer]:
+        """The reader that is that process, if one is."""
+        return [reader for reader in self.readers if reader.boot_id == boot_id]
 
 
 class LentPrefixes:
@@ -97,9 +106,9 @@ class LentPrefixes:
         if loan is None or loan.orphaned_at is not None:
             return
         if result.error is not None:
-            self.returned(loan.attempt, loan.reader)
+            self.returned(loan.attempt, loan.node)
             refused = FetchRefused(attempt=loan.attempt, reason=f"digests could not be computed: {result.error}")
-            self._control.send(loan.reader, refused)
+            self._control.send(loan.node, refused)
             return
         extents = HostSlots(loan.slots.cut(loan.start)[1]).extents
         loan.grant = FetchGrant(
@@ -109,14 +118,13 @@ class LentPrefixes:
             extents=tuple((extent.start, extent.length) for extent in extents),
             checksums=result.checksums,
         )
-        self._control.send(loan.reader, loan.grant)
+        self._control.send(loan.node, loan.grant)
 
     def returned(self, attempt: AttemptId, sender: Peer) -> None:
-        """The sender reads nothing of the attempt any more."""
+        """The sender and its ranks read nothing of the attempt any more. It counts if that node has asked."""
         loan = self._loans.get(attempt)
-        if loan is not None and loan.reader.boot_id == sender.boot_id:
-            del self._loans[attempt]
-            self._take_back(loan.slots)
+        if loan is not None and loan.node.boot_id == sender.boot_id:
+            self._end(loan)
 
     def attempt_ended(self, attempt: AttemptId, now: float) -> None:
         """The request does not need the attempt any more. Its reader may still read."""
@@ -126,9 +134,10 @@ class LentPrefixes:
     def take_from_dead_readers(self) -> None:
         """Take back what processes had that are proved dead."""
         for loan in self:
-            if self._health.is_dead(loan.reader, loan.lent_at):
-                log.info("a reader is dead", reader=loan.reader.address, **loan.attempt.log_fields)
-                self.returned(loan.attempt, loan.reader)
+            for reader in list(loan.readers):
+                if self._health.is_dead(reader, loan.lent_at):
+                    log.info("a reader is dead", reader=reader.address, **loan.attempt.log_fields)
+                    self._gone(loan, reader)
 
     @property
     def orphaned(self) -> list[tuple[Loan, float]]:
@@ -138,8 +147,17 @@ class LentPrefixes:
     def evict(self, boot_id: str) -> None:
         """An operator vouches that this process is gone: take back what it had of attempts that are over."""
         for loan, _ in self.orphaned:
-            if loan.reader.boot_id == boot_id:
-                self.returned(loan.attempt, loan.reader)
+            for reader in loan.readers_of(boot_id):
+                self._gone(loan, reader)
+
+    def _gone(self, loan: Loan, reader: Peer) -> None:
+        loan.readers.remove(reader)
+        if not loan.readers:
+            self._end(loan)
+
+    def _end(self, loan: Loan) -> None:
+        del self._loans[loan.attempt]
+        self._take_back(loan.slots)
 
     def _lend(self, sender: Peer, message: FetchRequest, attempt: PrefillAttempt) -> None:
         slots = self._hold(attempt.request, message.stop)
@@ -153,7 +171,15 @@ class LentPrefixes:
             self._take_back(slots)
             return
         attempt.was_lent = True
-        self._loans[attempt.id] = Loan(attempt.id, sender, slots, message.start, message.stop, lent_at=time.monotonic())
+        self._loans[attempt.id] = Loan(
+            attempt.id,
+            sender,
+            [sender, *attempt.ranks],
+            slots,
+            message.start,
+            message.stop,
+            lent_at=time.monotonic(),
+        )
 
     def _refuse(self, sender: Peer, message: FetchRequest, reason: str) -> None:
         log.info("fetch refused", reason=reason, node=sender.address, **message.attempt.log_fields)

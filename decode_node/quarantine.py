@@ -55,7 +55,8 @@ class QuarantineList(BaseModel):
 class Eviction(BaseModel):
     """What an eviction frees, after the grace for writes that the network still carries; what was read, at once.
 
-    also_written_by: boot ids of other ranks that may still be writing to some of it, which is not free before.
+    also_written_by, also_read_by: boot ids of other ranks that may still be writing to some of it, or reading it, which
+    is not free before.
     """
 
     boot_id: str
@@ -63,6 +64,7 @@ class Eviction(BaseModel):
     slots: int
     free_in_s: float
     also_written_by: list[str] = []
+    also_read_by: list[str] = []
     warning: str = DANGER
 
 
@@ -82,7 +84,9 @@ class Quarantine:
         """
         now = time.monotonic()
         found = [self._written(r, writer, now) for r in self._reservations.quarantined for writer in r.writers]
-        found += [self._read(loan, since, now) for loan, since in self._lent.orphaned]
+        found += [
+            self._read(loan, reader, since, now) for loan, since in self._lent.orphaned for reader in loan.readers
+        ]
         return QuarantineList(reservations=sorted(found, key=lambda reservation: -reservation.quarantined_s))
 
     def evict(self, boot_id: str, force: bool = False) -> Eviction:
@@ -95,10 +99,11 @@ class Quarantine:
         now = time.monotonic()
         mine = [r for r in self._reservations.quarantined if r.writers_of(boot_id)]
         writers = [writer for r in mine for writer in r.writers_of(boot_id)]
-        loans = [loan for loan, _ in self._lent.orphaned if loan.reader.boot_id == boot_id]
+        loans = [loan for loan, _ in self._lent.orphaned if loan.readers_of(boot_id)]
+        readers = [reader for loan in loans for reader in loan.readers_of(boot_id)]
         if not mine and not loans:
             raise HTTPException(404, f"nothing is in quarantine for boot id {boot_id}")
-        peer = writers[0].peer if writers else loans[0].reader
+        peer = writers[0].peer if writers else readers[0]
         heard = self._control.last_heard(boot_id)
         if heard is not None and now - heard < SILENCE_S and not force:
             raise HTTPException(
@@ -114,6 +119,7 @@ class Quarantine:
             slots=sum(reservation.num_slots for reservation in mine) + sum(loan.num_slots for loan in loans),
             free_in_s=max(0.0, max((writer.free_after or now for writer in writers), default=now) - now),
             also_written_by=sorted({writer.peer.boot_id for r in mine for writer in r.writers if writer.may_post}),
+            also_read_by=sorted({reader.boot_id for loan in loans for reader in loan.readers}),
         )
         log.warning("evicted by an operator", forced=force, **eviction.model_dump(exclude={"warning"}))
         return eviction
@@ -131,16 +137,16 @@ class Quarantine:
             free_in_s=None if free_after is None else max(0.0, free_after - now),
         )
 
-    def _read(self, loan: Loan, since: float, now: float) -> QuarantinedReservation:
+    def _read(self, loan: Loan, reader: Peer, since: float, now: float) -> QuarantinedReservation:
         return QuarantinedReservation(
             request_id=loan.attempt.request_id,
             epoch=loan.attempt.epoch,
             slots=loan.num_slots,
             quarantined_s=now - since,
-            writer=loan.reader.address,
-            boot_id=loan.reader.boot_id,
+            writer=reader.address,
+            boot_id=reader.boot_id,
             access="reads",
-            last_heard_s=self._last_heard_s(loan.reader, now),
+            last_heard_s=self._last_heard_s(reader, now),
             free_in_s=None,
         )
 

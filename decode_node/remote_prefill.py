@@ -108,6 +108,7 @@ class RemotePrefill:
         request.tried.add(node.boot_id)
         request.move(RequestState.PREFILLING)
         prefix = request.host_slots or NO_SLOTS
+        ranks = self.nodes.ranks_of(node, request)
         attempt = PrefillAttempt(
             request.attempt(self._me),
             request,
@@ -117,8 +118,8 @@ class RemotePrefill:
             request.kv_tokens,
             prefix,
             request.logprobs_to_compute(),
+            ranks,
         )
-        ranks = self.nodes.ranks_of(node, request)
         self._reservations.open(attempt.id, node, slots, len(slots), ranks)
         self._attempts[attempt.id] = attempt
         self.health.begun(node, request.request_id)
@@ -330,7 +331,8 @@ class RemotePrefill:
             return
         self._inquire_at = now + _INQUIRE_S
         writers = {writer.peer for reservation in self._reservations for writer in reservation.writers}
-        self._control.watch(self.nodes.known | writers | {loan.reader for loan in self.lent})
+        readers = {reader for loan in self.lent for reader in loan.readers}
+        self._control.watch(self.nodes.known | writers | readers)
         for attempt_id, attempt in list(self._attempts.items()):
             if attempt.needs_node and (trouble := self.health.trouble(attempt, now)):
                 self._lose(attempt_id, trouble)

@@ -42,6 +42,11 @@ class StepCompute(Protocol):
         """Compute a step. The progress says which layers may be sent."""
         ...
 
+    def between_steps(self, work: Callable[[], None], on_end: Callable[[str | None], None]) -> None:
+        """Call `work` on the thread that computes, behind what was started before. on_end: called there with an error,
+        or None, when all that `work` has queued on the device has ended."""
+        ...
+
     def stop(self, timeout: float) -> bool:
         """End once the step that is under way has ended. Whether it has in time."""
         ...
@@ -54,6 +59,12 @@ class _Started:
     awaited: AwaitedPrefixes[TransferJob]
 
 
+@dataclass(frozen=True)
+class _Between:
+    work: Callable[[], None]
+    on_end: Callable[[str | None], None]
+
+
 class ComputeThread:
     """Computes one step at a time. `report` is called on this thread when a step has ended."""
 
@@ -63,7 +74,7 @@ class ComputeThread:
         self._prefill = prefill
         self._device = device
         self._report = report
-        self._steps: queue.SimpleQueue[_Started | None] = queue.SimpleQueue()
+        self._steps: queue.SimpleQueue[_Started | _Between | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="compute", daemon=True)
         self._thread.start()
 
@@ -76,6 +87,10 @@ class ComputeThread:
         self._steps.put(started)
         return started.progress
 
+    def between_steps(self, work: Callable[[], None], on_end: Callable[[str | None], None]) -> None:
+        """See StepCompute."""
+        self._steps.put(_Between(work, on_end))
+
     def stop(self, timeout: float) -> bool:
         """End once the step that is under way has ended. Whether it has in time."""
         self._steps.put(None)
@@ -86,20 +101,39 @@ class ComputeThread:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         while (started := self._steps.get()) is not None:
-            step, progress, awaited = started.step, started.progress, started.awaited
-            try:
-                queued = self._queue(started)
-                if self._device.type == "cuda":
-                    torch.cuda.current_stream(self._device).synchronize()
-                logprobs = {job: found.wait() for job, found in queued.items()}
-            except Exception as error:
-                # A batch that cannot be computed (out of memory, say) costs only its requests.
-                log.exception("prefill step failed")
-                # Reported before its chunks fail, so that the node names the cause.
-                self._report(Computed(step, f"prefill failed: {error}", self._device_failure()))
-                progress.fail()
+            if isinstance(started, _Between):
+                self._do_between(started)
             else:
-                self._report(Computed(step, prompt_logprobs=logprobs, void=awaited.void))
+                self._compute(started)
+
+    def _compute(self, started: "_Started") -> None:
+        step, progress, awaited = started.step, started.progress, started.awaited
+        try:
+            queued = self._queue(started)
+            self._synchronize()
+            logprobs = {job: found.wait() for job, found in queued.items()}
+        except Exception as error:
+            # A batch that cannot be computed (out of memory, say) costs only its requests.
+            log.exception("prefill step failed")
+            # Reported before its chunks fail, so that the node names the cause.
+            self._report(Computed(step, f"prefill failed: {error}", self._device_failure()))
+            progress.fail()
+        else:
+            self._report(Computed(step, prompt_logprobs=logprobs, void=awaited.void))
+
+    def _do_between(self, between: _Between) -> None:
+        failed = None
+        try:
+            between.work()
+            self._synchronize()
+        except Exception as error:
+            log.exception("what was to be done between steps failed")
+            failed = str(error)
+        between.on_end(failed)
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
 
     def _queue(self, started: "_Started") -> dict[TransferJob, QueuedLogprobs]:
         """Queue a step. The host waits for fetched layers before it queues what reads them."""

@@ -47,7 +47,8 @@ class FetchReport:
     """A fetch has ended, and lands nothing any more. All of it is in the pages, and verified, without `error`.
 
     seconds: of reading and verifying. in_flight: of some reads nobody knows whether they have ended, so the pages must
-    be left alone for as long as this process runs.
+    be left alone for as long as this process runs. waited: seconds in which all was read, and ranks could not exchange
+    it since a step was under way. Computing would have waited, too.
     """
 
     fetch: Fetch
@@ -56,6 +57,7 @@ class FetchReport:
     error: str | None = None
     failure: FetchFailure | None = None
     in_flight: bool = False
+    waited: float = 0.0
 
 
 class WrongGrant(Exception):

@@ -84,7 +84,7 @@ class PrefixFetches:
         self.compute_cost = ComputeCost(prefill.chunk_size)
         self.fetch_costs = FetchCosts()
         self._prefill = prefill
-        self._fetcher = fetcher
+        self.fetcher = fetcher
         self._transports = transports
         self._metrics = metrics
         self._say = say
@@ -132,7 +132,7 @@ class PrefixFetches:
             return
         assert job.pages is not None
         job.in_flight += 1
-        self._fetcher.submit(
+        self.fetcher.submit(
             Fetch(
                 attempt=job.attempt,
                 decode=job.decode,
@@ -190,7 +190,7 @@ class PrefixFetches:
                 self._learn(running, 2 * seconds)
             self._over(running, report.error, "timeout" if running.given_up else report.failure or "read")
             return
-        self._learn(running, seconds)
+        self._learn(running, seconds - report.waited)
         if job.state is JobState.FETCHING:
             self._prefill.brought(job, running.stop)
             job.fetched = running.stop - running.start
@@ -232,7 +232,7 @@ class PrefixFetches:
 
     def keep_only(self, boot_ids: set[str]) -> None:
         """Keep connections to these decode nodes only, once nothing is read from others."""
-        self._fetcher.keep_only(boot_ids)
+        self.fetcher.keep_only(boot_ids)
 
     def close(self) -> None:
         """No pass is to wait for a prefix any more."""

@@ -36,6 +36,7 @@ from prefill_node.model_engine import EngineParts, ModelEngine
 from prefill_node.offer import Offer
 from prefill_node.ranks.alike import check_alike
 from prefill_node.ranks.follower import Follower
+from prefill_node.ranks.gathering import PrefixGather
 from prefill_node.ranks.leader import GroupEngine
 from prefill_node.ring import SendRings
 from prefill_node.sender import SendResources
@@ -120,27 +121,29 @@ def run_prefill_node(config: PrefillConfig, place: RankPlace | None = None) -> N
             connect=transports.connect,
             silence=shell.control.silence,
         )
-        if ranks is not None and ranks.rank:
+        fetching = FetchResources(
+            connect=transports.connect_to_read,
+            silence=shell.control.silence,
+            new_sink=lambda: HostSink(layers) if device.type == "cpu" else DeviceSink(layers, resources.rings),
+            page_size=config.page_size,
+        )
+        gather = None if ranks is None else PrefixGather(pool, ranks.rank, exchange.gather, ranks.begin_step)
+        if ranks is not None and gather is not None and ranks.rank:
             shell.start(None, lambda: None)
-            Follower(shell, prefill, device, resources, ranks).run()
+            Follower(shell, prefill, device, resources, fetching, gather, ranks).run()
             return
         parts = EngineParts(
             prefill=prefill,
             device=device,
             resources=resources,
-            fetching=FetchResources(
-                connect=transports.connect_to_read,
-                silence=shell.control.silence,
-                new_sink=lambda: HostSink(layers) if device.type == "cpu" else DeviceSink(layers, resources.rings),
-                page_size=config.page_size,
-            ),
+            fetching=fetching,
             offer=offer,
             metrics=shell.metrics,
             wake=partial(shell.inbox.put, None),
             transfer_timeout=config.transfer_timeout,
             fetch_policy=config.fetch_prefixes,
         )
-        engine = ModelEngine(parts) if ranks is None else GroupEngine(parts, ranks)
+        engine = ModelEngine(parts) if ranks is None or gather is None else GroupEngine(parts, ranks, gather)
         at_end.callback(engine.close, timeout=1.0)
         membership = Membership(
             shell.control,

@@ -1,6 +1,7 @@
-"""A rank of a prefill node other than 0: computes and sends its blocks of the steps that rank 0 plans."""
+"""A rank of a prefill node other than 0: computes, sends and fetches its blocks of what rank 0 plans."""
 
 import time
+from collections import deque
 
 import numpy as np
 import torch
@@ -12,11 +13,29 @@ from engine.paged_pool import PagedSequence
 from engine.rank_line import line_to_first
 from engine.ranks import RankGroup
 from model.passes import PrefillChunk
+from prefill_node.arrival import PrefixArrival
 from prefill_node.compute import Computed, ComputeThread
 from prefill_node.decode_nodes import DecodeNodes
+from prefill_node.fetch import Fetch, FetchReport
+from prefill_node.fetcher import Fetcher, FetchResources
 from prefill_node.job import JobState, TransferJob
 from prefill_node.outgoing import SendReport
-from prefill_node.ranks.orders import Begin, Connected, End, Forget, Order, PartSent, PlannedChunk, Step, Stop
+from prefill_node.ranks.gathering import Gathered, PrefixGather
+from prefill_node.ranks.orders import (
+    Begin,
+    Connected,
+    End,
+    Forget,
+    Gather,
+    Order,
+    PartRead,
+    PartSent,
+    PlannedChunk,
+    Read,
+    Step,
+    Stop,
+    StopReading,
+)
 from prefill_node.sender import Sender, SendResources
 from service.shell import NodeShell
 from service.standing import stand_with_group
@@ -25,7 +44,8 @@ _IDLE_WAIT_S = 0.2
 _CLOSE_S = 1.0
 _WATCH_S = 1.0
 
-Event = Order | Computed
+
+Event = Order | Computed | Gathered
 
 
 class Follower:
@@ -41,6 +61,8 @@ class Follower:
         prefill: ChunkedPrefill[TransferJob],
         device: torch.device,
         resources: SendResources,
+        fetching: FetchResources,
+        gather: PrefixGather,
         ranks: RankGroup,
     ) -> None:
         """prefill: of which `compute` is used; rank 0 plans."""
@@ -53,6 +75,14 @@ class Follower:
         self._ended = False
         self._compute = ComputeThread(prefill, device, self._on_computed)
         self._sender = Sender(resources, self._on_sent)
+        self._fetcher = Fetcher(fetching, self._on_read)
+        self._gather = gather
+        self._steps_ended = 0
+        """Steps and gathers."""
+        self._reads: deque[Read] = deque()
+        """What is not submitted before more of them have ended."""
+        self._not_read: set[AttemptId] = set()
+        """Held attempts of which no more reads are to be posted."""
         self._line = line_to_first(ranks.place, shell.inbox.put)
 
     def run(self) -> None:
@@ -82,14 +112,26 @@ class Follower:
                 job = self._jobs[attempt]
                 if job.state is not JobState.STOPPING:
                     job.move(JobState.STOPPING)
+            case Read():
+                self._reads.append(item)
+                self._submit_reads()
+            case StopReading(attempt=attempt):
+                self._not_read.add(attempt)
+            case Gather(prefixes=prefixes):
+                self._compute.between_steps(lambda: self._gather.run(prefixes), self._on_gathered)
             case Forget(attempt=attempt):
                 del self._jobs[attempt]
+                self._not_read.discard(attempt)
             case Connected(decode_nodes=boot_ids):
                 self._sender.keep_only(set(boot_ids))
+                self._fetcher.keep_only(set(boot_ids))
             case End():
                 self._ended = True
-            case Computed(error=str() as error):
+            case Computed(error=str() as error) | Gathered(error=str() as error):
                 raise self._ranks.failure(error)
+            case Computed() | Gathered():
+                self._steps_ended += 1
+                self._submit_reads()
             case _:
                 pass  # Messages are for rank 0.
 
@@ -112,6 +154,27 @@ class Follower:
         ids = job.token_ids[planned.start : planned.stop]
         return job, PrefillChunk(ids, planned.start, planned.sequence_length, job.cache)
 
+    def _submit_reads(self) -> None:
+        """Read what was ordered, but for what an earlier step may still write to. They are ordered in this order."""
+        while self._reads and self._reads[0].after <= self._steps_ended:
+            self._submit(self._reads.popleft())
+
+    def _submit(self, read: Read) -> None:
+        job = self._jobs[read.attempt]
+        fetch = Fetch(
+            attempt=read.attempt,
+            decode=job.decode,
+            destination=job.destination,
+            start=read.start,
+            stop=read.stop,
+            pages=read.pages,
+            slots=read.slots,
+            checksums=read.checksums,
+            go_on=lambda: job.state is not JobState.STOPPING and job.attempt not in self._not_read,
+            arrival=PrefixArrival(self._pool.layout.layer_of_buffer),
+        )
+        self._fetcher.submit(fetch)
+
     def _watch(self) -> None:
         self._watch_at = time.monotonic() + _WATCH_S
         self._decode_nodes.watch({job.decode for job in self._jobs.values()})
@@ -122,5 +185,12 @@ class Follower:
         self._ranks.end_step()
         self._shell.inbox.put(computed)
 
+    def _on_gathered(self, error: str | None) -> None:
+        self._ranks.end_step()
+        self._shell.inbox.put(Gathered.of(error))
+
     def _on_sent(self, report: SendReport) -> None:
         self._line.send(PartSent.of(report, self._ranks.clock_ahead))
+
+    def _on_read(self, report: FetchReport) -> None:
+        self._line.send(PartRead.of(report))

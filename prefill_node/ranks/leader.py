@@ -1,9 +1,9 @@
 """The engine of rank 0 of a prefill node: plans steps for all ranks, and counts the writes of all as its own."""
 
 import queue
+import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 from weakref import WeakKeyDictionary
 
 from control.messages import AttemptId, Peer, PrefillRequest
@@ -15,11 +15,25 @@ from model.shard import Shard
 from prefill_node.compute import Computed, StepCompute
 from prefill_node.engine import PrefillUpdate
 from prefill_node.fetch import FetchReport
-from prefill_node.job import TransferJob
+from prefill_node.job import JobState, TransferJob
 from prefill_node.model_engine import EngineParts, ModelEngine
 from prefill_node.outgoing import Chunk, SendReport
 from prefill_node.progress import ForwardProgress
-from prefill_node.ranks.orders import Begin, Connected, End, Forget, Order, PartSent, PlannedChunk, Step, Stop
+from prefill_node.ranks.fetcher import GroupFetcher, ReadPrefix
+from prefill_node.ranks.gathering import Gathered, PrefixGather
+from prefill_node.ranks.orders import (
+    Begin,
+    Connected,
+    End,
+    Forget,
+    Gather,
+    Order,
+    PartRead,
+    PartSent,
+    PlannedChunk,
+    Step,
+    Stop,
+)
 from prefill_node.ranks.parts import Part, PartialReports
 from prefill_node.sender import ChunkSender
 
@@ -29,14 +43,16 @@ class GroupEngine(ModelEngine):
 
     It alone allocates pages. A chunk is one for the jobs: its report comes when every rank has reported its block, so
     nothing is announced, or said to be out of flight, before all ranks have said so.
+
+    A fetch is one, too. When every rank has its block, all ranks exchange them in a step of its own, a *gather*, and
+    only then the fetch has ended for its job.
     """
 
-    def __init__(self, parts: EngineParts, ranks: RankGroup) -> None:
-        """It fetches no prefixes: every rank would need the bytes."""
-        super().__init__(replace(parts, fetch_policy="never"))
+    def __init__(self, parts: EngineParts, ranks: RankGroup, gather: PrefixGather) -> None:
+        super().__init__(parts)
         self._ranks = ranks
-        self._sent: queue.SimpleQueue[tuple[int, PartSent]] = queue.SimpleQueue()
-        """What ranks have said of their parts and the loop has not counted yet."""
+        self._said: queue.SimpleQueue[tuple[int, PartSent | PartRead | Gathered]] = queue.SimpleQueue()
+        """What ranks have said of their parts, and this one of a gather, that the loop has not counted yet."""
         self._failure: GroupFailed | None = None
         self._said_failure = False
         self._connected: frozenset[str] = frozenset()
@@ -45,6 +61,15 @@ class GroupEngine(ModelEngine):
         layouts: WeakKeyDictionary[ForwardProgress, Layout] = WeakKeyDictionary()
         self._compute = GroupCompute(self._compute, ranks.size, layouts, self._order)
         self._sender = GroupSender(self._sender, layouts, self._partial)
+        self._gather = gather
+        self._steps_ended = 0
+        """Steps and gathers."""
+        self._fetcher = GroupFetcher(self._fetches.fetcher, ranks.size, self._order_to, lambda: self._steps_ended)
+        self._fetches.fetcher = self._fetcher
+        self._to_gather: list[ReadPrefix] = []
+        """What every rank has its block of. It is in flight for its job."""
+        self._gathering: list[FetchReport] = []
+        """Of what is being gathered."""
 
     # --- PrefillEngine ---
 
@@ -67,10 +92,12 @@ class GroupEngine(ModelEngine):
             except GroupFailed:
                 self._said_failure = True
                 raise
-        while not self._sent.empty():
-            if (report := self._partial.take(*self._sent.get())) is not None:
-                super()._report(report)
-        return super().poll()
+        while not self._said.empty():
+            self._take(*self._said.get())
+        self._drop_unwanted()
+        updates = super().poll()
+        self._fetcher.stop_what_is_not_wanted()
+        return updates
 
     def keep_connected(self, decode_nodes: set[Peer]) -> None:
         super().keep_connected(decode_nodes)
@@ -90,22 +117,55 @@ class GroupEngine(ModelEngine):
         for line in self._lines:
             line.send(order)
 
-    def _on_part(self, rank: int, sent: Any) -> None:
-        """On the line's thread."""
-        self._sent.put((rank, sent))
+    def _order_to(self, rank: int, order: Order) -> None:
+        self._lines[rank - 1].send(order)
+
+    def _on_part(self, rank: int, said: PartSent | PartRead | Gathered) -> None:
+        """On the threads of lines, and those that compute, send and fetch."""
+        self._said.put((rank, said))
         self._wake()
 
+    def _take(self, rank: int, said: PartSent | PartRead | Gathered) -> None:
+        match said:
+            case PartSent():
+                if (report := self._partial.take(rank, said)) is not None:
+                    super()._report(report)
+            case PartRead():
+                if (read := self._fetcher.take(rank, said)) is None:
+                    return
+                if read.report.error is None:
+                    self._to_gather.append(read)
+                else:
+                    super()._report(read.report)
+            case Gathered():
+                self._computing = False
+                self._steps_ended += 1
+                gathered, self._gathering = self._gathering, []
+                for fetched in gathered if said.error is None else ():
+                    super()._report(fetched)
+
     def _report(self, event: Computed | SendReport | FetchReport) -> None:
-        """On the threads that compute and send. Reports of this rank's own parts are counted like those of others."""
-        if isinstance(event, SendReport):
-            self._on_part(self._ranks.rank, PartSent.of(event))
-            return
-        assert isinstance(event, Computed), "nothing is fetched"
+        """On the threads that compute, send and fetch. Reports of this rank's own parts are counted like those of
+        others."""
+        match event:
+            case SendReport():
+                self._on_part(self._ranks.rank, PartSent.of(event))
+            case FetchReport():
+                self._on_part(self._ranks.rank, PartRead.of(event))
+            case Computed():
+                self._step_ended(event.error)
+                super()._report(event)
+
+    def _step_ended(self, error: str | None) -> None:
+        """On the thread that computes."""
         self._ranks.end_step()
-        if event.error is not None:
+        if error is not None:
             # The collectives of the other ranks wait for this one: it is the end of all.
-            self._failure = self._ranks.failure(event.error)
-        super()._report(event)
+            self._failure = self._ranks.failure(error)
+
+    def _on_computed(self, computed: Computed) -> None:
+        self._steps_ended += 1
+        super()._on_computed(computed)
 
     def _end(self, job: TransferJob) -> None:
         super()._end(job)
@@ -114,6 +174,33 @@ class GroupEngine(ModelEngine):
     def _start_step(self) -> None:
         if not self._said_failure:
             super()._start_step()
+
+    def _next_step(self) -> PrefillStep[TransferJob] | None:
+        """None, too, if a gather goes first, which is a pass for those who ask about progress."""
+        if not self._to_gather:
+            return super()._next_step()
+        now = time.monotonic()
+        self._gathering = [replace(read.report, waited=now - read.read_at) for read in self._to_gather]
+        prefixes = tuple(read.prefix for read in self._to_gather)
+        self._to_gather = []
+        self._computing = True
+        self._passes += 1
+        self._order(Gather(prefixes))
+        self._compute.between_steps(lambda: self._gather.run(prefixes), self._on_gathered)
+        return None
+
+    def _on_gathered(self, error: str | None) -> None:
+        """On the thread that computes."""
+        gathered = Gathered.of(error)
+        self._step_ended(gathered.error)
+        self._on_part(self._ranks.rank, gathered)
+
+    def _drop_unwanted(self) -> None:
+        """Prefixes whose jobs were stopped are not gathered any more."""
+        for read in list(self._to_gather):
+            if self._jobs[read.report.fetch.attempt].state is not JobState.FETCHING:
+                self._to_gather.remove(read)
+                super()._report(replace(read.report, error="not wanted any more", failure="timeout"))
 
 
 class Layout:
@@ -155,6 +242,10 @@ class GroupCompute:
         progress = self._own.start(step)
         self._layouts[progress] = Layout(step, self._num_ranks)
         return progress
+
+    def between_steps(self, work: Callable[[], None], on_end: Callable[[str | None], None]) -> None:
+        """See StepCompute. Of this rank alone."""
+        self._own.between_steps(work, on_end)
 
     def stop(self, timeout: float) -> bool:
         """See ComputeThread."""

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Self
 
-from control.messages import AttemptId, Checksum, Peer, PrefillRequest
+from control.messages import AttemptId, Checksum, Checksums, Peer, PrefillRequest
+from prefill_node.fetch import FetchFailure, FetchReport
 from prefill_node.outgoing import SendReport
 from transfer.planner import Int64s
 
@@ -38,6 +39,49 @@ class Step:
 
 
 @dataclass(frozen=True)
+class Read:
+    """Read positions [start, stop) of an attempt from the decode node's `slots`, int64 [stop - start], into its pages.
+
+    pages: of the whole attempt. checksums: of all these positions in all buffers. after: so many steps and gathers have
+    ended at rank 0; what the rank has yet to do of these may write to the pages for whoever had them before, so it
+    reads when it has ended as many.
+    """
+
+    attempt: AttemptId
+    start: int
+    stop: int
+    pages: Int64s
+    slots: Int64s
+    checksums: Checksums
+    after: int
+
+
+@dataclass(frozen=True)
+class StopReading:
+    """Post no more reads of an attempt, which goes on."""
+
+    attempt: AttemptId
+
+
+@dataclass(frozen=True)
+class DividedPrefix:
+    """Positions of an attempt that ranks have read: rank r those of [bounds[r], bounds[r + 1]), which may be none.
+
+    pages: of the whole attempt.
+    """
+
+    pages: Int64s
+    bounds: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Gather:
+    """All ranks exchange what they have read of these prefixes, and verified, now."""
+
+    prefixes: tuple[DividedPrefix, ...]
+
+
+@dataclass(frozen=True)
 class Stop:
     """Post no more of an attempt. It is in no further step."""
 
@@ -63,7 +107,7 @@ class End:
     """The node ends in peace: nothing is in flight."""
 
 
-Order = Begin | Step | Stop | Forget | Connected | End
+Order = Begin | Step | Read | StopReading | Gather | Stop | Forget | Connected | End
 
 
 @dataclass(frozen=True)
@@ -99,5 +143,28 @@ class PartSent:
             checksums=report.checksums,
             error=report.error,
             lingering=report.lingering,
+            in_flight=report.in_flight,
+        )
+
+
+@dataclass(frozen=True)
+class PartRead:
+    """A rank's word that all reads of its block of a prefix have ended: what a FetchReport says, for rank 0."""
+
+    attempt: AttemptId
+    num_bytes: int
+    seconds: float
+    error: str | None
+    failure: FetchFailure | None
+    in_flight: bool
+
+    @classmethod
+    def of(cls, report: FetchReport) -> Self:
+        return cls(
+            attempt=report.fetch.attempt,
+            num_bytes=report.num_bytes,
+            seconds=report.seconds,
+            error=report.error,
+            failure=report.failure,
             in_flight=report.in_flight,
         )

@@ -15,6 +15,7 @@ from control.messages import (
     FetchRefused,
     FetchRequest,
     NotHeld,
+    Peer,
     PrefillAccepted,
     PrefillDone,
     PrefillFailed,
@@ -23,9 +24,10 @@ from control.messages import (
 from decode_node.health import SILENCE_S
 from decode_node.quarantine import Quarantine
 from decode_node.remote_prefill import PrefillMessage, RemotePrefill
-from decode_node.request import Request
+from decode_node.request import Request, RequestState
 from decode_node.verifier import Digested, Digesting
 from hisparse.extents import Extent, HostSlots
+from tests.decode_node.fakes import GATEWAY
 from tests.decode_node.remote_harness import FIRST, PATIENCE_S, SECOND, SLOTS, Clock, Harness, R
 
 PREFIX = HostSlots((Extent(20, 40), Extent(70, 24)))
@@ -219,6 +221,65 @@ def test_an_operator_sees_what_is_read_for_nobody_and_can_evict_it(h: Lending) -
     assert (eviction.reservations, eviction.slots) == (2, 67)
     assert h.returned == [PREFIX]
     assert [r.access for r in quarantine.list().reservations] == ["writes"]
+
+
+RANK = Peer(role="prefill", address="127.0.0.1:12", boot_id="rank")
+
+
+def lend_to_a_group(h: Lending) -> Quarantine:
+    """To the attempt of a node of two ranks, which is over."""
+    h.remote.abandon(h.request)
+    h.remote.take(FIRST, Quiesced(attempt=R))
+    h.remote.nodes.learn(GATEWAY.address, (FIRST, SECOND), {}, {"first": (RANK,)})
+    h.request.move(RequestState.WAITING)
+    h.dispatch()
+    attempt = R._replace(epoch=2)
+    h.remote.take(FIRST, PrefillAccepted(attempt=attempt))
+    h.ask(ASK.model_copy(update={"attempt": attempt}))
+    h.digested()
+    h.remote.abandon(h.request)
+    h.returned.clear()
+    return Quarantine(h.table, h.control, h.remote.lent)  # type: ignore[arg-type]
+
+
+def prove_dead(h: Lending, reader: Peer) -> None:
+    h.clock.now += 1
+    h.control.answers[reader.address] = AnsweredPing("another", h.clock.now)
+    h.clock.now += 1
+    h.tick(h.clock.now)
+
+
+@pytest.mark.parametrize("order", [(FIRST, RANK), (RANK, FIRST)])
+def test_a_loan_to_a_node_of_several_ranks_ends_with_the_proved_death_of_all(
+    h: Lending, order: tuple[Peer, Peer]
+) -> None:
+    """The node has divided the reads among them, and one may have been left behind."""
+    quarantine = lend_to_a_group(h)
+    h.clock.now += 2
+    h.tick(h.clock.now)
+    assert {FIRST, RANK} <= h.control.watched
+    first, last = order
+    prove_dead(h, first)
+    assert h.returned == []
+    assert [r.boot_id for r in quarantine.list().reservations if r.access == "reads"] == [last.boot_id]
+    prove_dead(h, last)
+    assert h.returned == [PREFIX]
+
+
+def test_a_loan_to_a_node_of_several_ranks_ends_at_the_word_of_the_node_and_not_of_a_rank(h: Lending) -> None:
+    lend_to_a_group(h)
+    h.remote.take(RANK, Quiesced(attempt=R._replace(epoch=2)))
+    assert h.returned == []
+    h.remote.take(FIRST, Quiesced(attempt=R._replace(epoch=2)))
+    assert h.returned == [PREFIX]
+
+
+def test_an_operator_evicts_each_rank_that_may_read(h: Lending) -> None:
+    quarantine = lend_to_a_group(h)
+    assert quarantine.evict("first").also_read_by == ["rank"]
+    assert h.returned == []
+    assert quarantine.evict("rank").also_read_by == []
+    assert h.returned == [PREFIX]
 
 
 def test_lending_is_refused_by_a_node_that_keeps_nothing(h: Lending, monkeypatch: pytest.MonkeyPatch) -> None:

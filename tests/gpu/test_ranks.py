@@ -16,6 +16,7 @@ from model.quantization import BlockFp8
 from model.tiny import write_tiny_checkpoint
 from tests.e2e.cluster import HOT_BUFFER, Cluster, wait_until
 from tests.e2e.conftest import FAMILIES, Reference, checkpoints, references, start_cluster
+from tests.e2e.test_group_fetch import assert_fetched_in_parts
 from tests.e2e.test_prefill_ranks import CHUNK, assert_exact, wait_ready
 from tests.e2e.test_ranks import ROUNDS, assert_ranks_exact
 
@@ -90,3 +91,11 @@ def test_the_tokens_behind_a_prefill_node_of_two_ranks_equal_transformers(
     prefill.signal(signal.SIGTERM)
     assert prefill.process.wait(timeout=60) == 0
     assert "backend=nccl" in prefill.log
+
+
+@needs_two
+def test_a_prefill_node_of_two_ranks_fetches_prefixes_into_the_memory_of_both_devices(
+    start_cluster: Callable[..., Cluster], references: dict[str, Reference]
+) -> None:
+    flags = {"device": "cuda", "mem_fraction_static": 0.1}
+    assert_fetched_in_parts(start_cluster(), references["deepseek_v32"], 2, **flags)

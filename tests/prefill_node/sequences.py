@@ -155,7 +155,7 @@ class PrefillHarness:
         self.prefill: ChunkedPrefill[TransferJob] = ChunkedPrefill(self.model, pool, chunk_size, cache)  # type: ignore[arg-type]
         self._woken: queue.SimpleQueue[None] = queue.SimpleQueue()
         source = HostSource([*pool.kv, *pool.index_keys])
-        self.engine = ModelEngine(
+        self.engine = self.new_engine(
             EngineParts(
                 prefill=self.prefill,
                 device=CPU,
@@ -182,6 +182,9 @@ class PrefillHarness:
         """For a test that holds the model or the channel."""
         self.updates: list[PrefillUpdate] = []
         self._requests = 0
+
+    def new_engine(self, parts: EngineParts) -> ModelEngine:
+        return ModelEngine(parts)
 
     def connect_reads(self) -> LateChannel:
         return self.reads

@@ -41,6 +41,8 @@ SENT_TO = ((700, 40), (3, 40))
 class Fetching(PrefillHarness):
     """A prefill node whose decode node has the KV of the first 128 tokens of FIRST."""
 
+    digested_together = GROUP_POSITIONS
+
     def __init__(self, fetch_policy: FetchPolicy = "always") -> None:
         super().__init__(new_cache(48), fetch_policy=fetch_policy)
         self.lend()
@@ -55,8 +57,10 @@ class Fetching(PrefillHarness):
         return attempt, self.until(FetchRequest, attempt)
 
     def grant(self, asked: FetchRequest, spoilt: bool = False) -> FetchGrant:
-        slots = expand_extents(LENT)[asked.start : asked.stop]
-        found = list(digests(self.slots.destination.buffers, slots, asked.start))
+        slots, each = expand_extents(LENT)[asked.start : asked.stop], self.digested_together
+        groups = [(first, slots[first : first + each]) for first in range(0, len(slots), each)]
+        buffers = self.slots.destination.buffers
+        found = [one for first, group in groups for one in digests(buffers, group, asked.start + first)]
         if spoilt:
             self.slots.layers[2][slots[-1]] += 1
         extents = tuple((int(slot), 1) for slot in slots)
@@ -269,7 +273,7 @@ def test_an_attempt_that_is_aborted_is_quiet_when_its_reads_have_ended(node: Fet
     node.reads.hold = threading.Event()
     attempt, asked = node.ask_fetching()
     node.engine.fetch_answered(node.grant(asked))
-    node.turn_until(lambda: not node.engine._fetches._fetcher._lanes["decode"].fetches.qsize())  # type: ignore
+    node.turn_until(lambda: not node.engine._fetches.fetcher._lanes["decode"].fetches.qsize())  # type: ignore
     node.engine.stop(attempt)
     deadline = time.monotonic() + 0.2
     node.turn_until(lambda: time.monotonic() > deadline)

@@ -84,7 +84,7 @@ class GroupHarness(Harness):
         self.lines = [RankLine(own, orders.put) for (_, own), orders in zip(self.place.lines, self.orders, strict=True)]
 
     def new_engine(self, parts: EngineParts) -> ModelEngine:
-        return GroupEngine(parts, self.ranks)  # type: ignore[arg-type]
+        return GroupEngine(parts, self.ranks, None)  # type: ignore[arg-type]
 
     def order(self, rank: int = 1) -> Order:
         """The next order that a rank got."""

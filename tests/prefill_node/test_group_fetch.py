@@ -1,0 +1,301 @@
+"""A prefill node of several ranks reads a prefix once, each rank a block, and uses nothing unverified."""
+
+import threading
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from control.messages import Checksum, Checksums, FetchDone, FetchRequest, PrefillFailed, Quiesced
+from engine.agreement import GroupFailed
+from prefill_node.fetch import WrongGrant, pieces
+from prefill_node.ranks.division import checksums_of_blocks, divide
+from prefill_node.ranks.gathering import cut
+from prefill_node.ranks.orders import Read
+from tests.prefill_node.group_harness import GroupFetching
+from tests.prefill_node.sending import LateChannel
+from tests.prefill_node.sequences import TOKEN_BYTES, states_of
+from tests.prefill_node.test_fetch import FIRST, PREFIX, SENT_TO
+from transfer.planner import expand_extents, expand_pages
+from transfer.routes import NoRoute
+from transfer.writer import Outcome
+
+BLOCKS = (48, 48, 32)
+"""Positions that each of three ranks reads of the prefix, in whole groups of 24 that have a digest."""
+
+
+@pytest.fixture
+def node() -> Iterator[GroupFetching]:
+    node = GroupFetching()
+    yield node
+    node.hold.set()
+    node.close()
+
+
+def said(node: GroupFetching, kind: type) -> bool:
+    return any(isinstance(update, kind) for update in node.updates)
+
+
+def test_each_rank_reads_a_block_and_every_rank_gets_all_of_them(node: GroupFetching) -> None:
+    attempt, asked = node.ask_fetching()
+    node.engine.fetch_answered(node.grant(asked))
+    node.until(FetchDone, attempt)
+    job = node.engine._jobs[attempt]
+    assert job.pages is not None
+    rows = expand_pages(job.pages, node.pool.page_size, 0, PREFIX)
+    states = torch.tensor(states_of(FIRST)[:PREFIX], dtype=torch.uint8)[:, None]
+    node.finish(attempt, computed=72)
+    for pool in (node.pool, *(other.pool for other in node.others)):
+        for layer, added in zip((*pool.kv, *pool.index_keys), (0, 1, 0), strict=True):
+            assert torch.equal(layer[rows], (states + added).expand(-1, layer.shape[1]))
+    assert node.bytes_read == [block * TOKEN_BYTES for block in BLOCKS], "the bytes cross the network once"
+    assert node.metric("prefix_fetched_bytes_total") == PREFIX * TOKEN_BYTES
+    assert node.metric("prefix_fetched_tokens_total") == PREFIX
+    assert [other.model.tokens for other in node.others] == [72, 72], "they have what the tokens behind depend on"
+    again = node.ask(FIRST[:200], PREFIX, SENT_TO)
+    assert node.done(again).cached_tokens == 192
+    assert node.engine.release(again)
+
+
+def test_what_one_digest_covers_is_read_by_one_rank(node: GroupFetching) -> None:
+    node.digested_together = 1024
+    attempt, asked = node.ask_fetching()
+    node.engine.fetch_answered(node.grant(asked))
+    node.finish(attempt, computed=72)
+    assert sorted(node.bytes_read) == [0, 0, PREFIX * TOKEN_BYTES]
+
+
+# --- what is not brought is computed ---
+
+
+def another_byte(node: GroupFetching, asked: FetchRequest) -> None:
+    """In the block of rank 2."""
+    node.engine.fetch_answered(node.grant(asked, spoilt=True))
+
+
+def a_failed_read(node: GroupFetching, asked: FetchRequest) -> None:
+    node.others[0].reads.outcomes = [Outcome.LANDED, Outcome.FAILED]
+    node.engine.fetch_answered(node.grant(asked))
+
+
+def no_route_from_a_rank(node: GroupFetching, asked: FetchRequest) -> None:
+    def connect() -> LateChannel:
+        raise NoRoute("another host")
+
+    node.others[1].connect_reads = connect
+    node.engine.fetch_answered(node.grant(asked))
+
+
+def no_digest(node: GroupFetching, asked: FetchRequest) -> None:
+    node.engine.fetch_answered(node.grant(asked).model_copy(update={"checksums": Checksums()}))
+
+
+def too_late(node: GroupFetching, asked: FetchRequest) -> None:
+    """A rank is still reading."""
+    reads = node.others[0].reads
+    reads.hold = threading.Event()
+    node.engine.fetch_answered(node.grant(asked))
+    node.turn_until(lambda: not node.engine._fetches.fetcher._readings[asked.attempt].missing - {1})  # type: ignore
+    [running] = node.engine._fetches._running.values()
+    running.until = 0.0
+    node.turn_until(lambda: asked.attempt in node.others[0].follower._not_read)
+    reads.hold.set()
+
+
+@pytest.mark.parametrize(
+    ("what", "failure"),
+    [
+        (another_byte, "checksum"),
+        (a_failed_read, "read"),
+        (no_route_from_a_rank, "read"),
+        (no_digest, "checksum"),
+        (too_late, "timeout"),
+    ],
+)
+def test_a_prefix_of_which_a_rank_lacks_its_block_is_computed_and_nothing_of_it_is_gathered(
+    node: GroupFetching, what: Callable[[GroupFetching, FetchRequest], None], failure: str
+) -> None:
+    attempt, asked = node.ask_fetching()
+    what(node, asked)
+    node.until(FetchDone, attempt)
+    node.lend()
+    node.finish(attempt, computed=200)
+    assert node.failures(failure) == 1
+    assert node.metric("prefix_fetched_tokens_total") == 0
+    assert node.exchange.gathers == 0
+
+
+# --- nothing is said before every rank has said so ---
+
+
+def test_an_aborted_attempt_is_quiet_when_every_rank_has_stopped_reading(node: GroupFetching) -> None:
+    reads = node.others[0].reads
+    reads.hold = threading.Event()
+    attempt, asked = node.ask_fetching()
+    node.engine.fetch_answered(node.grant(asked))
+    node.turn_until(lambda: not node.engine._fetches.fetcher._readings[attempt].missing - {1})  # type: ignore
+    node.engine.stop(attempt)
+    node.updates += node.engine.poll()
+    assert not said(node, Quiesced), "rank 1 is posting a read"
+    assert not said(node, FetchDone)
+    reads.hold.set()
+    node.until(Quiesced, attempt)
+    assert not said(node, FetchDone)
+    assert node.exchange.gathers == 0
+    node.cache.check_idle()
+
+
+def test_what_was_read_for_an_attempt_that_is_aborted_meanwhile_is_not_gathered(node: GroupFetching) -> None:
+    """A step is under way when all has been read, and would go first."""
+    node.model.before_pass = node.hold.wait  # type: ignore[assignment]
+    other = node.ask([9] * 40, 0, ((800, 40),))
+    node.turn_until(lambda: node.engine._computing)
+    attempt, asked = node.ask_fetching()
+    node.engine.fetch_answered(node.grant(asked))
+    node.turn_until(lambda: bool(node.engine._to_gather))  # type: ignore[attr-defined]
+    assert not said(node, FetchDone), "no rank has all of it"
+    node.engine.stop(attempt)
+    node.until(Quiesced, attempt)
+    node.hold.set()
+    node.done(other)
+    assert node.engine.release(other)
+    assert node.exchange.gathers == 0
+    node.cache.check_idle()
+
+
+def test_the_cost_of_a_fetch_includes_the_gather_and_not_the_step_before_it(
+    node: GroupFetching, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learned: list[float] = []
+    monkeypatch.setattr(node.engine._fetches.fetch_costs, "observe", lambda *observed: learned.append(observed[-1]))
+    node.model.before_pass = node.hold.wait  # type: ignore[assignment]
+    other = node.ask([9] * 40, 0, ((800, 40),))
+    node.turn_until(lambda: node.engine._computing)
+    attempt, asked = node.ask_fetching()
+    node.engine.fetch_answered(node.grant(asked))
+    node.turn_until(lambda: bool(node.engine._to_gather))  # type: ignore[attr-defined]
+    [read] = node.engine._to_gather  # type: ignore[attr-defined]
+    node.hold.set()
+    node.until(FetchDone, attempt)
+    [seconds] = learned
+    assert read.report.seconds < seconds < node.metric("prefix_fetch_seconds_sum")
+    node.done(other)
+    assert node.engine.release(other)
+
+
+def test_a_read_of_a_rank_that_nobody_knows_the_end_of_is_never_said_to_be_quiet(node: GroupFetching) -> None:
+    node.others[1].reads.broken = "wait"
+    attempt, asked = node.ask_fetching()
+    node.engine.fetch_answered(node.grant(asked))
+    failed = node.until(PrefillFailed, attempt)
+    assert failed.in_flight
+    assert "nobody knows whether a read has ended" in failed.reason
+    node.updates += node.engine.poll()
+    assert not said(node, Quiesced)
+    assert node.engine.attempts == [attempt], "with its pages"
+
+
+def test_a_fetch_of_which_a_rank_has_ended_never_ends_and_the_node_does(node: GroupFetching) -> None:
+    reads = node.others[0].reads
+    reads.hold = threading.Event()
+    attempt, asked = node.ask_fetching()
+    node.engine.fetch_answered(node.grant(asked))
+    node.rank.ended = 1
+    with pytest.raises(GroupFailed, match="rank 1 ended"):
+        node.engine.poll()
+    reads.hold.set()
+    node.engine.stop(attempt)
+    node.updates += node.engine.poll()
+    assert not said(node, FetchDone)
+    assert not said(node, Quiesced)
+
+
+def test_ranks_that_cannot_gather_end_the_node(node: GroupFetching) -> None:
+    def fail() -> None:
+        raise RuntimeError("a lost connection")
+
+    for gather in (node.engine._gather, *(other.follower._gather for other in node.others)):  # type: ignore
+        gather._on_begin = fail
+    _, asked = node.ask_fetching()
+    node.engine.fetch_answered(node.grant(asked))
+    with pytest.raises(GroupFailed, match="rank 0 failed: gathering failed: a lost connection"):
+        node.turn_until(lambda: False)
+    for other in node.others:
+        other.thread.join(10)
+        assert "a lost connection" in str(other.failed)
+
+
+def test_a_rank_that_has_fallen_behind_reads_when_its_steps_can_not_write_to_those_pages_any_more(
+    node: GroupFetching,
+) -> None:
+    """Rank 0 has ended a step, and has given its pages to others."""
+    behind = node.others[0]
+    held = threading.Event()
+    behind.model.before_pass = held.wait  # type: ignore[assignment]
+    node.done(first := node.ask([9], 0, ((800, 1),)))
+    assert node.engine.release(first)
+    attempt, asked = node.ask_fetching()
+    node.engine.fetch_answered(node.grant(asked))
+    node.turn_until(lambda: bool(behind.follower._reads))
+    node.turn_until(lambda: node.engine._fetches.fetcher._readings[attempt].missing == {1})  # type: ignore
+    assert isinstance(behind.follower._reads[0], Read)
+    assert behind.reads.posted == []
+    held.set()
+    assert node.done(attempt).cached_tokens == PREFIX
+    node.check_sent()
+    assert node.engine.release(attempt)
+
+
+# --- division ---
+
+
+def checksums(*groups: tuple[int, int, int]) -> Checksums:
+    return Checksums.of([Checksum(buffer, start, stop, 0) for buffer, start, stop in groups])
+
+
+def test_blocks_begin_where_a_digest_begins_in_every_buffer() -> None:
+    groups = [(0, s, min(s + 10, 95)) for s in range(5, 95, 10)] + [(1, s, min(s + 20, 95)) for s in range(5, 95, 20)]
+    assert divide(checksums(*groups), 5, 95, 2) == (5, 45, 95)
+    assert divide(checksums(*groups), 5, 95, 4) == (5, 25, 45, 65, 95)
+    assert divide(checksums(*groups), 5, 95, 16)[::4] == (5, 25, 45, 65, 95)
+    blocks = checksums_of_blocks(checksums(*groups), (5, 45, 45, 95))
+    assert [sorted(zip(b.buffers, b.starts, strict=True)) for b in blocks] == [
+        [(0, 5), (0, 15), (0, 25), (0, 35), (1, 5), (1, 25)],
+        [],
+        [(0, 45), (0, 55), (0, 65), (0, 75), (0, 85), (1, 45), (1, 65), (1, 85)],
+    ]
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        [(0, 0, 10), (0, 10, 20)],
+        [(0, 0, 10), (0, 10, 20), (1, 0, 10)],
+        [(0, 0, 10), (0, 10, 20), (1, 0, 10), (1, 10, 20), (1, 20, 30)],
+        [(0, 0, 12), (0, 10, 20), (1, 0, 10), (1, 10, 20)],
+        [(0, 0, 10), (0, 10, 20), (1, 0, 10), (1, 10, 20), (7, 0, 10), (7, 10, 20)],
+    ],
+)
+def test_digests_that_do_not_cover_what_is_read_are_refused_by_a_rank(groups: list[tuple[int, int, int]]) -> None:
+    found = checksums(*groups)
+    bounds = divide(found, 0, 20, 2)
+
+    def read_blocks() -> None:
+        for block, (start, stop) in zip(checksums_of_blocks(found, bounds), pairwise(bounds), strict=True):
+            if start < stop:
+                list(pieces(block, start, stop, (1, 1), 100, order=(0, 1)))
+
+    with pytest.raises(WrongGrant):
+        read_blocks()
+
+
+def test_what_is_gathered_at_once_is_bounded_and_is_every_position_once() -> None:
+    found = list(cut((3, 3, 80, 100), 30))
+    assert found == [
+        [range(3, 3), range(3, 33), range(80, 100)],
+        [range(3, 3), range(33, 63), range(100, 100)],
+        [range(3, 3), range(63, 80), range(100, 100)],
+    ]
+    assert np.array_equal(np.unique(expand_extents([(r.start, len(r)) for step in found for r in step])), range(3, 100))
