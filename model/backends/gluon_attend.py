@@ -13,6 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
+    mbarrier,
     warpgroup_mma,
     warpgroup_mma_init,
     warpgroup_mma_wait,
@@ -21,24 +22,30 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 HEADS = 64
 ROWS = 64
 WARPS = 8
+"""That multiply."""
 LATENT_DIM, ROPE_DIM = 512, 64
 
 _HEADS = gl.constexpr(HEADS)
 _ROWS = gl.constexpr(ROWS)
+_HALF = gl.constexpr(ROWS // 2)
 _WARPS = gl.constexpr(WARPS)
+_SCALING_WARPS = gl.constexpr(4)
 _LATENT = gl.constexpr(LATENT_DIM)
 _ROPE = gl.constexpr(ROPE_DIM)
 _ITEM_WORDS = gl.constexpr(164)
 _GROUPS = gl.constexpr(4)
 """Of latent elements that share a scale."""
+_SCALING_REGISTERS = gl.constexpr(96)
 _FLOOR = gl.constexpr(-1e30)
 """Below every score and yet finite: an absent row's score is -inf, and -inf less this is still -inf rather than NaN."""
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _load_rows(rows: gl.tensor, first: gl.tensor, end: gl.tensor, layout: gl.constexpr) -> gl.tensor:
+def _load_rows(
+    rows: gl.tensor, first: gl.tensor, end: gl.tensor, count: gl.constexpr, layout: gl.constexpr
+) -> gl.tensor:
     """Row numbers of the tile that begins at `first`, -1 where there is none."""
-    column = first + gl.arange(0, _ROWS, layout=layout)
+    column = first + gl.arange(0, count, layout=layout)
     return gl.load(rows + column, mask=column < end, other=-1)
 
 
@@ -94,7 +101,124 @@ def _to_bfloat16(latents: gl.tensor, scales: gl.tensor) -> gl.tensor:
         is_pure=True,
         pack=1,
     )
-    return gl.join(first, second).reshape([_ROWS, _LATENT // 2])
+    return gl.join(first, second).reshape([_HALF, _LATENT // 2])
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _scale_tiles(
+    items: gl.tensor,
+    rows: gl.tensor,
+    begin: gl.tensor,
+    end: gl.tensor,
+    latent_tiles: gl.shared_memory_descriptor,
+    rope_tiles: gl.shared_memory_descriptor,
+    ready: gl.shared_memory_descriptor,
+    free: gl.shared_memory_descriptor,
+) -> None:
+    """Read the items of each tile and put them, scaled to bfloat16, where `_attend_tiles` takes them."""
+    tile_layout: gl.constexpr = gl.BlockedLayout([1, 1, 4], [8, 1, 4], [_SCALING_WARPS, 1, 1], [2, 0, 1])
+    rope_layout: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [_SCALING_WARPS, 1], [1, 0])
+    row_layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, tile_layout))
+    shared_words: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
+    row = _load_rows(rows, begin, end, _HALF, row_layout)
+    latents, scales, ropes = _load_items(items, row, tile_layout, rope_layout)
+    row = _load_rows(rows, begin + _HALF, end, _HALF, row_layout)
+    for first in range(begin, end, _ROWS):
+        turn = (first - begin) // _ROWS
+        place = turn % 2
+        # The first two tiles find their place free: the phase before the first counts as over.
+        mbarrier.wait(free.index(place), (turn // 2 + 1) % 2)
+        latent_words = latent_tiles.index(place)._reinterpret(gl.int32, [_ROWS, _LATENT // 2], shared_words)
+        rope_words = rope_tiles.index(place)._reinterpret(gl.int32, [_ROWS, _ROPE // 2], shared_words)
+        for half in gl.static_range(2):
+            latent_words.slice(half * _HALF, _HALF).store(_to_bfloat16(latents, scales))
+            rope_words.slice(half * _HALF, _HALF).store(ropes)
+            latents, scales, ropes = _load_items(items, row, tile_layout, rope_layout)
+            row = _load_rows(rows, first + (half + 2) * _HALF, end, _HALF, row_layout)
+        fence_async_shared()
+        mbarrier.arrive(ready.index(place))
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _attend_tiles(
+    queries: gl.tensor,
+    rows: gl.tensor,
+    partial: gl.tensor,
+    log_sums: gl.tensor,
+    begin: gl.tensor,
+    end: gl.tensor,
+    scale: gl.tensor,
+    query: gl.tensor,
+    first_head: gl.tensor,
+    heads: gl.constexpr,
+    query_latents: gl.shared_memory_descriptor,
+    query_ropes: gl.shared_memory_descriptor,
+    shared_weights: gl.shared_memory_descriptor,
+    latent_tiles: gl.shared_memory_descriptor,
+    rope_tiles: gl.shared_memory_descriptor,
+    ready: gl.shared_memory_descriptor,
+    free: gl.shared_memory_descriptor,
+) -> None:
+    """Attend to the tiles of `_scale_tiles` by a tile of a query's heads, and write the result."""
+    score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, _WARPS // 4], [16, _ROWS // 2, 16])
+    sum_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, _WARPS // 4], [16, 256, 16])
+    rope_layout: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [_WARPS, 1], [1, 0])
+    wide_layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [_WARPS, 1], [1, 0])
+    item_dim: gl.constexpr = _LATENT + _ROPE
+
+    head = first_head + gl.arange(0, _HEADS, layout=gl.SliceLayout(1, wide_layout))
+    column = gl.arange(0, _LATENT, layout=gl.SliceLayout(0, wide_layout))
+    query_rows = queries + (query * heads + head[:, None]) * item_dim
+    query_latents.store(gl.load(query_rows + column[None, :], mask=(head < heads)[:, None], other=0.0))
+    head = first_head + gl.arange(0, _HEADS, layout=gl.SliceLayout(1, rope_layout))
+    column = _LATENT + gl.arange(0, _ROPE, layout=gl.SliceLayout(0, rope_layout))
+    query_rows = queries + (query * heads + head[:, None]) * item_dim
+    query_ropes.store(gl.load(query_rows + column[None, :], mask=(head < heads)[:, None], other=0.0))
+    fence_async_shared()
+
+    highest = gl.full([_HEADS], _FLOOR, gl.float32, layout=gl.SliceLayout(1, score_layout))
+    total = gl.full([_HEADS], 0.0, gl.float32, layout=gl.SliceLayout(1, score_layout))
+    adding = warpgroup_mma_init(gl.full([_HEADS, _LATENT], 0.0, gl.float32, layout=sum_layout))
+    for first in range(begin, end, _ROWS):
+        turn = (first - begin) // _ROWS
+        place = turn % 2
+        present = _load_rows(rows, first, end, _ROWS, gl.SliceLayout(0, score_layout)) >= 0
+        item_latents, item_ropes = latent_tiles.index(place), rope_tiles.index(place)
+        mbarrier.wait(ready.index(place), turn // 2 % 2)
+        # The weights of the tile before are still being multiplied.
+        scores = gl.full([_HEADS, _ROWS], 0.0, gl.float32, layout=score_layout)
+        multiplying = warpgroup_mma(query_latents, item_latents.permute((1, 0)), scores, is_async=True, use_acc=False)
+        multiplying = warpgroup_mma(query_ropes, item_ropes.permute((1, 0)), multiplying, is_async=True)
+        attended = warpgroup_mma_wait(num_outstanding=2, deps=[adding])
+        mbarrier.arrive(free.index(1 - place), pred=turn > 0)
+        scores = warpgroup_mma_wait(num_outstanding=0, deps=[multiplying])
+
+        scores = gl.where(present[None, :], scores * scale, float("-inf"))
+        new_highest = gl.maximum(highest, gl.max(scores, 1))
+        weights = gl.exp2(scores - new_highest[:, None])
+        decay = gl.exp2(highest - new_highest)
+        total = total * decay + gl.sum(weights, 1)
+        highest = new_highest
+        shared_weights.store(weights.to(gl.bfloat16))
+        fence_async_shared()
+        attended = attended * gl.convert_layout(decay, gl.SliceLayout(1, sum_layout))[:, None]
+        adding = warpgroup_mma(shared_weights, item_latents, attended, is_async=True)
+    attended = warpgroup_mma_wait(num_outstanding=0, deps=[adding])
+
+    # The highest score weighs 1: only a split without rows has less, and then there is nothing to divide.
+    divisor = gl.convert_layout(gl.maximum(total, 1.0), gl.SliceLayout(1, sum_layout))
+    attended = attended / divisor[:, None]
+    head = first_head + gl.arange(0, _HEADS, layout=gl.SliceLayout(1, score_layout))
+    place = (query * heads + head) * gl.num_programs(1) + gl.program_id(1)
+    gl.store(log_sums + place, highest + gl.log2(total), mask=head < heads)
+    head = first_head + gl.arange(0, _HEADS, layout=gl.SliceLayout(1, sum_layout))
+    place = (query * heads + head) * gl.num_programs(1) + gl.program_id(1)
+    column = gl.arange(0, _LATENT, layout=gl.SliceLayout(0, sum_layout))
+    gl.store(
+        partial + place[:, None] * _LATENT + column[None, :],
+        attended.to(partial.dtype.element_ty),
+        mask=(head < heads)[:, None],
+    )
 
 
 @gluon.jit(do_not_specialize=["k", "rows_per_split"])  # type: ignore[untyped-decorator]
@@ -113,87 +237,50 @@ def attend_split(
 
     items: the pool as int32 [num_rows, 164]. Others and results: as in `_attend_split`.
     """
-    score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, _WARPS // 4], [16, _ROWS // 2, 16])
-    sum_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, _WARPS // 4], [16, 256, 16])
-    tile_layout: gl.constexpr = gl.BlockedLayout([1, 1, 4], [8, 1, 4], [_WARPS, 1, 1], [2, 0, 1])
-    rope_layout: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [_WARPS, 1], [1, 0])
-    row_layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, tile_layout))
-    wide_layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [_WARPS, 1], [1, 0])
     shared: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    shared_words: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
-
     head_tiles: gl.constexpr = (heads + _HEADS - 1) // _HEADS
-    item_dim: gl.constexpr = _LATENT + _ROPE
     query = (gl.program_id(0) // head_tiles).to(gl.int64)
     first_head = (gl.program_id(0) % head_tiles) * _HEADS
-    split = gl.program_id(1)
-    begin = split * rows_per_split
+    begin = gl.program_id(1) * rows_per_split
     end = gl.minimum(begin + rows_per_split, k)
     rows += query * k
 
-    # On their way while the queries come.
-    row = _load_rows(rows, begin, end, row_layout)
-    latents, scales, ropes = _load_items(items, row, tile_layout, rope_layout)
-    row = _load_rows(rows, begin + _ROWS, end, row_layout)
-
-    head = first_head + gl.arange(0, _HEADS, layout=gl.SliceLayout(1, wide_layout))
-    column = gl.arange(0, _LATENT, layout=gl.SliceLayout(0, wide_layout))
-    query_rows = queries + (query * heads + head[:, None]) * item_dim
     query_latents = gl.allocate_shared_memory(gl.bfloat16, [_HEADS, _LATENT], shared)
-    query_latents.store(gl.load(query_rows + column[None, :], mask=(head < heads)[:, None], other=0.0))
-    head = first_head + gl.arange(0, _HEADS, layout=gl.SliceLayout(1, rope_layout))
-    column = _LATENT + gl.arange(0, _ROPE, layout=gl.SliceLayout(0, rope_layout))
-    query_rows = queries + (query * heads + head[:, None]) * item_dim
     query_ropes = gl.allocate_shared_memory(gl.bfloat16, [_HEADS, _ROPE], shared)
-    query_ropes.store(gl.load(query_rows + column[None, :], mask=(head < heads)[:, None], other=0.0))
-
+    shared_weights = gl.allocate_shared_memory(gl.bfloat16, [_HEADS, _ROWS], shared)
     latent_tiles = gl.allocate_shared_memory(gl.bfloat16, [2, _ROWS, _LATENT], shared)
     rope_tiles = gl.allocate_shared_memory(gl.bfloat16, [2, _ROWS, _ROPE], shared)
-    shared_weights = gl.allocate_shared_memory(gl.bfloat16, [_HEADS, _ROWS], shared)
-
-    highest = gl.full([_HEADS], _FLOOR, gl.float32, layout=gl.SliceLayout(1, score_layout))
-    total = gl.full([_HEADS], 0.0, gl.float32, layout=gl.SliceLayout(1, score_layout))
-    adding = warpgroup_mma_init(gl.full([_HEADS, _LATENT], 0.0, gl.float32, layout=sum_layout))
-    for first in range(begin, end, _ROWS):
-        turn = ((first - begin) // _ROWS) % 2
-        item_latents, item_ropes = latent_tiles.index(turn), rope_tiles.index(turn)
-        # The weights of the tile before are still being multiplied, by a tile in the other half of this memory.
-        scaled = _to_bfloat16(latents, scales)
-        item_latents._reinterpret(gl.int32, [_ROWS, _LATENT // 2], shared_words).store(scaled)
-        item_ropes._reinterpret(gl.int32, [_ROWS, _ROPE // 2], shared_words).store(ropes)
-        fence_async_shared()
-        latents, scales, ropes = _load_items(items, row, tile_layout, rope_layout)
-        row = _load_rows(rows, first + 2 * _ROWS, end, row_layout)
-        present = _load_rows(rows, first, end, gl.SliceLayout(0, score_layout)) >= 0
-
-        scores = gl.full([_HEADS, _ROWS], 0.0, gl.float32, layout=score_layout)
-        multiplying = warpgroup_mma(query_latents, item_latents.permute((1, 0)), scores, is_async=True, use_acc=False)
-        multiplying = warpgroup_mma(query_ropes, item_ropes.permute((1, 0)), multiplying, is_async=True)
-        attended, scores = warpgroup_mma_wait(num_outstanding=0, deps=[adding, multiplying])
-
-        scores = gl.where(present[None, :], scores * scale, float("-inf"))
-        new_highest = gl.maximum(highest, gl.max(scores, 1))
-        weights = gl.exp2(scores - new_highest[:, None])
-        decay = gl.exp2(highest - new_highest)
-        total = total * decay + gl.sum(weights, 1)
-        highest = new_highest
-        shared_weights.store(weights.to(gl.bfloat16))
-        fence_async_shared()
-        attended = attended * gl.convert_layout(decay, gl.SliceLayout(1, sum_layout))[:, None]
-        adding = warpgroup_mma(shared_weights, item_latents, attended, is_async=True)
-    attended = warpgroup_mma_wait(num_outstanding=0, deps=[adding])
-
-    # The highest score weighs 1: only a split without rows has less, and then there is nothing to divide.
-    divisor = gl.convert_layout(gl.maximum(total, 1.0), gl.SliceLayout(1, sum_layout))
-    attended = attended / divisor[:, None]
-    head = first_head + gl.arange(0, _HEADS, layout=gl.SliceLayout(1, score_layout))
-    place = (query * heads + head) * gl.num_programs(1) + split
-    gl.store(log_sums + place, highest + gl.log2(total), mask=head < heads)
-    head = first_head + gl.arange(0, _HEADS, layout=gl.SliceLayout(1, sum_layout))
-    place = (query * heads + head) * gl.num_programs(1) + split
-    column = gl.arange(0, _LATENT, layout=gl.SliceLayout(0, sum_layout))
-    gl.store(
-        partial + place[:, None] * _LATENT + column[None, :],
-        attended.to(partial.dtype.element_ty),
-        mask=(head < heads)[:, None],
+    ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for place in gl.static_range(2):
+        mbarrier.init(ready.index(place), count=1)
+        mbarrier.init(free.index(place), count=1)
+    gl.warp_specialize(
+        [
+            (
+                _attend_tiles,
+                (
+                    queries,
+                    rows,
+                    partial,
+                    log_sums,
+                    begin,
+                    end,
+                    scale,
+                    query,
+                    first_head,
+                    heads,
+                    query_latents,
+                    query_ropes,
+                    shared_weights,
+                    latent_tiles,
+                    rope_tiles,
+                    ready,
+                    free,
+                ),
+            ),
+            (_scale_tiles, (items, rows, begin, end, latent_tiles, rope_tiles, ready, free)),
+        ],
+        [_SCALING_WARPS],
+        [_SCALING_REGISTERS],
     )
