@@ -63,7 +63,7 @@ def deep_gemm_scores(
     def make() -> Callable[[int], object]:
         library = importlib.import_module("deep_gemm")
         query, keys = encoded.queries.unsqueeze(1), stored.unsqueeze(2)
-        counts, pages = lengths.int(), tables.int()
+        counts, pages = lengths.int().unsqueeze(1), tables.int()
         processors = torch.cuda.get_device_properties(stored.device).multi_processor_count
         schedule = library.get_paged_mqa_logits_metadata(counts, _PAGE_SIZE, processors)
         longest = pages.shape[2] * _PAGE_SIZE

@@ -49,7 +49,7 @@ class SteppingNode(ScriptedNode):
             output = Output(request_id=request_id, start=number, tokens=(token,), finish_reason=reason)
             by_gateway.setdefault(gateway.boot_id, (gateway, []))[1].append(output)
         for gateway, outputs in by_gateway.values():
-            self.control.send(gateway, Outputs(outputs=tuple(outputs)))
+            self.control.send(gateway, Outputs.of(outputs))
 
     def deliver(self, sender: Peer, message: Message) -> None:
         match message:

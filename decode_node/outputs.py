@@ -119,7 +119,7 @@ class OutputStream:
         """Answer for a request that is not here, or not any more, with an abort."""
         self._forget(_key(request_id, gateway))
         abort = Output(request_id=request_id, start=0, finish_reason="abort")
-        self._control.send(gateway, Outputs(outputs=(abort,)))
+        self._control.send(gateway, Outputs.of([abort]))
 
     def ended(self, request_id: str, gateway: Peer) -> None:
         """The gateway has all tokens of the request and knows that it ended."""
@@ -145,9 +145,9 @@ class OutputStream:
             tokens = stream.tokens.between(first, first + _TOKENS_AGAIN)
             cached_tokens = 0 if first else stream.cached_tokens
             output = Output(request_id=request_id, start=first, tokens=tokens, cached_tokens=cached_tokens)
-            self._control.send(gateway, Outputs(outputs=(output,)))
+            self._control.send(gateway, Outputs.of([output]))
         if stream.last is not None:
-            self._control.send(gateway, Outputs(outputs=(stream.last,)))
+            self._control.send(gateway, Outputs.of([stream.last]))
 
     def flush(self) -> None:
         self._metrics.generated_tokens.inc(self._new_tokens)
@@ -161,7 +161,7 @@ class OutputStream:
         # After the tokens that came before them.
         for stream in self._last:
             assert stream.last is not None
-            self._control.repeat(stream.key, stream.gateway, Outputs(outputs=(stream.last,)), give_up_after=_KEPT_FOR_S)
+            self._control.repeat(stream.key, stream.gateway, Outputs.of([stream.last]), give_up_after=_KEPT_FOR_S)
         self._last.clear()
         now = time.monotonic()
         for key in [*takewhile(lambda key: now - self._ended_at[key] > _KEPT_FOR_S, self._ended_at)]:
@@ -171,23 +171,15 @@ class OutputStream:
         """Send the log probabilities of a prompt, piece by piece."""
         for piece in () if stream.prompt is None else stream.prompt.pieces():
             output = Output(request_id=stream.key[1], start=0, prompt_logprobs=piece)
-            self._control.send(stream.gateway, Outputs(outputs=(output,)))
+            self._control.send(stream.gateway, Outputs.of([output]))
 
     def _message_of(self, new: list[_NewToken]) -> Outputs:
         """Called by the control thread, while the loop goes on."""
         for token in new:
             if token.interval is not None:
                 self._metrics.inter_token.observe(token.interval)
-        return Outputs(
-            outputs=tuple(
-                Output(
-                    request_id=one.request_id,
-                    start=one.place,
-                    tokens=(one.token,),
-                    cached_tokens=one.cached_tokens,
-                )
-                for one in new
-            )
+        return Outputs.of(
+            [Output(one.request_id, one.place, (one.token,), cached_tokens=one.cached_tokens) for one in new]
         )
 
     def _new_of(self, gateway: Peer) -> list[_NewToken]:

@@ -38,12 +38,14 @@ class PrefillStarter:
     def start(self, requests: RequestTable) -> None:
         """Start waiting requests, in order, until one has to wait for host slots.
 
-        Of a group one is prefilled. The others wait for that, and share its prompt.
+        Of a group one is prefilled. The others wait for that, and share its prompt. One that needs log probabilities of
+        its prompt is prefilled by itself.
         """
         waiting = requests.in_state(RequestState.WAITING)
         donors = requests.donors() if waiting else {}
         for request in waiting:
-            donor = donors.get(request.generate.group) if not request.generated else None
+            shares = not request.generated and not request.lacks_logprobs
+            donor = donors.get(request.generate.group) if shares else None
             if donor is not None and not donor.has_kv:
                 continue
             node = self._choose(request)

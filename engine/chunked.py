@@ -1,7 +1,7 @@
 """Chunked prefill: prompts computed in chunks, several requests in one forward pass."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
@@ -89,6 +89,9 @@ class ChunkedPrefill(Generic[JobT]):
     its first chunk, since jobs before it may have computed the same tokens meanwhile. A job of which nothing is left
     is in no step. What a step has computed is cached when it is completed, so a step of which the forward pass has not
     ended, or has failed, is not to be completed.
+
+    KV that others bring (`brought`) may come while a step computes behind it: that sets `computed` before, waits in
+    `on_layer` for each layer, and leaves the job out of what it completes if it did not come.
     """
 
     def __init__(self, model: SparseModel, pool: PagedKVPool, chunk_size: int, cache: PageCache | None = None) -> None:
@@ -149,9 +152,11 @@ class ChunkedPrefill(Generic[JobT]):
         return started
 
     def brought(self, job: JobT, stop: int) -> None:
-        """The first `stop` tokens of a job that is held have KV now, as if they had been computed; they are cached."""
+        """The first `stop` tokens of a job have KV now, as if they had been computed; they are cached.
+
+        Nothing of the job was computed yet, or what is computed of it now begins there.
+        """
         assert job.lease is not None
-        assert job.is_held
         job.computed = stop
         self.pages.insert(job.lease, stop)
 
@@ -174,7 +179,8 @@ class ChunkedPrefill(Generic[JobT]):
     def compute(
         self, step: PrefillStep[JobT], on_layer: Callable[[int], None] = lambda _: None
     ) -> dict[JobT, QueuedLogprobs]:
-        """Queue the step's forward pass. `on_layer` is called when the kernels that write a layer's KV are queued.
+        """Queue the step's forward pass. `on_layer` is called when the kernels that write a layer's KV are queued, and
+        before any that read that layer's KV of earlier positions: it may wait for those.
 
         Returns the log probabilities of the tokens behind the chunks of those jobs that ask for them.
         """
@@ -191,9 +197,11 @@ class ChunkedPrefill(Generic[JobT]):
                 queued[job] = QueuedLogprobs.of(chunk.start + 1, found)
         return queued
 
-    def complete(self, step: PrefillStep[JobT]) -> None:
-        """Count a step's tokens as computed, and cache them."""
+    def complete(self, step: PrefillStep[JobT], without: Set[JobT] = frozenset()) -> None:
+        """Count a step's tokens as computed, and cache them, but for those of these jobs."""
         for job, chunk in step.chunks:
+            if job in without:
+                continue
             job.computed = chunk.stop
             if job.lease is not None:
                 self.pages.insert(job.lease, chunk.stop)

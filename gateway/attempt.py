@@ -87,7 +87,7 @@ class _Gap:
     since: float
 
 
-@dataclass
+@dataclass(slots=True)
 class Attempt:
     """A request at one decode node. Belongs to the gateway's event loop.
 
@@ -102,6 +102,7 @@ class Attempt:
     received: int = 0
     """Tokens that have arrived, none missing before the last."""
     gap: _Gap | None = None
+    """What has to be sent again; another object when that begins elsewhere."""
     accepted: bool = False
     """The node has said that it has the request."""
     over: bool = False
@@ -110,21 +111,16 @@ class Attempt:
     """Why no more tokens come."""
     prompt: PromptLogprobTable | None = field(init=False)
     """The log probabilities of the prompt that have arrived, if they were asked for."""
+    _arrived: list[Delta] = field(init=False, default_factory=list)
+    """Not taken yet by `next`."""
+    _ended: bool = field(init=False, default=False)
+    """Whether the last delta has been read."""
+    _waiting: asyncio.Future[None] | None = field(init=False, default=None)
+    """Done when `next` has something to return. An asyncio.Queue costs several times as much."""
 
     def __post_init__(self) -> None:
         asked, tokens = self.request.prompt_logprobs, len(self.request.prompt_ids)
         self.prompt = None if asked is None else PromptLogprobTable(tokens, asked)
-        self._arrived: list[Delta] = []
-        """Not taken yet by `next`."""
-        self._ended = False
-        """Whether the last delta has been read."""
-        self._waiting: asyncio.Future[None] | None = None
-        """Done when `next` has something to return. An asyncio.Queue costs several times as much."""
-
-    @property
-    def missing_from(self) -> int | None:
-        """The index from which tokens must be sent again, or None."""
-        return None if self.gap is None else self.gap.start
 
     def deliver(self, output: Output, now: float) -> None:
         """Take new tokens. Ignores repeated ones."""

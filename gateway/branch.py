@@ -20,6 +20,19 @@ log = structlog.get_logger(__name__)
 class Branch:
     """The answer with this number of a request. Belongs to the gateway's event loop."""
 
+    __slots__ = (
+        "_choice",
+        "_last",
+        "_metrics",
+        "_number",
+        "_prepared",
+        "_reason",
+        "_request",
+        "_tokenizer",
+        "_tokens",
+        "_ttft",
+    )
+
     def __init__(self, prepared: Prepared, number: int, tokenizer: CheckpointTokenizer, metrics: Metrics) -> None:
         self._prepared = prepared
         self._number = number
@@ -75,17 +88,14 @@ class Branch:
             self._prepared.cached[self._number] = new.cached_tokens
             self._tokens = 0
         delta = self._choice.push(new)
-        if delta.tokens:
-            self._count(len(delta.tokens))
+        if tokens := len(delta.tokens):
+            now = time.monotonic()
+            if self._ttft is None:
+                self._ttft = now - self._request.arrived
+                self._metrics.ttft.observe(self._ttft)
+            else:
+                for _ in range(tokens):
+                    self._metrics.inter_token.observe((now - self._last) / tokens)
+            self._last = now
+            self._tokens += tokens
         return delta
-
-    def _count(self, tokens: int) -> None:
-        now = time.monotonic()
-        if self._ttft is None:
-            self._ttft = now - self._request.arrived
-            self._metrics.ttft.observe(self._ttft)
-        else:
-            for _ in range(tokens):
-                self._metrics.inter_token.observe((now - self._last) / tokens)
-        self._last = now
-        self._tokens += tokens

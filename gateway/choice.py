@@ -42,7 +42,7 @@ class Delta(NamedTuple):
     prompt: PromptLogprobTable | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TextOptions:
     """How the text of an answer is made of its tokens.
 
@@ -62,6 +62,8 @@ class TextOptions:
 class Choice:
     """Detokenizes an answer and ends it at a stop string."""
 
+    __slots__ = ("_detokenizer", "_length", "_matcher", "_options", "_tokens")
+
     def __init__(self, tokenizer: CheckpointTokenizer, options: TextOptions) -> None:
         self._options = options
         self._detokenizer = tokenizer.detokenizer(options.skipped)
@@ -72,7 +74,7 @@ class Choice:
 
     def push(self, new: NewTokens) -> Delta:
         """Text and tokens, cut after the token that completed a stop string."""
-        options = self._options
+        options, matcher = self._options, self._matcher
         if options.prompt_only:
             return Delta("", (), (), "length", new.first, prompt=new.prompt)
         text = ""
@@ -83,23 +85,16 @@ class Choice:
             if options.includes_stop or token.token_id not in options.stop_token_ids:
                 piece = self._detokenizer.push(token.token_id)
                 self._length += len(piece)
-                text += self._matcher.push(piece, ends=self._tokens >= options.min_tokens)
-            if self._matcher.matched:
+                text += matcher.push(piece, ends=self._tokens >= options.min_tokens)
+            if matcher.stop is not None:
                 break
         finish_reason = new.finish_reason
-        if finish_reason is not None and not self._matcher.matched:
+        if finish_reason is not None and matcher.stop is None:
             piece = self._detokenizer.finish()
             self._length += len(piece)
-            text += self._matcher.push(piece, ends=True)
-            text += self._matcher.finish()
-        if self._matcher.matched:
+            text += matcher.push(piece, ends=True)
+            text += matcher.finish()
+        if matcher.stop is not None:
             finish_reason = "stop"
-        return Delta(
-            text,
-            new.tokens[: len(offsets)],
-            tuple(offsets),
-            finish_reason,
-            new.first,
-            self._matcher.stop,
-            new.prompt,
-        )
+        tokens = new.tokens[: len(offsets)]
+        return Delta(text, tokens, tuple(offsets), finish_reason, new.first, matcher.stop, new.prompt)

@@ -122,6 +122,11 @@ class Completer:
                     if delta.first:
                         answers[index].clear()
                     answers[index].append(delta)
+        for index, answer in enumerate(answers):
+            # The first choice of a prompt may have its log probabilities for all.
+            first = answers[index - index % prepared.request.computed_choices]
+            if answer[0].prompt is None:
+                answer[0] = answer[0]._replace(prompt=first[0].prompt)
         return answers
 
     def deltas(

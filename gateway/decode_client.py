@@ -87,7 +87,8 @@ class DecodeClient:
         """Take a decode node's message."""
         match message:
             case Accepted():
-                if attempt := self._attempt(message.request_id, sender):
+                attempt = self._attempt(message.request_id, sender)
+                if attempt is not None and not attempt.accepted:
                     self._accepted(attempt)
             case Rejected():
                 self._control.answered(_key("generate", message.request_id, sender))
@@ -97,7 +98,7 @@ class DecodeClient:
                     attempt.fail(_refusal(message, sender))
             case Outputs():
                 now = time.monotonic()
-                for output in message.outputs:
+                for output in message.rows():
                     self._deliver_output(sender, output, now)
 
     async def sweep(self) -> None:
@@ -200,8 +201,10 @@ class DecodeClient:
         """The one way in which an attempt ends."""
         request_id = attempt.request.request_id
         del self._attempts[request_id]
-        for repeated in ("generate", "resend"):
-            self._control.answered(_key(repeated, request_id, attempt.node))
+        if not attempt.accepted:
+            self._control.answered(_key("generate", request_id, attempt.node))
+        if attempt.gap is not None:
+            self._control.answered(_key("resend", request_id, attempt.node))
         if not attempt.over:
             self._cancel(request_id, attempt.node)
 
@@ -219,8 +222,12 @@ class DecodeClient:
     def _deliver_output(self, sender: Peer, output: Output, now: float) -> None:
         attempt = self._attempt(output.request_id, sender)
         if attempt is not None:
-            self._accepted(attempt)
-            self._take(attempt, output, now)
+            if not attempt.accepted:
+                self._accepted(attempt)
+            gap = attempt.gap
+            attempt.deliver(output, now)
+            if attempt.gap is not gap:
+                self._ask_again(attempt)
         if output.finish_reason is None:
             if attempt is None:
                 self._cancel(output.request_id, sender)
@@ -229,30 +236,24 @@ class DecodeClient:
             self._stop_cancelling(output.request_id, sender)
 
     def _accepted(self, attempt: Attempt) -> None:
-        """Stop repeating the request: once, since waking the control thread costs as much as a token."""
-        if not attempt.accepted:
-            attempt.accepted = True
-            self._control.answered(_key("generate", attempt.request.request_id, attempt.node))
+        """Stop repeating the request. Call it once, since waking the control thread costs as much as a token."""
+        attempt.accepted = True
+        self._control.answered(_key("generate", attempt.request.request_id, attempt.node))
 
-    def _take(self, attempt: Attempt, output: Output, now: float) -> None:
-        """Take new tokens, and ask for those that are missing before them."""
-        asked_from = attempt.missing_from
-        attempt.deliver(output, now)
-        missing_from = attempt.missing_from
-        if missing_from == asked_from:
-            return
-        request_id, node = output.request_id, attempt.node
+    def _ask_again(self, attempt: Attempt) -> None:
+        """Ask for the tokens of a gap that is new, or no longer for those of one that is closed."""
+        request_id, node, gap = attempt.request.request_id, attempt.node, attempt.gap
         key = _key("resend", request_id, node)
-        if missing_from is None:
+        if gap is None:
             self._control.answered(key)
         else:
             log.warning(
                 "tokens are missing and asked for again",
                 request_id=request_id,
                 node=node.address,
-                missing_from=missing_from,
+                missing_from=gap.start,
             )
-            self._control.repeat(key, node, Resend(request_id=request_id, start=missing_from))
+            self._control.repeat(key, node, Resend(request_id=request_id, start=gap.start))
 
     def _attempt(self, request_id: str, sender: Peer) -> Attempt | None:
         attempt = self._attempts.get(request_id)

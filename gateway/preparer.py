@@ -60,8 +60,9 @@ class Preparer:
         prompt_logprobs = request.requested_prompt_logprobs()
         salt = salt_of(request.cache_salt, arrival.salt_key)
         choices = request.computed_choices
-        # Each choice that reports log probabilities of the prompt has them computed for itself.
-        shares_prompt = choices > 1 and prompt_logprobs is None
+        # In a stream each choice has the log probabilities of the prompt computed for itself: it needs them at its
+        # beginning, and the first choice's may come later.
+        shares_prompt = choices > 1 and (prompt_logprobs is None or not request.stream)
         firsts = [
             TokenizedRequest(
                 request_id=request_id,
@@ -146,7 +147,10 @@ class Preparer:
 
 
 def _branches(firsts: Sequence[TokenizedRequest], choices: int) -> tuple[TokenizedRequest, ...]:
-    """All answers, given the first one of each prompt. Each has its own id and its own seed."""
+    """All answers, given the first one of each prompt. Each has its own id and its own seed.
+
+    Of those that share their prompt only the first has its log probabilities computed.
+    """
     if len(firsts) * choices == 1:
         return tuple(firsts)
     return tuple(
@@ -154,6 +158,7 @@ def _branches(firsts: Sequence[TokenizedRequest], choices: int) -> tuple[Tokeniz
             first,
             request_id=f"{first.request_id}-{number * choices + choice}",
             sampling=first.sampling.model_copy(update={"seed": (first.sampling.seed + choice) % 2**63}),
+            prompt_logprobs=None if first.group and choice else first.prompt_logprobs,
         )
         for number, first in enumerate(firsts)
         for choice in range(choices)

@@ -1,8 +1,7 @@
 """Answers as server-sent events, and what becomes of an answer when its client leaves."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
-from functools import partial
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any
 
 import structlog
@@ -62,7 +61,7 @@ class EventStream(StreamingResponse):
     async def stream_response(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         if self._chunks is not None and self._chunks.open:
-            self._shortcut.take = partial(self._write_now, self._chunks)
+            self._shortcut.take = _shortcut(self._answer, self._chunks)
             async for lines in self._events:
                 await self._chunks.write(lines)
         else:
@@ -70,12 +69,16 @@ class EventStream(StreamingResponse):
                 await send({"type": "http.response.body", "body": lines, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    def _write_now(self, chunks: ChunkWriter, delta: Delta) -> bool:
+
+def _shortcut(answer: StreamedAnswer, chunks: ChunkWriter) -> Callable[[Delta], bool]:
+    def write_now(delta: Delta) -> bool:
         """Write a delta of the only answer, and return true, unless it ends the answer or the client is slow."""
         if delta.finish_reason is not None or delta.prompt is not None or chunks.paused:
             return False
-        chunks.write_soon(self._answer.written(0, delta))
+        chunks.write_soon(answer.written(0, delta))
         return True
+
+    return write_now
 
 
 async def _events(

@@ -75,10 +75,11 @@ class LatentAttention:
         return queries
 
     def output(self, latents: torch.Tensor) -> torch.Tensor:
-        """Map each head's attended latent, shape [N, heads, latent_dim], to hidden states [N, hidden_size]."""
+        """Map each head's attended latent, [N, heads, latent_dim], to hidden states [N, hidden_size], which may be in
+        parts (`Linear.in_parts`)."""
         values = latents.new_empty(*latents.shape[:2], self.value_map.shape[1])
         torch.bmm(latents.transpose(0, 1), self.value_map.transpose(1, 2), out=values.transpose(0, 1))
-        return self.out(values.flatten(1))
+        return self.out.in_parts(values.flatten(1))
 
 
 def items_of(compressed: torch.Tensor, norm: RmsNorm, rope: Rope) -> torch.Tensor:

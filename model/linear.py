@@ -44,12 +44,24 @@ class Linear:
 
     def __call__(self, x: torch.Tensor | Activations) -> torch.Tensor:
         """x: [N, in]. Returns [N, out]."""
+        product = self.in_parts(x)
+        if product.dim() == 2:
+            return product
+        # Here, since a machine without a GPU need not have Triton.
+        from model.backends.triton_fp8_linear import reduced
+
+        return reduced(product)
+
+    def in_parts(self, x: torch.Tensor | Activations) -> torch.Tensor:
+        """The map for a reader that adds up: [N, out], or float32 [parts, N, out], whose sum over the parts, in order
+        and rounded, it is."""
         given = Activations(x) if isinstance(x, torch.Tensor) else x
         if self.scales is None:
             return F.linear(given.dense, self.weight)
-        # Here, since a machine without a GPU need not have Triton.
-        from model.backends.triton_fp8_linear import linear, linear_quantised
+        from model.backends.triton_fp8 import quantise
+        from model.backends.triton_fp8_linear import linear_in_parts
 
-        if given.values is None or given.scales is None:
-            return linear(given.dense, self.weight, self.scales, self.power_of_two)
-        return linear_quantised(given.values, given.scales, self.weight, self.scales)
+        values, scales = given.values, given.scales
+        if values is None or scales is None:
+            values, scales = quantise(given.dense, self.power_of_two)
+        return linear_in_parts(values, scales, self.weight, self.scales)

@@ -33,7 +33,8 @@ class RmsNorm:
     ) -> tuple[torch.Tensor, Activations]:
         """hidden + addend, rounded, and the norm of that, all [N, dim]; the addend None stands for zeros.
 
-        fp8: the norm is quantised, too, for linear maps that compute in block-fp8.
+        addend: [N, dim], or what `Linear.in_parts` returned, which is added up here. fp8: the norm is quantised, too,
+        for linear maps that compute in block-fp8.
         """
         if fuses(hidden):
             # Here, since a machine without a GPU need not have Triton.

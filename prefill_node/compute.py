@@ -2,7 +2,7 @@
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -12,6 +12,8 @@ import torch
 from control.prompt_logprobs import PromptLogprobs
 from engine.chunked import ChunkedPrefill, PrefillStep
 from engine.device import DeviceFailed, check_device
+from engine.prompt_logprobs import QueuedLogprobs
+from prefill_node.arrival import AwaitedPrefixes, NothingLeft
 from prefill_node.job import TransferJob
 from prefill_node.progress import ForwardProgress
 
@@ -22,13 +24,15 @@ log = structlog.get_logger(__name__)
 class Computed:
     """A step has ended, or failed with an error. device_failed: the device does not work any more.
 
-    prompt_logprobs: those of the jobs that ask for them, of the step's chunks.
+    prompt_logprobs: those of the jobs that ask for them, of the step's chunks. void: jobs whose chunks are worth
+    nothing, since the prefix before them did not come.
     """
 
     step: PrefillStep[TransferJob]
     error: str | None = None
     device_failed: DeviceFailed | None = None
     prompt_logprobs: dict[TransferJob, PromptLogprobs] = field(default_factory=dict)
+    void: Set[TransferJob] = frozenset()
 
 
 class StepCompute(Protocol):
@@ -43,6 +47,13 @@ class StepCompute(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class _Started:
+    step: PrefillStep[TransferJob]
+    progress: ForwardProgress
+    awaited: AwaitedPrefixes[TransferJob]
+
+
 class ComputeThread:
     """Computes one step at a time. `report` is called on this thread when a step has ended."""
 
@@ -52,15 +63,18 @@ class ComputeThread:
         self._prefill = prefill
         self._device = device
         self._report = report
-        self._steps: queue.SimpleQueue[tuple[PrefillStep[TransferJob], ForwardProgress] | None] = queue.SimpleQueue()
+        self._steps: queue.SimpleQueue[_Started | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="compute", daemon=True)
         self._thread.start()
 
     def start(self, step: PrefillStep[TransferJob]) -> ForwardProgress:
         """Compute a step. The progress says which layers may be sent."""
-        progress = ForwardProgress(self._device)
-        self._steps.put((step, progress))
-        return progress
+        arriving = {job: job.arriving for job, _ in step.chunks if job.arriving is not None}
+        patience = max((prefix.patience for prefix in arriving.values()), default=0.0)
+        awaited = AwaitedPrefixes({job: prefix.arrival for job, prefix in arriving.items()}, len(step.chunks), patience)
+        started = _Started(step, ForwardProgress(self._device), awaited)
+        self._steps.put(started)
+        return started.progress
 
     def stop(self, timeout: float) -> bool:
         """End once the step that is under way has ended. Whether it has in time."""
@@ -72,9 +86,9 @@ class ComputeThread:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         while (started := self._steps.get()) is not None:
-            step, progress = started
+            step, progress, awaited = started.step, started.progress, started.awaited
             try:
-                queued = self._prefill.compute(step, progress.layer_done)
+                queued = self._queue(started)
                 if self._device.type == "cuda":
                     torch.cuda.current_stream(self._device).synchronize()
                 logprobs = {job: found.wait() for job, found in queued.items()}
@@ -85,7 +99,20 @@ class ComputeThread:
                 self._report(Computed(step, f"prefill failed: {error}", self._device_failure()))
                 progress.fail()
             else:
-                self._report(Computed(step, prompt_logprobs=logprobs))
+                self._report(Computed(step, prompt_logprobs=logprobs, void=awaited.void))
+
+    def _queue(self, started: "_Started") -> dict[TransferJob, QueuedLogprobs]:
+        """Queue a step. The host waits for fetched layers before it queues what reads them."""
+
+        def on_layer(layer: int) -> None:
+            started.progress.layer_done(layer)
+            started.awaited.wait(layer)
+
+        try:
+            return self._prefill.compute(started.step, on_layer)
+        except NothingLeft:
+            started.progress.fail()
+            return {}
 
     def _device_failure(self) -> DeviceFailed | None:
         try:

@@ -93,6 +93,10 @@ class ComputeCost:
         """A pass has computed these positions, [start, stop) of several prompts."""
         self._model.observe((1.0, *_work(ranges)), seconds)
 
+    def of_pass(self, start: int, stop: int) -> float | None:
+        """Seconds of a pass over these positions of one prompt; None if unknown."""
+        return self._model.estimate((1.0, *_work([(start, stop)])))
+
     def saved(self, start: int, stop: int, num_tokens: int) -> float | None:
         """Seconds by which [start, num_tokens) takes longer to compute than [stop, num_tokens); None if unknown."""
         passes = -(-(num_tokens - start) // self._chunk_size) + (stop - num_tokens) // self._chunk_size

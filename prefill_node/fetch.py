@@ -1,13 +1,15 @@
 """One fetch: KV of a prompt's positions, read from the decode node that has it, and compared with its digests."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import structlog
 
 from control.messages import AttemptId, Checksum, Checksums, Destination, Peer
+from prefill_node.arrival import PrefixArrival
 from prefill_node.landing import KVSink, Landing
 from transfer.checksum import digest
 from transfer.planner import Int64s, expand_pages
@@ -25,7 +27,7 @@ class Fetch:
     """Positions [start, stop) of an attempt, to be read from a decode node's `slots`, int64 [stop - start].
 
     pages: of the whole request. checksums: of all these positions in all buffers. go_on: asked again and again; False
-    once it is not wanted any more.
+    once it is not wanted any more. arrival: hears which layers are here, but not of the end.
     """
 
     attempt: AttemptId
@@ -37,6 +39,7 @@ class Fetch:
     slots: Int64s
     checksums: Checksums
     go_on: Callable[[], bool]
+    arrival: PrefixArrival
 
 
 @dataclass(frozen=True)
@@ -76,9 +79,9 @@ class FetchPiece:
 
 
 def pieces(
-    checksums: Checksums, start: int, stop: int, item_lengths: tuple[int, ...], most: int
+    checksums: Checksums, start: int, stop: int, item_lengths: tuple[int, ...], most: int, order: Sequence[int]
 ) -> Iterator[FetchPiece]:
-    """Buffer after buffer, what is read together: groups that have a digest, at most so many bytes.
+    """Buffer after buffer, in this order, what is read together: groups that have a digest, at most so many bytes.
 
     Raises WrongGrant if the groups do not tile [start, stop) of each buffer, or one of them is larger than that.
     """
@@ -87,7 +90,8 @@ def pieces(
         if checksum.buffer >= len(of_buffer):
             raise WrongGrant(f"a digest of buffer {checksum.buffer} of {len(of_buffer)}")
         of_buffer[checksum.buffer].append(checksum)
-    for buffer, (groups, item_bytes) in enumerate(zip(of_buffer, item_lengths, strict=True)):
+    for buffer in order:
+        groups, item_bytes = of_buffer[buffer], item_lengths[buffer]
         groups.sort(key=lambda group: group.start)
         at, taken = start, list[Checksum]()
         for group in groups:
@@ -106,7 +110,8 @@ def pieces(
 
 
 class RunningFetch:
-    """Reads a fetch, and compares each piece with its digests while the next are read. One thread uses it."""
+    """Reads a fetch layer by layer, and compares each piece with its digests while the next are read. One thread uses
+    it."""
 
     def __init__(self, fetch: Fetch, reader: Reader, sink: KVSink, page_size: int) -> None:
         self._fetch = fetch
@@ -114,6 +119,10 @@ class RunningFetch:
         self._sink = sink
         self._page_size = page_size
         self._num_bytes = 0
+        self._missing: Counter[int] = Counter()
+        """By layer, pieces that are not verified yet."""
+        self._layers = 0
+        """Layers that are here."""
         self._error: str | None = None
         self._failure: FetchFailure | None = None
         self._in_flight = False
@@ -125,7 +134,10 @@ class RunningFetch:
         """
         started = time.monotonic()
         try:
-            for piece in self._pieces():
+            found = self._pieces()
+            self._missing.update(self._layer_of(piece) for piece in found)
+            self._fetch.arrival.begin()
+            for piece in found:
                 if self._error is not None:
                     break
                 self._post(piece, may_post)
@@ -150,7 +162,11 @@ class RunningFetch:
         if self._fetch.destination.buffers.item_lengths != lengths:
             raise WrongGrant(f"items of {self._fetch.destination.buffers.item_lengths} bytes there, {lengths} here")
         fetch = self._fetch
-        return list(pieces(fetch.checksums, fetch.start, fetch.stop, lengths, self._sink.most_bytes))
+        order = fetch.arrival.buffers_in_order
+        return list(pieces(fetch.checksums, fetch.start, fetch.stop, lengths, self._sink.most_bytes, order))
+
+    def _layer_of(self, piece: FetchPiece) -> int:
+        return self._fetch.arrival.layer_of_buffer[piece.buffer]
 
     def _post(self, piece: FetchPiece, may_post: Callable[[], bool]) -> None:
         fetch = self._fetch
@@ -185,7 +201,14 @@ class RunningFetch:
                 self._fail(f"{what}: {found:#018x}, not {checksum.digest:#018x}", "checksum")
                 return
         landing.keep()
+        self._missing[self._layer_of(piece)] -= 1
+        arrived = self._layers
+        while self._layers < self._fetch.arrival.num_layers and not self._missing[self._layers]:
+            self._layers += 1
+        if self._layers > arrived:
+            self._fetch.arrival.layers_came(self._layers)
 
     def _fail(self, error: str, failure: FetchFailure) -> None:
         if self._error is None:
             self._error, self._failure = error, failure
+            self._fetch.arrival.give_up()

@@ -18,6 +18,7 @@ from control.messages import (
 )
 from control.prompt_logprobs import PromptLogprobs
 from engine.chunked import PrefillJob
+from prefill_node.arrival import PrefixArrival
 from prefill_node.outgoing import Chunk, SendReport
 from prefill_node.progress import ForwardProgress
 from transfer.planner import Int64s, expand_extents
@@ -29,7 +30,8 @@ class JobState(Enum):
     COMPUTING = "computing"
     """Its prompt waits or is being computed; computed layers are sent meanwhile."""
     FETCHING = "fetching"
-    """A prefix of its prompt is asked for or read, back from the decode node; it computes nothing meanwhile."""
+    """A prefix of its prompt is asked for or read, back from the decode node. Until that is over it computes nothing,
+    or what comes behind the prefix in one pass that waits for each layer of it (`TransferJob.arriving`)."""
     SENDING = "sending"
     """All is computed, and writes are in flight."""
     SENT = "sent"
@@ -45,6 +47,18 @@ _NEXT = {
     JobState.SENT: {JobState.STOPPING},
     JobState.STOPPING: set(),
 }
+
+
+@dataclass(frozen=True, eq=False)
+class ArrivingPrefix:
+    """A prefix that a job's next pass, or the one that is under way, waits for layer by layer.
+
+    patience: seconds that the pass may wait. chunks: what it computes, to be sent when all of the prefix is verified.
+    """
+
+    arrival: PrefixArrival
+    patience: float
+    chunks: list[Chunk] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -65,6 +79,7 @@ class TransferJob(PrefillJob):
     state: JobState = JobState.COMPUTING
     in_flight: int = 0
     fetched: int = 0
+    arriving: ArrivingPrefix | None = None
     failure: str | None = None
     """Why it was given up; None if the decode node aborted it."""
     lingering: bool = False

@@ -100,7 +100,8 @@ class DeviceSink:
         self.buffers = buffer_info(layers)
         self._rings = rings
         self._ring: SendRing | None = None
-        self._stream = torch.cuda.Stream(layers[0].device)  # type: ignore[no-untyped-call]
+        # Before the kernels of a pass that is under way: it may wait for what is copied.
+        self._stream = torch.cuda.Stream(layers[0].device, priority=-1)  # type: ignore[no-untyped-call]
 
     def land(self, buffer: int, rows: Int64s, slots: Int64s, source: int, pipeline: Pipeline) -> Landing:
         if self._ring is None:

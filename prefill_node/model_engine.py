@@ -19,7 +19,7 @@ from control.messages import (
     Progress,
     Quiesced,
 )
-from engine.chunked import CachedRange, ChunkedPrefill
+from engine.chunked import CachedRange, ChunkedPrefill, PrefillStep
 from prefill_node.choices import FetchPolicy
 from prefill_node.compute import Computed, ComputeThread, StepCompute
 from prefill_node.engine import PrefillEngine, PrefillUpdate
@@ -27,7 +27,7 @@ from prefill_node.fetch import FetchReport
 from prefill_node.fetcher import Fetcher, FetchResources
 from prefill_node.job import JobState, TransferJob
 from prefill_node.offer import Destinations, Offer
-from prefill_node.outgoing import SendReport
+from prefill_node.outgoing import Chunk, SendReport
 from prefill_node.prefix_fetches import PrefixFetches
 from prefill_node.progress import ForwardProgress
 from prefill_node.sender import ChunkSender, Sender, SendResources
@@ -77,12 +77,16 @@ class ModelEngine(PrefillEngine):
             parts.offer.transports,
             parts.metrics,
             lambda said: self._updates.append(said),
+            self._submit,
+            parts.wake,
         )
         self._destinations = Destinations()
         self._jobs: dict[AttemptId, TransferJob] = {}
         self._updates: list[PrefillUpdate] = []
         self._computing = False
         self._step_started_at = 0.0
+        self._step_may_wait = False
+        """Whether it waits for fetched layers: then it does not tell what computing takes."""
         self._passes = 0
         """Forward passes that were started."""
         self.device_failed = False
@@ -175,7 +179,7 @@ class ModelEngine(PrefillEngine):
         """Wait so many seconds for writes, and for a forward pass, to end. What is under way then ends with the
         process."""
         deadline = time.monotonic() + timeout
-        self._fetches.keep_only(set())
+        self._fetches.close()
         if not self._sender.stop(timeout):
             log.warning("writes are still in flight; the engine's end stops them")
         if not self._compute.stop(max(0.0, deadline - time.monotonic())):
@@ -205,7 +209,7 @@ class ModelEngine(PrefillEngine):
         self._prefill.start_waiting()
         for job in self._prefill.take_started():
             self._fetches.consider(job)
-        step = None if self._computing else self._prefill.plan()
+        step = None if self._computing else self._next_step()
         for found in self._prefill.take_found():
             self._send_cached(found)
         if step is None:
@@ -213,10 +217,15 @@ class ModelEngine(PrefillEngine):
         self._computing = True
         self._passes += 1
         self._step_started_at = time.monotonic()
+        self._step_may_wait = any(job.arriving is not None for job, _ in step.chunks)
         progress = self._compute.start(step)
         for job, chunk in step.chunks:
             job.in_flight += 1  # being computed
             self._send(job, chunk.start, chunk.stop, progress)
+
+    def _next_step(self) -> PrefillStep[TransferJob] | None:
+        self._fetches.join()
+        return self._prefill.plan()
 
     def _send_cached(self, found: CachedRange[TransferJob]) -> None:
         """In pieces of the size of chunks, so that the decode node verifies one while the next is sent."""
@@ -229,21 +238,35 @@ class ModelEngine(PrefillEngine):
 
     def _send(self, job: TransferJob, start: int, stop: int, progress: ForwardProgress) -> None:
         """Send positions [start, stop) as the forward pass computes them, but for those that the decode node has."""
-        if chunk := job.chunk(start, stop, progress):
-            job.in_flight += 1
-            self._sender.submit(chunk)
+        chunk = job.chunk(start, stop, progress)
+        if chunk is None:
+            return
+        if job.arriving is not None:
+            job.arriving.chunks.append(chunk)
+        else:
+            self._submit(job, chunk)
+
+    def _submit(self, job: TransferJob, chunk: Chunk) -> None:
+        job.in_flight += 1
+        self._sender.submit(chunk)
 
     def _on_computed(self, computed: Computed) -> None:
         """Raises DeviceFailed."""
         self._computing = False
         if computed.error is None:
-            self._prefill.complete(computed.step)
+            self._prefill.complete(computed.step, without=computed.void)
             ranges = [(chunk.start, chunk.stop) for _, chunk in computed.step.chunks]
-            self._fetches.compute_cost.observe(ranges, time.monotonic() - self._step_started_at)
+            if not self._step_may_wait:
+                self._fetches.compute_cost.observe(ranges, time.monotonic() - self._step_started_at)
         for job, chunk in computed.step.chunks:
             job.in_flight -= 1
             if computed.error is not None:
                 self.stop(job.attempt, computed.error)
+                continue
+            if job in computed.void:
+                log.info("pass is void: the prefix did not come in time", **job.attempt.log_fields)
+                self._fetches.on_void(job)
+                self._advance(job)
                 continue
             self._metrics.prompt_tokens.inc(chunk.stop - chunk.start)
             if (found := computed.prompt_logprobs.get(job)) is not None:

@@ -1,9 +1,14 @@
 """Decides which prefixes are fetched back from decode nodes instead of being computed, and follows them.
 
 A job that has its pages, and lacks KV that its decode node has (the positions before `PrefillRequest.start`), asks for
-it if fetching is estimated to take less time than computing. It is in no forward pass until the fetch is over. What
-was read counts as computed once every digest matches. Whatever else happens, the job computes from where it was. A
-fetch that takes as long as computing would have is given up, so a wrong estimate costs at most that time again.
+it if fetching is estimated to take less time than computing. What was read counts as computed once every digest
+matches. Whatever else happens, the job computes from where it was. A fetch that takes as long as computing would have
+is given up, so a wrong estimate costs at most that time again.
+
+Layers are read in their order, and the job *joins* a forward pass, behind the prefix, as soon as the rest of them is
+expected before the pass needs it (`PrefixArrival.keeps_ahead_of`). Until then it is in no pass, so a slow link delays
+nobody else. The pass waits for each layer. What it computes of the job is sent and cached only when all of the prefix
+is there. If that is not in time the pass is void for this job, which joins no other: it is held until its fetch ends.
 
 Of jobs that lack the same prefix at the same time one fetches it. The others wait for that and look again then.
 """
@@ -18,11 +23,13 @@ import torch
 from base.metrics import Metrics
 from control.messages import AttemptId, FetchDone, FetchGrant, FetchRefused, FetchRequest, Transport
 from engine.chunked import ChunkedPrefill
+from prefill_node.arrival import PrefixArrival, pass_patience
 from prefill_node.choices import FetchPolicy
 from prefill_node.costs import ComputeCost, FetchCosts
 from prefill_node.fetch import Fetch, FetchFailure, FetchReport
 from prefill_node.fetcher import PrefixFetcher
-from prefill_node.job import JobState, TransferJob
+from prefill_node.job import ArrivingPrefix, JobState, TransferJob
+from prefill_node.outgoing import Chunk
 from transfer.planner import expand_extents
 
 log = structlog.get_logger(__name__)
@@ -40,13 +47,15 @@ Said = FetchRequest | FetchDone
 
 @dataclass(eq=False)
 class _Running:
-    """The fetch of a job. given_up: it is not wanted any more. waiting: jobs that wait for its end."""
+    """The fetch of a job. arrival: of what was granted. given_up: it is not wanted any more. waiting: jobs that wait
+    for its end."""
 
     job: TransferJob
     start: int
     stop: int
     asked_at: float
     until: float
+    arrival: PrefixArrival
     is_granted: bool = False
     given_up: bool = False
     waiting: list[TransferJob] = field(default_factory=list)
@@ -56,7 +65,8 @@ class PrefixFetches:
     """The fetches of a prefill engine, at most one for a job. The engine's loop calls it.
 
     Without a prefix cache nothing is fetched. policy: `always` and `never` whatever the estimates. transports: those
-    of this node, the best first. say: takes what is to be told the decode node.
+    of this node, the best first. say: takes what is to be told the decode node. send: takes chunks whose prefix
+    has come. wake: called, on any thread, when a layer has come and `join` may do something.
     """
 
     def __init__(
@@ -67,6 +77,8 @@ class PrefixFetches:
         transports: tuple[Transport, ...],
         metrics: Metrics,
         say: Callable[[Said], None],
+        send: Callable[[TransferJob, Chunk], None],
+        wake: Callable[[], None],
     ) -> None:
         self.policy = policy
         self.compute_cost = ComputeCost(prefill.chunk_size)
@@ -76,6 +88,8 @@ class PrefixFetches:
         self._transports = transports
         self._metrics = metrics
         self._say = say
+        self._send = send
+        self._wake = wake
         self._running: dict[AttemptId, _Running] = {}
         self._paused_until: dict[str, float] = {}
 
@@ -95,7 +109,8 @@ class PrefixFetches:
         if (same := self._fetch_of(job, start)) is not None:
             same.waiting.append(job)
             return
-        self._running[job.attempt] = _Running(job, start, stop, now, now + patience)
+        arrival = PrefixArrival(self._prefill.pool.layout.layer_of_buffer, self._wake)
+        self._running[job.attempt] = _Running(job, start, stop, now, now + patience, arrival)
         self._say(FetchRequest(attempt=job.attempt, start=start, stop=stop))
 
     def granted(self, grant: FetchGrant) -> None:
@@ -128,8 +143,29 @@ class PrefixFetches:
                 slots=expand_extents(grant.extents),
                 checksums=grant.checksums,
                 go_on=lambda: not running.given_up and job.state is JobState.FETCHING,
+                arrival=running.arrival,
             )
         )
+
+    def join(self) -> None:
+        """Let jobs into the next pass whose prefix comes faster than a pass computes. None is under way."""
+        for running in self._running.values():
+            job = running.job
+            if not running.is_granted or not job.is_held or job.state is not JobState.FETCHING:
+                continue
+            until = min(job.num_tokens, running.stop + self._prefill.chunk_size)
+            seconds = self.compute_cost.of_pass(running.stop, until)
+            if until == running.stop or seconds is None or not running.arrival.keeps_ahead_of(seconds):
+                continue
+            job.arriving = ArrivingPrefix(running.arrival, pass_patience(seconds))
+            job.computed = running.stop
+            job.is_held = False
+
+    def on_void(self, job: TransferJob) -> None:
+        """A pass is over that the job's prefix did not reach in time."""
+        running = self._running.get(job.attempt)
+        if running is not None and job.state is JobState.FETCHING:
+            self._leave(running)
 
     def refused(self, message: FetchRefused) -> None:
         """The decode node does not lend: compute."""
@@ -144,6 +180,10 @@ class PrefixFetches:
         seconds = time.monotonic() - running.asked_at
         self._metrics.prefix_fetched_bytes.inc(report.num_bytes)
         self._metrics.prefix_fetch_seconds.observe(seconds)
+        arriving = job.arriving
+        in_time = report.error is None and job.state is JobState.FETCHING and running.arrival.end()
+        if not in_time:
+            self._leave(running)
         if report.error is not None:
             if running.given_up:
                 # It would have taken longer than this.
@@ -161,14 +201,22 @@ class PrefixFetches:
                 bytes=report.num_bytes,
                 seconds=round(seconds, 4),
                 reading=round(report.seconds, 4),
+                meanwhile=0 if arriving is None else sum(chunk.stop - chunk.start for chunk in arriving.chunks),
                 **job.attempt.log_fields,
             )
         self._over(running)
+        if in_time and arriving is not None:
+            job.arriving = None
+            for chunk in arriving.chunks:
+                self._send(job, chunk)
 
     def stopped(self, job: TransferJob) -> None:
         """The job was given up. What is not being read is over."""
         running = self._running.get(job.attempt)
-        if running is not None and not running.is_granted:
+        if running is None:
+            return
+        running.arrival.give_up()
+        if not running.is_granted:
             self._end(running)
 
     def give_up_late(self, now: float) -> None:
@@ -177,6 +225,7 @@ class PrefixFetches:
             if now < running.until or running.given_up:
                 continue
             running.given_up = True
+            running.arrival.give_up()
             if not running.is_granted:
                 self._learn(running, 2 * (now - running.asked_at))
                 self._over(running, "not granted in time", "timeout")
@@ -184,6 +233,12 @@ class PrefixFetches:
     def keep_only(self, boot_ids: set[str]) -> None:
         """Keep connections to these decode nodes only, once nothing is read from others."""
         self._fetcher.keep_only(boot_ids)
+
+    def close(self) -> None:
+        """No pass is to wait for a prefix any more."""
+        for running in self._running.values():
+            running.arrival.give_up()
+        self.keep_only(set())
 
     def _patience(self, job: TransferJob, start: int, stop: int, now: float) -> float | None:
         """How long a fetch may take; None if it is not worth trying."""
@@ -235,6 +290,14 @@ class PrefixFetches:
                 self._go_on(job)
                 self._prefill.look_again(job)
                 self.consider(job)
+
+    def _leave(self, running: _Running) -> None:
+        """The job is in no pass before its fetch is over; what one computes of it is void."""
+        job = running.job
+        if job.arriving is not None:
+            job.arriving = None
+            job.computed = running.start
+            job.is_held = True
 
     def _go_on(self, job: TransferJob) -> None:
         job.is_held = False

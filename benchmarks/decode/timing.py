@@ -3,16 +3,16 @@
 import random
 import statistics
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
 import torch
-from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.decode.workload import Requests
+from benchmarks.kernel_times import kernel_times
 from benchmarks.stepping import GREEDY, launch
 from engine.runner import ModelRunner
 
@@ -151,10 +151,8 @@ def time_steps(
 
 def _kernel_ms(profiled: profile) -> dict[str, tuple[float, float]]:
     """Milliseconds and number of each kernel in one step."""
-    total: Counter[str] = Counter()
-    count: Counter[str] = Counter()
-    for event in profiled.events() or ():  # type: ignore[no-untyped-call]
-        if event.device_type == DeviceType.CUDA:
-            total[event.name] += event.time_range.elapsed_us()
-            count[event.name] += 1
-    return {name: (us / 1e3 / _PROFILED_STEPS, count[name] / _PROFILED_STEPS) for name, us in total.most_common()}
+    times: defaultdict[str, list[float]] = defaultdict(list)
+    for name, ms in kernel_times(profiled):
+        times[name].append(ms)
+    per_step = {name: (sum(ms) / _PROFILED_STEPS, len(ms) / _PROFILED_STEPS) for name, ms in times.items()}
+    return dict(sorted(per_step.items(), key=lambda item: -item[1][0]))

@@ -34,7 +34,7 @@ def main(
     if any(length % chunk for length in tokens):
         raise StartupError(f"--lengths {lengths}: expected multiples of --chunked-prefill-size {chunk}")
     with tiny_model(layers, tokens[-1] + chunk) as model:
-        node = Node(model, tokens[-1], chunk)
+        node = Node(model, tokens[-1] + chunk, chunk)
         node.compute(chunk, lambda _: None)
         passes = node.compute(tokens[-1], lambda done: _say_pass(console, done))
         median = tokens[(len(tokens) - 1) // 2]
@@ -66,7 +66,7 @@ def _say(console: Console, case: Case) -> None:
 
 def _print(console: Console, cases: list[Case], token_bytes: int) -> None:
     table = Table(box=None, pad_edge=False)
-    for heading in ("link", "MB/s", "tokens", "computing s", "fetching s", "estimates s", "chosen", ""):
+    for heading in ("link", "MB/s", "tokens", "compute", "fetch", "+ pass", "ahead", "estimates", "chosen"):
         table.add_column(heading, justify="right", no_wrap=True)
     for case in sorted(cases, key=lambda case: (case.transport, -(case.rate or 1e18), case.tokens)):
         table.add_row(
@@ -75,15 +75,17 @@ def _print(console: Console, cases: list[Case], token_bytes: int) -> None:
             str(case.tokens),
             f"{case.computing:.2f}",
             "longer" if case.fetching is None else f"{case.fetching:.3f}",
-            f"{case.estimated_computing:.2f} / {case.estimated_fetching:.3f}",
-            "fetch" if case.fetches else "compute",
-            "" if case.is_right else "slower",
+            "" if case.after is None else f"{case.after:.3f}",
+            "" if case.meanwhile is None else f"{case.meanwhile:.3f}",
+            f"{case.estimated_computing:.2f} / {case.estimated_fetching:.2f}",
+            ("fetch" if case.fetches else "compute") + ("" if case.is_right else "!"),
         )
     console.print(table)
     right = sum(case.is_right for case in cases)
     console.print(
-        f"The choice is the faster way in {right} of {len(cases)}. {token_bytes} bytes a token. "
-        f"estimates: of computing and of fetching, before. {this_machine()}",
+        f"Seconds. The choice is the faster way in {right} of {len(cases)} (others: !). {token_bytes} bytes a token. "
+        f"+ pass: until the next chunk is computed, too, if its pass begins after the fetch; ahead: if it begins while "
+        f"layers come. estimates: of computing and of fetching, before. {this_machine()}",
         highlight=False,
     )
 

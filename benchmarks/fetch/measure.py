@@ -1,7 +1,11 @@
-"""Times what computing a prefix takes and what fetching it takes, and asks the node's own estimates which is faster."""
+"""Times what computing a prefix takes and what fetching it takes, and asks the node's own estimates which is faster.
+
+Also when a pass behind a fetched prefix is over, if it begins after the fetch and if it begins as soon as a node would.
+"""
 
 import random
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,21 +19,26 @@ from benchmarks.fetch.link import throttled
 from control.messages import AttemptId, Destination, Peer, Transport
 from engine.chunked import ChunkedPrefill, PrefillJob
 from engine.identity import identity_of
-from engine.paged_pool import PagedKVPool
+from engine.paged_pool import PagedKVPool, PagedSequence
 from model.backends.choice import choose_backend
 from model.loader import load_model, read_spec
+from model.passes import PrefillChunk
 from model.sparse_model import SparseModel
 from model.tiny import write_tiny_checkpoint
+from prefill_node.arrival import AwaitedPrefixes, PrefixArrival
 from prefill_node.costs import ComputeCost, FetchCosts
 from prefill_node.fetch import Fetch, RunningFetch
 from prefill_node.landing import HostSink
 from transfer.choices import TransferProtocol
+from transfer.planner import Int64s
 from transfer.reader import Reader
 from transfer.routes import Transports
 
 PAGE_SIZE = 64
 _CPU = torch.device("cpu")
 _DECODE = Peer(role="decode", address="127.0.0.1:1", boot_id="lender")
+_LOOK_S = 0.01
+_PATIENCE_S = 3600.0
 _CUT_AT = 1.5
 """Of the time that computing takes: which is faster is known by then."""
 
@@ -47,7 +56,9 @@ class Pass:
 class Case:
     """A prefix of so many tokens over one link. rate: bytes a second, 0 for no limit.
 
-    fetching: seconds, or None if it was cut. estimated_*, fetches: what the node would have thought and done before.
+    fetching: seconds, or None if it was cut. after, meanwhile: seconds from the request to the end of a pass over the
+    next chunk, which begins when all of the prefix is there, or while layers of it come; None if it was cut.
+    estimated_*, fetches: what the node would have thought and done before.
     """
 
     transport: str
@@ -55,6 +66,8 @@ class Case:
     tokens: int
     computing: float
     fetching: float | None
+    after: float | None
+    meanwhile: float | None
     estimated_computing: float
     estimated_fetching: float
 
@@ -87,12 +100,13 @@ class Node:
         self.model = model
         self.chunk_size = chunk_size
         self.pool = PagedKVPool(model.spec.kv_layout, -(-tokens // PAGE_SIZE), PAGE_SIZE, _CPU)
+        generator = torch.Generator().manual_seed(0)
+        self._ids = torch.randint(0, model.spec.vocab_size, (tokens,), generator=generator)
 
     def compute(self, tokens: int, said: Callable[[Pass], None]) -> list[Pass]:
         """Compute a random prompt, chunk by chunk."""
         prefill: ChunkedPrefill[PrefillJob] = ChunkedPrefill(self.model, self.pool, self.chunk_size)
-        ids = torch.randint(0, self.model.spec.vocab_size, (tokens,), generator=torch.Generator().manual_seed(0))
-        prefill.add(job := PrefillJob(ids))
+        prefill.add(job := PrefillJob(self._ids[:tokens]))
         passes = []
         while (step := prefill.plan()) is not None:
             [(_, chunk)] = step.chunks
@@ -103,6 +117,12 @@ class Node:
             said(passes[-1])
         prefill.release(job)
         return passes
+
+    def compute_behind(self, tokens: int, pages: Int64s, on_layer: Callable[[int], None]) -> None:
+        """One pass over the chunk behind so many tokens, whose KV is in these pages or comes there."""
+        stop = tokens + self.chunk_size
+        chunk = PrefillChunk(self._ids[tokens:stop], tokens, stop + 1, PagedSequence(self.pool, pages))
+        self.model.prefill([chunk], on_layer)
 
 
 class Links:
@@ -124,20 +144,57 @@ class Links:
         pool = self._node.pool
         pages = pool.allocate(tokens)
         assert pages is not None
+        started = time.perf_counter()
+        is_whole = self._read(tokens, rate, pages, PrefixArrival(pool.layout.layer_of_buffer), patience)
+        seconds = time.perf_counter() - started
+        pool.free(pages)
+        return seconds if is_whole else None
+
+    def prefill(self, tokens: int, rate: float, pass_seconds: float) -> float:
+        """Seconds from the request to the end of the pass behind the prefix.
+
+        pass_seconds: what it is expected to take; the pass begins as soon as layers come faster. 0 to have it begin
+        after the fetch.
+        """
+        pool = self._node.pool
+        pages = pool.allocate(tokens + self._node.chunk_size)
+        assert pages is not None
+        came = threading.Event()
+        arrival = PrefixArrival(pool.layout.layer_of_buffer, came.set)
+        started = time.perf_counter()
+
+        def fetch() -> None:
+            self._read(tokens, rate, pages, arrival, _PATIENCE_S)
+            arrival.end()
+            came.set()
+
+        thread = threading.Thread(target=fetch)
+        thread.start()
+        while thread.is_alive() and not arrival.keeps_ahead_of(pass_seconds):
+            came.wait(_LOOK_S)
+            came.clear()
+        awaited = AwaitedPrefixes({"prompt": arrival}, num_jobs=1, patience=_PATIENCE_S)
+        self._node.compute_behind(tokens, pages, awaited.wait)
+        seconds = time.perf_counter() - started
+        thread.join()
+        pool.free(pages)
+        return seconds
+
+    def _read(self, tokens: int, rate: float, pages: Int64s, arrival: PrefixArrival, patience: float) -> bool:
+        """Ask and read. Whether all of it came in time."""
+        pool = self._node.pool
         reader = Reader(throttled(self._transports.connect_to_read(self._destination), rate))
         started = time.perf_counter()
         slots, checksums = self._lender.lend(tokens)
-        fetch = Fetch(
-            AttemptId("lender", "r", 1), _DECODE, self._destination, 0, tokens, pages, slots, checksums, lambda: True
-        )
+        attempt = AttemptId("lender", "r", 1)
+        fetch = Fetch(attempt, _DECODE, self._destination, 0, tokens, pages, slots, checksums, lambda: True, arrival)
         running = RunningFetch(fetch, reader, HostSink([*pool.kv, *pool.index_keys]), PAGE_SIZE)
         report = running.run(may_post=lambda: time.perf_counter() - started < patience)
         seconds = time.perf_counter() - started
         reader.close()
-        pool.free(pages)
         if report.error is not None and seconds < patience:
             raise RuntimeError(f"a fetch of {tokens} tokens failed: {report.error}")
-        return None if report.error is not None else seconds
+        return report.error is None
 
     def close(self) -> None:
         self._lender.__exit__()
@@ -169,7 +226,12 @@ def run_link(
         assert estimated is not None
         expected = fetch.estimate(_DECODE.boot_id, transport, num_bytes)
         taken = links.fetch(tokens, rate, patience=_CUT_AT * computing)
-        case = Case(links.protocol, rate, tokens, computing, taken, estimated, expected)
+        after = meanwhile = None
+        if taken is not None:
+            pass_seconds = compute.of_pass(tokens, tokens + node.chunk_size)
+            assert pass_seconds is not None
+            after, meanwhile = (links.prefill(tokens, rate, seconds) for seconds in (0.0, pass_seconds))
+        case = Case(links.protocol, rate, tokens, computing, taken, after, meanwhile, estimated, expected)
         if case.fetches:
             # One that takes longer than computing is given up by then.
             fetch.observe(

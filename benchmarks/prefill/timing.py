@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
-from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.decode.timing import Part, part_of
+from benchmarks.kernel_times import kernel_times
 from benchmarks.prefill.workload import MARK
 
 PARTS: tuple[Part, ...] = tuple(part for part in Part if part is not Part.SWAP_IN)
@@ -67,9 +67,7 @@ def time_chunk(compute: Callable[[], None], passes: int) -> ChunkTiming:
     peak = torch.cuda.max_memory_allocated()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         pass_ms()
-    events = [event for event in profiler.events() or () if event.device_type == DeviceType.CUDA]
-    events.sort(key=lambda event: event.time_range.start)
-    return ChunkTiming(times, peak, by_part((event.name, event.time_range.elapsed_us() / 1e3) for event in events))
+    return ChunkTiming(times, peak, by_part(kernel_times(profiler)))
 
 
 def by_part(kernels: Iterable[tuple[str, float]]) -> tuple[KernelTime, ...]:

@@ -48,6 +48,7 @@ from control.messages.memory import (
     SharedMemory,
     Transport,
 )
+from control.messages.outputs import FinishReason, Output, OutputDetails, Outputs, Token, TokenLogprobs
 from control.messages.prefill import (
     Abort,
     Admitted,
@@ -68,15 +69,11 @@ from control.messages.requests import (
     Accepted,
     Cancel,
     Ended,
-    FinishReason,
     Generate,
-    Output,
-    Outputs,
     Penalty,
     Rejected,
     Resend,
     Sampling,
-    Token,
 )
 
 __all__ = [
@@ -119,6 +116,7 @@ __all__ = [
     "ModelIdentity",
     "NotHeld",
     "Output",
+    "OutputDetails",
     "Outputs",
     "Peer",
     "Penalty",
@@ -143,6 +141,7 @@ __all__ = [
     "Token",
     "TokenId",
     "TokenIds",
+    "TokenLogprobs",
     "Transport",
     "UInt",
     "WireModel",

@@ -1,4 +1,4 @@
-"""Between gateways and decode nodes: requests and their tokens."""
+"""Between gateways and decode nodes: requests."""
 
 from typing import Annotated, Literal
 
@@ -6,7 +6,7 @@ from pydantic import Field
 
 from control.grammar import Grammar
 from control.messages.common import CacheSalt, Identifier, Message, Peer, Ranks, TokenId, TokenIds, UInt, WireModel
-from control.prompt_logprobs import Alternatives, PromptLogprobs
+from control.prompt_logprobs import Alternatives
 
 MAX_BIASES = 1024
 """Token ids of one request whose logits are changed one by one."""
@@ -37,14 +37,6 @@ class Sampling(WireModel):
         tuple[Annotated[TokenIds, Field(min_length=1, max_length=MAX_BIASES)], ...], Field(max_length=MAX_BIASES)
     ] = ()
     min_tokens: UInt = 0
-
-
-class Token(WireModel):
-    """A sampled token. `logprob` is None where none was asked for."""
-
-    token_id: TokenId
-    logprob: float | None = None
-    top_logprobs: tuple[tuple[TokenId, float], ...] = ()
 
 
 class Generate(Message):
@@ -86,33 +78,6 @@ class Rejected(Message):
     code: Literal["queue_full", "too_long", "draining"]
     reason: str
     retry_after: Annotated[float, Field(ge=0)] = 0.0
-
-
-FinishReason = Literal["stop", "length", "abort", "error", "invalid"]
-"""Why a request ended. abort: another node may do it. error: it failed. invalid: no node can carry it out."""
-
-
-class Output(WireModel):
-    """New tokens of one request. start: index of the first one among the generated tokens, so that a loss shows.
-
-    cached_tokens: tokens of the prompt that were not computed for this request. In the output with its first token and
-    in its last one; 0 in others. prompt_logprobs: a piece of what was asked for. All pieces come before the first
-    token, in outputs of their own.
-    """
-
-    request_id: Identifier
-    start: UInt
-    tokens: tuple[Token, ...] = ()
-    finish_reason: FinishReason | None = None
-    error: str | None = None
-    cached_tokens: UInt = 0
-    prompt_logprobs: PromptLogprobs | None = None
-
-
-class Outputs(Message):
-    """Decode node to gateway: new tokens of its requests. One that ends a request is repeated until Ended."""
-
-    outputs: tuple[Output, ...]
 
 
 class Ended(Message):

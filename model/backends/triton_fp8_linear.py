@@ -46,9 +46,16 @@ def linear_quantised(
     x: torch.Tensor, x_scales: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor
 ) -> torch.Tensor:
     """`linear` of activations that are quantised already, as `triton_fp8.quantise` returns them."""
+    return reduced(linear_in_parts(x, x_scales, weight, scales))
+
+
+def linear_in_parts(
+    x: torch.Tensor, x_scales: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor
+) -> torch.Tensor:
+    """`linear_quantised`, or float32 [parts, M, N], which `reduced` makes of it."""
     if len(x) > FEW and _torch_computes(weight):
         return torch_product(x, x_scales, weight, scales)
-    return reduced(partial_product(x, x_scales, weight, scales))
+    return partial_product(x, x_scales, weight, scales)
 
 
 def mlp(

@@ -20,16 +20,23 @@ def rms_norm(
 ) -> tuple[torch.Tensor, Activations]:
     """`model.norm.RmsNorm.of_sum` of bfloat16 [N, dim] in contiguous rows.
 
-    What is quantised is the norm after rounding, as by `triton_fp8.quantise`. Raises ValueError for tensors that do
-    not fit together.
+    addend: of the same type and shape, or contiguous float32 [parts, N, dim], whose sum over the parts is rounded.
+    What is quantised is the norm after rounding, as by `triton_fp8.quantise`. Raises ValueError for tensors that do not
+    fit together.
     """
     (count, dim), summed = hidden.shape, hidden
-    parts = [hidden, weight] if addend is None else [hidden, weight, addend]
-    fits = weight.shape == (dim,) and (addend is None or addend.shape == hidden.shape)
-    if not fits or any(part.dtype != torch.bfloat16 or part.stride(-1) != 1 for part in parts):
+    parts, rows = 0, [hidden, weight]
+    fits = weight.shape == (dim,) and (addend is None or addend.shape[-2:] == hidden.shape)
+    if addend is not None and addend.dim() == 3:
+        parts = len(addend)
+        fits &= addend.dtype == torch.float32 and addend.is_contiguous()
+    elif addend is not None:
+        rows.append(addend)
+    if not fits or any(one.dtype != torch.bfloat16 or one.stride(-1) != 1 for one in rows):
+        found = [(list(one.shape), one.dtype, one.stride()) for one in (hidden, weight, addend) if one is not None]
         raise ValueError(
-            f"expected hidden and addend [N, {dim}] and a weight [{dim}], all bfloat16 in contiguous rows, found "
-            f"{[(list(part.shape), part.dtype, part.stride()) for part in parts]}"
+            f"expected hidden and addend [N, {dim}] and a weight [{dim}], all bfloat16 in contiguous rows, or an "
+            f"addend in contiguous parts of float32, found {found}"
         )
     if addend is not None:
         summed = torch.empty(count, dim, dtype=hidden.dtype, device=hidden.device)
@@ -47,11 +54,12 @@ def rms_norm(
                 values,
                 scales,
                 hidden.stride(0),
-                0 if addend is None else addend.stride(0),
+                0 if addend is None else addend.stride(-2),
                 count,
                 dim,
                 eps,
                 fp8 is not None and fp8.power_of_two,
+                parts,
                 block,
                 num_warps=max(1, min(16, block // 32 // _PER_THREAD)),
                 **chained(hidden.device),
@@ -74,10 +82,11 @@ def _rms_norm(
     dim: tl.tensor,
     eps: tl.tensor,
     power_of_two: tl.constexpr,
+    parts: tl.constexpr,
     block: tl.constexpr,
     chained: tl.constexpr,
 ) -> None:
-    """One row."""
+    """One row. parts: of the addend in float32; 0: it is bfloat16."""
     follow(chained)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, block)
@@ -85,7 +94,10 @@ def _rms_norm(
     factor = tl.load(weight + column, mask=real, other=0.0).to(tl.float32)
     number = tl.load(hidden + row * hidden_stride + column, mask=real, other=0.0).to(tl.float32)
     if addend is not None:
-        number += tl.load(addend + row * addend_stride + column, mask=real, other=0.0).to(tl.float32)
+        added = tl.load(addend + row * addend_stride + column, mask=real, other=0.0)
+        for part in tl.static_range(1, parts):
+            added += tl.load(addend + (part * count + row) * addend_stride + column, mask=real, other=0.0)
+        number += added.to(tl.bfloat16).to(tl.float32)
         rounded = number.to(tl.bfloat16)
         tl.store(summed + row * dim + column, rounded, mask=real)
         number = rounded.to(tl.float32)

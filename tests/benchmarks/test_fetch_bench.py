@@ -33,7 +33,7 @@ def test_a_throttled_link_takes_its_time_for_all_bytes_together() -> None:
 
 def test_the_choice_is_right_if_it_is_the_faster_way() -> None:
     def case(fetching: float | None, estimated_fetching: float) -> Case:
-        return Case("tcp", 0, 1000, 2.0, fetching, 2.0, estimated_fetching)
+        return Case("tcp", 0, 1000, 2.0, fetching, None, None, 2.0, estimated_fetching)
 
     assert case(1.0, 1.9).is_right
     assert case(None, 2.1).is_right

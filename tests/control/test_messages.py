@@ -20,12 +20,15 @@ from control.messages import (
     Destination,
     Generate,
     Message,
+    Output,
+    Outputs,
     Peer,
     PrefillDone,
     PrefillRequest,
     Sampling,
     Session,
     SharedMemory,
+    Token,
 )
 from tests.identity import IDENTITY
 
@@ -67,6 +70,7 @@ def sample_messages() -> list[Message]:
         ),
         Cancel(request_id="r"),
         ChunkTaken(attempt=ATTEMPT, number=2),
+        Outputs.of([Output("r", 3, (Token(7, -0.5, ((7, -0.5),)),)), Output("s", 0, finish_reason="abort")]),
     ]
 
 

@@ -17,7 +17,7 @@ def piece(start: int, rows: int, alternatives: int = 2) -> PromptLogprobs:
 
 
 def test_a_piece_is_the_same_after_its_way() -> None:
-    sent = Outputs(outputs=(Output(request_id="r", start=0, prompt_logprobs=piece(3, 5)),))
+    sent = Outputs.of([Output(request_id="r", start=0, prompt_logprobs=piece(3, 5))])
     assert decode(encode(sent, DECODE))[1] == sent
 
 
@@ -32,8 +32,7 @@ def test_pieces_make_a_table_and_a_table_makes_pieces() -> None:
     again = PromptLogprobTable(rows + 1, 2)
     pieces = list(table.pieces())
     assert all(
-        len(encode(Outputs(outputs=(Output(request_id="r", start=0, prompt_logprobs=p),)), DECODE)) < 2**19
-        for p in pieces
+        len(encode(Outputs.of([Output(request_id="r", start=0, prompt_logprobs=p)]), DECODE)) < 2**19 for p in pieces
     )
     for each in pieces:
         again.add(each)

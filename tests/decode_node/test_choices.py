@@ -2,9 +2,11 @@
 
 from functools import cache
 
+import numpy as np
 import pytest
 
-from control.messages import PrefillFailed, PrefillRequest, Sampling
+from control.messages import PrefillDone, PrefillFailed, PrefillRequest, Sampling
+from control.prompt_logprobs import PromptLogprobs
 from decode_node.request import RequestState
 from tests.decode_node.caching import Caching, prompt
 from tests.decode_node.fakes import GATEWAY
@@ -99,3 +101,28 @@ def test_what_lingers_is_shared_and_not_cached() -> None:
     assert h.cache.cached_slots == 0
     assert {h.state(name) for name in NAMES} == {RequestState.RUNNING}
     assert h.coordinator.host.used < 100 + len(NAMES) * 65
+
+
+def test_a_choice_that_needs_log_probabilities_is_prefilled_by_itself_and_gives_its_prompt_to_others() -> None:
+    h, tokens = Caching(slow={"a"}), prompt(100)
+    h.ask("a", prompt=tokens, tokens=40, group="g", sampling=sampling("a"), prompt_logprobs=0)
+    for name in "bc":
+        h.ask(name, prompt=tokens, tokens=40, group="g", sampling=sampling(name))
+    h.turn()
+    [first] = prefills(h)
+    assert (first.attempt.request_id, first.prompt_logprobs) == ("a", 0)
+    logprobs = PromptLogprobs.of(1, np.ones((99, 1), np.int32), np.zeros((99, 1), np.float32))
+    h.control.answered(next(key for key, (_, message) in h.control.repeated.items() if message is first))
+    h.write(first)
+    h.remote.take(PREFILL, PrefillDone(attempt=first.attempt, num_tokens=99, prompt_logprobs=(logprobs,)))
+    h.turn()
+    assert not prefills(h)
+    h.turn()
+    h.ask("d", prompt=tokens, tokens=40, group="g", sampling=sampling("d"), prompt_logprobs=0)
+    h.slow.add("d")
+    h.turn()
+    [late] = prefills(h)
+    assert (late.attempt.request_id, late.prompt_logprobs, late.start) == ("d", 0, 0)
+    h.scheduler.cancel("d", GATEWAY)
+    h.run()
+    assert {name: h.answers[name] for name in "abc"} == {name: alone(tokens)[name] for name in "abc"}

@@ -127,7 +127,7 @@ def test_the_end_of_a_request_is_said_until_its_gateway_has_heard_it() -> None:
     gateway, message = h.control.repeated[key]
     assert gateway == GATEWAY
     assert isinstance(message, Outputs)
-    [output] = message.outputs
+    [output] = message.rows()
     assert (output.start, output.finish_reason) == (2, "length")
     h.scheduler.outputs.ended("a", GATEWAY)
     assert not h.control.repeated

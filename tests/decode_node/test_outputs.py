@@ -47,7 +47,7 @@ class Harness:
         self.stream.flush()
         assert all(to == gateway for to, _ in self.control.sent)
         messages = self.control.take(Outputs)
-        return [output for message in messages if isinstance(message, Outputs) for output in message.outputs]
+        return [output for message in messages if isinstance(message, Outputs) for output in message.rows()]
 
     def tokens_kept(self) -> int:
         return sum(len(stream.tokens) for stream in self.stream._streams.values())

@@ -187,7 +187,7 @@ class FakeDecodeNode(FakeNode):
                 super().deliver(sender, message)
 
     def send(self, to: Peer, *outputs: Output) -> None:
-        self.control.send(to, Outputs(outputs=outputs))
+        self.control.send(to, Outputs.of(outputs))
 
     def _generate(self, sender: Peer, request: Generate) -> None:
         if self.reject is not None:
@@ -213,13 +213,13 @@ class FakeDecodeNode(FakeNode):
             output = Output(request_id=request.request_id, start=start, tokens=tokens, finish_reason=finish)
             if not start:
                 cached = self.cached_tokens[(len(self.generated) - 1) % len(self.cached_tokens)]
-                output = output.model_copy(update={"cached_tokens": cached})
+                output = output._replace(cached_tokens=cached)
             answer.append(output)
             if number not in self.lost:
                 self.send(sender, output)
             start += len(tokens)
         for output in self.extra_outputs:
-            self.send(sender, output.model_copy(update={"request_id": request.request_id}))
+            self.send(sender, output._replace(request_id=request.request_id))
 
     def _resend(self, sender: Peer, asked: Resend) -> None:
         outputs = self._answers[asked.request_id]

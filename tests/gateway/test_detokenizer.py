@@ -187,7 +187,7 @@ def test_stop_strings_cut_alike_however_the_text_arrives(text: str, stops: list[
     pieces = [text[a:b] for a, b in itertools.pairwise(borders)] if text else []
     out = "".join([matcher.push(piece) for piece in pieces])
     assert out + matcher.finish() == reference_cut(text, stops)
-    assert matcher.matched == (reference_cut(text, stops) != text or any(stop in text for stop in stops))
+    assert (matcher.stop is not None) == (reference_cut(text, stops) != text or any(stop in text for stop in stops))
 
 
 @pytest.mark.parametrize(("pieces", "shown"), [(["x", "E", "N", "D"], ["x", "", "", ""]), (["EN", "E"], ["", "EN"])])
@@ -201,7 +201,7 @@ def test_a_stop_string_may_be_a_part_of_the_text(cut: int) -> None:
     matcher = StopMatcher(["END"], includes_stop=True)
     text = "a ENDx"
     assert matcher.push(text[:cut]) + matcher.push(text[cut:]) == "a END"
-    assert matcher.matched
+    assert matcher.stop == "END"
 
 
 def test_a_stop_string_before_it_may_end_the_text_is_text() -> None:
@@ -209,4 +209,4 @@ def test_a_stop_string_before_it_may_end_the_text_is_text() -> None:
     assert matcher.push("a END b", ends=False) == "a END b"
     assert matcher.push(" E", ends=False) == " "
     assert matcher.push("ND c", ends=True) == ""
-    assert matcher.matched
+    assert matcher.stop == "END"

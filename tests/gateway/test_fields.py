@@ -140,7 +140,7 @@ def test_the_best_answers_are_the_likeliest_on_average(
     def scored(token_id: int, request: Any) -> Any:
         choice = int(request.request_id.rpartition("-")[2])
         made = token(65 + choice, request)
-        return made.model_copy(update={"logprob": [-3.0, -1.0, -2.0][choice]})
+        return made._replace(logprob=[-3.0, -1.0, -2.0][choice])
 
     monkeypatch.setattr(decode, "_token", scored)
     answer = client.completions.create(model=MODEL, prompt="x", best_of=3, n=2)

@@ -47,6 +47,21 @@ def test_of_a_chat_they_are_those_of_the_conversation(http: httpx.Client, decode
     assert "prompt_logprobs" not in answer["choices"][0]
 
 
+@pytest.mark.parametrize("fields", [{"prompt_logprobs": 1}, {"echo": True, "logprobs": 1}])
+def test_choices_of_one_prompt_share_those_that_are_computed_for_the_first(
+    http: httpx.Client, decode: FakeDecodeNode, fields: dict[str, Any]
+) -> None:
+    choices = complete(http, prompt=["abc", "xy"], n=3, **fields)
+    alone = [complete(http, prompt=prompt, **fields)[0] for prompt in ("abc", "xy")]
+    for choice in choices:
+        expected = alone[choice["index"] // 3]
+        assert choice.get("prompt_logprobs") == expected.get("prompt_logprobs")
+        assert choice["logprobs"] == expected["logprobs"]
+    asked = sorted((one.group, one.request_id, one.prompt_logprobs) for one in decode.generated[:6])
+    assert [count for _, _, count in asked] == [1, None, None] * 2
+    assert len({group for group, _, _ in asked}) == 2
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_echo_has_the_log_probabilities_of_the_prompt_in_front(
     client: openai.OpenAI, decode: FakeDecodeNode, stream: bool

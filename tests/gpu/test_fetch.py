@@ -6,6 +6,7 @@ import torch
 
 from control.messages import AttemptId, BufferInfo, Checksums, Destination
 from engine.paged_pool import PagedKVPool, buffer_info
+from prefill_node.arrival import PrefixArrival
 from prefill_node.fetch import Fetch, FetchReport, RunningFetch
 from prefill_node.landing import DeviceSink
 from prefill_node.ring import SendRings
@@ -44,7 +45,9 @@ class Fetching:
             self.there[2][self.slots[-1]] += 1
         destination = Destination(identity=IDENTITY, buffers=buffers, sessions=TCP)
         attempt = AttemptId("decode", "r", 1)
-        fetch = Fetch(attempt, ME, destination, start, TOKENS, self.pages, self.slots[start:], found, lambda: True)
+        self.arrival = PrefixArrival(LAYOUT.layer_of_buffer)
+        slots = self.slots[start:]
+        fetch = Fetch(attempt, ME, destination, start, TOKENS, self.pages, slots, found, lambda: True, self.arrival)
         return RunningFetch(fetch, Reader(self.channel), self.sink, PAGE_SIZE).run(lambda: True)
 
     def rows(self) -> np.ndarray:

@@ -75,10 +75,12 @@ def test_parts_that_do_not_fit_together_are_refused() -> None:
 def test_a_norm_adds_before_and_quantises_behind(count: int, dim: int, fp8: BlockFp8 | None) -> None:
     wide = (3 * randn(count, dim + 704, seed=6)).bfloat16()
     norm = RmsNorm((1 + 0.1 * randn(dim, seed=7)).bfloat16(), 1e-6)
-    for addend in (None, randn(count, dim, seed=8).bfloat16()):
+    parts = randn(3, count, dim, seed=8)
+    whole = (parts[0] + parts[1] + parts[2]).bfloat16()
+    for addend in (None, whole, parts):
         hidden = wide[:, :dim]
         summed, normed = norm.of_sum(hidden, addend, fp8)
-        assert torch.equal(summed, hidden if addend is None else hidden + addend)
+        assert torch.equal(summed, hidden if addend is None else hidden + whole)
         exact = F.rms_norm(summed.double(), (dim,), norm.weight.double(), norm.eps)
         torch.testing.assert_close(normed.dense.double(), exact, rtol=2**-8, atol=1e-6)
         if fp8 is None:

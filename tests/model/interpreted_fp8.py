@@ -9,7 +9,7 @@ from model import fp8
 from model.backends import triton_fp8_experts
 from model.backends.triton_fp8 import quantise, swiglu_quantise
 from model.backends.triton_fp8_experts import experts
-from model.backends.triton_fp8_linear import linear, linear_quantised, mlp
+from model.backends.triton_fp8_linear import linear, linear_quantised, mlp, reduced
 from model.backends.triton_fp8_sort import sort_pairs
 from model.backends.triton_fp8_tile import Tiling
 from model.backends.triton_norm import rms_norm
@@ -40,15 +40,17 @@ def test_a_linear_layer(m: int, n: int, k: int) -> None:
     assert torch.equal(product, linear_quantised(*quantise(x, True), values, scales))
 
 
-@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize("adds", [None, 0, 3])
 @pytest.mark.parametrize("fp8_of", [None, BlockFp8(False), BlockFp8(True)])
 @pytest.mark.parametrize(("count", "dim"), [(1, 128), (3, 272), (2, 1152)])
-def test_a_norm_adds_before_and_quantises_behind(count: int, dim: int, fp8_of: BlockFp8 | None, adds: bool) -> None:
+def test_a_norm_adds_before_and_quantises_behind(
+    count: int, dim: int, fp8_of: BlockFp8 | None, adds: int | None
+) -> None:
     wide = 3 * randn(count, dim + 16).bfloat16()
-    hidden, addend = wide[:, :dim], randn(count, dim).bfloat16() if adds else None
-    norm = RmsNorm(1 + randn(dim).bfloat16(), 1e-6)
+    hidden, norm = wide[:, :dim], RmsNorm(1 + randn(dim).bfloat16(), 1e-6)
+    addend = None if adds is None else randn(adds, count, dim) if adds else randn(count, dim).bfloat16()
     summed, normed = rms_norm(hidden, addend, norm.weight, norm.eps, fp8_of)
-    expected = hidden if addend is None else hidden + addend
+    expected = hidden if addend is None else hidden + (reduced(addend) if adds else addend)
     assert torch.equal(summed, expected)
     close(normed.dense, norm(expected), 0.01)
     if fp8_of is None:

@@ -93,7 +93,7 @@ class FakeControl:
         """What was streamed, also what is repeated until its gateway has heard that it ends a request."""
         repeated = [message for key, (_, message) in list(self.repeated.items())]
         messages = [*(message for _, message in list(self.sent)), *repeated]
-        return [output for message in messages if isinstance(message, Outputs) for output in message.outputs]
+        return [output for message in messages if isinstance(message, Outputs) for output in message.rows()]
 
     def take(self, kind: type[Message]) -> list[Message]:
         """Messages of a kind sent since the last call."""

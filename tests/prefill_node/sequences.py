@@ -92,7 +92,8 @@ class RunningModel:
                 held = chunk.cache.kv(layer)
                 state = 0
                 if chunk.start:
-                    state, rows = int(held[rows[0]][0]) - layer, rows[1:]
+                    # Of layer 0 in every layer: a layer's KV depends on that of earlier positions in layers before it.
+                    state, rows = int(chunk.cache.kv(0)[rows[0]][0]), rows[1:]
                 for row, token in zip(rows, chunk.token_ids.tolist(), strict=True):
                     state = (state * 31 + token + 1) % 200
                     held[row] = state + layer

@@ -1,0 +1,168 @@
+"""From decode nodes to gateways: new tokens.
+
+A step gives hundreds of requests a token each, and a gateway spends most of its time on such messages. So they are
+columns, checked as a whole: a model per request and token would take 20 times as long to read.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal, NamedTuple, Self
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import model_validator
+
+from control.messages.common import Identifier, Message, TokenId, UInt, WireModel
+from control.prompt_logprobs import PromptLogprobs
+
+FinishReason = Literal["stop", "length", "abort", "error", "invalid"]
+"""Why a request ended. abort: another node may do it. error: it failed. invalid: no node can carry it out."""
+
+_INT = np.dtype("<i4")
+
+
+class Token(NamedTuple):
+    """A sampled token. `logprob` is None where none was asked for. top_logprobs: pairs of a token id and its own."""
+
+    token_id: int
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+
+
+class Output(NamedTuple):
+    """New tokens of one request. start: index of the first one among the generated tokens, so that a loss shows.
+
+    cached_tokens: tokens of the prompt that were not computed for this request. In the output with its first token and
+    in its last one; 0 in others. prompt_logprobs: a piece of what was asked for. All pieces come before the first
+    token, in outputs of their own.
+    """
+
+    request_id: str
+    start: int
+    tokens: tuple[Token, ...] = ()
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    cached_tokens: int = 0
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+_NO_LOGPROBS = Token(0)[1:]
+_NO_DETAILS = Output("", 0)[3:]
+
+
+class TokenLogprobs(WireModel):
+    """The log probabilities of a token, as in Token."""
+
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[TokenId, float], ...] = ()
+
+
+class OutputDetails(WireModel):
+    """What an output has beside its tokens' ids: few have anything. Fields are as in Output.
+
+    row: which output of the message. logprobs: of each token, or empty if none were asked for.
+    """
+
+    row: UInt
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    cached_tokens: UInt = 0
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: PromptLogprobs | None = None
+
+    @classmethod
+    def of(cls, row: int, output: Output) -> Self | None:
+        """None if the output has nothing else."""
+        has_logprobs = any(token[1:] != _NO_LOGPROBS for token in output.tokens)
+        if not has_logprobs and output[3:] == _NO_DETAILS:
+            return None
+        logprobs = [TokenLogprobs(logprob=token.logprob, top_logprobs=token.top_logprobs) for token in output.tokens]
+        return cls(
+            row=row,
+            finish_reason=output.finish_reason,
+            error=output.error,
+            cached_tokens=output.cached_tokens,
+            logprobs=tuple(logprobs) if has_logprobs else (),
+            prompt_logprobs=output.prompt_logprobs,
+        )
+
+    def added_to(self, output: Output) -> Output:
+        """The whole output."""
+        tokens = output.tokens
+        if self.logprobs:
+            tokens = tuple(
+                Token(token.token_id, more.logprob, more.top_logprobs)
+                for token, more in zip(tokens, self.logprobs, strict=True)
+            )
+        return Output(
+            output.request_id,
+            output.start,
+            tokens,
+            self.finish_reason,
+            self.error,
+            self.cached_tokens,
+            self.prompt_logprobs,
+        )
+
+
+class Outputs(Message):
+    """Decode node to gateway: new tokens of its requests. One that ends a request is repeated until Ended.
+
+    starts, counts: for each request, the index of its first token and the number of its tokens. token_ids: those of all
+    requests, one request after the other. All three are int32, little-endian, and not negative. details: by row, in
+    order, each row at most once.
+    """
+
+    request_ids: tuple[Identifier, ...]
+    starts: bytes
+    counts: bytes
+    token_ids: bytes
+    details: tuple[OutputDetails, ...] = ()
+
+    @classmethod
+    def of(cls, outputs: Sequence[Output]) -> Self:
+        details = (OutputDetails.of(row, output) for row, output in enumerate(outputs))
+        return cls(
+            request_ids=tuple([output.request_id for output in outputs]),
+            starts=_column([output.start for output in outputs]),
+            counts=_column([len(output.tokens) for output in outputs]),
+            token_ids=_column([token.token_id for output in outputs for token in output.tokens]),
+            details=tuple(found for found in details if found is not None),
+        )
+
+    @model_validator(mode="after")
+    def _check_columns(self) -> Self:
+        starts, counts, token_ids = map(_ints, (self.starts, self.counts, self.token_ids))
+        if not len(self.request_ids) == len(starts) == len(counts):
+            raise ValueError("the columns differ in length")
+        if int(counts.sum()) != len(token_ids):
+            raise ValueError(f"{len(token_ids)} tokens, where the counts have {int(counts.sum())}")
+        if any(column.size and column.min() < 0 for column in (starts, counts, token_ids)):
+            raise ValueError("a negative number in a column")
+        before = -1
+        for details in self.details:
+            if not before < details.row < len(counts):
+                raise ValueError(f"details of row {details.row} behind row {before}, of {len(counts)} rows")
+            if details.logprobs and len(details.logprobs) != counts[details.row]:
+                raise ValueError(f"{len(details.logprobs)} log probabilities of {counts[details.row]} tokens")
+            before = details.row
+        return self
+
+    def rows(self) -> Iterator[Output]:
+        """The outputs, each as one object."""
+        starts, stops = _ints(self.starts).tolist(), _ints(self.counts).cumsum().tolist()
+        tokens = tuple(map(Token, _ints(self.token_ids).tolist()))
+        details = {each.row: each for each in self.details}
+        first = 0
+        for row, (request_id, start, stop) in enumerate(zip(self.request_ids, starts, stops, strict=True)):
+            output = Output(request_id, start, tokens[first:stop])
+            first = stop
+            yield details[row].added_to(output) if row in details else output
+
+
+def _column(values: Iterable[int]) -> bytes:
+    return np.array(values, _INT).tobytes()
+
+
+def _ints(column: bytes) -> npt.NDArray[np.int32]:
+    """Raises ValueError if the length is no multiple of 4."""
+    return np.frombuffer(column, _INT)

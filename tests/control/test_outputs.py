@@ -1,0 +1,99 @@
+"""Outputs travel as columns: what goes in comes out, and columns that contradict each other are refused as a whole."""
+
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from control.codec import MalformedMessage, decode, encode
+from control.messages import Output, Outputs, Peer, Token
+from control.prompt_logprobs import PromptLogprobs
+
+DECODE = Peer(role="decode", address="127.0.0.1:9", boot_id="decode")
+
+ids = st.integers(0, 2**31 - 1)
+floats = st.floats(allow_nan=False, allow_infinity=False)
+plain = st.lists(ids.map(Token), max_size=4)
+with_logprobs = st.lists(
+    st.builds(Token, ids, st.none() | floats, st.lists(st.tuples(ids, floats), max_size=3).map(tuple)), max_size=4
+)
+rows = st.builds(
+    Output,
+    request_id=st.sampled_from(["a", "b", "c" * 128]),
+    start=ids,
+    tokens=(plain | with_logprobs).map(tuple),
+    finish_reason=st.none() | st.sampled_from(["stop", "error"]),
+    error=st.none() | st.text(max_size=5),
+    cached_tokens=st.integers(0, 3),
+    prompt_logprobs=st.none() | st.just(PromptLogprobs(start=1, alternatives=0, ints=b"1234", floats=b"1234")),
+)
+
+
+def as_sent(outputs: list[Output]) -> dict[str, Any]:
+    """The whole frame."""
+    frame: dict[str, Any] = msgpack.unpackb(encode(Outputs.of(outputs), DECODE))
+    return frame
+
+
+@given(st.lists(rows, max_size=6))
+def test_outputs_survive_the_wire(outputs: list[Output]) -> None:
+    _, message = decode(encode(Outputs.of(outputs), DECODE))
+    assert isinstance(message, Outputs)
+    assert list(message.rows()) == outputs
+
+
+def test_the_bytes_are_those_of_the_protocol_page() -> None:
+    a = Output(request_id="a", start=3, tokens=(Token(17),))
+    b = Output(request_id="b", start=0, tokens=(Token(5), Token(6)), cached_tokens=64)
+    assert as_sent([a, b])["body"] == {
+        "request_ids": ["a", "b"],
+        "starts": bytes.fromhex("03000000 00000000"),
+        "counts": bytes.fromhex("01000000 02000000"),
+        "token_ids": bytes.fromhex("11000000 05000000 06000000"),
+        "details": [{"row": 1, "cached_tokens": 64}],
+    }
+
+
+NEGATIVE = bytes.fromhex("ffffffff")
+MINIMUM = bytes.fromhex("00000080")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"request_ids": ["a"]}, "differ in length"),
+        ({"request_ids": ["a", ""]}, "at least 1 character"),
+        ({"request_ids": ["a", 1]}, "valid string"),
+        ({"starts": bytes(4)}, "differ in length"),
+        ({"starts": bytes(7)}, "multiple"),
+        ({"starts": [3, 0]}, "valid bytes"),
+        ({"starts": bytes(4) + NEGATIVE}, "negative"),
+        ({"counts": bytes(8)}, "3 tokens, where the counts have 0"),
+        ({"counts": bytes.fromhex("04000000") + NEGATIVE}, "negative"),
+        ({"counts": bytes.fromhex("ffffff7fffffff7f")}, "3 tokens, where the counts have 4294967294"),
+        ({"token_ids": bytes(16)}, "4 tokens, where the counts have 3"),
+        ({"token_ids": bytes(8) + MINIMUM}, "negative"),
+        ({"details": [{"row": 2}]}, "row 2 behind row -1, of 2 rows"),
+        ({"details": [{"row": 1}, {"row": 1}]}, "row 1 behind row 1"),
+        ({"details": [{"row": 1}, {"row": 0}]}, "row 0 behind row 1"),
+        ({"details": [{"row": -1}]}, "greater than or equal to 0"),
+        ({"details": [{"row": 1, "logprobs": [{"logprob": -1.0}]}]}, "1 log probabilities of 2 tokens"),
+        ({"details": [{"row": 0, "logprobs": [{"logprob": float("nan")}]}]}, "finite"),
+        ({"details": [{"row": 0, "finish_reason": "bored"}]}, "finish_reason"),
+    ],
+)
+def test_columns_that_contradict_each_other_are_refused(changes: dict[str, Any], reason: str) -> None:
+    frame = as_sent([Output("a", 3, (Token(17),)), Output("b", 0, (Token(5), Token(6)))])
+    frame["body"] |= changes
+    with pytest.raises(MalformedMessage, match=reason):
+        decode(msgpack.packb(frame))
+
+
+@pytest.mark.parametrize("missing", ["request_ids", "starts", "counts", "token_ids"])
+def test_no_column_may_be_missing(missing: str) -> None:
+    frame = as_sent([])
+    del frame["body"][missing]
+    with pytest.raises(MalformedMessage, match=missing):
+        decode(msgpack.packb(frame))

@@ -1,0 +1,93 @@
+"""A pass on the device that begins while layers of its prefix are read computes what it computes behind all of them."""
+
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from control.messages import AttemptId, Checksums, Destination
+from engine.paged_pool import PagedKVPool, PagedSequence, buffer_info
+from model.loader import load_model
+from model.passes import PrefillChunk
+from model.tiny import write_tiny_checkpoint
+from prefill_node.arrival import AwaitedPrefixes, PrefixArrival
+from prefill_node.fetch import Fetch, FetchReport, RunningFetch
+from prefill_node.landing import DeviceSink, KVSink
+from prefill_node.ring import SendRings
+from tests.identity import IDENTITY
+from tests.prefill_node.endpoint_harness import TCP
+from tests.prefill_node.fakes import ME
+from tests.prefill_node.sending import LateChannel, LateCopy
+from transfer.checksum import digests
+from transfer.planner import Descriptors
+from transfer.reader import Reader
+from transfer.writer import Outcome
+
+CUDA = torch.device("cuda")
+PAGE_SIZE = 16
+PREFIX, TOKENS = 1024, 1280
+PROMPT = torch.randint(0, 256, (TOKENS,), generator=torch.Generator().manual_seed(5))
+PAGES = np.random.default_rng(0).permutation(TOKENS // PAGE_SIZE)
+
+
+class SlowChannel(LateChannel):
+    """So slow that the pass waits for most layers."""
+
+    def submit(self, batch: Descriptors) -> LateCopy:
+        super().submit(batch)
+        return SlowCopy(self, batch)
+
+
+class SlowCopy(LateCopy):
+    def wait(self) -> Outcome:
+        time.sleep(0.005)
+        return super().wait()
+
+
+def new_sink(pool: PagedKVPool) -> KVSink:
+    return DeviceSink([*pool.kv, *pool.index_keys], SendRings(pin=True, register=lambda _: None))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kv_is_what_it_is_behind_a_whole_prefix(tmp_path: Path, dtype: torch.dtype) -> None:
+    write_tiny_checkpoint(tmp_path, "deepseek_v32", seed=1, layers=8)
+    model = load_model(tmp_path, dtype, CUDA)
+    layout = model.spec.kv_layout
+    expected, found = (PagedKVPool(layout, len(PAGES), PAGE_SIZE, CUDA) for _ in range(2))
+    behind = PrefillChunk(PROMPT[PREFIX:], PREFIX, TOKENS + 1, PagedSequence(expected, PAGES))
+    model.prefill([PrefillChunk(PROMPT[:PREFIX], 0, TOKENS + 1, PagedSequence(expected, PAGES))])
+    model.prefill([behind])
+    rows = PagedSequence(expected, PAGES).rows(0, PREFIX)
+    there = [layer[rows].cpu() for layer in (*expected.kv, *expected.index_keys)]
+    buffers, slots = buffer_info(there), np.arange(PREFIX)
+    arrival = PrefixArrival(layout.layer_of_buffer)
+    fetch = Fetch(
+        AttemptId("decode", "r", 1),
+        ME,
+        Destination(identity=IDENTITY, buffers=buffers, sessions=TCP),
+        0,
+        PREFIX,
+        PAGES,
+        slots,
+        Checksums.of(list(digests(buffers, slots, 0))),
+        lambda: True,
+        arrival,
+    )
+    reports: list[FetchReport] = []
+
+    def read() -> None:
+        reports.append(RunningFetch(fetch, Reader(SlowChannel("tcp")), new_sink(found), PAGE_SIZE).run(lambda: True))
+        arrival.end()
+
+    reading = threading.Thread(target=read)
+    reading.start()
+    awaited = AwaitedPrefixes({"r": arrival}, num_jobs=1, patience=60.0)
+    behind = PrefillChunk(PROMPT[PREFIX:], PREFIX, TOKENS + 1, PagedSequence(found, PAGES))
+    model.prefill([behind], awaited.wait)
+    reading.join()
+    assert (reports[0].error, awaited.void) == (None, set())
+    for mine, theirs in ((found.kv, expected.kv), (found.index_keys, expected.index_keys)):
+        torch.testing.assert_close(mine.view(dtype).float(), theirs.view(dtype).float(), rtol=1e-4, atol=1e-4)

@@ -1,0 +1,275 @@
+"""A forward pass begins while layers of its prefix are still being fetched, and counts only if all of them come."""
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from control.messages import AttemptId, FetchDone, PrefillFailed, Quiesced
+from prefill_node import prefix_fetches
+from prefill_node.arrival import AwaitedPrefixes, NothingLeft, PrefixArrival
+from prefill_node.costs import ComputeCost
+from tests.prefill_node.sending import LateChannel, LateCopy
+from tests.prefill_node.sequences import TOKEN_BYTES
+from tests.prefill_node.test_fetch import FIRST, PREFIX, SENT_TO, Fetching
+from transfer.planner import Descriptors
+from transfer.writer import Outcome
+
+LAYER_0, LAYER_1 = 2, 3
+"""Batches that are the items and index keys of layer 0, and with the items of layer 1."""
+
+
+class GatedReads(LateChannel):
+    """The batches of layer 1 land when the gate is opened."""
+
+    def __init__(self) -> None:
+        super().__init__("tcp")
+        self.gate = threading.Event()
+        self.passing = LAYER_0
+
+    def submit(self, batch: Descriptors) -> "GatedCopy":
+        super().submit(batch)
+        return GatedCopy(self, batch)
+
+
+class GatedCopy(LateCopy):
+    channel: GatedReads
+
+    def wait(self) -> Outcome:
+        if not self.channel.passing:
+            self.channel.gate.wait(10)
+        else:
+            self.channel.passing -= 1
+        return super().wait()
+
+
+class Arriving(Fetching):
+    """Its passes are thought to take long, so that a job joins one as soon as layer 0 of its prefix is there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads: GatedReads = GatedReads()
+        self.think_passes_take(100.0)
+
+    def think_passes_take(self, seconds: float) -> None:
+        self.engine._fetches.compute_cost = ComputeCost(chunk_size=32)
+        self.engine._fetches.compute_cost.observe([(0, 32)], seconds)
+
+    def ask_and_grant(self, spoilt_layer: int | None = None) -> AttemptId:
+        attempt, asked = self.ask_fetching()
+        grant = self.grant(asked)
+        if spoilt_layer is not None:
+            self.slots.layers[spoilt_layer][grant.extents[-1][0]] += 1
+        self.engine.fetch_answered(grant)
+        return attempt
+
+    def until_in_a_pass(self) -> None:
+        self.turn_until(lambda: bool(self.model.computed))
+
+    def compute_another(self) -> None:
+        """A prompt of 40 tokens that shares nothing."""
+        other = self.ask([9] * 40, 0, ((800, 40),))
+        self.done(other)
+        assert self.engine.release(other)
+
+    def check_sent_once(self, attempt: AttemptId) -> None:
+        done = self.done(attempt)
+        self.check_sent()
+        assert done.transferred_bytes == (200 - PREFIX) * TOKEN_BYTES
+        assert self.engine.release(attempt)
+        self.cache.check_idle()
+        self.cache.check_integrity()
+        again = self.ask(FIRST[:200], PREFIX, SENT_TO)
+        assert self.done(again).cached_tokens == 192
+        self.check_sent()
+
+
+@pytest.fixture
+def node() -> Iterator[Arriving]:
+    node = Arriving()
+    yield node
+    node.reads.gate.set()
+    node.close()
+
+
+def test_a_pass_begins_when_the_first_layer_is_there_and_nothing_is_sent_before_the_last(node: Arriving) -> None:
+    attempt = node.ask_and_grant()
+    node.until_in_a_pass()
+    assert node.model.computed == [[(128, 160)]]
+    assert node.metric("requests", state="fetching") == 1
+    assert node.channel.posted == []
+    assert node.cache.find(node.engine._jobs[attempt].token_ids.numpy()) == 0, "not all of it is verified"
+    node.reads.gate.set()
+    node.until(FetchDone, attempt)
+    node.finish(attempt, computed=72)
+    assert node.metric("prefix_fetched_tokens_total") == PREFIX
+    assert node.metric("prompt_tokens_total") == 72
+
+
+@pytest.mark.parametrize(("spoilt_layer", "failure"), [(1, "checksum"), (None, "read")])
+def test_a_layer_that_does_not_come_makes_the_pass_void_and_the_prompt_is_computed_once(
+    node: Arriving, spoilt_layer: int | None, failure: str
+) -> None:
+    if failure == "read":
+        node.reads.outcomes = [*[Outcome.LANDED] * LAYER_0, Outcome.FAILED]
+    attempt = node.ask_and_grant(spoilt_layer)
+    node.until_in_a_pass()
+    node.reads.gate.set()
+    node.until(FetchDone, attempt)
+    node.lend()
+    node.compute_another()
+    node.check_sent_once(attempt)
+    assert node.failures(failure) == 1
+    assert node.model.computed[0] == [(128, 160)]
+    assert node.metric("prompt_tokens_total") == 200 + 40 + (200 - 192), "the void pass does not count"
+    assert node.metric("prefix_fetched_tokens_total") == 0
+
+
+def test_a_prefix_that_stalls_costs_others_a_moment_and_is_used_when_it_comes(
+    node: Arriving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefix_fetches, "pass_patience", lambda _: 0.05)
+    attempt = node.ask_and_grant()
+    node.until_in_a_pass()
+    node.compute_another()
+    assert node.metric("requests", state="fetching") == 1, "it goes on"
+    node.reads.gate.set()
+    node.until(FetchDone, attempt)
+    node.check_sent_once(attempt)
+    assert node.metric("prompt_tokens_total") == 72 + 40 + (200 - 192)
+    assert node.metric("prefix_fetched_tokens_total") == PREFIX
+
+
+def test_a_prompt_that_shares_a_void_pass_is_computed_there(node: Arriving, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_fetches, "pass_patience", lambda _: 0.05)
+    node.prefill.chunk_size = 100
+    _, asked = node.ask_fetching(length=150)
+    node.model.before_pass = lambda: node.hold.wait(10)
+    held_up = node.ask([8] * 20, 0, ((900, 20),))
+    node.turn_until(lambda: node.engine.progress(()).current_pass is not None)
+    node.engine.fetch_answered(node.grant(asked))
+    other = node.ask([9] * 40, 0, ((800, 40),))
+    node.turn_until(lambda: node.engine._fetches._running[asked.attempt].arrival.keeps_ahead_of(100.0))
+    node.hold.set()
+    node.done(held_up)
+    node.done(other)
+    assert node.model.computed == [[(0, 20)], [(128, 150), (0, 40)]]
+    node.reads.gate.set()
+    node.done(asked.attempt)
+    node.check_sent(150)
+    assert node.model.computed[2:] == [[(128, 150)]]
+
+
+def test_a_slow_link_keeps_its_prompt_out_of_passes(node: Arriving) -> None:
+    node.think_passes_take(1e-9)
+    attempt = node.ask_and_grant()
+    node.turn_until(lambda: node.engine._fetches._running[attempt].arrival.keeps_ahead_of(1e9))
+    node.compute_another()
+    assert node.model.tokens == 40
+    node.reads.gate.set()
+    node.until(FetchDone, attempt)
+    node.check_sent_once(attempt)
+    assert node.model.computed[2] == [(128, 160)]
+
+
+def give_up(node: Arriving, attempt: AttemptId) -> None:
+    node.engine.stop(attempt)
+
+
+def fail(node: Arriving, attempt: AttemptId) -> None:
+    node.engine.stop(attempt, "the decode node is gone")
+
+
+@pytest.mark.parametrize("stop", [give_up, fail])
+def test_an_attempt_that_is_stopped_frees_the_pass_at_once_and_its_pages_when_nothing_is_read(
+    node: Arriving, stop: Callable[[Arriving, AttemptId], None]
+) -> None:
+    attempt = node.ask_and_grant()
+    node.until_in_a_pass()
+    stop(node, attempt)
+    node.compute_another()
+    assert node.metric("prefill_pages", state="used") > 0
+    assert not [u for u in node.updates if isinstance(u, Quiesced)], "it is being read"
+    node.reads.gate.set()
+    node.turn_until(lambda: attempt not in node.engine.attempts)
+    said = node.until(Quiesced if stop is give_up else PrefillFailed, attempt)
+    assert not getattr(said, "in_flight", False)
+    assert not [u for u in node.updates if isinstance(u, FetchDone)]
+    assert node.metric("prompt_tokens_total") == 40
+
+
+def test_a_node_that_closes_waits_for_no_prefix() -> None:
+    node = Arriving()
+    node.ask_and_grant()
+    node.until_in_a_pass()
+    node.close()
+    node.reads.gate.set()
+
+
+# --- what a pass waits for ---
+
+
+def arrival() -> PrefixArrival:
+    return PrefixArrival((0, 1, 2, 3, 0, 2))
+
+
+def test_the_buffers_of_a_layer_are_read_together() -> None:
+    assert arrival().buffers_in_order == [0, 4, 1, 2, 5, 3]
+    assert arrival().num_layers == 4
+
+
+def test_the_last_layer_counts_when_the_fetch_has_ended() -> None:
+    coming = arrival()
+    coming.begin()
+    coming.layers_came(4)
+    assert [coming.wait(layer, 0) for layer in (0, 1, 2)] == [True] * 3
+    assert coming.end()
+    coming.give_up()
+    assert coming.wait(3, 0)
+
+
+def test_what_was_given_up_stays_given_up() -> None:
+    for late in (False, True):
+        coming = arrival()
+        coming.begin()
+        coming.layers_came(2)
+        if late:
+            assert not coming.wait(2, 0)
+        else:
+            coming.give_up()
+        coming.layers_came(4)
+        assert not coming.end()
+        assert not coming.wait(0, 1000)
+        assert not coming.keeps_ahead_of(1000)
+
+
+def test_a_prefix_keeps_ahead_if_the_rest_of_it_is_expected_before_its_last_layer_is_computed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("prefill_node.arrival.time.monotonic", lambda: now[0])
+    coming = arrival()
+    coming.begin()
+    assert not coming.keeps_ahead_of(1000.0)
+    now[0] = 2.0
+    coming.layers_came(1)
+    # Three more take 6 s; the last one is needed after three quarters of the pass.
+    assert coming.keeps_ahead_of(8.0)
+    assert not coming.keeps_ahead_of(7.9)
+    now[0] = 12.0
+    assert not coming.keeps_ahead_of(8.0), "the second one is late"
+
+
+def test_a_pass_waits_no_longer_for_all_its_prefixes_than_it_may() -> None:
+    first, second = arrival(), arrival()
+    awaited = AwaitedPrefixes({"a": first, "b": second}, num_jobs=3, patience=0.0)
+    first.begin()
+    first.layers_came(2)
+    awaited.wait(0)
+    assert awaited.void == {"b"}
+    awaited.wait(1)
+    awaited.wait(2)
+    assert awaited.void == {"a", "b"}
+    alone = AwaitedPrefixes({"a": first}, num_jobs=1, patience=0.0)
+    with pytest.raises(NothingLeft):
+        alone.wait(0)
