@@ -35,7 +35,7 @@ _ROPE = gl.constexpr(ROPE_DIM)
 _ITEM_WORDS = gl.constexpr(164)
 _GROUPS = gl.constexpr(4)
 """Of latent elements that share a scale."""
-_SCALING_REGISTERS = gl.constexpr(96)
+_SCALING_REGISTERS = gl.constexpr(120)
 _FLOOR = gl.constexpr(-1e30)
 """Below every score and yet finite: an absent row's score is -inf, and -inf less this is still -inf rather than NaN."""
 
@@ -69,6 +69,20 @@ def _load_items(
     begin: gl.constexpr = _LATENT // 4 + _GROUPS
     ropes = gl.load(items + (row * _ITEM_WORDS)[:, None] + begin + word[None, :], mask=(row >= 0)[:, None], other=0)
     return latents, scales.to(gl.float32, bitcast=True), ropes
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _prefetch(items: gl.tensor, row: gl.tensor, layout: gl.constexpr) -> None:
+    """Have the cache lines of the items brought to the L2 cache."""
+    word = gl.minimum(32 * gl.arange(0, 8, layout=gl.SliceLayout(0, layout)), _ITEM_WORDS - 1)
+    gl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1];\nmov.b32 $0, 0;",
+        "=r,l",
+        [items + (gl.maximum(row, 0) * _ITEM_WORDS)[:, None] + word[None, :]],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
@@ -120,12 +134,16 @@ def _scale_tiles(
     rope_layout: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [_SCALING_WARPS, 1], [1, 0])
     row_layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, tile_layout))
     shared_words: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
+    line_layout: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [_SCALING_WARPS, 1], [1, 0])
     row = _load_rows(rows, begin, end, _HALF, row_layout)
+    ahead = _load_rows(rows, begin + _ROWS, end, _ROWS, gl.SliceLayout(1, line_layout))
     latents, scales, ropes = _load_items(items, row, tile_layout, rope_layout)
     row = _load_rows(rows, begin + _HALF, end, _HALF, row_layout)
     for first in range(begin, end, _ROWS):
         turn = (first - begin) // _ROWS
         place = turn % 2
+        _prefetch(items, ahead, line_layout)
+        ahead = _load_rows(rows, first + 2 * _ROWS, end, _ROWS, gl.SliceLayout(1, line_layout))
         # The first two tiles find their place free: the phase before the first counts as over.
         mbarrier.wait(free.index(place), (turn // 2 + 1) % 2)
         latent_words = latent_tiles.index(place)._reinterpret(gl.int32, [_ROWS, _LATENT // 2], shared_words)
@@ -178,19 +196,16 @@ def _attend_tiles(
 
     highest = gl.full([_HEADS], _FLOOR, gl.float32, layout=gl.SliceLayout(1, score_layout))
     total = gl.full([_HEADS], 0.0, gl.float32, layout=gl.SliceLayout(1, score_layout))
-    adding = warpgroup_mma_init(gl.full([_HEADS, _LATENT], 0.0, gl.float32, layout=sum_layout))
+    attended = gl.full([_HEADS, _LATENT], 0.0, gl.float32, layout=sum_layout)
     for first in range(begin, end, _ROWS):
         turn = (first - begin) // _ROWS
         place = turn % 2
         present = _load_rows(rows, first, end, _ROWS, gl.SliceLayout(0, score_layout)) >= 0
         item_latents, item_ropes = latent_tiles.index(place), rope_tiles.index(place)
         mbarrier.wait(ready.index(place), turn // 2 % 2)
-        # The weights of the tile before are still being multiplied.
         scores = gl.full([_HEADS, _ROWS], 0.0, gl.float32, layout=score_layout)
         multiplying = warpgroup_mma(query_latents, item_latents.permute((1, 0)), scores, is_async=True, use_acc=False)
         multiplying = warpgroup_mma(query_ropes, item_ropes.permute((1, 0)), multiplying, is_async=True)
-        attended = warpgroup_mma_wait(num_outstanding=2, deps=[adding])
-        mbarrier.arrive(free.index(1 - place), pred=turn > 0)
         scores = warpgroup_mma_wait(num_outstanding=0, deps=[multiplying])
 
         scores = gl.where(present[None, :], scores * scale, float("-inf"))
@@ -203,7 +218,8 @@ def _attend_tiles(
         fence_async_shared()
         attended = attended * gl.convert_layout(decay, gl.SliceLayout(1, sum_layout))[:, None]
         adding = warpgroup_mma(shared_weights, item_latents, attended, is_async=True)
-    attended = warpgroup_mma_wait(num_outstanding=0, deps=[adding])
+        attended = warpgroup_mma_wait(num_outstanding=0, deps=[adding])
+        mbarrier.arrive(free.index(place))
 
     # The highest score weighs 1: only a split without rows has less, and then there is nothing to divide.
     divisor = gl.convert_layout(gl.maximum(total, 1.0), gl.SliceLayout(1, sum_layout))
