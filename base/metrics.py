@@ -11,8 +11,6 @@ from prometheus_client import (
     generate_latest,
 )
 
-from base.histogram import FastHistogram
-
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 _LATENCY = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
@@ -94,9 +92,7 @@ class Metrics:
         self.transfer_failures = counter("transfer_failures_total", "Failed transfers, by reason.", "reason")
         self.prefill_retries = counter("prefill_retries_total", "Prefills started again on a new epoch.")
         self.ttft = histogram("ttft_seconds", "Time from arrival of a request to its first token.", _LATENCY)
-        self.inter_token = FastHistogram(
-            prefix + "inter_token_seconds", "Time between tokens of one request.", _LATENCY, registry
-        )
+        self.inter_token = histogram("inter_token_seconds", "Time between tokens of one request.", _LATENCY)
         self.decode_batch_size = histogram("decode_batch_size", "Requests in a decode step.", _SIZES)
         self.control_malformed = gauge("control_malformed", "Control frames dropped as malformed since the start.")
         self.control_dropped = gauge(

@@ -122,6 +122,10 @@ def tiny_model(
     index_topk: Annotated[int, typer.Option(help="Positions that a layer attends to.")] = 64,
     index_n_heads: Annotated[int, typer.Option(help="Heads of the indexer, at least 16.")] = 32,
     max_position_embeddings: Annotated[int, typer.Option(help="Context length.")] = 8192,
+    vocab_size: Annotated[
+        int | None,
+        typer.Option(help="Tokens; default: bytes. More are learned from Python sources of this machine."),
+    ] = None,
     quantization: Annotated[
         Literal["fp8"] | None, typer.Option(help="Store weights in block-fp8, as published checkpoints do.")
     ] = None,
@@ -142,11 +146,14 @@ def tiny_model(
     from model.quantization import BlockFp8
     from model.shapes import published_config
     from model.tiny import write_tiny_checkpoint, write_without_weights
+    from model.tiny_tokenizer import BYTE_VOCAB_SIZE
 
     if (shape is None) == config_only:
         raise StartupError(
             "tiny-model: --shape and --config-only go together: nobody wants random weights of that size"
         )
+    if shape is not None and vocab_size is not None:
+        raise StartupError("tiny-model: --vocab-size: a published shape has its own vocabulary")
     try:
         if shape is not None:
             write_without_weights(directory, published_config(shape, layers, routed_experts))
@@ -160,6 +167,7 @@ def tiny_model(
                 index_topk=index_topk,
                 index_n_heads=index_n_heads,
                 max_position_embeddings=max_position_embeddings,
+                vocab_size=BYTE_VOCAB_SIZE if vocab_size is None else vocab_size,
                 fp8=BlockFp8(power_of_two=scale_format == "ue8m0") if quantization else None,
             )
     except ValueError as error:

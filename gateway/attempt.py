@@ -52,7 +52,7 @@ class TokenizedRequest:
         return ApiError(500, f"{what} (request {self.request_id}); try again")
 
 
-@dataclass
+@dataclass(slots=True)
 class Shortcut:
     """A way for deltas past the tasks and generators between a decode node's message and a connection.
 

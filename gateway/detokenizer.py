@@ -118,7 +118,7 @@ class StopMatcher:
 
     def __init__(self, stops: Sequence[str], includes_stop: bool = False) -> None:
         """includes_stop: the stop string is part of the text."""
-        self._stops = sorted(stops, key=len, reverse=True)
+        self._stops = tuple(sorted(stops, key=len, reverse=True))
         self._includes_stop = includes_stop
         self._held = ""
         self.stop: str | None = None

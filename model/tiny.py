@@ -10,24 +10,14 @@ from typing import Any, Literal
 
 import torch
 from safetensors.torch import save_file
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, PreTrainedTokenizerFast
-from transformers.convert_slow_tokenizer import bytes_to_unicode
+from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from model.quantization import BlockFp8
 from model.tiny_fp8 import quantization_config, write_fp8
+from model.tiny_tokenizer import BEGIN_ID, BYTE_VOCAB_SIZE, END_ID, tiny_tokenizer, with_template
 
 Family = Literal["deepseek_v32", "glm_moe_dsa"]
-
-SPECIAL_TOKENS = ("<|begin|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
-BEGIN_ID, END_ID = 256, 257
-VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
-
-CHAT_TEMPLATE = (
-    "<|begin|>{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
 
 # Factors of 1/sqrt(fan_in), by the weight's name; 1 for others. They meet two demands. Outputs must depend on what is
 # selected, or greedy decoding falls into short cycles and tests see no wrong selection. So attention is sharp, and the
@@ -49,6 +39,7 @@ def write_tiny_checkpoint(
     index_topk: int = 64,
     index_n_heads: int = 32,
     max_position_embeddings: int = 8192,
+    vocab_size: int = BYTE_VOCAB_SIZE,
     fp8: BlockFp8 | None = None,
 ) -> None:
     """Write a complete random checkpoint of about a million parameters into a directory.
@@ -59,7 +50,8 @@ def write_tiny_checkpoint(
     The first layer is dense, the others are mixtures of experts. GLM's layers share selections: from the third on,
     every other layer reuses the selection of the layer before it. Raises ValueError for a shape that cannot work.
 
-    fp8: as the published checkpoints in block-fp8 are, with shards, an index, a projection that is left out and a
+    vocab_size: rows of the embedding and the head; the tokenizer may have fewer tokens (`tiny_tokenizer`). fp8: as the
+    published checkpoints in block-fp8 are, with shards, an index, a projection that is left out and a
     multi-token prediction layer; latents are wider than a block, and no multiple of it.
     """
     if layers < 1 or index_topk < 1 or max_position_embeddings < 1:
@@ -67,6 +59,8 @@ def write_tiny_checkpoint(
             "layers, index_topk and max_position_embeddings must be at least 1, "
             f"not {layers}, {index_topk} and {max_position_embeddings}"
         )
+    if vocab_size < BYTE_VOCAB_SIZE:
+        raise ValueError(f"vocab_size must be at least {BYTE_VOCAB_SIZE}, for all bytes, not {vocab_size}")
     if hidden_size < 16:
         raise ValueError(f"hidden_size must be at least 16, not {hidden_size}")
     # With fewer it is likely that every head's ReLU is zero for some positions, whose scores then tie.
@@ -77,6 +71,7 @@ def write_tiny_checkpoint(
         )
     described = tiny_config(
         family,
+        vocab_size=vocab_size,
         layers=layers,
         hidden_size=hidden_size,
         index_topk=index_topk,
@@ -86,19 +81,19 @@ def write_tiny_checkpoint(
     )
     config = AutoConfig.for_model(**described)
     if fp8 is None:
-        write_without_weights(path, config.to_dict())
+        write_without_weights(path, config.to_dict(), vocab_size)
         save_file(_random_weights(config, seed), path / "model.safetensors", metadata={"format": "pt"})
         return
     left_out = [f"model.layers.{layers - 1}.self_attn.q_a_proj"]
     extra = {"quantization_config": quantization_config(fp8, left_out), "num_nextn_predict_layers": 1}
-    write_without_weights(path, config.to_dict() | extra)
+    write_without_weights(path, config.to_dict() | extra, vocab_size)
     write_fp8(path, _random_weights(config, seed) | _prediction_layer(config, seed + 1), fp8, left_out)
 
 
 def tiny_config(
     family: Family,
     *,
-    vocab_size: int = VOCAB_SIZE,
+    vocab_size: int = BYTE_VOCAB_SIZE,
     layers: int = 4,
     hidden_size: int = 64,
     index_topk: int = 64,
@@ -139,16 +134,16 @@ def tiny_config(
     )
 
 
-def write_without_weights(path: Path, config: dict[str, Any]) -> None:
+def write_without_weights(path: Path, config: dict[str, Any], tokens: int = BYTE_VOCAB_SIZE) -> None:
     """Write all files of a checkpoint but its weights, for `--load-format dummy`.
 
-    config: of config.json; its special tokens become those of the byte-level tokenizer.
+    config: of config.json; its special tokens become those of the tokenizer, which has at most so many tokens.
     """
     path.mkdir(parents=True, exist_ok=True)
     special = {"bos_token_id": BEGIN_ID, "eos_token_id": END_ID}
     for name, content in (("config.json", {**config, **special}), ("generation_config.json", special)):
         (path / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    _tokenizer(config["max_position_embeddings"]).save_pretrained(path)
+    with_template(tiny_tokenizer(tokens), config["max_position_embeddings"]).save_pretrained(path)
 
 
 def _random_weights(config: Any, seed: int) -> dict[str, torch.Tensor]:
@@ -176,7 +171,7 @@ def _random_weights(config: Any, seed: int) -> dict[str, torch.Tensor]:
 def _prediction_layer(config: Any, seed: int) -> dict[str, torch.Tensor]:
     """Weights of a multi-token prediction layer (DeepSeek-V3, section 2.2), which has the number after the last."""
     last, number = f"model.layers.{config.num_hidden_layers - 1}.", f"model.layers.{config.num_hidden_layers}."
-    hidden, vocab = config.hidden_size, VOCAB_SIZE
+    hidden, vocab = config.hidden_size, config.vocab_size
     layer = {name.replace(last, number): shape for name, shape in _shapes(config).items() if name.startswith(last)}
     layer |= {f"{number}{norm}.weight": (hidden,) for norm in ("enorm", "hnorm", "shared_head.norm")}
     layer |= {f"{number}eh_proj.weight": (hidden, 2 * hidden)}
@@ -212,7 +207,7 @@ def _shapes(config: Any) -> dict[str, tuple[int, ...]]:
     mlps = {"dense": _mlp_shapes("", hidden, config.intermediate_size), "sparse": mixture}
     indexers = getattr(config, "indexer_types", ["full"] * config.num_hidden_layers)
 
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB_SIZE, hidden)}
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
     for layer, (kind, indexer_type) in enumerate(zip(config.mlp_layer_types, indexers, strict=True)):
         prefix = f"model.layers.{layer}"
         shapes[f"{prefix}.input_layernorm.weight"] = (hidden,)
@@ -220,7 +215,7 @@ def _shapes(config: Any) -> dict[str, tuple[int, ...]]:
         shapes |= {f"{prefix}.self_attn.{name}": shape for name, shape in attends.items()}
         shapes[f"{prefix}.post_attention_layernorm.weight"] = (hidden,)
         shapes |= {f"{prefix}.mlp.{name}": shape for name, shape in mlps[kind].items()}
-    return shapes | {"model.norm.weight": (hidden,), "lm_head.weight": (VOCAB_SIZE, hidden)}
+    return shapes | {"model.norm.weight": (hidden,), "lm_head.weight": (config.vocab_size, hidden)}
 
 
 def _mlp_shapes(prefix: str, hidden: int, width: int) -> dict[str, tuple[int, ...]]:
@@ -229,21 +224,3 @@ def _mlp_shapes(prefix: str, hidden: int, width: int) -> dict[str, tuple[int, ..
         f"{prefix}up_proj.weight": (width, hidden),
         f"{prefix}down_proj.weight": (hidden, width),
     }
-
-
-def _tokenizer(max_length: int) -> PreTrainedTokenizerFast:
-    """A tokenizer whose token ids below 256 are the bytes of the text's UTF-8."""
-    tokenizer = Tokenizer(
-        models.BPE(vocab={character: byte for byte, character in bytes_to_unicode().items()}, merges=[])
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token=SPECIAL_TOKENS[0],
-        eos_token=SPECIAL_TOKENS[1],
-        clean_up_tokenization_spaces=False,
-        model_max_length=max_length,
-        chat_template=CHAT_TEMPLATE,
-    )

@@ -49,11 +49,10 @@ class ChunkWriter:
         return self._cycle.flow.write_paused
 
     async def write(self, body: bytes) -> None:
-        """Write a chunk. Waits while the client is slow to read."""
+        """As `write_soon`, but waits while the client is slow to read."""
         if self.paused and not self._cycle.disconnected:
             await self._cycle.flow.drain()
-        self._waiting += body
-        self.flush()
+        self.write_soon(body)
 
     def write_soon(self, body: bytes) -> None:
         """Write at the end of this turn. Call it only where the client is not slow to read."""

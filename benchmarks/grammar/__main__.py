@@ -1,8 +1,7 @@
 """What grammars cost: `python -m benchmarks.grammar [--batch 16] [--vocab-size 129280] [--device cuda]`.
 
-A BPE is trained on Python sources that lie on the machine (padded to the vocabulary's size where they give fewer
-tokens). The answers are real text, of which each request is at another place. Masks are timed alone, and then decode
-steps of a tiny model with such a vocabulary, with and without.
+The vocabulary is that of `tiny-model --vocab-size`. The answers are real text, of which each request is at another
+place. Masks are timed alone, and then decode steps of a tiny model with such a vocabulary, with and without.
 """
 
 import json
@@ -16,7 +15,6 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.grammar.bpe import EOS, trained
 from benchmarks.grammar.cases import CASES
 from benchmarks.grammar.steps import GrammarSteps
 from control.grammar import Grammar, Node, Regex
@@ -24,6 +22,7 @@ from engine.grammar.compiler import GrammarCompiler
 from engine.grammar.masks import MaskWriter
 from engine.grammar.state import CompiledGrammar, GrammarState
 from engine.grammar.vocabulary import Vocabulary
+from model.tiny_tokenizer import END_ID, tiny_tokenizer
 
 _STEPS = 300
 
@@ -38,9 +37,9 @@ def main(
     device: Annotated[str, typer.Option(help="cpu, or cuda, that computes these steps.")] = "cpu",
 ) -> None:
     console = Console()
-    tokenizer = trained(vocab_size)
+    tokenizer = tiny_tokenizer(vocab_size)
     began = time.perf_counter()
-    vocabulary = Vocabulary(json.loads(tokenizer.to_str()), vocab_size, [int(tokenizer.token_to_id(EOS) or 0)])
+    vocabulary = Vocabulary(json.loads(tokenizer.to_str()), vocab_size, [END_ID])
     took = time.perf_counter() - began
     console.print(f"vocabulary: {tokenizer.get_vocab_size()} tokens of {vocab_size}, loaded in {took:.1f} s")
     compiler = GrammarCompiler(vocabulary)

@@ -1,7 +1,7 @@
 """From decode nodes to gateways: new tokens.
 
-A step gives hundreds of requests a token each, and a gateway spends most of its time on such messages. So they are
-columns, checked as a whole: a model per request and token would take 20 times as long to read.
+A step gives hundreds of requests a token each, and a gateway does little but read such messages. So they are columns,
+which are checked as a whole: to check a model for each request and each token takes twenty times as long.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,11 +1,7 @@
 """What every process exports from its start."""
 
-from hypothesis import given
-from hypothesis import strategies as st
-from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from base.histogram import FastHistogram
 from base.metrics import TRANSFER_FAILURES, Metrics
 
 
@@ -22,15 +18,3 @@ def test_counters_that_alerts_watch_start_at_zero() -> None:
     assert samples["hisparse_pd_retractions_total", "host"] == 0
     assert samples["hisparse_pd_requests_finished_total", "queue_full"] == 0
     assert samples["hisparse_pd_swap_in_violations_total",] == 0
-
-
-@given(st.lists(st.sampled_from([0.0, 0.001, 0.0011, 0.25, 1, 1.5, 1e9]), max_size=20))
-def test_the_fast_histogram_exports_what_the_library_does(values: list[float]) -> None:
-    exported = []
-    for kind in (FastHistogram, Histogram):
-        registry = CollectorRegistry()
-        histogram = kind("h", "What it says.", buckets=(0.001, 0.25, 1), registry=registry)
-        for value in values:
-            histogram.observe(value)
-        exported.append(generate_latest(registry))
-    assert exported[0] == exported[1]

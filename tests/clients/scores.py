@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from model.tiny import BEGIN_ID, write_tiny_checkpoint
+from model.tiny import write_tiny_checkpoint
+from model.tiny_tokenizer import BEGIN_ID
 from tests.clients.third_party import run
 from tests.e2e.cluster import Cluster
 from tests.e2e.conftest import FAMILIES, Reference

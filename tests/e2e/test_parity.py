@@ -48,10 +48,10 @@ def assert_exact(
 
 def assert_same_logprobs(cluster: Cluster, reference: Reference, batch: list[list[int]]) -> None:
     """Those of the prompts' tokens, of which an echo without an answer has the same."""
-    body = {"prompt": batch, "max_tokens": 0, "echo": True, "logprobs": 3, "prompt_logprobs": 5}
+    body = {"prompt": batch, "max_tokens": 0, "echo": True, "logprobs": 3, "prompt_logprobs": 5, "n": 2}
     answer = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=60)
     assert answer.status_code == 200, answer.text
-    for prompt, choice in zip(batch, answer.json()["choices"], strict=True):
+    for prompt, choice in zip([prompt for prompt in batch for _ in range(2)], answer.json()["choices"], strict=True):
         expected = reference.logprobs(prompt)
         first, *rest = choice["prompt_logprobs"]
         assert first is None

@@ -41,6 +41,8 @@ class ForkedRanks:
             return pid
         code = 1
         try:
+            # Makes torch's pool of threads anew while there is one thread: two that did it at once would fail.
+            torch.set_num_threads(1)
             body(place)
             code = 0
         except BaseException as error:

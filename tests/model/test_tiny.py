@@ -33,6 +33,18 @@ def test_the_same_seed_gives_the_same_files(checkpoints: dict[str, Path], tmp_pa
         assert (tmp_path / file.name).read_bytes() == file.read_bytes(), file.name
 
 
+def test_a_larger_vocabulary_is_learned_from_text_and_still_has_every_byte(tmp_path: Path) -> None:
+    write_tiny_checkpoint(tmp_path, "glm_moe_dsa", seed=2, layers=2, vocab_size=700)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    text = "<|user|>    def return_value(self):\n        return self.value  # 你🙂\x00<|end|>"
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert tokenizer.decode(ids, clean_up_tokenization_spaces=False) == text
+    assert len(ids) < len(text.encode()) / 2
+    assert [ids[0], ids[-1]] == [259, 257]
+    assert sorted(tokenizer.get_vocab().values()) == list(range(700))
+    assert load_model(tmp_path, torch.float32, torch.device("cpu")).spec.vocab_size == 700
+
+
 def test_greedy_outputs_vary(continuation: Continuation) -> None:
     generator = torch.Generator().manual_seed(5)
     prompts = [torch.randint(0, 256, (n,), generator=generator) for n in (5, 30, 70, 200)]

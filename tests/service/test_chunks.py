@@ -54,6 +54,7 @@ def test_a_slow_client_is_waited_for() -> None:
         client.write_paused = False
         client.resumed.set()
         await writing
+        await asyncio.sleep(0)
         assert client.written == [b"1\r\na\r\n"]
 
     run(test())
