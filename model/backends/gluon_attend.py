@@ -1,12 +1,14 @@
 """Attention to fp8 items of 512 + 64 elements on Hopper, by 64 heads at a time: `triton_attend._attend_split` in Gluon.
 
-Gluon is Triton with layouts chosen by hand. Three things are gained. The two warpgroups of a program share the product
-of queries and keys, which Triton would have each of them compute. The next tile of items is on its way in registers,
-48 of them per thread, while one is multiplied. And it is scaled to bfloat16 while the tensor cores still multiply the
-weights by the tile before.
+Gluon is Triton with layouts chosen by hand, and warps with work of their own (FlashAttention-3: Shah et al.,
+arXiv:2407.08608). Four warps read items and scale them to bfloat16 in shared memory, a tile ahead of the eight that
+multiply. These share the product of queries and keys, which Triton would have each warpgroup compute.
 
-A thread holds parts of one item only: lanes 4n to 4n + 3 of a warp hold its row n. So an item's address is computed
-once, and the 16-byte stores of 8 lanes, two rows of 64 bytes each, meet different banks of shared memory.
+No product is in flight while another's sums are read: the compiler would then have every product wait for the one
+before, all of them.
+
+A thread that scales holds parts of one item only: lanes 4n to 4n + 3 of a warp hold its row n. So an item's address is
+computed once, and the 16-byte stores of 8 lanes, two rows of 64 bytes each, meet different banks of shared memory.
 """
 
 from triton.experimental import gluon
@@ -128,6 +130,7 @@ def _scale_tiles(
     rope_tiles: gl.shared_memory_descriptor,
     ready: gl.shared_memory_descriptor,
     free: gl.shared_memory_descriptor,
+    prefetches: gl.constexpr,
 ) -> None:
     """Read the items of each tile and put them, scaled to bfloat16, where `_attend_tiles` takes them."""
     tile_layout: gl.constexpr = gl.BlockedLayout([1, 1, 4], [8, 1, 4], [_SCALING_WARPS, 1, 1], [2, 0, 1])
@@ -142,8 +145,9 @@ def _scale_tiles(
     for first in range(begin, end, _ROWS):
         turn = (first - begin) // _ROWS
         place = turn % 2
-        _prefetch(items, ahead, line_layout)
-        ahead = _load_rows(rows, first + 2 * _ROWS, end, _ROWS, gl.SliceLayout(1, line_layout))
+        if prefetches:
+            _prefetch(items, ahead, line_layout)
+            ahead = _load_rows(rows, first + 2 * _ROWS, end, _ROWS, gl.SliceLayout(1, line_layout))
         # The first two tiles find their place free: the phase before the first counts as over.
         mbarrier.wait(free.index(place), (turn // 2 + 1) % 2)
         latent_words = latent_tiles.index(place)._reinterpret(gl.int32, [_ROWS, _LATENT // 2], shared_words)
@@ -248,9 +252,11 @@ def attend_split(
     rows_per_split: gl.tensor,
     scale: gl.tensor,
     heads: gl.constexpr,
+    prefetches: gl.constexpr,
 ) -> None:
     """One tile of a query's heads over one split of its rows.
 
+    prefetches: items come to the L2 cache a tile ahead, which pays where a split has more than a few tiles.
     items: the pool as int32 [num_rows, 164]. Others and results: as in `_attend_split`.
     """
     shared: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -295,7 +301,7 @@ def attend_split(
                     free,
                 ),
             ),
-            (_scale_tiles, (items, rows, begin, end, latent_tiles, rope_tiles, ready, free)),
+            (_scale_tiles, (items, rows, begin, end, latent_tiles, rope_tiles, ready, free, prefetches)),
         ],
         [_SCALING_WARPS],
         [_SCALING_REGISTERS],
