@@ -16,8 +16,9 @@ in_env() {
     "$CLIENTS/$name/bin/pip" --disable-pip-version-check install -q "$@"
 }
 
-# litellm needs mcp, and does not say so; mcp 2 needs another httpx than litellm.
-in_env libraries litellm langchain-openai "mcp<2"
+# litellm needs mcp, and does not say so.
+in_env litellm litellm mcp
+in_env langchain langchain-openai
 in_env aiperf aiperf
 # guidellm needs torch, but no GPU.
 in_env guidellm "torch==$TORCH_VERSION+cpu" 2>/dev/null ||

@@ -36,7 +36,9 @@ def main(
     pair_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of prompts that share nothing.")] = 1024,
     pairs: Annotated[int, typer.Option(min=0, help="Such prompts to each service; 0: none.")] = 300,
     timeout: Annotated[float, typer.Option(help="Seconds for an answer.")] = 600.0,
-    json_path: Annotated[Path, typer.Option("--json", help="Where to write every figure.")] = Path("prefix-cost.json"),
+    json_path: Annotated[Path, typer.Option("--json", help="Where to write every figure.")] = Path(
+        "bench-prefix-cost.json"
+    ),
 ) -> None:
     """Time first tokens with and without a cached prefix, and processor time of prompts that share nothing."""
     # More threads would slow down a small model.

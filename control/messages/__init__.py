@@ -48,7 +48,7 @@ from control.messages.memory import (
     SharedMemory,
     Transport,
 )
-from control.messages.outputs import FinishReason, Output, OutputDetails, Outputs, Token, TokenLogprobs
+from control.messages.outputs import FinishReason, Output, Outputs, RowDetails, RowLogprob, Token
 from control.messages.prefill import (
     Abort,
     Admitted,
@@ -116,7 +116,6 @@ __all__ = [
     "ModelIdentity",
     "NotHeld",
     "Output",
-    "OutputDetails",
     "Outputs",
     "Peer",
     "Penalty",
@@ -135,13 +134,14 @@ __all__ = [
     "Rejected",
     "Resend",
     "Role",
+    "RowDetails",
+    "RowLogprob",
     "Sampling",
     "Session",
     "SharedMemory",
     "Token",
     "TokenId",
     "TokenIds",
-    "TokenLogprobs",
     "Transport",
     "UInt",
     "WireModel",

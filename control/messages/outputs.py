@@ -49,14 +49,14 @@ _NO_LOGPROBS = Token(0)[1:]
 _NO_DETAILS = Output("", 0)[3:]
 
 
-class TokenLogprobs(WireModel):
+class RowLogprob(WireModel):
     """The log probabilities of a token, as in Token."""
 
     logprob: float | None = None
     top_logprobs: tuple[tuple[TokenId, float], ...] = ()
 
 
-class OutputDetails(WireModel):
+class RowDetails(WireModel):
     """What an output has beside its tokens' ids: few have anything. Fields are as in Output.
 
     row: which output of the message. logprobs: of each token, or empty if none were asked for.
@@ -66,7 +66,7 @@ class OutputDetails(WireModel):
     finish_reason: FinishReason | None = None
     error: str | None = None
     cached_tokens: UInt = 0
-    logprobs: tuple[TokenLogprobs, ...] = ()
+    logprobs: tuple[RowLogprob, ...] = ()
     prompt_logprobs: PromptLogprobs | None = None
 
     @classmethod
@@ -75,7 +75,7 @@ class OutputDetails(WireModel):
         has_logprobs = any(token[1:] != _NO_LOGPROBS for token in output.tokens)
         if not has_logprobs and output[3:] == _NO_DETAILS:
             return None
-        logprobs = [TokenLogprobs(logprob=token.logprob, top_logprobs=token.top_logprobs) for token in output.tokens]
+        logprobs = [RowLogprob(logprob=token.logprob, top_logprobs=token.top_logprobs) for token in output.tokens]
         return cls(
             row=row,
             finish_reason=output.finish_reason,
@@ -116,11 +116,11 @@ class Outputs(Message):
     starts: bytes
     counts: bytes
     token_ids: bytes
-    details: tuple[OutputDetails, ...] = ()
+    details: tuple[RowDetails, ...] = ()
 
     @classmethod
     def of(cls, outputs: Sequence[Output]) -> Self:
-        details = (OutputDetails.of(row, output) for row, output in enumerate(outputs))
+        details = (RowDetails.of(row, output) for row, output in enumerate(outputs))
         return cls(
             request_ids=tuple([output.request_id for output in outputs]),
             starts=_column([output.start for output in outputs]),

@@ -1,5 +1,6 @@
 """What the answers of all endpoints have in common: they come whole, or as server-sent events."""
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
@@ -54,5 +55,13 @@ class StreamedAnswer(ABC):
         return b"".join(map(self._line, events))
 
     def _line(self, event: Json) -> bytes:
-        data = b"data: %b\n\n" % orjson.dumps(event)
+        data = b"data: %b\n\n" % _rendered(event)
         return b"event: %b\n%b" % (event["type"].encode(), data) if self.named else data
+
+
+def _rendered(event: Json) -> bytes:
+    try:
+        return orjson.dumps(event)
+    except TypeError:
+        # An event may repeat what the client sent, such as a schema with integers of more than 64 bits.
+        return json.dumps(event, separators=(",", ":")).encode()

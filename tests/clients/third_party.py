@@ -47,9 +47,9 @@ def run(environment: str, program: str, *arguments: str, **variables: str) -> No
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.parametrize("program", ["litellm_client.py", "langchain_client.py"])
-def test_a_library_gets_text_reasoning_and_calls(service: Service, program: str) -> None:
-    run("libraries", "python", str(PROGRAMS / program), service.gateway.url, json.dumps(WEATHER))
+@pytest.mark.parametrize("library", ["litellm", "langchain"])
+def test_a_library_gets_text_reasoning_and_calls(service: Service, library: str) -> None:
+    run(library, "python", str(PROGRAMS / f"{library}_client.py"), service.gateway.url, json.dumps(WEATHER))
 
 
 @pytest.mark.parametrize("endpoint", ["chat", "completions", "responses", "messages"])

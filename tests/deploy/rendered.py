@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from tests.deploy.program import DEPLOY, ROLES, CommandLine, read
@@ -21,6 +22,12 @@ OF_SEVERAL_HOSTS = ("gpu-group-two-hosts",)
 _BESIDE = Path(sys.executable).with_name("kubectl")
 KUBECTL = str(_BESIDE) if _BESIDE.exists() else "kubectl"
 """From the extra `dev`, or whichever is installed."""
+
+every_overlay = pytest.mark.parametrize("overlay", OVERLAYS)
+every_role = pytest.mark.parametrize("role", ROLES)
+every_node = pytest.mark.parametrize("role", ["prefill", "decode"])
+every_gpu_overlay = pytest.mark.parametrize("overlay", ["gpu-tcp", "gpu-rdma", *GROUPS])
+every_group = pytest.mark.parametrize("overlay", GROUPS)
 
 Object = dict[str, Any]
 
@@ -92,3 +99,32 @@ def gib(quantity: str) -> float:
     """A quantity of memory in GiB."""
     units = {"Gi": 1.0, "Mi": 1 / 1024}
     return float(quantity[:-2]) * units[quantity[-2:]]
+
+
+def ports(of: Object) -> dict[str, int]:
+    return {port["name"]: port["containerPort"] for port in of["ports"]}
+
+
+def mounts(overlay: str, role: str, folder: Path) -> list[Object]:
+    """What is mounted at that folder or in it."""
+    mounts = container(overlay, role)["volumeMounts"]
+    return [mount for mount in mounts if Path(mount["mountPath"]).is_relative_to(folder)]
+
+
+def transfer_ports(overlay: str, role: str) -> tuple[int, int]:
+    least, _, most = command_line(container(overlay, role)).raw["--transfer-ports"].partition("-")
+    return int(least), int(most)
+
+
+def rules(overlay: str) -> list[tuple[Object, Object]]:
+    """Every rule with its policy."""
+    return [
+        (policy, rule) for policy in of_kind(overlay, "NetworkPolicy") for rule in policy["spec"].get("ingress", [])
+    ]
+
+
+def selects(selector: Object, role: str) -> bool:
+    labels = {"app.kubernetes.io/name": "hisparse-pd", "app.kubernetes.io/component": role}
+    if not selector.get("matchLabels", {}).items() <= labels.items():
+        return False
+    return all(labels[each["key"]] in each["values"] for each in selector.get("matchExpressions", []))

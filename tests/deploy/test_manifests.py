@@ -1,4 +1,4 @@
-"""What the manifests promise: valid objects, safe containers, enough memory, time to drain, doors only where needed."""
+"""What the manifests promise: valid objects, safe containers, enough memory, time to drain, keys where they belong."""
 
 import json
 import os
@@ -10,35 +10,30 @@ import pytest
 import yaml
 
 from base.version import VERSION
-from cli.rank_group import check_hosts
-from cli.serve import RANK_PORTS
-from decode_node.config import DecodeConfig
 from tests.deploy import leaderworkerset
 from tests.deploy.program import DEPLOY, ROLES
 from tests.deploy.rendered import (
     GROUPS,
     KUBECTL,
     KUBERNETES,
-    OF_SEVERAL_HOSTS,
     OVERLAYS,
-    Object,
     command_line,
     container,
     containers,
+    every_gpu_overlay,
+    every_node,
+    every_overlay,
+    every_role,
     gib,
+    mounts,
     named,
     objects,
     of_kind,
     pod,
+    ports,
     template,
     workload,
 )
-
-every_overlay = pytest.mark.parametrize("overlay", OVERLAYS)
-every_role = pytest.mark.parametrize("role", ROLES)
-every_node = pytest.mark.parametrize("role", ["prefill", "decode"])
-every_gpu_overlay = pytest.mark.parametrize("overlay", ["gpu-tcp", "gpu-rdma", *GROUPS])
-every_group = pytest.mark.parametrize("overlay", GROUPS)
 
 VERSIONS = ("1.31.0", "1.34.0")
 """Kubernetes releases that the manifests are valid for."""
@@ -116,7 +111,7 @@ def test_nodes_register_with_every_gateway(overlay: str, role: str) -> None:
     service = named(overlay, "Service", name)["spec"]
     assert service["clusterIP"] == "None", "its name has the addresses of all replicas"
     assert service["selector"]["app.kubernetes.io/component"] == "gateway"
-    assert int(port) == _ports(container(overlay, "gateway"))["control"]
+    assert int(port) == ports(container(overlay, "gateway"))["control"]
 
 
 # --- containers ---
@@ -258,78 +253,6 @@ def test_gpu_nodes_can_be_placed_beside_their_gpu(overlay: str, role: str) -> No
     assert command_line(each).values["transfer_protocol"] == ("rdma" if rdma else "tcp")
 
 
-# --- groups ---
-
-
-@every_node
-@every_group
-def test_a_pod_of_a_group_has_the_machines_gpus_and_a_rank_for_each(overlay: str, role: str) -> None:
-    each = container(overlay, role)
-    requests, flags = each["resources"]["requests"], command_line(each).values
-    hosts = 2 if overlay in OF_SEVERAL_HOSTS else 1
-    assert requests == each["resources"]["limits"]
-    assert requests["cpu"].isdigit()
-    assert int(requests["nvidia.com/gpu"]) * hosts == flags["ranks"]
-    assert (flags["nnodes"], flags["device"], flags["transfer_protocol"]) == (hosts, "cuda", "tcp")
-    volumes = {volume["name"]: volume for volume in pod(overlay, role)["volumes"]}
-    shm = volumes["shm"]["emptyDir"]
-    assert shm["medium"] == "Memory", "which counts as the container's"
-    overhead = float(template(overlay, role)["metadata"]["annotations"]["hisparse-pd/memory-overhead-gib"])
-    alone = float(template("gpu-tcp", role)["metadata"]["annotations"]["hisparse-pd/memory-overhead-gib"])
-    assert overhead == int(requests["nvidia.com/gpu"]) * alone + gib(shm["sizeLimit"])
-
-
-@every_node
-@every_group
-def test_the_ports_of_all_ranks_are_open_to_whom_those_of_the_first_are(overlay: str, role: str) -> None:
-    ranks = int(container(overlay, role)["resources"]["requests"]["nvidia.com/gpu"])
-    first = _ports(container(overlay, role))
-    for name, policy in (("control", "hisparse-pd-nodes"), ("http", "hisparse-pd-metrics")):
-        last = first[name] + RANK_PORTS * (ranks - 1)
-        rules = named(overlay, "NetworkPolicy", policy)["spec"]["ingress"][0]["ports"]
-        assert any(rule["port"] <= first[name] and last <= rule["endPort"] for rule in rules if "endPort" in rule)
-        others = {
-            number + RANK_PORTS * rank for other, number in first.items() if other != name for rank in range(ranks)
-        }
-        for rule in (rule for rule in rules if "endPort" in rule):
-            assert not others & set(range(rule["port"], rule["endPort"] + 1)), "no other ports by mistake"
-    least, most = _transfer_ports(overlay, role)
-    assert most - least + 1 == 8 * ranks, "docs/operations.md: count eight ports per process"
-
-
-@every_group
-def test_prometheus_finds_every_rank_of_a_decode_node(overlay: str) -> None:
-    """As an instance of its own, by the service's ports."""
-    first = _ports(container(overlay, "decode"))["http"]
-    ports = {port["name"]: port for port in named(overlay, "Service", "hisparse-pd-decode")["spec"]["ports"]}
-    monitored = yaml.safe_load((DEPLOY / "monitoring/ranks.yaml").read_text())["spec"]["endpoints"]
-    assert [endpoint["port"] for endpoint in monitored] == [f"http-{rank}" for rank in range(1, 8)]
-    for rank, endpoint in enumerate(monitored, start=1):
-        number = first + RANK_PORTS * rank
-        assert ports[endpoint["port"]] == {"name": f"http-{rank}", "port": number, "targetPort": number}
-        assert "__meta_kubernetes_endpoint_port_name" in endpoint["relabelings"][1]["sourceLabels"]
-
-
-@every_node
-@pytest.mark.parametrize("overlay", OF_SEVERAL_HOSTS)
-def test_the_hosts_of_a_node_find_each_other_by_what_the_controller_tells_them(overlay: str, role: str) -> None:
-    spec = workload(overlay, role)["spec"]
-    each = container(overlay, role)
-    flags = command_line(each).values
-    assert flags["nnodes"] == spec["leaderWorkerTemplate"]["size"] == 2
-    assert "--node-rank=$(LWS_WORKER_INDEX)" in each["args"]
-    assert "--dist-init-addr=$(LWS_LEADER_ADDRESS):5000" in each["args"]
-    assert spec["startupPolicy"] == "LeaderCreated", "no pod is ready before the others have come"
-    assert spec["leaderWorkerTemplate"]["restartPolicy"] == "None", "hosts end and start together by themselves"
-    names = ("ranks", "nnodes", "node_rank", "dist_init_addr", "key_dir")
-    check_hosts(DecodeConfig(model_path=Path(), **{name: flags[name] for name in names}))
-    policy = named(overlay, "NetworkPolicy", f"hisparse-pd-{role}-hosts")["spec"]
-    assert _selects(policy["podSelector"], role)
-    assert policy["ingress"] == [
-        {"from": [{"podSelector": policy["podSelector"]}], "ports": [{"port": 1024, "endPort": 65535}]}
-    ]
-
-
 # --- life and death ---
 
 
@@ -356,64 +279,6 @@ def test_a_pod_has_time_to_drain(overlay: str, role: str) -> None:
         assert before > 0, "connections still come until every node knows that the pod is leaving"
 
 
-# --- network ---
-
-
-@every_overlay
-def test_nobody_may_connect_who_need_not(overlay: str) -> None:
-    deny = named(overlay, "NetworkPolicy", "default-deny")["spec"]
-    assert deny == {"podSelector": {}, "policyTypes": ["Ingress"]}
-    anyone = [(policy, rule) for policy, rule in _rules(overlay) if "from" not in rule]
-    assert [(policy["metadata"]["name"], rule["ports"]) for policy, rule in anyone] == [
-        ("hisparse-pd-gateway", [{"port": "http"}])
-    ]
-
-
-@pytest.mark.parametrize(
-    ("role", "port", "whom"),
-    [
-        ("gateway", "control", {"prefill", "decode"}),
-        ("prefill", "control", {"gateway", "prefill", "decode"}),
-        ("decode", "control", {"gateway", "prefill", "decode"}),
-        ("prefill", "transfer", {"prefill", "decode"}),
-        ("decode", "transfer", {"prefill", "decode"}),
-        ("prefill", "http", set()),
-        ("decode", "http", set()),
-    ],
-)
-@every_overlay
-def test_pods_may_connect_where_they_must(overlay: str, role: str, port: str, whom: set[str]) -> None:
-    number = _transfer_ports(overlay, role)[0] if port == "transfer" else _ports(container(overlay, role))[port]
-    if overlay in OF_SEVERAL_HOSTS and role != "gateway":
-        whom = whom | {role}  # whose hosts are not told from those of another node
-    allowed = set()
-    for policy, rule in _rules(overlay):
-        if _selects(policy["spec"]["podSelector"], role) and any(
-            each["port"] == port
-            or (isinstance(each["port"], int) and each["port"] <= number <= each.get("endPort", each["port"]))
-            for each in rule["ports"]
-        ):
-            for source in rule.get("from", []):
-                allowed |= {r for r in ROLES if "podSelector" in source and _selects(source["podSelector"], r)}
-    assert allowed == whom
-
-
-@every_node
-@every_overlay
-def test_mooncakes_ports_are_the_ones_that_are_open(overlay: str, role: str) -> None:
-    nodes = named(overlay, "NetworkPolicy", "hisparse-pd-nodes")["spec"]["ingress"][1]
-    assert [(each["port"], each["endPort"]) for each in nodes["ports"]] == [_transfer_ports(overlay, role)]
-
-
-@every_overlay
-def test_prometheus_may_scrape_every_pod(overlay: str) -> None:
-    policy = named(overlay, "NetworkPolicy", "hisparse-pd-metrics")["spec"]
-    assert all(_selects(policy["podSelector"], role) for role in ROLES)
-    (rule,) = policy["ingress"]
-    assert rule["ports"][0] == {"port": "http"}
-    assert len(rule["ports"]) == (2 if overlay in GROUPS else 1)
-
-
 # --- keys ---
 
 
@@ -422,7 +287,7 @@ def test_prometheus_may_scrape_every_pod(overlay: str) -> None:
 def test_each_process_gets_its_own_secret_keys_and_no_other(overlay: str, role: str) -> None:
     each = container(overlay, role)
     keys = Path(command_line(each).raw["--key-dir"])
-    mounted = {Path(mount["mountPath"]).relative_to(keys) for mount in _mounts(overlay, role, keys)}
+    mounted = {Path(mount["mountPath"]).relative_to(keys) for mount in mounts(overlay, role, keys)}
     expected = {"cluster.key_secret", f"{role}.key_secret", "allowed"} | (
         {"operator.token"} if role == "decode" else set()
     )
@@ -436,10 +301,10 @@ def test_each_process_gets_its_own_secret_keys_and_no_other(overlay: str, role: 
 def test_what_is_revoked_while_a_process_runs_is_mounted_as_a_folder(overlay: str) -> None:
     """A file that is mounted by itself (subPath) does not follow its Secret."""
     clients = Path(command_line(container(overlay, "gateway")).raw["--api-key-file"])
-    (mount,) = _mounts(overlay, "gateway", clients.parent)
+    (mount,) = mounts(overlay, "gateway", clients.parent)
     assert "subPath" not in mount
     for role in ROLES:
-        (mount,) = _mounts(overlay, role, Path("/keys/allowed"))
+        (mount,) = mounts(overlay, role, Path("/keys/allowed"))
         assert "subPath" not in mount
 
 
@@ -512,35 +377,3 @@ def test_prefill_and_decode_scale_separately_by_their_own_queues(overlay: str) -
         drain = pod(overlay, name.rpartition("-")[2])["terminationGracePeriodSeconds"]
         assert down["policies"][0]["periodSeconds"] >= drain, "the next one leaves when the last has left"
     assert len(metrics) == 2
-
-
-# --- reading them ---
-
-
-def _ports(of: Object) -> dict[str, int]:
-    return {port["name"]: port["containerPort"] for port in of["ports"]}
-
-
-def _mounts(overlay: str, role: str, folder: Path) -> list[Object]:
-    """What is mounted at that folder or in it."""
-    mounts = container(overlay, role)["volumeMounts"]
-    return [mount for mount in mounts if Path(mount["mountPath"]).is_relative_to(folder)]
-
-
-def _transfer_ports(overlay: str, role: str) -> tuple[int, int]:
-    least, _, most = command_line(container(overlay, role)).raw["--transfer-ports"].partition("-")
-    return int(least), int(most)
-
-
-def _rules(overlay: str) -> list[tuple[Object, Object]]:
-    """Every rule with its policy."""
-    return [
-        (policy, rule) for policy in of_kind(overlay, "NetworkPolicy") for rule in policy["spec"].get("ingress", [])
-    ]
-
-
-def _selects(selector: Object, role: str) -> bool:
-    labels = {"app.kubernetes.io/name": "hisparse-pd", "app.kubernetes.io/component": role}
-    if not selector.get("matchLabels", {}).items() <= labels.items():
-        return False
-    return all(labels[each["key"]] in each["values"] for each in selector.get("matchExpressions", []))

@@ -150,6 +150,13 @@ def test_events_come_in_the_published_order(glm: Service) -> None:
     assert {event["item_id"] for event in events if "item_id" in event} == {item["id"] for item in done}
 
 
+def test_a_stream_repeats_a_schema_with_integers_of_any_size(glm: Service) -> None:
+    schema = {"type": "object", "maxProperties": 10**20}
+    text = {"format": {"type": "json_schema", "name": "a", "schema": schema}}
+    created = post(glm, stream=True, text=text).text.split("\n\n")[0]
+    assert json.loads(created.partition("data: ")[2])["response"]["text"]["format"]["schema"] == schema
+
+
 def test_a_stream_that_is_cut_off_ends_incomplete(glm: Service) -> None:
     text = "</think>" + glm_call("Rome")[:-20]
     glm.says_until_cut_off(text)
