@@ -171,7 +171,6 @@ class _Gluon:
             launch.rows_per_split,
             launch.scale,
             heads=launch.queries.shape[1],
-            prefetches=launch.rows_per_split >= _PREFETCHED_ROWS,
             num_warps=launch.tiling.warps,
         )
 
@@ -245,11 +244,9 @@ def _tiling(queries: torch.Tensor) -> _Tiling:
     return _Tiling(heads=MIN_TILE, rows=32, warps=4, stages=5, waves=2)
 
 
-_PREFETCHED_ROWS = 256
-"""From so many rows in a split on, items are prefetched."""
-_GLUON_BYTES = 229_924
+_GLUON_BYTES = 223_048
 """Shared memory of a program of `gluon_attend`."""
-_GLUON_TILING = _Tiling(heads=64, rows=64, warps=8, stages=1, waves=1)
+_GLUON_TILING = _Tiling(heads=64, rows=64, warps=4, stages=1, waves=1)
 """What `gluon_attend` is written for."""
 
 

@@ -127,7 +127,7 @@ def _rows(
 def tiling(tokens: int) -> Tiling:
     """Tiles that hold the rows of most experts at once, if some 8 of 256 are chosen."""
     if tokens <= 16:
-        return Tiling(m=16, n=64, warps=4, stages=4, per_sm=5)
+        return Tiling(m=16, n=64, warps=4, stages=3, per_sm=6)
     if tokens <= 128:
         return Tiling(m=16, n=128, warps=4, stages=5, per_sm=2)
     if tokens <= 512:
@@ -241,11 +241,15 @@ def _experts(
     unroll: tl.constexpr,
     chained: tl.constexpr,
 ) -> None:
-    """Every num_programs-th piece: block_n rows of a weight by a tile's rows, over one run of channels or all."""
+    """Some of the pieces, each block_n rows of a weight by a tile's rows, over one run of channels or all."""
     follow(chained)
     tiles_n = tl.cdiv(n, block_n)
     pieces = tl.load(counts + 1) * tiles_n * splits
-    for piece in range(tl.program_id(0), pieces, tl.num_programs(0)):
+    # As many programs as have equally many pieces. While a few have one more, the others' share of bandwidth is unused.
+    programs = tl.cdiv(pieces, tl.maximum(tl.cdiv(pieces, tl.num_programs(0)), 1))
+    for number in range(tl.program_id(0), pieces if tl.program_id(0) < programs else 0, programs):
+        # The last first: these are the shared expert's, which has most rows.
+        piece = pieces - 1 - number
         split = piece % splits
         first_row = piece // splits % tiles_n * block_n
         tile = piece // (splits * tiles_n)
