@@ -240,19 +240,6 @@ def _follow(highest: gl.tensor, total: gl.tensor, higher: gl.tensor) -> tuple[gl
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _add(
-    attended: gl.tensor,
-    decay: gl.tensor,
-    weights: gl.shared_memory_descriptor,
-    latents: gl.shared_memory_descriptor,
-    by_head: gl.constexpr,
-) -> gl.tensor:
-    """Begin to add the weighted latents of a tile to the sum, which is to decay before."""
-    attended = attended * gl.convert_layout(decay, by_head)[:, None]
-    return warpgroup_mma(weights, latents, attended, is_async=True)
-
-
-@gluon.jit  # type: ignore[untyped-decorator]
 def _attend(
     queries: gl.tensor,
     partial: gl.tensor,
@@ -284,8 +271,8 @@ def _attend(
     by_row: gl.constexpr = gl.SliceLayout(0, score_layout)
     column: gl.constexpr = part * _HALF_LATENT
 
-    half = query_latents.index(0).slice(column, _HALF_LATENT, dim=1)
-    _load_queries(queries, query, first_head, heads, column, _HALF_LATENT, half)
+    own = query_latents.index(0).slice(column, _HALF_LATENT, dim=1)
+    _load_queries(queries, query, first_head, heads, column, _HALF_LATENT, own)
     if part == 1:
         _load_queries(queries, query, first_head, heads, _LATENT, _ROPE, query_ropes.index(0))
     fence_async_shared()
@@ -297,51 +284,36 @@ def _attend(
     attended = gl.full([_HEADS, _HALF_LATENT], 0.0, gl.float32, layout=sum_layout)
     for first in range(begin, end, 2 * _ROWS):
         phase = (first - begin) // (2 * _ROWS) % 2
-        # 0 and 1. The compiler is not to know, or it would keep the descriptors of all products in registers.
-        even = (first - begin) // _ROWS % 2
-        odd = (first + _ROWS - begin) // _ROWS % 2
-        asked, asked_ropes = query_latents.index(even), query_ropes.index(even)
-        even_weights, odd_weights = rope_tiles.index(even), rope_tiles.index(odd)
-        even_latents = latent_tiles.index(even).slice(column, _HALF_LATENT, dim=1)
-        odd_latents = latent_tiles.index(odd).slice(column, _HALF_LATENT, dim=1)
-        if part == 0:
-            mbarrier.wait(ready.index(even), phase)
-            scores = _multiply_queries(
-                asked, asked_ropes, latent_tiles.index(even), rope_tiles.index(even), score_layout
-            )
-            biases = tile_biases.index(even).load(by_row)
-            told = highest_scores.index(even)
-            highest, total, decay = _weigh(
-                scores, biases, scale, highest, total, even_weights, told, weighed.index(even)
-            )
-            adding = _add(attended, decay, even_weights, even_latents, by_head_of_sum)
-            attended = warpgroup_mma_wait(num_outstanding=0, deps=[adding])
-            mbarrier.arrive(free.index(even))
-            if first + _ROWS < end:
-                mbarrier.wait(weighed.index(odd), phase)
-                highest, total, decay = _follow(highest, total, highest_scores.index(odd).load(by_head))
-                adding = _add(attended, decay, odd_weights, odd_latents, by_head_of_sum)
+        for number in gl.static_range(2):
+            if first + number * _ROWS < end:
+                # The number itself, but the compiler is not to know: it would keep descriptors of all products in
+                # registers, of which there are too few.
+                place = (first + number * _ROWS - begin) // _ROWS % 2
+                zero = (first - begin) // _ROWS % 2
+                weights, latents = rope_tiles.index(place), latent_tiles.index(place)
+                if number == part:
+                    mbarrier.wait(ready.index(place), phase)
+                    scores = _multiply_queries(
+                        query_latents.index(zero), query_ropes.index(zero), latents, weights, score_layout
+                    )
+                    highest, total, decay = _weigh(
+                        scores,
+                        tile_biases.index(place).load(by_row),
+                        scale,
+                        highest,
+                        total,
+                        weights,
+                        highest_scores.index(place),
+                        weighed.index(place),
+                    )
+                else:
+                    mbarrier.wait(weighed.index(place), phase)
+                    highest, total, decay = _follow(highest, total, highest_scores.index(place).load(by_head))
+                attended = attended * gl.convert_layout(decay, by_head_of_sum)[:, None]
+                half = latents.slice(column, _HALF_LATENT, dim=1)
+                adding = warpgroup_mma(weights, half, attended, is_async=True)
                 attended = warpgroup_mma_wait(num_outstanding=0, deps=[adding])
-                mbarrier.arrive(free.index(odd))
-        elif first + _ROWS < end:
-            mbarrier.wait(ready.index(odd), phase)
-            scores = _multiply_queries(asked, asked_ropes, latent_tiles.index(odd), rope_tiles.index(odd), score_layout)
-            mbarrier.wait(weighed.index(even), phase)
-            highest, total, decay = _follow(highest, total, highest_scores.index(even).load(by_head))
-            adding = _add(attended, decay, even_weights, even_latents, by_head_of_sum)
-            biases = tile_biases.index(odd).load(by_row)
-            told = highest_scores.index(odd)
-            highest, total, decay = _weigh(scores, biases, scale, highest, total, odd_weights, told, weighed.index(odd))
-            attended = warpgroup_mma_wait(num_outstanding=0, deps=[adding])
-            mbarrier.arrive(free.index(even))
-            adding = _add(attended, decay, odd_weights, odd_latents, by_head_of_sum)
-            attended = warpgroup_mma_wait(num_outstanding=0, deps=[adding])
-            mbarrier.arrive(free.index(odd))
-        else:
-            mbarrier.wait(weighed.index(even), phase)
-            highest, total, decay = _follow(highest, total, highest_scores.index(even).load(by_head))
-            adding = _add(attended, decay, even_weights, even_latents, by_head_of_sum)
-            attended = warpgroup_mma_wait(num_outstanding=0, deps=[adding])
+                mbarrier.arrive(free.index(place))
 
     totals.index(part).store(total)
     mbarrier.arrive(met.index(1))
