@@ -19,6 +19,7 @@ from control.messages import ADDRESS_PATTERN
 from decode_node.config import DecodeConfig
 from engine.agreement import GroupFailed
 from engine.group_table import GroupTable
+from engine.hung_ranks import HungRanks
 from engine.rank_place import RankPlace, create_places
 from prefill_node.config import PrefillConfig
 from service.exposure import check_processes
@@ -113,10 +114,13 @@ def run_ranks(config: NodeOfRanks) -> int:
         config.dist_init_addr or "",
     )
     children = plan_ranks(config, places)
-    return supervise(children, GroupTable(places[0].table, config.ranks), config.drain_timeout, places[0].rank)
+    table = GroupTable(places[0].table, config.ranks)
+    return supervise(children, table, config.drain_timeout, config.step_timeout, places[0].rank)
 
 
-def supervise(children: list[Child], table: GroupTable, drain_timeout: float, first: int = 0) -> int:
+def supervise(
+    children: list[Child], table: GroupTable, drain_timeout: float, step_timeout: float, first: int = 0
+) -> int:
     """Run these ranks, the first of which is `first`; see `run_ranks`."""
     deadlines: list[float] = []
     """When ranks that were told to stop must have ended: with each signal, by a later one."""
@@ -134,7 +138,9 @@ def supervise(children: list[Child], table: GroupTable, drain_timeout: float, fi
         running |= started
         if deadlines:  # it came before there was anyone to tell
             terminate(list(started.values()), _LAST_WORDS_S)
-        others = set(range(table.size)) - set(range(first, first + len(children)))
+        own = range(first, first + len(children))
+        others = set(range(table.size)) - set(own)
+        hung = HungRanks(table, own, step_timeout, _POLL_S)
         lost_at: float | None = None
         while (runs := _wait(started)) and not _failed(started, table, first):
             if deadlines and time.monotonic() > deadlines[-1]:
@@ -143,6 +149,10 @@ def supervise(children: list[Child], table: GroupTable, drain_timeout: float, fi
                 lost_at = time.monotonic()
             if lost_at is not None and time.monotonic() > lost_at + _FOLLOW_S:
                 break  # What its device waits for never comes.
+            if (rank := hung.look(time.monotonic())) is not None:
+                # What follows is what follows the end of any rank.
+                table.report(rank, f"rank {rank} hangs: its loop has not turned for {hung.patience:g} s")
+                started[f"rank {rank}"].kill()
             if not deadlines and any(process.returncode is not None for process in started.values()):
                 deadlines.append(time.monotonic() + _FOLLOW_S)
         reason, code = "", 0
@@ -200,18 +210,18 @@ def _failed(started: Processes, table: GroupTable, first: int) -> bool:
 def _cause(started: Processes, table: GroupTable, first: int) -> tuple[str, int]:
     """Which rank failed and why, and the exit code for it.
 
-    If several have: one that was killed, else one that says what happened to itself, else the first of another host and
-    what was seen of its end, else one that says what happened to another.
+    If several have: one that was killed and of which no reason is known, else one of which it is known what happened to
+    it, else the first of another host and what was seen of its end, else one that says what happened to another.
     """
     ours = dict(enumerate(started.values(), first))
     lost = table.first_reported(rank for rank in range(table.size) if rank not in ours)
     found = []
     for rank in (*ours, *(() if lost is None else (lost,))):
         code, said = ours[rank].poll() if rank in ours else None, table.reported(rank)
-        if code is not None and code < 0:
+        blames_another = said is not None and not said[0].startswith(f"rank {rank}")
+        if code is not None and code < 0 and (said is None or blames_another):
             found.append((0, f"rank {rank} was killed by {signal.Signals(-code).name}", 1))
         elif said is not None:
-            blames_another = not said[0].startswith(f"rank {rank}")
             found.append((3 if blames_another else 1 if rank in ours else 2, *said))
         elif code:
             found.append((1, f"rank {rank} ended with code {code}", code))

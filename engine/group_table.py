@@ -15,7 +15,7 @@ from enum import IntEnum
 _ENTRY_BYTES = 1024
 _LINE = 8
 """Numbers in a cache line: what a rank writes for every step has a line of its own."""
-_POSTS, _PID, _BEAT, _ASLEEP, _STANDING, _DONE = 0, _LINE, _LINE + 1, _LINE + 2, _LINE + 3, _LINE + 4
+_POSTS, _PID, _BEAT, _ASLEEP, _STANDING, _DONE, _TURNS = 0, *range(_LINE, _LINE + 6)
 _TEXT, _CODE, _REPORTED_AT = 2 * _LINE, 2 * _LINE + 1, 2 * _LINE + 2
 """The length of the text that follows, an exit code, and when that was reported (time.monotonic_ns)."""
 _TEXT_BYTES = _ENTRY_BYTES - 8 * (_REPORTED_AT + 1)
@@ -79,6 +79,14 @@ class GroupTable:
 
     def beats(self, rank: int) -> int:
         return self._get(rank, _BEAT)
+
+    def turn(self, rank: int) -> None:
+        """Show that its loop turns, to its own host: `engine/hung_ranks.py`."""
+        self._set(rank, _TURNS, self._get(rank, _TURNS) + 1)
+
+    def turns(self, rank: int) -> int:
+        """0 until it serves."""
+        return self._get(rank, _TURNS)
 
     def set_asleep(self, rank: int, asleep: bool) -> None:
         """asleep: it does not look whether others have posted, and has to be woken."""

@@ -159,8 +159,12 @@ class RankGroup:
         return GroupExchange(self.rank, self.size)
 
     def watch_steps(self) -> None:
-        """From now on a step that takes longer than `step_timeout` ends the group. Waits for all ranks."""
+        """From now on a step, or a turn of the loop, that takes longer than `step_timeout` ends the group.
+
+        Waits for all ranks. Every turn has to call `stand`.
+        """
         self.share(None)
+        self._table.turn(self.rank)
         self._watching_steps = self._watch.serving = True
         if isinstance(self._table, LinkedTable):
             self._table.be_patient(self._step_timeout)
@@ -171,6 +175,8 @@ class RankGroup:
         """See Agreement.agree. From then until the next call the step is under way."""
         self._watch.step_ended()
         agreed = self._agreement.agree(batch)
+        # It may have waited for others as long as a step may take.
+        self._table.turn(self.rank)
         if agreed.batch and self._watching_steps:
             self._watch.step_began(self._agreement.round)
         return agreed
@@ -209,7 +215,8 @@ class RankGroup:
     # --- leaving ---
 
     def stand(self, standing: Standing) -> Standing:
-        """Say how far this rank is, and hear how far the group is."""
+        """Say that the loop turns and how far this rank is, and hear how far the group is."""
+        self._table.turn(self.rank)
         self._table.set_standing(self.rank, standing)
         return self._table.standing()
 

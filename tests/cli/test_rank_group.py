@@ -17,6 +17,7 @@ from cli.main import main
 from cli.rank_group import plan_ranks, run_rank, supervise
 from cli.serve import Child
 from decode_node.config import DecodeConfig
+from engine import hung_ranks
 from engine.agreement import GroupFailed
 from engine.group_table import GroupTable
 from engine.rank_place import RankPlace, create_places
@@ -130,14 +131,16 @@ def supervised(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[
     tables = []
 
     def run(
-        *programs: str, reports: dict[int, str] | None = None, code: int = 1, first: int = 0
+        *programs: str, reports: dict[int, str] | None = None, code: int = 1, first: int = 0, step_timeout: float = 60
     ) -> tuple[int, GroupTable]:
         table = GroupTable(GroupTable.create(first + len(programs)), first + len(programs))
         tables.append(table)
         for rank, text in (reports or {}).items():
             table.report(rank, text, code)
+        for rank in range(table.size):
+            table.turn(rank)
         children = [Child(f"rank {rank}", ["-c", program], 0) for rank, program in enumerate(programs, first)]
-        return supervise(children, table, drain_timeout=30, first=first), table
+        return supervise(children, table, 30, step_timeout, first), table
 
     yield run
     for table in tables:
@@ -242,6 +245,19 @@ def test_a_rank_that_stays_when_another_ended_in_peace_is_stopped(
     assert supervised("import os; os.kill(os.getpid(), 15)", FOR_EVER)[0] == 1
     said = capfd.readouterr().err
     assert said == "error: rank 1 did not end when the others did or were told to; all ranks were stopped\n"
+
+
+def test_a_rank_that_hangs_while_nobody_waits_for_it_is_ended_and_named(
+    supervised: Callable[..., tuple[int, GroupTable]],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Stopped between two steps, say: it does not hear signals. Here it is alone on its host."""
+    monkeypatch.setattr(hung_ranks, "GRACE_S", 0.25)
+    stopped = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
+    assert supervised(stopped, first=1, step_timeout=0.25)[0] == 1
+    said = capfd.readouterr().err
+    assert said == "error: rank 1 hangs: its loop has not turned for 0.5 s; all ranks were stopped\n"
 
 
 @pytest.mark.parametrize(

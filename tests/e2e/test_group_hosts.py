@@ -1,5 +1,6 @@
 """Groups of two hosts: a prefill and a decode node with a rank on each, over a network that can be cut."""
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -7,11 +8,12 @@ import pytest
 
 from cli.serve import free_port
 from control.keys import generate
+from engine.hung_ranks import GRACE_S
 from tests.e2e.cluster import Cluster, Job, Node, Place, complete, wait_until
 from tests.e2e.conftest import Reference
 from tests.e2e.hosts import Network, why_not
 from tests.e2e.spawn import fork, start_fork_server
-from tests.e2e.test_ranks import HOT_BUFFER, JOBS
+from tests.e2e.test_ranks import HOT_BUFFER, JOBS, ranks_of
 
 WHY_NOT = why_not()
 pytestmark = [pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or ""), pytest.mark.slow]
@@ -97,5 +99,17 @@ def test_tokens_equal_transformers_and_a_lost_host_ends_the_group_on_the_other(
     wait_until(lambda: gateway.metric("nodes", role="decode") == 2, 60, "both decode ranks")
     job = Job(JOBS[0].prompt_ids, 8)
     assert complete(cluster.url, [job]) == [reference.generate(list(job.prompt_ids), 8)]
-    groups.node("decode", 1).process.send_signal(15)
+    groups.node("decode", 1).process.send_signal(signal.SIGTERM)
     assert [groups.node("decode", number).process.wait(timeout=60) for number in range(2)] == [0, 0]
+
+    # Nobody on its host waits for this rank, or is there but the process that started it.
+    [stopped] = ranks_of(groups.node("prefill", 1))
+    stopped.send_signal(signal.SIGSTOP)
+    reasons = (
+        f"rank 1 on host 1 was not heard for {STEP_TIMEOUT_S} s",
+        f"rank 1 hangs: its loop has not turned for {STEP_TIMEOUT_S + GRACE_S:g} s",
+    )
+    for number, reason in enumerate(reasons):
+        node = groups.node("prefill", number)
+        assert node.process.wait(timeout=6 * STEP_TIMEOUT_S) == 1
+        assert node.log.splitlines()[-1] == f"error: {reason}; all ranks were stopped"

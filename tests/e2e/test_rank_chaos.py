@@ -31,8 +31,6 @@ def registered(cluster: Cluster) -> bool:
 def disturb(group: Node, kind: str, rng: random.Random) -> str:
     """Do that to a rank. What, in words."""
     rank = rng.randrange(RANKS)
-    if kind == "stop" and group.words[0] == "prefill":
-        rank = 1  # If rank 0 is stopped between steps, nobody misses it, and gateways go elsewhere.
     process = ranks_of(group)[rank]
     match kind:
         case "kill":

@@ -1,5 +1,8 @@
 """A decode node of several ranks says what transformers says, and ends whole when one of its ranks ends."""
 
+import ctypes
+import json
+import os
 import re
 import signal
 import socket
@@ -15,6 +18,7 @@ import httpx
 import psutil
 import pytest
 
+from base.memory import available_host_bytes
 from cli import rank_group
 from cli.rank_group import plan_ranks
 from cli.serve import RANK_PORTS, free_port
@@ -39,6 +43,8 @@ at different steps, and clients leave."""
 NOTICED_S = 3.0
 """How long a group may take to end once a rank's end was noticed."""
 PROMPT = [7, 3, 9, 200, 41] * 60
+_PIDFD_GETFD = 438
+"""The number of the system call, for which Python has no function."""
 
 
 def configurations() -> list[Any]:
@@ -124,16 +130,42 @@ def test_ranks_sleep_when_nobody_has_work_and_all_drain_if_one_is_told_to(
     assert decode.process.wait(timeout=30) == 0
 
 
+def kill(ranks: Sequence[psutil.Process]) -> None:
+    ranks[1].kill()
+
+
+def stop(ranks: Sequence[psutil.Process]) -> None:
+    ranks[1].suspend()
+
+
+def break_collectives(ranks: Sequence[psutil.Process]) -> None:
+    """Shut down the connections between two ranks: they talk to each other in collectives only."""
+    first, second = ({(c.laddr, c.raddr): c.fd for c in rank.net_connections("tcp") if c.raddr} for rank in ranks)
+    shared = [descriptor for (here, there), descriptor in first.items() if (there, here) in second]
+    assert shared
+    process = os.pidfd_open(ranks[0].pid)
+    for descriptor in shared:
+        number = ctypes.CDLL(None, use_errno=True).syscall(_PIDFD_GETFD, process, descriptor, 0)
+        assert number >= 0, os.strerror(ctypes.get_errno())
+        with socket.socket(fileno=number) as connection:
+            connection.shutdown(socket.SHUT_RDWR)
+    os.close(process)
+
+
 @pytest.mark.parametrize(
-    ("number", "reason"),
+    ("disturb", "reason"),
     [
-        (signal.SIGKILL, "rank 1 was killed by SIGKILL"),
-        pytest.param(signal.SIGSTOP, "rank 1 ", marks=pytest.mark.slow),
+        (kill, "rank 1 was killed by SIGKILL"),
+        pytest.param(stop, "rank 1 ", marks=pytest.mark.slow),
+        pytest.param(break_collectives, r"rank \d failed in step \d+: ", marks=pytest.mark.slow),
     ],
-    ids=["killed", "stopped"],
+    ids=["killed", "stopped", "broken-collective"],
 )
 def test_a_group_that_loses_a_rank_ends_and_its_requests_go_to_another_node(
-    start_cluster: Callable[..., Cluster], references: dict[str, Reference], number: int, reason: str
+    start_cluster: Callable[..., Cluster],
+    references: dict[str, Reference],
+    disturb: Callable[[Sequence[psutil.Process]], None],
+    reason: str,
 ) -> None:
     cluster = start_cluster()
     cluster.prefill()
@@ -151,14 +183,14 @@ def test_a_group_that_loses_a_rank_ends_and_its_requests_go_to_another_node(
             for _ in range(6)
         ]
         wait_until(lambda: all(group.metric("requests", rank, state="running") >= 1 for rank in range(2)))
-        processes[1].send_signal(number)
+        disturb(processes)
         since = time.monotonic()
-        limit = NOTICED_S + (2 if number == signal.SIGSTOP else 0)
+        limit = NOTICED_S + (0 if disturb is kill else 2)
         assert group.process.wait(timeout=30) == 1
         assert time.monotonic() - since < limit + 1, "on a busy machine"
         assert [answer.result().json()["choices"][0]["token_ids"] for answer in answers] == [expected] * 6
     last = group.log.splitlines()[-1]
-    assert last.startswith(f"error: {reason}")
+    assert re.match(f"error: {reason}", last)
     assert last.endswith("; all ranks were stopped")
     assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes)
 
@@ -175,7 +207,7 @@ def test_a_rank_with_another_checkpoint_is_refused_by_name(
     at = children[1].words.index("--model-path") + 1
     children[1].words[at] = str(checkpoints["glm_moe_dsa"])
     monkeypatch.setattr(rank_group.signal, "signal", lambda *_: None)
-    assert rank_group.supervise(children, GroupTable(places[0].table, 2), drain_timeout=1) == 2
+    assert rank_group.supervise(children, GroupTable(places[0].table, 2), drain_timeout=1, step_timeout=30) == 2
     *_, last = capfd.readouterr().err.splitlines()
     assert re.fullmatch(
         r"error: rank \d: rank \d has \w+ \S+, rank \d has \S+: all ranks of a group need the same; "
@@ -213,10 +245,36 @@ def test_a_rank_whose_port_is_taken_is_refused_by_name(
     places = create_places(2)
     monkeypatch.setattr(rank_group.signal, "signal", lambda *_: None)
     with socket.create_server(("127.0.0.1", port + RANK_PORTS)):
-        code = rank_group.supervise(plan_ranks(config, places), GroupTable(places[0].table, 2), drain_timeout=1)
+        code = rank_group.supervise(
+            plan_ranks(config, places), GroupTable(places[0].table, 2), drain_timeout=1, step_timeout=30
+        )
     assert code == 2
     *_, last = capfd.readouterr().err.splitlines()
     assert last.startswith(f"error: rank 1: cannot bind the HTTP port 127.0.0.1:{port + RANK_PORTS}")
+
+
+@pytest.mark.slow
+def test_host_pools_that_do_not_fit_together_are_refused_with_the_sum(
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Either would fit alone. It is refused before any is made."""
+    pool = json.dumps({"device_buffer_size": 128, "host_pool_gib": 1.4 * available_host_bytes() / 2**30})
+    config = DecodeConfig(
+        model_path=checkpoints["deepseek_v32"],
+        ranks=2,
+        port=0,
+        control_port=0,
+        transfer_protocol="tcp",
+        hisparse_config=pool,
+    )
+    places = create_places(2)
+    monkeypatch.setattr(rank_group.signal, "signal", lambda *_: None)
+    code = rank_group.supervise(
+        plan_ranks(config, places), GroupTable(places[0].table, 2), drain_timeout=1, step_timeout=30
+    )
+    assert code == 2
+    *_, last = capfd.readouterr().err.splitlines()
+    assert re.match(r"error: rank \d: the host pools of 2 ranks need .* together, available are .*: lower ", last)
 
 
 @pytest.mark.slow

@@ -188,6 +188,25 @@ def test_the_ranks_of_one_host_end_when_one_of_another_is_killed(tmp_path: Path)
         assert ranks.table.first_reported([2, 3]) is not None
 
 
+def test_a_rank_of_another_host_that_is_stopped_in_peace_is_named(tmp_path: Path) -> None:
+    """Nobody waits for it: its silence tells."""
+
+    def body(place: RankPlace) -> None:
+        group = join(place, step_timeout=1.0)
+        group.watch_steps()
+        group.share(None)
+        if place.rank == 1:
+            beats = group._table.beats(1)
+            until(lambda: group._table.beats(1) > beats + 1, "a beat with which the patience of the start ends")
+            os.kill(os.getpid(), signal.SIGSTOP)
+        until(lambda: group.agree(0).batch, "a rank to end")
+
+    with forked(2, tmp_path, body, hosts=2) as ranks:
+        assert ranks.wait(0) == 1
+        assert ranks.said(0) == "GroupFailed: rank 1 ended"
+        assert ranks.table.reported(1) == ("rank 1 on host 1 was not heard for 1 s", 1)
+
+
 def test_hosts_with_another_checkpoint_refuse_each_other_by_name(tmp_path: Path) -> None:
     def body(place: RankPlace) -> None:
         join(place).check_equal({"version": "1", "fingerprint": "abc" if place.rank else "def"})

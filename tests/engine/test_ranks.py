@@ -175,3 +175,4 @@ def test_ranks_leave_when_all_are_done_and_then_nobody_is_missed(tmp_path: Path)
 
     with forked(3, tmp_path, body) as ranks:
         assert [ranks.wait(rank) for rank in range(3)] == [0, 0, 0], ranks.said(0) + ranks.said(1)
+        assert all(ranks.table.turns(rank) > 50 for rank in range(3)), "who started them saw their loops turn"

@@ -1,0 +1,56 @@
+"""A rank that is stopped while no rank waits for it ends its node, as one does that is stopped inside a step."""
+
+import signal
+from collections.abc import Callable
+
+import pytest
+
+from engine.hung_ranks import GRACE_S
+from tests.e2e.cluster import HOT_BUFFER, Cluster, Job, complete, wait_until
+from tests.e2e.conftest import Reference
+from tests.e2e.served import all_gone
+from tests.e2e.test_ranks import PROMPT, ranks_of
+
+pytestmark = pytest.mark.slow
+
+STEP_TIMEOUT_S = 2
+
+
+@pytest.mark.parametrize(
+    ("role", "rank"),
+    [("prefill", 0), ("prefill", 1), ("decode", 1)],
+    ids=["first-of-prefill", "follower-of-prefill", "of-decode"],
+)
+def test_a_rank_that_is_stopped_in_peace_ends_its_node_which_then_starts_again(
+    start_cluster: Callable[..., Cluster], references: dict[str, Reference], role: str, rank: int
+) -> None:
+    cluster, job = start_cluster(), Job(PROMPT, 8)
+    groups = {
+        name: {"ranks": 2, "step_timeout": STEP_TIMEOUT_S} if name == role else {} for name in ("prefill", "decode")
+    }
+    nodes = {
+        "prefill": cluster.prefill(**groups["prefill"]),
+        "decode": cluster.decode(hisparse_config=HOT_BUFFER, **groups["decode"]),
+    }
+    expected = [references["deepseek_v32"].generate(PROMPT, 8)]
+
+    def serves() -> None:
+        cluster.wait_ready(timeout=120)
+        decode_nodes = 2 if role == "decode" else 1
+        gateway = cluster.nodes["gateway"]
+        wait_until(lambda: gateway.metric("nodes", role="decode") == decode_nodes, 60, "the decode nodes")
+        wait_until(lambda: gateway.metric("nodes", role="prefill") == 1, 60, "the prefill node")
+        assert complete(cluster.url, [job]) == expected
+
+    serves()
+    nodes["prefill"].wait_unused("prefill_pages")
+    group = nodes[role]
+    processes = ranks_of(group)
+    processes[rank].send_signal(signal.SIGSTOP)
+    assert group.process.wait(timeout=60) == 1
+    assert all_gone(processes)
+    last = group.log.splitlines()[-1]
+    patience = STEP_TIMEOUT_S + GRACE_S
+    assert last == f"error: rank {rank} hangs: its loop has not turned for {patience:g} s; all ranks were stopped"
+    cluster.restart(group)
+    serves()
