@@ -32,6 +32,11 @@ _RUNS = 4
 """Runs of channels of a product, unless they were shorter than _LEAST_RUN."""
 
 _LEAST_RUN = 4
+
+_SUMMED = 1024
+"""Channels of a token's weighted sum that one program adds up."""
+_SUM_TOKENS = 256
+"""With more tokens programs add up twice as many channels, so that all of them run at once."""
 _BLOCK = tl.constexpr(BLOCK)
 
 
@@ -336,7 +341,7 @@ def _sum(
     size = out.shape[1]
     if beside is not None and (beside.shape != out.shape or not beside.is_contiguous()):
         raise ValueError(f"expected contiguous tokens {list(out.shape)} beside, found {list(beside.shape)}")
-    block = 1024
+    block = _SUMMED if tokens <= _SUM_TOKENS else 2 * _SUMMED
     if tokens:
         with on(out.device):
             _weigh[(tokens, triton.cdiv(size, block))](
