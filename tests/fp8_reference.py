@@ -13,6 +13,8 @@ _GRID = torch.tensor(
     + [(1 + mantissa / 8) * 2.0 ** (exponent - 7) for exponent in range(1, 16) for mantissa in range(8)][:-1]
 )
 """The numbers of float8_e4m3 that are not negative, by their codes: 0 to 448 (the last code is NaN)."""
+ITEM_SCALE_BITS = 8
+"""Significant bits of an item's scales: those of bfloat16."""
 _BETWEEN = (_GRID[1:] + _GRID[:-1]) / 2
 
 
@@ -24,11 +26,17 @@ def nearest_e4m3(x: torch.Tensor) -> torch.Tensor:
     return _GRID[(code + tie).clamp(max=len(_GRID) - 1)] * x.sign()
 
 
-def rounded(x: torch.Tensor, together: int) -> torch.Tensor:
-    """x, float32 [..., dim], as it is read back, with a scale for every started `together` elements."""
+def rounded(x: torch.Tensor, together: int, scale_bits: int | None = None) -> torch.Tensor:
+    """x, float32 [..., dim], as it is read back, with a scale for every started `together` elements.
+
+    scale_bits: significant bits that scales are rounded up to.
+    """
     parts = []
     for part in x.split(together, dim=-1):
         scale = torch.maximum(part.abs().max(-1, keepdim=True).values, torch.tensor(1e-4)) / 448
+        if scale_bits is not None:
+            mantissa, exponent = torch.frexp(scale)
+            scale = torch.ldexp(torch.ceil(mantissa * 2**scale_bits) / 2**scale_bits, exponent)
         parts.append(nearest_e4m3(part / scale) * scale)
     return torch.cat(parts, dim=-1)
 
@@ -45,7 +53,7 @@ class Fp8Cache(DynamicCache):
     """What a transformers model computes with if it keeps its latents, roped keys and index keys in fp8 items."""
 
     def update(self, latents: torch.Tensor, ropes: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return super().update(rounded(latents, 128), ropes.bfloat16().float(), *args, **kwargs)
+        return super().update(rounded(latents, 128, ITEM_SCALE_BITS), ropes.bfloat16().float(), *args, **kwargs)
 
     def update_indexer(self, keys: torch.Tensor, layer_idx: int) -> torch.Tensor:
         rotation = hadamard(keys.shape[-1])

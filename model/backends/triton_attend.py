@@ -244,9 +244,9 @@ def _tiling(queries: torch.Tensor) -> _Tiling:
     return _Tiling(heads=MIN_TILE, rows=32, warps=4, stages=5, waves=2)
 
 
-_GLUON_BYTES = 229_888
+_GLUON_BYTES = 223_048
 """Shared memory of a program of `gluon_attend`."""
-_GLUON_TILING = _Tiling(heads=64, rows=64, warps=8, stages=1, waves=1)
+_GLUON_TILING = _Tiling(heads=64, rows=64, warps=4, stages=1, waves=1)
 """What `gluon_attend` is written for."""
 
 

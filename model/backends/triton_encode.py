@@ -165,6 +165,14 @@ def _scale(amax: tl.tensor) -> tl.tensor:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _short(scale: tl.tensor) -> tl.tensor:
+    """Rounded up to bfloat16."""
+    near = scale.to(tl.bfloat16)
+    bits = near.to(tl.int16, bitcast=True)
+    return tl.where(near.to(tl.float32) < scale, bits + 1, bits).to(tl.bfloat16, bitcast=True).to(tl.float32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _fp8(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
     """x / scale, which is at most the largest number. A NaN stays one. scale: as many as x, or one for each row."""
     about = 1.0 / scale
@@ -215,7 +223,9 @@ def _encode_items(
     x = tl.load(compressed + token * token_stride + column, mask=real, other=0.0).to(tl.float32)
     mean_square = tl.sum(tl.sum(x * x, 1), 0) / latent_dim
     x = x * (1.0 / tl.sqrt_rn(mean_square + eps)) * tl.load(weight + column, mask=real, other=0.0).to(tl.float32)
-    scale = _scale(tl.max(tl.abs(x), 1))
+    scale = _short(_scale(tl.max(tl.abs(x), 1)))
+    # Of a token that is no number each scale is none. `max` would leave that out.
+    scale = tl.where(mean_square < float("inf"), scale, float("nan"))
     tl.store(latents + token * item_bytes + column, _fp8(x, scale[:, None]), mask=real)
     tl.store(scales + token * (item_bytes // 4) + latent_dim // 4 + group, scale, mask=group < num_scales)
 

@@ -32,6 +32,11 @@ _RUNS = 4
 """Runs of channels of a product, unless they were shorter than _LEAST_RUN."""
 
 _LEAST_RUN = 4
+
+_SUMMED = 1024
+"""Channels of a token's weighted sum that one program adds up."""
+_SUM_TOKENS = 256
+"""With more tokens programs add up twice as many channels, so that all of them run at once."""
 _BLOCK = tl.constexpr(BLOCK)
 
 
@@ -127,7 +132,7 @@ def _rows(
 def tiling(tokens: int) -> Tiling:
     """Tiles that hold the rows of most experts at once, if some 8 of 256 are chosen."""
     if tokens <= 16:
-        return Tiling(m=16, n=64, warps=4, stages=4, per_sm=5)
+        return Tiling(m=16, n=64, warps=4, stages=3, per_sm=6)
     if tokens <= 128:
         return Tiling(m=16, n=128, warps=4, stages=5, per_sm=2)
     if tokens <= 512:
@@ -241,11 +246,15 @@ def _experts(
     unroll: tl.constexpr,
     chained: tl.constexpr,
 ) -> None:
-    """Every num_programs-th piece: block_n rows of a weight by a tile's rows, over one run of channels or all."""
+    """Some of the pieces, each block_n rows of a weight by a tile's rows, over one run of channels or all."""
     follow(chained)
     tiles_n = tl.cdiv(n, block_n)
     pieces = tl.load(counts + 1) * tiles_n * splits
-    for piece in range(tl.program_id(0), pieces, tl.num_programs(0)):
+    # As many programs as have equally many pieces. While a few have one more, the others' share of bandwidth is unused.
+    programs = tl.cdiv(pieces, tl.maximum(tl.cdiv(pieces, tl.num_programs(0)), 1))
+    for number in range(tl.program_id(0), pieces if tl.program_id(0) < programs else 0, programs):
+        # The last first: these are the shared expert's, which has most rows.
+        piece = pieces - 1 - number
         split = piece % splits
         first_row = piece // splits % tiles_n * block_n
         tile = piece // (splits * tiles_n)
@@ -332,7 +341,7 @@ def _sum(
     size = out.shape[1]
     if beside is not None and (beside.shape != out.shape or not beside.is_contiguous()):
         raise ValueError(f"expected contiguous tokens {list(out.shape)} beside, found {list(beside.shape)}")
-    block = 1024
+    block = _SUMMED if tokens <= _SUM_TOKENS else 2 * _SUMMED
     if tokens:
         with on(out.device):
             _weigh[(tokens, triton.cdiv(size, block))](

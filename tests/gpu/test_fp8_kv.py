@@ -122,9 +122,15 @@ def test_nan_stays_nan() -> None:
     compressed[1, 7] = float("nan")
     rope = rope_of(2, 64, torch.bfloat16)
     norm = RmsNorm(torch.ones(512, dtype=torch.bfloat16, device=CUDA), 1e-6)
-    items = PUBLISHED.items(encode_items(compressed, norm, rope.cos, rope.sin, PUBLISHED))
+    stored = encode_items(compressed, norm, rope.cos, rope.sin, PUBLISHED)
+    items = PUBLISHED.items(stored)
     assert items[0].isfinite().all()
     assert items[1].isnan().any()
+    queries, rows = randn(2, 128, 576, dtype=torch.bfloat16), torch.tensor([[0], [1]], device=CUDA)
+    for by_hand in (True, False):
+        attended = attend_fp8_rows(queries, stored, rows, SCALING, PUBLISHED, by_hand)
+        assert attended[0].isfinite().all()
+        assert attended[1].isnan().all()
 
 
 def test_tensors_that_do_not_fit_together_are_refused() -> None:
