@@ -37,9 +37,9 @@ class NoToken(Enum):
 
 @dataclass(frozen=True)
 class SamplingNeeds:
-    """What to compute for a batch. random: some request draws at random. greedy: some request does not. restricted: with
-    top_k or top_p. floored: with min_p. adjusted: some request changes its logits (`engine.adjustments`). top_logprobs:
-    the most alternatives that a request reports; None: no request reports log probabilities."""
+    """What to compute for a batch. random: some request draws at random. greedy: some request does not. restricted:
+    with top_k or top_p. floored: with min_p. adjusted: some request changes its logits (`engine.adjustments`).
+    top_logprobs: the most alternatives that a request reports; None: no request reports log probabilities."""
 
     random: bool
     greedy: bool
@@ -123,8 +123,8 @@ def draw(
 def _choose(
     changed: torch.Tensor, settings: torch.Tensor, uniforms: torch.Tensor, needs: SamplingNeeds
 ) -> torch.Tensor:
-    """The token of each row, int64 [n], or NOTHING_ALLOWED. Arguments as in `draw`. Meaningless with logits that are not
-    finite."""
+    """The token of each row, int64 [n], or NOTHING_ALLOWED. Arguments as in `draw`. Where logits are not finite, the
+    token means nothing."""
     likeliest = changed.amax(dim=-1)
     if needs.random:
         temperature, top_p, top_k, log_min_p = settings.unsqueeze(2)
@@ -151,8 +151,8 @@ def _choose_by_rows(
     masks: torch.Tensor | None,
 ) -> torch.Tensor:
     """`_choose` on a processor, with masks: as many rows at a time as there are threads, so that what is computed of a
-    large vocabulary stays in their caches. Rows that allow few tokens are chosen among these alone, in their order, which
-    gives the same token."""
+    large vocabulary stays in their caches. Where a mask allows few tokens, one is chosen among these alone, in their
+    order, which gives the same token."""
     count, vocab = changed.shape
     token_ids = torch.empty(count, dtype=torch.int64)
     few = {} if masks is None else few_allowed(masks, vocab)
@@ -163,8 +163,10 @@ def _choose_by_rows(
             token_ids[row] = torch.where(chosen < 0, chosen, allowed[chosen.clamp(0, len(allowed) - 1)])
         else:
             token_ids[row] = NoToken.NOTHING_ALLOWED.value
-    others = torch.tensor([row for row in range(count) if row not in few], dtype=torch.int64)
-    for rows in others.split(count if count * vocab <= _CACHED_LOGITS else torch.get_num_threads()):
+    others = [row for row in range(count) if row not in few]
+    together = count if count * vocab <= _CACHED_LOGITS else torch.get_num_threads()
+    for begin in range(0, len(others), together):
+        rows = others[begin : begin + together]
         part = changed[rows] if masks is None else masked(changed[rows], masks[rows])
         token_ids[rows] = _choose(part, settings[:, rows], uniforms[rows], needs)
     return token_ids

@@ -224,6 +224,8 @@ def test_a_mask_gives_the_token_that_minus_infinity_gives(vocab: int, fields: di
     arguments = settings, numbers, SamplingNeeds.of(requests)
     expected = tokens_of(draw(logits, *arguments, logits.masked_fill(~allowed, float("-inf"))), requests)
     assert tokens_of(draw(logits, *arguments, logits, masks), requests) == expected
+    alone = settings[:, 2:3], numbers[2:3], SamplingNeeds.of(requests[2:3])
+    assert tokens_of(draw(logits[2:3], *alone, logits[2:3], masks[2:3]), requests[2:3]) == expected[2:3]
     assert [found for found in expected if isinstance(found, NoToken)] == [
         NoToken.NOTHING_ALLOWED, NoToken.NOT_FINITE, NoToken.NOT_FINITE
     ]  # fmt: skip
