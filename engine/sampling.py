@@ -158,7 +158,9 @@ def _choose_by_rows(
     few = {} if masks is None else few_allowed(masks, vocab)
     for row, allowed in few.items():
         if len(allowed):
-            chosen = _choose(changed[row, allowed].unsqueeze(0), settings[:, [row]], uniforms[[row]], needs)
+            chosen = _choose(
+                changed[row].index_select(0, allowed).unsqueeze(0), settings[:, [row]], uniforms[[row]], needs
+            )
             # Beyond the end where logits are not finite.
             token_ids[row] = torch.where(chosen < 0, chosen, allowed[chosen.clamp(0, len(allowed) - 1)])
         else:
@@ -166,8 +168,10 @@ def _choose_by_rows(
     others = [row for row in range(count) if row not in few]
     together = count if count * vocab <= _CACHED_LOGITS else torch.get_num_threads()
     for begin in range(0, len(others), together):
-        rows = others[begin : begin + together]
-        part = changed[rows] if masks is None else masked(changed[rows], masks[rows])
+        rows = torch.tensor(others[begin : begin + together])
+        part = changed.index_select(0, rows)
+        if masks is not None:
+            part = masked(part, masks[rows])
         token_ids[rows] = _choose(part, settings[:, rows], uniforms[rows], needs)
     return token_ids
 
