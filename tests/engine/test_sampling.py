@@ -208,7 +208,7 @@ def test_masks_say_which_tokens_may_come() -> None:
 @pytest.mark.parametrize("vocab", [70, 70_001])
 @pytest.mark.parametrize("fields", [{}, {"top_k": 9}, {"top_p": 0.7, "top_logprobs": 2}, {"min_p": 0.01}])
 def test_a_mask_gives_the_token_that_minus_infinity_gives(vocab: int, fields: dict[str, Any]) -> None:
-    counts = [0, 1, 5, vocab // 3, vocab // 2 + 1, vocab - 1, vocab, 1, vocab]
+    counts = [0, 1, 5, vocab // 3, 5 * vocab // 8 + 1, vocab - 1, vocab, 1, vocab]
     logits = random_logits(len(counts), vocab=vocab)
     logits[-2:, 1] = float("nan")
     allowed = torch.zeros_like(logits, dtype=torch.bool)
@@ -217,7 +217,7 @@ def test_a_mask_gives_the_token_that_minus_infinity_gives(vocab: int, fields: di
     bits = np.zeros((len(counts), -(-vocab // 32) * 32), dtype=np.uint8)
     bits[:, :vocab] = allowed.numpy()
     masks = torch.from_numpy(np.packbits(bits, axis=1, bitorder="little").view(np.int32))
-    assert sorted(few_allowed(masks, vocab)) == [row for row, count in enumerate(counts) if 2 * count <= vocab]
+    assert sorted(few_allowed(masks, vocab)) == [row for row, count in enumerate(counts) if 8 * count <= 5 * vocab]
     requests = [Sampling(temperature=row % 3, **fields) for row in range(len(counts))]
     settings = torch.tensor([settings_of(sampling, vocab) for sampling in requests], dtype=torch.float64).T
     numbers = torch.rand(len(counts), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
