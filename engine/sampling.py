@@ -166,7 +166,7 @@ def _choose_by_rows(
         else:
             token_ids[row] = NoToken.NOTHING_ALLOWED.value
     others = [row for row in range(count) if row not in few]
-    together = count if count * vocab <= _CACHED_LOGITS else torch.get_num_threads()
+    together = max(torch.get_num_threads(), _CACHED_LOGITS // vocab)
     for begin in range(0, len(others), together):
         rows = torch.tensor(others[begin : begin + together])
         part = changed.index_select(0, rows)
@@ -177,7 +177,7 @@ def _choose_by_rows(
 
 
 _CACHED_LOGITS = 2**17
-"""So many are chosen from at a time, however many rows they are of."""
+"""So many at least are chosen from at a time: an operation on few takes as long as one on them."""
 
 
 def tokens_of(drawn: torch.Tensor, requests: Sequence[Sampling]) -> list[Token | NoToken]:
