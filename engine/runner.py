@@ -13,7 +13,7 @@ from engine.adjustments import Ban, LogitAdjustments
 from engine.batch import Batch
 from engine.device import Download, check_device
 from engine.graphs import StepGraphs
-from engine.sampling import SETTINGS, NoToken, SamplingNeeds, draw, masked, settings_of, tokens_of
+from engine.sampling import SETTINGS, NoToken, SamplingNeeds, draw, settings_of, tokens_of
 from hisparse.coordinator import HiSparseCoordinator
 from hisparse.device_pool import upload
 from model.sparse_model import SparseModel
@@ -112,15 +112,13 @@ class ModelRunner:
         """Queue the drawing of a step's tokens, which are the input of each request's next step.
 
         bans: tokens that requests may not get now. masks: the tokens that each request may get, int32 [batch,
-        ceil(vocab / 32)], see `engine.sampling.unpacked`, in pinned memory if the device is another; None: all. They
+        ceil(vocab / 32)], see `engine.masking`, in pinned memory if the device is another; None: all. They
         may be changed once the step is collected.
         """
         rows, _, uniforms = self._inputs[:, : len(step.batch)]
         needs = SamplingNeeds.of(step.batch.sampling)
         changed = self._adjustments.apply(step.logits, rows, bans) if needs.adjusted else step.logits
-        if masks is not None:
-            changed = masked(changed, masks)
-        drawn = draw(step.logits, self._settings[rows].T, uniforms.view(torch.float64), needs, changed)
+        drawn = draw(step.logits, self._settings[rows].T, uniforms.view(torch.float64), needs, changed, masks)
         token_ids = drawn[:, 0].long()
         if needs.adjusted:
             self._adjustments.count(rows, token_ids)

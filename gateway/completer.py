@@ -24,6 +24,7 @@ from gateway.requests.chat import ChatCompletionRequest
 from gateway.requests.completions import CompletionRequest
 from gateway.requests.conversion import ConvertedRequest
 from gateway.requests.unsupported import FieldPolicy
+from gateway.shared_prompt import with_shared_prompts
 
 _SMALL_BYTES = 64 << 10
 _THREADS = 2
@@ -122,11 +123,6 @@ class Completer:
                     if delta.first:
                         answers[index].clear()
                     answers[index].append(delta)
-        for index, answer in enumerate(answers):
-            # The first choice of a prompt may have its log probabilities for all.
-            first = answers[index - index % prepared.request.computed_choices]
-            if answer[0].prompt is None:
-                answer[0] = answer[0]._replace(prompt=first[0].prompt)
         return answers
 
     def deltas(
@@ -139,7 +135,10 @@ class Completer:
         alone = len(prepared.branches) == 1
         way = shortcut if shortcut is not None and alone else Shortcut()
         branches = [Branch(prepared, number, self.tokenizer, self._metrics) for number in range(len(prepared.branches))]
-        return merged([branch.deltas(self._client, way) for branch in branches])
+        streams = [branch.deltas(self._client, way) for branch in branches]
+        if prepared.shares_prompt_logprobs:
+            streams = with_shared_prompts(streams, prepared.request.computed_choices)
+        return merged(streams)
 
     def close(self) -> None:
         for threads in (self._small, self._large):

@@ -58,6 +58,12 @@ class Prepared:
         return sum(min(known[first : first + choices]) for first in range(0, len(known), choices))
 
     @property
+    def shares_prompt_logprobs(self) -> bool:
+        """Whether the first choice of each prompt has the log probabilities of its tokens computed for all of them."""
+        first = self.branches[0]
+        return bool(first.group) and first.prompt_logprobs is not None
+
+    @property
     def held_tokens(self) -> int:
         """Prompt tokens that the gateway holds for it."""
         return sum(len(branch.prompt_ids) for branch in self.branches)

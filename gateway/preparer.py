@@ -60,9 +60,6 @@ class Preparer:
         prompt_logprobs = request.requested_prompt_logprobs()
         salt = salt_of(request.cache_salt, arrival.salt_key)
         choices = request.computed_choices
-        # In a stream each choice has the log probabilities of the prompt computed for itself: it needs them at its
-        # beginning, and the first choice's may come later.
-        shares_prompt = choices > 1 and (prompt_logprobs is None or not request.stream)
         firsts = [
             TokenizedRequest(
                 request_id=request_id,
@@ -75,7 +72,7 @@ class Preparer:
                 deadline=arrival.deadline,
                 priority=request.priority or 0,
                 grammar=grammar,
-                group=f"{request_id}-{number}" if shares_prompt else "",
+                group=f"{request_id}-{number}" if choices > 1 else "",
                 prompt_logprobs=prompt_logprobs,
                 cache_salt=salt,
                 block_hashes=None if self._block_hasher is None else self._block_hasher(prompt_ids, salt),

@@ -17,6 +17,7 @@ from rich.table import Table
 
 from benchmarks.grammar.cases import CASES
 from benchmarks.grammar.steps import GrammarSteps
+from benchmarks.machine import this_machine
 from control.grammar import Grammar, Node, Regex
 from engine.grammar.compiler import GrammarCompiler
 from engine.grammar.masks import MaskWriter
@@ -63,14 +64,16 @@ def main(
     console.print("A step waits for masks only where a batch takes longer than the forward pass.")
     if not steps:
         return
-    table = _table("grammar", "free ms", "bound ms", "longer", "CPU: free", "bound", "longer")
+    by_clock, by_processor = (_table("grammar", "free ms", "bound ms", "longer", "half of pairs") for _ in range(2))
     for name, (_, text) in CASES.items():
         timed = GrammarSteps(batch, vocab_size, layers, hidden_size, torch.device(device), threads)
-        free, bound = timed.compare(compiled[name][0], tokenizer.encode(text).ids, steps)
+        pairs = timed.compare(compiled[name][0], tokenizer.encode(text).ids, steps)
         timed.close()
-        pairs = (free.ms, bound.ms), (free.processor_ms, bound.processor_ms)
-        table.add_row(name, *(cell for a, b in pairs for cell in (f"{a:.2f}", f"{b:.2f}", f"{b / a - 1:+.1%}")))
-    console.print(table)
+        by_clock.add_row(name, *pairs.cells(lambda step: step.ms))
+        by_processor.add_row(name, *pairs.cells(lambda step: step.processor_ms))
+    console.print("decode steps, by the clock", by_clock, "decode steps, time of processors", by_processor, sep="\n")
+    console.print("longer: the median of pairs of steps without and with grammars that follow on each other.")
+    console.print(str(this_machine()))
 
 
 def _table(*headings: str) -> Table:

@@ -2,9 +2,10 @@
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from transformers import AutoConfig
 
@@ -22,16 +23,31 @@ from model.tiny import tiny_config
 from model.weights import RandomWeights
 
 _CONTEXT = 64
-_TURNS = 10
-"""Steps of one kind, before some of the other: what else the machine does meets both."""
+_BLOCK = 2
+"""Steps of one kind in a row: a pair is so short that the machine's speed of the moment meets both kinds."""
 
 
 @dataclass(frozen=True)
-class GrammarStepTimes:
-    """Median milliseconds of a step: how long it took, and how long processors worked."""
+class StepTimes:
+    """Milliseconds of a step, in the mean of some in a row: how long it took, and how long processors worked."""
 
     ms: float
     processor_ms: float
+
+
+@dataclass(frozen=True)
+class PairedTimes:
+    """Of steps without a grammar and of steps with one, taken in turns: a pair each."""
+
+    free: Sequence[StepTimes]
+    bound: Sequence[StepTimes]
+
+    def cells(self, of: Callable[[StepTimes], float]) -> list[str]:
+        """For a table: medians of both, and the median and the quartiles of how much longer a pair's second is."""
+        ratios = [of(bound) / of(free) - 1 for free, bound in zip(self.free, self.bound, strict=True)]
+        low, middle, high = np.percentile(ratios, [25, 50, 75])
+        medians = (statistics.median(map(of, kind)) for kind in (self.free, self.bound))
+        return [*(f"{median:.2f}" for median in medians), f"{middle:+.1%}", f"{low:+.1%} to {high:+.1%}"]
 
 
 class GrammarSteps:
@@ -59,42 +75,72 @@ class GrammarSteps:
             self._runner.admit(request_id, [1], [], self._sampling)
         self._before: LaunchedStep | None = None
 
-    def compare(
-        self, grammar: CompiledGrammar, tokens: Sequence[int], steps: int
-    ) -> tuple[GrammarStepTimes, GrammarStepTimes]:
-        """So many steps without a grammar, and with one: each request is at another place of an answer, of `tokens`."""
-        states = [grammar.start() for _ in self._requests.ids]
-        at = [index * len(tokens) // len(states) for index in range(len(states))]
-        for state, start in zip(states, at, strict=True):
-            for token_id in tokens[:start]:
-                state.advance(token_id)
-        times: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
-        for number in range(2 * steps + _TURNS):
-            constrained = number // _TURNS % 2 == 1
+    def compare(self, grammar: CompiledGrammar, tokens: Sequence[int], steps: int) -> PairedTimes:
+        """So many steps without a grammar, and with one, in pairs of `_BLOCK` steps each: each request is at another
+        place of an answer, of `tokens`, and begins it again when it is at its end."""
+        answers = [
+            _Answer(grammar, tokens, index * len(tokens) // len(self._requests.ids))
+            for index in range(len(self._requests.ids))
+        ]
+        # Warm up: the first steps are slower.
+        for kind in (None, answers):
+            self._block(kind)
+        pairs = []
+        for number in range(-(-steps // _BLOCK)):
+            # In turns which kind is first: what a step leaves in caches and to the allocator meets both.
+            if number % 2:
+                bound, free = self._block(answers), self._block(None)
+            else:
+                free, bound = self._block(None), self._block(answers)
+            pairs.append((free, bound))
+        free_times, bound_times = zip(*pairs, strict=True)
+        return PairedTimes(free_times, bound_times)
+
+    def _block(self, answers: Sequence["_Answer"] | None) -> StepTimes:
+        """Some steps in a row. answers: those of the requests; None: no request is constrained."""
+        passed = worked = 0.0
+        for _ in range(_BLOCK):
+            for answer in answers or ():
+                answer.begin_again_at_end()
             began, work_began = time.perf_counter(), time.process_time()
-            self._requests.make_room()
-            launched = launch(self._runner, self._requests.coordinator, self._requests.ids, self._sampling, 0.5)
-            if self._before is not None:
-                self._runner.collect(self._before)
-            masks = None
-            if constrained:
-                for index, state in enumerate(states):
-                    if at[index] < len(tokens):
-                        state.advance(tokens[at[index]])
-                        at[index] += 1
-                masks = self._writer.write(states).words
-            self._runner.sample(launched, masks=masks)
-            self._before = launched
-            if number >= _TURNS:
-                spent = time.perf_counter() - began, time.process_time() - work_began
-                times[constrained].append((1e3 * spent[0], 1e3 * spent[1]))
-        free, bound = (
-            GrammarStepTimes(*map(statistics.median, zip(*times[kind], strict=True))) for kind in (False, True)
-        )
-        return free, bound
+            self._step(answers)
+            passed += time.perf_counter() - began
+            worked += time.process_time() - work_began
+        return StepTimes(1e3 * passed / _BLOCK, 1e3 * worked / _BLOCK)
+
+    def _step(self, answers: Sequence["_Answer"] | None) -> None:
+        self._requests.make_room()
+        launched = launch(self._runner, self._requests.coordinator, self._requests.ids, self._sampling, 0.5)
+        if self._before is not None:
+            self._runner.collect(self._before)
+        masks = None
+        if answers is not None:
+            for answer in answers:
+                answer.advance()
+            masks = self._writer.write([answer.state for answer in answers]).words
+        self._runner.sample(launched, masks=masks)
+        self._before = launched
 
     def close(self) -> None:
         """Finish the requests."""
         if self._before is not None:
             self._runner.collect(self._before)
         self._requests.close()
+
+
+class _Answer:
+    """A request's place in an answer and in its grammar."""
+
+    def __init__(self, grammar: CompiledGrammar, tokens: Sequence[int], start: int) -> None:
+        self._grammar = grammar
+        self._tokens = tokens
+        self._at = start
+        self.state = grammar.start(generated=tokens[:start])
+
+    def advance(self) -> None:
+        self.state.advance(self._tokens[self._at])
+        self._at += 1
+
+    def begin_again_at_end(self) -> None:
+        if self._at == len(self._tokens):
+            self.state, self._at = self._grammar.start(), 0

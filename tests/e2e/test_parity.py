@@ -1,5 +1,6 @@
 """The service says, token for token, what transformers says."""
 
+import json
 import random
 from collections.abc import Callable, Iterator
 from itertools import product
@@ -65,6 +66,37 @@ def assert_same_logprobs(cluster: Cluster, reference: Reference, batch: list[lis
         assert choice["logprobs"]["token_logprobs"] == echoed
 
 
+def assert_choices_share_a_prefill(cluster: Cluster, prefill: Any) -> None:
+    """Also in a stream that begins with log probabilities of the prompt, and says what the whole answer says."""
+    one, other = prompts((300, 300), seed=9)
+
+    def ask(prompt: list[int], stream: bool) -> tuple[list[Any], float]:
+        before = prefill.metric("transfer_bytes_total")
+        body = {"prompt": prompt, "max_tokens": 12, "echo": True, "logprobs": 1, "n": 3, "seed": 5, "stream": stream}
+        answer = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=60)
+        assert answer.status_code == 200, answer.text
+        if stream:
+            lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: {")]
+            parts = [part for line in lines for part in json.loads(line)["choices"]]
+        else:
+            parts = answer.json()["choices"]
+        said = []
+        for index in range(3):
+            own = [part for part in parts if part["index"] == index]
+            logprobs = [logprob for part in own if part["logprobs"] for logprob in part["logprobs"]["token_logprobs"]]
+            said.append(("".join(part["text"] for part in own), logprobs))
+        return said, prefill.metric("transfer_bytes_total") - before
+
+    _, of_a_whole_answer = ask(one, stream=False)
+    streamed, of_a_stream = ask(other, stream=True)
+    whole, _ = ask(other, stream=False)
+    assert of_a_stream == of_a_whole_answer > 0
+    for (text, logprobs), (expected_text, expected) in zip(streamed, whole, strict=True):
+        assert text == expected_text
+        assert logprobs[0] is expected[0] is None
+        assert logprobs[1:] == pytest.approx(expected[1:], abs=2e-4)
+
+
 @pytest.mark.parametrize(("page_size", "chunk", "protocol", "transport", "family"), list(configurations()))
 def test_greedy_tokens_equal_transformers(
     start_cluster: Callable[..., Cluster],
@@ -92,6 +124,7 @@ def test_greedy_tokens_equal_transformers(
     assert_exact(cluster, references[family], ALONE, concurrency=1, new_tokens=20)
     assert_exact(cluster, references[family], TOGETHER, concurrency=16)
     assert_same_logprobs(cluster, references[family], [*prompts((1, 2, 500), seed=8)])
+    assert_choices_share_a_prefill(cluster, prefill)
 
     cached = prefill.metric("prefix_cache_hits_total", side="prefill")
     # The decode node has some prompts entirely, and asks nobody for them.

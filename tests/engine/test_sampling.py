@@ -1,5 +1,6 @@
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,7 +10,8 @@ from hypothesis import strategies as st
 
 from control.messages import Sampling, Token
 from engine import thresholds
-from engine.sampling import NoToken, RandomStream, SamplingNeeds, draw, masked, settings_of, tokens_of, unpacked
+from engine.masking import few_allowed, masked, unpacked
+from engine.sampling import NoToken, RandomStream, SamplingNeeds, draw, settings_of, tokens_of
 from engine.thresholds import CANDIDATES
 
 VOCAB = 50
@@ -201,6 +203,32 @@ def test_masks_say_which_tokens_may_come() -> None:
     logits = torch.randn(3, 70)
     assert torch.equal(masked(logits, masks), logits.masked_fill(~allowed, float("-inf")))
     assert logits.isfinite().all(), "the logits themselves stay"
+
+
+@pytest.mark.parametrize("vocab", [70, 70_001])
+@pytest.mark.parametrize("fields", [{}, {"top_k": 9}, {"top_p": 0.7, "top_logprobs": 2}, {"min_p": 0.01}])
+def test_a_mask_gives_the_token_that_minus_infinity_gives(vocab: int, fields: dict[str, Any]) -> None:
+    counts = [0, 1, 5, vocab // 3, 5 * vocab // 8 + 1, vocab - 1, vocab, 1, vocab]
+    logits = random_logits(len(counts), vocab=vocab)
+    logits[-2:, 1] = float("nan")
+    allowed = torch.zeros_like(logits, dtype=torch.bool)
+    for row, count in enumerate(counts):
+        allowed[row, torch.randperm(vocab, generator=torch.Generator().manual_seed(row))[:count]] = True
+    bits = np.zeros((len(counts), -(-vocab // 32) * 32), dtype=np.uint8)
+    bits[:, :vocab] = allowed.numpy()
+    masks = torch.from_numpy(np.packbits(bits, axis=1, bitorder="little").view(np.int32))
+    assert sorted(few_allowed(masks, vocab)) == [row for row, count in enumerate(counts) if 8 * count <= 5 * vocab]
+    requests = [Sampling(temperature=row % 3, **fields) for row in range(len(counts))]
+    settings = torch.tensor([settings_of(sampling, vocab) for sampling in requests], dtype=torch.float64).T
+    numbers = torch.rand(len(counts), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    arguments = settings, numbers, SamplingNeeds.of(requests)
+    expected = tokens_of(draw(logits, *arguments, logits.masked_fill(~allowed, float("-inf"))), requests)
+    assert tokens_of(draw(logits, *arguments, logits, masks), requests) == expected
+    alone = settings[:, 2:3], numbers[2:3], SamplingNeeds.of(requests[2:3])
+    assert tokens_of(draw(logits[2:3], *alone, logits[2:3], masks[2:3]), requests[2:3]) == expected[2:3]
+    assert [found for found in expected if isinstance(found, NoToken)] == [
+        NoToken.NOTHING_ALLOWED, NoToken.NOT_FINITE, NoToken.NOT_FINITE
+    ]  # fmt: skip
 
 
 def test_what_few_candidates_do_not_decide_is_decided_by_all(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """Log probabilities of prompts, as vLLM's and OpenAI's clients get them."""
 
+import json
 from typing import Any
 
 import httpx
@@ -78,6 +79,31 @@ def test_an_echo_has_the_log_probabilities_of_the_prompt_in_front(
         assert [token for part in parts for token in part.tokens][-2:] == ["!", "d"]
         first, second, *_ = [top for part in parts for top in part.top_logprobs]
         assert (first, second) == (None, {"\x01": -1.5, "�": -1.0})
+
+
+def test_in_a_stream_choices_begin_when_the_first_has_those_of_their_prompt(
+    http: httpx.Client, decode: FakeDecodeNode
+) -> None:
+    body = {"prompt": ["abc", "xy"], "max_tokens": 3, "echo": True, "logprobs": 0, "n": 3, "stream": True}
+
+    def said() -> list[tuple[str, list[float | None]]]:
+        lines = http.post("/v1/completions", json=body).text.splitlines()
+        parts = [part for line in lines if line.startswith("data: {") for part in json.loads(line[6:])["choices"]]
+        own = [[part for part in parts if part["index"] == index] for index in range(6)]
+        return [
+            ("".join(part["text"] for part in parts), [p for part in parts for p in part["logprobs"]["token_logprobs"]])
+            for parts in own
+        ]
+
+    expected = [("abcabc", [None, -1.0, -2.0, *[-0.5] * 3])] * 3 + [("xyxyx", [None, -1.0, *[-0.5] * 3])] * 3
+    assert said() == expected
+    asked = sorted((one.group, one.request_id, one.prompt_logprobs) for one in decode.generated)
+    assert [count for _, _, count in asked] == [0, None, None] * 2
+    assert len({group for group, _, _ in asked}) == 2
+    # The other choices' tokens are there before those that the first ones have to ask for again.
+    decode.lost_prompt = 2
+    assert said() == expected
+    assert len(decode.resent) >= 2
 
 
 def test_an_echo_of_no_tokens_is_the_prompt(http: httpx.Client, decode: FakeDecodeNode) -> None:
