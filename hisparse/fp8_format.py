@@ -11,10 +11,10 @@ and spreads outliers over all elements, so that one scale serves them all. DeepS
 does so (`rotate_activation`, `Indexer.forward` in `inference/model.py` of the checkpoint's repository).
 
 A scale is max(largest magnitude, 1e-4) / 448 in float32, and 448 is the largest float8_e4m3. Those of items are rounded
-up to bfloat16, so that multiplying a byte's number in bfloat16 rounds it once (`model.backends.gluon_attend`). Others
-differ in details that do not change how the bytes are read. vLLM takes max(largest magnitude / 448, FLT_MIN) for items;
-for index keys (`indexer_k_quant_and_cache_kernel`) it takes this rule, and rounds up to a power of two for checkpoints
-with `scale_fmt: ue8m0`. FlashMLA's test rounds the scales of items up to powers of two.
+up to powers of two, as in FlashMLA's test: a number that is read is then exact in bfloat16, and reading it takes one
+multiplication (`model.backends.gluon_attend`). Others differ in details that do not change how the bytes are read. vLLM
+takes max(largest magnitude / 448, FLT_MIN) for items; for index keys (`indexer_k_quant_and_cache_kernel`) it takes this
+rule, and rounds up to a power of two for checkpoints with `scale_fmt: ue8m0`.
 
 All parts begin at multiples of 4 bytes. An item of 656 bytes is 41 times 16 bytes, so that 16-byte copies are aligned.
 """
@@ -75,7 +75,7 @@ class Fp8Format(KVFormat):
 
     def encode_items(self, items: torch.Tensor) -> torch.Tensor:
         latents, ropes = items[..., : self.latent_dim], items[..., self.latent_dim :]
-        quantised, scales = quantise(latents, SCALED_TOGETHER, short_scales=True)
+        quantised, scales = quantise(latents, SCALED_TOGETHER, power_of_two=True)
         return torch.cat((_bytes(quantised), _bytes(scales), _bytes(ropes.to(torch.bfloat16))), dim=-1)
 
     def encode_index_keys(self, keys: torch.Tensor) -> torch.Tensor:
@@ -105,20 +105,20 @@ class Fp8Format(KVFormat):
         return self.latent_dim + self.num_scales * _SCALE_BYTES
 
 
-def quantise(x: torch.Tensor, together: int, short_scales: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def quantise(x: torch.Tensor, together: int, power_of_two: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """x, [..., dim], as float8_e4m3 [..., dim] and float32 scales [..., ceil(dim / together)], rounded to nearest.
 
-    Every started `together` elements share a scale. short_scales: these are rounded up to bfloat16. What is not finite
-    stays so: a NaN or infinity among them is read back as NaN.
+    Every started `together` elements share a scale. power_of_two: these are rounded up to powers of two. What is not
+    finite stays so: a NaN or infinity among them is read back as NaN.
     """
     dim = x.shape[-1]
     groups = -(-dim // together)
     padded = torch.nn.functional.pad(x.float(), (0, groups * together - dim)).view(*x.shape[:-1], groups, together)
     scales = padded.abs().amax(-1, keepdim=True).clamp(min=LEAST_AMAX) / LARGEST
-    if short_scales:
-        near = scales.to(torch.bfloat16)
-        next_bits = (near.view(torch.int16) + 1).view(torch.bfloat16)
-        scales = torch.where(near < scales, next_bits, near).float()
+    if power_of_two:
+        # A mantissa that is not zero carries into the exponent.
+        rounded = ((scales.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+        scales = torch.where(scales.isfinite(), rounded, scales)
     quantised = (padded / scales).clamp(-LARGEST, LARGEST).flatten(-2)[..., :dim].to(torch.float8_e4m3fn)
     return quantised.contiguous(), scales.squeeze(-1)
 

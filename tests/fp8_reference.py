@@ -13,8 +13,8 @@ _GRID = torch.tensor(
     + [(1 + mantissa / 8) * 2.0 ** (exponent - 7) for exponent in range(1, 16) for mantissa in range(8)][:-1]
 )
 """The numbers of float8_e4m3 that are not negative, by their codes: 0 to 448 (the last code is NaN)."""
-ITEM_SCALE_BITS = 8
-"""Significant bits of an item's scales: those of bfloat16."""
+ITEM_SCALE_BITS = 1
+"""Significant bits of an item's scales, which are powers of two."""
 _BETWEEN = (_GRID[1:] + _GRID[:-1]) / 2
 
 

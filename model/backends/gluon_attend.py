@@ -89,8 +89,8 @@ def _to_bfloat16(latents: gl.tensor, scales: gl.tensor) -> gl.tensor:
     """Words of four fp8 numbers [rows, groups, 32], scaled, as words of two bfloat16 [rows, 256].
 
     The bits of a float8_e4m3 number, its sign apart, are those of a bfloat16 number that is 2 ** 120 times smaller,
-    which the scale makes good, so that each product is rounded once. It is exact if the scale is a bfloat16 number, as
-    `Fp8Format` makes them. A scale above 255 is taken for 255; NaN stays.
+    which the scale makes good. The product is exact if the scale is a power of two, as `Fp8Format` makes them; another
+    scale is rounded to bfloat16. A scale above 255 is taken for 255. NaN stays.
     """
     factors = gl.inline_asm_elementwise(
         """{

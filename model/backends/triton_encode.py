@@ -165,11 +165,9 @@ def _scale(amax: tl.tensor) -> tl.tensor:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _short(scale: tl.tensor) -> tl.tensor:
-    """Rounded up to bfloat16."""
-    near = scale.to(tl.bfloat16)
-    bits = near.to(tl.int16, bitcast=True)
-    return tl.where(near.to(tl.float32) < scale, bits + 1, bits).to(tl.bfloat16, bitcast=True).to(tl.float32)
+def _up_to_power_of_two(scale: tl.tensor) -> tl.tensor:
+    """For finite ones: a mantissa that is not zero carries into the exponent."""
+    return ((scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -223,7 +221,7 @@ def _encode_items(
     x = tl.load(compressed + token * token_stride + column, mask=real, other=0.0).to(tl.float32)
     mean_square = tl.sum(tl.sum(x * x, 1), 0) / latent_dim
     x = x * (1.0 / tl.sqrt_rn(mean_square + eps)) * tl.load(weight + column, mask=real, other=0.0).to(tl.float32)
-    scale = _short(_scale(tl.max(tl.abs(x), 1)))
+    scale = _up_to_power_of_two(_scale(tl.max(tl.abs(x), 1)))
     # Of a token that is no number each scale is none. `max` would leave that out.
     scale = tl.where(mean_square < float("inf"), scale, float("nan"))
     tl.store(latents + token * item_bytes + column, _fp8(x, scale[:, None]), mask=real)

@@ -8,11 +8,11 @@ import torch.nn.functional as F
 
 from hisparse.fp8_format import Fp8Format, quantise, rotate
 from model.backends.triton_choose import choose_experts
-from model.backends.triton_encode import encode_index_keys, encode_index_queries
+from model.backends.triton_encode import encode_index_keys, encode_index_queries, encode_items
 from model.backends.triton_few_rows import partial_products
 from model.config import RouterConfig
 from model.indexer import IndexQueries
-from model.norm import LayerNorm
+from model.norm import LayerNorm, RmsNorm
 from model.partial_sums import PartialSums
 from model.rope import Rope
 from model.router import Router
@@ -91,6 +91,27 @@ def test_index_queries_are_rotated_and_head_weights_added_up(tokens: int, heads:
     assert (encoded.queries.float() - expected.float()).norm() <= 0.01 * expected.float().norm()
     later = encode_index_queries(index[tokens // 2 :])
     assert torch.equal(later.head_weights, encoded.head_weights[tokens // 2 :]), "whoever else is in the batch"
+
+
+@pytest.mark.parametrize(("latent_dim", "rope_dim"), [(512, 64), (132, 10)])
+def test_items_are_the_formats_bytes(latent_dim: int, rope_dim: int) -> None:
+    tokens, kv_format = 7, Fp8Format(latent_dim, rope_dim, index_dim=16)
+    compressed, weight = randn(tokens, latent_dim + rope_dim).bfloat16(), 1 + 0.1 * randn(latent_dim, seed=1).bfloat16()
+    angles = 6 * torch.rand(tokens, 1, rope_dim // 2)
+    rope = Rope(angles.cos().bfloat16(), angles.sin().bfloat16())
+    compressed[5, 3], compressed[6, 3] = float("nan"), float("inf")
+    written = encode_items(compressed, RmsNorm(weight, 1e-6), rope.cos, rope.sin, kv_format)
+
+    latent, key = compressed.double().split((latent_dim, rope_dim), -1)
+    normed = F.rms_norm(latent, (latent_dim,), weight.double(), 1e-6).float()
+    exact = Rope(rope.cos.double(), rope.sin.double())
+    roped = exact.rotate(key.unsqueeze(1), normed.unsqueeze(1), interleaved=True, beside_first=True).squeeze(1).float()
+    read, expected = kv_format.items(written), kv_format.items(kv_format.encode_items(roped))
+    # A number between two of float8_e4m3 may be rounded to either.
+    assert (read[:5] == expected[:5]).float().mean() > 0.998
+    scales = written.view(torch.float32)[:, latent_dim // 4 : latent_dim // 4 + kv_format.num_scales]
+    assert torch.equal(torch.frexp(scales[:5]).mantissa, torch.full_like(scales[:5], 0.5))
+    assert scales[5:].isnan().all()
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
