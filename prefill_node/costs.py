@@ -87,7 +87,7 @@ class ComputeCost:
 
     def __init__(self, chunk_size: int) -> None:
         self._chunk_size = chunk_size
-        self._model = LinearCost(sizes=(64.0, 1.0, 0.0), ridge=(0.02, 1e-6, 0.002))
+        self._model = LinearCost(sizes=(64.0, 1.0, 1 / 4096), ridge=(0.02, 1e-6, 0.002))
 
     def observe(self, ranges: Sequence[tuple[int, int]], seconds: float) -> None:
         """A pass has computed these positions, [start, stop) of several prompts."""

@@ -186,8 +186,7 @@ class PrefixFetches:
             self._leave(running)
         if report.error is not None:
             if running.given_up:
-                # It would have taken longer than this.
-                self._learn(running, 2 * seconds)
+                self._learn_of_part(running, report.num_bytes, seconds)
             self._over(running, report.error, "timeout" if running.given_up else report.failure or "read")
             return
         self._learn(running, seconds - report.waited)
@@ -227,7 +226,7 @@ class PrefixFetches:
             running.given_up = True
             running.arrival.give_up()
             if not running.is_granted:
-                self._learn(running, 2 * (now - running.asked_at))
+                self._learn_of_part(running, 0, now - running.asked_at)
                 self._over(running, "not granted in time", "timeout")
 
     def keep_only(self, boot_ids: set[str]) -> None:
@@ -264,6 +263,14 @@ class PrefixFetches:
         job = running.job
         num_bytes = (running.stop - running.start) * self._prefill.pool.layout.token_bytes
         self.fetch_costs.observe(job.decode.boot_id, self._transport_to(job), num_bytes, seconds)
+
+    def _learn_of_part(self, running: _Running, num_bytes: int, seconds: float) -> None:
+        """Of a fetch that was given up when so many bytes had come. If none had, all would have taken longer."""
+        if num_bytes:
+            job = running.job
+            self.fetch_costs.observe(job.decode.boot_id, self._transport_to(job), num_bytes, seconds)
+        else:
+            self._learn(running, 2 * seconds)
 
     def _over(self, running: _Running, error: str | None = None, failure: FetchFailure | None = None) -> None:
         """The job goes on, unless it was stopped: then the end of its last read is told with the end of the job."""

@@ -134,6 +134,8 @@ class Links:
         self._transports = Transports("127.0.0.1", protocol)
         self._transports.register(node.pool.get_contiguous_buf_infos())
         self._lender = Lender(node.pool.layout, tokens, protocol, identity_of(node.model.spec))
+        # What is imported and compiled for a transport, as a node does when it starts.
+        self.fetch(node.chunk_size, 0.0, _PATIENCE_S)
 
     @property
     def _destination(self) -> Destination:
@@ -233,10 +235,13 @@ def run_link(
             after, meanwhile = (links.prefill(tokens, rate, seconds) for seconds in (0.0, pass_seconds))
         case = Case(links.protocol, rate, tokens, computing, taken, after, meanwhile, estimated, expected)
         if case.fetches:
-            # One that takes longer than computing is given up by then.
-            fetch.observe(
-                _DECODE.boot_id, transport, num_bytes, taken if taken and taken < estimated else 2 * estimated
-            )
+            # One that takes longer than computing is given up by then, and tells what had come.
+            if taken is None:
+                num_bytes, taken_by_then = round(rate * estimated), estimated
+            else:
+                taken_by_then = min(taken, estimated)
+                num_bytes = round(num_bytes * taken_by_then / taken)
+            fetch.observe(_DECODE.boot_id, transport, num_bytes, taken_by_then)
         cases.append(case)
         said(case)
     return cases

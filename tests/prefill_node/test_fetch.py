@@ -363,6 +363,35 @@ def test_another_decode_node_has_estimates_of_its_own() -> None:
     assert costs.estimate("third", "shm", 10**8) < costs.estimate("other", "tcp", 10**8)
 
 
+class Held(threading.Event):
+    """Says when somebody waits for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reached = threading.Event()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.reached.set()
+        return super().wait(timeout)
+
+
+def test_a_fetch_that_was_given_up_tells_how_long_what_had_come_took(
+    node: Fetching, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learned: list[int] = []
+    costs = node.engine._fetches.fetch_costs
+    monkeypatch.setattr(costs, "observe", lambda _boot_id, _transport, num_bytes, _seconds: learned.append(num_bytes))
+    held = node.reads.hold = Held()
+    attempt, asked = node.ask_fetching()
+    node.engine.fetch_answered(node.grant(asked))
+    assert held.reached.wait(10)
+    node.engine._fetches.give_up_late(time.monotonic() + 31)
+    held.set()
+    node.finish(attempt, computed=200)
+    assert len(learned) == 1
+    assert 0 < learned[0] < PREFIX * TOKEN_BYTES
+
+
 def test_estimates_find_what_a_pass_a_token_and_a_position_cost() -> None:
     cost = ComputeCost(chunk_size=512)
     assert cost.saved(0, 1024, 2048) is None, "nothing was computed yet"
