@@ -165,11 +165,14 @@ def expert_results() -> Iterator[Result]:
 
 def random_moe_layers(by_column: bool = False) -> list[MoELayer]:
     """Some, so that no turn finds the shared expert's weights in the device's cache."""
+    torch.manual_seed(0)
     return [MoELayer.random(by_column) for _ in range(3)]
 
 
 def _results(layers: list[MoELayer], prefix: str, counts: tuple[int, ...]) -> Iterator[Result]:
     for tokens in counts:
+        # How many experts are hit decides: every run and every version is to compute the same tokens.
+        torch.manual_seed(tokens)
         case = ExpertCase.random(layers, tokens)
         us = {
             "layer": median_us(case.whole, case.turns),

@@ -233,37 +233,39 @@ def _weigh(
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _follow(highest: gl.tensor, total: gl.tensor, higher: gl.tensor) -> tuple[gl.tensor, gl.tensor, gl.tensor]:
+def _catch_up(highest: gl.tensor, total: gl.tensor, higher: gl.tensor) -> tuple[gl.tensor, gl.tensor, gl.tensor]:
     """As `_weigh` returns them behind a tile that the other warpgroup has weighed. higher: what that one told."""
     decay = gl.exp2(highest - higher)
     return higher, total * decay, decay
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _attend(
-    queries: gl.tensor,
-    partial: gl.tensor,
-    log_sums: gl.tensor,
-    begin: gl.tensor,
-    end: gl.tensor,
-    scale: gl.tensor,
-    query: gl.tensor,
-    first_head: gl.tensor,
-    heads: gl.constexpr,
-    query_latents: gl.shared_memory_descriptor,
-    query_ropes: gl.shared_memory_descriptor,
-    latent_tiles: gl.shared_memory_descriptor,
-    rope_tiles: gl.shared_memory_descriptor,
-    tile_biases: gl.shared_memory_descriptor,
-    highest_scores: gl.shared_memory_descriptor,
-    totals: gl.shared_memory_descriptor,
-    ready: gl.shared_memory_descriptor,
-    free: gl.shared_memory_descriptor,
-    weighed: gl.shared_memory_descriptor,
-    met: gl.shared_memory_descriptor,
-    part: gl.constexpr,
-) -> None:
-    """What a warpgroup does: weights of the tiles number part, part + 2 and so on, and its half of the sum of all."""
+def _attend(shares: gl.tuple, heads: gl.constexpr, part: gl.constexpr) -> None:
+    """What a warpgroup does: weights of the tiles number part, part + 2 and so on, and its half of the sum of all.
+
+    shares: what both take, see `attend_split`.
+    """
+    (
+        queries,
+        partial,
+        log_sums,
+        begin,
+        end,
+        scale,
+        query,
+        first_head,
+        query_latents,
+        query_ropes,
+        latent_tiles,
+        rope_tiles,
+        tile_biases,
+        highest_scores,
+        totals,
+        ready,
+        free,
+        weighed,
+        met,
+    ) = shares
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _ROWS, 16])
     sum_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _HALF_LATENT, 16])
     by_head: gl.constexpr = gl.SliceLayout(1, score_layout)
@@ -308,7 +310,7 @@ def _attend(
                     )
                 else:
                     mbarrier.wait(weighed.index(place), phase)
-                    highest, total, decay = _follow(highest, total, highest_scores.index(place).load(by_head))
+                    highest, total, decay = _catch_up(highest, total, highest_scores.index(place).load(by_head))
                 attended = attended * gl.convert_layout(decay, by_head_of_sum)[:, None]
                 half = latents.slice(column, _HALF_LATENT, dim=1)
                 adding = warpgroup_mma(weights, half, attended, is_async=True)
@@ -377,60 +379,31 @@ def attend_split(
         mbarrier.init(weighed.index(place), count=1)
         mbarrier.init(free.index(place), count=2)
         mbarrier.init(met.index(place), count=2)
+    shares = (
+        queries,
+        partial,
+        log_sums,
+        begin,
+        end,
+        scale,
+        query,
+        first_head,
+        query_latents,
+        query_ropes,
+        latent_tiles,
+        rope_tiles,
+        tile_biases,
+        highest_scores,
+        totals,
+        ready,
+        free,
+        weighed,
+        met,
+    )
     gl.warp_specialize(
         [
-            (
-                _attend,
-                (
-                    queries,
-                    partial,
-                    log_sums,
-                    begin,
-                    end,
-                    scale,
-                    query,
-                    first_head,
-                    heads,
-                    query_latents,
-                    query_ropes,
-                    latent_tiles,
-                    rope_tiles,
-                    tile_biases,
-                    highest_scores,
-                    totals,
-                    ready,
-                    free,
-                    weighed,
-                    met,
-                    gl.constexpr(0),
-                ),
-            ),
-            (
-                _attend,
-                (
-                    queries,
-                    partial,
-                    log_sums,
-                    begin,
-                    end,
-                    scale,
-                    query,
-                    first_head,
-                    heads,
-                    query_latents,
-                    query_ropes,
-                    latent_tiles,
-                    rope_tiles,
-                    tile_biases,
-                    highest_scores,
-                    totals,
-                    ready,
-                    free,
-                    weighed,
-                    met,
-                    gl.constexpr(1),
-                ),
-            ),
+            (_attend, (shares, heads, gl.constexpr(0))),
+            (_attend, (shares, heads, gl.constexpr(1))),
             (_scale_tiles, (items, rows, begin, end, latent_tiles, rope_tiles, tile_biases, ready, free)),
         ],
         [_WARPS, _WARPS],
