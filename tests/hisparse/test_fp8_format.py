@@ -54,8 +54,12 @@ def test_items_are_read_back_as_defined(kv_format: Fp8Format, count: int, magnit
     read = kv_format.items(stored)
     assert torch.equal(read, torch.cat((rounded(latents, 128, ITEM_SCALE_BITS), ropes.bfloat16().float()), -1))
     # Of two neighbours in float8_e4m3 the nearer one, or a step of the least ones: 2**-4 of the number, 2**-10 steps.
-    largest = latents.abs().amax(-1, keepdim=True).clamp(min=1e-4)
-    bound = torch.maximum(latents.abs() * 2**-4, largest / 448 * 2 * 2**-10)
+    dim, groups = kv_format.latent_dim, kv_format.num_scales
+    scales = stored[:, dim : dim + 4 * groups].contiguous().view(torch.float32)
+    assert torch.equal(scales.log2(), scales.log2().round()), "powers of two"
+    largest = torch.stack([part.abs().amax(-1) for part in latents.split(128, -1)], -1).clamp(min=1e-4)
+    assert ((largest <= 448 * scales) & (224 * scales < largest * (1 + 1e-6))).all(), "the least that hold all numbers"
+    bound = torch.maximum(latents.abs() * 2**-4, scales.repeat_interleave(128, -1)[:, :dim] * 2**-10)
     assert ((read[:, : kv_format.latent_dim] - latents).abs() <= bound * (1 + 1e-5)).all()
 
 
