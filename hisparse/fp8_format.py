@@ -12,7 +12,7 @@ does so (`rotate_activation`, `Indexer.forward` in `inference/model.py` of the c
 
 A scale is max(largest magnitude, 1e-4) / 448 in float32, and 448 is the largest float8_e4m3. Those of items are rounded
 up to powers of two, as in FlashMLA's test: a number that is read is then exact in bfloat16, and reading it takes one
-multiplication (`model.backends.gluon_attend`). Others differ in details that do not change how the bytes are read. vLLM
+multiplication (csrc/item_tiles.cuh). Others differ in details that do not change how the bytes are read. vLLM
 takes max(largest magnitude / 448, FLT_MIN) for items; for index keys (`indexer_k_quant_and_cache_kernel`) it takes this
 rule, and rounds up to a power of two for checkpoints with `scale_fmt: ue8m0`.
 

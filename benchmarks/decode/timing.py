@@ -35,7 +35,7 @@ _NAMES: dict[Part, tuple[str, ...]] = {
     Part.INDEX: ("score_pages", "score_prompt", "_encode_index"),
     Part.TOP_K: ("top_k", "topk", "devicescan"),
     Part.SWAP_IN: ("swap_in",),
-    Part.ATTENTION: ("_attend_split", "attend_split", "_combine"),
+    Part.ATTENTION: ("_attend_split", "attend_items", "_combine"),
     Part.PROJECTIONS: (
         "_linear",
         "_partial_products",

@@ -252,8 +252,34 @@ class PromptScoreSpecialization:
         }
 
 
+@dataclass(frozen=True)
+class AttendSpecialization:
+    """csrc/attend_items.cu."""
+
+    block_size: int = 384
+
+    source = "attend_items.cu"
+    entry = "attend_items"
+    max_cluster = 1
+    architecture_features = "a"
+
+    @property
+    def shared_bytes(self) -> int:
+        """Queries, two tiles of items, three numbers for each of their rows or heads, gates, and alignment."""
+        tile, alignment = 64 * 2 * (512 + 64), 1024
+        return 3 * tile + 3 * 2 * 64 * 4 + 6 * 8 + alignment
+
+    def defines(self) -> dict[str, str]:
+        return {"THREADS": str(self.block_size), "FIXED_BYTES": str(self.shared_bytes)}
+
+
 Specialization = (
-    CopySpecialization | SwapInSpecialization | TopKSpecialization | ScoreSpecialization | PromptScoreSpecialization
+    CopySpecialization
+    | SwapInSpecialization
+    | TopKSpecialization
+    | ScoreSpecialization
+    | PromptScoreSpecialization
+    | AttendSpecialization
 )
 
 

@@ -9,8 +9,6 @@ Products of float32 have "ieee" precision, since tensor cores would round their 
 other dtypes.
 """
 
-import functools
-import importlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
+from hisparse.cuda.attend_items import TILE_HEADS, TILE_ITEMS, ItemsToAttend, attend_items
+from hisparse.cuda.score_pages import has_kernel
 from hisparse.fp8_format import SCALED_TOGETHER, Fp8Format
 from model.backends.device import MIN_TILE, properties, tile_width
 from model.backends.triton_chain import chained, follow
@@ -84,19 +84,20 @@ def attend_fp8_rows(
 ) -> torch.Tensor:
     """`attend_rows` of a pool of fp8 items, uint8 [num_rows, item_bytes], contiguous, by queries in bfloat16.
 
-    by_hand: take the kernel of `gluon_attend` where it can run.
+    by_hand: take the kernel of csrc/ where it can run.
     """
     num_queries, heads, item_dim = queries.shape
-    fits = item_dim == kv_format.latent_dim + kv_format.rope_dim and len(rows) == num_queries
+    fits = item_dim == kv_format.latent_dim + kv_format.rope_dim
+    fits &= len(rows) == num_queries and rows.dtype == torch.int64
     if not fits or kv.shape[1:] != (kv_format.item_bytes,) or not kv.is_contiguous() or queries.dtype != torch.bfloat16:
         raise ValueError(
             f"expected queries [{len(rows)}, heads, {kv_format.latent_dim + kv_format.rope_dim}] of bfloat16 and "
-            f"contiguous kv [num_rows, {kv_format.item_bytes}], found {tuple(queries.shape)} of {queries.dtype} and "
-            f"{tuple(kv.shape)} with strides {kv.stride()}"
+            f"contiguous kv [num_rows, {kv_format.item_bytes}] and rows of int64, found {tuple(queries.shape)} of "
+            f"{queries.dtype}, {tuple(kv.shape)} with strides {kv.stride()}, and {rows.dtype}"
         )
     latent_dim, published = kv_format.latent_dim, (kv_format.latent_dim, kv_format.rope_dim) == (512, 64)
-    if by_hand and published and heads > _FEW_HEADS and runs_gluon(queries.device):
-        return _attend(queries, rows, scaling, latent_dim, _GLUON_TILING, _Gluon(kv.view(torch.int32)), splits)
+    if by_hand and published and heads > _FEW_HEADS and has_kernel(queries.device):
+        return _attend(queries, rows, scaling, latent_dim, _BY_HAND, _ByHand(kv), splits)
     latents, scales, ropes = (kv.view(dtype) for dtype in (torch.float8_e4m3fn, torch.float32, torch.bfloat16))
     kernel = _Triton((latents, scales, ropes), kv_format.num_scales)
     return _attend(queries, rows, scaling, latent_dim, _fp8_tiling(heads, queries.device), kernel, splits)
@@ -152,26 +153,22 @@ class _Triton:
 
 
 @dataclass(frozen=True)
-class _Gluon:
-    """`gluon_attend.attend_split` on a pool of fp8 items, as words."""
+class _ByHand:
+    """csrc/attend_items.cu on a pool of fp8 items."""
 
     items: torch.Tensor
 
     def __call__(self, launch: _Launch) -> None:
-        # Here, since a Triton without Gluon must do, too.
-        from model.backends.gluon_attend import attend_split
-
-        attend_split[launch.grid](
-            launch.queries,
-            self.items,
-            launch.rows,
-            launch.partial,
-            launch.log_sums,
-            launch.rows.shape[1],
-            launch.rows_per_split,
-            launch.scale,
-            heads=launch.queries.shape[1],
-            num_warps=launch.tiling.warps,
+        attend_items(
+            ItemsToAttend(
+                launch.queries,
+                self.items,
+                launch.rows,
+                launch.partial,
+                launch.log_sums,
+                launch.rows_per_split,
+                launch.scale,
+            )
         )
 
 
@@ -195,7 +192,7 @@ def _attend(
     if num_splits > 1:
         partial = queries.new_empty(num_queries, heads, num_splits, latent_dim, dtype=splits.partial)
     else:
-        partial = output
+        partial = output.unsqueeze(2)
     scale = scaling * math.log2(math.e)
     grid = (num_queries * head_tiles, num_splits)
     with torch.cuda.device(queries.device):
@@ -244,23 +241,8 @@ def _tiling(queries: torch.Tensor) -> _Tiling:
     return _Tiling(heads=MIN_TILE, rows=32, warps=4, stages=5, waves=2)
 
 
-_GLUON_BYTES = 223_048
-"""Shared memory of a program of `gluon_attend`."""
-_GLUON_TILING = _Tiling(heads=64, rows=64, warps=4, stages=1, waves=1)
-"""What `gluon_attend` is written for."""
-
-
-@functools.cache
-def runs_gluon(device: torch.device) -> bool:
-    """Whether the device is a Hopper GPU, whose instructions `gluon_attend` uses, and this Triton has Gluon."""
-    found = properties(device)
-    if found.major != 9 or found.shared_memory_per_block_optin < _GLUON_BYTES:
-        return False
-    try:
-        importlib.import_module("model.backends.gluon_attend")
-    except ImportError:  # an experimental part of Triton, which others than 3.6 may have elsewhere
-        return False
-    return True
+_BY_HAND = _Tiling(heads=TILE_HEADS, rows=TILE_ITEMS, warps=12, stages=1, waves=1)
+"""What csrc/attend_items.cu is written for."""
 
 
 def _fp8_tiling(heads: int, device: torch.device) -> _Tiling:

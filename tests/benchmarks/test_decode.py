@@ -30,7 +30,7 @@ OURS = {
     "swap_in": (Part.SWAP_IN, "csrc/swap_in.cu"),
     "top_k": (Part.TOP_K, "csrc/top_k.cu"),
     "_attend_split": (Part.ATTENTION, "model/backends/triton_attend.py"),
-    "attend_split": (Part.ATTENTION, "model/backends/gluon_attend.py"),
+    "attend_items": (Part.ATTENTION, "csrc/attend_items.cu"),
     "_linear": (Part.PROJECTIONS, "model/backends/triton_fp8_linear.py"),
     "_add_up": (Part.PROJECTIONS, "model/backends/triton_fp8_linear.py"),
     "_partial_products": (Part.PROJECTIONS, "model/backends/triton_few_rows.py"),

@@ -122,7 +122,9 @@ inline void* __cluster_map_shared_rank(void* address, int rank) {
     return current->cluster->blocks[rank].memory.data() + offset;
 }
 
-inline unsigned long __cvta_generic_to_shared(const void*) { return 0; }
+inline unsigned long __cvta_generic_to_shared(const void* in_shared) {
+    return static_cast<const unsigned char*>(in_shared) - current->shared->memory.data();
+}
 inline void send_async(unsigned long long* to, unsigned long long* arrived, int peer, unsigned long long value) {
     *static_cast<unsigned long long*>(__cluster_map_shared_rank(to, peer)) = value;
     *static_cast<unsigned long long*>(__cluster_map_shared_rank(arrived, peer)) -= sizeof(value);
@@ -213,6 +215,74 @@ inline void multiply_emulated(float (&sums)[SUMS], const unsigned (&left)[4], co
         sums[sum] = total;
     }
     meet(warp.barrier, "wgmma");
+}
+
+inline float of_bfloat16(unsigned short bits) { return __uint_as_float(static_cast<unsigned>(bits) << 16); }
+inline unsigned bfloat16_of(float value) {
+    const unsigned bits = __float_as_uint(value);
+    return value != value ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+
+// A bfloat16 number in shared memory as a descriptor of the tensor cores has it, at an offset from where that begins.
+inline float described(unsigned long long descriptor, unsigned offset) {
+    const unsigned at = ((descriptor & 0x3fff) << 4) + offset;
+    unsigned short bits;
+    std::memcpy(&bits, current->shared->memory.data() + (at ^ (at >> 7 & 7) << 4), sizeof(bits));
+    return of_bfloat16(bits);
+}
+inline unsigned stride(unsigned long long descriptor, int shift) { return (descriptor >> shift & 0x3fff) << 4; }
+inline unsigned row_offset(unsigned long long descriptor, int row) { return row / 8 * stride(descriptor, 32) + row % 8 * 128; }
+
+// A step of 16 bfloat16 numbers of wgmma.mma_async: rows of both matrices, or rows of the first and columns of the second.
+template <int SUMS, typename Right>
+inline void multiply_emulated(float (&sums)[SUMS], unsigned long long left, int step, Right right) {
+    const int lane = threadIdx.x % 32, first = threadIdx.x % 128 / 32 * 16 + lane / 4;
+    for (int sum = 0; sum < SUMS; ++sum) {
+        const int row = first + sum / 2 % 2 * 8, column = sum / 4 * 8 + lane % 4 * 2 + sum % 2;
+        float total = step ? sums[sum] : 0;
+        for (int k = 0; k < 16; ++k) total += described(left, row_offset(left, row) + 2 * k) * right(column, k);
+        sums[sum] = total;
+    }
+}
+inline void multiply_emulated(float (&sums)[32], unsigned long long left, unsigned long long right, int step) {
+    multiply_emulated(sums, left, step, [=](int column, int k) { return described(right, row_offset(right, column) + 2 * k); });
+}
+inline void multiply_emulated(float (&sums)[128], unsigned long long left, unsigned long long right) {
+    multiply_emulated(sums, left, 1, [=](int column, int k) {
+        return described(right, row_offset(right, k) + column / 64 * stride(right, 16) + column % 64 * 2);
+    });
+}
+
+inline unsigned emulated_factors(float scale) {
+    const unsigned factor = bfloat16_of((scale > 255 ? 255 : scale) * 0x1p120f);
+    return factor << 16 | factor;
+}
+inline void emulated_scaled(unsigned numbers, unsigned factors, unsigned& first, unsigned& second) {
+    unsigned words[2] = {0, 0};
+    for (int i = 0; i < 4; ++i) {
+        const unsigned number = numbers >> 8 * i & 0xff;
+        const float value = of_bfloat16((number & 0x80) << 8 | (number & 0x7f) << 4) * of_bfloat16(factors & 0xffff);
+        words[i / 2] |= bfloat16_of(value) << i % 2 * 16;
+    }
+    first = words[0], second = words[1];
+}
+
+// The barriers of gate.cuh: what is expected, what has arrived, and how many phases are over.
+struct GateState {
+    unsigned short expected, arrived;
+    unsigned over;
+};
+inline void make_gate(unsigned long long* gate, int threads) {
+    *reinterpret_cast<GateState*>(gate) = {static_cast<unsigned short>(threads), 0, 0};
+}
+inline void arrive_at_gate(unsigned long long* gate) {
+    GateState& state = *reinterpret_cast<GateState*>(gate);
+    if (++state.arrived == state.expected) state.arrived = 0, ++state.over;
+    progress = true;
+}
+inline bool is_open(unsigned long long* gate, unsigned phase) {
+    current->waits_at = "a gate";
+    return (reinterpret_cast<GateState*>(gate)->over & 1) != (phase & 1);
 }
 
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }

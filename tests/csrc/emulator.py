@@ -15,6 +15,16 @@ COMPILER = shutil.which("g++")
 _HERE = Path(__file__).parent
 _IN_PTX = {  # by how the statement begins
     r'asm volatile\("" :.*?\);': "",
+    r'asm volatile\("setmaxnreg\..*?\);': "",
+    r'asm volatile\("mbarrier[^"]*" ::"r"\(shared_address\(gate_\)\), "r"\(threads.*?\);': "make_gate(gate_, threads);",
+    r'asm volatile\("mbarrier\.arrive[^"]*" ::"r"\(shared_address\(gate_.*?\);': "arrive_at_gate(gate_);",
+    r'asm volatile\(\s*"\{\\n"\s*"\.reg \.pred open.*?\);': "if (!(open = is_open(gate_, phase))) yield();",
+    r'asm volatile\(\s+"wgmma\..*?\);': "multiply_emulated(sums, left, right);",
+    r'asm\("ex2\..*?\);': "power = std::exp2(exponent);",
+    r'asm\("lg2\..*?\);': "logarithm = std::log2(x);",
+    r'asm\("cvt\.rn\.bf16x2.*?\);': "both = bfloat16_of(second) << 16 | bfloat16_of(first);",
+    r'asm\("\{\\n"\s*"\.reg \.f32 f.*?\);': "factors = emulated_factors(__uint_as_float(scale));",
+    r'asm\("\{\\n"\s*"\.reg \.b32 a.*?\);': "emulated_scaled(numbers, factors, first, second);",
     r'asm volatile\("wgmma\..*?\);': "",
     r'asm volatile\("fence\..*?\);': "",
     r'asm volatile\("cp\.async\.(commit|wait)_group.*?\);': "",
@@ -39,6 +49,7 @@ _PARAMS = {
     "top_k": "TopKParams",
     "score_pages": "ScorePagesParams",
     "score_prompt": "ScorePromptParams",
+    "attend_items": "AttendItemsParams",
 }
 _SHARED_MEMORY = "extern __shared__ __align__(16) u8 memory[];"
 

@@ -14,6 +14,7 @@ from base.errors import StartupError
 from hisparse.cuda import copy_items, kernels, score_pages, score_prompt, swap_in, top_k
 from hisparse.cuda.kernels import CSRC, KernelCompileError, compile_kernel, cubin
 from hisparse.cuda.specialization import (
+    AttendSpecialization,
     CopySpecialization,
     IndexType,
     PromptScoreSpecialization,
@@ -25,7 +26,7 @@ from hisparse.cuda.specialization import (
 )
 
 H100_SHARED_MEMORY = 232448
-SCORES = [
+ON_HOPPER: list[Specialization] = [
     kind(heads, stages)
     for heads in score_pages.HEADS
     for kind, stages in (
@@ -33,6 +34,7 @@ SCORES = [
         (PromptScoreSpecialization, score_prompt.STAGES),
     )
 ]
+ON_HOPPER.append(AttendSpecialization())
 TOP_K = list(top_k.specializations(H100_SHARED_MEMORY))
 INTEGERS: tuple[IndexType, IndexType] = ("int32", "int64")
 
@@ -82,7 +84,7 @@ def compilations() -> Iterator[Any]:
         yield pytest.param(
             kernel, architecture, marks=pytest.mark.slow if is_slow else (), id=f"{kernel}-{architecture}"
         )
-    for kernel in SCORES:
+    for kernel in ON_HOPPER:
         yield pytest.param(kernel, "sm_90a", id=f"{kernel}-sm_90a")
 
 
@@ -182,7 +184,7 @@ def test_arrays_in_shared_memory_do_not_overlap_and_their_sum_is_checked() -> No
 
 
 def test_scores_of_the_largest_batch_fit_shared_memory() -> None:
-    assert all(kernel.shared_bytes <= H100_SHARED_MEMORY for kernel in SCORES)
+    assert all(kernel.shared_bytes <= H100_SHARED_MEMORY for kernel in ON_HOPPER)
 
 
 def test_long_contexts_share_bits_where_shared_memory_is_short() -> None:
