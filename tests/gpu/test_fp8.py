@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from model import fp8
-from tests.model.fp8_cases import close, expert_case, randn, weight
+from tests.model.fp8_cases import close, expert_case, randn, routed, weight
 
 pytest.importorskip("triton")
 
@@ -106,6 +106,9 @@ def test_experts(tokens: int, top_k: int, count: int, of: int, hidden: int, widt
     first = min(2, of - count)
     beside = randn(tokens, hidden, device=CUDA, seed=9).bfloat16()
     close(experts(*case, False, first), fp8.experts(*case, False, first), 0.01)
+    rows = routed(*case[:3], True)
+    apart = experts_quantised(*rows.quantised, rows.ids, rows.weights, *case[3:], True, first)
+    assert torch.equal(apart, experts(*case, True, first)), "wherever rows lie"
     close(experts(*case, True, first, beside), fp8.experts(*case, True, first, beside), 0.01)
 
 
