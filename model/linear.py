@@ -13,7 +13,8 @@ class Activations:
     """The input of linear maps: [N, in] in the network's dtype, and in block-fp8 if somebody has quantised it.
 
     values: float8_e4m3 [N, in]. scales: float32 [N, ceil(in / 128)] with strides (1, N). Both as
-    `model.fp8.quantise_activations` says; where others read them than linear maps, they may be parts of wider rows.
+    `model.fp8.quantise_activations` says. If they lie in wider rows (`model.routed.RoutedTokens`), linear maps do not
+    take them.
     """
 
     dense: torch.Tensor

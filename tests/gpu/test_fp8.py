@@ -4,6 +4,11 @@ import pytest
 import torch
 
 from model import fp8
+from model.config import RouterConfig
+from model.experts import MixtureOfExperts
+from model.linear import Linear
+from model.norm import RmsNorm
+from model.router import Router
 from tests.model.fp8_cases import close, expert_case, randn, routed, weight
 
 pytest.importorskip("triton")
@@ -133,6 +138,24 @@ def test_an_expert_that_all_share_may_be_one_of_them(tokens: int) -> None:
     beside[own.start :] = mlp(x[own.start :], *(tensor[4] for tensor in projections), True)
     routed = experts(x, ids, weights, *(tensor[:4] for tensor in projections), True, 0, beside)
     close(experts(x, ids, weights, *projections, True, shared=own), routed)
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 700])
+def test_a_mixture_reads_what_its_norm_and_router_write(tokens: int) -> None:
+    hidden, addend = (randn(tokens, 1024, device=CUDA, seed=seed).bfloat16() for seed in (1, 2))
+    norm = RmsNorm((1 + 0.1 * randn(1024, device=CUDA)).bfloat16(), 1e-6)
+    chooser = (0.05 * randn(32, 1024, device=CUDA, seed=3)).bfloat16()
+    router = Router(chooser, 0.1 * randn(32, device=CUDA, seed=4), RouterConfig(32, 8, 8, 4, True, 2.5))
+    gate_up, down = weight(33, 512, 1024, device=CUDA), weight(33, 1024, 256, device=CUDA)
+    mixture = MixtureOfExperts(router, Linear(*gate_up, True), Linear(*down, True), 0, 32, None)
+    normed = norm.of_sum(hidden, addend)[1].dense
+    weights, ids = router.route(normed)
+    expected = fp8.experts(normed, ids, weights, *gate_up, *down, True, shared=range(tokens))
+    graph, (summed, output) = captured(lambda: mixture.of_norm(norm, hidden, addend))
+    output.zero_()
+    graph.replay()
+    assert torch.equal(summed, hidden + addend)
+    close(output, expected, 0.01)
 
 
 def test_tokens_that_chose_no_expert_here_get_zeros() -> None:
