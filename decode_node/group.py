@@ -8,6 +8,7 @@ from decode_node.config import DecodeConfig
 from engine.identity import identity_of
 from engine.ranks import RankGroup
 from hisparse.sizing import Sizes
+from model.backends.device import fp8_obstacle
 from model.spec import ModelSpec
 
 
@@ -22,6 +23,7 @@ def check_alike(ranks: RankGroup, config: DecodeConfig, spec: ModelSpec) -> None
             "quantization": config.quantization,
             "disable_cuda_graph": config.disable_cuda_graph,
             "device": ranks.device.type,
+            "computes_in_fp8": fp8_obstacle(ranks.device, spec.dtype) is None,
             "ranks": config.ranks,
         }
     )

@@ -21,10 +21,10 @@ class GroupExchange:
         self._all_gather = _collective("all_gather_single", "all_gather_into_tensor")
         self._reduce_scatter = _collective("reduce_scatter_single", "reduce_scatter_tensor")
 
-    def gather(self, hidden: torch.Tensor) -> torch.Tensor:
+    def gather(self, rows: torch.Tensor) -> torch.Tensor:
         """See Exchange."""
-        gathered = hidden.new_empty(self._size * len(hidden), *hidden.shape[1:])
-        self._all_gather(gathered, hidden.contiguous())
+        gathered = rows.new_empty(self._size * len(rows), *rows.shape[1:])
+        self._all_gather(gathered, rows.contiguous())
         return gathered
 
     def own(self, count: int) -> range:

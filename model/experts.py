@@ -11,6 +11,8 @@ from model.config import NetworkConfig
 from model.feed_forward import FeedForward, swiglu
 from model.fp8 import BLOCK
 from model.linear import Linear
+from model.norm import RmsNorm
+from model.routed import RoutedTokens
 from model.router import Router
 from model.shard import ALONE, Exchange, Shard
 from model.weights import Weights
@@ -63,30 +65,53 @@ class MixtureOfExperts:
             exchange=exchange,
         )
 
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden: [N, hidden_size]. Returns the same shape."""
-        gathered = self.exchange.gather(hidden)
-        weights, ids = self.router.route(gathered)
-        if self.gate_up.scales is None or self.down.scales is None:
-            shared = self.shared or FeedForward(self.gate_up[self.number], self.down[self.number])
-            return self.exchange.reduce(self.routed(gathered, ids, weights)) + shared(hidden)
-        # Here, since a machine without a GPU need not have Triton.
-        from model.backends.triton_fp8_experts import experts
+    def of_norm(
+        self, norm: RmsNorm, hidden: torch.Tensor, addend: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """hidden + addend, see `RmsNorm.of_sum`, and what the mixture computes of the norm of that.
 
-        total = experts(
-            gathered,
-            ids,
-            weights,
+        hidden, addend: of this process's tokens. In block-fp8 the process quantises and routes them, and gathers those
+        of all processes like that. Else it gathers normed hidden states, and routes those of all.
+        """
+        fp8 = self.gate_up.fp8
+        if fp8 is None:
+            summed, normed = norm.of_sum(hidden, addend)
+            return summed, self._of_dense(normed.dense)
+        tokens = RoutedTokens.empty(len(hidden), hidden.shape[1], self.router.config.top_k, hidden.device)
+        summed, normed = norm.of_sum(hidden, addend, fp8, tokens.quantised)
+        self.router.route(normed.dense, tokens.choice)
+        total = self.exchange.reduce(self._of_routed(tokens.gathered(self.exchange), len(hidden)))
+        return summed, total + self.shared(normed.dense) if self.shared else total
+
+    def _of_dense(self, normed: torch.Tensor) -> torch.Tensor:
+        """For weights in the network's dtype."""
+        gathered = self.exchange.gather(normed)
+        weights, ids = self.router.route(gathered)
+        shared = self.shared or FeedForward(self.gate_up[self.number], self.down[self.number])
+        return self.exchange.reduce(self.routed(gathered, ids, weights)) + shared(normed)
+
+    def _of_routed(self, tokens: RoutedTokens, own: int) -> torch.Tensor:
+        """What this process's experts compute of all processes' tokens, for weights in block-fp8.
+
+        own: this process's tokens, which a shared expert computes that is one of these experts.
+        """
+        # Here, since a machine without a GPU need not have Triton.
+        from model.backends.triton_fp8_experts import experts_quantised
+
+        assert self.gate_up.scales is not None, "in block-fp8"
+        assert self.down.scales is not None, "as gate_up is"
+        return experts_quantised(
+            *tokens.quantised,
+            tokens.ids,
+            tokens.weights,
             self.gate_up.weight,
             self.gate_up.scales,
             self.down.weight,
             self.down.scales,
             self.gate_up.power_of_two,
             self.first,
-            shared=None if self.shared else self.exchange.own(len(hidden)),
+            shared=None if self.shared else self.exchange.own(own),
         )
-        total = self.exchange.reduce(total)
-        return total + self.shared(hidden) if self.shared else total
 
     def routed(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """The weighted sum of the chosen experts of this process. ids, weights: [N, top_k], see Router.route.

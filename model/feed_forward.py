@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from model.linear import Linear
+from model.linear import Activations, Linear
+from model.norm import RmsNorm
 from model.weights import Weights
 
 
@@ -24,15 +25,25 @@ class FeedForward:
             down=weights.linear({f"{name}.down_proj": hidden_size}, width),
         )
 
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden: [N, hidden_size]. Returns the same shape."""
-        gate_up, down = self.gate_up, self.down
-        if gate_up.scales is None or down.scales is None:
-            return down(swiglu(gate_up(hidden)))
-        # Here, since a machine without a GPU need not have Triton.
-        from model.backends.triton_fp8_linear import mlp
+    def of_norm(
+        self, norm: RmsNorm, hidden: torch.Tensor, addend: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """hidden + addend, see `RmsNorm.of_sum`, and what the network computes of the norm of that."""
+        summed, normed = norm.of_sum(hidden, addend, self.gate_up.fp8)
+        return summed, self(normed)
 
-        return mlp(hidden, gate_up.weight, gate_up.scales, down.weight, down.scales, gate_up.power_of_two)
+    def __call__(self, x: torch.Tensor | Activations) -> torch.Tensor:
+        """x: [N, hidden_size]. Returns the same shape."""
+        gate_up, down = self.gate_up, self.down
+        given = Activations(x) if isinstance(x, torch.Tensor) else x
+        if gate_up.scales is None or down.scales is None:
+            return down(swiglu(gate_up(given)))
+        # Here, since a machine without a GPU need not have Triton.
+        from model.backends.triton_fp8_linear import mlp_quantised
+
+        power_of_two = gate_up.power_of_two
+        quantised = given.quantised(power_of_two)
+        return mlp_quantised(*quantised, gate_up.weight, gate_up.scales, down.weight, down.scales, power_of_two)
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:

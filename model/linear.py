@@ -13,12 +13,22 @@ class Activations:
     """The input of linear maps: [N, in] in the network's dtype, and in block-fp8 if somebody has quantised it.
 
     values: float8_e4m3 [N, in]. scales: float32 [N, ceil(in / 128)] with strides (1, N). Both as
-    `model.fp8.quantise_activations` says.
+    `model.fp8.quantise_activations` says. If they lie in wider rows (`model.routed.RoutedTokens`), linear maps do not
+    take them.
     """
 
     dense: torch.Tensor
     values: torch.Tensor | None = None
     scales: torch.Tensor | None = None
+
+    def quantised(self, power_of_two: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Values and scales, computed here if nobody has before."""
+        if self.values is not None and self.scales is not None:
+            return self.values, self.scales
+        # Here, since a machine without a GPU need not have Triton.
+        from model.backends.triton_fp8 import quantise
+
+        return quantise(self.dense, power_of_two)
 
 
 @dataclass(frozen=True)
@@ -58,10 +68,6 @@ class Linear:
         given = Activations(x) if isinstance(x, torch.Tensor) else x
         if self.scales is None:
             return F.linear(given.dense, self.weight)
-        from model.backends.triton_fp8 import quantise
         from model.backends.triton_fp8_linear import linear_in_parts
 
-        values, scales = given.values, given.scales
-        if values is None or scales is None:
-            values, scales = quantise(given.dense, self.power_of_two)
-        return linear_in_parts(values, scales, self.weight, self.scales)
+        return linear_in_parts(*given.quantised(self.power_of_two), self.weight, self.scales)

@@ -29,18 +29,23 @@ class RmsNorm:
         return self.of_sum(x, None, fp8)[1]
 
     def of_sum(
-        self, hidden: torch.Tensor, addend: torch.Tensor | None, fp8: BlockFp8 | None = None
+        self,
+        hidden: torch.Tensor,
+        addend: torch.Tensor | None,
+        fp8: BlockFp8 | None = None,
+        room: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, Activations]:
         """hidden + addend, rounded, and the norm of that, all [N, dim]; the addend None stands for zeros.
 
         addend: [N, dim], or what `Linear.in_parts` returned, which is added up here. fp8: the norm is quantised, too,
-        for linear maps that compute in block-fp8.
+        for linear maps that compute in block-fp8; as their kernels do, this one needs Triton then. room: where values
+        and scales are to be written; None: new tensors.
         """
-        if fuses(hidden):
+        if fp8 is not None or fuses(hidden):
             # Here, since a machine without a GPU need not have Triton.
             from model.backends.triton_norm import rms_norm
 
-            return rms_norm(hidden, addend, self.weight, self.eps, fp8)
+            return rms_norm(hidden, addend, self.weight, self.eps, fp8, room)
         if addend is not None:
             hidden = hidden + addend
         return hidden, Activations(self(hidden))

@@ -32,14 +32,19 @@ class Router:
             config=config,
         )
 
-    def route(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weights, float32, and ids, int64, of the experts of hidden states [N, hidden_size], both [N, top_k]."""
+    def route(
+        self, hidden: torch.Tensor, room: tuple[torch.Tensor, torch.Tensor] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights, float32, and ids, int64, of the experts of hidden states [N, hidden_size], both [N, top_k].
+
+        room: where a Triton kernel is to write both, ids in int32 or int64; None: new tensors.
+        """
         logits = float32_product(hidden, self.weight)
-        if fuses(hidden):
+        if room is not None or fuses(hidden):
             # Here, since a machine without a GPU need not have Triton.
             from model.backends.triton_choose import choose_experts
 
-            return choose_experts(logits, self.bias, self.config)
+            return choose_experts(logits, self.bias, self.config, room)
         return self.choose(logits.whole())
 
     def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -54,8 +54,9 @@ WHOLE = Shard()
 class Exchange(Protocol):
     """What the processes of a group exchange around a mixture of experts, of which each has some."""
 
-    def gather(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The hidden states of all processes' tokens, [M, hidden_size], of this process's, [N, hidden_size]."""
+    def gather(self, rows: torch.Tensor) -> torch.Tensor:
+        """A row for each of all processes' tokens, [M, width], of those of this process's, [N, width], of any dtype:
+        hidden states, or what `RoutedTokens` are packed in."""
         ...
 
     def own(self, count: int) -> range:
@@ -71,8 +72,8 @@ class Exchange(Protocol):
 class Alone:
     """One process has all tokens and all experts."""
 
-    def gather(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden
+    def gather(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows
 
     def own(self, count: int) -> range:
         return range(count)

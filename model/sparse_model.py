@@ -90,6 +90,5 @@ class SparseModel:
             queries = attention.queries(projected_queries, rope)
             index = indexer.queries(normed.dense, index_queries, rope) if indexer else None
             attended = forward_pass.attend(number, queries, index, network.config.scaling)
-            hidden, normed = layer.mlp_norm.of_sum(hidden, attention.output(attended))
-            addend = layer.mlp(normed.dense)
+            hidden, addend = layer.mlp.of_norm(layer.mlp_norm, hidden, attention.output(attended))
         return hidden if addend is None else hidden + addend

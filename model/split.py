@@ -2,8 +2,8 @@
 
 Each process computes a contiguous block of the tokens of all chunks. In each layer it gathers what the others have made
 of theirs, as encoded bytes, and stores the items and index keys of all tokens in its own cache. So attention and the
-indexer need nothing of the others: they see the whole context of a process's tokens. Only the experts exchange hidden
-states (`model.shard.Exchange`).
+indexer need nothing of the others: they see the whole context of a process's tokens. Only the experts exchange
+tokens (`model.shard.Exchange`).
 
 Collectives need the same number of tokens in every process, so a process that has one token less than others computes
 token 0 at position 0 beside its own. Nothing of that is stored, and no other token depends on it.

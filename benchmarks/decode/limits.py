@@ -35,7 +35,7 @@ def work_of(model: Model, batch: int, context: int, missed: float, rank_of: int)
     """The work of a step of `batch` requests of `context` tokens. missed: positions per request and index layer.
 
     Weights are read once, of routed experts those that random choices of the group's tokens hit, on average; items,
-    index keys and scores once.
+    index keys and scores once. In fp8 a rank chooses experts for its own tokens, else for the group's.
     """
     config, spec = model.config, model.spec
     layers, index_layers = spec.num_layers, spec.num_index_layers
@@ -54,7 +54,8 @@ def work_of(model: Model, batch: int, context: int, missed: float, rank_of: int)
             elements = mlp.gate_up[0].weight.numel() + mlp.down[0].weight.numel()
             experts += one * (mlp.number * hit + 1) + mlp.router.weight.nbytes
             routed = tokens * router.top_k * mlp.number / router.experts
-            expert_operations += 2 * elements * (routed + batch) + 2 * tokens * mlp.router.weight.numel()
+            chosen_for = batch if mlp.gate_up.fp8 else tokens
+            expert_operations += 2 * elements * (routed + batch) + 2 * chosen_for * mlp.router.weight.numel()
             in_fp8 |= mlp.gate_up.scales is not None
         else:
             maps += [mlp.gate_up, mlp.down]

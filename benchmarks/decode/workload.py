@@ -15,10 +15,12 @@ from hisparse.sizing import plan_sizes
 from hisparse.tiers import build_tiers
 from model.backends.protocol import AttentionBackend
 from model.cache import PagedKeys
-from model.config import NetworkConfig, network_config
+from model.config import NetworkConfig, RouterConfig, network_config
+from model.fp8 import quantise_activations
 from model.indexer import IndexQueries
 from model.network import Network
 from model.quantization import BlockFp8
+from model.routed import RoutedTokens
 from model.shapes import ShapeName, published_config
 from model.shard import ALONE, Exchange, Shard
 from model.spec import ModelSpec
@@ -32,20 +34,38 @@ _MORE_TOKENS = 512
 
 
 class Strangers:
-    """Stands for a group whose other processes have as many tokens, with random hidden states. Nothing is exchanged."""
+    """Stands for a group whose other processes have as many tokens. Nothing is exchanged.
 
-    def __init__(self, of: int, hidden_size: int, device: torch.device, dtype: torch.dtype) -> None:
+    Their hidden states are random; so are the experts that they choose, where a process gathers routed tokens.
+    """
+
+    def __init__(self, of: int, hidden_size: int, router: RouterConfig) -> None:
         self._of = of
-        self._empty = torch.empty(0, hidden_size, device=device, dtype=dtype)
-        self._all: dict[int, torch.Tensor] = {}
+        self._hidden_size = hidden_size
+        self._router = router
+        self._all: dict[tuple[int, torch.dtype], torch.Tensor] = {}
 
-    def gather(self, hidden: torch.Tensor) -> torch.Tensor:
-        count = len(hidden)
-        if count not in self._all:
-            generator = torch.Generator(hidden.device).manual_seed(1)
-            self._all[count] = self._empty.new_empty(self._of * count, hidden.shape[1]).normal_(generator=generator)
-        self._all[count][:count] = hidden
-        return self._all[count]
+    def gather(self, rows: torch.Tensor) -> torch.Tensor:
+        count, key = len(rows), (len(rows), rows.dtype)
+        if key not in self._all:
+            generator = torch.Generator(rows.device).manual_seed(1)
+            self._all[key] = torch.cat([self._others(rows, generator) for _ in range(self._of)])
+        self._all[key][:count] = rows
+        return self._all[key]
+
+    def _others(self, rows: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        """What another process might bring: hidden states, or the rows of RoutedTokens, which are bytes."""
+        count, width, device = len(rows), self._hidden_size, rows.device
+        if rows.dtype != torch.uint8:
+            return torch.empty_like(rows).normal_(generator=generator)
+        tokens = RoutedTokens.empty(count, width, self._router.top_k, device)
+        hidden = torch.empty(count, width, dtype=torch.bfloat16, device=device).normal_(generator=generator)
+        for room, made in zip(tokens.quantised, quantise_activations(hidden, power_of_two=True), strict=True):
+            room.copy_(made)
+        order = torch.rand(count, self._router.experts, device=device, generator=generator)
+        tokens.ids.copy_(order.topk(self._router.top_k).indices)
+        tokens.weights.fill_(1 / self._router.top_k)
+        return tokens.rows
 
     def own(self, count: int) -> range:
         return range(count)
@@ -107,7 +127,7 @@ def model_of(
     dtype = torch.bfloat16
     weights = RandomWeights(device, dtype, BlockFp8(power_of_two=True) if config.quantization == "fp8" else None)
     group = config.rank_of > 1
-    exchange = cast(Exchange, Strangers(config.rank_of, sizes.hidden_size, device, dtype)) if group else ALONE
+    exchange = cast(Exchange, Strangers(config.rank_of, sizes.hidden_size, sizes.router)) if group else ALONE
     network = Network.load(weights, sizes, Shard(0, config.rank_of), wrapped(exchange))
     spec = sizes.spec(dtype, config.context + _MORE_TOKENS, "random", config.kv_cache_dtype)
     return Model(network, spec, weights.num_bytes)

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from base.errors import StartupError
-from benchmarks.fp8.layers import BYTES_PER_US, LINEAR, OPERATIONS_PER_US, Result, expert_results, linear_results
+from benchmarks.fp8.layers import BYTES_PER_US, LINEAR, OPERATIONS_PER_US, RANKS, Result, expert_results, linear_results
 from benchmarks.fp8.sweep import sweep_experts, sweep_linear, sweep_prefill
 from benchmarks.machine import this_machine
 from benchmarks.program import run
@@ -76,8 +76,9 @@ def print_results(results: list[Result], console: Console) -> None:
         table.add_row(result.name, str(result.tokens), *cells, f"{result.us[ways[0]] / result.limit:.2f}")
     console.print(table)
     console.print(
-        "us; quantised: of tokens that are quantised already; layer: a mixture of experts from its norm to its sum; "
-        "apart: with the shared expert apart. ratio: of the first column to the limit, at "
+        "us; quantised: of tokens that are quantised already; layer: a mixture of experts of a rank, from the norm and "
+        f"choice of its tokens to the sums of those of {RANKS} ranks, tokens counted over the group, no collectives. "
+        "ratio: of the first column to the limit, at "
         f"{BYTES_PER_US / 1e6} TB/s and {OPERATIONS_PER_US / 1e6:.0f} TFLOP/s. {torch.cuda.get_device_name()}",
         highlight=False,
     )

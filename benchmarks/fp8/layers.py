@@ -11,6 +11,8 @@ from benchmarks.attention import median_us
 from model.config import RouterConfig
 from model.fp8 import FP8, blocks
 from model.norm import RmsNorm
+from model.quantization import BlockFp8
+from model.routed import RoutedTokens
 from model.router import Router
 
 LINEAR = {
@@ -120,9 +122,14 @@ class MoELayer:
         """Experts that tokens choose."""
         return len(self.projections[0]) - 1
 
-    def own(self, tokens: int) -> int:
+    @staticmethod
+    def own(tokens: int) -> int:
+        """The rank's own tokens, of so many of the group."""
+        return -(-tokens // RANKS)
+
+    def shared(self, tokens: int) -> int:
         """Tokens that the shared expert computes here: the rank's own, or all with a part of its width."""
-        return tokens if self.count == EXPERTS else -(-tokens // RANKS)
+        return tokens if self.count == EXPERTS else self.own(tokens)
 
     def routed(self, hidden: torch.Tensor, routed: Routed) -> torch.Tensor:
         """The routed experts alone."""
@@ -131,34 +138,27 @@ class MoELayer:
         weights, ids = routed
         return experts(hidden, ids, weights, *self.projections, True, shared=range(0))
 
-    def whole(self, hidden: torch.Tensor) -> torch.Tensor:
-        """From the norm to the sum of the group's tokens; the shared expert is one of the kernels' experts."""
-        from model.backends.triton_fp8 import quantise
+    def route(self, hidden: torch.Tensor, tokens: RoutedTokens) -> None:
+        """Norm, quantise and route hidden states, and write all that into their rows."""
+        _, normed = self.norm.of_sum(hidden, None, BlockFp8(power_of_two=True), tokens.quantised)
+        self.router.route(normed.dense, tokens.choice)
+
+    def whole(self, hidden: torch.Tensor, tokens: RoutedTokens) -> torch.Tensor:
+        """From the norm of the rank's own tokens, the first ones, to the sums of the group's.
+
+        tokens: of the group, of which the others' have been routed. The shared expert is one of the kernels' experts.
+        """
         from model.backends.triton_fp8_experts import experts_quantised
 
-        normed = self.norm.of_sum(hidden, None)[1].dense
-        weights, ids = self.router.route(normed)
-        own = range(self.own(len(hidden)))
-        return experts_quantised(*quantise(normed, True), ids, weights, *self.projections, True, shared=own)
-
-    def apart(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`whole` with a shared expert whose weights are elsewhere."""
-        from model.backends.triton_fp8 import quantise
-        from model.backends.triton_fp8_experts import experts_quantised
-        from model.backends.triton_fp8_linear import mlp
-
-        normed = self.norm.of_sum(hidden, None)[1].dense
-        weights, ids = self.router.route(normed)
         own = self.own(len(hidden))
-        gate_up, gate_up_scales, down, down_scales = (tensor[-1] for tensor in self.projections)
-        shared = mlp(normed[:own], gate_up, gate_up_scales, down, down_scales, True)
-        total = experts_quantised(*quantise(normed, True), ids, weights, *self.projections, True, shared=range(0))
-        total[:own] += shared
-        return total
+        self.route(hidden[:own], tokens[:own])
+        shared = range(self.shared(len(hidden)))
+        return experts_quantised(*tokens.quantised, tokens.ids, tokens.weights, *self.projections, True, shared=shared)
 
 
 def expert_results() -> Iterator[Result]:
-    """The whole layer, and its routed experts, for tokens that choose at random. The limit is that of all experts."""
+    """The whole layer of a rank, and its routed experts, for tokens of the group, which choose at random. There are no
+    collectives. The limit is that of all experts."""
     yield from _results(random_moe_layers(), "", EXPERT_TOKENS)
     yield from _results(random_moe_layers(by_column=True), "by column: ", (8, 128, 512))
 
@@ -176,7 +176,6 @@ def _results(layers: list[MoELayer], prefix: str, counts: tuple[int, ...]) -> It
         case = ExpertCase.random(layers, tokens)
         us = {
             "layer": median_us(case.whole, case.turns),
-            "apart": median_us(case.apart, case.turns),
             "experts": median_us(case.experts, case.turns),
         }
         yield Result(f"{prefix}{case.used:.1f} experts, {case.rows:.0f} rows", tokens, us, case.limit)
@@ -184,11 +183,15 @@ def _results(layers: list[MoELayer], prefix: str, counts: tuple[int, ...]) -> It
 
 @dataclass(frozen=True)
 class ExpertCase:
-    """Tokens of each turn. turns: 0 for what is timed without a graph. used, rows: experts and pairs of the rank."""
+    """Tokens of each turn. turns: 0 for what is timed without a graph. used, rows: experts and pairs of the rank.
+
+    tokens: of the group, as they are gathered.
+    """
 
     layers: list[MoELayer]
     hidden: torch.Tensor
     chosen: list[Routed]
+    tokens: list[RoutedTokens]
     turns: int
     used: float
     rows: float
@@ -200,13 +203,16 @@ class ExpertCase:
         chosen = [layers[turn % len(layers)].router.route(part) for turn, part in enumerate(hidden)]
         local = [ids[ids < layers[0].count].tolist() for _, ids in chosen]
         used = statistics.mean(len(set(part)) for part in local)
-        return cls(layers, hidden, chosen, turns, used, statistics.mean(map(len, local)))
+        gathered = [RoutedTokens.empty(tokens, HIDDEN, TOP_K, hidden.device) for _ in hidden]
+        for turn, part in enumerate(hidden):
+            layers[turn % len(layers)].route(part, gathered[turn])
+        return cls(layers, hidden, chosen, gathered, turns, used, statistics.mean(map(len, local)))
 
     @property
     def limit(self) -> float:
         """Microseconds that the hardware needs at least for the experts, the shared one included."""
         size = 3 * HIDDEN * self.layers[0].projections[2].shape[2]
-        rows = self.rows + self.layers[0].own(self.hidden.shape[1])
+        rows = self.rows + self.layers[0].shared(self.hidden.shape[1])
         return limit((self.used + 1) * size + 4 * self.hidden[0].numel(), 2 * rows * size)
 
     def _layer(self, turn: int) -> MoELayer:
@@ -216,7 +222,4 @@ class ExpertCase:
         return self._layer(turn).routed(self.hidden[turn], self.chosen[turn])
 
     def whole(self, turn: int) -> object:
-        return self._layer(turn).whole(self.hidden[turn])
-
-    def apart(self, turn: int) -> object:
-        return self._layer(turn).apart(self.hidden[turn])
+        return self._layer(turn).whole(self.hidden[turn], self.tokens[turn])

@@ -12,6 +12,7 @@ def work_of_chunk(model: Model, context: int, chunk: int, rank_of: int) -> Works
 
     As the model computes it: of the last layer nothing but what stores its KV. Weights, items, index keys and scores
     are read once; every token of the group chooses experts at random. A position is scored by the tokens from it on.
+    With experts in fp8 a rank multiplies its own tokens by the router, else those of the group: see `timing.PARTS`.
     """
     projections, maps, experts, router = (_Sum() for _ in range(4))
     *whole, last = model.network.layers
@@ -28,7 +29,10 @@ def work_of_chunk(model: Model, context: int, chunk: int, rank_of: int) -> Works
             for stacked in (mlp.gate_up, mlp.down):
                 experts.add(_some(stacked, slice(mlp.number)), routed)
                 experts.add(_some(stacked, slice(mlp.number, None)), chunk)
-            router.add(Linear(mlp.router.weight), tokens)
+            if mlp.gate_up.fp8:
+                maps.add(Linear(mlp.router.weight), chunk)
+            else:
+                router.add(Linear(mlp.router.weight), tokens)
             if mlp.shared:
                 experts.add(mlp.shared.gate_up, chunk)
                 experts.add(mlp.shared.down, chunk)

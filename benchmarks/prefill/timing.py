@@ -14,8 +14,9 @@ from benchmarks.kernel_times import kernel_times
 from benchmarks.prefill.workload import MARK
 
 PARTS: tuple[Part, ...] = tuple(part for part in Part if part is not Part.SWAP_IN)
-"""Those that a chunk has. The experts are all that a mixture of experts computes, router and quantisation included. The
-rest is norms, rotation, encoding, storing, copies, and the time from one kernel to the next."""
+"""Those that a chunk has. The experts are the choice of experts and all that is computed of what ranks have gathered.
+If experts are not in fp8, that is also the router's product, which else belongs to the projections. The rest is norms,
+with or without quantisation, rotation, encoding, storing, copies, and the time from one kernel to the next."""
 
 
 @dataclass(frozen=True)

@@ -38,14 +38,14 @@ class Prompt:
 
 
 class MarkedExchange:
-    """Tells when a mixture of experts begins and ends: what it computes lies between gathering and reducing."""
+    """Tells when experts begin and end: what they compute lies between gathering and reducing."""
 
     def __init__(self, inner: Exchange, device: torch.device) -> None:
         self._inner = inner
         self._device = device
 
-    def gather(self, hidden: torch.Tensor) -> torch.Tensor:
-        gathered = self._inner.gather(hidden)
+    def gather(self, rows: torch.Tensor) -> torch.Tensor:
+        gathered = self._inner.gather(rows)
         mark(self._device)
         return gathered
 

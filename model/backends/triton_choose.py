@@ -13,22 +13,35 @@ _PARTS = 4
 """Parts of logits that are copied to shared memory together."""
 
 
-def choose_experts(logits: PartialSums, bias: torch.Tensor, config: RouterConfig) -> tuple[torch.Tensor, torch.Tensor]:
+def choose_experts(
+    logits: PartialSums,
+    bias: torch.Tensor,
+    config: RouterConfig,
+    room: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """`Router.choose` of logits [N, experts], best expert first, and of equal ones the first.
 
-    NaN too gets ids of experts that exist.
+    NaN too gets ids of experts that exist. room: weights, float32, and ids, int32 or int64, both [N, top_k] in
+    contiguous rows, to be written; None: new tensors. Raises ValueError for room that does not fit.
     """
     parts = logits.parts.contiguous()
     num_parts, tokens, experts = parts.shape
-    weights = parts.new_empty(tokens, config.top_k)
-    ids = torch.empty_like(weights, dtype=torch.int64)
+    if room is None:
+        weights = parts.new_empty(tokens, config.top_k)
+        room = weights, torch.empty_like(weights, dtype=torch.int64)
+    weights, ids = room
+    if any(one.shape != (tokens, config.top_k) or one.stride(1) != 1 for one in room) or weights.dtype != torch.float32:
+        found = [(list(one.shape), one.dtype, one.stride()) for one in room]
+        raise ValueError(f"expected float32 weights and ids [{tokens}, {config.top_k}] in rows, found {found}")
     if tokens:
         with on(parts.device):
             _choose[(tokens,)](
                 parts,
                 bias,
                 weights,
+                weights.stride(0),
                 ids,
+                ids.stride(0),
                 tokens,
                 logits.scale,
                 config.scale,
@@ -64,7 +77,9 @@ def _choose(
     logit_parts: tl.tensor,
     bias: tl.tensor,
     weights: tl.tensor,
+    weights_stride: tl.tensor,
     ids: tl.tensor,
+    ids_stride: tl.tensor,
     tokens: tl.tensor,
     logit_scale: tl.tensor,
     scale: tl.tensor,
@@ -127,5 +142,5 @@ def _choose(
     total = weight.to(tl.float32, bitcast=True)
     if normalise:
         total = total / (tl.sum(total, 0) + 1e-20)
-    tl.store(weights + token * top_k + turn, total * scale, mask=turn < top_k)
-    tl.store(ids + token * top_k + turn, taken_ids.to(tl.int64), mask=turn < top_k)
+    tl.store(weights + token * weights_stride + turn, total * scale, mask=turn < top_k)
+    tl.store(ids + token * ids_stride + turn, taken_ids.to(ids.dtype.element_ty), mask=turn < top_k)

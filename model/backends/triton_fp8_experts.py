@@ -1,6 +1,6 @@
 """Routed experts with block-fp8 weights as Triton kernels that stream the weights of each used expert once.
 
-Six kernels: quantise the tokens; sort pairs of a token and an expert into tiles; gate and up; SwiGLU and
+Five kernels, of tokens that are quantised: sort pairs of a token and an expert into tiles; gate and up; SwiGLU and
 quantisation; down; each token's weighted sum. Products are cut as in `triton_fp8_tile`. Programs loop over the tiles
 that there are, so that launches depend on shapes alone and a CUDA graph serves every choice of experts.
 
@@ -16,6 +16,7 @@ from model.backends.device import properties
 from model.backends.triton_chain import chained, follow
 from model.backends.triton_fp8 import on, quantise, swiglu_quantise
 from model.backends.triton_fp8_sort import Sorted, sort_pairs
+from model.backends.triton_fp8_sum import weighted_sum
 from model.backends.triton_fp8_tile import Tiling, described, multiply, multiply_wide
 from model.fp8 import BLOCK, FP8, blocks, check_scales
 
@@ -33,10 +34,6 @@ _RUNS = 4
 
 _LEAST_RUN = 4
 
-_SUMMED = 1024
-"""Channels of a token's weighted sum that one program adds up."""
-_SUM_TOKENS = 256
-"""With more tokens programs add up twice as many channels, so that all of them run at once."""
 _BLOCK = tl.constexpr(BLOCK)
 
 
@@ -86,18 +83,24 @@ def experts_quantised(
     beside: torch.Tensor | None = None,
     shared: range | None = None,
 ) -> torch.Tensor:
-    """`experts` of tokens that are quantised already, as `triton_fp8.quantise` returns them."""
+    """`experts` of tokens that are quantised already.
+
+    x: float8_e4m3fn [T, H]; x_scales: float32 [T, H / 128 rounded up], of any strides; ids: int32 or int64 [T, k];
+    weights: float32 [T, k]. The rows of each may lie apart, as those of `model.routed.RoutedTokens` do.
+    """
     check_scales(gate_up, gate_up_scales)
     check_scales(down, down_scales)
     (tokens, width), (count, hidden_size, inner) = x.shape, down.shape
     fits = gate_up.shape == (count, 2 * inner, hidden_size) and width == hidden_size and inner % BLOCK == 0
-    fits &= x.dtype == FP8 and x.is_contiguous() and x_scales.shape == (tokens, blocks(width))
+    fits &= x.dtype == FP8 and x_scales.dtype == torch.float32 and x_scales.shape == (tokens, blocks(width))
     fits &= ids.shape == weights.shape and len(ids) == tokens and weights.dtype == torch.float32
-    if not fits or (tokens > 1 and x_scales.stride(0) != 1):
+    if not fits or any(one.stride(1) != 1 for one in (x, ids, weights)):
         raise ValueError(
-            f"expected x [T, H] in fp8 with scales of strides 1 and T, ids and float32 weights [T, k], gate_up "
-            f"[E, 2 * W, H] and down [E, H, W] with W a multiple of {BLOCK}, found {x.dtype} {list(x.shape)}, "
-            f"{list(ids.shape)}, {weights.dtype} {list(weights.shape)}, {list(gate_up.shape)} and {list(down.shape)}"
+            f"expected x [T, H] in fp8 with float32 scales, ids and float32 weights [T, k], all but scales in rows, "
+            f"gate_up [E, 2 * W, H] and down [E, H, W] with W a multiple of {BLOCK}, found {x.dtype} "
+            f"{list(x.shape)}, {x_scales.dtype} {list(x_scales.shape)}, {list(ids.shape)}, {weights.dtype} "
+            f"{list(weights.shape)}, {list(gate_up.shape)} and {list(down.shape)}, of the first and of ids and weights "
+            f"strides {x.stride()}, {ids.stride()} and {weights.stride()}"
         )
     out = torch.empty(tokens, hidden_size, dtype=torch.bfloat16, device=x.device)
     projections = (gate_up, gate_up_scales, down, down_scales)
@@ -108,7 +111,9 @@ def experts_quantised(
         here = None if shared is None else range(max(0, shared.start - begin), max(0, min(_MOST, shared.stop - begin)))
         order = sort_pairs(ids[part], first_expert, count, cut.m, here)
         rows = _rows(x[part], x_scales[part], order, ids.shape[1], projections, power_of_two, few, cut)
-        _sum(rows, ids[part], weights[part], order, first_expert, count - (here is not None), beside, begin, out)
+        weighted_sum(
+            rows, ids[part], weights[part], order, first_expert, count - (here is not None), beside, begin, out
+        )
     return out
 
 
@@ -171,8 +176,9 @@ def _product(
             described(weight, cut.n),
             scales,
             x,
+            x.stride(0),
             x_scales,
-            x_scales.stride(1),
+            *x_scales.stride(),
             order.pairs,
             order.tiles,
             order.counts,
@@ -205,7 +211,7 @@ def _product(
 
 @triton.jit(  # type: ignore[untyped-decorator]
     do_not_specialize=[
-        "x_scale_stride",
+        "x_scale_block_stride",
         "most_tiles",
         "num_rows",
         "row_blocks",
@@ -219,8 +225,10 @@ def _experts(
     weight: tl.tensor,
     scales: tl.tensor,
     x: tl.tensor,
+    x_row_stride: tl.tensor,
     x_scales: tl.tensor,
-    x_scale_stride: tl.tensor,
+    x_scale_row_stride: tl.tensor,
+    x_scale_block_stride: tl.tensor,
     pairs: tl.tensor,
     tiles: tl.tensor,
     counts: tl.tensor,
@@ -271,8 +279,10 @@ def _experts(
                 scales + scale_row.to(tl.int64) * num_blocks,
                 scales + next_row.to(tl.int64) * num_blocks,
                 x,
+                x_row_stride,
                 x_scales,
-                x_scale_stride,
+                x_scale_row_stride,
+                x_scale_block_stride,
                 x_row,
                 real,
                 num_blocks,
@@ -290,8 +300,10 @@ def _experts(
                 expert * n + first_row,
                 scales + scale_row.to(tl.int64) * num_blocks,
                 x,
+                x_row_stride,
                 x_scales,
-                x_scale_stride,
+                x_scale_row_stride,
+                x_scale_block_stride,
                 x_row,
                 real,
                 split * run if shares else 0,
@@ -323,108 +335,3 @@ def _store(
     column = first_column + tl.arange(0, block_n)
     place = row.to(tl.int64)[:, None] * n + column[None, :]
     tl.store(out + place, total.to(out.dtype.element_ty), mask=real[:, None] & (column < n)[None, :])
-
-
-def _sum(
-    rows: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    order: Sorted,
-    first_expert: int,
-    count: int,
-    beside: torch.Tensor | None,
-    begin: int,
-    out: torch.Tensor,
-) -> None:
-    """Write the tokens of ids, which are those of `out` from `begin` on."""
-    tokens, top_k = ids.shape
-    size = out.shape[1]
-    if beside is not None and (beside.shape != out.shape or not beside.is_contiguous()):
-        raise ValueError(f"expected contiguous tokens {list(out.shape)} beside, found {list(beside.shape)}")
-    block = _SUMMED if tokens <= _SUM_TOKENS else 2 * _SUMMED
-    if tokens:
-        with on(out.device):
-            _weigh[(tokens, triton.cdiv(size, block))](
-                rows,
-                ids.contiguous(),
-                weights.contiguous(),
-                order.row,
-                order.counts,
-                beside,
-                out,
-                begin,
-                order.shared.start,
-                len(order.shared),
-                len(order.pairs),
-                size,
-                first_expert,
-                count,
-                top_k,
-                splits=len(rows) if rows.dim() == 3 else 1,
-                block=block,
-                num_warps=4,
-                **chained(out.device),
-            )
-
-
-@triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["begin", "shared_first", "shared_count", "num_rows", "first_expert", "count"]
-)
-def _weigh(
-    rows: tl.tensor,
-    ids: tl.tensor,
-    weights: tl.tensor,
-    row_of: tl.tensor,
-    counts: tl.tensor,
-    beside: tl.tensor,
-    out: tl.tensor,
-    begin: tl.tensor,
-    shared_first: tl.tensor,
-    shared_count: tl.tensor,
-    num_rows: tl.tensor,
-    size: tl.tensor,
-    first_expert: tl.tensor,
-    count: tl.tensor,
-    top_k: tl.constexpr,
-    splits: tl.constexpr,
-    block: tl.constexpr,
-    chained: tl.constexpr,
-) -> None:
-    """A block of one token's weighted sum."""
-    follow(chained)
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * block + tl.arange(0, block)
-    total = tl.zeros([block], tl.float32)
-    for choice in tl.static_range(top_k):
-        pair = token * top_k + choice
-        local = tl.load(ids + pair) - first_expert
-        here = (local >= 0) & (local < count)
-        row = tl.load(row_of + pair, mask=here, other=0)
-        value = _row(rows, row, here & (column < size), column, num_rows, size, splits)
-        total += tl.load(weights + pair, mask=here, other=0.0) * value
-    number = tl.program_id(0) - shared_first
-    here = (number >= 0) & (number < shared_count)
-    row = tl.load(counts, mask=here, other=0) - shared_count + number
-    total += _row(rows, row, here & (column < size), column, num_rows, size, splits)
-    place = (begin + token) * size + column
-    if beside is not None:
-        total += tl.load(beside + place, mask=column < size, other=0.0).to(tl.float32)
-    tl.store(out + place, total.to(tl.bfloat16), mask=column < size)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _row(
-    rows: tl.tensor,
-    row: tl.tensor,
-    real: tl.tensor,
-    column: tl.tensor,
-    num_rows: tl.tensor,
-    size: tl.tensor,
-    splits: tl.constexpr,
-) -> tl.tensor:
-    """A block of the sum over the splits of one row, rounded to bfloat16; zeros where it is not real."""
-    place = rows + row.to(tl.int64) * size + column
-    value = tl.load(place, mask=real, other=0.0).to(tl.float32)
-    for split in tl.static_range(1, splits):
-        value += tl.load(place + split * (num_rows.to(tl.int64) * size), mask=real, other=0.0)
-    return value.to(tl.bfloat16).to(tl.float32)

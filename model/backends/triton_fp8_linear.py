@@ -70,13 +70,22 @@ def mlp(
 
     Each projection is rounded to bfloat16. W has to be a multiple of 128, that no block holds rows of gate and of up.
     """
+    return mlp_quantised(*quantise(x, power_of_two), gate_up, gate_up_scales, down, down_scales, power_of_two)
+
+
+def mlp_quantised(
+    x: torch.Tensor,
+    x_scales: torch.Tensor,
+    gate_up: torch.Tensor,
+    gate_up_scales: torch.Tensor,
+    down: torch.Tensor,
+    down_scales: torch.Tensor,
+    power_of_two: bool,
+) -> torch.Tensor:
+    """`mlp` of activations that are quantised already, as `triton_fp8.quantise` returns them."""
     if down.shape[1] % BLOCK:
         raise ValueError(f"expected a width that is a multiple of {BLOCK}, found {down.shape[1]}")
-    values, x_scales = quantise(x, power_of_two)
-    if len(x) > FEW and _torch_computes(gate_up):
-        both = torch_product(values, x_scales, gate_up, gate_up_scales)
-    else:
-        both = partial_product(values, x_scales, gate_up, gate_up_scales)
+    both = linear_in_parts(x, x_scales, gate_up, gate_up_scales)
     return linear_quantised(*swiglu_quantise(both, power_of_two), down, down_scales)
 
 
@@ -199,13 +208,13 @@ def reduced(partial: torch.Tensor) -> torch.Tensor:
     return out
 
 
-@triton.jit(do_not_specialize=["x_scale_stride", "m", "num_blocks", "run"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["x_scale_block_stride", "m", "num_blocks", "run"])  # type: ignore[untyped-decorator]
 def _linear(
     weight: tl.tensor,
     scales: tl.tensor,
     x: tl.tensor,
     x_scales: tl.tensor,
-    x_scale_stride: tl.tensor,
+    x_scale_block_stride: tl.tensor,
     out: tl.tensor,
     m: tl.tensor,
     n: tl.tensor,
@@ -233,8 +242,10 @@ def _linear(
         first_row,
         weight_scale,
         x,
+        k,
         x_scales,
-        x_scale_stride,
+        1,
+        x_scale_block_stride,
         token,
         token < m,
         begin,

@@ -39,7 +39,8 @@ class Sorted:
 def sort_pairs(ids: torch.Tensor, first_expert: int, experts: int, block_m: int, shared: range | None = None) -> Sorted:
     """Sort ids, integers [T, k], into tiles of block_m rows of one of `experts` experts from first_expert on.
 
-    shared: the last expert is not one of those, and computes these tokens.
+    The rows of ids are contiguous, and may lie apart. shared: the last expert is not one of those, and computes these
+    tokens.
     """
     count = ids.numel()
     most_rows = count + len(shared or ())
@@ -50,7 +51,8 @@ def sort_pairs(ids: torch.Tensor, first_expert: int, experts: int, block_m: int,
     chunk = min(_CHUNK, max(_LEAST_CHUNK, triton.next_power_of_2(count)))
     with on(ids.device):
         _sort[(experts,)](
-            ids.contiguous(),
+            ids,
+            ids.stride(0),
             pairs,
             row,
             tiles,
@@ -60,9 +62,9 @@ def sort_pairs(ids: torch.Tensor, first_expert: int, experts: int, block_m: int,
             first_expert,
             shared.start if shared else 0,
             len(shared or ()),
-            ids.shape[1],
             experts if shared is None else experts - 1,
             block_m,
+            top_k=ids.shape[1],
             bins=triton.next_power_of_2(experts + 1),
             chunk=chunk,
             num_warps=4 if chunk < _CHUNK else 8,
@@ -76,10 +78,11 @@ _LEAST_CHUNK, _CHUNK = 128, 4096
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["count", "most_tiles", "first_expert", "shared_first", "shared_count", "top_k"]
+    do_not_specialize=["count", "most_tiles", "first_expert", "shared_first", "shared_count"]
 )
 def _sort(
     ids: tl.tensor,
+    ids_stride: tl.tensor,
     pairs: tl.tensor,
     rows: tl.tensor,
     tiles: tl.tensor,
@@ -89,9 +92,9 @@ def _sort(
     first_expert: tl.tensor,
     shared_first: tl.tensor,
     shared_count: tl.tensor,
-    top_k: tl.tensor,
     chosen: tl.constexpr,
     block_m: tl.constexpr,
+    top_k: tl.constexpr,
     bins: tl.constexpr,
     chunk: tl.constexpr,
     chained: tl.constexpr,
@@ -102,7 +105,7 @@ def _sort(
     number = tl.arange(0, bins)
     of_expert = tl.zeros([bins], tl.int32)
     for begin in range(0, count, chunk):
-        of_expert += tl.histogram(_local(ids, begin, count, first_expert, chosen, chunk), bins)
+        of_expert += tl.histogram(_local(ids, ids_stride, begin, count, first_expert, chosen, top_k, chunk), bins)
     of_expert = tl.where(number < chosen, of_expert, tl.where(number == chosen, shared_count, 0))
     tiles_of = (of_expert + block_m - 1) // block_m
     row = tl.sum(tl.where(number < expert, of_expert, 0), 0)
@@ -121,7 +124,7 @@ def _sort(
     if expert < chosen:
         for begin in range(0, count, chunk):
             pair = begin + tl.arange(0, chunk)
-            mine = (_local(ids, begin, count, first_expert, chosen, chunk) == expert).to(tl.int32)
+            mine = (_local(ids, ids_stride, begin, count, first_expert, chosen, top_k, chunk) == expert).to(tl.int32)
             place = row + tl.cumsum(mine, 0) - 1
             tl.store(pairs + place, pair, mask=mine > 0)
             tl.store(rows + pair, place, mask=mine > 0)
@@ -136,14 +139,17 @@ def _sort(
 @triton.jit  # type: ignore[untyped-decorator]
 def _local(
     ids: tl.tensor,
+    ids_stride: tl.tensor,
     begin: tl.tensor,
     count: tl.tensor,
     first_expert: tl.tensor,
     chosen: tl.constexpr,
+    top_k: tl.constexpr,
     chunk: tl.constexpr,
 ) -> tl.tensor:
     """The experts of a chunk of pairs, counted from the first that is here; `chosen` for those that are not."""
     pair = begin + tl.arange(0, chunk)
-    local = tl.load(ids + pair, mask=pair < count, other=-1).to(tl.int32) - first_expert
+    place = ids + pair // top_k * ids_stride + pair % top_k
+    local = tl.load(place, mask=pair < count, other=-1).to(tl.int32) - first_expert
     here = (local >= 0) & (local < chosen) & (pair < count)
     return tl.where(here, local, chosen)

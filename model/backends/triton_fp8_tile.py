@@ -63,8 +63,10 @@ def multiply(
     weight_row: tl.tensor,
     weight_scale: tl.tensor,
     x: tl.tensor,
+    x_row_stride: tl.tensor,
     x_scale: tl.tensor,
-    x_scale_stride: tl.tensor,
+    x_scale_row_stride: tl.tensor,
+    x_scale_block_stride: tl.tensor,
     x_row: tl.tensor,
     real: tl.tensor,
     begin: tl.tensor,
@@ -81,19 +83,20 @@ def multiply(
 ) -> tl.tensor:
     """float32 [block_m, block_n]: rows x_row of x by rows of the weight from weight_row on, over blocks begin to end.
 
-    weight: the descriptor. weight_scale: points to the scale of the tile's first block. real: which rows of x exist;
-    others give zeros. ragged: k is no multiple of 128. folds: several runs are added up.
+    weight: the descriptor. weight_scale: points to the scale of the tile's first block. x_scale_row_stride,
+    x_scale_block_stride: from the scale of a row of x to that of the next row, and of the row's next block. real: which
+    rows of x exist; others give zeros. ragged: k is no multiple of 128. folds: several runs are added up.
     """
     column = tl.arange(0, _BLOCK)
-    rows = x + x_row.to(tl.int64)[:, None] * k + column[None, :]
-    x_scales = x_scale + x_row
+    rows = x + x_row.to(tl.int64)[:, None] * x_row_stride + column[None, :]
+    x_scales = x_scale + x_row * x_scale_row_stride
     total = tl.zeros([block_m, block_n] if tokens_left else [block_n, block_m], tl.float32)
     part = total
     for block in tl.range(begin, end, num_stages=stages, loop_unroll_factor=unroll):
         values = weight.load([weight_row, block * _BLOCK])
         inside = real[:, None] & (column + block * _BLOCK < k)[None, :] if ragged else real[:, None]
         tokens = tl.load(rows + block * _BLOCK, mask=inside, other=0.0)
-        scale = tl.load(x_scales + block * x_scale_stride, mask=real, other=0.0)
+        scale = tl.load(x_scales + block * x_scale_block_stride, mask=real, other=0.0)
         scale *= tl.load(weight_scale + block)
         if tokens_left:
             part += tl.dot(tokens, values.T) * scale[:, None]
@@ -115,8 +118,10 @@ def multiply_wide(
     weight_scale: tl.tensor,
     next_scale: tl.tensor,
     x: tl.tensor,
+    x_row_stride: tl.tensor,
     x_scale: tl.tensor,
-    x_scale_stride: tl.tensor,
+    x_scale_row_stride: tl.tensor,
+    x_scale_block_stride: tl.tensor,
     x_row: tl.tensor,
     real: tl.tensor,
     num_blocks: tl.tensor,
@@ -132,14 +137,14 @@ def multiply_wide(
     not interpreted.
     """
     column = tl.arange(0, _BLOCK)
-    rows = x + x_row.to(tl.int64)[:, None] * k + column[None, :]
-    x_scales = x_scale + x_row
+    rows = x + x_row.to(tl.int64)[:, None] * x_row_stride + column[None, :]
+    x_scales = x_scale + x_row * x_scale_row_stride
     first = tl.zeros([block_m, _BLOCK], tl.float32)
     second = tl.zeros([block_m, _BLOCK], tl.float32)
     for block in tl.range(0, num_blocks, num_stages=stages):
         inside = real[:, None] & (column + block * _BLOCK < k)[None, :] if ragged else real[:, None]
         tokens = tl.load(rows + block * _BLOCK, mask=inside, other=0.0)
-        scale = tl.load(x_scales + block * x_scale_stride, mask=real, other=0.0)
+        scale = tl.load(x_scales + block * x_scale_block_stride, mask=real, other=0.0)
         values = weight.load([weight_row, block * _BLOCK])
         first += tl.dot(tokens, values.T) * (scale * tl.load(weight_scale + block))[:, None]
         if compiled:

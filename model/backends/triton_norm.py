@@ -6,7 +6,7 @@ import triton.language as tl
 
 from model.backends.triton_chain import chained, follow
 from model.backends.triton_fp8 import new_quantised, on, quantised
-from model.fp8 import BLOCK
+from model.fp8 import BLOCK, FP8, blocks
 from model.linear import Activations
 from model.quantization import BlockFp8
 
@@ -16,13 +16,19 @@ _PER_THREAD = 32
 
 
 def rms_norm(
-    hidden: torch.Tensor, addend: torch.Tensor | None, weight: torch.Tensor, eps: float, fp8: BlockFp8 | None
+    hidden: torch.Tensor,
+    addend: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    fp8: BlockFp8 | None,
+    room: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, Activations]:
     """`model.norm.RmsNorm.of_sum` of bfloat16 [N, dim] in contiguous rows.
 
     addend: of the same type and shape, or contiguous float32 [parts, N, dim], whose sum over the parts is rounded.
-    What is quantised is the norm after rounding, as by `triton_fp8.quantise`. Raises ValueError for tensors that do not
-    fit together.
+    What is quantised is the norm after rounding, as by `triton_fp8.quantise`. room: values [N, dim] in contiguous rows
+    and scales [N, ceil(dim / 128)] of any strides, to be written; None: new tensors. Raises ValueError for tensors that
+    do not fit together.
     """
     (count, dim), summed = hidden.shape, hidden
     parts, rows = 0, [hidden, weight]
@@ -41,7 +47,12 @@ def rms_norm(
     if addend is not None:
         summed = torch.empty(count, dim, dtype=hidden.dtype, device=hidden.device)
     dense = torch.empty(count, dim, dtype=hidden.dtype, device=hidden.device)
-    values, scales = (None, None) if fp8 is None else new_quantised(count, dim, hidden.device)
+    values, scales = (None, None) if fp8 is None else room or new_quantised(count, dim, hidden.device)
+    if values is not None and scales is not None:
+        fits = values.shape == (count, dim) and values.dtype == FP8 and values.stride(1) == 1
+        if not fits or scales.shape != (count, blocks(dim)) or scales.dtype != torch.float32:
+            found = [(list(one.shape), one.dtype, one.stride()) for one in (values, scales)]
+            raise ValueError(f"expected room for values [{count}, {dim}] in fp8 and float32 scales, found {found}")
     block = max(BLOCK, triton.next_power_of_2(dim))
     if count:
         with on(hidden.device):
@@ -55,6 +66,8 @@ def rms_norm(
                 scales,
                 hidden.stride(0),
                 0 if addend is None else addend.stride(-2),
+                0 if values is None else values.stride(0),
+                *((0, 0) if scales is None else scales.stride()),
                 count,
                 dim,
                 eps,
@@ -67,7 +80,7 @@ def rms_norm(
     return summed, Activations(dense, values, scales)
 
 
-@triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["block_stride", "count"])  # type: ignore[untyped-decorator]
 def _rms_norm(
     hidden: tl.tensor,
     addend: tl.tensor,
@@ -78,6 +91,9 @@ def _rms_norm(
     scales: tl.tensor,
     hidden_stride: tl.tensor,
     addend_stride: tl.tensor,
+    values_stride: tl.tensor,
+    scales_stride: tl.tensor,
+    block_stride: tl.tensor,
     count: tl.tensor,
     dim: tl.tensor,
     eps: tl.tensor,
@@ -86,7 +102,8 @@ def _rms_norm(
     block: tl.constexpr,
     chained: tl.constexpr,
 ) -> None:
-    """One row. parts: of the addend in float32; 0: it is bfloat16."""
+    """One row. scales_stride, block_stride: from a scale to the next row's, and to that of the row's next block. parts:
+    of the addend in float32; 0: it is bfloat16."""
     follow(chained)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, block)
@@ -106,6 +123,6 @@ def _rms_norm(
     tl.store(dense + row * dim + column, normed, mask=real)
     if values is not None:
         value, scale = quantised(tl.reshape(normed.to(tl.float32), [block // _BLOCK, _BLOCK]), power_of_two)
-        tl.store(values + row * dim + column, tl.reshape(value, [block]), mask=real)
+        tl.store(values + row * values_stride + column, tl.reshape(value, [block]), mask=real)
         group = tl.arange(0, block // _BLOCK)
-        tl.store(scales + group.to(tl.int64) * count + row, scale, mask=group * _BLOCK < dim)
+        tl.store(scales + row * scales_stride + group.to(tl.int64) * block_stride, scale, mask=group * _BLOCK < dim)

@@ -4,6 +4,7 @@ from base.version import VERSION
 from control.codec import PROTOCOL_VERSION
 from engine.identity import identity_of
 from engine.ranks import RankGroup
+from model.backends.device import fp8_obstacle
 from model.spec import ModelSpec
 from prefill_node.config import PrefillConfig
 
@@ -20,6 +21,7 @@ def check_alike(ranks: RankGroup, config: PrefillConfig, spec: ModelSpec) -> Non
             "attention_backend": config.attention_backend,
             "transfer_protocol": config.transfer_protocol,
             "device": ranks.device.type,
+            "computes_in_fp8": fp8_obstacle(ranks.device, spec.dtype) is None,
             "ranks": config.ranks,
         }
     )

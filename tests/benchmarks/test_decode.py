@@ -17,7 +17,8 @@ from benchmarks.decode.workload import GivenSelection, Model, Requests, Stranger
 from benchmarks.stepping import GREEDY, launch, next_tokens
 from engine.runner import ModelRunner
 from model.backends.choice import choose_backend
-from model.config import network_config
+from model.config import RouterConfig, network_config
+from model.routed import RoutedTokens
 from model.sparse_model import SparseModel
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,7 +38,7 @@ OURS = {
     "_quantise": (Part.PROJECTIONS, "model/backends/triton_fp8.py"),
     "_swiglu_quantise": (Part.EXPERTS, "model/backends/triton_fp8.py"),
     "_experts": (Part.EXPERTS, "model/backends/triton_fp8_experts.py"),
-    "_weigh": (Part.EXPERTS, "model/backends/triton_fp8_experts.py"),
+    "_weigh": (Part.EXPERTS, "model/backends/triton_fp8_sum.py"),
     "_sort": (Part.EXPERTS, "model/backends/triton_fp8_sort.py"),
     "_choose": (Part.EXPERTS, "model/backends/triton_choose.py"),
 }
@@ -151,13 +152,27 @@ def test_requests_decode_and_miss_what_they_are_made_to_select(
 
 
 def test_other_processes_have_other_tokens_and_a_process_gets_its_own_back() -> None:
-    group = Strangers(4, 64, CPU, torch.float32)
+    group = Strangers(4, 64, RouterConfig(8, 2, 1, 1, True, 1.0))
     hidden = torch.randn(3, 64)
     gathered = group.gather(hidden)
     assert gathered.shape == (12, 64)
     assert torch.equal(gathered[:3], hidden)
     assert not any(torch.equal(gathered[3 * rank : 3 * rank + 3], hidden) for rank in (1, 2, 3))
     assert torch.equal(group.reduce(gathered), hidden)
+
+    own = RoutedTokens.empty(3, 64, 2, CPU)
+    own.rows.zero_()
+    everybody = own.gathered(group)
+    assert torch.equal(everybody[:3].rows, own.rows)
+    others = everybody[3:]
+    assert len(others) == 9
+    numbers = others.values.float() * others.scales
+    assert 0.9 < numbers.std() < 1.1
+    assert len(numbers.unique(dim=0)) == 9
+    assert ((others.ids >= 0) & (others.ids < 8)).all()
+    assert (others.ids[:, 0] != others.ids[:, 1]).all()
+    assert (others.weights == 0.5).all()
+    assert torch.equal(group.gather(hidden), gathered), "what is gathered differs in kind"
 
 
 def test_work_is_what_has_to_be_read() -> None:

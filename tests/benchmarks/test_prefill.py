@@ -95,11 +95,15 @@ def test_work_of_published_experts() -> None:
     config = PrefillBench(layers=5, rank_of=8)
     device = torch.device("meta")
     model = build_model(config, device, lambda exchange: MarkedExchange(exchange, device))
-    experts, router = work_of_chunk(model, context=8192, chunk=8192, rank_of=8)[Part.EXPERTS]
+    work = work_of_chunk(model, context=8192, chunk=8192, rank_of=8)
+    (experts, _), (_, maps) = work[Part.EXPERTS], work[Part.PROJECTIONS]
     one = 3 * 7168 * 2048
     assert experts.operations == 2 * one * (65536 + 8192)  # of one mixture: one of a token's experts is here
     assert experts.in_fp8
-    assert router.operations == 2 * 65536 * 7168 * 256
+    absorbed = sum(
+        layer.attention.key_map.numel() + layer.attention.value_map.numel() for layer in model.network.layers[:-1]
+    )
+    assert maps.operations == 2 * 8192 * (absorbed + 7168 * 256), "a rank routes its own tokens"
 
 
 @pytest.mark.parametrize("words", [("x",), ("8191",), ("16384", "-1")])

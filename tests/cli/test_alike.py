@@ -46,7 +46,13 @@ def prefill(ranks: RankGroup, spec: ModelSpec) -> None:
 @pytest.mark.parametrize("check", [decode, prefill])
 @pytest.mark.parametrize(
     ("name", "theirs"),
-    [("version", f"{VERSION} (protocol 1)"), ("fingerprint", "g"), ("kv_format", "fp8_e4m3"), ("ranks", 4)],
+    [
+        ("version", f"{VERSION} (protocol 1)"),
+        ("fingerprint", "g"),
+        ("kv_format", "fp8_e4m3"),
+        ("ranks", 4),
+        ("computes_in_fp8", True),
+    ],
 )
 def test_a_rank_with_another_value_is_refused_with_both(check: Check, name: str, theirs: object) -> None:
     check(Two(), SPEC)

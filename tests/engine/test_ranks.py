@@ -12,10 +12,12 @@ import torch
 from engine.agreement import GroupFailed
 from engine.group_table import Standing
 from engine.rank_place import RankPlace
+from model.fp8 import quantise_activations
 from model.shard import ALONE
 from model.tiny import write_tiny_checkpoint
 from tests.engine.ranks_harness import forked, join
 from tests.gpu import ranks_program
+from tests.model.fp8_cases import randn, routed
 
 STEPS = 200
 
@@ -41,11 +43,11 @@ def test_ranks_exchange_tokens_and_partial_sums(tmp_path: Path, size: int) -> No
         exchange = group.connect()
         for count in (1, 3, 8):
             for dtype in (torch.float32, torch.bfloat16):
-                hidden = [torch.randn(count, 6, generator=_seed(rank), dtype=dtype) for rank in range(size)]
-                gathered = exchange.gather(hidden[place.rank])
-                assert torch.equal(gathered, torch.cat(hidden))
+                brought = [torch.randn(count, 6, generator=_seed(rank), dtype=dtype) for rank in range(size)]
+                gathered = exchange.gather(brought[place.rank])
+                assert torch.equal(gathered, torch.cat(brought))
                 own = exchange.own(count)
-                assert torch.equal(gathered[own.start : own.stop], hidden[place.rank])
+                assert torch.equal(gathered[own.start : own.stop], brought[place.rank])
                 partial = [gathered * (rank + 1) for rank in range(size)]
                 total = torch.zeros(size * count, 6)
                 for part in partial:
@@ -53,7 +55,16 @@ def test_ranks_exchange_tokens_and_partial_sums(tmp_path: Path, size: int) -> No
                 reduced = exchange.reduce(partial[place.rank])
                 assert reduced.dtype == dtype
                 assert torch.equal(reduced, total.to(dtype)[own.start : own.stop])
-        assert torch.equal(ALONE.reduce(ALONE.gather(hidden[0])), hidden[0])
+            hidden, weights = randn(size * count, 272), randn(size * count, 3)
+            ids = torch.arange(size * count * 3).view(-1, 3)
+            own_tokens = slice(own.start, own.stop)
+            tokens = routed(hidden[own_tokens], ids[own_tokens], weights[own_tokens], True).gathered(exchange)
+            values, scales = quantise_activations(hidden, True)
+            assert torch.equal(tokens.values.float(), values.float())
+            assert torch.equal(tokens.scales, scales)
+            assert torch.equal(tokens.ids.long(), ids)
+            assert torch.equal(tokens.weights, weights)
+        assert torch.equal(ALONE.reduce(ALONE.gather(brought[0])), brought[0])
         while not group.done():
             time.sleep(0.01)
         group.close()

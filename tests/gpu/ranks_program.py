@@ -13,6 +13,7 @@ from engine.rank_place import RankPlace
 from engine.ranks import RankGroup
 from model.experts import MixtureOfExperts
 from model.loader import DTYPES, load_model
+from model.norm import RmsNorm
 from service.start import use_device
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -31,7 +32,7 @@ def main(path: Path, dtype: torch.dtype, kind: str) -> None:
     checked = 0
     for theirs, ours in zip(whole.network.layers, part.network.layers, strict=True):
         if isinstance(ours.mlp, MixtureOfExperts) and isinstance(theirs.mlp, MixtureOfExperts):
-            check(group, theirs.mlp, ours.mlp, dtype)
+            check(group, theirs.mlp, ours.mlp, ours.mlp_norm, dtype)
             checked += 1
     assert checked, "no layer has experts"
     while not group.done():
@@ -40,26 +41,26 @@ def main(path: Path, dtype: torch.dtype, kind: str) -> None:
 
 
 @torch.inference_mode()
-def check(group: RankGroup, whole: MixtureOfExperts, part: MixtureOfExperts, dtype: torch.dtype) -> None:
+def check(group: RankGroup, whole: MixtureOfExperts, part: MixtureOfExperts, norm: RmsNorm, dtype: torch.dtype) -> None:
     """Eager and, on a GPU, replayed; a rank may replay another graph of the same batch than the others."""
     hidden_size = whole.router.weight.shape[1]
     for count in COUNTS:
         static = torch.zeros(count, hidden_size, dtype=dtype, device=group.device)
-        part(static)
+        part.of_norm(norm, static, None)
         graphs = []
         if group.device.type == "cuda":
             torch.cuda.synchronize()
             for _ in range(2):
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                    output = part(static)
+                    _, output = part.of_norm(norm, static, None)
                 graphs.append((graph, output))
         for seed in range(6):
             generator = torch.Generator().manual_seed(100 * seed + group.rank)
             hidden = torch.randn(count, hidden_size, generator=generator).to(group.device, dtype)
-            expected = whole(hidden).double()
+            expected = whole.of_norm(norm, hidden, None)[1].double()
             static.copy_(hidden)
-            results = [part(static)]
+            results = [part.of_norm(norm, static, None)[1]]
             if graphs:
                 graph, output = graphs[(seed + group.rank) % 2]
                 output.fill_(float("nan"))

@@ -4,7 +4,12 @@ import pytest
 import torch
 
 from model import fp8
-from tests.model.fp8_cases import close, expert_case, randn, weight
+from model.config import RouterConfig
+from model.experts import MixtureOfExperts
+from model.linear import Linear
+from model.norm import RmsNorm
+from model.router import Router
+from tests.model.fp8_cases import close, expert_case, randn, routed, weight
 
 pytest.importorskip("triton")
 
@@ -106,6 +111,9 @@ def test_experts(tokens: int, top_k: int, count: int, of: int, hidden: int, widt
     first = min(2, of - count)
     beside = randn(tokens, hidden, device=CUDA, seed=9).bfloat16()
     close(experts(*case, False, first), fp8.experts(*case, False, first), 0.01)
+    rows = routed(*case[:3], True)
+    apart = experts_quantised(*rows.quantised, rows.ids, rows.weights, *case[3:], True, first)
+    assert torch.equal(apart, experts(*case, True, first)), "wherever rows lie"
     close(experts(*case, True, first, beside), fp8.experts(*case, True, first, beside), 0.01)
 
 
@@ -130,6 +138,24 @@ def test_an_expert_that_all_share_may_be_one_of_them(tokens: int) -> None:
     beside[own.start :] = mlp(x[own.start :], *(tensor[4] for tensor in projections), True)
     routed = experts(x, ids, weights, *(tensor[:4] for tensor in projections), True, 0, beside)
     close(experts(x, ids, weights, *projections, True, shared=own), routed)
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 700])
+def test_a_mixture_reads_what_its_norm_and_router_write(tokens: int) -> None:
+    hidden, addend = (randn(tokens, 1024, device=CUDA, seed=seed).bfloat16() for seed in (1, 2))
+    norm = RmsNorm((1 + 0.1 * randn(1024, device=CUDA)).bfloat16(), 1e-6)
+    chooser = (0.05 * randn(32, 1024, device=CUDA, seed=3)).bfloat16()
+    router = Router(chooser, 0.1 * randn(32, device=CUDA, seed=4), RouterConfig(32, 8, 8, 4, True, 2.5))
+    gate_up, down = weight(33, 512, 1024, device=CUDA), weight(33, 1024, 256, device=CUDA)
+    mixture = MixtureOfExperts(router, Linear(*gate_up, True), Linear(*down, True), 0, 32, None)
+    normed = norm.of_sum(hidden, addend)[1].dense
+    weights, ids = router.route(normed)
+    expected = fp8.experts(normed, ids, weights, *gate_up, *down, True, shared=range(tokens))
+    graph, (summed, output) = captured(lambda: mixture.of_norm(norm, hidden, addend))
+    output.zero_()
+    graph.replay()
+    assert torch.equal(summed, hidden + addend)
+    close(output, expected, 0.01)
 
 
 def test_tokens_that_chose_no_expert_here_get_zeros() -> None:

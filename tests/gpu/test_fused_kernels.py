@@ -17,6 +17,7 @@ from model.norm import RmsNorm
 from model.partial_sums import PartialSums, float32_product
 from model.quantization import BlockFp8
 from model.rope import Rope
+from model.routed import RoutedTokens
 from model.router import Router
 from tests.gpu.test_attention_backends import CUDA, generator, randn
 from tests.model.test_attention import random_attention
@@ -92,6 +93,11 @@ def test_a_norm_adds_before_and_quantises_behind(count: int, dim: int, fp8: Bloc
         assert torch.equal(normed.values.view(torch.uint8), values.view(torch.uint8))
         assert torch.equal(normed.scales, scales)
         assert count == 1 or normed.scales.stride(0) == 1
+        tokens = RoutedTokens.empty(count, dim, 8, hidden.device)
+        in_rows = norm.of_sum(hidden, addend, fp8, tokens.quantised)[1]
+        assert torch.equal(in_rows.dense, normed.dense)
+        assert torch.equal(tokens.values.view(torch.uint8), values.view(torch.uint8))
+        assert torch.equal(tokens.scales, scales)
 
 
 # Routing
@@ -121,6 +127,10 @@ def test_a_token_gets_the_experts_that_torch_chooses(
     empty = torch.zeros_like(logits)
     ours, theirs = empty.scatter(1, ids, weights), empty.scatter(1, their_ids, their_weights)
     torch.testing.assert_close(ours[same], theirs[same], rtol=1e-5, atol=1e-6)
+    rows = RoutedTokens.empty(tokens, 256, top_k, logits.device)
+    choose_experts(PartialSums.of(logits), rule.bias, rule.config, rows.choice)
+    assert torch.equal(rows.ids, ids.int())
+    assert torch.equal(rows.weights, weights)
 
 
 def test_bfloat16_is_routed_by_float32_logits() -> None:

@@ -3,6 +3,7 @@
 import torch
 
 from model import fp8
+from model.routed import RoutedTokens
 
 
 def randn(*shape: int, device: str = "cpu", seed: int = 0) -> torch.Tensor:
@@ -28,6 +29,17 @@ def expert_case(
     gate_up = weight(count, 2 * width, hidden, device=device, seed=5)
     down = weight(count, hidden, width, device=device, seed=6)
     return x, ids.to(device), weights, *gate_up, *down
+
+
+def routed(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, power_of_two: bool) -> RoutedTokens:
+    """Tokens [T, H] and their experts [T, k] in rows of bytes, between other rows."""
+    tokens = RoutedTokens.empty(len(hidden) + 2, hidden.shape[1], ids.shape[1], hidden.device)
+    tokens.rows.fill_(0x7F)
+    tokens = tokens[1:-1]
+    written = (*fp8.quantise_activations(hidden, power_of_two), weights, ids)
+    for room, part in zip((*tokens.quantised, *tokens.choice), written, strict=True):
+        room.copy_(part)
+    return tokens
 
 
 def close(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float = 0.003) -> None:

@@ -8,14 +8,15 @@ import torch
 from model import fp8
 from model.backends import triton_fp8_experts
 from model.backends.triton_fp8 import quantise, swiglu_quantise
-from model.backends.triton_fp8_experts import experts
+from model.backends.triton_fp8_experts import experts, experts_quantised
 from model.backends.triton_fp8_linear import linear, linear_quantised, mlp, reduced
 from model.backends.triton_fp8_sort import sort_pairs
 from model.backends.triton_fp8_tile import Tiling
 from model.backends.triton_norm import rms_norm
 from model.norm import RmsNorm
 from model.quantization import BlockFp8
-from tests.model.fp8_cases import close, expert_case, randn, weight
+from model.routed import RoutedTokens
+from tests.model.fp8_cases import close, expert_case, randn, routed, weight
 
 assert tests.model.triton_interpreter
 
@@ -64,6 +65,20 @@ def test_a_norm_adds_before_and_quantises_behind(
         assert normed.scales.stride(0) == 1
 
 
+@pytest.mark.parametrize(("count", "dim"), [(1, 128), (3, 272)])
+def test_a_norm_quantises_into_rows(count: int, dim: int) -> None:
+    hidden, weights = randn(count, dim).bfloat16(), 1 + randn(dim).bfloat16()
+    tokens = RoutedTokens.empty(count + 2, dim, 3, hidden.device)
+    tokens.rows.fill_(0x55)
+    _, normed = rms_norm(hidden, None, weights, 1e-6, BlockFp8(True), tokens[1:-1].quantised)
+    values, scales = fp8.quantise_activations(normed.dense, True)
+    expected = torch.full_like(tokens.rows, 0x55)
+    expected[1:-1, : dim + 4 * fp8.blocks(dim)] = torch.cat([values.view(torch.uint8), scales.view(torch.uint8)], 1)
+    assert torch.equal(tokens.rows, expected)
+    with pytest.raises(ValueError, match="expected room for values"):
+        rms_norm(hidden, None, weights, 1e-6, BlockFp8(True), tokens.quantised)
+
+
 def test_a_feed_forward_layer() -> None:
     x, gate_up, down = randn(18, 256).bfloat16(), weight(512, 256), weight(192, 256)
     inner = fp8.swiglu(fp8.linear(x, *gate_up, False))
@@ -95,6 +110,13 @@ def test_pairs_are_sorted_by_expert(tokens: int, block_m: int) -> None:
         first = end
     assert order.tiles[:, :tiles].t().tolist() == expected
     assert tiles <= order.most_tiles
+    apart = torch.full((tokens, 9), 5, dtype=torch.int32)
+    apart[:, 2:5] = ids
+    again = sort_pairs(apart[:, 2:5], 4, 5, block_m)
+    assert torch.equal(again.counts, order.counts)
+    assert torch.equal(again.pairs[:rows], order.pairs[:rows])
+    assert torch.equal(again.row[torch.cat(of)], order.row[torch.cat(of)])
+    assert torch.equal(again.tiles[:, :tiles], order.tiles[:, :tiles])
 
 
 @pytest.mark.parametrize(
@@ -108,6 +130,8 @@ def test_experts(tokens: int, top_k: int, count: int, hidden: int, width: int, m
     assert torch.equal(experts(*case, True, 2), whole), "however the channels are shared"
     shared = range(tokens // 3, tokens)
     close(experts(*case, True, 2, shared=shared), fp8.experts(*case, True, 2, shared=shared), 0.01)
+    rows = routed(*case[:3], True)
+    assert torch.equal(experts_quantised(*rows.quantised, rows.ids, rows.weights, *case[3:], True, 2), whole)
     beside = randn(tokens, hidden).bfloat16()
     close(experts(*case, True, 2, beside), fp8.experts(*case, True, 2, beside), 0.01)
 
@@ -119,6 +143,9 @@ def test_experts_of_many_tokens(n: int, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(triton_fp8_experts, "tiling", lambda tokens: Tiling(32, n, 4, 2, 1, tokens_left=True))
     case = expert_case(40, 2, 3, 272, 128)
     close(experts(*case, False, 2), fp8.experts(*case, False, 2), 0.01)
+    rows = routed(*case[:3], False)
+    apart = experts_quantised(*rows.quantised, rows.ids, rows.weights, *case[3:], False, 2)
+    close(apart, fp8.experts(*case, False, 2), 0.01)
     for shared in (range(3, 30), range(30, 40), range(0)):
         ours, theirs = (compute(*case, False, 2, shared=shared) for compute in (experts, fp8.experts))
         close(ours, theirs, 0.01)

@@ -15,6 +15,7 @@ from model.indexer import IndexQueries
 from model.norm import LayerNorm, RmsNorm
 from model.partial_sums import PartialSums
 from model.rope import Rope
+from model.routed import RoutedTokens
 from model.router import Router
 from tests.model.fp8_cases import randn
 
@@ -57,6 +58,23 @@ def test_the_choice_adds_up_logits(experts: int, top_k: int, groups: int, top_gr
     torch.testing.assert_close(empty.scatter(1, ids, weights), empty.scatter(1, their_ids, their_weights))
     ranks = (logits.whole().sigmoid() + rule.bias).gather(1, ids)
     assert (ranks.diff() <= 1e-6).all(), "the best come first"
+
+
+def test_the_choice_is_written_into_rows() -> None:
+    rule = Router(torch.empty(0), 0.1 * randn(32, seed=1), RouterConfig(32, 3, 8, 4, True, scale=2.5))
+    logits, tokens = PartialSums(randn(3, 5, 32)), RoutedTokens.empty(7, 128, 3, torch.device("cpu"))
+    tokens.rows.fill_(0x55)
+    choose_experts(logits, rule.bias, rule.config, tokens[1:-1].choice)
+    weights, ids = rule.choose(logits.whole())
+    written, empty = tokens[1:-1], torch.zeros(5, 32)
+    ours = empty.scatter(1, written.ids.long(), written.weights)
+    torch.testing.assert_close(ours, empty.scatter(1, ids, weights))
+    begin = 128 + 4
+    untouched = torch.cat([tokens.rows[1:-1, :begin], tokens.rows[1:-1, begin + 2 * 3 * 4 :]], 1)
+    assert (untouched == 0x55).all()
+    assert (tokens.rows[[0, -1]] == 0x55).all()
+    with pytest.raises(ValueError, match="expected float32 weights"):
+        choose_experts(logits, rule.bias, rule.config, tokens.choice)
 
 
 @pytest.mark.parametrize("tokens", [1, 19])

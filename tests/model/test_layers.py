@@ -62,7 +62,10 @@ def test_a_mixture_of_experts_computes_what_the_reference_computes(module: type)
     ours = mixture_of(reference)
     weights, ids = ours.router.route(hidden)
     assert torch.equal(ours.routed(hidden, ids, weights), reference.experts(hidden, ids, weights))
-    torch.testing.assert_close(ours(hidden), reference(hidden[None])[0], rtol=1e-5, atol=1e-5)
+    norm = RmsNorm(1 + 0.1 * randn(48, seed=1), 1e-6)
+    summed, output = ours.of_norm(norm, hidden, hidden)
+    assert torch.equal(summed, 2 * hidden)
+    torch.testing.assert_close(output, reference(norm(summed)[None])[0], rtol=1e-5, atol=1e-5)
 
 
 def test_processes_that_share_the_experts_add_up_to_the_reference() -> None:
