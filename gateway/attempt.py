@@ -15,7 +15,7 @@ from control.block_hashes import BlockHashes
 from control.grammar import Grammar
 from control.messages import Output, Peer, Sampling
 from control.prompt_logprobs import PromptLogprobs, PromptLogprobTable
-from gateway.choice import Delta, NewTokens
+from gateway.choice import Delta
 from gateway.errors import ApiError
 
 log = structlog.get_logger(__name__)
@@ -91,13 +91,14 @@ class _Gap:
 class Attempt:
     """A request at one decode node. Belongs to the gateway's event loop.
 
-    read: makes a delta of tokens as soon as they arrive. It may find that the answer ends with them.
+    read: makes a delta of an output as soon as it arrives. Each output begins behind the tokens that were read, and the
+    first one with token 0. It may find that the answer ends with it.
     """
 
     request: TokenizedRequest
     node: Peer
     started: float
-    read: Callable[[NewTokens], Delta]
+    read: Callable[[Output], Delta]
     shortcut: Shortcut
     received: int = 0
     """Tokens that have arrived, none missing before the last."""
@@ -175,21 +176,22 @@ class Attempt:
         self.gap.known = known
 
     def _take(self, output: Output, now: float) -> None:
-        tokens = output.tokens[self.received - output.start :]
-        first = self.received == 0
-        self.received += len(tokens)
-        if self.gap is not None and tokens:
+        if output.start < self.received:
+            output = output._replace(start=self.received, tokens=output.tokens[self.received - output.start :])
+        self.received += len(output.tokens)
+        if self.gap is not None and output.tokens:
             self.gap.since = now
             if self.received >= self.gap.known:
                 self.gap = None
         self.over = output.finish_reason is not None
-        if (tokens or self.over) and not self._ended:
-            prompt = self.prompt if first else None
-            self._pass(NewTokens(tokens, output.finish_reason, first, prompt, output.cached_tokens))
+        if (output.tokens or self.over) and not self._ended:
+            self._pass(output)
 
-    def _pass(self, new: NewTokens) -> None:
+    def _pass(self, output: Output) -> None:
         try:
-            delta = self.read(new)
+            delta = self.read(output)
+            if output.start == 0 and self.prompt is not None:
+                delta = delta._replace(prompt=self.prompt)
             self._ended = delta.finish_reason is not None
             waits = self._waiting is not None and not self._waiting.done()
             if waits and self.shortcut.take is not None and self.shortcut.take(delta):

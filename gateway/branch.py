@@ -7,8 +7,9 @@ from contextlib import aclosing
 import structlog
 
 from base.metrics import Metrics
+from control.messages import Output
 from gateway.attempt import Shortcut
-from gateway.choice import Choice, Delta, NewTokens
+from gateway.choice import Choice, Delta
 from gateway.decode_client import DecodeClient
 from gateway.errors import ApiError
 from gateway.prepared import Prepared
@@ -82,12 +83,12 @@ class Branch:
                 seconds=round(time.monotonic() - request.arrived, 4),
             )
 
-    def _read(self, new: NewTokens) -> Delta:
-        if new.first:
+    def _read(self, output: Output) -> Delta:
+        if output.start == 0:
             self._choice = Choice(self._tokenizer, self._prepared.text)
-            self._prepared.cached[self._number] = new.cached_tokens
+            self._prepared.cached[self._number] = output.cached_tokens
             self._tokens = 0
-        delta = self._choice.push(new)
+        delta = self._choice.push(output)
         if tokens := len(delta.tokens):
             now = time.monotonic()
             if self._ttft is None:

@@ -17,7 +17,7 @@ import structlog
 from control.messages import Accepted, Cancel, Ended, Generate, Output, Outputs, Peer, Rejected, Resend
 from control.plane import ControlPlane
 from gateway.attempt import Attempt, NodeFailed, Shortcut, TokenizedRequest
-from gateway.choice import Delta, NewTokens
+from gateway.choice import Delta
 from gateway.errors import ApiError, context_length_exceeded, timed_out, unavailable
 from gateway.registry import SILENT_AFTER_S, NodeRegistry
 
@@ -52,9 +52,9 @@ class DecodeClient:
         return len(self._attempts)
 
     async def stream(
-        self, request: TokenizedRequest, read: Callable[[NewTokens], Delta], shortcut: Shortcut
+        self, request: TokenizedRequest, read: Callable[[Output], Delta], shortcut: Shortcut
     ) -> AsyncGenerator[Sequence[Delta], None]:
-        """What `read` makes of the tokens of a request, as much as is there, but for what goes by the shortcut.
+        """What `read` makes of the outputs of a request, as much as is there, but for what goes by the shortcut.
 
         Raises ApiError. Closing it early cancels the request at its node.
         """

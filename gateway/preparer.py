@@ -46,6 +46,9 @@ class Preparer:
         prefixes are cached; None if routing does not look at that."""
         self.tokenizer = tokenizer
         self._chat_format = chat_format
+        markers = frozenset() if chat_format is None else chat_format.markers
+        self._skipped_in_chats = tokenizer.special_ids - tokenizer.special_ids_of(markers)
+        """Special tokens that are no part of an answer's text; the parsers of chats look for the others."""
         self._block_hasher = block_hasher
 
     def prepared(self, request: ApiRequest, id_prefix: str, arrival: Arrival) -> Prepared:
@@ -128,14 +131,14 @@ class Preparer:
     def _text_options(
         self, request: ApiRequest, reading: ChatReading | None, stop_token_ids: Sequence[int]
     ) -> TextOptions:
-        skipped = self.tokenizer.special_ids
+        skipped = self.tokenizer.special_ids if reading is None else self._skipped_in_chats
         if request.skip_special_tokens is False:
             skipped = frozenset()
-        elif reading is not None:
-            skipped -= self.tokenizer.special_ids_of(reading.format.markers)
+        if not (request.include_stop_str_in_output or skipped.issuperset(stop_token_ids)):
+            # Few requests have a set of their own: a shared one stays in the processor's cache.
+            skipped |= frozenset(stop_token_ids)
         return TextOptions(
             stops=(*request.stop, *(reading.format.stop_strings if reading else ())),
-            stop_token_ids=frozenset(stop_token_ids),
             includes_stop=bool(request.include_stop_str_in_output),
             min_tokens=request.min_tokens or 0,
             skipped=skipped,

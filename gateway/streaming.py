@@ -1,7 +1,7 @@
 """Answers as server-sent events, and what becomes of an answer when its client leaves."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import structlog
@@ -63,7 +63,7 @@ class EventStream(StreamingResponse):
     async def stream_response(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         if self._chunks is not None and self._chunks.open:
-            self._shortcut.take = _shortcut(self._answer, self._chunks)
+            self._shortcut.take = _DirectWriter(self._answer, self._chunks).take
             async for lines in self._events:
                 await self._chunks.write(lines)
         else:
@@ -72,15 +72,21 @@ class EventStream(StreamingResponse):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def _shortcut(answer: StreamedAnswer, chunks: ChunkWriter) -> Callable[[Delta], bool]:
-    def write_now(delta: Delta) -> bool:
-        """Write a delta of the only answer, and return true, unless it ends the answer or the client is slow."""
-        if delta.finish_reason is not None or delta.prompt is not None or chunks.paused:
-            return False
-        chunks.write_soon(answer.written(0, delta))
-        return True
+class _DirectWriter:
+    """Writes deltas of the only answer of a request: what a Shortcut takes."""
 
-    return write_now
+    __slots__ = ("_answer", "_chunks")
+
+    def __init__(self, answer: StreamedAnswer, chunks: ChunkWriter) -> None:
+        self._answer = answer
+        self._chunks = chunks
+
+    def take(self, delta: Delta) -> bool:
+        """Write a delta, and return true, unless it ends the answer or the client is slow."""
+        if delta.finish_reason is not None or delta.prompt is not None or self._chunks.paused:
+            return False
+        self._chunks.write_soon(self._answer.written(0, delta))
+        return True
 
 
 async def _events(

@@ -51,6 +51,8 @@ class CheckpointTokenizer:
         self._reserved_variables = {"messages", *signature(self._tokenizer.apply_chat_template).parameters}
         self._reserved_variables |= self._tokenizer.special_tokens_map.keys()
         self._token_bytes = TokenBytes(self._backend)
+        self._bytes_of = self._token_bytes.of
+        """One object for the detokenizers of all streams, which stays in the processor's cache."""
         added = self._tokenizer.added_tokens_decoder
         self.added_ids = {token.content: token_id for token_id, token in added.items()}
         """Tokens that were added to the vocabulary, special or not, by their text."""
@@ -125,12 +127,12 @@ class CheckpointTokenizer:
 
     def piece_bytes(self, token_id: int) -> bytes:
         """The bytes of one token, which may be part of a character. Together the tokens' bytes are the text."""
-        return self._token_bytes.of(token_id)
+        return self._bytes_of(token_id)
 
     def detokenizer(self, skipped: Collection[int]) -> ByteDetokenizer | WindowDetokenizer:
         """What makes one text of tokens as they arrive. skipped: ids that are not part of it."""
         if self._token_bytes.make_text:
-            return ByteDetokenizer(self._token_bytes.of, skipped)
+            return ByteDetokenizer(self._bytes_of, skipped)
         return WindowDetokenizer(self.decode, lambda token_id: token_id in skipped or not self.knows(token_id))
 
 

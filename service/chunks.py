@@ -6,7 +6,7 @@ message through the layers of an ASGI application, costs as much processor time 
 
 import asyncio
 
-from uvicorn.protocols.http.h11_impl import RequestResponseCycle
+from uvicorn.protocols.http.flow_control import FlowControl
 
 
 class ChunkTurns:
@@ -32,10 +32,10 @@ class ChunkTurns:
 class ChunkWriter:
     """Writes chunks of one response. The scope of a request has it, as "chunks"."""
 
-    __slots__ = ("_cycle", "_transport", "_turns", "_waiting", "open")
+    __slots__ = ("_flow", "_transport", "_turns", "_waiting", "open")
 
-    def __init__(self, cycle: RequestResponseCycle, transport: asyncio.Transport, turns: ChunkTurns) -> None:
-        self._cycle = cycle
+    def __init__(self, flow: FlowControl, transport: asyncio.Transport, turns: ChunkTurns) -> None:
+        self._flow = flow
         self._transport = transport
         self._turns = turns
         self._waiting = b""
@@ -46,12 +46,12 @@ class ChunkWriter:
     @property
     def paused(self) -> bool:
         """Whether the client is slow to read."""
-        return self._cycle.flow.write_paused
+        return self._flow.write_paused
 
     async def write(self, body: bytes) -> None:
         """As `write_soon`, but waits while the client is slow to read."""
-        if self.paused and not self._cycle.disconnected:
-            await self._cycle.flow.drain()
+        if self.paused and not self._transport.is_closing():
+            await self._flow.drain()
         self.write_soon(body)
 
     def write_soon(self, body: bytes) -> None:
@@ -63,5 +63,5 @@ class ChunkWriter:
     def flush(self) -> None:
         """Write what waits as one chunk, unless the client has left."""
         body, self._waiting = self._waiting, b""
-        if body and not self._cycle.disconnected:
+        if body and not self._transport.is_closing():
             self._transport.write(b"%x\r\n%b\r\n" % (len(body), body))

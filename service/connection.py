@@ -97,7 +97,7 @@ class GuardedConnection(H11Protocol):
 
     async def _served_by(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request, which gets a ChunkWriter that opens when the answer turns out to have chunks."""
-        chunks = ChunkWriter(self.cycle, self.transport, self._chunk_turns)
+        chunks = ChunkWriter(self.flow, self.transport, self._chunk_turns)
 
         async def send_and_look(message: Message) -> None:
             chunks.flush()

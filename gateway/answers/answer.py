@@ -39,8 +39,10 @@ class Answer(StreamedAnswer, ABC):
         self._prepared = prepared
         self._prompt_logprobs = request.prompt_logprobs
         self._usage_in_chunks = bool(options and options.continuous_usage_stats)
-        self._around_text: dict[int, tuple[bytes, bytes]] = {}
+        self._around_choice: dict[int, tuple[bytes, bytes]] = {}
         """By choice: see `_around`."""
+        self._around_text: dict[int, tuple[bytes, bytes]] = {}
+        """By choice whose text stays plain: what stands in front of and behind it, in a chunk with nothing else."""
 
     def whole(self, answers: Sequence[Sequence[Delta]], unused: Sequence[Sequence[Delta]] = ()) -> Json:
         """The answers to a request that does not stream. unused: others that were generated, which count, too."""
@@ -56,11 +58,13 @@ class Answer(StreamedAnswer, ABC):
 
     def written(self, index: int, delta: Delta) -> bytes:
         """As `more`. Of a chunk with nothing but text, which most are, only the text is made anew."""
-        if delta.finish_reason is not None or self._with_logprobs or self._token_ids or self._usage_in_chunks:
-            return super().written(index, delta)
+        around = self._around_text.get(index)
+        # A chunk without text may have another form.
+        if around is None or not delta.text or delta.finish_reason is not None:
+            return self._written_choice(index, delta)
         self._completion_tokens += len(delta.tokens)
-        before, after = self._around_text.get(index) or self._around(index)
-        return before + orjson.dumps(self._text(index, delta, whole=False))[1:] + after
+        before, after = around
+        return before + orjson.dumps(delta.text) + after
 
     def end(self) -> list[Json]:
         """The chunk with the usage, if the client asked for it."""
@@ -86,11 +90,23 @@ class Answer(StreamedAnswer, ABC):
             choice["token_ids"] = [token.token_id for token in delta.tokens]
         return choice
 
+    def _written_choice(self, index: int, delta: Delta) -> bytes:
+        """As `more`. Of a chunk that has nothing beside what `_text` returns, only that is made anew."""
+        if delta.finish_reason is not None or self._with_logprobs or self._token_ids or self._usage_in_chunks:
+            return super().written(index, delta)
+        self._completion_tokens += len(delta.tokens)
+        before, after = self._around_choice.get(index) or self._around(index)
+        text = orjson.dumps(self._text(index, delta, whole=False))[1:]
+        if self._stays_plain(index):
+            opening, _, closing = orjson.dumps(self._plain(_TEXT))[1:].partition(orjson.dumps(_TEXT))
+            self._around_text[index] = before + opening, closing + after
+        return before + text + after
+
     def _around(self, index: int) -> tuple[bytes, bytes]:
-        """What stands in front of and behind the text, in a chunk with nothing but text."""
+        """What stands in front of and behind what `_text` returns, in a chunk that has nothing beside it."""
         lines = self._line(self._chunk([_head(index) | {_TEXT: None}]))
         before, _, after = lines.partition(orjson.dumps({_TEXT: None})[1:])
-        self._around_text[index] = before, after
+        self._around_choice[index] = before, after
         return before, after
 
     def _by_position(self, index: int, first: Delta, alternatives: int) -> list[Json | None]:
@@ -109,6 +125,14 @@ class Answer(StreamedAnswer, ABC):
     @abstractmethod
     def _text(self, index: int, delta: Delta, whole: bool) -> Json:
         """The text of a choice, and what else depends on it. whole: rather than of a chunk."""
+
+    @abstractmethod
+    def _plain(self, text: str) -> Json:
+        """What `_text` returns for a text that is not empty and is rendered as it is."""
+
+    @abstractmethod
+    def _stays_plain(self, index: int) -> bool:
+        """Whether every text of a choice is rendered as it is from now on, up to the choice's last delta."""
 
     @abstractmethod
     def _logprobs(self, index: int, delta: Delta) -> Json | None:

@@ -60,6 +60,12 @@ class ChatAnswer(Answer):
             rendered["finish_reason"] = "tool_calls"
         return rendered
 
+    def _plain(self, text: str) -> Json:
+        return {"delta": {"content": text}}
+
+    def _stays_plain(self, index: int) -> bool:
+        return self._parsers[index].only_content
+
     def _logprobs(self, index: int, delta: Delta) -> Json | None:
         if not self._with_logprobs:
             return None

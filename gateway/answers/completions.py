@@ -43,6 +43,13 @@ class CompletionAnswer(Answer):
             rendered["prompt_logprobs"] = self._by_position(index, delta, self._prompt_logprobs)
         return rendered
 
+    def _plain(self, text: str) -> Json:
+        return {"text": text}
+
+    def _stays_plain(self, index: int) -> bool:
+        """An echo is part of the first text, which has been rendered."""
+        return True
+
     def _logprobs(self, index: int, delta: Delta) -> Json | None:
         asked = self._alternatives_asked
         if asked is None:

@@ -55,14 +55,13 @@ class CallParser(PieceReader, ABC):
         self._open = False
         """Whether a call has begun, in `_events` or in `_waiting`."""
         self._keys: set[str] = set()
-        self._only_content = False
-        """Whether all that comes is content."""
+        self.only_content = False
         self._steps = self._answer(end_of_reasoning)
         next(self._steps)
 
     def push(self, text: str) -> list[Event]:
         """What has become certain with this text."""
-        if self._only_content:
+        if self.only_content:
             return [ContentDelta(text)] if text else []
         self._add(text)
         next(self._steps)
@@ -97,7 +96,7 @@ class CallParser(PieceReader, ABC):
 
     def _content(self) -> Steps[bool]:
         """Give out content. Returns true behind an opener, false at the end of the answer."""
-        self._only_content = not self._tools
+        self.only_content = not self._tools
         while True:
             end = len(self._text)
             if self._tools:

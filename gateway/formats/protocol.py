@@ -73,7 +73,12 @@ class Prompt:
 
 
 class OutputParser(Protocol):
-    """Takes the text of one answer apart. The pieces may be cut anywhere: the events mean the same."""
+    """Takes the text of one answer apart. The pieces may be cut anywhere: the events mean the same.
+
+    only_content: whatever is pushed from now on is content and comes back as it is, so it need not be pushed.
+    """
+
+    only_content: bool
 
     def push(self, text: str) -> list[Event]:
         """What has become certain with this text."""

@@ -7,18 +7,18 @@ import pytest
 
 from control.messages import FinishReason, Output, Peer, Sampling, Token
 from gateway.attempt import Attempt, Shortcut, TokenizedRequest
-from gateway.choice import Delta, NewTokens
+from gateway.choice import Delta
 
 REQUEST = TokenizedRequest("r", (1,), 99, Sampling(seed=0), (), streams=True, arrived=0.0, deadline=9e9)
 NODE = Peer(role="decode", address="127.0.0.1:1", boot_id="boot")
 
 
-def read(new: NewTokens) -> Delta:
+def read(output: Output) -> Delta:
     """Token 0 ends the answer; token 1 breaks the reader."""
-    ids = [token.token_id for token in new.tokens]
+    ids = [token.token_id for token in output.tokens]
     if 1 in ids:
         raise ValueError("broken")
-    return Delta(str(ids), new.tokens, (), "stop" if 0 in ids else new.finish_reason)
+    return Delta(str(ids), output.tokens, (), "stop" if 0 in ids else output.finish_reason)
 
 
 def attempt_with(take: Callable[[Delta], bool] | None = None) -> Attempt:

@@ -7,17 +7,19 @@ from service.chunks import ChunkTurns, ChunkWriter
 
 
 class Client:
-    """The transport, the cycle and the flow of a connection."""
+    """The transport and the flow of a connection."""
 
     def __init__(self) -> None:
         self.written: list[bytes] = []
-        self.disconnected = self.write_paused = False
+        self.left = self.write_paused = False
         self.resumed = asyncio.Event()
-        self.flow = self
         self.chunks = ChunkWriter(self, self, ChunkTurns())  # type: ignore[arg-type]
 
     def write(self, data: bytes) -> None:
         self.written.append(data)
+
+    def is_closing(self) -> bool:
+        return self.left
 
     async def drain(self) -> None:
         await self.resumed.wait()
@@ -64,7 +66,7 @@ def test_a_client_that_has_left_gets_nothing_and_is_not_waited_for() -> None:
     async def test() -> None:
         client = Client()
         client.chunks.write_soon(b"a")
-        client.disconnected = client.write_paused = True
+        client.left = client.write_paused = True
         await client.chunks.write(b"b")
         await asyncio.sleep(0)
         assert client.written == []
