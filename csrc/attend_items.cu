@@ -316,15 +316,19 @@ class Attention {
 
 // Heads of the query to shared memory, by the warpgroups that multiply; zeros where there are none.
 __device__ __forceinline__ void read_queries(const AttendItemsParams& p, const Part& part, u8* panels) {
-    constexpr int CHUNKS = QUERY_BYTES / 16;
+    constexpr int CHUNKS = QUERY_BYTES / 16, OF_THREAD = TILE_HEADS * CHUNKS / (MULTIPLYING * WARPGROUP);
     const u8* const from = p.queries + (part.query * p.heads + part.first_head) * QUERY_BYTES;
-    const int heads = static_cast<int>(p.heads) - part.first_head;
-#pragma unroll 6
-    for (int i = threadIdx.x; i < TILE_HEADS * CHUNKS; i += MULTIPLYING * WARPGROUP) {
-        const int head = i / CHUNKS, chunk = i % CHUNKS;
-        const uint4 none = make_uint4(0, 0, 0, 0);
-        const uint4 value = head < heads ? reinterpret_cast<const uint4*>(from)[i] : none;
-        *reinterpret_cast<uint4*>(panels + chunk / 8 * PANEL_BYTES + swizzled(head, chunk % 8)) = value;
+    const int chunks = min(TILE_HEADS, static_cast<int>(p.heads) - part.first_head) * CHUNKS;
+    uint4 loaded[OF_THREAD];
+#pragma unroll
+    for (int i = 0; i < OF_THREAD; ++i) {
+        const int at = i * MULTIPLYING * WARPGROUP + threadIdx.x;
+        loaded[i] = at < chunks ? reinterpret_cast<const uint4*>(from)[at] : make_uint4(0, 0, 0, 0);
+    }
+#pragma unroll
+    for (int i = 0; i < OF_THREAD; ++i) {
+        const int at = i * MULTIPLYING * WARPGROUP + threadIdx.x, head = at / CHUNKS, chunk = at % CHUNKS;
+        *reinterpret_cast<uint4*>(panels + chunk / 8 * PANEL_BYTES + swizzled(head, chunk % 8)) = loaded[i];
     }
     publish_to_tensor_cores();
 }
@@ -341,6 +345,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_items(const __gr
             Gate(&shared.free[place]).make(MULTIPLYING * WARPS_OF_GROUP);
         }
     }
+    follow();
     const int group = threadIdx.x / WARPGROUP;
     if (group == MULTIPLYING) {
         leave_registers<CONVERTING_REGISTERS>();

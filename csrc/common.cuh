@@ -27,6 +27,13 @@ __device__ __forceinline__ u32 shared_address(const void* in_shared) {
     return static_cast<u32>(__cvta_generic_to_shared(in_shared));
 }
 
+// Wait for the kernel before, and let the one behind come, as model/backends/triton_chain.py says. Nothing of global memory is
+// read or written before.
+__device__ __forceinline__ void follow() {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
 // One thread's part of `copy_async`, and the wait for all copies of this thread.
 template <int BYTES>
 __device__ __forceinline__ void copy_async_bytes(void* to, const void* from) {

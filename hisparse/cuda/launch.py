@@ -80,14 +80,22 @@ class DeviceKernel:
         config.gridDimX, config.gridDimY, config.gridDimZ = grid
         config.blockDimX, config.blockDimY, config.blockDimZ = self.specialization.block_size, 1, 1
         config.sharedMemBytes = shared_bytes
+        attributes = []
         if cluster > 1:
             attribute = driver.CUlaunchAttribute()
             attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
             attribute.value.clusterDim.x = cluster
             attribute.value.clusterDim.y = 1
             attribute.value.clusterDim.z = 1
-            config.attrs = [attribute]
-            config.numAttrs = 1
+            attributes.append(attribute)
+        if self.specialization.chained:
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.value.programmaticStreamSerializationAllowed = 1
+            attributes.append(attribute)
+        if attributes:
+            config.attrs = attributes
+            config.numAttrs = len(attributes)
         return config
 
 

@@ -35,6 +35,7 @@ class CopySpecialization:
     shared_bytes = 0
     max_cluster = 1
     architecture_features = ""
+    chained = False
 
     def defines(self) -> dict[str, str]:
         return {
@@ -66,6 +67,7 @@ class SwapInSpecialization:
     entry = "swap_in"
     max_cluster = PORTABLE_CLUSTER
     architecture_features = ""
+    chained = False
 
     def __post_init__(self) -> None:
         """Raises StartupError for what the kernel does not support and HiSparseConfig does not refuse."""
@@ -154,6 +156,7 @@ class TopKSpecialization:
     source = "top_k.cu"
     entry = "top_k"
     architecture_features = ""
+    chained = False
 
     @property
     def fixed_bytes(self) -> int:
@@ -198,6 +201,7 @@ class ScoreSpecialization:
     entry = "score_pages"
     max_cluster = 1
     architecture_features = "a"
+    chained = False
 
     @property
     def fixed_bytes(self) -> int:
@@ -236,6 +240,7 @@ class PromptScoreSpecialization:
     entry = "score_prompt"
     max_cluster = 1
     architecture_features = "a"
+    chained = False
 
     @property
     def shared_bytes(self) -> int:
@@ -254,7 +259,7 @@ class PromptScoreSpecialization:
 
 @dataclass(frozen=True)
 class AttendSpecialization:
-    """csrc/attend_items.cu."""
+    """csrc/attend_items.cu. Launches are chained, as `model.backends.triton_chain` says."""
 
     block_size: int = 384
 
@@ -262,6 +267,7 @@ class AttendSpecialization:
     entry = "attend_items"
     max_cluster = 1
     architecture_features = "a"
+    chained = True
 
     @property
     def shared_bytes(self) -> int:
