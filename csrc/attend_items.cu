@@ -98,30 +98,35 @@ struct Part {
     __device__ __forceinline__ int tiles() const { return ceil_div(end - begin, TILE_ITEMS); }
 };
 
-// The warpgroup that reads items. Those of both halves of a tile are on their way.
+// The warpgroup that reads items. A tile's second half is asked for while the first is converted, and the first half of the next
+// tile as soon as there are registers for it.
+//
+// The compiler has one counter (scoreboard) for all loads on their way from one turn of a loop to the next, and to wait for one
+// of them is to wait for all. So the second half is asked for in the turn that converts it, and the first well before the turn
+// ends.
 class Converter {
     const AttendItemsParams& p_;
     Shared& shared_;
     const Part& part_;
-    const int item_;    // of half a tile
-    int next_rows_[2];  // of what is read next
-    ItemPart items_[2];
+    const int item_;              // of half a tile
+    int first_row_, second_row_;  // that are read next
+    ItemPart first_, second_;
 
     __device__ __forceinline__ int row_of(int tile, int half) const {
         const int at = part_.begin + tile * TILE_ITEMS + half * HALF_ITEMS + item_;
         return at < part_.end ? static_cast<int>(p_.rows[part_.query * p_.k + at]) : -1;
     }
+    // Reads that stand before it are issued before: the compiler would move them to where registers are free.
+    __device__ __forceinline__ static void keep_order() { __syncwarp(); }
 
   public:
     __device__ __forceinline__ Converter(const AttendItemsParams& p, Shared& shared, const Part& part)
         : p_(p), shared_(shared), part_(part), item_(threadIdx.x % WARPGROUP / LANES_OF_ITEM) {
-        const int rows[2] = {row_of(0, 0), row_of(0, 1)};
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            next_rows_[half] = row_of(1, half);
-            items_[half].read_first_half(p.items, rows[half]);
-            items_[half].read_second_half(p.items, rows[half]);
-        }
+        const int row = row_of(0, 0);
+        first_row_ = row_of(1, 0);
+        second_row_ = row_of(0, 1);
+        first_.read_first_half(p.items, row);
+        first_.read_second_half(p.items, row);
     }
 
     __device__ __forceinline__ void convert() {
@@ -129,27 +134,24 @@ class Converter {
 #pragma unroll 1
         for (int number = 0; number < tiles; ++number) {
             const int place = number % PLACES;
-            const Gate free(&shared_.free[place]);
             const Tile tile = {shared_.tiles[place], shared_.biases[place]};
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const int at = half * HALF_ITEMS + item_;
-                ItemPart& item = items_[half];
-                // The gate is waited for again when it is open, since the compiler moves no reads across: it would move all
-                // of them behind the last write, where registers are free.
-                free.wait(number / PLACES + 1);
-                item.write_first_half(tile, at);
-                item.read_first_half(p_.items, next_rows_[half]);
-                free.wait(number / PLACES + 1);
-                item.write_second_half(tile, at);
-                if (half == 1) {
-                    publish_to_tensor_cores();
-                    __syncwarp();
-                    if (lane_id() == 0) Gate(&shared_.ready[place]).arrive();
-                }
-                item.read_second_half(p_.items, next_rows_[half]);
-                next_rows_[half] = row_of(number + 2, half);
-            }
+            Gate(&shared_.free[place]).wait(number / PLACES + 1);
+            second_.read_first_half(p_.items, second_row_);
+            second_.read_second_half(p_.items, second_row_);
+            keep_order();
+            first_.write_first_half(tile, item_);
+            first_.read_first_half(p_.items, first_row_);
+            keep_order();
+            first_.write_second_half(tile, item_);
+            first_.read_second_half(p_.items, first_row_);
+            first_row_ = row_of(number + 2, 0);
+            second_row_ = row_of(number + 1, 1);
+            keep_order();
+            second_.write_first_half(tile, HALF_ITEMS + item_);
+            second_.write_second_half(tile, HALF_ITEMS + item_);
+            publish_to_tensor_cores();
+            __syncwarp();
+            if (lane_id() == 0) Gate(&shared_.ready[place]).arrive();
         }
     }
 };
@@ -267,7 +269,7 @@ class Attention {
         const int tiles = part_.tiles();
 #pragma unroll 1
         for (int tile = 0; tile < tiles; ++tile) {
-            const int place = tile % PLACES, use = tile / PLACES;
+            const int place = uniform(tile % PLACES), use = tile / PLACES;
             float added[2] = {0, 0};
             if (tile % MULTIPLYING == group_) {
                 Gate(&shared_.ready[place]).wait(use);
@@ -289,28 +291,56 @@ class Attention {
 
     // Behind a barrier of the block.
     __device__ __forceinline__ void write() const {
+        if (p_.partial_bytes == 2) {
+            write_as<2>();
+        } else {
+            write_as<4>();
+        }
+    }
+
+  private:
+    // A warp's 16 heads go by way of shared memory, where tiles were, so that all lanes write one head at a time.
+    template <int BYTES>
+    __device__ __forceinline__ void write_as() const {
+        constexpr int HEADS = 16, COLUMNS = HALF_PANELS * PANEL_COLUMNS;
+        constexpr int PITCH = (COLUMNS + 8) * BYTES;  // so that a lane's 8 rows lie in different banks
+        static_assert(MULTIPLYING * WARPS_OF_GROUP * HEADS * PITCH <= PLACES * TILE_BYTES, "no room for the sums");
+        u8* const staged = shared_.tiles[0] + threadIdx.x / WARP * HEADS * PITCH;
 #pragma unroll
         for (int number = 0; number < 2; ++number) {
-            const int row = row_ + 8 * number, head = part_.first_head + row;
-            if (head >= p_.heads) continue;
-            const i64 place = (part_.query * p_.heads + head) * gridDim.y + blockIdx.y;
+            const int row = row_ + 8 * number;
             const float total = shared_.totals[0][row] + shared_.totals[1][row];
-            if (group_ == 0 && lane_id() % 4 == 0) p_.log_sums[place] = references_[number] + log_2(total);
+            if (group_ == 0 && lane_id() % 4 == 0 && part_.first_head + row < p_.heads) {
+                p_.log_sums[place_of(row)] = references_[number] + log_2(total);
+            }
             // The highest score weighs 1 or more: only a split without rows has less, and then there is nothing to divide.
             const float factor = 1.f / fmaxf(total, 1.f);
-            const int column = group_ * HALF_PANELS * PANEL_COLUMNS + 2 * (lane_id() % 4);
-            u8* const to = p_.partial + (place * LATENT + column) * p_.partial_bytes;
+            u8* const to = staged + row % HEADS * PITCH + lane_id() % 4 * 2 * BYTES;
 #pragma unroll
             for (int i = 0; i < 32; ++i) {
                 const float first = sums_[4 * i + 2 * number] * factor, second = sums_[4 * i + 2 * number + 1] * factor;
-                if (p_.partial_bytes == 2) {
+                if (BYTES == 2) {
                     *reinterpret_cast<u32*>(to + 16 * i) = to_bfloat16(first, second);
                 } else {
-                    *reinterpret_cast<u64*>(to + 32 * i) =
-                        static_cast<u64>(__float_as_uint(second)) << 32 | __float_as_uint(first);
+                    *reinterpret_cast<float2*>(to + 32 * i) = make_float2(first, second);
                 }
             }
         }
+        __syncwarp();
+        const int first_row = row_ / HEADS * HEADS;
+        const int heads = min(HEADS, static_cast<int>(p_.heads) - part_.first_head - first_row);
+        for (int head = 0; head < heads; ++head) {
+            u8* const to = p_.partial + (place_of(first_row + head) * LATENT + group_ * COLUMNS) * BYTES;
+#pragma unroll
+            for (int at = lane_id() * 16; at < COLUMNS * BYTES; at += WARP * 16) {
+                *reinterpret_cast<uint4*>(to + at) = *reinterpret_cast<const uint4*>(staged + head * PITCH + at);
+            }
+        }
+    }
+
+    // Of a head and this split, in what is written.
+    __device__ __forceinline__ i64 place_of(int row) const {
+        return (part_.query * p_.heads + part_.first_head + row) * gridDim.y + blockIdx.y;
     }
 };
 
@@ -319,17 +349,17 @@ __device__ __forceinline__ void read_queries(const AttendItemsParams& p, const P
     constexpr int CHUNKS = QUERY_BYTES / 16, OF_THREAD = TILE_HEADS * CHUNKS / (MULTIPLYING * WARPGROUP);
     const u8* const from = p.queries + (part.query * p.heads + part.first_head) * QUERY_BYTES;
     const int chunks = min(TILE_HEADS, static_cast<int>(p.heads) - part.first_head) * CHUNKS;
-    uint4 loaded[OF_THREAD];
-#pragma unroll
-    for (int i = 0; i < OF_THREAD; ++i) {
-        const int at = i * MULTIPLYING * WARPGROUP + threadIdx.x;
-        loaded[i] = at < chunks ? reinterpret_cast<const uint4*>(from)[at] : make_uint4(0, 0, 0, 0);
-    }
 #pragma unroll
     for (int i = 0; i < OF_THREAD; ++i) {
         const int at = i * MULTIPLYING * WARPGROUP + threadIdx.x, head = at / CHUNKS, chunk = at % CHUNKS;
-        *reinterpret_cast<uint4*>(panels + chunk / 8 * PANEL_BYTES + swizzled(head, chunk % 8)) = loaded[i];
+        u8* const to = panels + chunk / 8 * PANEL_BYTES + swizzled(head, chunk % 8);
+        if (at < chunks) {
+            copy_async_bytes<16>(to, from + at * 16);
+        } else {
+            *reinterpret_cast<uint4*>(to) = make_uint4(0, 0, 0, 0);
+        }
     }
+    wait_for_copies();
     publish_to_tensor_cores();
 }
 
@@ -346,7 +376,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_items(const __gr
         }
     }
     follow();
-    const int group = threadIdx.x / WARPGROUP;
+    const int group = uniform(threadIdx.x / WARPGROUP);
     if (group == MULTIPLYING) {
         leave_registers<CONVERTING_REGISTERS>();
         Converter converter(p, shared, part);

@@ -13,14 +13,14 @@ constexpr int STEPS_OF_PANEL = PANEL_COLUMNS / STEP_COLUMNS;
 
 // Rows of 16 columns of a matrix for `multiply_by_rows`, and the first factor of both products.
 __device__ __forceinline__ u64 rows_of(const u8* panels, int step) {
-    return matrix(panels + step / STEPS_OF_PANEL * PANEL_BYTES, step % STEPS_OF_PANEL);
+    return matrix(panels) + (step / STEPS_OF_PANEL * PANEL_BYTES + step % STEPS_OF_PANEL * STEP_BYTES) / 16;
 }
 
 // 16 rows of a matrix for `multiply_by_columns`: 8192 bytes from 64 columns to the next, 1024 from 8 rows to the next.
 __device__ __forceinline__ u64 columns_of(const u8* panels, int step) {
-    const u64 address = shared_address(panels) + step * STEP_COLUMNS * ROW_BYTES;
-    return 1ull << 62 | static_cast<u64>(SWIZZLED_BYTES / 16) << 32 | static_cast<u64>(PANEL_BYTES / 16) << 16 |
-           (address & 0x3ffff) >> 4;
+    const u64 first = 1ull << 62 | static_cast<u64>(SWIZZLED_BYTES / 16) << 32 | static_cast<u64>(PANEL_BYTES / 16) << 16 |
+                      (shared_address(panels) & 0x3ffff) >> 4;
+    return first + step * STEP_COLUMNS * ROW_BYTES / 16;
 }
 
 // Add to sums [64, 64] the products of 16 columns of two matrices of 64 rows; step 0 begins the sums.

@@ -20,6 +20,10 @@ __host__ __device__ constexpr int ceil_div(int dividend, int divisor) { return (
 __device__ __forceinline__ int lane_id() { return threadIdx.x % WARP; }
 __device__ __forceinline__ int warp_id() { return threadIdx.x / WARP; }
 
+// A number that is the same in all lanes of a warp, so that the compiler knows it. What follows from it then takes a uniform
+// register and one instruction for the warp.
+__device__ __forceinline__ int uniform(int number) { return __shfl_sync(ALL_LANES, number, 0); }
+
 // Bits of the lanes below this one.
 __device__ __forceinline__ u32 lanes_below() { return (1u << lane_id()) - 1; }
 

@@ -1,9 +1,7 @@
 // A warpgroup reads fp8 items and writes them, in bfloat16, to tiles in shared memory that the tensor cores take.
 //
 // An item has 512 latent elements in float8_e4m3, a float32 scale for each 128 of them, and 64 RoPE elements in bfloat16. It is
-// read by 4 neighbouring lanes, so that what they store of two items at a time meets all banks of shared memory. All items of a
-// tile are on their way to registers. Where half an item has been converted, half of the next is asked for, so that each half
-// has almost the time of a tile to arrive.
+// read by 4 neighbouring lanes, so that what they store of two items at a time meets all banks of shared memory.
 #pragma once
 #include "bf16_products.cuh"
 #include "gate.cuh"
@@ -33,20 +31,19 @@ __device__ __forceinline__ u32 factors_of(u32 scale) {
 }
 
 // Four fp8 numbers as bfloat16, two in each result. It is exact if the scale is a power of two, as Fp8Format makes them;
-// another scale was rounded to bfloat16.
+// another scale was rounded to bfloat16. The lower bytes of all four results are made together, and so are the upper ones.
 __device__ __forceinline__ void scaled(u32 numbers, u32 factors, u32& first, u32& second) {
     asm("{\n"
         ".reg .b32 a, b, c, d;\n"
-        "prmt.b32 a, %2, 0, 0x1404;\n"
-        "prmt.b32 b, %2, 0, 0x3424;\n"
-        "shr.u32 c, a, 4;\n"
-        "shr.u32 d, b, 4;\n"
-        "and.b32 c, c, 0x07f007f0;\n"
-        "and.b32 d, d, 0x07f007f0;\n"
-        "lop3.b32 a, a, 0x80008000, c, 0xEA;\n"
-        "lop3.b32 b, b, 0x80008000, d, 0xEA;\n"
-        "mul.rn.bf16x2 %0, a, %3;\n"
-        "mul.rn.bf16x2 %1, b, %3;\n"
+        "shl.b32 a, %2, 4;\n"
+        "shr.u32 b, %2, 4;\n"
+        "and.b32 a, a, 0xf0f0f0f0;\n"
+        "and.b32 b, b, 0x07070707;\n"
+        "lop3.b32 b, %2, 0x80808080, b, 0xEA;\n"
+        "prmt.b32 c, a, b, 0x5140;\n"
+        "prmt.b32 d, a, b, 0x7362;\n"
+        "mul.rn.bf16x2 %0, c, %3;\n"
+        "mul.rn.bf16x2 %1, d, %3;\n"
         "}"
         : "=r"(first), "=r"(second)
         : "r"(numbers), "r"(factors));

@@ -13,10 +13,10 @@ constexpr int STEP_BYTES = 32;           // of each row, that one instruction mu
 // Where a chunk of 16 bytes of a row lies in shared memory, from the beginning of the matrix.
 __device__ __forceinline__ int swizzled(int row, int chunk) { return row * ROW_BYTES + (chunk ^ row % 8) * 16; }
 
-// Step `step` of a matrix in shared memory, for the tensor cores: swizzle of 128 bytes, 1024 bytes from 8 rows to the next.
-__device__ __forceinline__ u64 matrix(const u8* from, int step) {
-    const u64 address = shared_address(from) + step * STEP_BYTES;
-    return 1ull << 62 | static_cast<u64>(SWIZZLED_BYTES / 16) << 32 | 1ull << 16 | (address & 0x3ffff) >> 4;
+// A matrix in shared memory for the tensor cores, from its first column on: swizzle of 128 bytes, 1024 bytes from 8 rows to the
+// next. To say another place in it, add bytes / 16.
+__device__ __forceinline__ u64 matrix(const u8* from) {
+    return 1ull << 62 | static_cast<u64>(SWIZZLED_BYTES / 16) << 32 | 1ull << 16 | (shared_address(from) & 0x3ffff) >> 4;
 }
 
 // Begin products that read registers and accumulators written so far.
@@ -28,7 +28,7 @@ __device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.syn
 // lane / 4, registers 1 and 3 those of 8 rows below. Of the sums it has, for each 8 columns, two from 2 * (lane % 4) on, of
 // the same two rows.
 __device__ __forceinline__ void multiply(float (&sums)[32], const u32 (&left)[4], const u8* right, int step) {
-    const u64 columns = matrix(right, step);
+    const u64 columns = matrix(right) + step * STEP_BYTES / 16;
     asm volatile(
         "{\n"
         ".reg .pred adds;\n"
@@ -47,7 +47,7 @@ __device__ __forceinline__ void multiply(float (&sums)[32], const u32 (&left)[4]
         : "memory");
 }
 __device__ __forceinline__ void multiply(float (&sums)[16], const u32 (&left)[4], const u8* right, int step) {
-    const u64 columns = matrix(right, step);
+    const u64 columns = matrix(right) + step * STEP_BYTES / 16;
     asm volatile(
         "{\n"
         ".reg .pred adds;\n"

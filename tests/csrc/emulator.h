@@ -25,6 +25,8 @@
 struct uint4 { unsigned x, y, z, w; };
 struct dim3 { unsigned x, y, z; };
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+struct float2 { float x, y; };
+inline float2 make_float2(float x, float y) { return {x, y}; }
 
 struct Barrier {
     int expected = 0, arrived = 0;
