@@ -31,11 +31,13 @@ __device__ __forceinline__ u32 shared_address(const void* in_shared) {
     return static_cast<u32>(__cvta_generic_to_shared(in_shared));
 }
 
-// Wait for the kernel before, and let the one behind come, as model/backends/triton_chain.py says. Nothing of global memory is
-// read or written before.
+// Wait for the kernel before, and let the one behind come, as model/backends/triton_chain.py says. Every kernel calls it before it
+// reads or writes global memory.
 __device__ __forceinline__ void follow() {
+#if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
 }
 
 // One thread's part of `copy_async`, and the wait for all copies of this thread.

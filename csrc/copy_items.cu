@@ -18,6 +18,7 @@ struct CopyItemsParams {
 // Grid: blocks that share a row, rows, layers.
 extern "C" __global__ void __launch_bounds__(THREADS) copy_items(const __grid_constant__ CopyItemsParams p) {
     const i64 row = blockIdx.y, layer = blockIdx.z;
+    follow();
     const i64 count = p.counts ? p.counts[row] : p.width;
     const i64 stride = static_cast<i64>(gridDim.x) * WARPS;
     const i64 warp = blockIdx.x + static_cast<i64>(gridDim.x) * warp_id();

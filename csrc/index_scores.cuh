@@ -12,11 +12,14 @@ constexpr int TILE = 64;   // keys of a warpgroup
 constexpr int PIECE = 16;  // of these, keys of a warp
 constexpr int GROUPS = THREADS / WARPGROUP;
 constexpr int STEPS = DIM / STEP_BYTES;
-constexpr float SCALE = 0.08838834764831845f;  // DIM^-0.5
+constexpr float HALF_SCALE = 0.044194173824159225f;  // DIM^-0.5 / 2
 
 // Which of the warp's 16 keys the lane has the score of in the end, and whether it is the one to write it.
 __device__ __forceinline__ int scored_key() { return lane_id() / 4 + lane_id() % 2 * 8; }
 __device__ __forceinline__ bool has_score() { return lane_id() % 4 < 2; }
+
+// Twice relu(x). Processors add at twice the rate at which they compare.
+__device__ __forceinline__ float twice_relu(float x) { return x + fabsf(x); }
 
 // A lane's part of its warp's keys.
 struct Keys {
@@ -38,8 +41,8 @@ struct Keys {
         for (int i = 0; i < HEADS / 8; ++i) {
 #pragma unroll
             for (int key = 0; key < 2; ++key) {
-                even[key] = fmaf(fmaxf(sums[4 * i + 2 * key], 0.f), weights[2 * i], even[key]);
-                odd[key] = fmaf(fmaxf(sums[4 * i + 2 * key + 1], 0.f), weights[2 * i + 1], odd[key]);
+                even[key] = fmaf(twice_relu(sums[4 * i + 2 * key]), weights[2 * i], even[key]);
+                odd[key] = fmaf(twice_relu(sums[4 * i + 2 * key + 1]), weights[2 * i + 1], odd[key]);
             }
         }
         const float upper = even[0] + odd[0], lower = even[1] + odd[1];
@@ -47,6 +50,6 @@ struct Keys {
         float sum = is_odd ? lower : upper;
         sum += __shfl_xor_sync(ALL_LANES, is_odd ? upper : lower, 1);
         sum += __shfl_xor_sync(ALL_LANES, sum, 2);
-        return sum * (SCALE * scale);
+        return sum * (HALF_SCALE * scale);
     }
 };

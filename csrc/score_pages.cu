@@ -195,6 +195,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) score_pages(const __gri
         for (int stage = 0; stage < STAGES; ++stage) Arrival(shared.arrived + warp_id() * STAGES + stage).open();
         publish_arrivals();
     }
+    follow();
     count_tiles(p, shared);
 
     const i64 all = shared.first_tile[batch];

@@ -19,6 +19,8 @@ constexpr int QUERIES = 4;
 constexpr int QUERY_BYTES = HEADS * DIM;
 constexpr int WEIGHT_BYTES = 4 * HEADS;
 constexpr int QUERY_CHUNKS = QUERY_BYTES / 16, WEIGHT_CHUNKS = WEIGHT_BYTES / 16;
+static_assert(QUERIES * QUERY_CHUNKS % THREADS == 0 && THREADS * 16 % SWIZZLED_BYTES == 0, "threads copy whole rows");
+static_assert(QUERIES * WEIGHT_CHUNKS <= THREADS, "a thread copies one chunk of weights");
 static_assert(SWIZZLED_BYTES + STAGES * QUERIES * (QUERY_BYTES + WEIGHT_BYTES) <= FIXED_BYTES,
               "hisparse/cuda/specialization.py reserves less");
 
@@ -49,15 +51,17 @@ class Rounds {
         const int first = begin_ + round * QUERIES, count = min(QUERIES, end_ - first);
         u8* const queries = queries_ + round % STAGES * QUERIES * QUERY_BYTES;
         const u8* const from = p_.queries + static_cast<i64>(first) * QUERY_BYTES;
-        for (int chunk = threadIdx.x; chunk < count * QUERY_CHUNKS; chunk += THREADS) {
-            // Rows of all queries one after the other: HEADS is a multiple of 8, after which the swizzle repeats.
-            copy_async_bytes<16>(queries + swizzled(chunk / 8, chunk % 8), from + chunk * 16);
+        // Rows of all queries one after the other: THREADS chunks are a multiple of 8 rows, after which the swizzle repeats.
+        const int place = swizzled(threadIdx.x / 8, threadIdx.x % 8);
+#pragma unroll
+        for (int i = 0; i < QUERIES * QUERY_CHUNKS / THREADS; ++i) {
+            const int chunk = i * THREADS + threadIdx.x;
+            if (chunk < count * QUERY_CHUNKS) copy_async_bytes<16>(queries + i * THREADS * 16 + place, from + chunk * 16);
         }
         u8* const weights = weights_ + round % STAGES * QUERIES * WEIGHT_BYTES;
         const u8* const heads = reinterpret_cast<const u8*>(p_.head_weights + static_cast<i64>(first) * HEADS);
-        for (int chunk = threadIdx.x; chunk < count * WEIGHT_CHUNKS; chunk += THREADS) {
-            copy_async_bytes<16>(weights + chunk * 16, heads + chunk * 16);
-        }
+        const int chunk = threadIdx.x;
+        if (chunk < count * WEIGHT_CHUNKS) copy_async_bytes<16>(weights + chunk * 16, heads + chunk * 16);
         end_copy_group();
     }
 };
@@ -85,6 +89,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) score_prompt(const __gr
     const int per_block = static_cast<int>(p.queries_per_block), start = static_cast<int>(p.start);
     const int begin = blockIdx.y * per_block, end = min(begin + per_block, static_cast<int>(p.num_queries));
     const int first_key = blockIdx.x * GROUPS * TILE;
+    follow();
     if (first_key >= start + end) return;  // behind all queries
 
     const Rounds rounds(p, memory, begin, end);
@@ -93,7 +98,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) score_prompt(const __gr
     const int first = first_key + warp_id() * PIECE;
     const Keys keys = read_keys(p, first);
     const int key = first + scored_key();
-    float* const scores = p.scores + key;
+    const int seen_by = has_score() && key < p.num_keys ? key - start : end;  // the first query
+    float* score_of_query = p.scores + begin * p.num_keys + key;
 
 #pragma unroll 1
     for (int round = 0; begin + round * QUERIES < end; ++round) {
@@ -115,8 +121,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) score_prompt(const __gr
             }
             wait_for_products(sums);
             const float score = keys.score(sums, weights);
-            const int query = here + number;
-            if (has_score() && key <= start + query && key < p.num_keys) scores[query * p.num_keys] = score;
+            if (here + number >= seen_by) *score_of_query = score;
+            score_of_query += p.num_keys;
         }
     }
 }

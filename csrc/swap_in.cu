@@ -39,6 +39,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) swap_in(const __grid_co
     const Cluster cluster;
     const Mailbox mailbox(shared.selected, shared.arrived, cluster);
     const int entry = blockIdx.x / cluster.size;
+    follow();
     const POSITION_T* const positions = p.positions + entry * p.k;
     const i64 row = p.rows[entry], newest = p.newest[entry];
     i64 loaded[PLACES];

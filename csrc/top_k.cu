@@ -183,6 +183,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_PROCESSOR) top_
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     const Cluster cluster;
     const i64 row = blockIdx.x >> cluster.log2_size();
+    follow();
     const int length = length_of(p, row), k = static_cast<int>(p.k);
     i64* const out = p.positions + row * k;
     if (length <= k) {

@@ -21,13 +21,14 @@ class DeviceKernel:
     """A specialised kernel, loaded on a device.
 
     Its parameters are one struct by value, passed as a ctypes.Structure. Construct and launch it in a thread that has
-    used torch on the device, so that the device's primary context is current.
+    used torch on the device, so that the device's primary context is current. From Hopper on, launches are chained, as
+    `model.backends.triton_chain` says.
     """
 
     def __init__(self, specialization: Specialization, device: torch.device) -> None:
         self.specialization = specialization
         major, minor = torch.cuda.get_device_capability(device)
-        self._has_clusters = major >= 9
+        self._from_hopper = major >= 9
         architecture = f"sm_{major}{minor}{specialization.architecture_features}"
         self._code = ObjectCode.from_cubin(cubin(specialization, architecture))  # keeps the kernel loaded
         self._kernel = self._code.get_kernel(specialization.entry)
@@ -35,7 +36,7 @@ class DeviceKernel:
         attributes = driver.CUfunction_attribute
         if specialization.shared_bytes:
             self._set(attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, specialization.shared_bytes, device)
-        if self._has_clusters and specialization.max_cluster > PORTABLE_CLUSTER:
+        if self._from_hopper and specialization.max_cluster > PORTABLE_CLUSTER:
             self._set(attributes.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1, device)
         self._configs: dict[tuple[tuple[int, int, int], int, int], Any] = {}
 
@@ -62,7 +63,7 @@ class DeviceKernel:
     def cluster_sizes(self) -> dict[int, int]:
         """By cluster size (blocks, above 1): how many such clusters the device runs at a time."""
         sizes: dict[int, int] = {}
-        for cluster in _CLUSTER_SIZES if self._has_clusters else ():
+        for cluster in _CLUSTER_SIZES if self._from_hopper else ():
             if cluster > self.specialization.max_cluster:
                 break
             config = self._config((cluster, 1, 1), cluster, self.specialization.shared_bytes)
@@ -88,7 +89,7 @@ class DeviceKernel:
             attribute.value.clusterDim.y = 1
             attribute.value.clusterDim.z = 1
             attributes.append(attribute)
-        if self.specialization.chained:
+        if self._from_hopper:
             attribute = driver.CUlaunchAttribute()
             attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
             attribute.value.programmaticStreamSerializationAllowed = 1

@@ -35,7 +35,6 @@ class CopySpecialization:
     shared_bytes = 0
     max_cluster = 1
     architecture_features = ""
-    chained = False
 
     def defines(self) -> dict[str, str]:
         return {
@@ -67,7 +66,6 @@ class SwapInSpecialization:
     entry = "swap_in"
     max_cluster = PORTABLE_CLUSTER
     architecture_features = ""
-    chained = False
 
     def __post_init__(self) -> None:
         """Raises StartupError for what the kernel does not support and HiSparseConfig does not refuse."""
@@ -156,7 +154,6 @@ class TopKSpecialization:
     source = "top_k.cu"
     entry = "top_k"
     architecture_features = ""
-    chained = False
 
     @property
     def fixed_bytes(self) -> int:
@@ -201,7 +198,6 @@ class ScoreSpecialization:
     entry = "score_pages"
     max_cluster = 1
     architecture_features = "a"
-    chained = False
 
     @property
     def fixed_bytes(self) -> int:
@@ -240,7 +236,6 @@ class PromptScoreSpecialization:
     entry = "score_prompt"
     max_cluster = 1
     architecture_features = "a"
-    chained = False
 
     @property
     def shared_bytes(self) -> int:
@@ -259,7 +254,7 @@ class PromptScoreSpecialization:
 
 @dataclass(frozen=True)
 class AttendSpecialization:
-    """csrc/attend_items.cu. Launches are chained, as `model.backends.triton_chain` says."""
+    """csrc/attend_items.cu."""
 
     block_size: int = 384
 
@@ -267,7 +262,6 @@ class AttendSpecialization:
     entry = "attend_items"
     max_cluster = 1
     architecture_features = "a"
-    chained = True
 
     @property
     def shared_bytes(self) -> int:
