@@ -172,7 +172,7 @@ def _product(
     tiles_n = triton.cdiv(n, cut.n)
     programs = properties(x.device).multi_processor_count * cut.per_sm if x.is_cuda else 4
     with on(x.device):
-        _experts[(min(programs, order.most_tiles * tiles_n * splits),)](
+        _experts[(min(programs, len(order.tiles) * tiles_n * splits),)](
             described(weight, cut.n),
             scales,
             x,
@@ -180,10 +180,8 @@ def _product(
             x_scales,
             *x_scales.stride(),
             order.pairs,
-            order.tiles,
-            order.counts,
+            order.table,
             out,
-            order.most_tiles,
             pairs,
             n,
             k,
@@ -212,7 +210,6 @@ def _product(
 @triton.jit(  # type: ignore[untyped-decorator]
     do_not_specialize=[
         "x_scale_block_stride",
-        "most_tiles",
         "num_rows",
         "row_blocks",
         "num_blocks",
@@ -230,10 +227,8 @@ def _experts(
     x_scale_row_stride: tl.tensor,
     x_scale_block_stride: tl.tensor,
     pairs: tl.tensor,
-    tiles: tl.tensor,
-    counts: tl.tensor,
+    table: tl.tensor,
     out: tl.tensor,
-    most_tiles: tl.tensor,
     num_rows: tl.tensor,
     n: tl.tensor,
     k: tl.tensor,
@@ -257,7 +252,7 @@ def _experts(
     """Some of the pieces, each block_n rows of a weight by a tile's rows, over one run of channels or all."""
     follow(chained)
     tiles_n = tl.cdiv(n, block_n)
-    pieces = tl.load(counts + 1) * tiles_n * splits
+    pieces = tl.load(table + 1) * tiles_n * splits
     # As many programs as have equally many pieces. While a few have one more, the others' share of bandwidth is unused.
     programs = tl.cdiv(pieces, tl.maximum(tl.cdiv(pieces, tl.num_programs(0)), 1))
     for number in range(tl.program_id(0), pieces if tl.program_id(0) < programs else 0, programs):
@@ -265,10 +260,10 @@ def _experts(
         piece = pieces - 1 - number
         split = piece % splits
         first_row = piece // splits % tiles_n * block_n
-        tile = piece // (splits * tiles_n)
-        expert = tl.load(tiles + tile)
-        row = tl.load(tiles + most_tiles + tile) + tl.arange(0, block_m)
-        real = row < tl.load(tiles + 2 * most_tiles + tile)
+        tile = table + 4 * (1 + piece // (splits * tiles_n))
+        expert = tl.load(tile)
+        row = tl.load(tile + 1) + tl.arange(0, block_m)
+        real = row < tl.load(tile + 2)
         x_row = tl.load(pairs + row, mask=real, other=0) // top_k if gathers else row
         scale_row = expert * row_blocks + first_row // _BLOCK
         if block_n > _BLOCK:

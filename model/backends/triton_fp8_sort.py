@@ -21,19 +21,24 @@ class Sorted:
     The last rows are those of `shared`, tokens that go to the last expert without having chosen it.
     pairs: int32 [P + shared], the pair (token * k + choice) of a row; token * k of shared ones.
     row: int32 [P], the row of a pair, if it has one.
-    tiles: int32 [3, most_tiles], of each tile the expert, the first row and the end of the expert's rows.
-    counts: int32 [2], rows and tiles.
+    table: int32 [1 + most tiles, 4], how many rows and tiles there are, and of each tile the expert, the first row and
+    the end of the expert's rows. They are one tensor since few tiles then lie in the cache line that says how many.
     """
 
     pairs: torch.Tensor
     row: torch.Tensor
-    tiles: torch.Tensor
-    counts: torch.Tensor
+    table: torch.Tensor
     shared: range
 
     @property
-    def most_tiles(self) -> int:
-        return self.tiles.shape[1]
+    def counts(self) -> torch.Tensor:
+        """Rows and tiles: int32 [2]."""
+        return self.table[0, :2]
+
+    @property
+    def tiles(self) -> torch.Tensor:
+        """int32 [most tiles, 3], as the table has them."""
+        return self.table[1:, :3]
 
 
 def sort_pairs(ids: torch.Tensor, first_expert: int, experts: int, block_m: int, shared: range | None = None) -> Sorted:
@@ -45,8 +50,8 @@ def sort_pairs(ids: torch.Tensor, first_expert: int, experts: int, block_m: int,
     count = ids.numel()
     most_rows = count + len(shared or ())
     most_tiles = min(most_rows, most_rows // block_m + experts)
-    pairs, row, tiles, counts = (
-        torch.empty(size, dtype=torch.int32, device=ids.device) for size in (most_rows, count, 3 * most_tiles, 2)
+    pairs, row, table = (
+        torch.empty(shape, dtype=torch.int32, device=ids.device) for shape in (most_rows, count, (1 + most_tiles, 4))
     )
     chunk = min(_CHUNK, max(_LEAST_CHUNK, triton.next_power_of_2(count)))
     with on(ids.device):
@@ -55,10 +60,8 @@ def sort_pairs(ids: torch.Tensor, first_expert: int, experts: int, block_m: int,
             ids.stride(0),
             pairs,
             row,
-            tiles,
-            counts,
+            table,
             count,
-            most_tiles,
             first_expert,
             shared.start if shared else 0,
             len(shared or ()),
@@ -70,7 +73,7 @@ def sort_pairs(ids: torch.Tensor, first_expert: int, experts: int, block_m: int,
             num_warps=4 if chunk < _CHUNK else 8,
             **chained(ids.device),
         )
-    return Sorted(pairs, row, tiles.view(3, most_tiles), counts, shared or range(0))
+    return Sorted(pairs, row, table, shared or range(0))
 
 
 _LEAST_CHUNK, _CHUNK = 128, 4096
@@ -78,17 +81,15 @@ _LEAST_CHUNK, _CHUNK = 128, 4096
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["count", "most_tiles", "first_expert", "shared_first", "shared_count"]
+    do_not_specialize=["count", "first_expert", "shared_first", "shared_count"]
 )
 def _sort(
     ids: tl.tensor,
     ids_stride: tl.tensor,
     pairs: tl.tensor,
     rows: tl.tensor,
-    tiles: tl.tensor,
-    counts: tl.tensor,
+    table: tl.tensor,
     count: tl.tensor,
-    most_tiles: tl.tensor,
     first_expert: tl.tensor,
     shared_first: tl.tensor,
     shared_count: tl.tensor,
@@ -111,15 +112,15 @@ def _sort(
     row = tl.sum(tl.where(number < expert, of_expert, 0), 0)
     end = row + tl.sum(tl.where(number == expert, of_expert, 0), 0)
     if expert == 0:
-        tl.store(counts, tl.sum(of_expert, 0))
-        tl.store(counts + 1, tl.sum(tiles_of, 0))
+        tl.store(table, tl.sum(of_expert, 0))
+        tl.store(table + 1, tl.sum(tiles_of, 0))
 
-    tile = tl.sum(tl.where(number < expert, tiles_of, 0), 0)
+    tile = table + 4 * (1 + tl.sum(tl.where(number < expert, tiles_of, 0), 0))
     for first in range(row, end, block_m):
-        tl.store(tiles + tile, expert)
-        tl.store(tiles + most_tiles + tile, first)
-        tl.store(tiles + 2 * most_tiles + tile, end)
-        tile += 1
+        tl.store(tile, expert)
+        tl.store(tile + 1, first)
+        tl.store(tile + 2, end)
+        tile += 4
 
     if expert < chosen:
         for begin in range(0, count, chunk):
