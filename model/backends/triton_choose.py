@@ -128,18 +128,14 @@ def _choose(
         chosen = tl.broadcast_to(chosen[:, None], [block_groups, block_members])
         order = tl.where(tl.reshape(chosen, [block]), order, _NEVER)
 
-    bits = score.to(tl.int32, bitcast=True)
     turn = tl.arange(0, block_k)
-    weight = tl.zeros([block_k], tl.int32)
     taken_ids = tl.zeros([block_k], tl.int32)
     for number in tl.static_range(top_k):
         taken = tl.min(tl.where(order == tl.max(order, 0), expert, experts - 1), 0)
-        is_taken = expert == taken
-        # One of them is not zero, so that this moves its bits.
-        weight = tl.where(turn == number, tl.sum(tl.where(is_taken, bits, 0), 0), weight)
         taken_ids = tl.where(turn == number, taken, taken_ids)
-        order = tl.where(is_taken, _NEVER, order)
-    total = weight.to(tl.float32, bitcast=True)
+        order = tl.where(expert == taken, _NEVER, order)
+    total = tl.gather(score, taken_ids // members * block_members + taken_ids % members, 0)
+    total = tl.where(turn < top_k, total, 0.0)
     if normalise:
         total = total / (tl.sum(total, 0) + 1e-20)
     tl.store(weights + token * weights_stride + turn, total * scale, mask=turn < top_k)
