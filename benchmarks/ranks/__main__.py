@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 import threading
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Annotated
 
 import torch
@@ -18,6 +18,7 @@ from benchmarks.decode.workload import build_model
 from benchmarks.program import run
 from benchmarks.ranks.agreement import summary, time_agreement
 from benchmarks.ranks.exchange import time_exchange
+from benchmarks.ranks.fetching import time_fetching
 from benchmarks.ranks.prompts import models_of, time_prompt_of
 from benchmarks.ranks.steps import time_steps_of
 from cli.serve import die_with_parent
@@ -26,6 +27,8 @@ from engine.ranks import RankGroup
 from service.start import use_device
 
 _STEP_TIMEOUT_S = 300.0
+_FETCHING = ("swap-in alone", "together", "copy alone", "together")
+"""Headings of the fields of FetchRates."""
 
 
 def main(
@@ -83,6 +86,12 @@ def _measure(
     for rows, (gather, reduce) in time_exchange(group, exchange, hidden_size).items():
         table.add_row(str(rows), f"{gather:.1f}", f"{reduce:.1f}")
     console.print(table, "")
+
+    if device.type == "cuda":
+        table = _table("read from each rank's own host pool, GB/s", "rank", *_FETCHING)
+        for rank, rates in enumerate(time_fetching(group)):
+            table.add_row(str(rank), *(f"{rate:.1f}" for rate in astuple(rates)))
+        console.print(table, "")
 
     if prompt:
         whole, part = models_of(replace(config, context=prompt), device)

@@ -11,9 +11,8 @@ _SLEEP_CYCLES = 600_000
 """Some 300 us in which the device waits before each single launch, so that even a slow host has queued it in time."""
 
 
-def graph_us(launcher: Launcher, min_ms: float = 10.0) -> float:
-    """Microseconds per launch when whole rotations are replayed from a CUDA graph: the best of three times `min_ms`."""
-    length = launcher.rotation.length
+def recorded(launcher: Launcher) -> Callable[[], None]:
+    """A CUDA graph of a whole rotation: what replays it, once everything that it misses is what it should be."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -21,25 +20,31 @@ def graph_us(launcher: Launcher, min_ms: float = 10.0) -> float:
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for turn in range(length):
+        for turn in range(launcher.rotation.length):
             launcher.launch(turn)
     graph.replay()
-    replays = max(1, round(min_ms / _elapsed_ms(graph.replay)))
+    return graph.replay
+
+
+def graph_us(launcher: Launcher, min_ms: float = 10.0) -> float:
+    """Microseconds per launch when whole rotations are replayed from a CUDA graph: the best of three times `min_ms`."""
+    replay_once = recorded(launcher)
+    replays = max(1, round(min_ms / _elapsed_ms(replay_once)))
 
     def replay() -> None:
         for _ in range(replays):
-            graph.replay()
+            replay_once()
 
     times = [_elapsed_ms(replay) for _ in range(3)]
-    _check(launcher, 0)
-    return min(times) * 1e3 / (replays * length)
+    check_misses(launcher, 0)
+    return min(times) * 1e3 / (replays * launcher.rotation.length)
 
 
 def single_us(launcher: Launcher, launches: int = 60) -> float:
     """Microseconds between an event before and an event after one launch: the median."""
     _warm_up(launcher)
     time = _single_us(launcher.launch, launches)
-    _check(launcher, launches)
+    check_misses(launcher, launches)
     return time
 
 
@@ -60,10 +65,10 @@ def _warm_up(launcher: Launcher) -> None:
     """From whatever was resident to what a rotation leaves: from here on each turn misses what it should."""
     for turn in range(launcher.rotation.length):
         launcher.launch(turn)
-    _check(launcher, 0)
+    check_misses(launcher, 0)
 
 
-def _check(launcher: Launcher, turn: int) -> None:
+def check_misses(launcher: Launcher, turn: int) -> None:
     """Raise RuntimeError unless that selection would miss what the rotation promises."""
     expected = launcher.rotation.batch * launcher.rotation.misses
     if (missing := launcher.missing(turn)) != expected:

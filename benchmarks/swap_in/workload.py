@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from base.memory import cpus_near
 from hisparse.device_pool import DeviceKVPool, hot_granule
 from hisparse.host_pool import HostKVPool
 from hisparse.layout import KVLayout
@@ -29,7 +30,7 @@ class Tiers:
         self.shape = shape
         device = torch.device("cuda", torch.cuda.current_device())
         layout = KVLayout((0,), shape.item_bytes, 16)
-        self.host = HostKVPool(layout, max_batch * shape.context, pin=True)
+        self.host = HostKVPool(layout, max_batch * shape.context, pin=True, cpus=cpus_near(device))
         self.device = DeviceKVPool(
             layout,
             num_slots=max_batch * (shape.hot_size + hot_granule(shape.hot_size)),
