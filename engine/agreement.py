@@ -67,10 +67,7 @@ class Agreement:
     @property
     def is_called(self) -> bool:
         """Whether another rank wants to step, or has ended."""
-        following = self.round + 1
-        return any(self._table.posted(other, following) is not None for other in self._others) or (
-            self._dead() is not None
-        )
+        return self._table.anybody_posted(self.round + 1) or self._dead() is not None
 
     def agree(self, batch: int) -> Agreed:
         """Whether the group steps, and in which size. batch: requests that this rank would compute.
@@ -85,7 +82,7 @@ class Agreement:
             return Agreed(0, table.standing())
         self.round += 1
         table.post(self._rank, self.round, batch)
-        largest = max(batch, *(self._wait_for(other) for other in self._others))
+        largest = self._wait_for_all()
         self._stepped_at = time.monotonic()
         return Agreed(largest, table.standing())
 
@@ -103,19 +100,24 @@ class Agreement:
         # Who posted before it could see that has not rung.
         return self.is_called
 
-    def _wait_for(self, other: int) -> int:
-        """What a rank posted for this round, once it has."""
+    def _wait_for_all(self) -> int:
+        """The most that any rank posted for this round, once all have."""
         started = time.monotonic()
         look_at = 0.0
-        while (wanted := self._table.posted(other, self.round)) is None:
+        while (largest := self._table.largest_posted(self.round)) is None:
             now = time.monotonic()
             if now >= look_at:
                 self._wake_and_check()
                 look_at = now + _LOOK_EVERY_S
             if now - started > self._timeout:
-                raise GroupFailed(f"rank {other} did not come to step {self.round} within {self._timeout:g} s")
-            time.sleep(0 if now - started < self._spin else _PAUSE_S)
-        return wanted
+                missing = next(other for other in self._others if self._table.posted(other, self.round) is None)
+                raise GroupFailed(f"rank {missing} did not come to step {self.round} within {self._timeout:g} s")
+            if now - started < self._spin:
+                # The shortest sleep takes 50 us and more.
+                os.sched_yield()
+            else:
+                time.sleep(_PAUSE_S)
+        return largest
 
     def _wake_and_check(self) -> None:
         """Ring for those that sleep, again and again: one may have fallen asleep without seeing the post."""

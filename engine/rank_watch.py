@@ -63,7 +63,8 @@ class RankWatch:
 
     def dead(self) -> int | None:
         """A rank that ended before all had agreed to; None if there is none."""
-        return None if self._table.all_done() else self._dead
+        dead = self._dead
+        return None if dead is None or self._table.all_done() else dead
 
     def find_dead(self, patience: float) -> int | None:
         """Which rank ended, if one did or does within so many seconds: after a failed collective."""

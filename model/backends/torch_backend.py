@@ -72,15 +72,15 @@ class TorchBackend:
     def select_for_decode(self, index: IndexQueries, pages: PagedKeys, topk: int) -> torch.Tensor:
         """See AttentionBackend.
 
-        Where the host knows the lengths, each row is scored over exactly its own, and k is min(topk, longest sequence);
-        else over all that the page table has room for, and k is the least of topk and that.
+        Where the host knows the lengths, each row is scored over exactly its own, and k is min(topk, longest sequence),
+        or 1 where all are padding; else over all that the page table has room for, and k is the least of topk and that.
         """
         index = self._stored_as_keys(index)
         if pages.lengths is None:
             return self._select_masked(index, pages, topk)
         lengths = pages.lengths
         page_size = pages.keys.shape[1]
-        selections = pages.page_table.new_full((len(lengths), min(topk, max(lengths))), -1)
+        selections = pages.page_table.new_full((len(lengths), min(topk, max(1, *lengths))), -1)
         for row, length in enumerate(lengths):
             page_ids = pages.page_table[row, : -(-length // page_size)]
             keys = self.format.index_keys(pages.keys[page_ids].flatten(0, 1)[:length]).float()

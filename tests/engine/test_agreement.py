@@ -38,6 +38,17 @@ def make(table: GroupTable) -> Iterator[Make]:
         os.close(bell)
 
 
+def test_the_largest_post_of_a_round_is_told_once_all_ranks_have_posted(table: GroupTable) -> None:
+    for number, batches in enumerate(([3, 0, 9, 1], [0, 0, 0, 2], [8, 7, 6, 5]), start=1):
+        assert not table.anybody_posted(number)
+        for rank, batch in enumerate(batches):
+            assert table.largest_posted(number) is None
+            table.post(rank, number, batch)
+            assert table.anybody_posted(number)
+        assert table.largest_posted(number) == max(batches)
+        assert [table.posted(rank, number) for rank in range(4)] == batches
+
+
 def test_where_nobody_has_work_nobody_waits(make: Make) -> None:
     first, *_ = make()
     assert first.agree(0) == Agreed(0, Standing.SERVING)

@@ -94,6 +94,22 @@ def test_padding_selects_nothing() -> None:
     assert (selected[1] == -1).all()
 
 
+def test_a_batch_of_padding_alone_selects_one_position_that_does_not_exist() -> None:
+    """As the step of a rank that has no requests while others do: swap-in kernels take one position and more."""
+    index = index_queries(torch.Generator().manual_seed(0), 2)
+    for lengths in (None, (0, 0)):
+        pages = BatchIndexPages(
+            stored(torch.randn(1, 4, DIM)),
+            torch.zeros(2, 1, dtype=torch.int64),
+            torch.zeros(2, dtype=torch.int64),
+            lengths,
+        )
+        selected = BACKEND.select_for_decode(index, pages, 5)
+        assert selected.shape[0] == 2
+        assert selected.shape[1] >= 1
+        assert (selected == -1).all()
+
+
 def test_equal_scores_are_resolved_as_in_a_row_of_the_whole_prompt() -> None:
     prompt_len, topk = 200, 64
     tied = IndexQueries.of(torch.zeros(20, HEADS, DIM), torch.ones(20, HEADS))
