@@ -198,7 +198,7 @@ class ExpertCase:
 
     @classmethod
     def random(cls, layers: list[MoELayer], tokens: int) -> "ExpertCase":
-        turns = 15 if tokens <= 8 else 3 if tokens <= 512 else 0
+        turns = 60 if tokens <= 8 else 3 if tokens <= 512 else 0
         hidden = torch.randn(max(1, turns), tokens, HIDDEN, dtype=torch.bfloat16)
         chosen = [layers[turn % len(layers)].router.route(part) for turn, part in enumerate(hidden)]
         local = [ids[ids < layers[0].count].tolist() for _, ids in chosen]

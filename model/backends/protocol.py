@@ -58,7 +58,7 @@ class AttentionBackend(Protocol):
     def select_for_decode(self, index: IndexQueries, pages: PagedKeys, topk: int) -> torch.Tensor:
         """Select for one query of each request of a batch, over the request's whole sequence.
 
-        Returns int64 positions [batch, k] in any order, where k is at least min(topk, longest sequence), at least 1 and at
+        Returns int64 positions [batch, k] in any order, where k is at least min(topk, longest sequence) and 1, and at
         most topk; -1 where a sequence is shorter. Where `pages.lengths` is None nothing waits for the device.
         """
         ...
