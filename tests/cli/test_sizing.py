@@ -56,7 +56,8 @@ def test_weights_are_what_all_ranks_have_and_a_part_of_the_experts(deepseek: Nod
     assert deepseek.model.num_bytes == pytest.approx(expected, rel=0.005)
     expected = published_weights(78, 21, 6144, 64, (192, 64, 256), 2048, 32, 12288, 154880)
     assert glm.model.num_bytes == pytest.approx(expected, rel=0.005)
-    assert f"fp8 ({deepseek.model.num_bytes / GIB:.1f} GiB)" in BENCHMARKS.read_text()
+    for name, layers, node in (("DeepSeek-V3.2", 61, deepseek), ("GLM-5.2", 78, glm)):
+        assert f"{name}, {layers} layers ({node.model.num_bytes / GIB:.1f} GiB)" in BENCHMARKS.read_text()
 
 
 def test_host_memory(deepseek: NodeSizing, glm: NodeSizing) -> None:
@@ -100,17 +101,17 @@ def test_steps_and_tokens(deepseek: NodeSizing) -> None:
     # With some 400 tokens in the group, every expert is hit by some.
     assert part["experts"] == pytest.approx(58 * 33 * 3 * 7168 * 2048 / HBM, rel=0.01)
     assert x.step_limit_ms == pytest.approx(sum(part.values()))
-    assert x.step_ms == pytest.approx(1.85 * x.step_limit_ms)
+    assert x.step_ms == pytest.approx(1.8 * x.step_limit_ms)
     assert x.tokens_per_s(x.step_ms) == pytest.approx(8 * n / x.step_ms * 1000)
     assert x.swapped_in_bytes == 61 * n * NEW * 656
 
 
 def test_how_far_a_step_is_from_its_limit_is_what_was_measured() -> None:
-    """Of DeepSeek-V3.2, whose table comes first; its last column is that of most requests."""
-    measured = re.search(r"^\| a step \|.*\| ([\d.]+) / ([\d.]+) \|$", BENCHMARKS.read_text(), re.MULTILINE)
+    """The farther of two shapes, with most requests."""
+    measured = re.search(r"^\| 64 x 275 \| (.+) \| [\d.]+ \| (.+) \| [\d.]+ \|$", BENCHMARKS.read_text(), re.MULTILINE)
     assert measured is not None
-    took, limit = map(float, measured.groups())
-    assert SizingConfig().times_limit == round(took / limit, 2)
+    steps = [map(float, step.split(" / ")) for step in measured.groups()]
+    assert SizingConfig().times_limit == round(max(took / limit for took, limit in steps), 2)
 
 
 def test_prompts_are_computed_in_parts_of_a_chunk(deepseek: NodeSizing) -> None:
