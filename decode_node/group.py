@@ -2,29 +2,20 @@
 
 from base.errors import StartupError
 from base.memory import human
-from base.version import VERSION
-from control.codec import PROTOCOL_VERSION
 from decode_node.config import DecodeConfig
-from engine.identity import identity_of
 from engine.ranks import RankGroup
 from hisparse.sizing import Sizes
-from model.backends.device import fp8_obstacle
 from model.spec import ModelSpec
+from service.node_model import common_to_ranks
 
 
 def check_alike(ranks: RankGroup, config: DecodeConfig, spec: ModelSpec) -> None:
     """Raises StartupError if ranks are of other versions or checkpoints, or would compute steps of other shapes."""
     ranks.check_equal(
         {
-            "version": f"{VERSION} (protocol {PROTOCOL_VERSION})",
-            **identity_of(spec).model_dump(),
-            "context_length": spec.context_length,
+            **common_to_ranks(ranks, config, spec),
             "max_running_requests": config.max_running_requests,
-            "quantization": config.quantization,
             "disable_cuda_graph": config.disable_cuda_graph,
-            "device": ranks.device.type,
-            "computes_in_fp8": fp8_obstacle(ranks.device, spec.dtype) is None,
-            "ranks": config.ranks,
         }
     )
 

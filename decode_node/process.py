@@ -40,14 +40,12 @@ from hisparse.coordinator import HiSparseCoordinator
 from hisparse.extents import HostSlots
 from hisparse.sizing import Sizes, describe, plan_sizes
 from hisparse.tiers import build_tiers
-from model.backends.choice import choose_backend
-from model.loader import load_model, read_spec, resolve_dtype
-from model.shard import ALONE, WHOLE
 from model.sparse_model import SparseModel
 from model.spec import ModelSpec
-from service.checkpoint import identify, stop_token_ids
+from service.checkpoint import stop_token_ids
+from service.node_model import NodeModel
 from service.shell import NodeShell
-from service.start import check, claim_transfer_ports, use_device
+from service.start import check, claim_transfer_ports
 from transfer.fencing import ReservationTable
 from transfer.routes import Transports
 
@@ -63,35 +61,20 @@ def run_decode_node(config: DecodeConfig, place: RankPlace | None = None) -> Non
     configure_logging(config.log_level, config.log_format, name)
     check(config)
     token = None if config.key_dir is None else load_token(config.key_dir)
-    device = use_device(config.device)
-    dtype = resolve_dtype(config.model_path, config.dtype)
-    spec = read_spec(config.model_path, dtype, config.context_length, config.load_format, config.kv_cache_dtype)
-    checkpoint = identify(config.model_path)
+    described = NodeModel.of(config)
+    device, spec = described.device, described.spec
     hisparse = parse_config(config.hisparse_config, spec.index_topk)
-    backend = choose_backend(config.attention_backend, device, spec)
     with ExitStack() as at_end:
         shell: NodeShell[Event] = NodeShell("decode", config)
         at_end.callback(shell.close)
         ports = claim_transfer_ports(config)
-        log.info("attention backend", backend=backend.name)
+        log.info("attention backend", backend=described.backend.name)
         ranks = None
         if place is not None:
-            wake_rank = partial(shell.inbox.put, None)
-            ranks = RankGroup(place, device, config.step_timeout, wake_rank, shell.group_secret)
+            ranks = described.join(place, shell)
             at_end.callback(ranks.close)
             check_alike(ranks, config, spec)
-        model = load_model(
-            config.model_path,
-            dtype,
-            device,
-            config.context_length,
-            backend,
-            config.load_format,
-            shard=WHOLE if ranks is None else ranks.shard,
-            quantization=config.quantization,
-            kv_cache_dtype=config.kv_cache_dtype,
-            exchange=ALONE if ranks is None else ranks.connect(),
-        )
+        model, _ = described.load(ranks)
         transports = Transports(config.data_host, config.transfer_protocol, config.ib_device, ports)
         coordinator = build_tiers(
             _plan(config, hisparse, spec, device, ranks),
@@ -169,7 +152,7 @@ def run_decode_node(config: DecodeConfig, place: RankPlace | None = None) -> Non
                 page_size=config.page_size,
                 max_request_tokens=min(spec.context_length, coordinator.host.num_slots),
                 local_prefill=config.allow_local_prefill,
-                checkpoint=checkpoint,
+                checkpoint=described.checkpoint,
             ),
             heartbeat=lambda via: Heartbeat(
                 via=via,

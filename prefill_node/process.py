@@ -20,10 +20,7 @@ from engine.page_cache import PageCache, can_cache
 from engine.paged_pool import PagedKVPool, PagedSequence
 from engine.rank_place import RankPlace
 from engine.ranks import RankGroup
-from model.backends.choice import choose_backend
-from model.loader import load_model, read_spec, resolve_dtype
 from model.passes import PrefillChunk
-from model.shard import ALONE, WHOLE
 from model.sparse_model import SparseModel
 from model.spec import ModelSpec
 from model.split import SplitModel
@@ -41,9 +38,9 @@ from prefill_node.ranks.leader import GroupEngine
 from prefill_node.ring import SendRings
 from prefill_node.sender import SendResources
 from prefill_node.source import DeviceSource, HostSource, Reading
-from service.checkpoint import identify
+from service.node_model import NodeModel
 from service.shell import NodeShell
-from service.start import check, claim_transfer_ports, use_device
+from service.start import check, claim_transfer_ports
 from transfer.routes import Transports
 
 log = structlog.get_logger(__name__)
@@ -59,38 +56,21 @@ def run_prefill_node(config: PrefillConfig, place: RankPlace | None = None) -> N
     name = "prefill" if place is None else f"prefill-rank-{place.rank}"
     configure_logging(config.log_level, config.log_format, name)
     check(config)
-    device = use_device(config.device)
-    dtype = resolve_dtype(config.model_path, config.dtype)
-    spec = read_spec(config.model_path, dtype, config.context_length, config.load_format, config.kv_cache_dtype)
-    checkpoint = identify(config.model_path)
-    backend = choose_backend(config.attention_backend, device, spec)
+    described = NodeModel.of(config)
+    device, spec = described.device, described.spec
     with ExitStack() as at_end:
         shell: NodeShell[Any] = NodeShell("prefill", config)
         at_end.callback(shell.close)
         ports = claim_transfer_ports(config)
-        log.info("attention backend", backend=backend.name)
+        log.info("attention backend", backend=described.backend.name)
         ranks = None
         if place is not None:
-            # Behind the shell, which has bound this rank's ports: no rank answers before all have theirs.
-            wake_rank = partial(shell.inbox.put, None)
-            ranks = RankGroup(place, device, config.step_timeout, wake_rank, shell.group_secret)
+            ranks = described.join(place, shell)
             at_end.callback(ranks.close)
             check_alike(ranks, config, spec)
-        exchange = ALONE if ranks is None else ranks.connect()
-        model = load_model(
-            config.model_path,
-            dtype,
-            device,
-            config.context_length,
-            backend,
-            config.load_format,
-            shard=WHOLE if ranks is None else ranks.shard,
-            quantization=config.quantization,
-            kv_cache_dtype=config.kv_cache_dtype,
-            exchange=exchange,
-        )
+        model, exchange = described.load(ranks)
         if ranks is not None:
-            model = SplitModel(model.network, spec, backend, ranks.shard, exchange.gather, ranks.begin_step)
+            model = SplitModel(model.network, spec, described.backend, ranks.shard, exchange.gather, ranks.begin_step)
         pool = PagedKVPool(spec.kv_layout, _num_pages(config, spec, device, ranks), config.page_size, device)
         layers = [*pool.kv, *pool.index_keys]
         transports = Transports(config.data_host, config.transfer_protocol, config.ib_device, ports)
@@ -155,7 +135,7 @@ def run_prefill_node(config: PrefillConfig, place: RankPlace | None = None) -> N
                 transports=offer.transports,
                 page_size=config.page_size,
                 max_request_tokens=offer.max_tokens,
-                checkpoint=checkpoint,
+                checkpoint=described.checkpoint,
                 ranks=tuple(others),
             ),
             heartbeat=lambda via: Heartbeat(
