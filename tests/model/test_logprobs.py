@@ -12,8 +12,8 @@ from model.sparse_model import SparseModel
 TOP = 20
 PROMPT = torch.randint(0, 256, (301,), generator=torch.Generator().manual_seed(5))
 CLOSE, FLIPPED = 2e-4, 2e-3
-"""How far a log probability may be off: of most tokens, and of 1% of them. float32 does not decide near-ties at the
-border of the top-k alike on all processors, and where one position is selected instead of another a token's differ more."""
+"""How far a log probability may be off: of most tokens, and of 1% of them. Which of two nearly equal scores is the last
+of the top-k differs with the processor in float32, and a token that selects another position differs more."""
 
 
 def computed(model: SparseModel, cuts: list[int]) -> TokenLogprobs:
