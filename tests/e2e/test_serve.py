@@ -110,7 +110,7 @@ def test_the_demo_finds_the_pass_keys_says_what_that_cost_and_leaves_nothing_beh
     children: list[psutil.Process] = []
     wait_until(lambda: len(children_of(demo)) == 3, what="the demo's processes")  # type: ignore[arg-type]
     children = children_of(demo)  # type: ignore[arg-type]
-    output, _ = demo.communicate(timeout=120)
+    output, _ = demo.communicate(timeout=240)
     assert demo.returncode == 0
     keys = re.findall(r"^   The pass key of (\w+) is (\d{5})\.$", output, re.MULTILINE)
     assert len(keys) == 3
