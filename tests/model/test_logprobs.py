@@ -10,10 +10,9 @@ from model.logprobs import TokenLogprobs
 from model.sparse_model import SparseModel
 
 TOP = 20
-PROMPT = torch.randint(0, 256, (301,), generator=torch.Generator().manual_seed(5))
-CLOSE, FLIPPED = 2e-4, 2e-3
-"""How far a log probability may be off: of most tokens, and of 1% of them. Which of two nearly equal scores is the last
-of the top-k differs with the processor in float32, and a token that selects another position differs more."""
+PROMPT = torch.randint(0, 256, (301,), generator=torch.Generator().manual_seed(13))
+"""One without near-ties at the border of the top-k, which processors decide differently in float32: weights that are
+disturbed in their last bits change no log probability by more than 5e-6."""
 
 
 def computed(model: SparseModel, cuts: list[int]) -> TokenLogprobs:
@@ -32,17 +31,11 @@ def test_they_are_those_of_transformers(model: SparseModel, reference: PreTraine
         expected = reference(PROMPT[None]).logits[0, :-1].float().log_softmax(dim=-1)
     found = computed(model, cuts)
     own = expected.gather(1, PROMPT[1:, None])
-    of_top = expected.gather(1, found.top_ids.long())
-    off = (
-        torch.cat([found.own[:, None] - own, found.top - expected.topk(TOP).values, found.top - of_top], 1)
-        .abs()
-        .amax(1)
-    )
-    assert off.max() < FLIPPED
-    assert (off > CLOSE).sum() <= len(off) / 100
+    torch.testing.assert_close(found.own, own.squeeze(1), atol=2e-4, rtol=0)
+    torch.testing.assert_close(found.top, expected.topk(TOP).values, atol=2e-4, rtol=0)
+    torch.testing.assert_close(expected.gather(1, found.top_ids.long()), found.top, atol=2e-4, rtol=0)
     # A rank may differ by those that are as likely within the tolerance.
-    slack = 2 * torch.where(off > CLOSE, FLIPPED, CLOSE)[:, None]
-    least, most = 1 + (expected > own + slack).sum(1), 1 + (expected > own - slack).sum(1)
+    least, most = 1 + (expected > own + 4e-4).sum(1), 1 + (expected > own - 4e-4).sum(1)
     assert ((found.ranks >= least) & (found.ranks <= most)).all()
 
 
