@@ -18,7 +18,7 @@ from benchmarks.decode.workload import build_model
 from benchmarks.program import run
 from benchmarks.ranks.agreement import summary, time_agreement
 from benchmarks.ranks.exchange import time_exchange
-from benchmarks.ranks.fetching import time_fetching
+from benchmarks.ranks.host_reads import time_host_reads
 from benchmarks.ranks.prompts import models_of, time_prompt_of
 from benchmarks.ranks.steps import time_steps_of
 from cli.serve import die_with_parent
@@ -27,8 +27,8 @@ from engine.ranks import RankGroup
 from service.start import use_device
 
 _STEP_TIMEOUT_S = 300.0
-_FETCHING = ("swap-in alone", "together", "copy alone", "together")
-"""Headings of the fields of FetchRates."""
+_HOST_READS = ("swap-in alone", "together", "copy alone", "together")
+"""Headings of the fields of HostReadRates."""
 
 
 def main(
@@ -88,8 +88,8 @@ def _measure(
     console.print(table, "")
 
     if device.type == "cuda":
-        table = _table("read from each rank's own host pool, GB/s", "rank", *_FETCHING)
-        for rank, rates in enumerate(time_fetching(group)):
+        table = _table("read from each rank's own host pool, GB/s", "rank", *_HOST_READS)
+        for rank, rates in enumerate(time_host_reads(group)):
             table.add_row(str(rank), *(f"{rate:.1f}" for rate in astuple(rates)))
         console.print(table, "")
 

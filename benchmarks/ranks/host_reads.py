@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +19,7 @@ _SECONDS = 1.0
 
 
 @dataclass(frozen=True)
-class FetchRates:
+class HostReadRates:
     """GB/s of one rank, by swap-in and by the copy engine.
 
     alone: while no other rank reads. together: while all do.
@@ -30,19 +31,18 @@ class FetchRates:
     copy_together: float
 
 
-def time_fetching(group: RankGroup) -> list[FetchRates]:
+def time_host_reads(group: RankGroup) -> list[HostReadRates]:
     """All ranks call it, each with a GPU. Each rank's pool lies near its GPU, as those of decode nodes do."""
-    tiers = Tiers(_SHAPE, _BATCH)
-    swap_in = CudaSwapIn(tiers.host, tiers.device, tiers.residency, _SHAPE.top_k)
-    rotation = Rotation(_SHAPE, _BATCH, _MISSES, seed=group.rank)
-    launcher = Ours(tiers, swap_in, rotation)
-    swap_in_rates = _rates(group, recorded(launcher), rotation.length * rotation.num_bytes)
-    check_misses(launcher, 0)
-    host = tiers.host.kv
-    device = torch.empty(host.shape, dtype=host.dtype, device=group.device)
-    copy_rates = _rates(group, lambda: device.copy_(host, non_blocking=True), host.nbytes)
-    tiers.close()
-    return [FetchRates(*rates) for rates in group.share([*swap_in_rates, *copy_rates])]
+    with closing(Tiers(_SHAPE, _BATCH)) as tiers:
+        swap_in = CudaSwapIn(tiers.host, tiers.device, tiers.residency, _SHAPE.top_k)
+        rotation = Rotation(_SHAPE, _BATCH, _MISSES, seed=group.rank)
+        launcher = Ours(tiers, swap_in, rotation)
+        swap_in_rates = _rates(group, recorded(launcher), rotation.length * rotation.num_bytes)
+        check_misses(launcher, 0)
+        host = tiers.host.kv
+        device = torch.empty(host.shape, dtype=host.dtype, device=group.device)
+        copy_rates = _rates(group, lambda: device.copy_(host, non_blocking=True), host.nbytes)
+    return [HostReadRates(*rates) for rates in group.share([*swap_in_rates, *copy_rates])]
 
 
 def _rates(group: RankGroup, read: Callable[[], object], num_bytes: int) -> tuple[float, float]:
