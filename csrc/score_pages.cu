@@ -195,16 +195,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) score_pages(const __gri
         for (int stage = 0; stage < STAGES; ++stage) Arrival(shared.arrived + warp_id() * STAGES + stage).open();
         publish_arrivals();
     }
-    follow();
+    // While the kernel before still runs: neither lengths nor page table are its work.
     count_tiles(p, shared);
-
     const i64 all = shared.first_tile[batch];
     const int begin = static_cast<int>(all * blockIdx.x / gridDim.x), end = static_cast<int>(all * (blockIdx.x + 1) / gridDim.x);
+    Pieces pieces(p, shared, begin, end);
+    follow();
     if (begin == end) return;
     int sequence = shared.sequence_of(begin, batch);
     Queries queries;
     queries.load(p, sequence);
-    Pieces pieces(p, shared, begin, end);
 #pragma unroll 1
     for (int number = 0; number < STAGES; ++number) pieces.fetch(number);
 

@@ -31,7 +31,8 @@ class PagesToScore:
 
     queries: float8_e4m3 [batch, heads, 128], contiguous. head_weights: float32 [batch, heads], contiguous. keys: uint8
     [pages, page_size, 132], contiguous: 128 float8_e4m3, and a float32 scale. page_table: int64 [batch, max_pages].
-    lengths: int64 [batch], contiguous.
+    lengths: int64 [batch], contiguous. The last two are read while the kernel before may still run, so that kernel must not
+    be the one that writes them.
     """
 
     queries: torch.Tensor
@@ -51,6 +52,7 @@ class PagesToScore:
             and self.keys.shape[1] % _PIECE == 0
             and self.keys.data_ptr() % 16 == 0
             and self.page_table.stride(1) == 1
+            and self.lengths.is_contiguous()
             and self.page_table.dtype == self.lengths.dtype == torch.int64
             and self.head_weights.dtype == torch.float32
         )

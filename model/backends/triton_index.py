@@ -59,7 +59,7 @@ def decode_scores(
     """
     if by_hand and keys.stored is not None and has_kernel(keys.stored.device):
         queries, weights = index.queries.contiguous(), index.head_weights.contiguous()
-        given = PagesToScore(queries, weights, keys.stored, pages.page_table, pages.seq_lens.contiguous())
+        given = PagesToScore(queries, weights, keys.stored, pages.page_table, pages.seq_lens)
         if given.fits():
             return score_pages(given)
     table = pages.page_table
