@@ -31,8 +31,8 @@ class PagesToScore:
 
     queries: float8_e4m3 [batch, heads, 128], contiguous. head_weights: float32 [batch, heads], contiguous. keys: uint8
     [pages, page_size, 132], contiguous: 128 float8_e4m3, and a float32 scale. page_table: int64 [batch, max_pages].
-    lengths: int64 [batch], contiguous. The last two are read while the kernel before may still run, so that kernel must not
-    be the one that writes them.
+    lengths: int64 [batch], contiguous. The last two are read while the kernel before may still run, so that kernel must
+    not be the one that writes them.
     """
 
     queries: torch.Tensor

@@ -8,7 +8,7 @@ microseconds.
 A kernel that is launched with `chained` calls `follow` first, before it reads or writes anything. So it begins when the
 kernel before has ended, which did the same: the order of kernels stays that of the stream, whichever are chained. A
 kernel may read earlier what was written by others than the one directly before: they had all ended when that one called
-`follow`, and this one came only then. `csrc/score_pages.cu` does; weights that were asked for as early saved nothing (H200).
+`follow`, and this one came only then. `csrc/score_pages.cu` does. Weights that were asked for as early saved nothing.
 """
 
 import functools
