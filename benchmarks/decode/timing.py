@@ -31,7 +31,7 @@ class Part(StrEnum):
 
 
 _NAMES: dict[Part, tuple[str, ...]] = {
-    Part.EXPERTS: ("_experts", "_sort", "_swiglu_quantise", "_weigh", "_sum", "_choose", "_gather_rows", "grouped"),
+    Part.EXPERTS: ("_experts", "_sort", "_swiglu_quantise", "_weigh", "_sum", "_choose", "grouped"),
     Part.INDEX: ("score_pages", "score_prompt", "_encode_index"),
     Part.TOP_K: ("top_k", "topk", "devicescan"),
     Part.SWAP_IN: ("swap_in",),

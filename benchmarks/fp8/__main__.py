@@ -18,7 +18,7 @@ from rich.table import Table
 
 from base.errors import StartupError
 from benchmarks.fp8.layers import BYTES_PER_US, LINEAR, OPERATIONS_PER_US, RANKS, Result, expert_results, linear_results
-from benchmarks.fp8.sweep import sweep_experts, sweep_linear
+from benchmarks.fp8.sweep import sweep_experts, sweep_linear, sweep_prefill
 from benchmarks.machine import this_machine
 from benchmarks.program import run
 
@@ -30,9 +30,10 @@ class Sweep(StrEnum):
 
     LINEAR = "linear"
     EXPERTS = "experts"
+    PREFILL = "prefill"
 
 
-_SWEEPS = {Sweep.LINEAR: sweep_linear, Sweep.EXPERTS: sweep_experts}
+_SWEEPS = {Sweep.LINEAR: sweep_linear, Sweep.EXPERTS: sweep_experts, Sweep.PREFILL: sweep_prefill}
 
 
 def main(

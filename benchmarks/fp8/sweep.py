@@ -40,21 +40,28 @@ def sweep_linear(console: Console) -> None:
 
 def sweep_experts(console: Console) -> None:
     """Of a decode step's tokens."""
-    from model.backends import triton_fp8_experts as ours
+    _sweep(console, _few(), (1, 8, 64, 128, 512))
 
-    layers = random_moe_layers()
-    usual = ours.tiling
-    try:
-        for tokens in (1, 8, 64, 128, 512):
-            case = ExpertCase.random(layers, tokens)
-            times = {}
-            for cut in _few():
-                if _worth_it(cut, tokens):
-                    ours.tiling = partial(_always, cut)
-                    times[str(cut)] = _time(case.experts, case.turns)
-            _print_best(f"experts, {tokens} tokens of the group, limit {case.limit:.1f}", times, console)
-    finally:
-        ours.tiling = usual
+
+def sweep_prefill(console: Console) -> None:
+    """Of a prompt's tokens."""
+    from model.backends.triton_fp8_tile import Tiling
+
+    many = [
+        Tiling(m, n, warps, stages, per_sm, 1, left, registers)
+        for m, n, warps, stages, per_sm, left, registers in (
+            (128, 256, 8, 3, 1, True, None),
+            (128, 256, 8, 4, 1, True, None),
+            (128, 128, 8, 4, 1, True, None),
+            (128, 128, 8, 6, 1, True, None),
+            (128, 128, 8, 3, 2, True, 128),
+            (64, 128, 4, 4, 2, True, None),
+            (64, 128, 4, 3, 3, True, 168),
+            (64, 256, 4, 4, 1, True, None),
+            (128, 128, 8, 4, 1, False, None),
+        )
+    ]
+    _sweep(console, many, (2048, 8192, 65536))
 
 
 def _few() -> list["Tiling"]:
@@ -72,6 +79,25 @@ def _few() -> list["Tiling"]:
         (128, 5, 1, 2),
     )
     return [Tiling(m, n, 4, stages, per_sm, unroll) for m in (16, 32, 64) for n, stages, per_sm, unroll in ways]
+
+
+def _sweep(console: Console, tilings: list["Tiling"], counts: tuple[int, ...]) -> None:
+    from model.backends import triton_fp8_experts as ours
+
+    layers = random_moe_layers()
+    usual = ours.tiling
+    try:
+        for tokens in counts:
+            case = ExpertCase.random(layers, tokens)
+            times = {}
+            for cut in tilings:
+                if cut.warps == 4 and not cut.tokens_left and not _worth_it(cut, tokens):
+                    continue
+                ours.tiling = partial(_always, cut)
+                times[str(cut)] = _time(case.experts, case.turns)
+            _print_best(f"experts, {tokens} tokens of the group, limit {case.limit:.1f}", times, console)
+    finally:
+        ours.tiling = usual
 
 
 def _worth_it(cut: "Tiling", tokens: int) -> bool:

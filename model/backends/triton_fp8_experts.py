@@ -1,9 +1,8 @@
 """Routed experts with block-fp8 weights as Triton kernels that stream the weights of each used expert once.
 
 Five kernels, of tokens that are quantised: sort pairs of a token and an expert into tiles; gate and up; SwiGLU and
-quantisation; down; each token's weighted sum. Products of few tokens are cut as in `triton_fp8_tile`; many are gathered
-before (`triton_fp8_grouped`). Programs loop over the tiles that there are, so that launches depend on shapes alone and
-a CUDA graph serves every choice of experts.
+quantisation; down; each token's weighted sum. Products are cut as in `triton_fp8_tile`. Programs loop over the tiles
+that there are, so that launches depend on shapes alone and a CUDA graph serves every choice of experts.
 
 A token's result does not depend on the others while there are at most `FEW` of them; with more, channels are summed in
 one run.
@@ -16,10 +15,9 @@ import triton.language as tl
 from model.backends.device import properties
 from model.backends.triton_chain import chained, follow
 from model.backends.triton_fp8 import on, quantise, swiglu_quantise
-from model.backends.triton_fp8_grouped import TILE_ROWS, gather_rows, grouped_product
 from model.backends.triton_fp8_sort import Sorted, sort_pairs
 from model.backends.triton_fp8_sum import weighted_sum
-from model.backends.triton_fp8_tile import Tiling, described, multiply, store
+from model.backends.triton_fp8_tile import Tiling, described, multiply, multiply_wide
 from model.fp8 import BLOCK, FP8, blocks, check_scales
 
 FEW = 1024
@@ -27,7 +25,7 @@ FEW = 1024
 
 _MOST = 16384
 """Tokens that are computed at once. The more, the fewer rows of tiles are empty. Buffers have room for all of their
-pairs: 2.2 GB for DeepSeek-V3.2, top-8."""
+pairs: 3.2 GB for DeepSeek-V3.2, top-8."""
 
 _SPLIT_PAIRS = 64
 """With so few pairs, the runs of a tile's channels are shared among programs: they would be too few otherwise."""
@@ -38,9 +36,6 @@ _RUNS = 4
 _LEAST_RUN = 4
 
 _BLOCK = tl.constexpr(BLOCK)
-
-_Projections = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-"""gate_up, its scales, down and its scales."""
 
 
 def experts(
@@ -113,49 +108,44 @@ def experts_quantised(
     for begin in range(0, tokens, _MOST):
         part = slice(begin, begin + _MOST)
         few = tokens <= FEW
+        cut = tiling(tokens)
         here = None if shared is None else range(max(0, shared.start - begin), max(0, min(_MOST, shared.stop - begin)))
-        order = sort_pairs(ids[part], first_expert, count, tiling(tokens).m if few else TILE_ROWS, here)
-        compute = _rows_of_few if few else _rows_of_many
-        rows = compute(x[part], x_scales[part], order, ids.shape[1], projections, power_of_two)
+        order = sort_pairs(ids[part], first_expert, count, cut.m, here)
+        rows = _rows(x[part], x_scales[part], order, ids.shape[1], projections, power_of_two, few, cut)
         weighted_sum(
             rows, ids[part], weights[part], order, first_expert, count - (here is not None), beside, begin, out
         )
     return out
 
 
-def _rows_of_few(
-    x: torch.Tensor, x_scales: torch.Tensor, order: Sorted, top_k: int, projections: _Projections, power_of_two: bool
+def _rows(
+    x: torch.Tensor,
+    x_scales: torch.Tensor,
+    order: Sorted,
+    top_k: int,
+    projections: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    power_of_two: bool,
+    few: bool,
+    cut: Tiling,
 ) -> torch.Tensor:
     """What the experts compute of each row: bfloat16 [P, H], or float32 [splits, P, H], which is to be added up."""
     gate_up, gate_up_scales, down, down_scales = projections
-    cut = tiling(len(x))
-    both = _product(x, x_scales, order, top_k, gate_up, gate_up_scales, cut)
+    both = _product(x, x_scales, order, top_k, gate_up, gate_up_scales, few, cut)
     inner, inner_scales = swiglu_quantise(both, power_of_two, order.counts)
-    return _product(inner, inner_scales, order, 0, down, down_scales, cut)
-
-
-def _rows_of_many(
-    x: torch.Tensor, x_scales: torch.Tensor, order: Sorted, top_k: int, projections: _Projections, power_of_two: bool
-) -> torch.Tensor:
-    """What the experts compute of each row: bfloat16 [P, H]. Nothing is held longer than it is read."""
-    gate_up, gate_up_scales, down, down_scales = projections
-    inner = swiglu_quantise(
-        grouped_product(*gather_rows(x, x_scales, order, top_k), order, gate_up, gate_up_scales),
-        power_of_two,
-        order.counts,
-    )
-    return grouped_product(*inner, order, down, down_scales)
+    return _product(inner, inner_scales, order, 0, down, down_scales, few, cut)
 
 
 def tiling(tokens: int) -> Tiling:
-    """For at most FEW tokens: tiles that hold the rows of most experts at once, if some 8 of 256 are chosen."""
+    """Tiles that hold the rows of most experts at once, if some 8 of 256 are chosen."""
     if tokens <= 16:
         return Tiling(m=16, n=64, warps=4, stages=3, per_sm=6)
     if tokens <= 128:
         return Tiling(m=16, n=128, warps=4, stages=5, per_sm=2)
     if tokens <= 512:
         return Tiling(m=32, n=128, warps=4, stages=5, per_sm=2)
-    return Tiling(m=64, n=128, warps=8, stages=6, per_sm=1)
+    if tokens <= FEW:
+        return Tiling(m=64, n=128, warps=8, stages=6, per_sm=1)
+    return Tiling(m=128, n=256, warps=8, stages=4, per_sm=1, tokens_left=True)
 
 
 def _product(
@@ -165,6 +155,7 @@ def _product(
     top_k: int,
     weight: torch.Tensor,
     scales: torch.Tensor,
+    few: bool,
     cut: Tiling,
 ) -> torch.Tensor:
     """Every row times the transpose of its expert's weight [E, N, K]: bfloat16 [P, N] or float32 [splits, P, N].
@@ -173,7 +164,7 @@ def _product(
     """
     n, k = weight.shape[1:]
     pairs = len(order.pairs)
-    run = max(_LEAST_RUN, triton.cdiv(blocks(k), _RUNS))
+    run = max(_LEAST_RUN, triton.cdiv(blocks(k), _RUNS)) if few else blocks(k)
     splits = triton.cdiv(blocks(k), run) if pairs <= _SPLIT_PAIRS else 1
     shape, dtype = ((pairs, n), torch.bfloat16) if splits == 1 else ((splits, pairs, n), torch.float32)
     out = torch.empty(shape, dtype=dtype, device=x.device)
@@ -202,8 +193,10 @@ def _product(
             splits,
             gathers=top_k > 0,
             shares=splits > 1,
+            compiled=x.is_cuda,
             ragged=k % BLOCK != 0,
             folds=splits == 1 and run < blocks(k),
+            tokens_left=cut.tokens_left,
             block_n=cut.n,
             block_m=cut.m,
             stages=cut.stages,
@@ -247,8 +240,10 @@ def _experts(
     splits: tl.tensor,
     gathers: tl.constexpr,
     shares: tl.constexpr,
+    compiled: tl.constexpr,
     ragged: tl.constexpr,
     folds: tl.constexpr,
+    tokens_left: tl.constexpr,
     block_n: tl.constexpr,
     block_m: tl.constexpr,
     stages: tl.constexpr,
@@ -272,27 +267,67 @@ def _experts(
         real = row < tl.load(tile + 2)
         x_row = tl.load(pairs + row, mask=real, other=0) // top_k if gathers else row
         scale_row = expert * row_blocks + first_row // _BLOCK
-        total = multiply(
-            weight,
-            expert * n + first_row,
-            scales + scale_row.to(tl.int64) * num_blocks,
-            x,
-            x_row_stride,
-            x_scales,
-            x_scale_row_stride,
-            x_scale_block_stride,
-            x_row,
-            real,
-            split * run if shares else 0,
-            tl.minimum(split * run + run, num_blocks) if shares else num_blocks,
-            run,
-            k,
-            ragged,
-            folds,
-            False,
-            block_n,
-            block_m,
-            stages,
-            unroll,
-        )
-        store(out, total, split * num_rows.to(tl.int64) + row, real, first_row, n, block_n)
+        if block_n > _BLOCK:
+            next_row = tl.minimum(scale_row + 1, (expert + 1) * row_blocks - 1)
+            first, second = multiply_wide(
+                weight,
+                expert * n + first_row,
+                scales + scale_row.to(tl.int64) * num_blocks,
+                scales + next_row.to(tl.int64) * num_blocks,
+                x,
+                x_row_stride,
+                x_scales,
+                x_scale_row_stride,
+                x_scale_block_stride,
+                x_row,
+                real,
+                num_blocks,
+                k,
+                compiled,
+                ragged,
+                block_m,
+                stages,
+            )
+            _store(out, first, row, real, first_row, n, _BLOCK)
+            _store(out, second, row, real, first_row + _BLOCK, n, _BLOCK)
+        else:
+            total = multiply(
+                weight,
+                expert * n + first_row,
+                scales + scale_row.to(tl.int64) * num_blocks,
+                x,
+                x_row_stride,
+                x_scales,
+                x_scale_row_stride,
+                x_scale_block_stride,
+                x_row,
+                real,
+                split * run if shares else 0,
+                tl.minimum(split * run + run, num_blocks) if shares else num_blocks,
+                run,
+                k,
+                ragged,
+                folds,
+                tokens_left,
+                block_n,
+                block_m,
+                stages,
+                unroll,
+            )
+            _store(out, total, split * num_rows.to(tl.int64) + row, real, first_row, n, block_n)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _store(
+    out: tl.tensor,
+    total: tl.tensor,
+    row: tl.tensor,
+    real: tl.tensor,
+    first_column: tl.tensor,
+    n: tl.tensor,
+    block_n: tl.constexpr,
+) -> None:
+    """Store the real rows of a tile [rows, block_n]. Addresses are made here, behind the loop that needs registers."""
+    column = first_column + tl.arange(0, block_n)
+    place = row.to(tl.int64)[:, None] * n + column[None, :]
+    tl.store(out + place, total.to(out.dtype.element_ty), mask=real[:, None] & (column < n)[None, :])

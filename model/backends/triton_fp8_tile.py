@@ -1,4 +1,4 @@
-"""One tile of a product with a block-fp8 weight, which the kernels of linear layers and of few tokens' experts share.
+"""One tile of a product with a block-fp8 weight, which the kernels of linear layers and of experts share.
 
 Of few tokens the weight is the left factor: tensor cores of Hopper take at least 64 rows on the left, but as few as 8
 columns on the right, so little is wasted. Of many, tokens are the left factor: a thread holds results of two of them,
@@ -28,8 +28,9 @@ _BLOCK_BYTES = 16
 class Tiling:
     """How a product is cut. m, n: tokens and rows of the weight per tile. per_sm: programs per multiprocessor.
 
-    n is 64 or 128. registers: the most of a thread, so that per_sm programs fit; None: as many as the compiler takes.
-    unroll: blocks of channels per turn of the loop; the copies of two that lie side by side are started together.
+    n is 64 or 128, or with tokens_left also 256, which is computed as two of 128. registers: the most of a thread, so
+    that per_sm programs fit; None: as many as the compiler takes. unroll: blocks of channels per turn of the loop; the
+    copies of two that lie side by side are started together.
     """
 
     m: int
@@ -43,7 +44,7 @@ class Tiling:
 
 
 def described(weight: torch.Tensor, block_n: int) -> TensorDescriptor:
-    """A weight or activations [..., N, K] as the copy engine reads them, by tiles of block_n rows and 128 channels.
+    """A weight [..., N, K] as the copy engine reads it, by tiles of block_n rows, or 128, and 128 channels.
 
     Raises ValueError if the engine cannot.
     """
@@ -53,7 +54,7 @@ def described(weight: torch.Tensor, block_n: int) -> TensorDescriptor:
             f"expected a contiguous weight with a multiple of {_BLOCK_BYTES} channels, found shape "
             f"{list(weight.shape)}, strides {weight.stride()}"
         )
-    return TensorDescriptor(weight, [weight.numel() // k, k], [k, 1], [block_n, BLOCK])
+    return TensorDescriptor(weight, [weight.numel() // k, k], [k, 1], [min(block_n, BLOCK), BLOCK])
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -111,16 +112,46 @@ def multiply(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def store(
-    out: tl.tensor,
-    total: tl.tensor,
-    row: tl.tensor,
+def multiply_wide(
+    weight: tl.tensor,
+    weight_row: tl.tensor,
+    weight_scale: tl.tensor,
+    next_scale: tl.tensor,
+    x: tl.tensor,
+    x_row_stride: tl.tensor,
+    x_scale: tl.tensor,
+    x_scale_row_stride: tl.tensor,
+    x_scale_block_stride: tl.tensor,
+    x_row: tl.tensor,
     real: tl.tensor,
-    first_column: tl.tensor,
-    n: tl.tensor,
-    block_n: tl.constexpr,
-) -> None:
-    """Store the real rows of a tile [rows, block_n]. Addresses are made here, behind the loop that needs registers."""
-    column = first_column + tl.arange(0, block_n)
-    place = row.to(tl.int64)[:, None] * n + column[None, :]
-    tl.store(out + place, total.to(out.dtype.element_ty), mask=real[:, None] & (column < n)[None, :])
+    num_blocks: tl.tensor,
+    k: tl.tensor,
+    compiled: tl.constexpr,
+    ragged: tl.constexpr,
+    block_m: tl.constexpr,
+    stages: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """`multiply` over all blocks by 128 rows of the weight and by the 128 that follow, whose scales are at next_scale.
+
+    Each token that is read serves twice as many rows, and only one half's products are held beside both sums. compiled:
+    not interpreted.
+    """
+    column = tl.arange(0, _BLOCK)
+    rows = x + x_row.to(tl.int64)[:, None] * x_row_stride + column[None, :]
+    x_scales = x_scale + x_row * x_scale_row_stride
+    first = tl.zeros([block_m, _BLOCK], tl.float32)
+    second = tl.zeros([block_m, _BLOCK], tl.float32)
+    for block in tl.range(0, num_blocks, num_stages=stages):
+        inside = real[:, None] & (column + block * _BLOCK < k)[None, :] if ragged else real[:, None]
+        tokens = tl.load(rows + block * _BLOCK, mask=inside, other=0.0)
+        scale = tl.load(x_scales + block * x_scale_block_stride, mask=real, other=0.0)
+        values = weight.load([weight_row, block * _BLOCK])
+        first += tl.dot(tokens, values.T) * (scale * tl.load(weight_scale + block))[:, None]
+        if compiled:
+            # The compiler would start the next product before it has added this one up, and run out of registers.
+            first = tl.inline_asm_elementwise(
+                "mov.b32 $0, $1;", "=r,r", [first], dtype=tl.float32, is_pure=False, pack=1
+            )
+        values = weight.load([weight_row + _BLOCK, block * _BLOCK])
+        second += tl.dot(tokens, values.T) * (scale * tl.load(next_scale + block))[:, None]
+    return first, second

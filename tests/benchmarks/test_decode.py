@@ -38,8 +38,6 @@ OURS = {
     "_quantise": (Part.PROJECTIONS, "model/backends/triton_fp8.py"),
     "_swiglu_quantise": (Part.EXPERTS, "model/backends/triton_fp8.py"),
     "_experts": (Part.EXPERTS, "model/backends/triton_fp8_experts.py"),
-    "_gather_rows": (Part.EXPERTS, "model/backends/triton_fp8_grouped.py"),
-    "_grouped_product": (Part.EXPERTS, "model/backends/triton_fp8_grouped.py"),
     "_weigh": (Part.EXPERTS, "model/backends/triton_fp8_sum.py"),
     "_sort": (Part.EXPERTS, "model/backends/triton_fp8_sort.py"),
     "_choose": (Part.EXPERTS, "model/backends/triton_choose.py"),

@@ -244,8 +244,12 @@ def test_a_replay_attends_as_an_eager_call_does(num_queries: int) -> None:
 
 def exact_scores(encoded: IndexQueries, keys: torch.Tensor, dim: int) -> torch.Tensor:
     """Float64 [N, num_keys], of encoded queries and decoded keys [num_keys, dim]."""
-    products = (encoded.queries.double() @ keys.double().T * dim**-0.5).relu()
-    return torch.einsum("nh,nhk->nk", encoded.head_weights.double(), products)
+    total = torch.zeros(len(encoded.queries), len(keys), dtype=torch.float64, device=CUDA)
+    for queries, weights in zip(
+        encoded.queries.double().unbind(1), encoded.head_weights.double().unbind(1), strict=True
+    ):
+        total += weights[:, None] * (queries @ keys.double().T * dim**-0.5).relu()  # head by head: memory
+    return total
 
 
 def assert_scores(scores: torch.Tensor, exact: torch.Tensor) -> None:

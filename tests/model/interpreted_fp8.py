@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from model import fp8
-from model.backends import triton_fp8_experts, triton_fp8_grouped
+from model.backends import triton_fp8_experts
 from model.backends.triton_fp8 import quantise, swiglu_quantise
 from model.backends.triton_fp8_experts import experts, experts_quantised
 from model.backends.triton_fp8_linear import linear, linear_quantised, mlp, reduced
 from model.backends.triton_fp8_sort import sort_pairs
+from model.backends.triton_fp8_tile import Tiling
 from model.backends.triton_norm import rms_norm
 from model.norm import RmsNorm
 from model.quantization import BlockFp8
@@ -135,16 +136,15 @@ def test_experts(tokens: int, top_k: int, count: int, hidden: int, width: int, m
     close(experts(*case, True, 2, beside), fp8.experts(*case, True, 2, beside), 0.01)
 
 
-@pytest.mark.parametrize(("most", "rows"), [(24, 128), (64, 16)])
-def test_experts_of_many_tokens(most: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("n", [128, 256])
+def test_experts_of_many_tokens(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_fp8_experts, "FEW", 0)
-    monkeypatch.setattr(triton_fp8_experts, "_MOST", most)
-    for module in (triton_fp8_experts, triton_fp8_grouped):
-        monkeypatch.setattr(module, "TILE_ROWS", rows)
+    monkeypatch.setattr(triton_fp8_experts, "_MOST", 24)
+    monkeypatch.setattr(triton_fp8_experts, "tiling", lambda tokens: Tiling(32, n, 4, 2, 1, tokens_left=True))
     case = expert_case(40, 2, 3, 272, 128)
     close(experts(*case, False, 2), fp8.experts(*case, False, 2), 0.01)
-    tokens = routed(*case[:3], False)
-    apart = experts_quantised(*tokens.quantised, tokens.ids, tokens.weights, *case[3:], False, 2)
+    rows = routed(*case[:3], False)
+    apart = experts_quantised(*rows.quantised, rows.ids, rows.weights, *case[3:], False, 2)
     close(apart, fp8.experts(*case, False, 2), 0.01)
     for shared in (range(3, 30), range(30, 40), range(0)):
         ours, theirs = (compute(*case, False, 2, shared=shared) for compute in (experts, fp8.experts))
