@@ -1,7 +1,8 @@
 """Copies scattered pieces of memory within this process, as fast as memory allows.
 
-The loops are compiled when this module is imported, which takes seconds: only processes that copy import it. NumPy has
-no one-pass copy of runs that are scattered on both sides, and its gathers and scatters of rows reach a quarter of this.
+The loops are compiled when this module is first imported, which takes seconds: only processes that copy import it.
+NumPy has no one-pass copy of runs that are scattered on both sides, and its gathers and scatters of rows reach a
+quarter of this.
 
 Two things make small pieces as fast as large ones. The processor does not guess where the next piece begins, so it is
 prefetched some pieces ahead. And a store to memory that is not in the cache first reads it, so what this process will
@@ -9,6 +10,7 @@ not read soon is written past the cache, by non-temporal stores.
 """
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import llvmlite.ir
@@ -99,13 +101,28 @@ def _fetch_and_add(context: Any, address: Any, number: Any) -> Any:
     return types.int64(types.int64, types.int64), emit
 
 
-@numba.njit("void(int64, int64)")  # type: ignore[untyped-decorator]
+def _compiled(signature: str, **options: bool) -> Callable[[Callable[..., Any]], Any]:
+    """numba's decorator for a function of this signature, whose machine code is kept on disk if that can be written to.
+
+    Beside this file, or where numba keeps such code for the user. From there it takes a quarter of the time.
+    """
+
+    def compiled(function: Callable[..., Any]) -> Any:
+        try:
+            return numba.njit(signature, cache=True, **options)(function)
+        except Exception:  # there is no such place, no room in it, or it was damaged
+            return numba.njit(signature, **options)(function)
+
+    return compiled
+
+
+@_compiled("void(int64, int64)")
 def _prefetch_piece(source: int, length: int) -> None:
     for line in range(0, min(length, _PREFETCHED_BYTES), _LINE):
         _prefetch(source + line)
 
 
-@numba.njit("void(int64, int64, int64)")  # type: ignore[untyped-decorator]
+@_compiled("void(int64, int64, int64)")
 def _stream(destination: int, source: int, length: int) -> None:
     head = min(-destination % _LINE, length)
     lines = (length - head) // _LINE * _LINE
@@ -116,7 +133,7 @@ def _stream(destination: int, source: int, length: int) -> None:
     _memcpy(destination + copied, source + copied, length - copied)
 
 
-@numba.njit("void(int64[:], int64[:], int64[:], int64, int64, int64)")  # type: ignore[untyped-decorator]
+@_compiled("void(int64[:], int64[:], int64[:], int64, int64, int64)")
 def _stream_pieces(sources: Any, destinations: Any, lengths: Any, shift: int, first: int, last: int) -> None:
     for i in range(first, last):
         if i + _AHEAD < last:
@@ -127,13 +144,13 @@ def _stream_pieces(sources: Any, destinations: Any, lengths: Any, shift: int, fi
         _stream(destinations[i] + shift, sources[i], lengths[i])
 
 
-@numba.njit("void(int64[:], int64[:], int64[:])", nogil=True)  # type: ignore[untyped-decorator]
+@_compiled("void(int64[:], int64[:], int64[:])", nogil=True)
 def _stream_all(sources: Any, destinations: Any, lengths: Any) -> None:
     _stream_pieces(sources, destinations, lengths, 0, 0, len(lengths))
     _fence()
 
 
-@numba.njit("void(int64[:], int64[:], int64[:])", nogil=True)  # type: ignore[untyped-decorator]
+@_compiled("void(int64[:], int64[:], int64[:])", nogil=True)
 def _copy_all(sources: Any, destinations: Any, lengths: Any) -> None:
     for i in range(len(lengths)):
         if i + _AHEAD < len(lengths):
@@ -141,7 +158,7 @@ def _copy_all(sources: Any, destinations: Any, lengths: Any) -> None:
         _memcpy(destinations[i], sources[i], lengths[i])
 
 
-@numba.njit("int64(int64[:], int64[:], int64[:], int64, int64[:])", nogil=True)  # type: ignore[untyped-decorator]
+@_compiled("int64(int64[:], int64[:], int64[:], int64, int64[:])", nogil=True)
 def _copy_shares(sources: Any, destinations: Any, lengths: Any, shift: int, taken: Any) -> int:
     share, copied = max(1, len(lengths) // _SHARES), 0
     while True:

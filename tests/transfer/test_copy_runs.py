@@ -1,10 +1,15 @@
 """Copies of scattered pieces: every byte of them, and no other."""
 
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
 from typing import Any
 
+import numba
 import numpy as np
 import pytest
 from hypothesis import given
@@ -139,3 +144,37 @@ def test_a_copy_of_which_a_helper_fails_is_no_copy(monkeypatch: pytest.MonkeyPat
 def test_destinations_within_a_piece_of_memory(start: int, length: int, within: bool) -> None:
     batch = Descriptors(*np.array([(0, 1000, 10), (0, 1000 + start, length)], dtype=np.int64).T)
     assert all_within(batch, 1000, 100) is within
+
+
+def import_with_cache(directory: Path) -> list[int]:
+    """In a process of its own: how many of the loops were found in the cache, and how many were compiled."""
+    code = (
+        "from transfer import copy_runs as it; loops = [it._copy_all, it._stream_all, it._copy_shares];"
+        "print(*(sum(getattr(one.stats, which).total() for one in loops) for which in ('cache_hits', 'cache_misses')))"
+    )
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(directory)}
+    printed = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    return [int(word) for word in printed.stdout.split()]
+
+
+def test_loops_are_compiled_once_and_again_where_what_was_kept_is_damaged(tmp_path: Path) -> None:
+    assert import_with_cache(tmp_path) == [0, 3]
+    assert import_with_cache(tmp_path) == [3, 0]
+    for code in tmp_path.rglob("*.nbc"):
+        code.write_bytes(b"damaged")
+    assert import_with_cache(tmp_path)[0] == 0
+    for index in tmp_path.rglob("*.nbi"):
+        index.write_bytes(b"damaged")
+    assert import_with_cache(tmp_path) == [0, 3]
+
+
+def test_loops_are_compiled_where_nothing_can_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = numba.njit
+
+    def njit(signature: str, cache: bool = False, **options: bool) -> Any:
+        if cache:
+            raise RuntimeError("cannot cache function: no locator available")
+        return real(signature, **options)
+
+    monkeypatch.setattr(numba, "njit", njit)
+    assert copy_runs_module._compiled("int64(int64)")(lambda number: number + 1)(4) == 5
