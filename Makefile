@@ -26,6 +26,8 @@ $(STAMP): pyproject.toml deploy/setup.sh
 	PYTHON=$(PYTHON) VENV=$(VENV) sh deploy/setup.sh
 	touch $@
 
+# Its nodes compute by turns.
+demo: export OMP_NUM_THREADS = $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
 demo: setup
 	$(BIN)/python -m benchmarks.demo
 
