@@ -26,7 +26,7 @@ $(STAMP): pyproject.toml deploy/setup.sh
 	PYTHON=$(PYTHON) VENV=$(VENV) sh deploy/setup.sh
 	touch $@
 
-# Its nodes compute by turns.
+# Only one of its processes computes at a time.
 demo: export OMP_NUM_THREADS = $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
 demo: setup
 	$(BIN)/python -m benchmarks.demo

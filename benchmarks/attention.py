@@ -6,7 +6,6 @@ of a graph reads rows or pages of its own, more in all than the device caches, a
 """
 
 import json
-import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -21,6 +20,7 @@ from rich.table import Table
 
 from base.errors import StartupError
 from benchmarks.attention_extras import deep_gemm_scores, flash_mla
+from benchmarks.graph_timing import Work, copy_gb_per_s, median_us
 from benchmarks.machine import this_machine
 from benchmarks.program import run
 from hisparse.format import DenseFormat
@@ -49,10 +49,6 @@ FP8 = Fp8Format(LATENT_DIM, ITEM_DIM - LATENT_DIM, INDEX_DIM)
 _NUM_ROWS = 1 << 20
 _UNCACHED_BYTES = 256 << 20
 _SCALING = 0.1
-_REPLAYS = 9
-
-Work = Callable[[int], object]
-"""Launches turn number i of something."""
 
 
 @dataclass(frozen=True)
@@ -352,37 +348,6 @@ def index_inputs(tokens: int) -> IndexQueries:
         queries=torch.randn(tokens, INDEX_HEADS, INDEX_DIM, dtype=torch.bfloat16),
         head_weights=torch.randn(tokens, INDEX_HEADS),
     )
-
-
-def median_us(work: Work, turns: int) -> float:
-    """Microseconds of one turn: the median of replays of a graph of all turns, or of single calls if there are none."""
-    work(0)
-    torch.cuda.synchronize()
-    if turns == 0:
-        return statistics.median(_elapsed_us(lambda: work(0)) for _ in range(3))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for turn in range(turns):
-            work(turn)
-    graph.replay()
-    return statistics.median(_elapsed_us(graph.replay) for _ in range(_REPLAYS)) / turns
-
-
-def copy_gb_per_s() -> float:
-    """Bytes read and written per second by a large copy in device memory: what to measure reading against."""
-    source = torch.randn(1 << 28)
-    target = torch.empty_like(source)
-    us = median_us(lambda _: target.copy_(source), 2)
-    return 2 * source.nbytes / us / 1e3
-
-
-def _elapsed_us(work: Callable[[], object]) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    start.record()
-    work()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end)) * 1e3
 
 
 def print_results(results: list[CaseResult], context_length: int, bandwidth: float, console: Console) -> None:

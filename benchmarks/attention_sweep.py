@@ -15,10 +15,9 @@ from benchmarks.attention import (
     SCORED_TOGETHER,
     TOPK,
     Sequences,
-    Work,
     index_inputs,
-    median_us,
 )
+from benchmarks.graph_timing import Work, median_us
 from model.indexer import IndexQueries
 
 _PROMPT_CONTEXTS = (8192, 32768)

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from base.errors import StartupError
-from benchmarks.attention import Work, copy_gb_per_s, median_us
+from benchmarks.graph_timing import Work, copy_gb_per_s, median_us
 from benchmarks.program import run
 from hisparse.fp8_format import Fp8Format
 from model.config import RouterConfig

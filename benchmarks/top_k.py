@@ -1,7 +1,6 @@
 """`python -m benchmarks.top_k`: the top-k kernel of csrc/ beside torch.topk and what HBM allows."""
 
 import importlib
-import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated
@@ -12,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from base.errors import StartupError
+from benchmarks.graph_timing import copy_gb_per_s, median_us
 from benchmarks.program import run
 
 TOPK = 2048
@@ -19,9 +19,6 @@ DECODE = ((1, 8), (1, 32), (1, 128), (1, 1024), (16, 32), (16, 64), (16, 128), (
 """Rows and 1024 scores in each, like the next."""
 PROMPT = ((4096, 4), (2048, 8), (512, 32), (128, 128), (2048, 32), (1024, 128))
 """The first four are what a prompt's scores are cut into; the last two show the limit."""
-
-_COPIED_BYTES = 1 << 30
-_REPLAYS = 9
 
 Select = Callable[[torch.Tensor, int], object]
 """Finds the k largest of each row of scores."""
@@ -59,12 +56,12 @@ def main(
     torch.set_default_device("cuda")
     selects: dict[str, Select] = {"torch": lambda scores, k: scores.topk(k, sorted=False), "ours": top_positions}
     selects |= {name.rpartition(":")[2]: _imported(name) for name in beside}
-    bytes_per_us = copy_speed()
+    bytes_per_us = copy_gb_per_s() * 1e3
     results = []
     for rows, width in ((rows, k << 10) for rows, k in (*DECODE, *PROMPT)):
         scores = torch.randn(rows, width)
-        us = {name: median_us(select, scores) for name, select in selects.items()}
-        swept = {name: median_us(select, scores) for name, select in geometries(rows, width)} if sweep else {}
+        us = {name: select_us(select, scores) for name, select in selects.items()}
+        swept = {name: select_us(select, scores) for name, select in geometries(rows, width)} if sweep else {}
         results.append(CaseResult(rows, width, scores.nbytes / bytes_per_us, us, swept))
     print_results(results, Console())
 
@@ -95,34 +92,9 @@ def geometries(rows: int, width: int) -> Iterator[tuple[str, Select]]:
                 yield f"{kernel.block_size}x{cluster}", select
 
 
-def copy_speed() -> float:
-    """Bytes per microsecond that a large copy reads and writes."""
-    source = torch.empty(_COPIED_BYTES, dtype=torch.uint8)
-    target = torch.empty_like(source)
-    target.copy_(source)
-    return 2 * _COPIED_BYTES / statistics.median(_elapsed_us(lambda: target.copy_(source)) for _ in range(_REPLAYS))
-
-
-def median_us(select: Select, scores: torch.Tensor) -> float:
-    """Microseconds of one call: the median of replays of a graph of several."""
-    turns = max(2, min(20, (256 << 20) // scores.nbytes))
-    select(scores, TOPK)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(turns):
-            select(scores, TOPK)
-    graph.replay()
-    return statistics.median(_elapsed_us(graph.replay) for _ in range(_REPLAYS)) / turns
-
-
-def _elapsed_us(work: Callable[[], object]) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    start.record()
-    work()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end)) * 1e3
+def select_us(select: Select, scores: torch.Tensor) -> float:
+    """Microseconds of one call."""
+    return median_us(lambda _: select(scores, TOPK), turns=max(2, min(20, (256 << 20) // scores.nbytes)))
 
 
 def print_results(results: list[CaseResult], console: Console) -> None:

@@ -10,6 +10,7 @@ not read soon is written past the cache, by non-temporal stores.
 """
 
 import threading
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -104,13 +105,16 @@ def _fetch_and_add(context: Any, address: Any, number: Any) -> Any:
 def _compiled(signature: str, **options: bool) -> Callable[[Callable[..., Any]], Any]:
     """numba's decorator for a function of this signature, whose machine code is kept on disk if that can be written to.
 
-    Beside this file, or where numba keeps such code for the user. From there it takes a quarter of the time.
+    Beside this file, or where numba keeps such code for the user. From there it takes a quarter of the time. Where that
+    cannot be, a warning says why.
     """
 
     def compiled(function: Callable[..., Any]) -> Any:
         try:
             return numba.njit(signature, cache=True, **options)(function)
-        except Exception:  # there is no such place, no room in it, or it was damaged
+        except Exception as error:
+            # There is no such place, no room in it, or it was damaged. What is wrong with the function is raised below.
+            warnings.warn(f"compiled loops are not kept on disk: {error!r}", RuntimeWarning, stacklevel=1)
             return numba.njit(signature, **options)(function)
 
     return compiled

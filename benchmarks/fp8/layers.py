@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from benchmarks.attention import median_us
+from benchmarks.graph_timing import median_us
 from model.config import RouterConfig
 from model.fp8 import FP8, blocks
 from model.norm import RmsNorm

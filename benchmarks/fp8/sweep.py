@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 import torch
 from rich.console import Console
 
-from benchmarks.attention import Work, median_us
 from benchmarks.fp8.layers import LINEAR, ExpertCase, Weight, limit, random_layers, random_moe_layers
+from benchmarks.graph_timing import Work, median_us
 
 if TYPE_CHECKING:
     from model.backends.triton_fp8_tile import Tiling

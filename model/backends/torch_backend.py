@@ -16,7 +16,7 @@ from model.rope import Rope
 
 CPU_BLOCK_BYTES = 8 << 20
 """Of gathered items or per-head scores that are computed at once on a CPU: they stay in its cache, and the allocator
-keeps their memory, where the kernel would clear that of larger ones for each block."""
+keeps their memory, where the operating system would clear that of larger ones for each block."""
 GPU_BLOCK_BYTES = 64 << 20
 """The same on a GPU, so that memory is linear in the length of the context."""
 

@@ -5,10 +5,10 @@ all programs of a kernel have begun, those of the next one come to the multiproc
 there until it has ended and what it wrote is seen. A decode step has some two thousand kernels, most of a few
 microseconds.
 
-A kernel that is launched with `chained` calls `follow` first, before it reads or writes anything. So it begins when the
-kernel before has ended, which did the same: the order of kernels stays that of the stream, whichever are chained. A
-kernel may read earlier what was written by others than the one directly before: they had all ended when that one called
-`follow`, and this one came only then. `csrc/score_pages.cu` does. Weights that were asked for as early saved nothing.
+A kernel that is launched with `chained` calls `follow` before it writes anything, or reads what the kernel directly
+before may have written. It comes only when that one has called `follow`, and so when all others had ended: the order of
+kernels stays that of the stream, whichever are chained. Most call it first of all. `csrc/score_pages.cu` reads lengths
+and page table before; weights that were asked for as early saved nothing.
 """
 
 import functools
