@@ -23,8 +23,8 @@ from benchmarks.attention_extras import deep_gemm_scores, flash_mla
 from benchmarks.graph_timing import Work, copy_gb_per_s, median_us
 from benchmarks.machine import this_machine
 from benchmarks.program import run
-from hisparse.format import DenseFormat
-from hisparse.fp8_format import Fp8Format
+from kvcache.format import DenseFormat
+from kvcache.fp8_format import Fp8Format
 from model.backends.protocol import AttentionBackend
 from model.backends.torch_backend import TorchBackend
 from model.indexer import IndexQueries

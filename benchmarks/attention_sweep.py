@@ -43,7 +43,7 @@ Sweeping = Iterator[tuple[str, int, dict[str, Work]]]
 
 
 def _scores() -> Sweeping:
-    from hisparse.cuda.score_pages import PagesToScore, score_pages
+    from kernels.score_pages import PagesToScore, score_pages
     from model.backends.triton_encode import encode_index_queries
     from model.backends.triton_index import StoredKeys, decode_scores
 
@@ -72,7 +72,7 @@ def _scores() -> Sweeping:
 
 
 def _prompts() -> Sweeping:
-    from hisparse.cuda.score_prompt import PromptToScore, score_prompt
+    from kernels.score_prompt import PromptToScore, score_prompt
     from model.backends.triton_encode import encode_index_queries
 
     encoded = encode_index_queries(index_inputs(SCORED_TOGETHER))

@@ -18,7 +18,7 @@ from rich.table import Table
 from base.errors import StartupError
 from benchmarks.graph_timing import Work, copy_gb_per_s, median_us
 from benchmarks.program import run
-from hisparse.fp8_format import Fp8Format
+from kvcache.fp8_format import Fp8Format
 from model.config import RouterConfig
 from model.indexer import IndexQueries
 from model.norm import LayerNorm

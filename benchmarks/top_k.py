@@ -51,7 +51,7 @@ def main(
     if not torch.cuda.is_available():
         raise StartupError("the top-k benchmark needs a CUDA device")
     # Here, since a machine without CUDA need not have what compiles csrc/.
-    from hisparse.cuda.top_k import top_positions
+    from kernels.top_k import top_positions
 
     torch.set_default_device("cuda")
     selects: dict[str, Select] = {"torch": lambda scores, k: scores.topk(k, sorted=False), "ours": top_positions}
@@ -77,7 +77,7 @@ def _imported(name: str) -> Select:
 
 def geometries(rows: int, width: int) -> Iterator[tuple[str, Select]]:
     """Launches with each number of blocks per row, by name: threads of a block x blocks."""
-    from hisparse.cuda.top_k import Geometry, on_device
+    from kernels.top_k import Geometry, on_device
 
     kernels = on_device(torch.device("cuda", torch.cuda.current_device()))
     for kernel in kernels.specializations:

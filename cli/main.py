@@ -20,10 +20,10 @@ from cli import keygen, quarantine
 from cli.config import ServeConfig, SizingConfig
 from cli.flags import takes_flags
 from decode_node.config import DecodeConfig
-from engine.rank_place import RankPlace
 from gateway.config import GatewayConfig
 from model.shapes import ShapeName
 from prefill_node.config import PrefillConfig
+from ranks.rank_place import RankPlace
 from service.descriptors import raise_file_limit
 from service.lifecycle import end_on_sigterm_until_served
 

@@ -17,11 +17,11 @@ from cli.flags import changed_flags
 from cli.serve import RANK_PORTS, Child, arguments, processes, terminate
 from control.messages import ADDRESS_PATTERN
 from decode_node.config import DecodeConfig
-from engine.agreement import GroupFailed
-from engine.group_table import GroupTable
-from engine.hung_ranks import HungRanks
-from engine.rank_place import RankPlace, create_places
 from prefill_node.config import PrefillConfig
+from ranks.agreement import GroupFailed
+from ranks.group_table import GroupTable
+from ranks.hung_ranks import HungRanks
+from ranks.rank_place import RankPlace, create_places
 from service.exposure import check_processes
 from service.lifecycle import STOP_SIGNALS
 

@@ -11,6 +11,7 @@ from functools import cached_property
 
 import torch
 
+from base.block_hashes import BLOCK_TOKENS
 from base.errors import StartupError
 from benchmarks.decode.config import DecodeBench
 from benchmarks.decode.limits import Works, work_of
@@ -18,10 +19,9 @@ from benchmarks.decode.timing import Part
 from benchmarks.decode.workload import Model, build_model
 from benchmarks.prefill.limits import work_of_chunk
 from cli.config import SizingConfig
-from control.block_hashes import BLOCK_TOKENS
 from hisparse.config import HiSparseConfig
-from hisparse.prefix_cache import BLOCK_BYTES
 from hisparse.sizing import GIB, Sizes, plan_sizes
+from kvcache.prefix_cache import BLOCK_BYTES
 
 _PAGE = 64
 _PLENTY_GIB = 2.0**20

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import numpy as np
 
-from control.block_hashes import BlockHashes
+from base.block_hashes import BlockHashes
 from control.messages import MAX_CACHE_BLOCKS, CacheUpdate
 
 _EVERY_S = 0.1

@@ -11,7 +11,8 @@ from typing import Annotated
 import msgpack
 from pydantic import Field, ValidationError
 
-from control.messages import SENT_BY, Address, Message, Peer, Ping, Pong, Refused, Registered, UInt, WireModel
+from base.wire import UInt, WireModel
+from control.messages import SENT_BY, Address, Message, Peer, Ping, Pong, Refused, Registered
 
 PROTOCOL_VERSION = 8
 

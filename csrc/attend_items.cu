@@ -49,7 +49,7 @@ struct Shared {
     float totals[MULTIPLYING][TILE_HEADS];
     u64 ready[PLACES], weighed[PLACES], free[PLACES];
 };
-static_assert(sizeof(Shared) + SWIZZLED_BYTES <= FIXED_BYTES, "hisparse/cuda/specialization.py reserves less");
+static_assert(sizeof(Shared) + SWIZZLED_BYTES <= FIXED_BYTES, "kernels/specialization.py reserves less");
 
 template <int REGISTERS>
 __device__ __forceinline__ void take_registers() {

@@ -24,7 +24,7 @@ struct Shared {
     u32 totals[WARPS];
 };
 constexpr int KEYS_AT = ceil_div(sizeof(Shared), 16) * 16;  // in shared memory, behind Shared
-static_assert(KEYS_AT <= FIXED_BYTES, "hisparse/cuda/specialization.py reserves less");
+static_assert(KEYS_AT <= FIXED_BYTES, "kernels/specialization.py reserves less");
 
 // One block's part of a row.
 struct Part {

@@ -7,7 +7,7 @@ import structlog
 from control.messages import Abort, AttemptId, Peer, PrefillFailed
 from control.plane import ControlPlane
 from decode_node.health import SILENCE_S, Health
-from hisparse.extents import HostSlots
+from kvcache.extents import HostSlots
 from transfer.fencing import ReservationTable
 
 log = structlog.get_logger(__name__)
@@ -19,7 +19,9 @@ class AbandonedAttempts:
     The other way out of quarantine is the proof that the prefill node is dead. One loop calls it.
     """
 
-    def __init__(self, control: ControlPlane, reservations: ReservationTable[HostSlots], health: Health) -> None:
+    def __init__(
+        self, control: ControlPlane, reservations: ReservationTable[AttemptId, Peer, HostSlots], health: Health
+    ) -> None:
         self._control = control
         self._reservations = reservations
         self._health = health

@@ -7,7 +7,7 @@ from functools import cached_property
 from control.messages import AttemptId, ChunkDone, Peer, PrefillDone
 from control.prompt_logprobs import PromptLogprobTable
 from decode_node.request import Request
-from hisparse.extents import NO_SLOTS, HostSlots
+from kvcache.extents import NO_SLOTS, HostSlots
 from transfer.planner import Int64s
 
 ChunkNumber = int | None

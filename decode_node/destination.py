@@ -2,8 +2,9 @@
 
 import os
 
-from control.messages import BufferInfo, Destination, ModelIdentity, SharedMemory
-from hisparse.host_pool import HostKVPool
+from control.messages import Destination, ModelIdentity
+from kvcache.host_pool import HostKVPool
+from transfer.memory import BufferInfo, SharedMemory
 from transfer.routes import Transports
 
 

@@ -3,9 +3,9 @@
 from base.errors import StartupError
 from base.memory import human
 from decode_node.config import DecodeConfig
-from engine.ranks import RankGroup
 from hisparse.sizing import Sizes
 from model.spec import ModelSpec
+from ranks.group import RankGroup
 from service.node_model import common_to_ranks
 
 

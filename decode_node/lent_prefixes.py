@@ -21,8 +21,8 @@ from decode_node.attempt import PrefillAttempt
 from decode_node.health import Health
 from decode_node.request import Request
 from decode_node.verifier import Digested, Digesting, Verification
-from hisparse.extents import NO_SLOTS, HostSlots
-from hisparse.host_pool import HostKVPool
+from kvcache.extents import NO_SLOTS, HostSlots
+from kvcache.host_pool import HostKVPool
 
 log = structlog.get_logger(__name__)
 

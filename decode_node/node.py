@@ -22,11 +22,11 @@ from decode_node.remote_prefill import PrefillMessage, RemotePrefill
 from decode_node.request import RequestState
 from decode_node.scheduler import Scheduler
 from decode_node.verifier import Digested, Verified
-from engine.agreement import GroupFailed
 from engine.device import DeviceFailed
-from engine.ranks import RankGroup
 from hisparse.coordinator import HiSparseCoordinator
 from hisparse.swap_in import SwapInCounters
+from ranks.agreement import GroupFailed
+from ranks.group import RankGroup
 from service.lifecycle import Phase
 from service.shell import NodeShell
 from service.standing import stand_with_group

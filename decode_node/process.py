@@ -7,14 +7,14 @@ from functools import partial
 import structlog
 import torch
 
+from base.block_hashes import BlockHasher
 from base.errors import StartupError
 from base.logs import configure_logging
 from base.memory import available_host_bytes, device_split, human, pool_bytes
-from control.block_hashes import BlockHasher
 from control.cache_reports import CacheReports
 from control.keys import load_token
 from control.membership import Membership
-from control.messages import Heartbeat, Register
+from control.messages import AttemptId, Heartbeat, Peer, Register
 from decode_node.config import DecodeConfig
 from decode_node.destination import destination_of
 from decode_node.grammars import Grammars
@@ -31,17 +31,17 @@ from decode_node.verifier import Verifier
 from engine.chunked import ChunkedPrefill
 from engine.grammar.vocabulary import Vocabulary
 from engine.identity import identity_of
-from engine.paged_pool import PagedKVPool
-from engine.rank_place import RankPlace
-from engine.ranks import RankGroup
 from engine.runner import ModelRunner
 from hisparse.config import HiSparseConfig, parse_config
 from hisparse.coordinator import HiSparseCoordinator
-from hisparse.extents import HostSlots
 from hisparse.sizing import Sizes, describe, plan_sizes
 from hisparse.tiers import build_tiers
+from kvcache.extents import HostSlots
+from kvcache.paged_pool import PagedKVPool
 from model.sparse_model import SparseModel
 from model.spec import ModelSpec
+from ranks.group import RankGroup
+from ranks.rank_place import RankPlace
 from service.checkpoint import stop_token_ids
 from service.node_model import NodeModel
 from service.shell import NodeShell
@@ -90,7 +90,7 @@ def run_decode_node(config: DecodeConfig, place: RankPlace | None = None) -> Non
         # Closed before the pool, too, which it reads.
         verifier = Verifier(destination.buffers, shell.inbox.put)
         at_end.callback(verifier.close)
-        reservations: ReservationTable[HostSlots] = ReservationTable(
+        reservations: ReservationTable[AttemptId, Peer, HostSlots] = ReservationTable(
             coordinator.host.release, coordinator.host.retain, transports.cut
         )
         remote = RemotePrefill(

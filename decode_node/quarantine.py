@@ -14,7 +14,7 @@ from fastapi import APIRouter, Depends, HTTPException
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from pydantic import BaseModel
 
-from control.messages import Peer
+from control.messages import AttemptId, Peer
 from control.plane import ControlPlane
 from decode_node.health import SILENCE_S
 from decode_node.lent_prefixes import LentPrefixes, Loan
@@ -71,7 +71,9 @@ class Eviction(BaseModel):
 class Quarantine:
     """Lists and evicts quarantined reservations. The node's loop, which owns them, calls it."""
 
-    def __init__(self, reservations: ReservationTable[Any], control: ControlPlane, lent: LentPrefixes) -> None:
+    def __init__(
+        self, reservations: ReservationTable[AttemptId, Peer, Any], control: ControlPlane, lent: LentPrefixes
+    ) -> None:
         """lent: what prefill nodes read."""
         self._reservations = reservations
         self._control = control
@@ -124,11 +126,13 @@ class Quarantine:
         log.warning("evicted by an operator", forced=force, **eviction.model_dump(exclude={"warning"}))
         return eviction
 
-    def _written(self, reservation: Reservation[Any], writer: Writer, now: float) -> QuarantinedReservation:
+    def _written(
+        self, reservation: Reservation[AttemptId, Peer, Any], writer: Writer[Peer], now: float
+    ) -> QuarantinedReservation:
         free_after = writer.free_after
         return QuarantinedReservation(
-            request_id=reservation.attempt.request_id,
-            epoch=reservation.attempt.epoch,
+            request_id=reservation.key.request_id,
+            epoch=reservation.key.epoch,
             slots=reservation.num_slots,
             quarantined_s=now - (reservation.quarantined_at or now),
             writer=writer.peer.address,

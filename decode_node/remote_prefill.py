@@ -37,7 +37,7 @@ from decode_node.lent_prefixes import LentPrefixes
 from decode_node.prefill_nodes import PrefillNodes
 from decode_node.request import Request, RequestState
 from decode_node.verifier import Digested, Digesting, Verification, Verified
-from hisparse.extents import NO_SLOTS, HostSlots
+from kvcache.extents import NO_SLOTS, HostSlots
 from transfer.fencing import ReservationTable
 
 log = structlog.get_logger(__name__)
@@ -68,7 +68,7 @@ class RemotePrefill:
         self,
         control: ControlPlane,
         destination: Destination,
-        reservations: ReservationTable[HostSlots],
+        reservations: ReservationTable[AttemptId, Peer, HostSlots],
         verify: Callable[[Verification | Digesting], bool],
         metrics: Metrics,
         patience: float,

@@ -13,7 +13,7 @@ from control.prompt_logprobs import PromptLogprobTable
 from engine.adjustments import adjusts, banned_tokens
 from engine.grammar.state import GrammarState
 from engine.sampling import RandomStream
-from hisparse.extents import HostSlots
+from kvcache.extents import HostSlots
 
 
 class RequestState(Enum):

@@ -22,10 +22,10 @@ from decode_node.slots import SlotManager
 from decode_node.starting import PrefillStarter
 from decode_node.stepper import Stepper
 from engine.grammar.errors import GrammarViolation
-from engine.ranks import RankGroup
 from engine.runner import ModelRunner
 from engine.sampling import NoToken
 from hisparse.coordinator import HiSparseCoordinator
+from ranks.group import RankGroup
 
 log = structlog.get_logger(__name__)
 

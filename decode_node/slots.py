@@ -9,7 +9,7 @@ from decode_node.local_prefill import LocalPrefill
 from decode_node.remote_prefill import RemotePrefill
 from decode_node.request import Request, RequestState, RequestTable
 from hisparse.coordinator import HOST_GRANULE, HiSparseCoordinator, Tier
-from hisparse.extents import NO_SLOTS, HostSlots
+from kvcache.extents import NO_SLOTS, HostSlots
 
 log = structlog.get_logger(__name__)
 

@@ -3,14 +3,14 @@
 import time
 from collections.abc import Callable
 
+from base.block_hashes import BLOCK_TOKENS
 from base.metrics import Metrics
-from control.block_hashes import BLOCK_TOKENS
 from control.messages import Peer
 from decode_node.local_prefill import LocalPrefill
 from decode_node.remote_prefill import RemotePrefill
 from decode_node.request import Request, RequestState, RequestTable
 from decode_node.slots import SlotManager
-from hisparse.extents import NO_SLOTS
+from kvcache.extents import NO_SLOTS
 
 PrefillNode = Peer | LocalPrefill
 

@@ -11,13 +11,13 @@ from control.messages import Token
 from decode_node.grammars import Grammars
 from decode_node.request import Request, RequestState
 from engine.adjustments import Ban
-from engine.agreement import GroupFailed
 from engine.batch import Batch
 from engine.grammar.errors import GrammarViolation
-from engine.ranks import RankGroup
 from engine.runner import LaunchedStep, ModelRunner
 from engine.sampling import NoToken
 from hisparse.coordinator import HiSparseCoordinator
+from ranks.agreement import GroupFailed
+from ranks.group import RankGroup
 
 log = structlog.get_logger(__name__)
 

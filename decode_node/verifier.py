@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import structlog
 
-from control.messages import AttemptId, BufferInfo, Checksum, Checksums
+from control.messages import AttemptId
 from decode_node.attempt import ChunkNumber, PrefillAttempt
 from transfer.checksum import Mismatch, digests, verify
+from transfer.memory import BufferInfo, Checksum, Checksums
 from transfer.planner import Int64s
 
 log = structlog.get_logger(__name__)

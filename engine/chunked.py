@@ -7,10 +7,10 @@ from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
-from engine.page_cache import PageCache, PageLease
-from engine.paged_pool import PagedKVPool, PagedSequence
 from engine.prompt_logprobs import QueuedLogprobs
-from hisparse.prefix_tree import TokenIds
+from kvcache.page_cache import PageCache, PageLease
+from kvcache.paged_pool import PagedKVPool, PagedSequence
+from kvcache.prefix_tree import TokenIds
 from model.passes import PrefillChunk
 from model.sparse_model import SparseModel
 from transfer.planner import Int64s

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from control.block_hashes import BlockHashes
+from base.block_hashes import BlockHashes
 from control.grammar import Grammar
 from control.messages import Output, Peer, Sampling
 from control.prompt_logprobs import PromptLogprobs, PromptLogprobTable

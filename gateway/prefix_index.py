@@ -1,6 +1,6 @@
 """Which blocks of tokens each node has cached, as far as this gateway was told.
 
-Nodes know exactly and compare token ids. The gateway keeps 64-bit hashes (`control.block_hashes`), and what it thinks
+Nodes know exactly and compare token ids. The gateway keeps 64-bit hashes (`base.block_hashes`), and what it thinks
 may be out of date: a wrong guess costs a hit and never a wrong token. Nodes send updates (`control.cache_reports`), and
 a whole one when the acknowledged serial shows that one was missed. So the index is right again after a restart of
 either side, and applying an update twice is applying it once.
@@ -9,7 +9,7 @@ either side, and applying an update twice is applying it once.
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from control.block_hashes import BLOCK_TOKENS, BlockHashes
+from base.block_hashes import BLOCK_TOKENS, BlockHashes
 from control.messages import CacheUpdate
 
 

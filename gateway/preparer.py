@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 from pydantic import ValidationError
 
+from base.block_hashes import BlockHasher
 from base.errors import StartupError
-from control.block_hashes import BlockHasher
 from control.grammar import Grammar, Lark
 from gateway.attempt import TokenizedRequest
 from gateway.choice import TextOptions

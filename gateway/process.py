@@ -7,10 +7,10 @@ import time
 
 import structlog
 
+from base.block_hashes import BLOCK_TOKENS, BlockHasher
 from base.errors import StartupError
 from base.logs import configure_logging
 from base.metrics import Metrics
-from control.block_hashes import BLOCK_TOKENS, BlockHasher
 from control.keys import cache_seed, load_keys
 from control.messages import (
     Accepted,

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from control.block_hashes import BlockHashes
+from base.block_hashes import BlockHashes
 from control.messages import (
     CacheUpdate,
     CheckpointIdentity,

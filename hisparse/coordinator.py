@@ -11,10 +11,10 @@ import structlog
 import torch
 
 from hisparse.copy_stream import CopyStream
-from hisparse.extents import HostSlots, SlotAccountingError
 from hisparse.staging import Staged, StagingArea
 from hisparse.step import DecodeStep, StepError
 from hisparse.swap_in import StagedKV, SwapInBackend, SwapInCounters
+from kvcache.extents import HostSlots, SlotAccountingError
 
 log = structlog.get_logger(__name__)
 

@@ -8,19 +8,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hisparse.extents import Extent, SlotAccountingError, SlotAllocator, expand
-from hisparse.layout import KVLayout
+from kernels.specialization import hot_granule
+from kvcache.extents import Extent, SlotAccountingError, SlotAllocator, expand
+from kvcache.layout import KVLayout
 
 _GROWTH = 64
 """Hot slots are taken this many at a time, so that a short request does not go to the allocator for every token."""
-
-
-def hot_granule(device_buffer_size: int) -> int:
-    """Consecutive slots that a row owns at a time: a power of two, so that rounding up costs at most 1/256 of a buffer.
-
-    A row's hot slots are then known by at most 512 numbers, which fit a kernel's shared memory.
-    """
-    return 1 << max(0, (device_buffer_size // 256).bit_length() - 1)
 
 
 def upload(values: Sequence[int] | npt.NDArray[Any], into: torch.Tensor) -> torch.Tensor:

@@ -37,7 +37,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hisparse.extents import SlotAccountingError
+from kvcache.extents import SlotAccountingError
 
 MAX_DEVICE_BUFFER_SIZE = 2**15 - 1
 """The position table holds hot indices as int16: it is the biggest table, and int32 would double it. HiSparseConfig

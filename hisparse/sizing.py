@@ -3,13 +3,13 @@
 from bisect import bisect_right
 from dataclasses import dataclass
 
+from base.block_hashes import BLOCK_TOKENS
 from base.errors import StartupError
 from base.memory import human
-from control.block_hashes import BLOCK_TOKENS
 from hisparse.config import HiSparseConfig
-from hisparse.device_pool import hot_granule
-from hisparse.layout import KVLayout
-from hisparse.prefix_cache import BLOCK_BYTES
+from kernels.specialization import hot_granule
+from kvcache.layout import KVLayout
+from kvcache.prefix_cache import BLOCK_BYTES
 
 GIB = 2**30
 

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from hisparse.copy_stream import CopyEvent, CopyStream
-from hisparse.extents import HostSlots
 from hisparse.swap_in import StagedKV, SwapInBackend
+from kvcache.extents import HostSlots
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,8 +9,8 @@ import numpy.typing as npt
 import torch
 
 from hisparse.device_pool import DeviceKVPool, upload
-from hisparse.host_pool import HostKVPool
 from hisparse.residency import Residency
+from kvcache.host_pool import HostKVPool
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from hisparse.config import HiSparseConfig
 from hisparse.coordinator import HiSparseCoordinator
 from hisparse.copy_stream import CopyStream
 from hisparse.device_pool import DeviceKVPool
-from hisparse.host_pool import HostKVPool
 from hisparse.residency import Residency
 from hisparse.sizing import Sizes
 from hisparse.swap_in import CpuSwapIn, SwapInBackend
+from kvcache.host_pool import HostKVPool
 
 
 def build_tiers(
@@ -58,7 +58,8 @@ def _make_backend(
         return CpuSwapIn(host, pool, residency), ThreadPoolExecutor(1, "hisparse-copy")
     try:
         # Here, since a machine without an accelerator need not have what compiles kernels.
-        from hisparse.cuda import CudaCopyStream, CudaSwapIn
+        from hisparse.cuda_copy_stream import CudaCopyStream
+        from hisparse.cuda_swap_in import CudaSwapIn
     except ImportError as error:
         raise StartupError(f"decoding on {pool.device} needs {error.name}: install hisparse-pd[kernels]") from error
     backend = CudaSwapIn(host, pool, residency, config.top_k, config.swap_in_block_size)

@@ -3,8 +3,8 @@
 import torch
 
 from hisparse.device_pool import DeviceKVPool
-from hisparse.host_pool import HostKVPool
 from hisparse.swap_in import StepBatch
+from kvcache.host_pool import HostKVPool
 
 
 class SwapInMismatchError(RuntimeError):

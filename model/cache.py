@@ -2,7 +2,7 @@
 
 The model knows layers and projections, but not where KV lies. It writes and reads *rows* of flat pools: a prefill cache
 maps positions to rows, a decode cache swaps positions in and returns their rows. A row is bytes in a
-`hisparse.format.KVFormat`.
+`kvcache.format.KVFormat`.
 """
 
 from collections.abc import Sequence

@@ -10,7 +10,7 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from base.errors import StartupError
-from hisparse.format import KVCacheDtype
+from kvcache.format import KVCacheDtype
 from model.checkpoint import read_json
 from model.quantization import BlockFp8, read_quantization
 from model.rope import RopeAngles

@@ -10,7 +10,7 @@ import torch
 
 from base.errors import StartupError
 from base.memory import available_host_bytes, human
-from hisparse.format import KVCacheDtype
+from kvcache.format import KVCacheDtype
 from model.backends.device import fp8_obstacle
 from model.backends.protocol import AttentionBackend
 from model.backends.torch_backend import TorchBackend

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
-from hisparse.format import DenseFormat, KVCacheDtype, KVFormat
-from hisparse.fp8_format import Fp8Format
-from hisparse.layout import KVLayout
+from kvcache.format import DenseFormat, KVCacheDtype, KVFormat
+from kvcache.fp8_format import Fp8Format
+from kvcache.layout import KVLayout
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from control.messages import Transport
+from transfer.memory import Transport
 
 Floats = npt.NDArray[np.float64]
 

@@ -29,12 +29,12 @@ from control.messages import (
     Refused,
     Registered,
 )
-from engine.agreement import GroupFailed
 from engine.device import DeviceFailed
-from engine.ranks import RankGroup
 from prefill_node.decode_nodes import DecodeNodes
 from prefill_node.engine import PrefillEngine, PrefillUpdate
 from prefill_node.finished import FinishedAttempts
+from ranks.agreement import GroupFailed
+from ranks.group import RankGroup
 from service.lifecycle import Phase
 from service.shell import NodeShell
 from service.standing import stand_with_group

@@ -8,10 +8,11 @@ from typing import Literal
 
 import structlog
 
-from control.messages import AttemptId, Checksum, Checksums, Destination, Peer
+from control.messages import AttemptId, Destination, Peer
 from prefill_node.arrival import PrefixArrival
 from prefill_node.landing import KVSink, Landing
 from transfer.checksum import digest
+from transfer.memory import Checksum, Checksums
 from transfer.planner import Int64s, expand_pages
 from transfer.reader import Reader, ReadReport
 

@@ -6,21 +6,13 @@ from typing import Self
 
 import torch
 
-from control.messages import (
-    AttemptId,
-    Checksum,
-    Checksums,
-    ChunkDone,
-    Destination,
-    Peer,
-    PrefillDone,
-    PrefillRequest,
-)
+from control.messages import AttemptId, ChunkDone, Destination, Peer, PrefillDone, PrefillRequest
 from control.prompt_logprobs import PromptLogprobs
 from engine.chunked import PrefillJob
 from prefill_node.arrival import PrefixArrival
 from prefill_node.outgoing import Chunk, SendReport
 from prefill_node.progress import ForwardProgress
+from transfer.memory import Checksum, Checksums
 from transfer.planner import Int64s, expand_extents
 
 

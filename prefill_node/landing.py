@@ -5,10 +5,10 @@ from typing import Protocol
 
 import torch
 
-from control.messages import BufferInfo
-from engine.paged_pool import buffer_info
+from kvcache.paged_pool import buffer_info
 from prefill_node.ring import BUFFER_BYTES, SendBuffer, SendRing, SendRings
 from transfer.checksum import Range, item_ranges
+from transfer.memory import BufferInfo
 from transfer.planner import Descriptors, Int64s, plan_runs
 from transfer.writer import Pipeline
 

@@ -3,8 +3,9 @@
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from control.messages import Destination, ModelIdentity, Peer, PrefillRequest, Transport
+from control.messages import Destination, ModelIdentity, Peer, PrefillRequest
 from control.prompt_logprobs import too_many
+from transfer.memory import Transport
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,13 @@ from dataclasses import dataclass, field, replace
 
 import structlog
 
-from control.messages import AttemptId, Checksum, Destination, Peer
+from control.messages import AttemptId, Destination, Peer
 from prefill_node.plan import ChunkPart, ChunkPlan, gather_policy
 from prefill_node.progress import ForwardProgress, NotComputed
 from prefill_node.ring import BUFFER_BYTES, SendBuffer, SendRing
 from prefill_node.source import Reading
 from transfer.checksum import digest, sampled
+from transfer.memory import Checksum
 from transfer.planner import Descriptors, Int64s
 from transfer.writer import Outcome, Pipeline, TransferError, Write
 

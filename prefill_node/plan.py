@@ -5,7 +5,7 @@ from typing import Literal
 
 import numpy as np
 
-from control.messages import Transport
+from transfer.memory import Transport
 from transfer.planner import NO_LIMIT, Descriptors, Int64s, Runs, expand_pages, plan_runs
 
 

@@ -21,7 +21,7 @@ import structlog
 import torch
 
 from base.metrics import Metrics
-from control.messages import AttemptId, FetchDone, FetchGrant, FetchRefused, FetchRequest, Transport
+from control.messages import AttemptId, FetchDone, FetchGrant, FetchRefused, FetchRequest
 from engine.chunked import ChunkedPrefill
 from prefill_node.arrival import PrefixArrival, pass_patience
 from prefill_node.choices import FetchPolicy
@@ -30,6 +30,7 @@ from prefill_node.fetch import Fetch, FetchFailure, FetchReport
 from prefill_node.fetcher import PrefixFetcher
 from prefill_node.job import ArrivingPrefix, JobState, TransferJob
 from prefill_node.outgoing import Chunk
+from transfer.memory import Transport
 from transfer.planner import expand_extents
 
 log = structlog.get_logger(__name__)

@@ -7,19 +7,17 @@ from typing import Any
 import structlog
 import torch
 
+from base.block_hashes import BLOCK_TOKENS
 from base.errors import StartupError
 from base.logs import configure_logging
 from base.memory import device_split, human, pool_bytes
-from control.block_hashes import BLOCK_TOKENS
 from control.cache_reports import CacheReports
 from control.membership import Membership
 from control.messages import Heartbeat, Peer, Register
 from engine.chunked import ChunkedPrefill
 from engine.identity import identity_of
-from engine.page_cache import PageCache, can_cache
-from engine.paged_pool import PagedKVPool, PagedSequence
-from engine.rank_place import RankPlace
-from engine.ranks import RankGroup
+from kvcache.page_cache import PageCache, can_cache
+from kvcache.paged_pool import PagedKVPool, PagedSequence
 from model.passes import PrefillChunk
 from model.sparse_model import SparseModel
 from model.spec import ModelSpec
@@ -38,6 +36,8 @@ from prefill_node.ranks.leader import GroupEngine
 from prefill_node.ring import SendRings
 from prefill_node.sender import SendResources
 from prefill_node.source import DeviceSource, HostSource, Reading
+from ranks.group import RankGroup
+from ranks.rank_place import RankPlace
 from service.node_model import NodeModel
 from service.shell import NodeShell
 from service.start import check, claim_transfer_ports

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from control.messages import BufferInfo
-from engine.paged_pool import buffer_info
+from kvcache.paged_pool import buffer_info
+from transfer.memory import BufferInfo
 from transfer.writer import BATCHES_IN_FLIGHT, Pipeline, TransferError
 
 BUFFER_BYTES = 5 << 19

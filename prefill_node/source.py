@@ -8,13 +8,13 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from control.messages import BufferInfo
-from engine.paged_pool import buffer_info
+from kvcache.paged_pool import buffer_info
 from prefill_node.plan import ChunkPart
 from prefill_node.ring import SendBuffer
 from transfer.checksum import digest, item_ranges
 from transfer.choices import ChecksumMode
 from transfer.copy_runs import copy_runs, stream_runs
+from transfer.memory import BufferInfo
 
 _pack = copy_runs if (os.cpu_count() or 1) > 2 else stream_runs
 """Through the cache, so that sending reads from there. On one or two cores packing itself delays sending, so there the

@@ -10,8 +10,6 @@ from base.version import VERSION
 from control.codec import PROTOCOL_VERSION
 from control.messages import CheckpointIdentity
 from engine.identity import identity_of
-from engine.rank_place import RankPlace
-from engine.ranks import RankGroup
 from model.backends.choice import choose_backend
 from model.backends.device import fp8_obstacle
 from model.backends.protocol import AttentionBackend
@@ -19,6 +17,8 @@ from model.loader import load_model, read_spec, resolve_dtype
 from model.shard import ALONE, WHOLE, Exchange
 from model.sparse_model import SparseModel
 from model.spec import ModelSpec
+from ranks.group import RankGroup
+from ranks.rank_place import RankPlace
 from service.checkpoint import identify
 from service.config import NodeConfig
 from service.shell import NodeShell

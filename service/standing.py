@@ -2,8 +2,8 @@
 
 import structlog
 
-from engine.group_table import Standing
-from engine.ranks import RankGroup
+from ranks.group import RankGroup
+from ranks.group_table import Standing
 from service.lifecycle import Lifecycle, Phase
 
 log = structlog.get_logger(__name__)

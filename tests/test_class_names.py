@@ -7,11 +7,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = (
     "base",
-    "control",
     "transfer",
+    "control",
+    "kernels",
+    "kvcache",
     "hisparse",
     "model",
     "engine",
+    "ranks",
     "service",
     "gateway",
     "prefill_node",

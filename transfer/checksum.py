@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import xxhash
 
-from control.messages import BufferInfo, Checksum
 from transfer.choices import ChecksumMode
+from transfer.memory import BufferInfo, Checksum
 from transfer.planner import Int64s
 
 Range = tuple[int, int]

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import structlog
 
 from base.errors import StartupError
-from control.messages import BufferInfo, Session, Transport
+from transfer.memory import BufferInfo, Session, Transport
 from transfer.planner import NO_LIMIT, Descriptors
 from transfer.ports import listening_ports
 from transfer.writer import Outcome

@@ -17,19 +17,31 @@ and what it cuts is posted again and lingers, so fences would follow each other 
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Generic, Protocol, TypeVar
-
-from control.messages import AttemptId, Peer
 
 DRAIN_GRACE_S = 5.0
 """Most of what lingers has arrived by then. The fence keeps out the rest."""
 LANDED_CAN_WAIT_S = 25.0
 """How long, after the grace, slots that went on with a request wait for a fence that others need."""
 
-Resource = TypeVar("Resource")
+KeyT = TypeVar("KeyT", bound=Hashable)
+"""What a reservation is known by, such as an attempt."""
+ResourceT = TypeVar("ResourceT")
+
+
+class Process(Protocol):
+    """A process of another node."""
+
+    @property
+    def boot_id(self) -> str:
+        """Drawn anew at each start of the process."""
+        ...
+
+
+ProcessT = TypeVar("ProcessT", bound=Process)
 
 
 class Fence(Protocol):
@@ -50,10 +62,10 @@ class ReservationState(Enum):
 
 
 @dataclass
-class Writer:
+class Writer(Generic[ProcessT]):
     """A process that slots were named to, of which it is not known that nothing of it is under way."""
 
-    peer: Peer
+    peer: ProcessT
     free_after: float | None = None
     """When its grace ends (time.monotonic); None while it may still post."""
 
@@ -68,16 +80,16 @@ class Writer:
 
 
 @dataclass
-class Reservation(Generic[Resource]):
-    """Slots named for an attempt to `node`, and so to its ranks.
+class Reservation(Generic[KeyT, ProcessT, ResourceT]):
+    """Slots named under a key to `node`, and so to its ranks.
 
     writers: the node and its ranks, without those that are known to be quiet.
     """
 
-    attempt: AttemptId
-    node: Peer
-    writers: list[Writer]
-    resource: Resource
+    key: KeyT
+    node: ProcessT
+    writers: list[Writer[ProcessT]]
+    resource: ResourceT
     num_slots: int
     state: ReservationState = ReservationState.WRITABLE
     quarantined_at: float | None = None
@@ -90,11 +102,11 @@ class Reservation(Generic[Resource]):
         """Whether a writer may still post something."""
         return any(writer.may_post for writer in self.writers)
 
-    def writers_of(self, boot_id: str) -> list[Writer]:
+    def writers_of(self, boot_id: str) -> list[Writer[ProcessT]]:
         """The writer that is that process, if one is."""
         return [writer for writer in self.writers if writer.peer.boot_id == boot_id]
 
-    def writers_spoken_for_by(self, boot_id: str) -> list[Writer]:
+    def writers_spoken_for_by(self, boot_id: str) -> list[Writer[ProcessT]]:
         """All if that process is the node, otherwise `writers_of` it."""
         return list(self.writers) if boot_id == self.node.boot_id else self.writers_of(boot_id)
 
@@ -104,7 +116,7 @@ class Reservation(Generic[Resource]):
         return now - max(ends, default=now)
 
 
-class ReservationTable(Generic[Resource]):
+class ReservationTable(Generic[KeyT, ProcessT, ResourceT]):
     """Owns every resource that a remote writer may touch.
 
     release: takes back what is safe to use again. retain: adds an owner to a resource that a request has, so that it
@@ -113,57 +125,57 @@ class ReservationTable(Generic[Resource]):
 
     def __init__(
         self,
-        release: Callable[[Resource], None],
-        retain: Callable[[Resource], None],
+        release: Callable[[ResourceT], None],
+        retain: Callable[[ResourceT], None],
         fence: Callable[[], Fence],
     ) -> None:
         self._release = release
         self._retain = retain
         self._make_fence = fence
-        self._table: dict[AttemptId, Reservation[Resource]] = {}
+        self._table: dict[KeyT, Reservation[KeyT, ProcessT, ResourceT]] = {}
         self._fence: Fence | None = None
-        self._behind: list[Reservation[Resource]] = []
+        self._behind: list[Reservation[KeyT, ProcessT, ResourceT]] = []
         """What becomes free when the fence has passed."""
 
     def __len__(self) -> int:
         return len(self._table)
 
-    def __contains__(self, attempt: AttemptId) -> bool:
-        return attempt in self._table
+    def __contains__(self, key: KeyT) -> bool:
+        return key in self._table
 
-    def __iter__(self) -> Iterator[Reservation[Resource]]:
+    def __iter__(self) -> Iterator[Reservation[KeyT, ProcessT, ResourceT]]:
         # A copy: metrics are read while the owner changes the table.
         return iter(list(self._table.values()))
 
     @property
-    def quarantined(self) -> list[Reservation[Resource]]:
+    def quarantined(self) -> list[Reservation[KeyT, ProcessT, ResourceT]]:
         return [r for r in self if r.state is ReservationState.QUARANTINED]
 
     @property
     def quarantined_slots(self) -> int:
         return sum(r.num_slots for r in self.quarantined)
 
-    def is_writable(self, attempt: AttemptId) -> bool:
-        reservation = self._table.get(attempt)
+    def is_writable(self, key: KeyT) -> bool:
+        reservation = self._table.get(key)
         return reservation is not None and reservation.state is ReservationState.WRITABLE
 
     def open(
-        self, attempt: AttemptId, node: Peer, resource: Resource, num_slots: int, ranks: Sequence[Peer] = ()
+        self, key: KeyT, node: ProcessT, resource: ResourceT, num_slots: int, ranks: Sequence[ProcessT] = ()
     ) -> None:
         """Take ownership of a resource that is about to be named to `node`. ranks: the node's other processes."""
-        if attempt in self._table:
-            raise ValueError(f"reservation {attempt} is open already")
+        if key in self._table:
+            raise ValueError(f"reservation {key} is open already")
         writers = [Writer(peer) for peer in (node, *ranks)]
-        self._table[attempt] = Reservation(attempt, node, writers, resource, num_slots)
+        self._table[key] = Reservation(key, node, writers, resource, num_slots)
 
-    def landed(self, attempt: AttemptId, now: float, lingering: bool = False) -> Resource:
+    def landed(self, key: KeyT, now: float, lingering: bool = False) -> ResourceT:
         """The node confirmed the last write of all writers: the resource goes on with its request.
 
         lingering: something may land again, so the table stays an owner, too, until a fence has passed.
         """
-        if not self.is_writable(attempt):
-            raise ValueError(f"reservation {attempt} is not writable")
-        reservation = self._table[attempt]
+        if not self.is_writable(key):
+            raise ValueError(f"reservation {key} is not writable")
+        reservation = self._table[key]
         if lingering:
             self._retain(reservation.resource)
             reservation.state = ReservationState.LINGERING
@@ -171,25 +183,25 @@ class ReservationTable(Generic[Resource]):
             for writer in reservation.writers:
                 writer.end(now)
         else:
-            del self._table[attempt]
+            del self._table[key]
         return reservation.resource
 
-    def quarantine(self, attempt: AttemptId, now: float) -> Peer:
+    def quarantine(self, key: KeyT, now: float) -> ProcessT:
         """The request gives the resource up, and its writers may still write. Returns the node that was asked."""
-        reservation = self._table[attempt]
+        reservation = self._table[key]
         if reservation.state is ReservationState.WRITABLE:
             reservation.state = ReservationState.QUARANTINED
             reservation.quarantined_at = now
         return reservation.node
 
-    def quiesced(self, attempt: AttemptId, boot_id: str, now: float, lingering: bool = False) -> bool:
+    def quiesced(self, key: KeyT, boot_id: str, now: float, lingering: bool = False) -> bool:
         """That process says that nothing is in flight and nothing will follow.
 
         It counts for all writers if that is the node that was asked, and for itself if it is another of them. When
         nothing can come from any, the resource is released: at once, or, if the network may still carry something
         (`lingering`), behind a fence. Returns whether it is about a quarantined resource that nobody posts to any more.
         """
-        reservation = self._table.get(attempt)
+        reservation = self._table.get(key)
         if reservation is None or reservation.state is not ReservationState.QUARANTINED:
             return False
         spoken_for = reservation.writers_spoken_for_by(boot_id)
@@ -199,21 +211,21 @@ class ReservationTable(Generic[Resource]):
             else:
                 reservation.writers.remove(writer)
         if not reservation.writers:
-            del self._table[attempt]
+            del self._table[key]
             self._release(reservation.resource)
         return bool(spoken_for) and not reservation.may_be_posted_to
 
-    def writer_died(self, boot_id: str, now: float) -> list[AttemptId]:
+    def writer_died(self, boot_id: str, now: float) -> list[KeyT]:
         """That process is proved dead. Returns the attempts that were waiting for it."""
         lost = []
         for reservation in self:
             for writer in reservation.writers_of(boot_id):
                 if writer.may_post and reservation.state is ReservationState.WRITABLE:
-                    lost.append(reservation.attempt)
+                    lost.append(reservation.key)
                 writer.end(now)
         return lost
 
-    def evict(self, boot_id: str, now: float) -> list[AttemptId]:
+    def evict(self, boot_id: str, now: float) -> list[KeyT]:
         """An operator vouches that this process is gone for good. Returns the attempts that it was a writer of.
 
         Only those that are quarantined; a grace that has begun goes on. If the process lives and writes after the
@@ -222,9 +234,9 @@ class ReservationTable(Generic[Resource]):
         evicted = [(r, writer) for r in self.quarantined for writer in r.writers_of(boot_id)]
         for _, writer in evicted:
             writer.end(now)
-        return [reservation.attempt for reservation, _ in evicted]
+        return [reservation.key for reservation, _ in evicted]
 
-    def release_expired(self, now: float) -> list[AttemptId]:
+    def release_expired(self, now: float) -> list[KeyT]:
         """Release what nothing can write to any more, and return its attempts. To be called again and again."""
         if self._fence is None:
             self._behind = [
@@ -237,8 +249,8 @@ class ReservationTable(Generic[Resource]):
             return []
         self._fence = None
         # Some may have been released meanwhile, at their writer's word.
-        freed = [r for r in self._behind if self._table.get(r.attempt) is r]
+        freed = [r for r in self._behind if self._table.get(r.key) is r]
         for reservation in freed:
-            del self._table[reservation.attempt]
+            del self._table[reservation.key]
             self._release(reservation.resource)
-        return [reservation.attempt for reservation in freed]
+        return [reservation.key for reservation in freed]

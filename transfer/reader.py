@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from control.messages import BufferInfo
+from transfer.memory import BufferInfo
 from transfer.planner import Descriptors, Int64s, plan_runs
 from transfer.writer import Channel, Outcome, Pipeline, TransferError, Write
 

@@ -6,10 +6,10 @@ from typing import Literal
 import structlog
 
 from base.errors import StartupError
-from control.messages import BufferInfo, Destination, Session, SharedMemory, Transport
 from transfer.choices import TransferProtocol
 from transfer.engine import KVTransferEngine, rdma_devices
 from transfer.incoming import IncomingCut
+from transfer.memory import BufferInfo, RemotePool, Session, SharedMemory, Transport
 from transfer.ports import ClaimedPorts
 from transfer.writer import Channel
 
@@ -86,14 +86,14 @@ class Transports:
         engine = self.engines.get("tcp")
         return IncomingCut(() if engine is None else engine.data_ports)
 
-    def connect(self, destination: Destination) -> Channel:
+    def connect(self, destination: RemotePool) -> Channel:
         """The best way to a decode node. Raises NoRoute, with what was tried."""
         # Imported here, since the import compiles copies, which a decode node does not need.
         from transfer.shm import SharedMemoryChannel
 
         return self._route(destination, SharedMemoryChannel, KVTransferEngine.channel)
 
-    def connect_to_read(self, destination: Destination) -> Channel:
+    def connect_to_read(self, destination: RemotePool) -> Channel:
         """The best way to read a decode node's pool (`transfer.reader`). Raises NoRoute, with what was tried."""
         from transfer.shm import SharedMemoryReads
 
@@ -101,7 +101,7 @@ class Transports:
 
     def _route(
         self,
-        destination: Destination,
+        destination: RemotePool,
         shared: Callable[[SharedMemory], Channel],
         over_engine: Callable[[KVTransferEngine, Session], Channel],
     ) -> Channel:

@@ -10,8 +10,8 @@ from functools import cache
 
 import structlog
 
-from control.messages import SharedMemory, Transport
 from transfer.copy_runs import JointCopy, all_within
+from transfer.memory import SharedMemory, Transport
 from transfer.planner import NO_LIMIT, Descriptors
 from transfer.writer import Outcome, Pending, TransferError
 

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import structlog
 
-from control.messages import Transport
+from transfer.memory import Transport
 from transfer.planner import Descriptors
 
 log = structlog.get_logger(__name__)

@@ -10,9 +10,9 @@ from transformers import AutoConfig
 from benchmarks.wrapped_backend import WrappedBackend
 from hisparse.config import HiSparseConfig
 from hisparse.coordinator import HiSparseCoordinator
-from hisparse.format import KVCacheDtype
 from hisparse.sizing import plan_sizes
 from hisparse.tiers import build_tiers
+from kvcache.format import KVCacheDtype
 from model.backends.protocol import AttentionBackend
 from model.cache import PagedKeys
 from model.config import NetworkConfig, RouterConfig, network_config

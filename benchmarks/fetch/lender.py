@@ -6,12 +6,13 @@ from multiprocessing.connection import Connection
 import numpy as np
 import torch
 
-from control.messages import Checksums, Destination, ModelIdentity
+from control.messages import Destination, ModelIdentity
 from decode_node.destination import destination_of
-from hisparse.host_pool import HostKVPool
-from hisparse.layout import KVLayout
+from kvcache.host_pool import HostKVPool
+from kvcache.layout import KVLayout
 from transfer.checksum import digests
 from transfer.choices import TransferProtocol
+from transfer.memory import Checksums
 from transfer.routes import Transports
 
 _EXTENT = 2048

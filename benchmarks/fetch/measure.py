@@ -16,10 +16,10 @@ import torch
 
 from benchmarks.fetch.lender import Lender
 from benchmarks.fetch.link import throttled
-from control.messages import AttemptId, Destination, Peer, Transport
+from control.messages import AttemptId, Destination, Peer
 from engine.chunked import ChunkedPrefill, PrefillJob
 from engine.identity import identity_of
-from engine.paged_pool import PagedKVPool, PagedSequence
+from kvcache.paged_pool import PagedKVPool, PagedSequence
 from model.backends.choice import choose_backend
 from model.loader import load_model, read_spec
 from model.passes import PrefillChunk
@@ -30,6 +30,7 @@ from prefill_node.costs import ComputeCost, FetchCosts
 from prefill_node.fetch import Fetch, RunningFetch
 from prefill_node.landing import HostSink
 from transfer.choices import TransferProtocol
+from transfer.memory import Transport
 from transfer.planner import Int64s
 from transfer.reader import Reader
 from transfer.routes import Transports

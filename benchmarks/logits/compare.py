@@ -10,8 +10,8 @@ import torch
 from benchmarks.logits.checkpoint import SIZES, PublishedShape, RandomCheckpoint, Sizes, random_checkpoint
 from benchmarks.logits.forced import forced_logits
 from benchmarks.logits.plain import EXACT, Arithmetic, PlainNetwork
-from hisparse.format import KVCacheDtype
-from hisparse.fp8_format import Fp8Format
+from kvcache.format import KVCacheDtype
+from kvcache.fp8_format import Fp8Format
 from model.backends.choice import choose_backend
 from model.loader import load_model, read_spec
 

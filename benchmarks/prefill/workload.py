@@ -3,7 +3,7 @@
 import torch
 
 from benchmarks.decode.workload import Model
-from engine.paged_pool import PagedKVPool, PagedSequence
+from kvcache.paged_pool import PagedKVPool, PagedSequence
 from model.backends.choice import choose_backend
 from model.passes import PrefillChunk
 from model.shard import Exchange

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from base.block_hashes import BLOCK_TOKENS
 from base.errors import StartupError
 from benchmarks.flags import parse_numbers
 from benchmarks.plotting import check_installed
@@ -15,7 +16,6 @@ from benchmarks.prefix.report import PoolResult, TraceReport, print_times, print
 from benchmarks.prefix.timing import measure_operations
 from benchmarks.prefix.trace import TracedPrompt, load_trace
 from benchmarks.program import run
-from control.block_hashes import BLOCK_TOKENS
 
 UNLIMITED = "unlimited"
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from base.block_hashes import BLOCK_TOKENS
 from benchmarks.prefix.trace import VOCAB_SIZE, TracedPrompt
-from control.block_hashes import BLOCK_TOKENS
-from hisparse.prefix_tree import PrefixTree
+from kvcache.prefix_tree import PrefixTree
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from base.block_hashes import BLOCK_TOKENS
 from benchmarks.machine import this_machine
 from benchmarks.plotting import new_figure
 from benchmarks.prefix.timing import PROMPT_TOKENS, OperationTime
-from control.block_hashes import BLOCK_TOKENS
 
 SCHEMA = 1
 

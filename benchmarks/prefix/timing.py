@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from base.block_hashes import BLOCK_TOKENS, block_hashes
 from benchmarks.percentiles import Percentiles
-from control.block_hashes import BLOCK_TOKENS, block_hashes
-from hisparse.prefix_tree import PrefixTree
+from kvcache.prefix_tree import PrefixTree
 
 PROMPT_TOKENS = 131_072
 VOCAB_SIZE = 154_880

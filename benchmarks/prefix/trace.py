@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from base.block_hashes import BLOCK_TOKENS
 from base.errors import StartupError
-from control.block_hashes import BLOCK_TOKENS
 
 TRACE_BLOCK_TOKENS = 512
 VOCAB_SIZE = 2**17

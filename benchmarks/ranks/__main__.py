@@ -22,8 +22,8 @@ from benchmarks.ranks.host_reads import time_host_reads
 from benchmarks.ranks.prompts import models_of, time_prompt_of
 from benchmarks.ranks.steps import time_steps_of
 from cli.serve import die_with_parent
-from engine.rank_place import RankPlace, create_places
-from engine.ranks import RankGroup
+from ranks.group import RankGroup
+from ranks.rank_place import RankPlace, create_places
 from service.start import use_device
 
 _STEP_TIMEOUT_S = 300.0

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from engine.ranks import RankGroup
+from ranks.group import RankGroup
 
 _ROUNDS = 300
 _WARM_UP = 20

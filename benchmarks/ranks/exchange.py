@@ -7,8 +7,8 @@ from functools import partial
 
 import torch
 
-from engine.ranks import RankGroup
 from model.shard import Exchange
+from ranks.group import RankGroup
 
 ROWS = (1, 8, 32, 64, 256)
 _PER_REPLAY = 20

@@ -10,8 +10,8 @@ import torch
 from benchmarks.swap_in.launchers import Ours
 from benchmarks.swap_in.timing import check_misses, recorded
 from benchmarks.swap_in.workload import Rotation, Shape, Tiers
-from engine.ranks import RankGroup
-from hisparse.cuda import CudaSwapIn
+from hisparse.cuda_swap_in import CudaSwapIn
+from ranks.group import RankGroup
 
 _SHAPE = Shape(top_k=2048, hot_size=4096, item_bytes=656, context=32768)
 _BATCH, _MISSES = 64, 512

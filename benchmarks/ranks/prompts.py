@@ -11,12 +11,12 @@ from benchmarks.decode.config import DecodeBench
 from benchmarks.decode.workload import Model, build_model
 from benchmarks.ranks.steps import of_rank
 from engine.chunked import ChunkedPrefill, PrefillJob
-from engine.paged_pool import PagedKVPool
-from engine.ranks import RankGroup
+from kvcache.paged_pool import PagedKVPool
 from model.backends.choice import choose_backend
 from model.shard import Exchange
 from model.sparse_model import SparseModel
 from model.split import SplitModel
+from ranks.group import RankGroup
 
 _PAGE_SIZE = 64
 _TIMED = 3

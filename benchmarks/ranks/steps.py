@@ -11,13 +11,13 @@ import torch
 from benchmarks.decode.limits import work_of
 from benchmarks.decode.workload import Model, Requests
 from benchmarks.stepping import GREEDY, launch
-from engine.ranks import RankGroup
 from engine.runner import ModelRunner
 from model.backends.choice import choose_backend
 from model.experts import MixtureOfExperts
 from model.network import Network
 from model.shard import Exchange
 from model.sparse_model import SparseModel
+from ranks.group import RankGroup
 
 _WARM_UP = 5
 _STEPS = 30

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from base.block_hashes import block_hashes
 from benchmarks.prefix.policies import IdealCache
 from benchmarks.serving.client import Outcome
 from benchmarks.serving.measure import PointResult
-from control.block_hashes import block_hashes
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
+from base.block_hashes import BLOCK_TOKENS
 from base.errors import StartupError
 from benchmarks.prefix.trace import TRACE_BLOCK_TOKENS, TracedPrompt, load_trace
 from benchmarks.serving.load import Scheduled
 from benchmarks.serving.workload import Prompt, RandomPrompts
-from control.block_hashes import BLOCK_TOKENS
 
 _AHEAD_OUTPUT = 4
 

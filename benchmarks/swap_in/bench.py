@@ -12,7 +12,7 @@ from benchmarks.swap_in.report import CaseResult, Report, Timing, print_report, 
 from benchmarks.swap_in.timing import copy_gb_per_s, graph_us, launch_floor_us, single_us
 from benchmarks.swap_in.workload import Rotation, Shape, Tiers
 from hisparse.config import HiSparseConfig
-from hisparse.cuda import CudaSwapIn
+from hisparse.cuda_swap_in import CudaSwapIn
 
 
 def run_swap_in_bench(config: SwapInBench, console: Console | None = None) -> Report:

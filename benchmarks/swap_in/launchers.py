@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 
 from benchmarks.swap_in.workload import Rotation, Tiers
-from hisparse.cuda import CudaSwapIn
+from hisparse.cuda_swap_in import CudaSwapIn
 
 PEER = "sglang"
 _PEER_BLOCK_SIZE = 960

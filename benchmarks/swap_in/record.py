@@ -22,13 +22,13 @@ from benchmarks.stepping import GREEDY, launch, next_tokens
 from benchmarks.wrapped_backend import WrappedBackend
 from control.messages import Sampling
 from engine.chunked import ChunkedPrefill, PrefillJob
-from engine.paged_pool import PagedKVPool
 from engine.runner import ModelRunner
 from hisparse.config import HiSparseConfig
 from hisparse.coordinator import HiSparseCoordinator
 from hisparse.sizing import plan_sizes
 from hisparse.swap_in import StagedKV
 from hisparse.tiers import build_tiers
+from kvcache.paged_pool import PagedKVPool
 from model.backends.choice import choose_backend
 from model.backends.protocol import AttentionBackend
 from model.cache import PagedKeys

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 import torch
 
 from base.memory import cpus_near
-from hisparse.device_pool import DeviceKVPool, hot_granule
-from hisparse.host_pool import HostKVPool
-from hisparse.layout import KVLayout
+from hisparse.device_pool import DeviceKVPool
 from hisparse.residency import Residency
+from kernels.specialization import hot_granule
+from kvcache.host_pool import HostKVPool
+from kvcache.layout import KVLayout
 
 _INDEX_PAGE = 64
 

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 from benchmarks.transfer.methods import MethodFailed
-from control.messages import SharedMemory
+from transfer.memory import SharedMemory
 from transfer.planner import Descriptors
 
 Copy = Callable[[Descriptors], None]

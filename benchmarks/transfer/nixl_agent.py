@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.transfer.methods import MethodFailed
-from control.messages import BufferInfo
+from transfer.memory import BufferInfo
 from transfer.planner import Descriptors
 
 UCX_TLS = {"tcp": "tcp", "rdma": "ib,tcp", "shm": "tcp,posix,sysv,cma,self"}

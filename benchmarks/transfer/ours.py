@@ -14,9 +14,9 @@ from benchmarks.transfer.groups import Group
 from benchmarks.transfer.methods import MethodFailed, Run
 from benchmarks.transfer.placement import Placement, Request
 from benchmarks.transfer.pools import buffers_of, layout
-from control.messages import AttemptId, BufferInfo, Destination, ModelIdentity, Peer, SharedMemory, Transport
-from engine.paged_pool import PagedKVPool
-from hisparse.host_pool import HostKVPool
+from control.messages import AttemptId, Destination, ModelIdentity, Peer
+from kvcache.host_pool import HostKVPool
+from kvcache.paged_pool import PagedKVPool
 from prefill_node.outgoing import Chunk, SendReport
 from prefill_node.plan import ChunkPart
 from prefill_node.progress import ForwardProgress
@@ -25,6 +25,7 @@ from prefill_node.sender import Sender, SendResources
 from prefill_node.source import HostSource, Reading
 from transfer.choices import ChecksumMode
 from transfer.copy_runs import stream_runs
+from transfer.memory import BufferInfo, SharedMemory, Transport
 from transfer.planner import NO_LIMIT, Descriptors
 from transfer.routes import Transports
 from transfer.shm import COPY_THREADS

@@ -15,7 +15,7 @@ from benchmarks.transfer.pools import fill
 from control.messages import Message, Peer
 from engine.chunked import ChunkedPrefill
 from engine.identity import identity_of
-from engine.paged_pool import PagedKVPool
+from kvcache.paged_pool import PagedKVPool
 from model.sparse_model import SparseModel
 from prefill_node.endpoint import PrefillEndpoint
 from prefill_node.fetcher import FetchResources

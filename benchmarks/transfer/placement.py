@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks.transfer.cases import Case, Fragmentation
-from control.messages import BufferInfo
+from transfer.memory import BufferInfo
 from transfer.planner import Descriptors, Int64s, expand_pages
 
 PIECE_BYTES = 1 << 20

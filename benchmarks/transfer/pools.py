@@ -4,8 +4,8 @@ import numpy as np
 import torch
 import xxhash
 
-from control.messages import BufferInfo
-from hisparse.layout import KVLayout
+from kvcache.layout import KVLayout
+from transfer.memory import BufferInfo
 from transfer.planner import Int64s
 
 

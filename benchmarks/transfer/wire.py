@@ -11,7 +11,8 @@ import msgpack
 from pydantic import ValidationError
 
 from base.errors import StartupError
-from control.messages import Destination, Peer, UInt, WireModel
+from base.wire import UInt, WireModel
+from control.messages import Destination, Peer
 
 _HEADER = struct.Struct("!I")
 _MAX_BYTES = 1 << 28

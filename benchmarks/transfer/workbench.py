@@ -8,8 +8,9 @@ from benchmarks.transfer import wire
 from benchmarks.transfer.cases import Case, Protocol
 from benchmarks.transfer.ours import Sending, source_pool
 from benchmarks.transfer.pools import buffers_of, fill
-from control.messages import BufferInfo, Destination
+from control.messages import Destination
 from transfer.choices import ChecksumMode
+from transfer.memory import BufferInfo
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from control.messages.common import (
     Address,
     CacheSalt,
     CheckpointIdentity,
-    Identifier,
     Identity,
     Message,
     ModelIdentity,
@@ -22,9 +21,8 @@ from control.messages.common import (
     Role,
     TokenId,
     TokenIds,
-    UInt,
-    WireModel,
 )
+from control.messages.destination import Destination
 from control.messages.fetch import FetchDone, FetchGrant, FetchRefused, FetchRequest
 from control.messages.liveness import Ping, Pong
 from control.messages.membership import (
@@ -37,16 +35,6 @@ from control.messages.membership import (
     Refused,
     Register,
     Registered,
-)
-from control.messages.memory import (
-    ADDRESS_LIMIT,
-    BufferInfo,
-    Checksum,
-    Checksums,
-    Destination,
-    Session,
-    SharedMemory,
-    Transport,
 )
 from control.messages.outputs import FinishReason, Output, Outputs, RowDetails, RowLogprob, Token
 from control.messages.prefill import (
@@ -77,7 +65,6 @@ from control.messages.requests import (
 )
 
 __all__ = [
-    "ADDRESS_LIMIT",
     "ADDRESS_PATTERN",
     "MAX_BIASES",
     "MAX_CACHE_BLOCKS",
@@ -88,13 +75,10 @@ __all__ = [
     "Address",
     "Admitted",
     "AttemptId",
-    "BufferInfo",
     "CacheSalt",
     "CacheUpdate",
     "Cancel",
     "CheckpointIdentity",
-    "Checksum",
-    "Checksums",
     "ChunkDone",
     "ChunkTaken",
     "Destination",
@@ -109,7 +93,6 @@ __all__ = [
     "Heartbeat",
     "HeartbeatAck",
     "Holding",
-    "Identifier",
     "Identity",
     "Leaving",
     "Message",
@@ -137,14 +120,9 @@ __all__ = [
     "RowDetails",
     "RowLogprob",
     "Sampling",
-    "Session",
-    "SharedMemory",
     "Token",
     "TokenId",
     "TokenIds",
-    "Transport",
-    "UInt",
-    "WireModel",
 ]
 
 _ANY: frozenset[type[Message]] = frozenset({Ping, Pong})

@@ -2,22 +2,16 @@
 
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from base.wire import Identifier, UInt, WireModel
 
 Role = Literal["gateway", "prefill", "decode"]
-UInt = Annotated[int, Field(ge=0, lt=2**63)]
 ADDRESS_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*:\d{1,5}$"
 Address = Annotated[str, Field(pattern=ADDRESS_PATTERN, max_length=262)]
-Identifier = Annotated[str, Field(min_length=1, max_length=128)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 CacheSalt = Annotated[str, Field(max_length=128)]
 TokenIds = Annotated[tuple[TokenId, ...], Field(max_length=2**24)]
-
-
-class WireModel(BaseModel):
-    """A frozen piece of a message. A value of the wrong type is an error and is not converted."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False)
 
 
 class Message(WireModel):

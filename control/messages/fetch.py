@@ -4,9 +4,10 @@ from typing import Self
 
 from pydantic import model_validator
 
-from control.messages.common import Message, UInt
-from control.messages.memory import Checksums
+from base.wire import UInt
+from control.messages.common import Message
 from control.messages.prefill import AttemptId
+from transfer.memory import Checksums
 
 
 class FetchRequest(Message):

@@ -1,6 +1,7 @@
 """Between any two processes: which of them live."""
 
-from control.messages.common import Message, UInt
+from base.wire import UInt
+from control.messages.common import Message
 
 
 class Ping(Message):

@@ -5,9 +5,10 @@ from typing import Annotated, Literal, Self
 import numpy as np
 from pydantic import AfterValidator, Field
 
-from control.block_hashes import BlockHashes
-from control.messages.common import Address, CheckpointIdentity, Identifier, Message, ModelIdentity, Peer, Ranks, UInt
-from control.messages.memory import Transport
+from base.block_hashes import BlockHashes
+from base.wire import Identifier, UInt
+from control.messages.common import Address, CheckpointIdentity, Message, ModelIdentity, Peer, Ranks
+from transfer.memory import Transport
 
 
 class Register(Message):
@@ -86,7 +87,7 @@ def _whole_hashes(column: bytes) -> bytes:
 
 
 HashColumn = Annotated[bytes, Field(max_length=8 * MAX_CACHE_BLOCKS), AfterValidator(_whole_hashes)]
-"""Hashes of blocks (`control.block_hashes`), 8 bytes each, little-endian."""
+"""Hashes of blocks (`base.block_hashes`), 8 bytes each, little-endian."""
 
 
 class CacheUpdate(Message):

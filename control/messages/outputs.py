@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import model_validator
 
-from control.messages.common import Identifier, Message, TokenId, UInt, WireModel
+from base.wire import Identifier, UInt, WireModel
+from control.messages.common import Message, TokenId
 from control.prompt_logprobs import PromptLogprobs
 
 FinishReason = Literal["stop", "length", "abort", "error", "invalid"]

@@ -4,9 +4,11 @@ from typing import Annotated, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
-from control.messages.common import MAX_RANKS, CacheSalt, Identifier, Message, TokenId, TokenIds, UInt
-from control.messages.memory import Checksums, Destination
+from base.wire import Identifier, UInt
+from control.messages.common import MAX_RANKS, CacheSalt, Message, TokenId, TokenIds
+from control.messages.destination import Destination
 from control.prompt_logprobs import Alternatives, PromptLogprobs
+from transfer.memory import Checksums
 
 
 class AttemptId(NamedTuple):

@@ -4,8 +4,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from base.wire import Identifier, UInt, WireModel
 from control.grammar import Grammar
-from control.messages.common import CacheSalt, Identifier, Message, Peer, Ranks, TokenId, TokenIds, UInt, WireModel
+from control.messages.common import CacheSalt, Message, Peer, Ranks, TokenId, TokenIds
 from control.prompt_logprobs import Alternatives
 
 MAX_BIASES = 1024

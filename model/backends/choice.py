@@ -7,7 +7,7 @@ import structlog
 import torch
 
 from base.errors import StartupError
-from hisparse.fp8_format import Fp8Format
+from kvcache.fp8_format import Fp8Format
 from model.backends.device import MIN_TILE, triton_obstacle
 from model.backends.protocol import AttentionBackend
 from model.backends.torch_backend import TorchBackend
@@ -45,7 +45,7 @@ def _obstacle(device: torch.device, spec: ModelSpec) -> str | None:
     if obstacle := triton_obstacle():
         return obstacle
     try:
-        importlib.import_module("hisparse.cuda.top_k")
+        importlib.import_module("kernels.top_k")
     except ImportError as error:
         return f"needs {error.name}, which compiles its top-k kernel: install hisparse-pd[kernels]"
     if isinstance(spec.kv_format, Fp8Format):

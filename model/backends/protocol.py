@@ -4,7 +4,7 @@ from typing import Protocol
 
 import torch
 
-from hisparse.format import KVFormat
+from kvcache.format import KVFormat
 from model.cache import PagedKeys
 from model.indexer import IndexQueries
 from model.norm import LayerNorm, RmsNorm

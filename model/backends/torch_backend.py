@@ -7,7 +7,7 @@ query of the prompt, the sequence so far for a decoded token.
 
 import torch
 
-from hisparse.format import KVFormat
+from kvcache.format import KVFormat
 from model.attention import items_of
 from model.cache import PagedKeys
 from model.indexer import IndexQueries, index_keys_of

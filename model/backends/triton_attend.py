@@ -17,9 +17,9 @@ import torch
 import triton
 import triton.language as tl
 
-from hisparse.cuda.attend_items import TILE_HEADS, TILE_ITEMS, ItemsToAttend, attend_items
-from hisparse.cuda.score_pages import has_kernel
-from hisparse.fp8_format import SCALED_TOGETHER, Fp8Format
+from kernels.attend_items import TILE_HEADS, TILE_ITEMS, ItemsToAttend, attend_items
+from kernels.score_pages import has_kernel
+from kvcache.fp8_format import SCALED_TOGETHER, Fp8Format
 from model.backends.device import MIN_TILE, properties, tile_width
 from model.backends.triton_chain import chained, follow
 

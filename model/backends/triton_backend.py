@@ -5,9 +5,9 @@ Imported only where it was chosen: other machines need have neither Triton nor w
 
 import torch
 
-from hisparse.cuda.top_k import top_positions
-from hisparse.format import KVFormat
-from hisparse.fp8_format import Fp8Format
+from kernels.top_k import top_positions
+from kvcache.format import KVFormat
+from kvcache.fp8_format import Fp8Format
 from model.attention import items_of
 from model.backends.triton_attend import attend_fp8_rows, attend_rows
 from model.backends.triton_encode import encode_index_keys, encode_index_queries, encode_items

@@ -1,6 +1,6 @@
 """fp8 KV is written by one kernel per item and one per index key: norm, rotary embedding, rotation, scales and bytes.
 
-The layouts and rules are those of `hisparse.fp8_format`. Nothing is rounded before the bytes are, but index keys and
+The layouts and rules are those of `kvcache.fp8_format`. Nothing is rounded before the bytes are, but index keys and
 queries once to bfloat16, as they are in other formats, before they are multiplied by the Hadamard matrix.
 
 A step calls these kernels for few tokens, so that the time is that of one program: its loads are all issued before any
@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hisparse.fp8_format import LARGEST, LEAST_AMAX, SCALED_TOGETHER, Fp8Format
+from kvcache.fp8_format import LARGEST, LEAST_AMAX, SCALED_TOGETHER, Fp8Format
 from model.backends.device import MIN_TILE
 from model.backends.triton_chain import chained, follow
 from model.backends.triton_fp8 import on

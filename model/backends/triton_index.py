@@ -6,7 +6,7 @@ to 10 bits. It does not affect other dtypes.
 
 fp8 keys are multiplied as they are stored, by queries in fp8 (`triton_encode.encode_index_queries`), and the sum over
 heads is then multiplied by the key's scale, which is positive, too. On Hopper, scores of fp8 keys of
-published widths are computed by kernels of csrc/ (`hisparse/cuda/score_pages.py`, `score_prompt.py`): one does not wait
+published widths are computed by kernels of csrc/ (`kernels/score_pages.py`, `score_prompt.py`): one does not wait
 for a page before it fetches the next ones, the other keeps keys in registers and sums over heads there.
 """
 
@@ -16,8 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
-from hisparse.cuda.score_pages import PagesToScore, has_kernel, score_pages
-from hisparse.cuda.score_prompt import PromptToScore, score_prompt
+from kernels.score_pages import PagesToScore, has_kernel, score_pages
+from kernels.score_prompt import PromptToScore, score_prompt
 from model.backends.device import MIN_TILE, properties, tile_width
 from model.backends.triton_chain import chained, follow
 from model.cache import PagedKeys

@@ -1,8 +1,8 @@
 """What ranks of a prefill node compare before they load anything."""
 
-from engine.ranks import RankGroup
 from model.spec import ModelSpec
 from prefill_node.config import PrefillConfig
+from ranks.group import RankGroup
 from service.node_model import common_to_ranks
 
 

@@ -2,7 +2,7 @@
 
 from bisect import bisect_right
 
-from control.messages import Checksum, Checksums
+from transfer.memory import Checksum, Checksums
 
 
 def divide(checksums: Checksums, start: int, stop: int, ranks: int) -> tuple[int, ...]:

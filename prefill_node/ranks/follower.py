@@ -7,11 +7,8 @@ import numpy as np
 import torch
 
 from control.messages import AttemptId, Message, Peer
-from engine.agreement import GroupFailed
 from engine.chunked import ChunkedPrefill, PrefillStep
-from engine.paged_pool import PagedSequence
-from engine.rank_line import line_to_first
-from engine.ranks import RankGroup
+from kvcache.paged_pool import PagedSequence
 from model.passes import PrefillChunk
 from prefill_node.arrival import PrefixArrival
 from prefill_node.compute import Computed, ComputeThread
@@ -37,6 +34,9 @@ from prefill_node.ranks.orders import (
     StopReading,
 )
 from prefill_node.sender import Sender, SendResources
+from ranks.agreement import GroupFailed
+from ranks.group import RankGroup
+from ranks.rank_line import line_to_first
 from service.shell import NodeShell
 from service.standing import stand_with_group
 

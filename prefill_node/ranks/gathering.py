@@ -7,7 +7,7 @@ from typing import Self
 
 import torch
 
-from engine.paged_pool import PagedKVPool
+from kvcache.paged_pool import PagedKVPool
 from model.split import Gather as GatherRows
 from prefill_node.ranks.orders import DividedPrefix
 from transfer.planner import expand_pages

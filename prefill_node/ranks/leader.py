@@ -7,10 +7,7 @@ from dataclasses import replace
 from weakref import WeakKeyDictionary
 
 from control.messages import AttemptId, Peer, PrefillRequest
-from engine.agreement import GroupFailed
 from engine.chunked import PrefillStep
-from engine.rank_line import lines_to_others
-from engine.ranks import RankGroup
 from model.shard import Shard
 from prefill_node.compute import Computed, StepCompute
 from prefill_node.engine import PrefillUpdate
@@ -36,6 +33,9 @@ from prefill_node.ranks.orders import (
 )
 from prefill_node.ranks.parts import Part, PartialReports
 from prefill_node.sender import ChunkSender
+from ranks.agreement import GroupFailed
+from ranks.group import RankGroup
+from ranks.rank_line import lines_to_others
 
 
 class GroupEngine(ModelEngine):

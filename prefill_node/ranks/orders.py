@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 from typing import Self
 
-from control.messages import AttemptId, Checksum, Checksums, Peer, PrefillRequest
+from control.messages import AttemptId, Peer, PrefillRequest
 from prefill_node.fetch import FetchFailure, FetchReport
 from prefill_node.outgoing import SendReport
+from transfer.memory import Checksum, Checksums
 from transfer.planner import Int64s
 
 

@@ -4,9 +4,9 @@ from typing import Any
 
 import numpy as np
 
+from base.block_hashes import block_hashes
 from benchmarks.prefix.policies import IdealCache
 from benchmarks.serving.stub import Reply, token_event, usage_event
-from control.block_hashes import block_hashes
 
 Json = dict[str, Any]
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from benchmarks.transfer.cases import Case, Fragmentation
 from benchmarks.transfer.placement import coalesced, in_one_piece, per_page, per_token, pieces, place
-from control.messages import BufferInfo
+from transfer.memory import BufferInfo
 from transfer.planner import Descriptors, plan_runs
 
 CASES = st.builds(

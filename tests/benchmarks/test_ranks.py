@@ -9,9 +9,9 @@ from benchmarks.decode.config import DecodeBench
 from benchmarks.ranks.agreement import time_agreement
 from benchmarks.ranks.prompts import time_prompt_of
 from benchmarks.ranks.steps import time_steps_of
-from engine.rank_place import RankPlace
+from ranks.rank_place import RankPlace
 from tests.benchmarks.test_decode import small
-from tests.engine.ranks_harness import forked, join
+from tests.ranks.ranks_harness import forked, join
 
 
 def test_ranks_time_what_they_do_together(tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ import prefill_node.ranks.alike
 from base.errors import StartupError
 from base.version import VERSION
 from decode_node.config import DecodeConfig
-from engine.ranks import RankGroup
 from model.spec import ModelSpec
 from prefill_node.config import PrefillConfig
+from ranks.group import RankGroup
 from tests.decode_node.test_process import SPEC
 
 

@@ -27,14 +27,16 @@ WRITER = Peer(role="prefill", address="10.0.0.1:8011", boot_id="0123456789abcdef
 @dataclass
 class Node:
     url: str
-    table: ReservationTable[str]
+    table: ReservationTable[AttemptId, Peer, str]
     control: FakeControl
 
 
 @pytest.fixture
 def node() -> Iterator[Node]:
     """A decode node as far as the command sees it: HTTP, and a loop that owns the reservations."""
-    table: ReservationTable[str] = ReservationTable(lambda _: None, lambda _: None, lambda: IncomingCut(()))
+    table: ReservationTable[AttemptId, Peer, str] = ReservationTable(
+        lambda _: None, lambda _: None, lambda: IncomingCut(())
+    )
     control = FakeControl()
     inbox: queue.SimpleQueue[LoopCall | None] = queue.SimpleQueue()
 

@@ -18,10 +18,10 @@ from cli.rank_group import plan_ranks, run_rank, supervise
 from cli.serve import Child
 from decode_node.config import DecodeConfig
 from engine import hung_ranks
-from engine.agreement import GroupFailed
-from engine.group_table import GroupTable
-from engine.rank_place import RankPlace, create_places
 from prefill_node.config import PrefillConfig
+from ranks.agreement import GroupFailed
+from ranks.group_table import GroupTable
+from ranks.rank_place import RankPlace, create_places
 
 PLACES = create_places(3)
 

@@ -5,11 +5,11 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from control.block_hashes import BlockHashes, block_hashes
+from base.block_hashes import BlockHashes, block_hashes
 from control.cache_reports import CacheReports
 from control.messages import CacheUpdate
 from gateway.prefix_index import PrefixIndex
-from hisparse.prefix_tree import PrefixTree
+from kvcache.prefix_tree import PrefixTree
 
 HEARTBEAT_S = 1.0
 

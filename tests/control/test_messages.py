@@ -11,10 +11,7 @@ from control.codec import PROTOCOL_VERSION, MalformedMessage, decode, encode
 from control.messages import (
     SENT_BY,
     AttemptId,
-    BufferInfo,
     Cancel,
-    Checksum,
-    Checksums,
     ChunkDone,
     ChunkTaken,
     Destination,
@@ -26,11 +23,10 @@ from control.messages import (
     PrefillDone,
     PrefillRequest,
     Sampling,
-    Session,
-    SharedMemory,
     Token,
 )
 from tests.identity import IDENTITY
+from transfer.memory import BufferInfo, Checksum, Checksums, Session, SharedMemory
 
 ME = Peer(role="decode", address="127.0.0.1:8021", boot_id="boot")
 GATEWAY = Peer(role="gateway", address="127.0.0.1:8001", boot_id="boot")

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from base.wire import WireModel
 from control import messages
 from control.codec import PROTOCOL_VERSION, Frame
-from control.messages import AttemptId, Message, WireModel
+from control.messages import AttemptId, Message
 
 PAGE = (Path(__file__).parents[2] / "docs/protocol.md").read_text()
 SECTIONS = dict(re.findall(r"^#### (\w+)\n(.*?)(?=^#|\Z)", PAGE, re.MULTILINE | re.DOTALL))

@@ -8,8 +8,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from hisparse.cuda.kernels import CSRC
-from hisparse.cuda.specialization import Specialization
+from kernels.nvrtc import CSRC
+from kernels.specialization import Specialization
 
 COMPILER = shutil.which("g++")
 _HERE = Path(__file__).parent
@@ -56,7 +56,7 @@ _SHARED_MEMORY = "extern __shared__ __align__(16) u8 memory[];"
 
 
 class EmulatedKernel:
-    """Looks like hisparse.cuda.launch.DeviceKernel; memory is that of this process."""
+    """Looks like kernels.launch.DeviceKernel; memory is that of this process."""
 
     def __init__(self, specialization: Specialization) -> None:
         self.specialization = specialization

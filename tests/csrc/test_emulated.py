@@ -5,11 +5,10 @@ import random
 import pytest
 import torch
 
-from hisparse.cuda.copy_items import _Params as CopyParams
-from hisparse.cuda.specialization import CopySpecialization, SwapInSpecialization, seen_bits
-from hisparse.cuda.swap_in import _Params as SwapInParams
-from hisparse.device_pool import hot_granule
+from hisparse.cuda_swap_in import _Params as SwapInParams
 from hisparse.residency import Residency
+from kernels.copy_items import _Params as CopyParams
+from kernels.specialization import CopySpecialization, SwapInSpecialization, hot_granule, seen_bits
 from tests.csrc.emulator import COMPILER, EmulatedKernel
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")

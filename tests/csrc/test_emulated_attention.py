@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from hisparse.cuda.attend_items import ITEM_BYTES, TILE_HEADS, ItemsToAttend, launch_params
-from hisparse.cuda.specialization import AttendSpecialization
-from hisparse.fp8_format import Fp8Format
+from kernels.attend_items import ITEM_BYTES, TILE_HEADS, ItemsToAttend, launch_params
+from kernels.specialization import AttendSpecialization
+from kvcache.fp8_format import Fp8Format
 from tests.csrc.emulator import COMPILER, EmulatedKernel
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from hisparse.cuda import score_prompt
-from hisparse.cuda.score_pages import PagesToScore, launch_params
-from hisparse.cuda.score_prompt import PromptToScore
-from hisparse.cuda.specialization import PromptScoreSpecialization, ScoreSpecialization
-from hisparse.fp8_format import Fp8Format, quantise
+from kernels import score_prompt
+from kernels.score_pages import PagesToScore, launch_params
+from kernels.score_prompt import PromptToScore
+from kernels.specialization import PromptScoreSpecialization, ScoreSpecialization
+from kvcache.fp8_format import Fp8Format, quantise
 from tests.csrc.emulator import COMPILER, EmulatedKernel
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hisparse.cuda import top_k
-from hisparse.cuda.specialization import Specialization, TopKSpecialization
-from hisparse.cuda.top_k import TopK, launch_params
+from kernels import top_k
+from kernels.specialization import Specialization, TopKSpecialization
+from kernels.top_k import TopK, launch_params
 from tests.csrc.emulator import COMPILER, EmulatedKernel
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")

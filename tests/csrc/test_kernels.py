@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from base.errors import StartupError
-from hisparse.cuda import copy_items, kernels, score_pages, score_prompt, swap_in, top_k
-from hisparse.cuda.kernels import CSRC, KernelCompileError, compile_kernel, cubin
-from hisparse.cuda.specialization import (
+from hisparse import cuda_swap_in as swap_in
+from kernels import copy_items, nvrtc, score_pages, score_prompt, top_k
+from kernels.nvrtc import CSRC, KernelCompileError, compile_kernel, cubin
+from kernels.specialization import (
     AttendSpecialization,
     CopySpecialization,
     IndexType,
@@ -105,7 +106,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_compiled_kernel_is_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
     code = cubin(specialization(), "sm_90")
 
-    monkeypatch.setattr(kernels, "compile_kernel", lambda *_: pytest.fail("compiled again"))
+    monkeypatch.setattr(nvrtc, "compile_kernel", lambda *_: pytest.fail("compiled again"))
     assert cubin(specialization(), "sm_90") == code
 
 
@@ -125,8 +126,8 @@ def test_what_the_code_depends_on_names_the_file(tmp_path: Path, cache: Path, mo
     sources.mkdir()
     for path in CSRC.iterdir():
         (sources / path.name).write_bytes(path.read_bytes())
-    monkeypatch.setattr(kernels, "CSRC", sources)
-    monkeypatch.setattr(kernels, "compile_kernel", lambda *_: b"code")
+    monkeypatch.setattr(nvrtc, "CSRC", sources)
+    monkeypatch.setattr(nvrtc, "compile_kernel", lambda *_: b"code")
 
     def files_after(kernel: Specialization, architecture: str) -> int:
         cubin(kernel, architecture)
@@ -138,7 +139,7 @@ def test_what_the_code_depends_on_names_the_file(tmp_path: Path, cache: Path, mo
     assert files_after(CopySpecialization(64, True), "sm_100") == 3
     (sources / "common.cuh").write_text((sources / "common.cuh").read_text() + "\n")
     assert files_after(CopySpecialization(64, True), "sm_90") == 4
-    monkeypatch.setattr(kernels, "_nvrtc_version", lambda: "99.9")
+    monkeypatch.setattr(nvrtc, "_nvrtc_version", lambda: "99.9")
     assert files_after(CopySpecialization(64, True), "sm_90") == 5
 
 
@@ -152,7 +153,7 @@ def test_a_cache_that_cannot_be_written_costs_a_compilation_only(
 
 
 def test_what_nvrtc_refuses_is_reported_with_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "CSRC", tmp_path)
+    monkeypatch.setattr(nvrtc, "CSRC", tmp_path)
     (tmp_path / "copy_items.cu").write_text("this is no C++")
     with pytest.raises(KernelCompileError, match=r"NVRTC .* cannot compile .* for sm_90"):
         compile_kernel(CopySpecialization(64, True), "sm_90")

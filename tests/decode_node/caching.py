@@ -6,7 +6,7 @@ import torch
 
 from control.messages import PrefillRequest
 from decode_node.request import RequestState
-from hisparse.prefix_cache import PrefixCache
+from kvcache.prefix_cache import PrefixCache
 from tests.decode_node.scheduler_harness import FORMAT, Harness
 
 

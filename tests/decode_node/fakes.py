@@ -3,15 +3,16 @@
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from control.messages import AttemptId, BufferInfo, Destination, Generate, Peer, Session
+from control.messages import AttemptId, Destination, Generate, Peer
 from decode_node.attempt import PrefillAttempt
 from decode_node.health import Health
 from decode_node.lent_prefixes import LentPrefixes
 from decode_node.request import Request
 from decode_node.verifier import Verification
-from hisparse.extents import NO_SLOTS, HostSlots
+from kvcache.extents import NO_SLOTS, HostSlots
 from tests.identity import IDENTITY
 from tests.prefill_node.fakes import FakeControl
+from transfer.memory import BufferInfo, Session
 
 GATEWAY = Peer(role="gateway", address="127.0.0.1:1", boot_id="gateway")
 PREFILL = Peer(role="prefill", address="127.0.0.1:2", boot_id="prefill")

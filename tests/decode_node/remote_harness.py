@@ -8,27 +8,17 @@ import pytest
 
 from base.metrics import Metrics
 from control.liveness import AnsweredPing
-from control.messages import (
-    AttemptId,
-    Checksum,
-    Checksums,
-    ChunkDone,
-    ChunkTaken,
-    Generate,
-    Peer,
-    PrefillAccepted,
-    PrefillDone,
-    Progress,
-)
+from control.messages import AttemptId, ChunkDone, ChunkTaken, Generate, Peer, PrefillAccepted, PrefillDone, Progress
 from decode_node.remote_prefill import PrefillMessage, RemotePrefill
 from decode_node.request import Request, RequestState
 from decode_node.verifier import Verified
-from hisparse.extents import Extent, HostSlots
+from kvcache.extents import Extent, HostSlots
 from tests.decode_node.fakes import GATEWAY, HeldVerifier, Lost, destination
 from tests.prefill_node.fakes import FakeControl
 from transfer.checksum import Mismatch
 from transfer.fencing import ReservationTable
 from transfer.incoming import IncomingCut
+from transfer.memory import Checksum, Checksums
 
 FIRST = Peer(role="prefill", address="127.0.0.1:2", boot_id="first")
 SECOND = Peer(role="prefill", address="127.0.0.1:3", boot_id="second")
@@ -64,7 +54,7 @@ class Harness:
         self.freed: list[HostSlots] = []
         self.lost: list[Lost] = []
         self.retained: list[HostSlots] = []
-        self.table: ReservationTable[HostSlots] = ReservationTable(
+        self.table: ReservationTable[AttemptId, Peer, HostSlots] = ReservationTable(
             self.freed.append, self.retained.append, lambda: IncomingCut(())
         )
         self.verifier = HeldVerifier()

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import torch
 
 from base.metrics import Metrics
-from control.messages import Abort, BufferInfo, Generate, Outputs, Peer, PrefillDone, PrefillRequest, Quiesced, Sampling
+from control.messages import Abort, AttemptId, Generate, Outputs, Peer, PrefillDone, PrefillRequest, Quiesced, Sampling
 from decode_node.grammars import Grammars
 from decode_node.lent_prefixes import hold_cached_prefix
 from decode_node.limits import Limits
@@ -24,16 +24,17 @@ from engine.grammar.vocabulary import Vocabulary
 from engine.runner import ModelRunner
 from hisparse.config import HiSparseConfig
 from hisparse.coordinator import HiSparseCoordinator
-from hisparse.extents import Extent, HostSlots
-from hisparse.format import DenseFormat
-from hisparse.layout import KVLayout
 from hisparse.sizing import Sizes
 from hisparse.step import DecodeStep
 from hisparse.tiers import build_tiers
+from kvcache.extents import Extent, HostSlots
+from kvcache.format import DenseFormat
+from kvcache.layout import KVLayout
 from tests.decode_node.fakes import GATEWAY, destination
 from tests.prefill_node.fakes import FakeControl
 from transfer.fencing import ReservationTable
 from transfer.incoming import IncomingCut
+from transfer.memory import BufferInfo
 
 FORMAT = DenseFormat(torch.float32, item_dim=2, index_dim=2)
 LAYOUT = KVLayout((0,), FORMAT.item_bytes, FORMAT.index_key_bytes)
@@ -116,7 +117,7 @@ class Harness:
         self.coordinator: HiSparseCoordinator = build_tiers(sizes, torch.device("cpu"))
         ptrs, lengths, item_lengths = self.coordinator.host.get_contiguous_buf_infos()
         self.buffers = BufferInfo(ptrs=tuple(ptrs), lengths=tuple(lengths), item_lengths=tuple(item_lengths))
-        self.table: ReservationTable[HostSlots] = ReservationTable(
+        self.table: ReservationTable[AttemptId, Peer, HostSlots] = ReservationTable(
             self.coordinator.host.release, self.coordinator.host.retain, lambda: IncomingCut(())
         )
         self.remote = RemotePrefill(

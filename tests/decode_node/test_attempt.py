@@ -4,10 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from control.messages import AttemptId, Checksum, Checksums, ChunkDone, PrefillDone
+from control.messages import AttemptId, ChunkDone, PrefillDone
 from decode_node.attempt import AttemptState, ChunkNumber, PrefillAttempt
-from hisparse.extents import Extent, HostSlots
+from kvcache.extents import Extent, HostSlots
 from tests.decode_node.fakes import attempt_to_fill
+from transfer.memory import Checksum, Checksums
 
 TOKENS = 10
 R = AttemptId("decode", "r", 1)

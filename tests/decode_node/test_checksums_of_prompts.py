@@ -2,13 +2,14 @@
 
 import pytest
 
-from control.messages import Abort, Admitted, Checksum, Holding, NotHeld, PrefillAccepted, PrefillFailed, Quiesced
+from control.messages import Abort, Admitted, Holding, NotHeld, PrefillAccepted, PrefillFailed, Quiesced
 from decode_node.health import SILENCE_S
 from decode_node.request import RequestState
 from tests.decode_node.fakes import Lost
 from tests.decode_node.remote_harness import CHECKSUMS, FIRST, SECOND, SLOTS, Clock, Harness, Landed, R
 from transfer.checksum import Mismatch
 from transfer.fencing import DRAIN_GRACE_S
+from transfer.memory import Checksum
 
 
 @pytest.fixture

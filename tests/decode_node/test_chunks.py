@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from control.messages import Abort, Admitted, Checksum, Holding, NotHeld, PrefillFailed
+from control.messages import Abort, Admitted, Holding, NotHeld, PrefillFailed
 from decode_node.health import SILENCE_S
 from decode_node.request import RequestState
 from tests.decode_node.fakes import Lost
@@ -21,6 +21,7 @@ from tests.decode_node.remote_harness import (
     R,
 )
 from transfer.checksum import Mismatch
+from transfer.memory import Checksum
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from control.messages import AttemptId, Checksum, Checksums, Outputs, PrefillDone, Quiesced, Sampling
+from control.messages import AttemptId, Outputs, PrefillDone, Quiesced, Sampling
 from decode_node.request import RequestState
 from decode_node.verifier import Verified
 from engine.device import DeviceFailed
@@ -14,6 +14,7 @@ from tests.decode_node.fakes import GATEWAY
 from tests.decode_node.scheduler_harness import HOT, PREFILL, Harness, counted
 from transfer.checksum import Mismatch
 from transfer.fencing import DRAIN_GRACE_S, LANDED_CAN_WAIT_S
+from transfer.memory import Checksum, Checksums
 
 
 def test_nothing_that_may_be_drawn_ends_a_request_with_an_error() -> None:

@@ -5,11 +5,11 @@ import time
 import pytest
 
 from base.metrics import Metrics
-from control.messages import Generate, Peer, PrefillDone, PrefillFailed
+from control.messages import AttemptId, Generate, Peer, PrefillDone, PrefillFailed
 from decode_node.health import FAILURES, TRIAL_AFTER_S
 from decode_node.remote_prefill import RemotePrefill
 from decode_node.request import Request, RequestState
-from hisparse.extents import Extent, HostSlots
+from kvcache.extents import Extent, HostSlots
 from tests.decode_node.fakes import GATEWAY, HeldVerifier, destination
 from tests.prefill_node.fakes import FakeControl
 from transfer.fencing import ReservationTable
@@ -26,7 +26,7 @@ class Node:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = time.monotonic()
         monkeypatch.setattr("decode_node.remote_prefill.time.monotonic", lambda: self.now)
-        table: ReservationTable[HostSlots] = ReservationTable(
+        table: ReservationTable[AttemptId, Peer, HostSlots] = ReservationTable(
             lambda slots: None, lambda slots: None, lambda: IncomingCut(())
         )
         self.remote = RemotePrefill(

@@ -10,9 +10,9 @@ import torch
 from base.errors import StartupError
 from decode_node import process
 from decode_node.config import DecodeConfig
-from engine.ranks import RankGroup
 from hisparse.config import HiSparseConfig
 from hisparse.sizing import Sizes
+from ranks.group import RankGroup
 from tests.decode_node.test_process import CONTEXT_BYTES, SPEC
 
 GIB = 2**30

@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from engine.agreement import Agreed, GroupFailed
-from engine.group_table import Standing
-from engine.ranks import RankGroup
+from ranks.agreement import Agreed, GroupFailed
+from ranks.group import RankGroup
+from ranks.group_table import Standing
 from tests.decode_node.scheduler_harness import Harness, counted
 
 

@@ -8,8 +8,6 @@ import pytest
 from control.liveness import AnsweredPing
 from control.messages import (
     Abort,
-    Checksum,
-    Checksums,
     FetchDone,
     FetchGrant,
     FetchRefused,
@@ -26,9 +24,10 @@ from decode_node.quarantine import Quarantine
 from decode_node.remote_prefill import PrefillMessage, RemotePrefill
 from decode_node.request import Request, RequestState
 from decode_node.verifier import Digested, Digesting
-from hisparse.extents import Extent, HostSlots
+from kvcache.extents import Extent, HostSlots
 from tests.decode_node.fakes import GATEWAY
 from tests.decode_node.remote_harness import FIRST, PATIENCE_S, SECOND, SLOTS, Clock, Harness, R
+from transfer.memory import Checksum, Checksums
 
 PREFIX = HostSlots((Extent(20, 40), Extent(70, 24)))
 """Of 64 cached positions."""

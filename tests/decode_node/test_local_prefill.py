@@ -9,11 +9,11 @@ from control.messages import Generate, Sampling
 from decode_node.local_prefill import LocalPrefill
 from decode_node.request import Request, RequestState
 from engine.chunked import ChunkedPrefill
-from engine.paged_pool import PagedKVPool
 from hisparse.config import HiSparseConfig
 from hisparse.coordinator import HiSparseCoordinator
 from hisparse.sizing import Sizes
 from hisparse.tiers import build_tiers
+from kvcache.paged_pool import PagedKVPool
 from tests.decode_node.fakes import GATEWAY
 from tests.e2e.cluster import wait_until
 from tests.prefill_node.fakes import LAYOUT, FakeModel

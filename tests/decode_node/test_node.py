@@ -17,8 +17,6 @@ from control.messages import (
     Admitted,
     AttemptId,
     Cancel,
-    Checksum,
-    Checksums,
     ChunkDone,
     ChunkTaken,
     Ended,
@@ -45,6 +43,7 @@ from tests.decode_node.scheduler_harness import HOT, Harness
 from tests.e2e.cluster import wait_until
 from tests.prefill_node.fakes import FakeControl
 from tests.transfer.slots import slot_digest
+from transfer.memory import Checksum, Checksums
 from transfer.planner import expand_extents
 
 FIRST = Peer(role="prefill", address="127.0.0.1:2", boot_id="first")

@@ -6,11 +6,11 @@ import time
 import pytest
 import torch
 
-from control.block_hashes import BLOCK_TOKENS
+from base.block_hashes import BLOCK_TOKENS
 from control.messages import AttemptId, FetchDone, FetchRequest, PrefillFailed, Quiesced
 from decode_node.request import Request, RequestState
-from hisparse.extents import HostSlots
-from hisparse.prefix_tree import TokenIds
+from kvcache.extents import HostSlots
+from kvcache.prefix_tree import TokenIds
 from tests.decode_node.caching import Caching, prompt
 from tests.decode_node.fakes import GATEWAY
 from tests.decode_node.scheduler_harness import HOT, PREFILL, counted

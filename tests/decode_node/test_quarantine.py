@@ -25,7 +25,9 @@ class Harness:
 
     def __init__(self) -> None:
         self.freed: list[str] = []
-        self.table: ReservationTable[str] = ReservationTable(self.freed.append, lambda _: None, lambda: IncomingCut(()))
+        self.table: ReservationTable[AttemptId, Peer, str] = ReservationTable(
+            self.freed.append, lambda _: None, lambda: IncomingCut(())
+        )
         self.control = FakeControl()
         self.quarantine = Quarantine(self.table, self.control, nothing_lent(self.control))  # type: ignore[arg-type]
         self.now = time.monotonic()

@@ -6,12 +6,13 @@ import threading
 import numpy as np
 import pytest
 
-from control.messages import AttemptId, BufferInfo, Checksum, Checksums
+from control.messages import AttemptId
 from decode_node.verifier import Verification, Verified, Verifier
-from hisparse.extents import Extent, HostSlots, expand
+from kvcache.extents import Extent, HostSlots, expand
 from tests.decode_node.fakes import attempt_to_fill
 from tests.transfer.slots import slot_digest
 from transfer.checksum import Mismatch, verify
+from transfer.memory import BufferInfo, Checksum, Checksums
 from transfer.planner import Int64s
 
 SLOTS = HostSlots((Extent(6, 2), Extent(1, 3)))

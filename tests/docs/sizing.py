@@ -9,15 +9,15 @@ from pathlib import Path
 
 import torch
 
+from base.block_hashes import BLOCK_TOKENS
 from base.memory import DEFAULT_FRACTION
 from cli.config import SizingConfig
 from cli.sizing import command, rows
-from control.block_hashes import BLOCK_TOKENS
 from hisparse.config import HiSparseConfig
-from hisparse.format import DenseFormat
-from hisparse.layout import KVLayout
-from hisparse.prefix_cache import BLOCK_BYTES
 from hisparse.sizing import GIB, Sizes, plan_sizes
+from kvcache.format import DenseFormat
+from kvcache.layout import KVLayout
+from kvcache.prefix_cache import BLOCK_BYTES
 from model.shapes import ShapeName
 
 OPERATIONS = Path(__file__).parents[2] / "docs" / "operations.md"

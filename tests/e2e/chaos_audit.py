@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from control.block_hashes import BLOCK_TOKENS
+from base.block_hashes import BLOCK_TOKENS
 
 if TYPE_CHECKING:
     from engine.chunked import ChunkedPrefill
-    from engine.paged_pool import PagedKVPool
+    from kvcache.paged_pool import PagedKVPool
     from prefill_node.job import TransferJob
 
 
@@ -126,9 +126,9 @@ def watch_decode(journal: Journal) -> None:
     from decode_node.request import Request, RequestState
     from decode_node.slots import SlotManager
     from hisparse.coordinator import HiSparseCoordinator
-    from hisparse.extents import HostSlots
-    from hisparse.host_pool import HostKVPool
     from hisparse.swap_in import SwapInBackend
+    from kvcache.extents import HostSlots
+    from kvcache.host_pool import HostKVPool
 
     pools: list[HostKVPool] = []
     had: dict[str, int] = {}

@@ -23,10 +23,11 @@ import zmq
 
 from cli.main import main as run_command
 from control import connections
-from control.messages import Destination, Transport
+from control.messages import Destination
 from control.plane import ControlPlane
 from prefill_node import decode_nodes
 from tests.e2e import chaos_audit
+from transfer.memory import Transport
 from transfer.planner import Descriptors
 from transfer.routes import Transports
 from transfer.writer import BATCHES_IN_FLIGHT, Channel, Outcome, Pending

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from control.block_hashes import BLOCK_TOKENS
+from base.block_hashes import BLOCK_TOKENS
 from tests.e2e.chaos_audit import Audit
 from tests.e2e.cluster import Cluster, Job, Node, complete
 from tests.e2e.conftest import FAMILIES, TOKEN_BYTES, Reference

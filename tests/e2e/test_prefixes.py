@@ -8,7 +8,7 @@ from collections.abc import Callable
 import httpx
 import pytest
 
-from control.block_hashes import BLOCK_TOKENS
+from base.block_hashes import BLOCK_TOKENS
 from tests.e2e.cluster import Cluster, Job, complete, wait_until
 from tests.e2e.conftest import FAMILIES, TOKEN_BYTES, Reference
 

@@ -23,8 +23,8 @@ from cli import rank_group
 from cli.rank_group import plan_ranks
 from cli.serve import RANK_PORTS, free_port
 from decode_node.config import DecodeConfig
-from engine.group_table import GroupTable
-from engine.rank_place import create_places
+from ranks.group_table import GroupTable
+from ranks.rank_place import create_places
 from tests.e2e.cluster import HOT_BUFFER, Cluster, Job, Node, complete, wait_until
 from tests.e2e.conftest import FAMILIES, Reference
 from tests.e2e.served import all_gone, children_of, log, serve

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import httpx
 import pytest
 
-from control.block_hashes import BLOCK_TOKENS
+from base.block_hashes import BLOCK_TOKENS
 from tests.e2e.cluster import Cluster, Node
 
 SESSIONS, TURNS = 60, 4

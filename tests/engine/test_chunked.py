@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.chunked import ChunkedPrefill, PrefillJob
-from engine.page_cache import PageCache
-from engine.paged_pool import PagedKVPool
+from kvcache.page_cache import PageCache
+from kvcache.paged_pool import PagedKVPool
 from tests.prefill_node.fakes import LAYOUT, FakeModel
 
 CPU = torch.device("cpu")

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from control.block_hashes import BLOCK_TOKENS, block_hashes
+from base.block_hashes import BLOCK_TOKENS, block_hashes
 from control.cache_reports import CacheReports
 from control.messages import CacheUpdate
 from gateway.prefix_index import PrefixIndex
 from gateway.prefix_routing import ranked
-from hisparse.prefix_tree import PrefixTree
+from kvcache.prefix_tree import PrefixTree
 
 VOCAB = 32_000
 HEARTBEAT_S = 1.0

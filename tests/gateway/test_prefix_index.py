@@ -3,7 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 
-from control.block_hashes import BlockHashes, block_hashes
+from base.block_hashes import BlockHashes, block_hashes
 from control.messages import CacheUpdate
 from gateway.prefix_index import PrefixIndex
 

@@ -6,7 +6,7 @@ import httpx
 import numpy as np
 import pytest
 
-from control.block_hashes import BlockHashes, block_hashes
+from base.block_hashes import BlockHashes, block_hashes
 from control.cache_reports import CacheReports
 from tests.gateway.fakes import MODEL, FakeDecodeNode, FakeNode, RunningGateway, wait_until
 

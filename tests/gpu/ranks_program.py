@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch
 
-from engine.rank_place import RankPlace
-from engine.ranks import RankGroup
 from model.experts import MixtureOfExperts
 from model.loader import DTYPES, load_model
 from model.norm import RmsNorm
+from ranks.group import RankGroup
+from ranks.rank_place import RankPlace
 from service.start import use_device
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}

@@ -5,13 +5,14 @@ from dataclasses import dataclass
 
 import torch
 
-from hisparse.cuda import CudaSwapIn, CudaSwapInPlan
-from hisparse.device_pool import DeviceKVPool, hot_granule
-from hisparse.extents import HostSlots
-from hisparse.host_pool import HostKVPool
-from hisparse.layout import KVLayout
+from hisparse.cuda_swap_in import CudaSwapIn, CudaSwapInPlan
+from hisparse.device_pool import DeviceKVPool
 from hisparse.residency import Residency
 from hisparse.swap_in import CpuSwapIn, StepBatch
+from kernels.specialization import hot_granule
+from kvcache.extents import HostSlots
+from kvcache.host_pool import HostKVPool
+from kvcache.layout import KVLayout
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")

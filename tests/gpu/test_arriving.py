@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from control.messages import AttemptId, Checksums, Destination
-from engine.paged_pool import PagedKVPool, PagedSequence, buffer_info
+from control.messages import AttemptId, Destination
+from kvcache.paged_pool import PagedKVPool, PagedSequence, buffer_info
 from model.loader import load_model
 from model.passes import PrefillChunk
 from model.tiny import write_tiny_checkpoint
@@ -22,6 +22,7 @@ from tests.prefill_node.endpoint_harness import TCP
 from tests.prefill_node.fakes import ME
 from tests.prefill_node.sending import LateChannel, LateCopy
 from transfer.checksum import digests
+from transfer.memory import Checksums
 from transfer.planner import Descriptors
 from transfer.reader import Reader
 from transfer.writer import Outcome

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hisparse.format import DenseFormat, KVFormat
+from kvcache.format import DenseFormat, KVFormat
 from model.backends.protocol import AttentionBackend
 from model.backends.torch_backend import TorchBackend
 from model.indexer import IndexQueries

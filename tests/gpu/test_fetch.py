@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from control.messages import AttemptId, BufferInfo, Checksums, Destination
-from engine.paged_pool import PagedKVPool, buffer_info
+from control.messages import AttemptId, Destination
+from kvcache.paged_pool import PagedKVPool, buffer_info
 from prefill_node.arrival import PrefixArrival
 from prefill_node.fetch import Fetch, FetchReport, RunningFetch
 from prefill_node.landing import DeviceSink
@@ -16,6 +16,7 @@ from tests.prefill_node.fakes import ME
 from tests.prefill_node.sending import LateChannel
 from tests.prefill_node.sequences import LAYOUT
 from transfer.checksum import digests
+from transfer.memory import BufferInfo, Checksums
 from transfer.reader import Reader
 from transfer.writer import Outcome
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hisparse.cuda.score_pages import PagesToScore, score_pages
-from hisparse.fp8_format import Fp8Format, quantise, rotate
+from kernels.score_pages import PagesToScore, score_pages
+from kvcache.fp8_format import Fp8Format, quantise, rotate
 from model.backends.torch_backend import TorchBackend
 from model.indexer import IndexQueries
 from model.loader import load_model

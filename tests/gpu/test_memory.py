@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from base.memory import cpus_near
-from engine.paged_pool import PagedKVPool, PagedSequence
-from hisparse.host_memory import HostMemory
+from kvcache.host_memory import HostMemory
+from kvcache.paged_pool import PagedKVPool, PagedSequence
 from model.backends.choice import choose_backend
 from model.loader import load_model, read_spec
 from model.passes import PrefillChunk

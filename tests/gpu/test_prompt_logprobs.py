@@ -8,7 +8,7 @@ import torch
 
 from control.prompt_logprobs import PromptLogprobTable
 from engine.chunked import ChunkedPrefill, PrefillJob
-from engine.paged_pool import PagedKVPool
+from kvcache.paged_pool import PagedKVPool
 from model.loader import load_model
 from model.tiny import write_tiny_checkpoint
 

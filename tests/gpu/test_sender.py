@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 import torch
 
-from control.messages import Transport
 from prefill_node.plan import ChunkPlan
 from prefill_node.progress import ForwardProgress
 from prefill_node.ring import BUFFER_BYTES, SendBuffer
 from prefill_node.source import DeviceSource, HostSource
 from tests.prefill_node.sending import NUM_PAGES, PAGE_SIZE, Sending, wait_until
 from transfer.checksum import verify
+from transfer.memory import Transport
 
 CUDA = torch.device("cuda")
 _LONG = 400_000_000

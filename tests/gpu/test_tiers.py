@@ -8,12 +8,12 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from hisparse.cuda import CudaCopyStream
-from hisparse.cuda.specialization import default_block_size
-from hisparse.extents import HostSlots
-from hisparse.host_pool import HostKVPool
+from hisparse.cuda_copy_stream import CudaCopyStream
 from hisparse.swap_in import StagedKV
 from hisparse.verify import SwapInMismatchError
+from kernels.specialization import default_block_size
+from kvcache.extents import HostSlots
+from kvcache.host_pool import HostKVPool
 from tests.hisparse.test_coordinator import violate_and_count, walk_and_leave_nothing
 from tests.hisparse.tiers_harness import FORMAT, LAYOUT, TOP_K, Tiers, tiers
 

@@ -7,7 +7,7 @@ from tests.gpu.test_attention_backends import CUDA, captured, generator, randn
 
 pytest.importorskip("cuda.bindings")
 
-from hisparse.cuda.top_k import Geometry, on_device, top_positions
+from kernels.top_k import Geometry, on_device, top_positions
 
 NAN = float("nan")
 

@@ -8,12 +8,12 @@ import torch
 
 from control.messages import Sampling
 from engine.batch import Batch
-from engine.paged_pool import PagedKVPool, PagedSequence
 from engine.runner import LaunchedStep, ModelRunner
 from hisparse.config import HiSparseConfig
 from hisparse.sizing import plan_sizes
 from hisparse.swap_in import StagedKV
 from hisparse.tiers import build_tiers
+from kvcache.paged_pool import PagedKVPool, PagedSequence
 from model.passes import PrefillChunk
 from model.sparse_model import SparseModel
 

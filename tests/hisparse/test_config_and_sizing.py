@@ -7,9 +7,9 @@ import torch
 
 from base.errors import StartupError
 from hisparse.config import parse_config
-from hisparse.layout import KVLayout
 from hisparse.sizing import GIB, Sizes, describe, plan_sizes
 from hisparse.tiers import build_tiers
+from kvcache.layout import KVLayout
 
 LAYOUT = KVLayout(index_layer_of=(0, 1, 1, 2), item_bytes=1152, index_key_bytes=256)
 

@@ -11,14 +11,14 @@ from hisparse.config import HiSparseConfig
 from hisparse.coordinator import HiSparseCoordinator, StepPlaces
 from hisparse.copy_stream import CopyStream
 from hisparse.device_pool import DeviceKVPool
-from hisparse.extents import HostSlots
-from hisparse.format import DenseFormat
-from hisparse.host_pool import HostKVPool
-from hisparse.layout import KVLayout
 from hisparse.sizing import Sizes
 from hisparse.step import DecodeStep
 from hisparse.swap_in import StagedKV
 from hisparse.tiers import build_tiers
+from kvcache.extents import HostSlots
+from kvcache.format import DenseFormat
+from kvcache.host_pool import HostKVPool
+from kvcache.layout import KVLayout
 
 FORMAT = DenseFormat(torch.float32, item_dim=3, index_dim=2)
 LAYOUT = KVLayout((0, 1, 1, 1, 2), FORMAT.item_bytes, FORMAT.index_key_bytes)

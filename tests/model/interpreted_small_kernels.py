@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hisparse.fp8_format import Fp8Format, quantise, rotate
+from kvcache.fp8_format import Fp8Format, quantise, rotate
 from model.backends.triton_choose import choose_experts
 from model.backends.triton_encode import encode_index_keys, encode_index_queries, encode_items
 from model.backends.triton_few_rows import partial_products

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from hisparse.format import DenseFormat
+from kvcache.format import DenseFormat
 from model.attention import LatentAttention
 from model.backends.torch_backend import TorchBackend
 from model.linear import Linear

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_caches import BatchIndexPages
 
-from hisparse.format import DenseFormat
+from kvcache.format import DenseFormat
 from model.backends.torch_backend import TorchBackend
 from model.indexer import IndexQueries
 

@@ -11,7 +11,7 @@ from model_caches import Session
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from hisparse.format import KVFormat
+from kvcache.format import KVFormat
 from model.backends.torch_backend import TorchBackend
 from model.cache import PagedKeys
 from model.indexer import IndexQueries

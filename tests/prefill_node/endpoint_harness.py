@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from base.metrics import Metrics
-from control.messages import AttemptId, BufferInfo, Checksum, Destination, Message, Peer, PrefillRequest, Session
+from control.messages import AttemptId, Destination, Message, Peer, PrefillRequest
 from engine.chunked import ChunkedPrefill, PrefillStep
-from engine.paged_pool import PagedKVPool
+from kvcache.paged_pool import PagedKVPool
 from prefill_node.compute import Computed
 from prefill_node.endpoint import PrefillEndpoint
 from prefill_node.fetcher import FetchResources
@@ -24,6 +24,7 @@ from prefill_node.sender import SendResources
 from service.lifecycle import Lifecycle
 from tests.identity import IDENTITY
 from tests.prefill_node.fakes import LAYOUT, FakeControl, FakeModel
+from transfer.memory import BufferInfo, Checksum, Session
 
 DECODE = Peer(role="decode", address="127.0.0.1:9", boot_id="decode")
 TCP = (Session(transport="tcp", name="127.0.0.1:1"),)

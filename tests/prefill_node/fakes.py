@@ -8,7 +8,7 @@ import torch
 
 from control.liveness import AnsweredPing
 from control.messages import Message, Output, Outputs, Peer
-from hisparse.layout import KVLayout
+from kvcache.layout import KVLayout
 from model.logprobs import TokenLogprobs
 from model.passes import PrefillChunk
 

@@ -9,10 +9,8 @@ from typing import Any
 
 import torch
 
-from engine.agreement import GroupFailed
 from engine.chunked import ChunkedPrefill
-from engine.paged_pool import PagedKVPool
-from engine.rank_place import RankPlace, create_places
+from kvcache.paged_pool import PagedKVPool
 from model.shard import Shard
 from prefill_node.fetcher import FetchResources
 from prefill_node.job import TransferJob
@@ -25,6 +23,8 @@ from prefill_node.ranks.orders import End
 from prefill_node.ring import SendRings
 from prefill_node.sender import SendResources
 from prefill_node.source import HostSource, Reading
+from ranks.agreement import GroupFailed
+from ranks.rank_place import RankPlace, create_places
 from tests.prefill_node.fakes import LAYOUT, FakeControl
 from tests.prefill_node.sending import CPU, LateChannel
 from tests.prefill_node.sequences import RunningModel

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from control.messages import AttemptId, BufferInfo, Destination, Peer, Transport
+from control.messages import AttemptId, Destination, Peer
 from prefill_node.outgoing import Chunk, SendReport
 from prefill_node.progress import ForwardProgress
 from prefill_node.ring import SendRings
@@ -18,6 +18,7 @@ from prefill_node.source import DeviceSource, HostSource, Reading
 from tests.identity import IDENTITY
 from transfer.choices import ChecksumMode
 from transfer.copy_runs import copy_runs
+from transfer.memory import BufferInfo, Transport
 from transfer.planner import NO_LIMIT, Descriptors
 from transfer.routes import NoRoute
 from transfer.writer import Outcome

@@ -12,8 +12,6 @@ import torch
 from base.metrics import Metrics
 from control.messages import (
     AttemptId,
-    BufferInfo,
-    Checksum,
     ChunkDone,
     Destination,
     FetchDone,
@@ -25,8 +23,8 @@ from control.messages import (
     Quiesced,
 )
 from engine.chunked import ChunkedPrefill
-from engine.page_cache import PageCache, can_cache
-from engine.paged_pool import PagedKVPool
+from kvcache.page_cache import PageCache, can_cache
+from kvcache.paged_pool import PagedKVPool
 from model.passes import PrefillChunk
 from prefill_node.choices import FetchPolicy
 from prefill_node.engine import PrefillUpdate
@@ -43,6 +41,7 @@ from tests.prefill_node.endpoint_harness import TCP
 from tests.prefill_node.fakes import LAYOUT, ME
 from tests.prefill_node.sending import CPU, LateChannel
 from transfer.choices import ChecksumMode
+from transfer.memory import BufferInfo, Checksum
 
 NUM_SLOTS = 1024
 VOCAB = 100

@@ -2,22 +2,12 @@
 
 import pytest
 
-from control.messages import (
-    Abort,
-    Admitted,
-    AttemptId,
-    Checksums,
-    ChunkDone,
-    ChunkTaken,
-    Message,
-    Peer,
-    PrefillDone,
-    Quiesced,
-)
+from control.messages import Abort, Admitted, AttemptId, ChunkDone, ChunkTaken, Message, Peer, PrefillDone, Quiesced
 from control.prompt_logprobs import PromptLogprobTable
 from prefill_node.offer import Offer
 from tests.identity import IDENTITY
 from tests.prefill_node.endpoint_harness import DECODE, Harness, R, checksum_of, request
+from transfer.memory import Checksums
 
 
 def chunk_done(number: int, start: int, stop: int) -> ChunkDone:

@@ -10,8 +10,6 @@ from control.messages import (
     Abort,
     Admitted,
     AttemptId,
-    BufferInfo,
-    Checksums,
     Destination,
     FetchDone,
     FetchGrant,
@@ -26,11 +24,11 @@ from control.messages import (
     PrefillFailed,
     Progress,
     Quiesced,
-    Session,
 )
 from prefill_node.job import JobState
 from tests.identity import IDENTITY
 from tests.prefill_node.endpoint_harness import BUFFERS, DECODE, TCP, Harness, R, request
+from transfer.memory import BufferInfo, Checksums, Session
 
 
 def test_done_is_said_after_the_last_write_and_repeated_until_admitted() -> None:

@@ -9,17 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from control.messages import (
-    AttemptId,
-    Checksum,
-    Checksums,
-    FetchDone,
-    FetchGrant,
-    FetchRefused,
-    FetchRequest,
-    PrefillFailed,
-    Quiesced,
-)
+from control.messages import AttemptId, FetchDone, FetchGrant, FetchRefused, FetchRequest, PrefillFailed, Quiesced
 from prefill_node.choices import FetchPolicy
 from prefill_node.costs import ComputeCost, FetchCosts
 from prefill_node.fetch import WrongGrant, pieces
@@ -27,6 +17,7 @@ from prefill_node.prefix_fetches import LEAST_TOKENS
 from tests.prefill_node.sending import LateChannel
 from tests.prefill_node.sequences import TOKEN_BYTES, UNTOUCHED, PrefillHarness, new_cache, states_of
 from transfer.checksum import GROUP_POSITIONS, digests
+from transfer.memory import Checksum, Checksums
 from transfer.planner import expand_extents
 from transfer.routes import NoRoute
 from transfer.writer import Outcome

@@ -8,16 +8,17 @@ import numpy as np
 import pytest
 import torch
 
-from control.messages import Checksum, Checksums, FetchDone, FetchRequest, PrefillFailed, Quiesced
-from engine.agreement import GroupFailed
+from control.messages import FetchDone, FetchRequest, PrefillFailed, Quiesced
 from prefill_node.fetch import WrongGrant, pieces
 from prefill_node.ranks.division import checksums_of_blocks, divide
 from prefill_node.ranks.gathering import cut
 from prefill_node.ranks.orders import Read
+from ranks.agreement import GroupFailed
 from tests.prefill_node.group_harness import GroupFetching
 from tests.prefill_node.sending import LateChannel
 from tests.prefill_node.sequences import TOKEN_BYTES, states_of
 from tests.prefill_node.test_fetch import FIRST, PREFIX, SENT_TO
+from transfer.memory import Checksum, Checksums
 from transfer.planner import expand_extents, expand_pages
 from transfer.routes import NoRoute
 from transfer.writer import Outcome

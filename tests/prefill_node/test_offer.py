@@ -1,9 +1,10 @@
 """Which requests a prefill node accepts."""
 
-from control.messages import BufferInfo, Destination, PrefillRequest, Session
+from control.messages import Destination, PrefillRequest
 from prefill_node.offer import Offer
 from tests.control.test_messages import prefill_request
 from tests.identity import IDENTITY
+from transfer.memory import BufferInfo, Session
 
 
 def request(*ranks: str) -> PrefillRequest:

@@ -13,7 +13,6 @@ import torch
 from control.messages import (
     Abort,
     Admitted,
-    Checksum,
     ChunkDone,
     ChunkTaken,
     Message,
@@ -22,10 +21,6 @@ from control.messages import (
     PrefillFailed,
     Quiesced,
 )
-from engine.agreement import GroupFailed
-from engine.group_table import Standing
-from engine.rank_line import RankLine
-from engine.rank_place import RankPlace, create_places
 from prefill_node.compute import Computed
 from prefill_node.job import TransferJob
 from prefill_node.model_engine import EngineParts, ModelEngine
@@ -34,7 +29,12 @@ from prefill_node.progress import ForwardProgress
 from prefill_node.ranks.leader import GroupCompute, GroupEngine, GroupSender, Layout
 from prefill_node.ranks.orders import Begin, Forget, Order, PartSent, Step, Stop
 from prefill_node.ranks.parts import Part, PartialReports
+from ranks.agreement import GroupFailed
+from ranks.group_table import Standing
+from ranks.rank_line import RankLine
+from ranks.rank_place import RankPlace, create_places
 from tests.prefill_node.endpoint_harness import DECODE, Harness, R, checksum_of, request
+from transfer.memory import Checksum
 
 
 class FakeRanks:

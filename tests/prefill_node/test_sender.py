@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from control.messages import Peer, Transport
+from control.messages import Peer
 from prefill_node.outgoing import Chunk, OutgoingChunk, SendReport
 from prefill_node.plan import ChunkPart
 from prefill_node.progress import ForwardProgress
@@ -28,6 +28,7 @@ from tests.prefill_node.sending import (
     wait_until,
 )
 from transfer.checksum import verify
+from transfer.memory import Transport
 from transfer.planner import NO_LIMIT, Descriptors
 from transfer.writer import BATCHES_IN_FLIGHT, Outcome, Pipeline, TransferError
 

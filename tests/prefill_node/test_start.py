@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 
 from control.messages import Quiesced
-from engine.page_cache import PageCache
-from engine.paged_pool import PagedKVPool
+from kvcache.page_cache import PageCache
+from kvcache.paged_pool import PagedKVPool
 from tests.prefill_node.fakes import LAYOUT
 from tests.prefill_node.sending import CPU
 from tests.prefill_node.sequences import PrefillHarness

@@ -1,7 +1,7 @@
 """Where slots lie in memory, for tests that are the sender of a checksum."""
 
-from control.messages import BufferInfo
 from transfer.checksum import digest, item_ranges
+from transfer.memory import BufferInfo
 from transfer.planner import Int64s
 
 

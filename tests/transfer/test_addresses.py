@@ -9,11 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from control.codec import MalformedMessage, decode, encode
-from control.messages import BufferInfo, Destination, Peer, PrefillRequest, Session, SharedMemory
+from control.messages import Destination, Peer, PrefillRequest
 from prefill_node.offer import Destinations
 from prefill_node.plan import ChunkPlan
 from tests.control.test_messages import ME, prefill_request
 from tests.identity import IDENTITY
+from transfer.memory import BufferInfo, Session, SharedMemory
 from transfer.planner import expand_extents
 
 ITEMS = (192, 64)

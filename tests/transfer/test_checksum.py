@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from control.messages import BufferInfo, Checksum
 from tests.transfer.slots import slot_digest
 from transfer.checksum import SAMPLE_POSITIONS, Mismatch, item_ranges, sampled, verify
 from transfer.choices import ChecksumMode
+from transfer.memory import BufferInfo, Checksum
 from transfer.planner import Int64s
 
 NUM_SLOTS = 48

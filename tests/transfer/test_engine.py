@@ -9,9 +9,9 @@ from multiprocessing.connection import Connection
 import numpy as np
 import pytest
 
-from control.messages import BufferInfo, Session
 from tests.transfer.writing import write
 from transfer.engine import KVTransferEngine
+from transfer.memory import BufferInfo, Session
 from transfer.planner import Descriptors
 from transfer.writer import TransferError
 

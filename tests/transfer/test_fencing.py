@@ -22,9 +22,11 @@ class Released(list[str]):
         self.retained: list[str] = []
 
 
-def table_with(attempt: AttemptId = R) -> tuple[ReservationTable[str], Released]:
+def table_with(attempt: AttemptId = R) -> tuple[ReservationTable[AttemptId, Peer, str], Released]:
     released = Released()
-    table: ReservationTable[str] = ReservationTable(released.append, released.retained.append, lambda: IncomingCut(()))
+    table: ReservationTable[AttemptId, Peer, str] = ReservationTable(
+        released.append, released.retained.append, lambda: IncomingCut(())
+    )
     table.open(attempt, WRITER, "slots", num_slots=8)
     return table, released
 
@@ -155,9 +157,11 @@ class Fences(list[HeldFence]):
         return self[-1]
 
 
-def fenced_table() -> tuple[ReservationTable[str], Released, Fences]:
+def fenced_table() -> tuple[ReservationTable[AttemptId, Peer, str], Released, Fences]:
     released, fences = Released(), Fences()
-    table: ReservationTable[str] = ReservationTable(released.append, released.retained.append, fences.make)
+    table: ReservationTable[AttemptId, Peer, str] = ReservationTable(
+        released.append, released.retained.append, fences.make
+    )
     table.open(R, WRITER, "slots", num_slots=8)
     table.quarantine(R, now=1.0)
     return table, released, fences
@@ -224,7 +228,9 @@ def test_only_the_writer_can_say_that_nothing_but_the_network_writes() -> None:
 def test_slots_that_landed_while_something_lingers_are_the_requests_and_the_tables_until_a_fence_has_passed() -> None:
     """The first copy of what was cut and posted again arrived when the slots had been given away."""
     released, fences = Released(), Fences()
-    table: ReservationTable[str] = ReservationTable(released.append, released.retained.append, fences.make)
+    table: ReservationTable[AttemptId, Peer, str] = ReservationTable(
+        released.append, released.retained.append, fences.make
+    )
     table.open(R, WRITER, "slots", num_slots=8)
     assert table.landed(R, now=100.0, lingering=True) == "slots"
     assert released.retained == ["slots"]

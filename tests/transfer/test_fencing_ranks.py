@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from control.messages import Peer
+from control.messages import AttemptId, Peer
 from tests.transfer.test_fencing import WRITER, R, Released
 from transfer.fencing import DRAIN_GRACE_S, ReservationTable
 from transfer.incoming import IncomingCut
@@ -15,14 +15,16 @@ RANKS = tuple(Peer(role="prefill", address=f"10.0.0.1:{number}", boot_id=f"rank-
 BOOTS = [WRITER.boot_id, *(rank.boot_id for rank in RANKS)]
 
 
-def open_table() -> tuple[ReservationTable[str], Released]:
+def open_table() -> tuple[ReservationTable[AttemptId, Peer, str], Released]:
     released = Released()
-    table: ReservationTable[str] = ReservationTable(released.append, released.retained.append, lambda: IncomingCut(()))
+    table: ReservationTable[AttemptId, Peer, str] = ReservationTable(
+        released.append, released.retained.append, lambda: IncomingCut(())
+    )
     table.open(R, WRITER, "slots", num_slots=8, ranks=RANKS)
     return table, released
 
 
-def quarantined_table() -> tuple[ReservationTable[str], Released]:
+def quarantined_table() -> tuple[ReservationTable[AttemptId, Peer, str], Released]:
     table, released = open_table()
     assert table.quarantine(R, now=1.0) == WRITER, "the node is told to stop"
     return table, released

@@ -11,10 +11,10 @@ import numpy as np
 import psutil
 import pytest
 
-from control.messages import BufferInfo
 from tests.e2e.hosts import Network, why_not
 from transfer.engine import KVTransferEngine
 from transfer.incoming import IncomingCut
+from transfer.memory import BufferInfo
 from transfer.planner import Descriptors
 from transfer.writer import Outcome, Pipeline, Write
 

@@ -18,7 +18,7 @@ RECEIVER = """
 import json, os, sys
 import numpy as np
 from transfer.engine import KVTransferEngine
-from control.messages import BufferInfo
+from transfer.memory import BufferInfo
 from transfer.ports import ClaimedPorts, parse_ports
 
 ports = ClaimedPorts(parse_ports(sys.argv[1], engines=1), engines=1)
@@ -36,7 +36,7 @@ SENDER = """
 import os, sys
 import numpy as np
 from transfer.engine import KVTransferEngine
-from control.messages import BufferInfo, Session
+from transfer.memory import BufferInfo, Session
 from transfer.planner import Descriptors
 
 engine = KVTransferEngine("127.0.0.1", "tcp")

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from control.messages import BufferInfo, SharedMemory
 from tests.transfer.test_lingering import Process, start_engine, wait_until
 from transfer.incoming import IncomingCut
+from transfer.memory import BufferInfo, SharedMemory
 from transfer.planner import Descriptors
 from transfer.reader import Reader, ReadReport, batches_of
 from transfer.shm import SharedMemoryReads
@@ -188,7 +188,7 @@ def test_a_read_that_was_given_up_does_not_land_later(monkeypatch: pytest.Monkey
 
 OWNER = """
 import os, sys, torch, numpy
-from hisparse.host_memory import HostMemory
+from kvcache.host_memory import HostMemory
 memory = HostMemory(4 << 20, shareable=True)
 tensor = memory.tensor(0, (4 << 20,))
 tensor[:] = torch.from_numpy(numpy.random.default_rng(0).integers(1, 256, 4 << 20, dtype=numpy.uint8))

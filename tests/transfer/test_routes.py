@@ -7,11 +7,12 @@ from typing import Literal
 import pytest
 
 from base.errors import StartupError
-from control.messages import BufferInfo, Destination, Session, SharedMemory
+from control.messages import Destination
 from tests.identity import IDENTITY
 from transfer import engine as engine_module
 from transfer import routes, shm
 from transfer.choices import TransferProtocol
+from transfer.memory import BufferInfo, Session, SharedMemory
 from transfer.routes import NoRoute, Transports, choose_transports
 from transfer.shm import NotShared
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from control.messages import SharedMemory
 from tests.transfer.writing import write
+from transfer.memory import SharedMemory
 from transfer.planner import Descriptors
 from transfer.shm import NotShared, SharedMemoryChannel
 from transfer.writer import TransferError
@@ -19,7 +19,7 @@ from transfer.writer import TransferError
 SIZE = 1 << 20
 OWNER = """
 import os, sys, torch
-from hisparse.host_memory import HostMemory
+from kvcache.host_memory import HostMemory
 memory = HostMemory(1 << 20, shareable=True)
 tensor = memory.tensor(0, (1 << 20,))
 region = memory.shared()

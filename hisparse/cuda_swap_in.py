@@ -1,0 +1,199 @@
+"""The CUDA swap-in backend: the device tier in HBM, the host tier in pinned memory, kernels between them."""
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+
+from base.errors import StartupError
+from hisparse.device_pool import DeviceKVPool
+from hisparse.residency import Residency
+from hisparse.swap_in import StepBatch, SwapInBackend, SwapInCounters, SwapInPlan
+from kernels.copy_items import ItemCopier, are_aligned
+from kernels.launch import DeviceKernel, reads_registered_memory, shared_memory_limit
+from kernels.specialization import IndexType, SwapInSpecialization, default_block_size, seen_bits
+from kvcache.host_pool import HostKVPool
+
+_INDEX_TYPES: dict[torch.dtype, IndexType] = {torch.int32: "int32", torch.int64: "int64"}
+_FIELDS = (
+    "positions rows newest position_at hot_of referenced hand hot_granules host_slot_of host_items device_items "
+    "slots miss_host_slots miss_device_slots miss_counts counters max_context k"
+)
+
+
+class _Params(ctypes.Structure):
+    """SwapInParams of csrc/request.cuh."""
+
+    _fields_ = [(name, ctypes.c_int64) for name in _FIELDS.split()]
+
+
+@dataclass(frozen=True)
+class CudaSwapInPlan(SwapInPlan):
+    """miss_counts: int32 [batch], distinct misses; that many entries of each row of `miss_host_slots` and
+    `miss_device_slots`, int64 [batch, k], are written, the others are undefined. fetched_layer: the layer that the
+    resolve fetched, -1 if none.
+    """
+
+    miss_counts: torch.Tensor
+    fetched_layer: int
+
+
+class CudaSwapIn(SwapInBackend):
+    """Swap-in by one kernel launch per index layer, on torch's current stream.
+
+    `resolve` also fetches the first layer of the index layer's group, which the step asks for next, so copies start as
+    soon as the misses are known. The group's other layers copy by the same plan. Only `drain` waits for the device, and
+    a plan's tensors come from torch's allocator, so a step may be captured in a CUDA graph.
+
+    top_k: the most positions that a layer selects. block_size: threads per block of the kernel, chosen if None. Raises
+    StartupError if the kernel would need more shared memory than the device has, or the pools are not what it needs.
+    """
+
+    def __init__(
+        self,
+        host: HostKVPool,
+        device: DeviceKVPool,
+        residency: Residency,
+        top_k: int,
+        block_size: int | None = None,
+    ) -> None:
+        index = torch.cuda.current_device() if device.device.index is None else device.device.index
+        self._on = torch.device("cuda", index)
+        if not reads_registered_memory(self._on):
+            raise StartupError(f"{self._on} cannot read pinned host memory at its host address")
+        super().__init__(host, device, residency)
+        self._layout = host.layout
+        self._top_k = top_k
+        self.block_size = block_size or default_block_size(top_k)
+        self._counters = torch.zeros(4, dtype=torch.int64, device=self._on)
+        self._reading = torch.cuda.Stream(self._on)  # type: ignore[no-untyped-call]
+        self._copier = ItemCopier(self._on)
+        self._copier.kernel(host.kv, device.kv)
+        self._copier.kernel(host.index_keys, self._device_index_keys)
+        self._kernels: dict[tuple[torch.dtype, torch.dtype], DeviceKernel] = {}
+        self._clusters: dict[int, int] = self._kernel(torch.int64, torch.int64).cluster_sizes()
+        self._params = [self._static_params(index_layer) for index_layer in range(self._layout.num_index_layers)]
+
+    def resolve(self, index_layer: int, batch: StepBatch, positions: torch.Tensor) -> CudaSwapInPlan:
+        """See SwapInBackend; also fetches the first layer of the group. positions: int32 or int64 [batch, k]."""
+        return self.launch(index_layer, batch.rows, batch.newest, positions, fetch=True)
+
+    def launch(
+        self,
+        index_layer: int,
+        rows: torch.Tensor,
+        newest: torch.Tensor,
+        positions: torch.Tensor,
+        *,
+        fetch: bool,
+        cluster: int | None = None,
+    ) -> CudaSwapInPlan:
+        """Resolve, and with `fetch` also fetch the first layer of the group.
+
+        rows, newest: both int32 or both int64 [batch], below 0 for padding. positions: int32 or int64 [batch, k].
+        cluster: blocks per request, chosen if None. Raises ValueError for tensors that the kernel cannot read.
+        """
+        size, k = self._check(rows, newest, positions)
+        out = torch.empty((3, size, k), dtype=torch.int64, device=self._on)
+        miss_counts = torch.empty(size, dtype=torch.int32, device=self._on)
+        slots, miss_host_slots, miss_device_slots = out.unbind(0)
+        params = self._params[index_layer]
+        host_items = params.host_items
+        params.host_items = host_items if fetch else 0
+        params.positions, params.rows, params.newest = positions.data_ptr(), rows.data_ptr(), newest.data_ptr()
+        params.slots, params.miss_counts = out.data_ptr(), miss_counts.data_ptr()
+        params.miss_host_slots = params.slots + 8 * size * k
+        params.miss_device_slots = params.miss_host_slots + 8 * size * k
+        params.k = k
+        cluster = cluster or self.cluster_size(size)
+        self._kernel(rows.dtype, positions.dtype).launch(params, (size * cluster, 1, 1), cluster)
+        params.host_items = host_items
+        fetched = self._layout.index_layer_of.index(index_layer) if fetch else -1
+        return CudaSwapInPlan(slots, miss_host_slots, miss_device_slots, miss_counts, fetched)
+
+    def cluster_size(self, batch: int) -> int:
+        """Blocks per request: as many as let all requests of the batch run at the same time."""
+        return max((size for size, running in self._clusters.items() if batch <= running), default=1)
+
+    def fetch(self, plan: SwapInPlan, layer: int) -> None:
+        assert isinstance(plan, CudaSwapInPlan)
+        if layer == plan.fetched_layer:
+            return
+        self._copier.copy(
+            self.host.kv[layer, None],
+            self.device.kv[layer, None],
+            plan.miss_host_slots,
+            plan.miss_device_slots,
+            counts=plan.miss_counts,
+            copied_bytes=self._counters.data_ptr() + 2 * self._counters.itemsize,
+        )
+
+    def drain(self) -> None:
+        torch.cuda.current_stream(self._on).synchronize()
+
+    def counters(self) -> SwapInCounters:
+        """See SwapInBackend.
+
+        Read on a stream of their own, so that a scrape neither waits for the launches of a step nor comes between them.
+        """
+        with torch.cuda.stream(self._reading):
+            hits, misses, num_bytes, violations = self._counters.tolist()
+        return SwapInCounters(hits, misses, num_bytes, violations)
+
+    def _copy(
+        self, source: torch.Tensor, target: torch.Tensor, from_slots: torch.Tensor, to_slots: torch.Tensor
+    ) -> None:
+        self._copier.copy(source, target, from_slots, to_slots)
+
+    def _check(self, rows: torch.Tensor, newest: torch.Tensor, positions: torch.Tensor) -> tuple[int, int]:
+        """The batch and k of a launch. Raises ValueError for what the kernel cannot read."""
+        if positions.ndim != 2 or rows.shape != positions.shape[:1] or newest.shape != rows.shape:
+            raise ValueError(
+                f"expected rows [batch], newest [batch], positions [batch, k], found {tuple(rows.shape)}, "
+                f"{tuple(newest.shape)}, {tuple(positions.shape)}"
+            )
+        size, k = positions.shape
+        if not size or not 1 <= k <= self._top_k:
+            raise ValueError(f"expected a batch of at least 1 with 1 to {self._top_k} positions, found {size} with {k}")
+        if rows.dtype != newest.dtype or not {rows.dtype, positions.dtype} <= _INDEX_TYPES.keys():
+            raise ValueError(
+                "rows and newest must both be int32 or both int64, positions either, found "
+                f"{rows.dtype}, {newest.dtype}, {positions.dtype}"
+            )
+        for tensor in (rows, newest, positions):
+            if not tensor.is_contiguous() or tensor.device != self._on:
+                raise ValueError(f"expected contiguous tensors on {self._on}, found one on {tensor.device}")
+        return size, k
+
+    def _kernel(self, index_type: torch.dtype, position_type: torch.dtype) -> DeviceKernel:
+        key = (index_type, position_type)
+        if key not in self._kernels:
+            specialization = SwapInSpecialization(
+                top_k=self._top_k,
+                hot_size=self.residency.device_buffer_size,
+                item_bytes=self._layout.item_bytes,
+                index_type=_INDEX_TYPES[index_type],
+                position_type=_INDEX_TYPES[position_type],
+                aligned=are_aligned(self.host.kv, self.device.kv),
+                block_size=self.block_size,
+                seen_bits=seen_bits(self.device.max_context),
+            )
+            self._kernels[key] = DeviceKernel(specialization.fitted(shared_memory_limit(self._on)), self._on)
+        return self._kernels[key]
+
+    def _static_params(self, index_layer: int) -> _Params:
+        """The parameters that are the same in every launch for an index layer: where its state and items are."""
+        layer = self._layout.index_layer_of.index(index_layer)
+        residency, device = self.residency, self.device
+        return _Params(
+            position_at=residency.position_at[index_layer].data_ptr(),
+            hot_of=residency.hot_of[index_layer].data_ptr(),
+            referenced=residency.referenced[index_layer].data_ptr(),
+            hand=residency.hand[index_layer].data_ptr(),
+            hot_granules=device.hot_granules.data_ptr(),
+            host_slot_of=device.host_slot_of.data_ptr(),
+            host_items=self.host.kv[layer].data_ptr(),
+            device_items=device.kv[layer].data_ptr(),
+            counters=self._counters.data_ptr(),
+            max_context=device.max_context,
+        )

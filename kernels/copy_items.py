@@ -1,0 +1,76 @@
+"""Copying items between the tiers by lists of slots, with csrc/copy_items.cu."""
+
+import ctypes
+
+import torch
+
+from kernels.launch import DeviceKernel
+from kernels.specialization import VECTOR_BYTES, CopySpecialization
+
+_FIELDS = "from_items to_items from_layer_bytes to_layer_bytes from_slots to_slots counts bytes width"
+
+
+class _Params(ctypes.Structure):
+    """CopyItemsParams of csrc/copy_items.cu."""
+
+    _fields_ = [(name, ctypes.c_int64) for name in _FIELDS.split()]
+
+
+def are_aligned(*pools: torch.Tensor) -> bool:
+    """Whether every item of the pools, uint8 [num_layers, slots, item_bytes], begins at a multiple of 16 bytes."""
+    return not any((pool.data_ptr() | pool.stride(0) | pool.shape[-1]) % VECTOR_BYTES for pool in pools)
+
+
+class ItemCopier:
+    """Copies items on one device, with a kernel per item size and alignment, loaded when it is first needed.
+
+    Loading a kernel while a graph is captured would break the capture: ask for it (`kernel`) before.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._processors = torch.cuda.get_device_properties(device).multi_processor_count
+        self._kernels: dict[tuple[int, bool], DeviceKernel] = {}
+
+    def copy(
+        self,
+        source: torch.Tensor,
+        target: torch.Tensor,
+        from_slots: torch.Tensor,
+        to_slots: torch.Tensor,
+        *,
+        counts: torch.Tensor | None = None,
+        copied_bytes: int = 0,
+    ) -> None:
+        """Copy in every layer the items at `from_slots` to `to_slots`; -1 is skipped.
+
+        source, target: uint8 [num_layers, slots, item_bytes], contiguous within a layer. from_slots, to_slots: int64,
+        contiguous, on the device, [width] or [rows, width]. counts: int32 [rows], how many of each row are meant, all
+        if absent. copied_bytes: address of a counter (uint64) to add to, or 0.
+        """
+        if not from_slots.numel():
+            return
+        num_layers = len(source)
+        rows, width = from_slots.view(-1, from_slots.shape[-1]).shape
+        kernel = self.kernel(source, target)
+        warps = kernel.specialization.block_size // 32
+        blocks = min(-(-width // warps), max(1, 2 * self._processors // (rows * num_layers)))
+        params = _Params(
+            source.data_ptr(),
+            target.data_ptr(),
+            source.stride(0),
+            target.stride(0),
+            from_slots.data_ptr(),
+            to_slots.data_ptr(),
+            0 if counts is None else counts.data_ptr(),
+            copied_bytes,
+            width,
+        )
+        kernel.launch(params, (blocks, rows, num_layers))
+
+    def kernel(self, source: torch.Tensor, target: torch.Tensor) -> DeviceKernel:
+        """The kernel that copies between these pools."""
+        item_bytes, aligned = source.shape[-1], are_aligned(source, target)
+        if (item_bytes, aligned) not in self._kernels:
+            self._kernels[item_bytes, aligned] = DeviceKernel(CopySpecialization(item_bytes, aligned), self._device)
+        return self._kernels[item_bytes, aligned]

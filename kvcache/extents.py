@@ -1,0 +1,207 @@
+"""Which slots of a pool are free: contiguity-first allocation with a reference count per slot."""
+
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcache.prefix_results import PrefixMatch
+
+
+class SlotAccountingError(RuntimeError):
+    """A slot was released or retained while free, or a pool's books do not add up: always a bug, never load."""
+
+
+@dataclass(frozen=True)
+class Extent:
+    """The slots [start, start + length)."""
+
+    start: int
+    length: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.length
+
+
+def expand(extents: Iterable[Extent]) -> npt.NDArray[np.int64]:
+    """Every slot of the extents, in their order: int64 [total length]."""
+    parts = [np.arange(extent.start, extent.stop, dtype=np.int64) for extent in extents]
+    return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+
+
+def extents_of(slots: npt.NDArray[np.integer]) -> tuple[Extent, ...]:
+    """Slots [n] as extents, in their order."""
+    if not len(slots):
+        return ()
+    begins = np.flatnonzero(np.concatenate(([True], np.diff(slots) != 1)))
+    lengths = np.diff(np.append(begins, len(slots)))
+    return tuple(map(Extent, slots[begins].tolist(), lengths.tolist()))
+
+
+@dataclass(frozen=True)
+class HostSlots:
+    """The host slots of one sequence: the i-th slot in extent order holds position i.
+
+    There may be more slots than tokens; the rest is room to grow. held: blocks of the prefix cache that are held as
+    long as these slots have an owner. Every slot that the cache owns, too, is of one of them.
+    """
+
+    extents: tuple[Extent, ...]
+    held: PrefixMatch | None = field(default=None, compare=False)
+
+    def __len__(self) -> int:
+        return sum(extent.length for extent in self.extents)
+
+    def slots(self) -> npt.NDArray[np.int64]:
+        """The slots in position order, int64 [len(self)]."""
+        return expand(self.extents)
+
+    def extend(self, extents: Iterable[Extent]) -> "HostSlots":
+        """These slots followed by more; a last extent that is continued is joined."""
+        joined = list(self.extents)
+        for extent in extents:
+            if joined and joined[-1].stop == extent.start:
+                joined[-1] = Extent(joined[-1].start, joined[-1].length + extent.length)
+            else:
+                joined.append(extent)
+        return replace(self, extents=tuple(joined))
+
+    def cut(self, first: int) -> tuple[tuple[Extent, ...], tuple[Extent, ...]]:
+        """The extents of the first so many slots, and those of the others."""
+        head: list[Extent] = []
+        tail: list[Extent] = []
+        for extent in self.extents:
+            here = min(first, extent.length)
+            first -= here
+            if here:
+                head.append(Extent(extent.start, here))
+            if here < extent.length:
+                tail.append(Extent(extent.start + here, extent.length - here))
+        return tuple(head), tuple(tail)
+
+
+NO_SLOTS = HostSlots(())
+
+
+class SlotAllocator:
+    """Hands out slots [0, num_slots) in as few extents as possible and takes them back when nobody refers to them.
+
+    Free extents are kept coalesced and sorted twice, by start (to find neighbours) and by length (to find the best
+    fit). An operation costs a bisection and one list insertion per extent, whatever the number of slots.
+    Not thread-safe: one thread owns a pool.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self.free = 0
+        self._references = np.zeros(num_slots, dtype=np.int32)
+        self._starts: list[int] = []
+        self._by_length: list[tuple[int, int]] = []
+        self._length_at: dict[int, int] = {}
+        if num_slots:
+            self._give(Extent(0, num_slots))
+
+    @property
+    def used(self) -> int:
+        return self.num_slots - self.free
+
+    def allocate(self, count: int) -> tuple[Extent, ...] | None:
+        """Take `count` slots, each with one reference, or None if fewer are free.
+
+        One extent if any free one is big enough (the smallest such: best fit), otherwise the largest ones first,
+        which makes the number of extents minimal.
+        """
+        if count < 0:
+            raise ValueError(f"cannot allocate {count} slots")
+        if count > self.free:
+            return None
+        taken: list[Extent] = []
+        while count:
+            fit = bisect_left(self._by_length, (count, 0))
+            length, start = self._by_length[min(fit, len(self._by_length) - 1)]
+            self._remove(start)
+            extent = Extent(start, min(count, length))
+            if extent.length < length:
+                self._insert(Extent(extent.stop, length - extent.length))
+            self._references[extent.start : extent.stop] = 1
+            self.free -= extent.length
+            count -= extent.length
+            taken.append(extent)
+        return tuple(taken)
+
+    def retain(self, extents: Iterable[Extent]) -> None:
+        """Add a reference to every slot. Raises SlotAccountingError if one is free."""
+        for extent in extents:
+            self._held(extent)[:] += 1
+
+    def release(self, extents: Iterable[Extent]) -> None:
+        """Drop a reference to every slot; those with none left become free.
+
+        Raises SlotAccountingError if a slot is free already (a double free).
+        """
+        for extent in extents:
+            references = self._held(extent)
+            references -= 1
+            dropped = np.concatenate(([False], references == 0, [False]))
+            edges = np.flatnonzero(dropped[1:] != dropped[:-1])
+            for begin, end in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
+                self._give(Extent(extent.start + begin, end - begin))
+
+    def check_held(self, slots: npt.NDArray[np.integer]) -> None:
+        """Raise SlotAccountingError if one of these slots [n] is free."""
+        if len(slots) and not self._references[slots].all():
+            raise SlotAccountingError(f"{np.count_nonzero(self._references[slots] == 0)} slots are owned and free")
+
+    def check_integrity(self) -> None:
+        """Raise SlotAccountingError unless free extents are disjoint, coalesced and exactly the unreferenced slots."""
+        previous_stop = -1
+        for start in self._starts:
+            length = self._length_at[start]
+            if start <= previous_stop or self._references[start : start + length].any():
+                raise SlotAccountingError(f"free extent [{start}, {start + length}) overlaps or is referenced")
+            previous_stop = start + length
+        free = sum(self._length_at.values())
+        unreferenced = int(np.count_nonzero(self._references == 0))
+        by_length = sorted((length, start) for start, length in self._length_at.items())
+        if not free == unreferenced == self.free or by_length != self._by_length:
+            raise SlotAccountingError(
+                f"{free} slots in free extents, {unreferenced} unreferenced, {self.free} counted as free"
+            )
+
+    def _held(self, extent: Extent) -> npt.NDArray[np.int32]:
+        """The reference counts of an extent, all positive."""
+        if extent.length <= 0 or extent.start < 0 or extent.stop > self.num_slots:
+            raise ValueError(f"slots [{extent.start}, {extent.stop}) are not within [0, {self.num_slots})")
+        references = self._references[extent.start : extent.stop]
+        if references.min() < 1:
+            slot = extent.start + int(np.argmin(references))
+            raise SlotAccountingError(f"slot {slot} is free, but was released or retained as if it were held")
+        return references
+
+    def _give(self, extent: Extent) -> None:
+        """Make unreferenced slots free, joined with their free neighbours."""
+        self.free += extent.length
+        start, stop = extent.start, extent.stop
+        after = bisect_right(self._starts, start)
+        if after < len(self._starts) and self._starts[after] == stop:
+            stop += self._remove(stop)
+        if after > 0:
+            before = self._starts[after - 1]
+            if before + self._length_at[before] == start:
+                self._remove(before)
+                start = before
+        self._insert(Extent(start, stop - start))
+
+    def _insert(self, extent: Extent) -> None:
+        insort(self._starts, extent.start)
+        insort(self._by_length, (extent.length, extent.start))
+        self._length_at[extent.start] = extent.length
+
+    def _remove(self, start: int) -> int:
+        length = self._length_at.pop(start)
+        del self._starts[bisect_left(self._starts, start)]
+        del self._by_length[bisect_left(self._by_length, (length, start))]
+        return length

@@ -1,0 +1,135 @@
+"""The host tier: every token of every request, in all layers, in DRAM."""
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+
+from base.errors import StartupError
+from base.memory import human
+from kvcache.extents import Extent, HostSlots, SlotAllocator
+from kvcache.host_memory import HostMemory, SharedRegion, page_aligned
+from kvcache.layout import KVLayout
+from kvcache.prefix_cache import PrefixCache
+
+
+class HostKVPool:
+    """A slot holds one token in all layers: its KV items and, at the same slot, its index keys.
+
+    One reservation and one transfer plan serve both, and a retracted request resumes by another direct admission.
+
+    kv: uint8 [num_layers, num_slots, item_bytes]. index_keys: uint8 [num_index_layers, num_slots, index_key_bytes].
+    Both start at a memory page, and each layer is one contiguous buffer. pin: register the memory with CUDA (torch's
+    own pinned allocator would round it up to a power of two). shareable: let other processes of the host map it
+    (`shared`). cpus: processors near which it should lie. vocab_size: keep a prefix cache, for tokens with ids
+    below that. Raises StartupError if the machine does not have the memory.
+
+    prefixes: the prefix cache, which gives slots up as others need them. So what only the cache owns counts as free.
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        num_slots: int,
+        pin: bool,
+        shareable: bool = False,
+        cpus: Collection[int] | None = None,
+        vocab_size: int | None = None,
+    ) -> None:
+        self.layout = layout
+        keys_at = page_aligned(layout.num_layers * num_slots * layout.item_bytes)
+        num_bytes = keys_at + layout.num_index_layers * num_slots * layout.index_key_bytes
+        self._memory = HostMemory(num_bytes, shareable, cpus)
+        self.kv = self._memory.tensor(0, (layout.num_layers, num_slots, layout.item_bytes))
+        self.index_keys = self._memory.tensor(keys_at, (layout.num_index_layers, num_slots, layout.index_key_bytes))
+        self._slots = SlotAllocator(num_slots)
+        self.prefixes = None if vocab_size is None else PrefixCache(self._slots, vocab_size)
+        self._pinned: list[torch.Tensor] = []
+        if pin:
+            self._pin(self.kv)
+            self._pin(self.index_keys)
+
+    @property
+    def num_slots(self) -> int:
+        return self._slots.num_slots
+
+    @property
+    def free(self) -> int:
+        """Slots that can be had now, those that only the prefix cache owns included."""
+        return self._slots.free + self.cached
+
+    @property
+    def cached(self) -> int:
+        """Slots that only the prefix cache owns."""
+        return 0 if self.prefixes is None else self.prefixes.evictable_slots
+
+    @property
+    def used(self) -> int:
+        return self.num_slots - self.free
+
+    def allocate(self, num_tokens: int) -> HostSlots | None:
+        """Slots for that many tokens in as few extents as possible, or None if fewer are free."""
+        extents = self._take(num_tokens)
+        return None if extents is None else HostSlots(extents)
+
+    def retain(self, slots: HostSlots) -> None:
+        """Add an owner to slots that are held already."""
+        self._slots.retain(slots.extents)
+
+    def release(self, slots: HostSlots) -> None:
+        """Drop an owner; slots without one become free. Raises SlotAccountingError on a double free."""
+        self._slots.release(slots.extents)
+        if self.prefixes is not None:
+            self.prefixes.let_go(slots)
+
+    def extend(self, slots: HostSlots, num_tokens: int) -> HostSlots | None:
+        """The slots with `num_tokens` more behind them, or None (nothing taken) if fewer are free."""
+        more = self._take(num_tokens)
+        return None if more is None else slots.extend(more)
+
+    def get_contiguous_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
+        """Addresses, lengths and item lengths in bytes: one buffer per layer of kv, then one per index layer."""
+        buffers = [*self.kv, *self.index_keys]
+        return [b.data_ptr() for b in buffers], [b.nbytes for b in buffers], [b.shape[1] for b in buffers]
+
+    def shared(self) -> SharedRegion | None:
+        """How another process of this host maps the pool; None if it is not shareable."""
+        return self._memory.shared()
+
+    def check_integrity(self) -> None:
+        """Raise SlotAccountingError unless the slot books add up."""
+        self._slots.check_integrity()
+        if self.prefixes is not None:
+            self.prefixes.check_integrity(thorough=False)
+
+    def close(self) -> None:
+        """Unpin the memory and share it no more. Nothing may copy to or from it any more."""
+        while self._pinned:
+            _check(_cudart().cudaHostUnregister(self._pinned.pop().data_ptr()))
+        self._memory.close()
+
+    def _take(self, count: int) -> tuple[Extent, ...] | None:
+        """Slots, for which the prefix cache gives up as much as is missing; None if fewer are free."""
+        missing = count - self._slots.free
+        if missing > 0 and self.prefixes is not None and missing <= self.prefixes.evictable_slots:
+            self.prefixes.evict(missing)
+        return self._slots.allocate(count)
+
+    def _pin(self, tensor: torch.Tensor) -> None:
+        try:
+            _check(_cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
+        except RuntimeError as error:
+            self.close()
+            raise StartupError(
+                f"{human(tensor.nbytes)} of host memory cannot be pinned ({error}): lower host_to_device_ratio or "
+                "host_pool_gib"
+            ) from error
+        self._pinned.append(tensor)
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+def _check(code: Any) -> None:
+    torch.cuda.check_error(int(code))

@@ -1,0 +1,140 @@
+"""The table of a group on several hosts: each has one, and what a rank writes to its own goes to those of the others.
+
+A rank is connected to its counterpart on every other host (`RankPlace.counterparts`), which writes what it is told into
+the table that its own host shares. So a rank sends as many messages for a step as there are other hosts, and everything
+that reads the table (the agreement, the watch) is the same on one host and on several. What a rank sends comes in
+order, as the table needs it: a post is in the other table before the next one.
+
+A connection and not a collective, since a sleeping rank is woken by what another one does on its own, and the end of a
+rank, or the loss of its host, is seen by a thread that waits for nothing else.
+"""
+
+import socket
+import struct
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+
+from ranks.far_ranks import limit
+from ranks.group_table import GroupTable, Standing
+from ranks.rank_place import RankPlace
+
+_MESSAGE = struct.Struct("<3q")
+_POST, _STATE, _LEFT = range(3)
+_STARTING_S = 600.0
+"""How long a rank that starts may be silent: pinning hundreds of GB of host memory may stop all of its threads."""
+
+
+class LinkedTable(GroupTable):
+    """A GroupTable whose entry of this process's rank is kept alike on all hosts.
+
+    A counterpart that ends, or is silent for longer than its patience, before all are done is reported in its own
+    entry, with the reason.
+    """
+
+    def __init__(
+        self,
+        fd: int,
+        place: RankPlace,
+        links: Mapping[int, socket.socket],
+        called: Callable[[], None],
+        lost: Callable[[], None],
+    ) -> None:
+        """links: to each counterpart, by its rank. called: another host wants a step that this rank has not come to.
+        lost: a counterpart was reported. Both are called on threads of the table."""
+        super().__init__(fd, place.size)
+        self._place = place
+        self._links = links
+        self._called = called
+        self._lost = lost
+        self._sending = threading.Lock()
+        """Protects the order of messages: the node's loop posts, and the watch beats."""
+        self._closing = False
+        self.be_patient(_STARTING_S)
+        self._readers = [
+            threading.Thread(target=self._read, args=each, name="host-link", daemon=True) for each in links.items()
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    def be_patient(self, seconds: float) -> None:
+        """How long a counterpart may be silent from now on; each beats twice a second, or more often."""
+        self._patience = seconds
+        for link in self._links.values():
+            limit(link, seconds)
+
+    def leave(self) -> None:
+        """End the connections. If all are done, the counterparts do not miss this rank."""
+        if self.all_done():
+            self._send(_LEFT)
+        self._closing = True
+        for link in self._links.values():
+            with suppress(OSError):
+                link.shutdown(socket.SHUT_RDWR)
+        for reader in self._readers:
+            reader.join()
+        for link in self._links.values():
+            link.close()
+
+    # What this process's rank writes is sent, too.
+
+    def post(self, rank: int, number: int, batch: int) -> None:
+        super().post(rank, number, batch)
+        if rank == self._place.rank:
+            self._send(_POST, number, batch)
+
+    def beat(self, rank: int) -> None:
+        super().beat(rank)
+        self._send_state()
+
+    def set_standing(self, rank: int, standing: Standing) -> None:
+        before = self.standing_of(rank)
+        super().set_standing(rank, standing)
+        if standing != before:
+            self._send_state()
+
+    def set_done(self, rank: int) -> None:
+        before = self.done(rank)
+        super().set_done(rank)
+        if not before:
+            self._send_state()
+
+    def _send_state(self) -> None:
+        self._send(_STATE, self.standing_of(self._place.rank), int(self.done(self._place.rank)))
+
+    def _send(self, kind: int, first: int = 0, second: int = 0) -> None:
+        message = _MESSAGE.pack(kind, first, second)
+        with self._sending:
+            for link in self._links.values():
+                with suppress(OSError):  # The link's reader finds out.
+                    link.sendall(message)
+
+    # What counterparts say of theirs.
+
+    def _read(self, other: int, link: socket.socket) -> None:
+        left = False
+        while True:
+            try:
+                message = link.recv(_MESSAGE.size, socket.MSG_WAITALL)
+                how = "closed its connection"
+            except BlockingIOError:
+                message, how = b"", f"was not heard for {self._patience:g} s"
+            except OSError as error:
+                message, how = b"", f"lost its connection ({error.strerror})"
+            if len(message) < _MESSAGE.size:
+                if not (left or self._closing or self.all_done()):
+                    self.report(other, f"rank {other} on host {other // self._place.per_host} {how}")
+                    self._lost()
+                return
+            kind, first, second = _MESSAGE.unpack(message)
+            if kind == _POST:
+                super().post(other, first, second)
+                if self.posted(self._place.rank, first) is None:
+                    self._called()
+            elif kind == _STATE:
+                super().beat(other)
+                super().set_standing(other, Standing(first))
+                if second:
+                    super().set_done(other)
+            else:
+                left = True

@@ -1,0 +1,290 @@
+"""Ranks of two hosts, which share no table and no line. Here both have the loopback interface."""
+
+import os
+import re
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from base.errors import StartupError
+from engine import rank_watch
+from ranks.agreement import Agreement
+from ranks.far_ranks import interface_of, local_address, meet
+from ranks.group_table import GroupTable, Standing
+from ranks.linked_table import LinkedTable
+from ranks.rank_line import line_to_first, lines_to_others
+from ranks.rank_place import NO_LINE, RankPlace, create_places
+from tests.ranks.ranks_harness import forked, join
+
+STEPS = 50
+
+
+def until(condition: object, what: str) -> None:
+    """Wait for it."""
+    assert callable(condition)
+    for _ in range(3000):
+        if condition():
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"waited for {what}")
+
+
+def test_places_of_a_host() -> None:
+    """Ranks of host k are k * ranks_per_host and following; only those of host 0 inherit lines."""
+    places = [create_places(4, True, 2, host, "10.0.0.1:5000") for host in range(2)]
+    assert [[place.rank for place in each] for each in places] == [[0, 1], [2, 3]]
+    assert [place.counterparts for each in places for place in each] == [[2], [3], [0], [1]]
+    assert places[1][1].neighbours == range(2, 4)
+    assert [line == NO_LINE for line in places[0][0].lines] == [False, True, True]
+    assert places[1][0].lines == (NO_LINE,) * 3
+    for each in places:
+        assert -1 not in each[0].descriptors
+        assert RankPlace.taken(each[1].variables()) == each[1]
+        for descriptor in each[0].descriptors:
+            os.close(descriptor)
+
+
+class Linked:
+    """Rank `rank` of two hosts with a rank each: its table, and what it was called for."""
+
+    def __init__(self, rank: int, link: socket.socket) -> None:
+        [self.place] = create_places(2, hosts=2, host=rank, meeting="nowhere:1")
+        self.called, self.lost = threading.Event(), threading.Event()
+        self.table = LinkedTable(self.place.table, self.place, {1 - rank: link}, self.called.set, self.lost.set)
+
+    def agreement(self) -> Agreement:
+        return Agreement(self.table, self.place.rank, self.place.bells, lambda: None, 20)
+
+    def close(self) -> None:
+        self.table.leave()
+        self.table.close()
+        for descriptor in self.place.descriptors:
+            os.close(descriptor)
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Linked, Linked]]:
+    first, second = (Linked(rank, link) for rank, link in enumerate(socket.socketpair()))
+    yield first, second
+    for each in (first, second):
+        each.close()
+
+
+def test_what_a_rank_writes_of_itself_is_in_the_table_of_the_other_host(pair: tuple[Linked, Linked]) -> None:
+    first, second = pair
+    first.table.post(0, 1, 7)
+    assert second.called.wait(30), "it has not come to that round"
+    assert second.table.posted(0, 1) == 7
+    first.table.set_standing(0, Standing.DRAINING)
+    until(lambda: second.table.standing() is Standing.DRAINING, "the standing")
+    beats = second.table.beats(0)
+    first.table.beat(0)
+    until(lambda: second.table.beats(0) > beats, "the beat")
+    assert not second.table.all_done()
+    second.table.set_done(1)
+    first.table.set_done(0)
+    until(second.table.all_done, "both to be done")
+    until(first.table.all_done, "both to be done")
+    first.table.leave()
+    second.table.leave()
+    assert [first.lost.is_set(), second.lost.is_set()] == [False, False], "who leaves in peace is not missed"
+
+
+def test_ranks_of_two_hosts_agree_on_each_step(pair: tuple[Linked, Linked]) -> None:
+    agreed: list[list[int]] = [[], []]
+
+    def run(rank: int) -> None:
+        agreement = pair[rank].agreement()
+        agreed[rank] = [agreement.agree(step % (5 + rank) + 1).batch for step in range(STEPS)]
+
+    threads = [threading.Thread(target=run, args=[rank]) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert agreed == [[max(step % 5, step % 6) + 1 for step in range(STEPS)]] * 2
+
+
+def test_a_rank_whose_connection_ends_is_reported_with_the_reason(pair: tuple[Linked, Linked]) -> None:
+    first, second = pair
+    first.table.leave()  # without being done: as if it was killed
+    assert second.lost.wait(30)
+    assert second.table.reported(0) == ("rank 0 on host 0 closed its connection", 1)
+
+
+def test_a_rank_that_is_silent_for_too_long_is_reported(pair: tuple[Linked, Linked]) -> None:
+    """As if the cable was cut: nothing is closed."""
+    first, second = pair
+    second.table.be_patient(0.05)
+    first.table.beat(0)  # the reader's wait of before ends with what comes next
+    assert second.lost.wait(30)
+    assert second.table.reported(0) == ("rank 0 on host 0 was not heard for 0.05 s", 1)
+
+
+def test_ranks_of_two_hosts_compare_exchange_step_and_leave(tmp_path: Path) -> None:
+    """Four ranks, two on each: as they do on one host. One without work sleeps until another host calls it."""
+
+    def body(place: RankPlace) -> None:
+        woken = threading.Event()
+        group = join(place, wake=woken.set)
+        group.check_equal({"version": "1"})
+        assert group.share_on_host(place.rank) == list(place.neighbours)
+        exchange = group.connect()
+        gathered = exchange.gather(torch.full((1, 2), float(place.rank)))
+        assert gathered[:, 0].tolist() == [0.0, 1.0, 2.0, 3.0]
+        assert exchange.reduce(gathered)[0].tolist() == [4.0 * place.rank] * 2
+        heard: list[object] = []
+        if place.rank:
+            line = line_to_first(group.place, heard.append)
+            line.send(place.rank)
+        else:
+            for rank, line in enumerate(lines_to_others(group.place, lambda *said: heard.append(said)), start=1):
+                line.send(f"order {rank}")
+        until(lambda: len(heard) == (1 if place.rank else 3), "words over the lines")
+        assert sorted(heard) == ([f"order {place.rank}"] if place.rank else [(1, 1), (2, 2), (3, 3)])
+        assert abs(group.clock_ahead) < 1, "one clock for all processes of a machine"
+        group.watch_steps()
+        steps = 0
+        while steps < STEPS:
+            if place.rank != 2 and not group.linger(lambda: False):
+                woken.wait(5)
+                woken.clear()
+            if place.rank == 2 and steps == STEPS // 2:
+                time.sleep(0.1)  # longer than others linger
+            steps += bool(group.agree(3 if place.rank == 2 else 0).batch)
+        assert group.agree(0).batch == 0, "nobody has work any more"
+        own = Standing.DRAINING if place.rank == 3 else Standing.SERVING
+        until(lambda: group.stand(own) is Standing.DRAINING, "rank 3 to drain")
+        until(group.done, "all to be done")
+        group.close()
+
+    with forked(4, tmp_path, body, hosts=2, lines=True) as ranks:
+        assert [ranks.wait(rank, 60) for rank in range(4)] == [0] * 4, [ranks.said(rank) for rank in range(4)]
+
+
+def test_the_ranks_of_one_host_end_when_one_of_another_is_killed(tmp_path: Path) -> None:
+    """Rank 0 has no connection to rank 3, and learns of its end from rank 1, which has one."""
+
+    def body(place: RankPlace) -> None:
+        group = join(place)
+        group.watch_steps()
+        for step in range(100_000):
+            if place.rank == 3 and step == 20:
+                os.kill(os.getpid(), signal.SIGKILL)
+            group.agree(1)
+
+    with forked(4, tmp_path, body, hosts=2) as ranks:
+        assert [ranks.wait(rank) for rank in range(4)] == [1, 1, 1, -signal.SIGKILL]
+        for rank in range(3):
+            # Of several that end for the sake of one, the first that is seen is named.
+            assert re.fullmatch(r"GroupFailed: rank \d ended", ranks.said(rank))
+        assert ranks.table.first_reported([2, 3]) is not None
+
+
+def test_a_rank_of_another_host_that_is_stopped_in_peace_is_named(tmp_path: Path) -> None:
+    """Nobody waits for it: its silence tells."""
+
+    def body(place: RankPlace) -> None:
+        group = join(place, step_timeout=1.0)
+        group.watch_steps()
+        group.share(None)
+        if place.rank == 1:
+            beats = group._table.beats(1)
+            until(lambda: group._table.beats(1) > beats + 1, "a beat with which the patience of the start ends")
+            os.kill(os.getpid(), signal.SIGSTOP)
+        until(lambda: group.agree(0).batch, "a rank to end")
+
+    with forked(2, tmp_path, body, hosts=2) as ranks:
+        assert ranks.wait(0) == 1
+        assert ranks.said(0) == "GroupFailed: rank 1 ended"
+        assert ranks.table.reported(1) == ("rank 1 on host 1 was not heard for 1 s", 1)
+
+
+def test_hosts_with_another_checkpoint_refuse_each_other_by_name(tmp_path: Path) -> None:
+    def body(place: RankPlace) -> None:
+        join(place).check_equal({"version": "1", "fingerprint": "abc" if place.rank else "def"})
+
+    with forked(2, tmp_path, body, hosts=2) as ranks:
+        assert [ranks.wait(rank) for rank in range(2)] == [1, 1]
+        expected = "StartupError: rank {} has fingerprint {}, rank {} has {}: all ranks of a group need the same"
+        assert ranks.said(0) == expected.format(1, "abc", 0, "def")
+        assert ranks.said(1) == expected.format(0, "def", 1, "abc")
+
+
+def test_a_rank_that_ends_while_the_group_starts_ends_the_others_that_wait_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They wait in the store, for as long as weights may take to load."""
+    monkeypatch.setattr(rank_watch, "_STARTING_S", 0.1)
+
+    def body(place: RankPlace) -> None:
+        group = join(place)
+        if place.rank == 1:
+            os._exit(3)
+        group.share(None)
+
+    with forked(2, tmp_path, body, hosts=2) as ranks:
+        assert [ranks.wait(rank) for rank in range(2)] == [1, 3]
+        assert ranks.table.reported(0) == ("rank 1 ended while the group started", 1)
+        assert ranks.table.reported(1) == ("rank 1 on host 1 closed its connection", 1)
+
+
+def test_hosts_that_have_other_keys_do_not_meet(tmp_path: Path) -> None:
+    def body(place: RankPlace) -> None:
+        join(place, secret=bytes([place.rank]), patience=1.0 if place.rank == 0 else 30.0)
+
+    with forked(2, tmp_path, body, hosts=2) as ranks:
+        assert [ranks.wait(rank) for rank in range(2)] == [1, 1]
+        assert ranks.said(1) == "StartupError: rank 1: an earlier host of the group has other keys"
+        assert ranks.said(0).startswith("GroupFailed: rank 0 did not find its group at 127.0.0.1:")
+
+
+def test_hosts_of_groups_of_another_shape_do_not_meet(tmp_path: Path) -> None:
+    """Nor does one that comes twice, as with the --node-rank of another: it waits for the first to end."""
+
+    def body(place: RankPlace) -> None:
+        if place.rank == 0:
+            meet(place, b"")
+        with pytest.raises(StartupError) as refused:
+            meet(replace(place, rank=2, size=4), b"")
+        expected = f"the group at {place.meeting} has --ranks 2 --nnodes 2, rank 2 has --ranks 4 --nnodes 2"
+        assert str(refused.value) == expected
+        with pytest.raises(StartupError, match=r"^rank 2 is in the group at \S+ already: --dist-init-addr must be"):
+            meet(replace(place, rank=2, size=4), b"", patience=0.1)
+
+    with forked(2, tmp_path, body, hosts=2) as ranks:
+        assert ranks.wait(1) == 0, ranks.said(1)
+
+
+def test_the_interface_towards_the_meeting() -> None:
+    assert local_address("127.0.0.1:5000") == "127.0.0.1"
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("203.0.113.9") is None
+
+
+def test_a_table_says_who_was_reported_first() -> None:
+    table = GroupTable(fd := GroupTable.create(3), 3)
+    assert table.first_reported([0, 1, 2]) is None
+    table.report(2, "rank 2 on host 1 closed its connection")
+    table.report(1, "rank 1 on host 0 closed its connection")
+    assert table.first_reported([0, 1, 2]) == 2
+    assert table.first_reported([0, 1]) == 1
+    table.close()
+    os.close(fd)
+
+
+def test_a_table_says_what_a_rank_said_of_itself() -> None:
+    table = GroupTable(fd := GroupTable.create(2), 2)
+    assert not table.done(0)
+    table.set_done(0)
+    assert table.done(0)
+    assert table.standing_of(1) is Standing.SERVING
+    table.close()
+    os.close(fd)
