@@ -17,8 +17,8 @@ from cli.main import main
 from cli.rank_group import plan_ranks, run_rank, supervise
 from cli.serve import Child
 from decode_node.config import DecodeConfig
-from engine import hung_ranks
 from prefill_node.config import PrefillConfig
+from ranks import hung_ranks
 from ranks.agreement import GroupFailed
 from ranks.group_table import GroupTable
 from ranks.rank_place import RankPlace, create_places

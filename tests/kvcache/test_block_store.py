@@ -4,7 +4,7 @@ import random
 
 import numpy as np
 
-from hisparse import block_store
+from kvcache import block_store
 from kvcache.block_store import BlockRun, BlockStore
 
 CAPACITY = 2 * block_store._WINDOW + 100

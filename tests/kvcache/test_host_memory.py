@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from base.errors import StartupError
-from hisparse import host_pool as host_pool_module
-from hisparse import populate as populate_module
 from hisparse import tiers as tiers_module
 from hisparse.config import HiSparseConfig
 from hisparse.device_pool import DeviceKVPool
 from hisparse.sizing import plan_sizes
 from hisparse.tiers import build_tiers
+from kvcache import host_pool as host_pool_module
+from kvcache import populate as populate_module
 from kvcache.host_memory import HostMemory
 from kvcache.host_pool import HostKVPool
 from kvcache.layout import KVLayout

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine import agreement
+from ranks import agreement
 from ranks.agreement import LINGER_S, Agreed, Agreement, GroupFailed
 from ranks.group_table import GroupTable, Standing
 from ranks.rank_watch import RankWatch

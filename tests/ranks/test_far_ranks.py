@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from base.errors import StartupError
-from engine import rank_watch
+from ranks import rank_watch
 from ranks.agreement import Agreement
 from ranks.far_ranks import interface_of, local_address, meet
 from ranks.group_table import GroupTable, Standing
