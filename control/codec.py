@@ -13,7 +13,7 @@ from pydantic import Field, ValidationError
 
 from control.messages import SENT_BY, Address, Message, Peer, Ping, Pong, Refused, Registered, UInt, WireModel
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 
 
 class MalformedMessage(ValueError):

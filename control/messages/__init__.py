@@ -65,13 +65,17 @@ from control.messages.prefill import (
     Quiesced,
 )
 from control.messages.requests import (
+    MAX_ALLOWED,
+    MAX_BAD_WORD_TOKENS,
     MAX_BIASES,
     Accepted,
+    Bias,
     Cancel,
     Ended,
     Generate,
     Penalty,
     Rejected,
+    RepetitionPenalty,
     Resend,
     Sampling,
 )
@@ -79,6 +83,8 @@ from control.messages.requests import (
 __all__ = [
     "ADDRESS_LIMIT",
     "ADDRESS_PATTERN",
+    "MAX_ALLOWED",
+    "MAX_BAD_WORD_TOKENS",
     "MAX_BIASES",
     "MAX_CACHE_BLOCKS",
     "MAX_RANKS",
@@ -88,6 +94,7 @@ __all__ = [
     "Address",
     "Admitted",
     "AttemptId",
+    "Bias",
     "BufferInfo",
     "CacheSalt",
     "CacheUpdate",
@@ -132,6 +139,7 @@ __all__ = [
     "Register",
     "Registered",
     "Rejected",
+    "RepetitionPenalty",
     "Resend",
     "Role",
     "RowDetails",
