@@ -2,6 +2,7 @@
 
 import secrets
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from typing import Annotated, ClassVar
 
 from pydantic import Field, PlainValidator, model_validator
@@ -20,6 +21,8 @@ MAX_CHOICES = 128
 """Answers of one request, over all of its prompts."""
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
+_MAX_DIGITS = 20
+"""Of a token id, leading zeros included. Python refuses to read thousands."""
 
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -160,7 +163,7 @@ class GenerationRequest(RequestBody, StructureFields, ABC):
             repetition_penalty=_given(self.repetition_penalty, 1.0),
             logit_bias=tuple(self._biases(tokenizer.vocab_size).items()),
             allowed_token_ids=self._allowed(tokenizer.vocab_size),
-            bad_words=tuple(spelling for word in self.bad_words or () for spelling in tokenizer.spellings(word)),
+            bad_words=tuple(self._spellings(tokenizer)),
             min_tokens=self.min_tokens or 0,
         )
 
@@ -202,11 +205,19 @@ class GenerationRequest(RequestBody, StructureFields, ABC):
     def _biases(self, vocab_size: int) -> dict[int, float]:
         biases = {}
         for token, bias in (self.logit_bias or {}).items():
-            if not (token.isascii() and token.isdigit() and int(token) < vocab_size):
+            if not (token.isascii() and token.isdigit() and len(token) <= _MAX_DIGITS and int(token) < vocab_size):
                 message = f"logit_bias: expected token ids from 0 to {vocab_size - 1}, found {shown(token)}"
                 raise ApiError(400, message, param="logit_bias")
             biases[int(token)] = bias
         return biases
+
+    def _spellings(self, tokenizer: CheckpointTokenizer) -> Iterator[tuple[int, ...]]:
+        for word in self.bad_words or ():
+            for spelling in tokenizer.spellings(word):
+                if len(spelling) > MAX_BIASES:
+                    message = f"expected words of at most {MAX_BIASES} tokens, found {len(spelling)} in {shown(word)}"
+                    raise ApiError(400, f"bad_words: {message}", param="bad_words")
+                yield spelling
 
     def _allowed(self, vocab_size: int) -> tuple[int, ...] | None:
         if self.allowed_token_ids is not None and (most := max(self.allowed_token_ids)) >= vocab_size:
