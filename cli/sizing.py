@@ -21,7 +21,7 @@ from benchmarks.prefill.limits import work_of_chunk
 from cli.config import SizingConfig
 from hisparse.config import HiSparseConfig
 from hisparse.sizing import GIB, Sizes, plan_sizes
-from kvcache.prefix_cache import BLOCK_BYTES
+from kvcache.block_cache import BLOCK_BYTES
 
 _PAGE = 64
 _PLENTY_GIB = 2.0**20
@@ -102,7 +102,7 @@ class NodeSizing:
             index_page_size=_PAGE,
             available_host_bytes=int(2 * _PLENTY_GIB * GIB),
             available_device_bytes=self.pool_bytes,
-            vocab_size=self.model.spec.vocab_size,
+            has_prefix_cache=True,
         )
 
     @cached_property

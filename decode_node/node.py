@@ -111,8 +111,6 @@ class DecodeNode:
         self._remote.tick(now)
         self._housekeep(now)
         self._scheduler.turn()
-        if (prefixes := self._coordinator.host.prefixes) is not None:
-            prefixes.send_reports(now)
         self._check_idle()
         if self._ranks is not None:
             stand_with_group(self._shell.lifecycle, self._ranks)
