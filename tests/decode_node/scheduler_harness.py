@@ -114,7 +114,7 @@ class Harness:
             asked_device_slots=self.device_slots,
             num_index_pages=400,
             table_bytes=0,
-            prefix_cache=self.caching,
+            has_prefix_cache=self.caching,
         )
         self.coordinator: HiSparseCoordinator = build_tiers(sizes, torch.device("cpu"))
         ptrs, lengths, item_lengths = self.coordinator.host.get_contiguous_buf_infos()

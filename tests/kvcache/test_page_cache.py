@@ -251,7 +251,8 @@ class _Walk:
 
     def forget_evicted(self) -> None:
         """Which blocks a prompt displaced, `tests/kvcache/test_block_cache.py` holds; here, that none is in use."""
-        in_use = {prompt.name(end) for prompt in self.prompts for end in range(64, prompt.lease.held.num_tokens + 1, 64)}
+        ends = [(prompt, end) for prompt in self.prompts for end in range(64, prompt.lease.held.num_tokens + 1, 64)]
+        in_use = {prompt.name(end) for prompt, end in ends}
         for name, tokens in list(self.cached.items()):
             if self.cache.find(tokens, name[0]) < len(tokens):
                 assert name not in in_use
