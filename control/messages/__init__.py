@@ -66,9 +66,11 @@ from control.messages.prefill import (
 )
 from control.messages.requests import (
     MAX_BIASES,
+    MAX_CHOICES,
     Accepted,
     Cancel,
     Ended,
+    FurtherChoice,
     Generate,
     Penalty,
     Rejected,
@@ -81,6 +83,7 @@ __all__ = [
     "ADDRESS_PATTERN",
     "MAX_BIASES",
     "MAX_CACHE_BLOCKS",
+    "MAX_CHOICES",
     "MAX_RANKS",
     "SENT_BY",
     "Abort",
@@ -104,6 +107,7 @@ __all__ = [
     "FetchRefused",
     "FetchRequest",
     "FinishReason",
+    "FurtherChoice",
     "Generate",
     "HashColumn",
     "Heartbeat",

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field, PlainValidator, model_validator
 from pydantic_core import PydanticCustomError
 
-from control.messages import MAX_BIASES, Sampling, TokenId
+from control.messages import MAX_BIASES, MAX_CHOICES, Sampling, TokenId
 from control.prompt_logprobs import Alternatives, too_many
 from gateway.errors import ApiError, context_length_exceeded, shown
 from gateway.registry import Capacity
@@ -16,8 +16,6 @@ from gateway.requests.structure import StructureFields
 from gateway.requests.unsupported import NEUTRAL, OF_STREAMS, FieldPolicy, Neutral
 from gateway.tokenizer import CheckpointTokenizer
 
-MAX_CHOICES = 128
-"""Answers of one request, over all of its prompts."""
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 
