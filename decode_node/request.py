@@ -133,7 +133,7 @@ class Request:
     @property
     def kv_token_ids(self) -> npt.NDArray[np.int32]:
         """The tokens whose KV is stored once it has landed: int32 [kv_tokens]."""
-        return np.concatenate([self._prompt, np.array(self.generated, dtype=np.int32)])[:-1]
+        return np.concatenate([self.generate.prompt, np.array(self.generated, dtype=np.int32)])[:-1]
 
     @property
     def shared_token_ids(self) -> npt.NDArray[np.int32]:
@@ -142,11 +142,7 @@ class Request:
         Requests of a group share slots behind the last whole block of their prompt, too. A slot can be in one cached
         block only, so of a group nothing but the prompt is cached.
         """
-        return self._prompt[:-1] if self.generate.group else self.kv_token_ids
-
-    @cached_property
-    def _prompt(self) -> npt.NDArray[np.int32]:
-        return np.array(self.generate.prompt_ids, dtype=np.int32)
+        return self.generate.prompt[:-1] if self.generate.group else self.kv_token_ids
 
     @property
     def kv_tokens(self) -> int:
