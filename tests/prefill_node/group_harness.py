@@ -12,6 +12,7 @@ import torch
 from engine.agreement import GroupFailed
 from engine.chunked import ChunkedPrefill
 from engine.paged_pool import PagedKVPool
+from engine.rank_line import inherited_lines
 from engine.rank_place import RankPlace, create_places
 from model.shard import Shard
 from prefill_node.fetcher import FetchResources
@@ -60,6 +61,7 @@ class FakeRank:
 
     def __init__(self, place: RankPlace, size: int) -> None:
         self.place, self.rank, self.size = place, place.rank, size
+        self.lines = inherited_lines(place)
         self.clock_ahead = 0.0
         self.ended: int | None = None
 
@@ -70,6 +72,9 @@ class FakeRank:
     def check(self) -> None:
         if self.ended is not None:
             raise GroupFailed(f"rank {self.ended} ended")
+
+    def fail(self, reason: str) -> None:
+        raise AssertionError(reason)
 
     def failure(self, error: object) -> GroupFailed:
         return GroupFailed(f"rank {self.rank} failed: {error}")
