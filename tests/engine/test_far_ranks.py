@@ -312,6 +312,15 @@ def test_a_line_whose_values_are_none_fails_with_the_reason() -> None:
     assert "Expecting value" in failed.get(timeout=10)
 
 
+def test_a_line_that_cannot_send_a_value_fails_with_the_reason() -> None:
+    ours, theirs = socket.socketpair()
+    failed: queue.SimpleQueue[str] = queue.SimpleQueue()
+    RankLine(SealedSocket(ours, INHERITED), JSON, lambda _: None, failed.put).send(object())
+    assert failed.get(timeout=10).startswith("cannot send: Object of type object is not JSON")
+    assert theirs.recv(1) == b"", "it is closed"
+    theirs.close()
+
+
 def test_a_group_whose_line_has_failed_ends_with_the_reason(tmp_path: Path) -> None:
     def body(place: RankPlace) -> None:
         woken = threading.Event()
