@@ -1,5 +1,6 @@
 """Ranks of a group as processes of their own, forked from the test."""
 
+import json
 import os
 import signal
 import time
@@ -13,11 +14,13 @@ import torch
 
 from cli.serve import free_port
 from engine.group_table import GroupTable
+from engine.rank_line import LineCodec
 from engine.rank_place import RankPlace, create_places
 from engine.ranks import RankGroup
 
 CPU = torch.device("cpu")
 TIMEOUT_S = 30.0
+JSON: LineCodec[object, object] = LineCodec(lambda value: json.dumps(value).encode(), json.loads)
 
 
 class ForkedRanks:
