@@ -19,6 +19,7 @@ from ranks.far_ranks import MEETING_S, FarRanks, meet
 from ranks.group_exchange import GroupExchange
 from ranks.group_table import GroupTable, Standing
 from ranks.linked_table import LinkedTable
+from ranks.rank_line import inherited_lines
 from ranks.rank_place import RankPlace
 from ranks.rank_watch import RankWatch, end_process
 
@@ -63,7 +64,10 @@ class RankGroup:
     ) -> None:
         """wake: has the loop take its next turn, from any thread. secret, patience: see `meet`; not for one host."""
         self._far = meet(place, secret, patience) if place.hosts > 1 else None
-        self.place = place if self._far is None else self._far.place
+        self.place = place
+        self.lines = inherited_lines(place) | ({} if self._far is None else self._far.lines)
+        """To the other ranks, by rank: of rank 0 to all, of others to rank 0. Empty if ranks need none."""
+        self._broken: str | None = None
         self.rank, self.size = place.rank, place.size
         self.device = device
         self._step_timeout = step_timeout
@@ -196,9 +200,16 @@ class RankGroup:
         self._watch.step_ended()
 
     def check(self) -> None:
-        """Raises GroupFailed if a rank has ended."""
+        """Raises GroupFailed if a rank has ended, or what connects the ranks has failed."""
+        if self._broken is not None:
+            raise GroupFailed(self._broken)
         if (dead := self._watch.dead()) is not None:
             raise GroupFailed(f"rank {dead} ended")
+
+    def fail(self, reason: str) -> None:
+        """What connects the ranks has failed: the next `check` says so. Any thread may call it."""
+        self._broken = self._broken or reason
+        self._wake()
 
     def failure(self, error: object) -> GroupFailed:
         """What to raise for an error in the forward pass of a step: the other ranks wait for this one, or one ended."""

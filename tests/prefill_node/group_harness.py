@@ -24,6 +24,7 @@ from prefill_node.ring import SendRings
 from prefill_node.sender import SendResources
 from prefill_node.source import HostSource, Reading
 from ranks.agreement import GroupFailed
+from ranks.rank_line import inherited_lines
 from ranks.rank_place import RankPlace, create_places
 from tests.prefill_node.fakes import LAYOUT, FakeControl
 from tests.prefill_node.sending import CPU, LateChannel
@@ -60,6 +61,7 @@ class FakeRank:
 
     def __init__(self, place: RankPlace, size: int) -> None:
         self.place, self.rank, self.size = place, place.rank, size
+        self.lines = inherited_lines(place)
         self.clock_ahead = 0.0
         self.ended: int | None = None
 
@@ -70,6 +72,9 @@ class FakeRank:
     def check(self) -> None:
         if self.ended is not None:
             raise GroupFailed(f"rank {self.ended} ended")
+
+    def fail(self, reason: str) -> None:
+        raise AssertionError(reason)
 
     def failure(self, error: object) -> GroupFailed:
         return GroupFailed(f"rank {self.rank} failed: {error}")
