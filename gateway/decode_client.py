@@ -19,6 +19,7 @@ from control.plane import ControlPlane
 from gateway.attempt import Attempt, NodeFailed, Shortcut, TokenizedRequest
 from gateway.choice import Delta
 from gateway.errors import ApiError, context_length_exceeded, timed_out, unavailable
+from gateway.held_answers import AnswerBytes
 from gateway.registry import SILENT_AFTER_S, NodeRegistry
 
 log = structlog.get_logger(__name__)
@@ -52,7 +53,7 @@ class DecodeClient:
         return len(self._attempts)
 
     async def stream(
-        self, request: TokenizedRequest, read: Callable[[Output], Delta], shortcut: Shortcut
+        self, request: TokenizedRequest, read: Callable[[Output], Delta], held: AnswerBytes, shortcut: Shortcut
     ) -> AsyncGenerator[Sequence[Delta], None]:
         """What `read` makes of the outputs of a request, as much as is there, but for what goes by the shortcut.
 
@@ -61,7 +62,7 @@ class DecodeClient:
         failures: dict[str, NodeFailed] = {}
         while True:
             now, cached = time.monotonic(), self._registry.cached(request.block_hashes)
-            attempt = Attempt(request, self._choose(request, failures, now, cached), now, read, shortcut)
+            attempt = Attempt(request, self._choose(request, failures, now, cached), now, read, held, shortcut)
             self._begin(attempt, cached)
             try:
                 while True:

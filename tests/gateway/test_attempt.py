@@ -8,6 +8,7 @@ import pytest
 from control.messages import FinishReason, Output, Peer, Sampling, Token
 from gateway.attempt import Attempt, Shortcut, TokenizedRequest
 from gateway.choice import Delta
+from tests.gateway.fakes import held_answers
 
 REQUEST = TokenizedRequest("r", (1,), 99, Sampling(seed=0), (), streams=True, arrived=0.0, deadline=9e9)
 NODE = Peer(role="decode", address="127.0.0.1:1", boot_id="boot")
@@ -22,7 +23,7 @@ def read(output: Output) -> Delta:
 
 
 def attempt_with(take: Callable[[Delta], bool] | None = None) -> Attempt:
-    return Attempt(REQUEST, NODE, 0.0, read, Shortcut(take))
+    return Attempt(REQUEST, NODE, 0.0, read, held_answers().account(), Shortcut(take))
 
 
 def say(attempt: Attempt, *ids: int, ends: FinishReason | None = None) -> None:
