@@ -43,8 +43,8 @@ class Membership:
     """Keeps one node registered with every gateway that there is.
 
     Runs on the control thread, so that a busy node is not taken for a dead one. Other threads only call `is_member`,
-    `rejection_reason`, `gateway_lost`, `leave`, `cache_serials` and `tell`, so the table of gateways is replaced and never
-    changed.
+    `rejection_reason`, `gateway_lost`, `leave`, `cache_serials` and `tell`, so the table of gateways is replaced
+    and never changed.
     """
 
     def __init__(
