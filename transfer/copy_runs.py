@@ -176,12 +176,6 @@ def _copy_shares(sources: Any, destinations: Any, lengths: Any, shift: int, take
     return copied
 
 
-def all_within(batch: Descriptors, base: int, length: int) -> bool:
-    """Whether every destination lies within [base, base + length)."""
-    offsets = batch.destinations - base
-    return bool(np.all((offsets >= 0) & (offsets <= length - batch.lengths)))
-
-
 def copy_runs(batch: Descriptors) -> None:
     """Copy every piece through the cache, for what a processor reads next.
 

@@ -8,14 +8,16 @@ import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import structlog
 
 from base.errors import StartupError
-from transfer.memory import BufferInfo, Session, Transport
+from transfer.choices import EngineTransport, Transport
+from transfer.memory import BufferInfo, RemotePool, Session
 from transfer.planner import NO_LIMIT, Descriptors
 from transfer.ports import listening_ports
+from transfer.transport import Endpoint, TransportKind
 from transfer.writer import Outcome
 
 log = structlog.get_logger(__name__)
@@ -44,7 +46,7 @@ def rdma_devices(wanted: str = "") -> list[str]:
     return devices
 
 
-def _start(host: str, transport: Literal["rdma", "tcp"], ib_device: str) -> Any:
+def _start(host: str, transport: EngineTransport, ib_device: str) -> Any:
     """A started `mooncake.engine.TransferEngine`. Settings in the environment come before this project's."""
     if transport == "tcp":
         os.environ["MC_FORCE_TCP"] = "1"
@@ -64,24 +66,26 @@ def _start(host: str, transport: Literal["rdma", "tcp"], ib_device: str) -> Any:
     return engine
 
 
-class KVTransferEngine:
+class KVTransferEngine(Endpoint):
     """Registers local buffers and writes into those of other processes.
 
     session: names this engine to others. ports: where it listens, at every address of the machine. Threads may use
     different channels at the same time. Raises StartupError if Mooncake is missing or does not start.
     """
 
-    def __init__(self, host: str, transport: Literal["rdma", "tcp"], ib_device: str = "") -> None:
+    def __init__(self, host: str, transport: EngineTransport, ib_device: str = "") -> None:
         before = listening_ports()
         self.mooncake = _start(host, transport, ib_device)
         self.session = Session(transport=transport, name=f"{host}:{self.mooncake.get_rpc_port()}")
+        self.sessions = (self.session,)
         self.ports = tuple(sorted(listening_ports() - before))
-        self.data_ports = tuple(port for port in self.ports if port != self.mooncake.get_rpc_port())
-        """Where bytes come in."""
-        if transport == "tcp" and not self.data_ports:
-            raise StartupError(
-                f"Mooncake takes data on no port of its own (it has {self.ports}): late writes could not be cut off"
-            )
+        # A NIC that reports a failure writes no more.
+        if transport == "tcp":
+            self.fenced_ports = tuple(port for port in self.ports if port != self.mooncake.get_rpc_port())
+            if not self.fenced_ports:
+                raise StartupError(
+                    f"Mooncake takes data on no port of its own (it has {self.ports}): late writes could not be cut off"
+                )
         self._patience_s = min(_seconds(os.environ.get(name, "")) for name in _DEADLINES)
 
     def register(self, buffers: BufferInfo) -> None:
@@ -95,13 +99,16 @@ class KVTransferEngine:
             if length and self.mooncake.unregister_memory(ptr) != 0:
                 log.warning("Mooncake did not unregister a buffer", bytes=length)
 
-    def channel(self, session: Session) -> "MooncakeChannel":
-        """The way to another engine of the same transport, which connects with the first write."""
-        return MooncakeChannel(self.mooncake, session, self._patience_s)
+    def connect(self, pool: RemotePool, reading: bool) -> "MooncakeChannel | None":
+        """The channel connects to the other engine with its first descriptor."""
+        for session in pool.sessions:
+            if session.transport == self.session.transport:
+                return self.channel(session, reading)
+        return None
 
-    def reading_channel(self, session: Session) -> "MooncakeReads":
-        """The way from another engine of the same transport, which connects with the first read."""
-        return MooncakeReads(self.mooncake, session, self._patience_s)
+    def channel(self, session: Session, reading: bool = False) -> "MooncakeChannel":
+        """A channel to another engine of the same transport."""
+        return (MooncakeReads if reading else MooncakeChannel)(self.mooncake, session, self._patience_s)
 
 
 class MooncakeChannel:
@@ -186,3 +193,24 @@ def _seconds(deadline: str) -> int:
         return int(deadline or _DEADLINE_S)
     except ValueError:
         return 0
+
+
+RDMA = TransportKind(
+    name="rdma",
+    start=lambda host, devices: KVTransferEngine(host, "rdma", devices),
+    bytes_per_second=8e9,
+    # A NIC reads any memory in place.
+    pack_host="never",
+    pack_device="never",
+    unavailable=lambda devices: None if rdma_devices(devices) else f"no RDMA device under {_INFINIBAND}",
+    needs_engine=True,
+)
+TCP = TransportKind(
+    name="tcp",
+    start=lambda host, devices: KVTransferEngine(host, "tcp"),
+    bytes_per_second=8e8,
+    # Each descriptor costs time. A processor reads device memory slowly.
+    pack_host="where it pays",
+    pack_device="always",
+    needs_engine=True,
+)

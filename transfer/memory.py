@@ -1,13 +1,13 @@
 """Memory that another process may write to or read, the ways there, and checksums of what lies there."""
 
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Literal, NamedTuple, Self
+from typing import Annotated, ClassVar, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
 from base.wire import Identifier, UInt, WireModel
+from transfer.choices import EngineTransport, Transport
 
-Transport = Literal["shm", "rdma", "tcp"]
 ADDRESS_LIMIT = 2**63
 """No memory may end past it: address arithmetic is in signed integers of 64 bits."""
 
@@ -37,7 +37,7 @@ class BufferInfo(WireModel):
 class Session(WireModel):
     """A Mooncake engine that takes writes. name: the HOST:PORT by which other engines of its transport find it."""
 
-    transport: Literal["rdma", "tcp"]
+    transport: EngineTransport
     name: Identifier
 
 
@@ -46,6 +46,8 @@ class SharedMemory(WireModel):
 
     The name is random, so that no other memory has it. base: the owner's address of its first byte. length: in bytes.
     """
+
+    transport: ClassVar[Transport] = "shm"
 
     pid: Annotated[int, Field(ge=1, lt=2**31)]
     fd: Annotated[int, Field(ge=0, lt=2**31)]
@@ -78,8 +80,7 @@ class RemotePool(WireModel):
 
     @property
     def transports(self) -> tuple[Transport, ...]:
-        shared: tuple[Transport, ...] = () if self.shared is None else ("shm",)
-        return *shared, *(session.transport for session in self.sessions)
+        return tuple(way.transport for way in (self.shared, *self.sessions) if way is not None)
 
 
 class Checksum(NamedTuple):

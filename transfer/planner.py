@@ -25,6 +25,11 @@ class Descriptors(NamedTuple):
     destinations: Int64s
     lengths: Int64s
 
+    def writes_within(self, base: int, length: int) -> bool:
+        """Whether every destination lies within [base, base + length)."""
+        offsets = self.destinations - base
+        return bool(np.all((offsets >= 0) & (offsets <= length - self.lengths)))
+
     def at(self, source_base: int, destination_base: int) -> "Descriptors":
         """The same, with addresses that were offsets from these bases."""
         return Descriptors(source_base + self.sources, destination_base + self.destinations, self.lengths)

@@ -6,23 +6,24 @@ import os
 import select
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from functools import cache
+from typing import TYPE_CHECKING
 
 import structlog
 
-from transfer.copy_runs import JointCopy, all_within
-from transfer.memory import SharedMemory, Transport
+from transfer.memory import RemotePool, SharedMemory
 from transfer.planner import NO_LIMIT, Descriptors
+from transfer.transport import Endpoint, TransportKind, Unreachable
 from transfer.writer import Outcome, Pending, TransferError
+
+if TYPE_CHECKING:
+    from transfer.copy_runs import JointCopy
 
 log = structlog.get_logger(__name__)
 
 COPY_THREADS = min(4, os.cpu_count() or 1)
 """Threads that copy a batch, the one that waits for it included."""
-
-
-class NotShared(Exception):
-    """The memory cannot be mapped from here: another host, another container, another user."""
 
 
 @cache
@@ -32,12 +33,12 @@ def _helpers() -> ThreadPoolExecutor:
 
 
 class SharedMemoryChannel:
-    """Copies into a mapping of the owner's memory. Raises NotShared if it cannot be mapped.
+    """Copies into a mapping of the owner's memory. Raises Unreachable if it cannot be mapped.
 
     The random name of the memory tells whether it is the right one: process numbers of containers may coincide.
     """
 
-    transport: Transport = "shm"
+    transport = SharedMemory.transport
     max_batch = NO_LIMIT
     max_bytes = NO_LIMIT
     attempts = 1
@@ -51,7 +52,7 @@ class SharedMemoryChannel:
                 on_refusal.callback(os.close, self._process)
                 self._mapping = self._map(memory)
             except OSError as error:
-                raise NotShared(error.strerror) from error
+                raise Unreachable(error.strerror) from error
             on_refusal.pop_all()
         self._here = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
 
@@ -59,11 +60,11 @@ class SharedMemoryChannel:
     def _map(memory: SharedMemory) -> mmap.mmap:
         path = f"/proc/{memory.pid}/fd/{memory.fd}"
         if not os.readlink(path).startswith(f"/memfd:{memory.name} "):
-            raise NotShared("the process of that number here has no such memory")
+            raise Unreachable("the process of that number here has no such memory")
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             if os.fstat(descriptor).st_size != memory.length:
-                raise NotShared(f"the memory has {os.fstat(descriptor).st_size} bytes, not {memory.length}")
+                raise Unreachable(f"the memory has {os.fstat(descriptor).st_size} bytes, not {memory.length}")
             mapping = mmap.mmap(descriptor, memory.length)
         finally:
             os.close(descriptor)
@@ -73,21 +74,25 @@ class SharedMemoryChannel:
         return mapping
 
     def submit(self, batch: Descriptors) -> Pending:
-        if not all_within(batch, self._memory.base, self._memory.length):
+        if not batch.writes_within(self._memory.base, self._memory.length):
             return _Refused()
-        return self._started(_Copy(batch, shift=self._shift))
+        return self._start_copy(batch, shift=self._offset)
 
     @property
-    def _shift(self) -> int:
-        """By how much further on the owner's memory lies here."""
+    def _offset(self) -> int:
+        """Address in this process less the owner's address of the same byte."""
         return self._here - self._memory.base
 
-    def _started(self, copy: "_Copy") -> Pending:
+    def _start_copy(self, batch: Descriptors, shift: int) -> Pending:
+        # Imported here: the import compiles the copies, which a process that only offers memory does not need.
+        from transfer.copy_runs import JointCopy
+
+        copy = JointCopy(batch, shift)
         # If no thread can be started, the thread that waits copies all of it.
         with suppress(RuntimeError):
             for _ in range(COPY_THREADS - 1):
                 _helpers().submit(copy.help)
-        return copy
+        return _Copy(copy)
 
     def check(self) -> None:
         """The mapping outlives its owner: what was copied after the owner's end is lost."""
@@ -102,21 +107,24 @@ class SharedMemoryChannel:
 
 
 class SharedMemoryReads(SharedMemoryChannel):
-    """Copies out of a mapping of the owner's memory, likewise: sources are addresses of the owner."""
+    """Copies out of a mapping of the owner's memory: sources are addresses of the owner."""
 
     def submit(self, batch: Descriptors) -> Pending:
         sources, destinations, lengths = batch
-        if not all_within(Descriptors(destinations, sources, lengths), self._memory.base, self._memory.length):
+        if not Descriptors(destinations, sources, lengths).writes_within(self._memory.base, self._memory.length):
             return _Refused()
-        return self._started(_Copy(Descriptors(sources + self._shift, destinations, lengths), shift=0))
+        return self._start_copy(Descriptors(sources + self._offset, destinations, lengths), shift=0)
 
 
-class _Copy(JointCopy):
+@dataclass(frozen=True)
+class _Copy:
+    copy: "JointCopy"
+
     def wait(self) -> Outcome:
         try:
-            self.finish()
+            self.copy.finish()
         except Exception:
-            # Whatever it is: `finish` raises when no thread copies any more, so nothing is in flight.
+            # `finish` raises when no thread copies any more, so nothing is in flight.
             log.exception("a copy into shared memory failed")
             return Outcome.FAILED
         return Outcome.LANDED
@@ -125,3 +133,21 @@ class _Copy(JointCopy):
 class _Refused:
     def wait(self) -> Outcome:
         return Outcome.FAILED
+
+
+class _SharedMemoryEndpoint(Endpoint):
+    def connect(self, pool: RemotePool, reading: bool) -> SharedMemoryChannel | None:
+        if pool.shared is None:
+            return None
+        return SharedMemoryReads(pool.shared) if reading else SharedMemoryChannel(pool.shared)
+
+
+SHM = TransportKind(
+    name=SharedMemory.transport,
+    start=lambda host, devices: _SharedMemoryEndpoint(),
+    bytes_per_second=1.5e9,
+    # Scattered copies into shared memory cost nothing extra. A processor reads device memory slowly.
+    pack_host="never",
+    pack_device="always",
+    shares_memory=True,
+)

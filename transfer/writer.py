@@ -12,7 +12,7 @@ from typing import Protocol
 
 import structlog
 
-from transfer.memory import Transport
+from transfer.choices import Transport
 from transfer.planner import Descriptors
 
 log = structlog.get_logger(__name__)

@@ -34,7 +34,7 @@ class Serving:
         return self.engine.session, self.buffer.ctypes.data
 
     def cut(self) -> None:
-        wait_until(IncomingCut(self.engine.data_ports).passed)
+        wait_until(IncomingCut(self.engine.fenced_ports).passed)
 
 
 def descriptors(source: int, destination: int, pieces: list[tuple[int, int, int]]) -> Descriptors:
@@ -50,7 +50,7 @@ class Remote:
         self.process = Process(Serving, "127.0.0.1")  # type: ignore[arg-type]
         session, self.address = self.process.do("where")
         self.engine, self.here = start_engine("127.0.0.1")
-        self.reader = Reader(self.engine.reading_channel(session))
+        self.reader = Reader(self.engine.channel(session, reading=True))
 
     def batch(self, pieces: list[tuple[int, int, int]]) -> Descriptors:
         return descriptors(self.address, self.here.ctypes.data, pieces)
@@ -139,7 +139,7 @@ class Reading:
 
     def begin(self, session: Any, address: int) -> None:
         """Read again and again until a read fails, on a thread; then use the memory for something else at once."""
-        reader = Reader(self.engine.reading_channel(session))
+        reader = Reader(self.engine.channel(session, reading=True))
         everything = descriptors(address, self.buffer.ctypes.data, [(0, 0, SIZE)])
 
         def read() -> None:
