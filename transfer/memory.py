@@ -1,4 +1,4 @@
-"""Memory that another process may write to or read, the ways there, and checksums of what lies there."""
+"""Memory that other processes write to or read, how to reach it, and checksums of its content."""
 
 from collections.abc import Iterator, Sequence
 from typing import Annotated, ClassVar, NamedTuple, Self
@@ -9,7 +9,7 @@ from base.wire import Identifier, UInt, WireModel
 from transfer.choices import EngineTransport, Transport
 
 ADDRESS_LIMIT = 2**63
-"""No memory may end past it: address arithmetic is in signed integers of 64 bits."""
+"""Address arithmetic uses signed integers of 64 bits."""
 
 
 class BufferInfo(WireModel):
@@ -35,16 +35,16 @@ class BufferInfo(WireModel):
 
 
 class Session(WireModel):
-    """A Mooncake engine that takes writes. name: the HOST:PORT by which other engines of its transport find it."""
+    """A Mooncake engine that takes writes. name: its HOST:PORT for other engines."""
 
     transport: EngineTransport
     name: Identifier
 
 
 class SharedMemory(WireModel):
-    """Memory that processes of the same host may map: descriptor `fd` of process `pid`, a memfd named `name`.
+    """A memfd that processes of the same host may map: descriptor `fd` of process `pid`.
 
-    The name is random, so that no other memory has it. base: the owner's address of its first byte. length: in bytes.
+    name: random and unique. base: the owner's address of its first byte. length: in bytes.
     """
 
     transport: ClassVar[Transport] = "shm"
@@ -63,7 +63,7 @@ class SharedMemory(WireModel):
 
 
 class RemotePool(WireModel):
-    """Buffers of another process, and the ways to reach them. `shared` holds them all."""
+    """Buffers of another process, and how to reach them. `shared` contains them all."""
 
     buffers: BufferInfo
     sessions: tuple[Session, ...] = ()
@@ -93,7 +93,7 @@ class Checksum(NamedTuple):
 
 
 class Checksums(WireModel):
-    """Checksums as columns: a long prompt has thousands, and reading objects would take longer than verifying."""
+    """Checksums as columns: parsing thousands of objects would take longer than verifying them."""
 
     buffers: tuple[UInt, ...] = ()
     starts: tuple[UInt, ...] = ()

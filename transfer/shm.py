@@ -1,4 +1,4 @@
-"""Writes into the memory of another process of the same host, and reads it, through a mapping of it."""
+"""Shared memory: copies into and out of a mapping of another process's memory, on the same host."""
 
 import ctypes
 import mmap
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from transfer.memory import RemotePool, SharedMemory
-from transfer.planner import NO_LIMIT, Descriptors
+from transfer.planner import NO_LIMIT, Descriptors, all_within
 from transfer.transport import Endpoint, TransportKind, Unreachable
 from transfer.writer import Outcome, Pending, TransferError
 
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 COPY_THREADS = min(4, os.cpu_count() or 1)
-"""Threads that copy a batch, the one that waits for it included."""
+"""Threads per batch, including the one that waits for it."""
 
 
 @cache
 def _helpers() -> ThreadPoolExecutor:
-    """The other threads, shared by all channels."""
     return ThreadPoolExecutor(max(1, COPY_THREADS - 1), thread_name_prefix="shm-copy")
 
 
 class SharedMemoryChannel:
-    """Copies into a mapping of the owner's memory. Raises Unreachable if it cannot be mapped.
+    """Copies into a mapping of the owner's memory, or out of it (`reading`).
 
-    The random name of the memory tells whether it is the right one: process numbers of containers may coincide.
+    Raises Unreachable if another host, container or user owns it. The memory's random name identifies it, since process
+    numbers of containers may coincide.
     """
 
     transport = SharedMemory.transport
@@ -43,11 +43,12 @@ class SharedMemoryChannel:
     max_bytes = NO_LIMIT
     attempts = 1
 
-    def __init__(self, memory: SharedMemory) -> None:
+    def __init__(self, memory: SharedMemory, reading: bool = False) -> None:
         self._memory = memory
+        self._reading = reading
         with ExitStack() as on_refusal:
             try:
-                # First, so that it stands for the process whose descriptor is opened next.
+                # First, so that it names the process whose descriptor is opened next.
                 self._process = os.pidfd_open(memory.pid)
                 on_refusal.callback(os.close, self._process)
                 self._mapping = self._map(memory)
@@ -69,25 +70,24 @@ class SharedMemoryChannel:
         finally:
             os.close(descriptor)
         with suppress(OSError):
-            # Whoever touches a page first decides its size.
+            # The first process that touches a page decides its size.
             mapping.madvise(mmap.MADV_HUGEPAGE)
         return mapping
 
     def submit(self, batch: Descriptors) -> Pending:
-        if not batch.writes_within(self._memory.base, self._memory.length):
-            return _Refused()
-        return self._start_copy(batch, shift=self._offset)
-
-    @property
-    def _offset(self) -> int:
-        """Address in this process less the owner's address of the same byte."""
-        return self._here - self._memory.base
-
-    def _start_copy(self, batch: Descriptors, shift: int) -> Pending:
         # Imported here: the import compiles the copies, which a process that only offers memory does not need.
         from transfer.copy_runs import JointCopy
 
-        copy = JointCopy(batch, shift)
+        sources, destinations, lengths = batch
+        owners = sources if self._reading else destinations
+        if not all_within(owners, lengths, self._memory.base, self._memory.length):
+            return _Refused()
+        shift = self._here - self._memory.base
+        copy = (
+            JointCopy(Descriptors(sources + shift, destinations, lengths), shift=0)
+            if self._reading
+            else JointCopy(batch, shift)
+        )
         # If no thread can be started, the thread that waits copies all of it.
         with suppress(RuntimeError):
             for _ in range(COPY_THREADS - 1):
@@ -95,7 +95,7 @@ class SharedMemoryChannel:
         return _Copy(copy)
 
     def check(self) -> None:
-        """The mapping outlives its owner: what was copied after the owner's end is lost."""
+        """The mapping outlives its owner. Bytes copied after the owner's end are lost."""
         poller = select.poll()
         poller.register(self._process, select.POLLIN)
         if poller.poll(0):
@@ -104,16 +104,6 @@ class SharedMemoryChannel:
     def close(self) -> None:
         self._mapping.close()
         os.close(self._process)
-
-
-class SharedMemoryReads(SharedMemoryChannel):
-    """Copies out of a mapping of the owner's memory: sources are addresses of the owner."""
-
-    def submit(self, batch: Descriptors) -> Pending:
-        sources, destinations, lengths = batch
-        if not Descriptors(destinations, sources, lengths).writes_within(self._memory.base, self._memory.length):
-            return _Refused()
-        return self._start_copy(Descriptors(sources + self._offset, destinations, lengths), shift=0)
 
 
 @dataclass(frozen=True)
@@ -137,9 +127,7 @@ class _Refused:
 
 class _SharedMemoryEndpoint(Endpoint):
     def connect(self, pool: RemotePool, reading: bool) -> SharedMemoryChannel | None:
-        if pool.shared is None:
-            return None
-        return SharedMemoryReads(pool.shared) if reading else SharedMemoryChannel(pool.shared)
+        return None if pool.shared is None else SharedMemoryChannel(pool.shared, reading)
 
 
 SHM = TransportKind(

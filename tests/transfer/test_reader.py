@@ -17,7 +17,7 @@ from transfer.incoming import IncomingCut
 from transfer.memory import BufferInfo, SharedMemory
 from transfer.planner import Descriptors
 from transfer.reader import Reader, ReadReport, batches_of
-from transfer.shm import SharedMemoryReads
+from transfer.shm import SharedMemoryChannel
 
 SIZE = 4 << 20
 CONTENT = np.random.default_rng(0).integers(1, 256, SIZE, dtype=np.uint8)
@@ -206,7 +206,7 @@ def test_a_mapping_is_read_within_its_bounds_and_while_its_owner_lives() -> None
     assert owner.stdout is not None
     pid, fd, name, base, length = owner.stdout.readline().split()
     memory = SharedMemory(pid=int(pid), fd=int(fd), name=name, base=int(base), length=int(length))
-    reader = Reader(SharedMemoryReads(memory))
+    reader = Reader(SharedMemoryChannel(memory, reading=True))
     here = np.zeros(SIZE, dtype=np.uint8)
     order = np.random.default_rng(2).permutation(SIZE // 1000).tolist()
     pieces = [(i * 1000 + 3, j * 1000, 997) for i, j in enumerate(order)]

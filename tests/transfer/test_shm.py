@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.transfer.writing import write
+from tests.transfer.world import write
 from transfer.memory import SharedMemory
 from transfer.planner import Descriptors
 from transfer.shm import SharedMemoryChannel

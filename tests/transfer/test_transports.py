@@ -101,13 +101,13 @@ def test_nothing_in_common_is_an_error_that_names_both_sides() -> None:
 def test_a_host_is_shared_if_the_mapping_succeeds(monkeypatch: pytest.MonkeyPatch) -> None:
     destination = Destination(identity=IDENTITY, buffers=BUFFERS, sessions=(TCP,), shared=SHARED)
 
-    def no_mapping(memory: SharedMemory) -> object:
+    def no_mapping(memory: SharedMemory, reading: bool) -> object:
         raise Unreachable("Permission denied")
 
     monkeypatch.setattr(shm, "SharedMemoryChannel", no_mapping)
     assert Transports("h", "auto").connect(destination).transport == "tcp"
     with pytest.raises(NoRoute, match="shm: Permission denied"):
         Transports("h", "shm").connect(destination)
-    monkeypatch.setattr(shm, "SharedMemoryChannel", lambda memory: SimpleNamespace(transport="shm"))
+    monkeypatch.setattr(shm, "SharedMemoryChannel", lambda memory, reading: SimpleNamespace(transport="shm"))
     assert Transports("h", "auto").connect(destination).transport == "shm"
     assert Transports("h", "tcp").connect(destination).transport == "tcp"

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from tests.transfer.writing import write
+from tests.transfer.world import write
 from transfer.choices import Transport
 from transfer.planner import Descriptors
 from transfer.writer import BATCHES_IN_FLIGHT, Outcome, Pipeline, TransferError, Write
