@@ -27,9 +27,11 @@ class Endpoint(Protocol):
 
     def register(self, buffers: BufferInfo) -> None:
         """Let other processes access these buffers, and channels send from them. Raises StartupError."""
+        return
 
     def unregister(self, buffers: BufferInfo) -> None:
         """Undo `register`."""
+        return
 
     def connect(self, pool: RemotePool, reading: bool) -> Channel | None:
         """A channel that writes to the pool, or reads it. None if the pool does not offer this transport.
