@@ -14,7 +14,7 @@ from model.linear import Linear
 from model.norm import RmsNorm
 from model.routed import RoutedTokens
 from model.router import Router
-from model.shard import ALONE, Exchange, Shard
+from model.shard import NO_EXCHANGE, Exchange, Shard
 from model.weights import Weights
 
 _ALL_AT_ONCE_BYTES = 1 << 30
@@ -35,11 +35,11 @@ class MixtureOfExperts:
     first: int
     number: int
     shared: FeedForward | None
-    exchange: Exchange = ALONE
+    exchange: Exchange = NO_EXCHANGE
 
     @classmethod
     def load(
-        cls, weights: Weights, name: str, config: NetworkConfig, shard: Shard, exchange: Exchange = ALONE
+        cls, weights: Weights, name: str, config: NetworkConfig, shard: Shard, exchange: Exchange = NO_EXCHANGE
     ) -> "MixtureOfExperts":
         """The mixture of that name, such as `model.layers.3.mlp`. Raises StartupError if it is in fp8 in part."""
         hidden_size, width = config.hidden_size, config.expert_width

@@ -19,7 +19,7 @@ from model.config import read_config
 from model.network import Network
 from model.progress import LoadProgress
 from model.quantization import BlockFp8
-from model.shard import ALONE, WHOLE, Exchange, Shard
+from model.shard import NO_EXCHANGE, SINGLE_RANK, Exchange, Shard
 from model.sparse_model import SparseModel
 from model.spec import ModelSpec
 from model.stored_weights import SCALES, StoredWeights
@@ -92,10 +92,10 @@ def load_model(
     context_length: int | None = None,
     backend: AttentionBackend | None = None,
     load_format: LoadFormat = "auto",
-    shard: Shard = WHOLE,
+    shard: Shard = SINGLE_RANK,
     quantization: Quantization = "auto",
     kv_cache_dtype: KVCacheDtype = "auto",
-    exchange: Exchange = ALONE,
+    exchange: Exchange = NO_EXCHANGE,
 ) -> SparseModel:
     """Load a checkpoint's weights, converted to `dtype`, onto a device. Never reaches the network.
 

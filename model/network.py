@@ -13,7 +13,7 @@ from model.indexer import Indexer
 from model.linear import Activations, Linear
 from model.norm import RmsNorm
 from model.rope import Rope
-from model.shard import ALONE, WHOLE, Exchange, Shard
+from model.shard import NO_EXCHANGE, SINGLE_RANK, Exchange, Shard
 from model.weights import Weights
 
 
@@ -93,7 +93,7 @@ class Network:
 
     @classmethod
     def load(
-        cls, weights: Weights, config: NetworkConfig, shard: Shard = WHOLE, exchange: Exchange = ALONE
+        cls, weights: Weights, config: NetworkConfig, shard: Shard = SINGLE_RANK, exchange: Exchange = NO_EXCHANGE
     ) -> "Network":
         """The part of the network that a process computes. Raises ValueError for a shard that is not possible."""
         vocabulary = config.vocab_size, config.hidden_size

@@ -22,7 +22,7 @@ from model.network import Network
 from model.quantization import BlockFp8
 from model.routed import RoutedTokens
 from model.shapes import ShapeName, published_config
-from model.shard import ALONE, Exchange, Shard
+from model.shard import NO_EXCHANGE, Exchange, Shard
 from model.spec import ModelSpec
 from model.weights import RandomWeights
 
@@ -127,7 +127,7 @@ def model_of(
     dtype = torch.bfloat16
     weights = RandomWeights(device, dtype, BlockFp8(power_of_two=True) if config.quantization == "fp8" else None)
     group = config.rank_of > 1
-    exchange = cast(Exchange, Strangers(config.rank_of, sizes.hidden_size, sizes.router)) if group else ALONE
+    exchange = cast(Exchange, Strangers(config.rank_of, sizes.hidden_size, sizes.router)) if group else NO_EXCHANGE
     network = Network.load(weights, sizes, Shard(0, config.rank_of), wrapped(exchange))
     spec = sizes.spec(dtype, config.context + _MORE_TOKENS, "random", config.kv_cache_dtype)
     return Model(network, spec, weights.num_bytes)

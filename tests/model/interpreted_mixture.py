@@ -17,7 +17,7 @@ from model.feed_forward import FeedForward
 from model.linear import Linear
 from model.norm import RmsNorm
 from model.router import Router
-from model.shard import ALONE, WHOLE, Exchange, Shard
+from model.shard import NO_EXCHANGE, SINGLE_RANK, Exchange, Shard
 from tests.model.fp8_cases import close, randn, weight
 
 assert tests.model.triton_interpreter
@@ -82,7 +82,9 @@ class Case:
         self.hidden = (2 * randn(TOKENS, HIDDEN, seed=6)).bfloat16()
         self.addend = randn(TOKENS, HIDDEN, seed=7).bfloat16()
 
-    def mixture(self, shard: Shard = WHOLE, exchange: Exchange = ALONE, apart: bool = False) -> MixtureOfExperts:
+    def mixture(
+        self, shard: Shard = SINGLE_RANK, exchange: Exchange = NO_EXCHANGE, apart: bool = False
+    ) -> MixtureOfExperts:
         """A process's part. apart: the shared expert is not one of the kernels' experts."""
         own = shard.experts(EXPERTS)
         here = [*own] if apart else [*own, EXPERTS]
