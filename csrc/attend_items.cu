@@ -27,7 +27,6 @@ struct AttendItemsParams {
     i64 scale;             // the bits of a float32: of scores, in units of log2(e)
 };
 
-constexpr int TILE_HEADS = 64;
 constexpr int MULTIPLYING = 2;  // warpgroups
 constexpr int WARPS_OF_GROUP = WARPGROUP / WARP;
 constexpr int PLACES = 2;
@@ -49,7 +48,7 @@ struct Shared {
     float totals[MULTIPLYING][TILE_HEADS];
     u64 ready[PLACES], weighed[PLACES], free[PLACES];
 };
-static_assert(sizeof(Shared) + SWIZZLED_BYTES <= FIXED_BYTES, "kernels/specialization.py reserves less");
+static_assert(sizeof(Shared) + SWIZZLED_BYTES <= FIXED_BYTES, "kernels/attend_items.py reserves less");
 
 template <int REGISTERS>
 __device__ __forceinline__ void take_registers() {

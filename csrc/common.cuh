@@ -1,6 +1,6 @@
 // What every kernel here uses: integer types, lanes, warps and thread block clusters.
 //
-// Compile-time constants come from kernels/specialization.py as macros: THREADS for all kernels, others for each.
+// Compile-time constants come from the `Specialization` of each kernel (kernels/) as macros: THREADS for all, others for each.
 #pragma once
 
 typedef unsigned char u8;

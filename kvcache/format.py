@@ -10,6 +10,8 @@ from typing import Literal
 
 import torch
 
+from kernels.fp8_kv import Fp8Layout
+
 KVCacheDtype = Literal["auto", "float32", "bfloat16", "fp8_e4m3"]
 """`--kv-cache-dtype`; auto: the type that the model computes in."""
 
@@ -21,6 +23,11 @@ class KVFormat(ABC):
     @abstractmethod
     def name(self) -> str:
         """What nodes compare before KV passes between them."""
+
+    @property
+    def fp8_layout(self) -> Fp8Layout | None:
+        """The layout of the bytes for kernels that read fp8; None: vectors of one type, which `items` is a view of."""
+        return None
 
     @property
     @abstractmethod

@@ -5,10 +5,11 @@ maps positions to rows, a decode cache swaps positions in and returns their rows
 `kvcache.format.KVFormat`.
 """
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import torch
+
+from kernels.operands import PagedKeys
 
 
 class PrefillCache(Protocol):
@@ -25,27 +26,6 @@ class PrefillCache(Protocol):
     def index_keys(self, index_layer: int) -> torch.Tensor:
         """The index layer's keys, uint8 [num_rows, index_key_bytes]; the model writes new keys into it in place."""
         ...
-
-
-class PagedKeys(Protocol):
-    """Paged index keys of a decode batch in one index layer.
-
-    keys: uint8 [num_pages, page_size, index_key_bytes]. page_table: int64 [batch, max_pages]; entries past a row's
-    length are arbitrary valid pages. seq_lens: int64 [batch], counting the newest token, whose key is already stored;
-    0 for padding. lengths: `seq_lens` on the host; None where only the device knows them.
-    """
-
-    @property
-    def keys(self) -> torch.Tensor: ...
-
-    @property
-    def page_table(self) -> torch.Tensor: ...
-
-    @property
-    def seq_lens(self) -> torch.Tensor: ...
-
-    @property
-    def lengths(self) -> Sequence[int] | None: ...
 
 
 class DecodeCache(Protocol):

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 
-from model.backends.protocol import AttentionBackend
-from model.indexer import IndexQueries
+from kernels.operands import IndexQueries
+from kernels.ops import AttentionBackend
 from model.network import Network
 from model.passes import PrefillChunk, PrefillPass
 from model.shard import Shard

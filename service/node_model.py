@@ -10,9 +10,9 @@ from base.version import VERSION
 from control.codec import PROTOCOL_VERSION
 from control.messages import CheckpointIdentity
 from engine.identity import identity_of
-from model.backends.choice import choose_backend
-from model.backends.device import fp8_obstacle
-from model.backends.protocol import AttentionBackend
+from kernels.attention import choose_backend
+from kernels.dispatch import fp8_unavailable_reason
+from kernels.ops import AttentionBackend
 from model.loader import load_model, read_spec, resolve_dtype
 from model.shard import NO_EXCHANGE, SINGLE_RANK, Exchange
 from model.sparse_model import SparseModel
@@ -82,6 +82,6 @@ def common_to_ranks(ranks: RankGroup, config: NodeConfig, spec: ModelSpec) -> di
         "context_length": spec.context_length,
         "quantization": config.quantization,
         "device": ranks.device.type,
-        "computes_in_fp8": fp8_obstacle(ranks.device, spec.dtype) is None,
+        "computes_in_fp8": fp8_unavailable_reason(ranks.device, spec.dtype) is None,
         "ranks": config.ranks,
     }

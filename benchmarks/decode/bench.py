@@ -16,7 +16,7 @@ from benchmarks.plotting import check_installed
 from benchmarks.swap_in.timing import copy_gb_per_s
 from benchmarks.swap_in.workload import Rotation, Shape
 from engine.runner import ModelRunner
-from model.backends.choice import choose_backend
+from kernels.attention import choose_backend
 from model.sparse_model import SparseModel
 
 _BATCHES, _NEW_POSITIONS = ("1", "16"), ("0", "275")

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from benchmarks.decode.timing import Part
 from benchmarks.decode.workload import Model
-from model.experts import MixtureOfExperts
+from model.feed_forward import MixtureOfExperts
 from model.linear import Linear
 
 HBM_BYTES_PER_MS = 4.8e9

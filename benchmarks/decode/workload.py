@@ -12,14 +12,12 @@ from hisparse.config import HiSparseConfig
 from hisparse.coordinator import HiSparseCoordinator
 from hisparse.sizing import plan_sizes
 from hisparse.tiers import build_tiers
+from kernels.fp8 import quantise_activations
+from kernels.operands import BlockFp8, IndexQueries, PagedKeys, RouterConfig
+from kernels.ops import AttentionBackend
 from kvcache.format import KVCacheDtype
-from model.backends.protocol import AttentionBackend
-from model.cache import PagedKeys
-from model.config import NetworkConfig, RouterConfig, network_config
-from model.fp8 import quantise_activations
-from model.indexer import IndexQueries
+from model.config import NetworkConfig, network_config
 from model.network import Network
-from model.quantization import BlockFp8
 from model.routed import RoutedTokens
 from model.shapes import ShapeName, published_config
 from model.shard import NO_EXCHANGE, Exchange, Shard

@@ -3,7 +3,7 @@
 from benchmarks.decode.limits import Work, Works, bytes_of
 from benchmarks.decode.timing import Part
 from benchmarks.decode.workload import Model
-from model.experts import MixtureOfExperts
+from model.feed_forward import MixtureOfExperts
 from model.linear import Linear
 
 

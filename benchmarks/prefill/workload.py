@@ -3,8 +3,8 @@
 import torch
 
 from benchmarks.decode.workload import Model
+from kernels.attention import choose_backend
 from kvcache.paged_pool import PagedKVPool, PagedSequence
-from model.backends.choice import choose_backend
 from model.passes import PrefillChunk
 from model.shard import Exchange
 from model.sparse_model import SparseModel

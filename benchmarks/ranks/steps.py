@@ -12,8 +12,8 @@ from benchmarks.decode.limits import work_of
 from benchmarks.decode.workload import Model, Requests
 from benchmarks.stepping import GREEDY, launch
 from engine.runner import ModelRunner
-from model.backends.choice import choose_backend
-from model.experts import MixtureOfExperts
+from kernels.attention import choose_backend
+from model.feed_forward import MixtureOfExperts
 from model.network import Network
 from model.shard import Exchange
 from model.sparse_model import SparseModel

@@ -16,8 +16,8 @@ from benchmarks.decode.timing import Part, StepTiming, part_of
 from benchmarks.decode.workload import GivenSelection, Model, Requests, Strangers, build_model, model_of
 from benchmarks.stepping import GREEDY, launch, next_tokens
 from engine.runner import ModelRunner
-from model.backends.choice import choose_backend
-from model.config import RouterConfig, network_config
+from kernels.attention import choose_backend
+from kernels.operands import RouterConfig, network_config
 from model.routed import RoutedTokens
 from model.sparse_model import SparseModel
 

@@ -15,16 +15,15 @@ from safetensors.torch import load_file, save_file
 
 from base.errors import StartupError
 from base.memory import human
+from kernels.fp8 import dequantise
+from kernels.operands import BlockFp8
 from model import loader
 from model.config import read_config
-from model.experts import MixtureOfExperts
-from model.feed_forward import FeedForward
-from model.fp8 import dequantise
+from model.feed_forward import FeedForward, MixtureOfExperts
 from model.linear import Linear
 from model.loader import load_model
 from model.network import Network
 from model.progress import LoadProgress
-from model.quantization import BlockFp8
 from model.shard import SINGLE_RANK, Shard
 from model.stored_weights import StoredWeights
 from model.tensor_files import find_tensors

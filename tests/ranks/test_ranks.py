@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from model.fp8 import quantise_activations
+from kernels.fp8 import quantise_activations
 from model.shard import NO_EXCHANGE
 from model.tiny import write_tiny_checkpoint
 from ranks.agreement import GroupFailed

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from triton.language import constexpr, tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from model.fp8 import BLOCK
+from kernels.fp8 import BLOCK
 
 _BLOCK = tl.constexpr(BLOCK)
 _BLOCK_BYTES = 16
@@ -57,30 +58,14 @@ def described(weight: torch.Tensor, block_n: int) -> TensorDescriptor:
     return TensorDescriptor(weight, [weight.numel() // k, k], [k, 1], [min(block_n, BLOCK), BLOCK])
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def multiply(
-    weight: tl.tensor,
-    weight_row: tl.tensor,
-    weight_scale: tl.tensor,
-    x: tl.tensor,
-    x_row_stride: tl.tensor,
-    x_scale: tl.tensor,
-    x_scale_row_stride: tl.tensor,
-    x_scale_block_stride: tl.tensor,
-    x_row: tl.tensor,
-    real: tl.tensor,
-    begin: tl.tensor,
-    end: tl.tensor,
-    run: tl.tensor,
-    k: tl.tensor,
-    ragged: tl.constexpr,
-    folds: tl.constexpr,
-    tokens_left: tl.constexpr,
-    block_n: tl.constexpr,
-    block_m: tl.constexpr,
-    stages: tl.constexpr,
-    unroll: tl.constexpr,
-) -> tl.tensor:
+    weight: tensor, weight_row: tensor, weight_scale: tensor, x: tensor, x_row_stride: tensor, x_scale: tensor,
+    x_scale_row_stride: tensor, x_scale_block_stride: tensor, x_row: tensor, real: tensor, begin: tensor, end: tensor,
+    run: tensor, k: tensor,
+    ragged: constexpr, folds: constexpr, tokens_left: constexpr, block_n: constexpr, block_m: constexpr,
+    stages: constexpr, unroll: constexpr,
+) -> tensor:  # fmt: skip
     """float32 [block_m, block_n]: rows x_row of x by rows of the weight from weight_row on, over blocks begin to end.
 
     weight: the descriptor. weight_scale: points to the scale of the tile's first block. x_scale_row_stride,
@@ -111,26 +96,13 @@ def multiply(
     return part if tokens_left else part.T
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def multiply_wide(
-    weight: tl.tensor,
-    weight_row: tl.tensor,
-    weight_scale: tl.tensor,
-    next_scale: tl.tensor,
-    x: tl.tensor,
-    x_row_stride: tl.tensor,
-    x_scale: tl.tensor,
-    x_scale_row_stride: tl.tensor,
-    x_scale_block_stride: tl.tensor,
-    x_row: tl.tensor,
-    real: tl.tensor,
-    num_blocks: tl.tensor,
-    k: tl.tensor,
-    compiled: tl.constexpr,
-    ragged: tl.constexpr,
-    block_m: tl.constexpr,
-    stages: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
+    weight: tensor, weight_row: tensor, weight_scale: tensor, next_scale: tensor, x: tensor, x_row_stride: tensor,
+    x_scale: tensor, x_scale_row_stride: tensor, x_scale_block_stride: tensor, x_row: tensor, real: tensor,
+    num_blocks: tensor, k: tensor,
+    compiled: constexpr, ragged: constexpr, block_m: constexpr, stages: constexpr,
+) -> tuple[tensor, tensor]:  # fmt: skip
     """`multiply` over all blocks by 128 rows of the weight and by the 128 that follow, whose scales are at next_scale.
 
     Each token that is read serves twice as many rows, and only one half's products are held beside both sums. compiled:

@@ -1,7 +1,7 @@
 """fp8 KV is written by one kernel per item and one per index key: norm, rotary embedding, rotation, scales and bytes.
 
-The layouts and rules are those of `kvcache.fp8_format`. Nothing is rounded before the bytes are, but index keys and
-queries once to bfloat16, as they are in other formats, before they are multiplied by the Hadamard matrix.
+`kernels.fp8_kv` has the layouts, `kvcache.fp8_format` the rules. Only the bytes are rounded, and index keys and queries
+to bfloat16, as they are in other formats, before they are multiplied by the Hadamard matrix.
 
 A step calls these kernels for few tokens, so that the time is that of one program: its loads are all issued before any
 arithmetic, and code is short, since a program fetches each of its instructions for itself.
@@ -10,104 +10,68 @@ arithmetic, and code is short, since a program fetches each of its instructions 
 import torch
 import triton
 import triton.language as tl
+from triton.language import constexpr, tensor
 
-from kvcache.fp8_format import LARGEST, LEAST_AMAX, SCALED_TOGETHER, Fp8Format
-from model.backends.device import MIN_TILE
-from model.backends.triton_chain import chained, follow
-from model.backends.triton_fp8 import on
-from model.indexer import IndexQueries
-from model.norm import LayerNorm, RmsNorm
+from kernels.fp8 import LEAST_AMAX, MAX
+from kernels.fp8_kv import SCALE_BYTES, SCALED_TOGETHER, Fp8Layout
+from kernels.operands import IndexQueries, LayerNorm, RmsNorm, Rope
+from kernels.triton.launch import MIN_TILE, chained, follow, on
 
-_LARGEST = tl.constexpr(LARGEST)
+_LARGEST = tl.constexpr(MAX)
 _LEAST_AMAX = tl.constexpr(LEAST_AMAX)
+_SCALE_BYTES = tl.constexpr(SCALE_BYTES)
 _HEADS = 4
 """Per program, which is one warp."""
 
 
-def encode_items(
-    compressed: torch.Tensor, norm: RmsNorm, cos: torch.Tensor, sin: torch.Tensor, kv_format: Fp8Format
-) -> torch.Tensor:
+def encode_items(compressed: torch.Tensor, norm: RmsNorm, rope: Rope, layout: Fp8Layout) -> torch.Tensor:
     """The fp8 items of what `kv_a_proj_with_mqa` computed: RMSNorm of the latent, rotation of the key, bytes.
 
     compressed: [N, latent_dim + rope_dim] of any floating-point type, each row contiguous; pairs of the key are
-    neighbours. cos, sin: [N, 1, rope_dim / 2] of the pairs' angles, as in `model.rope.Rope`. Returns uint8
-    [N, item_bytes]. Raises ValueError for tensors that do not fit together.
+    neighbours. Returns uint8 [N, item_bytes]. Raises ValueError for tensors that do not fit together.
     """
-    tokens, latent_dim, rope_dim = len(compressed), kv_format.latent_dim, kv_format.rope_dim
+    tokens, latent_dim, rope_dim, cos, sin = len(compressed), layout.latent_dim, layout.rope_dim, rope.cos, rope.sin
     _check(compressed, latent_dim + rope_dim, cos, sin, rope_dim)
-    stored = compressed.new_empty(tokens, kv_format.item_bytes, dtype=torch.uint8)
+    stored = compressed.new_empty(tokens, layout.item_bytes, dtype=torch.uint8)
     if tokens:
         with on(compressed.device):
             _encode_items[(tokens,)](
-                compressed,
-                norm.weight,
-                cos,
-                sin,
-                stored.view(torch.float8_e4m3fn),
-                stored.view(torch.float32),
-                stored.view(torch.bfloat16),
-                compressed.stride(0),
-                cos.stride(0),
-                sin.stride(0),
-                norm.eps,
-                latent_dim,
-                rope_dim,
-                kv_format.item_bytes,
-                kv_format.num_scales,
-                together=SCALED_TOGETHER,
-                block_scales=triton.next_power_of_2(kv_format.num_scales),
-                block_rope=triton.next_power_of_2(rope_dim),
-                num_warps=4,
-                **chained(compressed.device),
-            )
+                compressed, norm.weight, cos, sin, stored.view(torch.float8_e4m3fn), stored.view(torch.float32),
+                stored.view(torch.bfloat16), compressed.stride(0), cos.stride(0), sin.stride(0), norm.eps, latent_dim,
+                rope_dim, layout.item_bytes, layout.num_scales,
+                together=SCALED_TOGETHER, block_scales=triton.next_power_of_2(layout.num_scales),
+                block_rope=triton.next_power_of_2(rope_dim), num_warps=4, **chained(compressed.device),
+            )  # fmt: skip
     return stored
 
 
 def encode_index_keys(
-    projected: torch.Tensor,
-    norm: LayerNorm,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    interleaved: bool,
-    kv_format: Fp8Format,
+    projected: torch.Tensor, norm: LayerNorm, rope: Rope, interleaved: bool, layout: Fp8Layout
 ) -> torch.Tensor:
     """The fp8 index keys of what `wk` computed: LayerNorm, rotary embedding of the first elements, Hadamard, bytes.
 
-    projected: [N, index_dim] of any floating-point type, each row contiguous. cos, sin: as in `encode_items`.
-    interleaved: pairs are neighbours (GLM) rather than half of rope_dim apart. Returns uint8 [N, index_key_bytes].
+    projected: [N, index_dim] of any floating-point type, each row contiguous. interleaved: pairs are neighbours (GLM)
+    rather than half of rope_dim apart. Returns uint8 [N, index_key_bytes].
     Raises ValueError for tensors that do not fit together, or an index_dim below 16.
     """
-    tokens, dim, rope_dim = len(projected), kv_format.index_dim, kv_format.rope_dim
+    tokens, dim, rope_dim, cos, sin = len(projected), layout.index_dim, layout.rope_dim, rope.cos, rope.sin
     _check(projected, dim, cos, sin, rope_dim)
     if dim < MIN_TILE or rope_dim > dim:
         raise ValueError(f"expected {rope_dim} or more of at least 16 elements, found {dim}")
-    stored = projected.new_empty(tokens, kv_format.index_key_bytes, dtype=torch.uint8)
+    stored = projected.new_empty(tokens, layout.index_key_bytes, dtype=torch.uint8)
     if tokens:
         with on(projected.device):
             _encode_index_keys[(tokens,)](
-                projected,
-                norm.weight,
-                norm.bias,
-                cos,
-                sin,
-                stored.view(torch.float8_e4m3fn),
-                stored.view(torch.float32),
-                projected.stride(0),
-                cos.stride(0),
-                sin.stride(0),
-                norm.eps,
-                dim**-0.5,
-                dim,
-                rope_dim,
-                interleaved,
-                num_warps=1,
-                **chained(projected.device),
-            )
+                projected, norm.weight, norm.bias, cos, sin, stored.view(torch.float8_e4m3fn),
+                stored.view(torch.float32), projected.stride(0), cos.stride(0), sin.stride(0), norm.eps, dim**-0.5,
+                dim, rope_dim, interleaved,
+                num_warps=1, **chained(projected.device),
+            )  # fmt: skip
     return stored
 
 
 def encode_index_queries(index: IndexQueries) -> IndexQueries:
-    """Queries in fp8, times the Hadamard matrix: what `triton_index` multiplies fp8 keys by.
+    """Queries in fp8, times the Hadamard matrix: what `index_scores` multiplies fp8 keys by.
 
     Each head has a scale, which its weight is multiplied by: scores are those of the queries that were given, but for
     rounding. The parts of head weights are added up. index_dim must be a power of two from 16.
@@ -121,22 +85,11 @@ def encode_index_queries(index: IndexQueries) -> IndexQueries:
     if tokens:
         with on(queries.device):
             _encode_index_queries[(tokens, triton.cdiv(heads, _HEADS))](
-                index.queries.contiguous(),
-                sums.parts,
-                queries,
-                weights,
-                sums.parts.stride(0),
-                sums.parts.stride(1),
-                sums.scale,
-                dim**-0.5,
-                len(sums.parts),
-                heads,
-                dim,
-                block_parts=triton.next_power_of_2(len(sums.parts)),
-                block_heads=_HEADS,
-                num_warps=1,
+                index.queries.contiguous(), sums.parts, queries, weights, sums.parts.stride(0), sums.parts.stride(1),
+                sums.scale, dim**-0.5, len(sums.parts), heads, dim,
+                block_parts=triton.next_power_of_2(len(sums.parts)), block_heads=_HEADS, num_warps=1,
                 **chained(queries.device),
-            )
+            )  # fmt: skip
     return IndexQueries.of(queries, weights)
 
 
@@ -151,35 +104,35 @@ def _check(x: torch.Tensor, width: int, cos: torch.Tensor, sin: torch.Tensor, ro
         raise ValueError("expected contiguous rows")
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _divided(x: tl.tensor, by: tl.tensor, reciprocal: tl.tensor) -> tl.tensor:
+@triton.jit
+def _divided(x: tensor, by: tensor, reciprocal: tensor) -> tensor:
     """x / by, rounded as division does it (Markstein, IBM J. Res. Dev. 34(1), 1990), without the branches that division
     has for numbers that no scale is. reciprocal: of `by`, rounded to the nearest number."""
     quotient = x * reciprocal
     return tl.fma(tl.fma(-quotient, by, x), reciprocal, quotient)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _scale(amax: tl.tensor) -> tl.tensor:
+@triton.jit
+def _scale(amax: tensor) -> tensor:
     return _divided(tl.maximum(amax, _LEAST_AMAX), _LARGEST, 1.0 / _LARGEST)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _up_to_power_of_two(scale: tl.tensor) -> tl.tensor:
+@triton.jit
+def _up_to_power_of_two(scale: tensor) -> tensor:
     """For finite ones: a mantissa that is not zero carries into the exponent."""
     return ((scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _fp8(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
+@triton.jit
+def _fp8(x: tensor, scale: tensor) -> tensor:
     """x / scale, which is at most the largest number. A NaN stays one. scale: as many as x, or one for each row."""
     about = 1.0 / scale
     reciprocal = tl.fma(about, tl.fma(-about, scale, 1.0), about)
     return _divided(x, scale, reciprocal).to(tl.float8e4nv)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _hadamard(x: tl.tensor, rows: tl.constexpr, dim: tl.constexpr) -> tl.tensor:
+@triton.jit
+def _hadamard(x: tensor, rows: constexpr, dim: constexpr) -> tensor:
     """x, float32 [rows, dim], times Sylvester's matrix, which has -1 where row and column have an odd number of one
     bits in common. A fast Walsh-Hadamard transform whose stages are all the same (Pease, J. ACM 15(2), 1968): sums of
     neighbours become the first half, and differences the second."""
@@ -190,28 +143,13 @@ def _hadamard(x: tl.tensor, rows: tl.constexpr, dim: tl.constexpr) -> tl.tensor:
     return x
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _encode_items(
-    compressed: tl.tensor,
-    weight: tl.tensor,
-    cos: tl.tensor,
-    sin: tl.tensor,
-    latents: tl.tensor,
-    scales: tl.tensor,
-    ropes: tl.tensor,
-    token_stride: tl.tensor,
-    cos_stride: tl.tensor,
-    sin_stride: tl.tensor,
-    eps: tl.tensor,
-    latent_dim: tl.constexpr,
-    rope_dim: tl.constexpr,
-    item_bytes: tl.constexpr,
-    num_scales: tl.constexpr,
-    together: tl.constexpr,
-    block_scales: tl.constexpr,
-    block_rope: tl.constexpr,
-    chained: tl.constexpr,
-) -> None:
+    compressed: tensor, weight: tensor, cos: tensor, sin: tensor, latents: tensor, scales: tensor, ropes: tensor,
+    token_stride: tensor, cos_stride: tensor, sin_stride: tensor, eps: tensor,
+    latent_dim: constexpr, rope_dim: constexpr, item_bytes: constexpr, num_scales: constexpr, together: constexpr,
+    block_scales: constexpr, block_rope: constexpr, chained: constexpr,
+) -> None:  # fmt: skip
     """One token. latents, scales, ropes: the same bytes as numbers of three types."""
     follow(chained)
     token = tl.program_id(0).to(tl.int64)
@@ -225,7 +163,11 @@ def _encode_items(
     # Of a token that is no number each scale is none. `max` would leave that out.
     scale = tl.where(mean_square < float("inf"), scale, float("nan"))
     tl.store(latents + token * item_bytes + column, _fp8(x, scale[:, None]), mask=real)
-    tl.store(scales + token * (item_bytes // 4) + latent_dim // 4 + group, scale, mask=group < num_scales)
+    tl.store(
+        scales + token * (item_bytes // _SCALE_BYTES) + latent_dim // _SCALE_BYTES + group,
+        scale,
+        mask=group < num_scales,
+    )
 
     half: tl.constexpr = rope_dim // 2
     place = tl.arange(0, block_rope)
@@ -236,29 +178,16 @@ def _encode_items(
     c = tl.load(cos + token * cos_stride + pair, mask=real_place, other=0.0).to(tl.float32)
     s = tl.load(sin + token * sin_stride + pair, mask=real_place, other=0.0).to(tl.float32)
     roped = tl.where(is_first, first * c - second * s, second * c + first * s)
-    begin: tl.constexpr = (latent_dim + 4 * num_scales) // 2
+    begin: tl.constexpr = (latent_dim + _SCALE_BYTES * num_scales) // 2
     tl.store(ropes + token * (item_bytes // 2) + begin + place, roped.to(tl.bfloat16), mask=real_place)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _encode_index_keys(
-    projected: tl.tensor,
-    weight: tl.tensor,
-    bias: tl.tensor,
-    cos: tl.tensor,
-    sin: tl.tensor,
-    keys: tl.tensor,
-    scales: tl.tensor,
-    token_stride: tl.tensor,
-    cos_stride: tl.tensor,
-    sin_stride: tl.tensor,
-    eps: tl.tensor,
-    orthonormal: tl.tensor,
-    dim: tl.constexpr,
-    rope_dim: tl.constexpr,
-    interleaved: tl.constexpr,
-    chained: tl.constexpr,
-) -> None:
+    projected: tensor, weight: tensor, bias: tensor, cos: tensor, sin: tensor, keys: tensor, scales: tensor,
+    token_stride: tensor, cos_stride: tensor, sin_stride: tensor, eps: tensor, orthonormal: tensor,
+    dim: constexpr, rope_dim: constexpr, interleaved: constexpr, chained: constexpr,
+) -> None:  # fmt: skip
     """One token. keys, scales: the same bytes as numbers of two types."""
     follow(chained)
     token = tl.program_id(0).to(tl.int64)
@@ -291,27 +220,17 @@ def _encode_index_keys(
     x = tl.reshape(x.to(tl.bfloat16).to(tl.float32), [1, dim])
     rotated = tl.reshape(_hadamard(x, 1, dim), [dim]) * orthonormal
     scale = _scale(tl.max(tl.abs(rotated), 0))
-    tl.store(keys + token * (dim + 4) + column, _fp8(rotated, scale))
-    tl.store(scales + token * (dim // 4 + 1) + dim // 4, scale)
+    tl.store(keys + token * (dim + _SCALE_BYTES) + column, _fp8(rotated, scale))
+    tl.store(scales + token * (dim // _SCALE_BYTES + 1) + dim // _SCALE_BYTES, scale)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _encode_index_queries(
-    queries: tl.tensor,
-    weight_parts: tl.tensor,
-    out: tl.tensor,
-    weights: tl.tensor,
-    part_stride: tl.tensor,
-    token_stride: tl.tensor,
-    weight_scale: tl.tensor,
-    orthonormal: tl.tensor,
-    num_parts: tl.constexpr,
-    heads: tl.constexpr,
-    dim: tl.constexpr,
-    block_parts: tl.constexpr,
-    block_heads: tl.constexpr,
-    chained: tl.constexpr,
-) -> None:
+    queries: tensor, weight_parts: tensor, out: tensor, weights: tensor, part_stride: tensor, token_stride: tensor,
+    weight_scale: tensor, orthonormal: tensor,
+    num_parts: constexpr, heads: constexpr, dim: constexpr, block_parts: constexpr, block_heads: constexpr,
+    chained: constexpr,
+) -> None:  # fmt: skip
     """Some heads of one token."""
     follow(chained)
     token = tl.program_id(0).to(tl.int64)

@@ -3,33 +3,31 @@
 import torch
 import triton
 import triton.language as tl
+from triton.language import constexpr, tensor
 
-from model.backends.triton_chain import chained, follow
-from model.backends.triton_fp8 import new_quantised, on, quantised
-from model.fp8 import BLOCK, FP8, blocks
-from model.linear import Activations
-from model.quantization import BlockFp8
+from kernels.fp8 import BLOCK, FP8, blocks
+from kernels.operands import Activations, BlockFp8, RmsNorm
+from kernels.triton.fp8_quantise import new_quantised, quantised
+from kernels.triton.launch import chained, follow, on
 
 _BLOCK = tl.constexpr(BLOCK)
 _PER_THREAD = 32
 """Elements of a row that a thread holds."""
 
 
-def rms_norm(
+def add_rms_norm(
     hidden: torch.Tensor,
     addend: torch.Tensor | None,
-    weight: torch.Tensor,
-    eps: float,
-    fp8: BlockFp8 | None,
+    norm: RmsNorm,
+    fp8: BlockFp8 | None = None,
     room: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, Activations]:
-    """`model.norm.RmsNorm.of_sum` of bfloat16 [N, dim] in contiguous rows.
+    """See `kernels.ops.Ops`; bfloat16 [N, dim] in contiguous rows, an addend in parts contiguous.
 
-    addend: of the same type and shape, or contiguous float32 [parts, N, dim], whose sum over the parts is rounded.
-    What is quantised is the norm after rounding, as by `triton_fp8.quantise`. room: values [N, dim] in contiguous rows
-    and scales [N, ceil(dim / 128)] of any strides, to be written; None: new tensors. Raises ValueError for tensors that
-    do not fit together.
+    What is quantised is the norm after rounding, as by `quantise`. Raises ValueError for tensors that do not fit
+    together.
     """
+    weight = norm.weight
     (count, dim), summed = hidden.shape, hidden
     parts, rows = 0, [hidden, weight]
     fits = weight.shape == (dim,) and (addend is None or addend.shape[-2:] == hidden.shape)
@@ -57,51 +55,22 @@ def rms_norm(
     if count:
         with on(hidden.device):
             _rms_norm[(count,)](
-                hidden,
-                addend,
-                weight,
-                summed,
-                dense,
-                values,
-                scales,
-                hidden.stride(0),
-                0 if addend is None else addend.stride(-2),
-                0 if values is None else values.stride(0),
-                *((0, 0) if scales is None else scales.stride()),
-                count,
-                dim,
-                eps,
-                fp8 is not None and fp8.power_of_two,
-                parts,
-                block,
-                num_warps=max(1, min(16, block // 32 // _PER_THREAD)),
-                **chained(hidden.device),
-            )
+                hidden, addend, weight, summed, dense, values, scales, hidden.stride(0),
+                0 if addend is None else addend.stride(-2), 0 if values is None else values.stride(0),
+                *((0, 0) if scales is None else scales.stride()), count, dim, norm.eps,
+                fp8 is not None and fp8.power_of_two, parts, block,
+                num_warps=max(1, min(16, block // 32 // _PER_THREAD)), **chained(hidden.device),
+            )  # fmt: skip
     return summed, Activations(dense, values, scales)
 
 
-@triton.jit(do_not_specialize=["block_stride", "count"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["block_stride", "count"])
 def _rms_norm(
-    hidden: tl.tensor,
-    addend: tl.tensor,
-    weight: tl.tensor,
-    summed: tl.tensor,
-    dense: tl.tensor,
-    values: tl.tensor,
-    scales: tl.tensor,
-    hidden_stride: tl.tensor,
-    addend_stride: tl.tensor,
-    values_stride: tl.tensor,
-    scales_stride: tl.tensor,
-    block_stride: tl.tensor,
-    count: tl.tensor,
-    dim: tl.tensor,
-    eps: tl.tensor,
-    power_of_two: tl.constexpr,
-    parts: tl.constexpr,
-    block: tl.constexpr,
-    chained: tl.constexpr,
-) -> None:
+    hidden: tensor, addend: tensor, weight: tensor, summed: tensor, dense: tensor, values: tensor, scales: tensor,
+    hidden_stride: tensor, addend_stride: tensor, values_stride: tensor, scales_stride: tensor, block_stride: tensor,
+    count: tensor, dim: tensor, eps: tensor,
+    power_of_two: constexpr, parts: constexpr, block: constexpr, chained: constexpr,
+) -> None:  # fmt: skip
     """One row. scales_stride, block_stride: from a scale to the next row's, and to that of the row's next block. parts:
     of the addend in float32; 0: it is bfloat16."""
     follow(chained)

@@ -1,15 +1,12 @@
 """The threshold that top-k and top-p set: logits above it stay, and some of those equal to it.
 
 The likeliest 1024 tokens nearly always decide it, and finding them is much cheaper than sorting a vocabulary. If they
-do not (top_k is larger, or the logits are so flat that they have less than top_p), all tokens are searched. On a CUDA
-device a kernel does that, and returns at once for decided rows, so the host need not know which rows are decided.
+do not (top_k is larger, or the logits are so flat that they have less than top_p), all tokens are searched.
 """
 
 from dataclasses import dataclass
 
 import torch
-
-from model.backends.device import has_triton
 
 CANDIDATES = 1024
 
@@ -25,28 +22,17 @@ class Threshold:
 def find_threshold(
     scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, candidates: int = CANDIDATES
 ) -> Threshold:
-    """The threshold that keeps each row's top_k likeliest tokens, and of those the fewest that make up top_p.
-
-    scaled: float32 [n, vocab], logits over temperature, less their maximum. top_k, top_p: float64 [n, 1], at least 1
-    and above 0. The likeliest token always stays; top_p counts the probabilities that top_k leaves.
-    """
-    if scaled.is_cuda and not has_triton():
-        candidates = scaled.shape[1]
-    threshold, decided = _among_likeliest(scaled, top_k, top_p, candidates)
-    if scaled.is_cuda:
-        if candidates < scaled.shape[1]:
-            # Here, since a machine without a GPU need not have Triton.
-            from engine.triton_thresholds import find_undecided
-
-            find_undecided(scaled, top_k, top_p, decided, threshold.least, threshold.equals)
-    elif not bool(decided.all()):
+    """See `kernels.ops.Ops`. On CUDA all tokens are sorted at once, since the host does not wait to know which rows are
+    decided."""
+    threshold, decided = among_likeliest(scaled, top_k, top_p, scaled.shape[1] if scaled.is_cuda else candidates)
+    if not scaled.is_cuda and not bool(decided.all()):
         rows = (~decided).nonzero().squeeze(1)
-        exact, _ = _among_likeliest(scaled[rows], top_k[rows], top_p[rows], scaled.shape[1])
+        exact, _ = among_likeliest(scaled[rows], top_k[rows], top_p[rows], scaled.shape[1])
         threshold.least[rows], threshold.equals[rows] = exact.least, exact.equals
     return threshold
 
 
-def _among_likeliest(
+def among_likeliest(
     scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, candidates: int
 ) -> tuple[Threshold, torch.Tensor]:
     """The thresholds by that many likeliest tokens, and which rows they decide: bool [n]."""

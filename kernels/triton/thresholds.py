@@ -8,38 +8,38 @@ passes over the row each. That is slow (some 1 ms) and rare.
 import torch
 import triton
 import triton.language as tl
+from triton.language import constexpr, tensor
+
+from kernels.thresholds import CANDIDATES, Threshold, among_likeliest
+from kernels.triton.launch import on
 
 _BLOCK = 8192
 _INFINITY_BITS = tl.constexpr(0x7F800000)
 
 
-def find_undecided(
-    scaled: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    decided: torch.Tensor,
-    least: torch.Tensor,
-    equals: torch.Tensor,
-) -> None:
-    """Fill in `least` and `equals` of the rows that are not `decided`; see engine.thresholds. Waits for nothing."""
+def find_threshold(
+    scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, candidates: int = CANDIDATES
+) -> Threshold:
+    """See `kernels.ops.Ops`. The kernel runs for decided rows, too, so that the host need not know which these are."""
+    threshold, decided = among_likeliest(scaled, top_k, top_p, candidates)
     rows, vocab = scaled.shape
-    given = [tensor.contiguous() for tensor in (scaled, top_k, top_p, decided)]
-    with torch.cuda.device(scaled.device):
-        _find[(rows,)](*given, least, equals, vocab, block=_BLOCK, num_warps=16)
+    if candidates < vocab:
+        given = [tensor.contiguous() for tensor in (scaled, top_k, top_p, decided)]
+        with on(scaled.device):
+            _find[(rows,)](*given, threshold.least, threshold.equals, vocab, block=_BLOCK, num_warps=16)
+    return threshold
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _magnitudes(
-    scaled: tl.tensor, row: tl.tensor, first: tl.tensor, vocab: tl.tensor, block: tl.constexpr
-) -> tl.tensor:
+@triton.jit
+def _magnitudes(scaled: tensor, row: tensor, first: tensor, vocab: tensor, block: constexpr) -> tensor:
     """The bits of the magnitudes of a block of a row, as integers; beyond the row infinity's."""
     column = first + tl.arange(0, block)
     values = tl.load(scaled + row * vocab + column, mask=column < vocab, other=float("-inf"))
     return (-values).to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _count(scaled: tl.tensor, row: tl.tensor, bits: tl.tensor, vocab: tl.tensor, block: tl.constexpr) -> tl.tensor:
+@triton.jit
+def _count(scaled: tensor, row: tensor, bits: tensor, vocab: tensor, block: constexpr) -> tensor:
     """How many tokens of a row have at most these bits."""
     count = tl.zeros([], tl.int32)
     for first in range(0, vocab, block):
@@ -47,8 +47,8 @@ def _count(scaled: tl.tensor, row: tl.tensor, bits: tl.tensor, vocab: tl.tensor,
     return count
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _mass(scaled: tl.tensor, row: tl.tensor, bits: tl.tensor, vocab: tl.tensor, block: tl.constexpr) -> tl.tensor:
+@triton.jit
+def _mass(scaled: tensor, row: tensor, bits: tensor, vocab: tensor, block: constexpr) -> tensor:
     """The sum of the weights of the tokens of a row that have at most these bits."""
     mass = tl.zeros([], tl.float64)
     for first in range(0, vocab, block):
@@ -58,17 +58,11 @@ def _mass(scaled: tl.tensor, row: tl.tensor, bits: tl.tensor, vocab: tl.tensor, 
     return mass
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _find(
-    scaled: tl.tensor,
-    top_k: tl.tensor,
-    top_p: tl.tensor,
-    decided: tl.tensor,
-    least: tl.tensor,
-    equals: tl.tensor,
-    vocab: tl.tensor,
-    block: tl.constexpr,
-) -> None:
+    scaled: tensor, top_k: tensor, top_p: tensor, decided: tensor, least: tensor, equals: tensor, vocab: tensor,
+    block: constexpr,
+) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     if tl.load(decided + row) == 0:
         k = tl.load(top_k + row).to(tl.int32)

@@ -1,8 +1,8 @@
 """Routed experts with block-fp8 weights as Triton kernels that stream the weights of each used expert once.
 
 Five kernels, of tokens that are quantised: sort pairs of a token and an expert into tiles; gate and up; SwiGLU and
-quantisation; down; each token's weighted sum. Products are cut as in `triton_fp8_tile`. Programs loop over the tiles
-that there are, so that launches depend on shapes alone and a CUDA graph serves every choice of experts.
+quantisation; down; each token's weighted sum. Products are cut as in `kernels.triton.fp8_tile`. Programs loop over the
+tiles that there are, so that launches depend on shapes alone and a CUDA graph serves every choice of experts.
 
 A token's result does not depend on the others while there are at most `FEW` of them; with more, channels are summed in
 one run.
@@ -11,14 +11,14 @@ one run.
 import torch
 import triton
 import triton.language as tl
+from triton.language import constexpr, tensor
 
-from model.backends.device import properties
-from model.backends.triton_chain import chained, follow
-from model.backends.triton_fp8 import on, quantise, swiglu_quantise
-from model.backends.triton_fp8_sort import Sorted, sort_pairs
-from model.backends.triton_fp8_sum import weighted_sum
-from model.backends.triton_fp8_tile import Tiling, described, multiply, multiply_wide
-from model.fp8 import BLOCK, FP8, blocks, check_scales
+from kernels.fp8 import BLOCK, FP8, blocks, check_scales
+from kernels.operands import SwiGluWeights
+from kernels.triton.fp8_quantise import swiglu_quantise
+from kernels.triton.fp8_tile import Tiling, described, multiply, multiply_wide
+from kernels.triton.launch import chained, follow, on, properties
+from kernels.triton.routing import Sorted, sort_pairs, weighted_sum
 
 FEW = 1024
 """The most tokens that are a decode step's: weights are streamed, and sums are those of one token alone."""
@@ -38,59 +38,23 @@ _LEAST_RUN = 4
 _BLOCK = tl.constexpr(BLOCK)
 
 
-def experts(
-    hidden: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    gate_up: torch.Tensor,
-    gate_up_scales: torch.Tensor,
-    down: torch.Tensor,
-    down_scales: torch.Tensor,
-    power_of_two: bool,
-    first_expert: int = 0,
-    beside: torch.Tensor | None = None,
-    shared: range | None = None,
-) -> torch.Tensor:
-    """`model.fp8.experts` of bfloat16: [T, H]. H and W have to be multiples of 16 and of 128.
-
-    Raises ValueError for tensors that do not fit together.
-    """
-    return experts_quantised(
-        *quantise(hidden, power_of_two),
-        ids,
-        weights,
-        gate_up,
-        gate_up_scales,
-        down,
-        down_scales,
-        power_of_two,
-        first_expert,
-        beside,
-        shared,
-    )
-
-
-def experts_quantised(
+def experts_fp8(
     x: torch.Tensor,
     x_scales: torch.Tensor,
     ids: torch.Tensor,
     weights: torch.Tensor,
-    gate_up: torch.Tensor,
-    gate_up_scales: torch.Tensor,
-    down: torch.Tensor,
-    down_scales: torch.Tensor,
-    power_of_two: bool,
-    first_expert: int = 0,
-    beside: torch.Tensor | None = None,
+    experts: SwiGluWeights,
     shared: range | None = None,
 ) -> torch.Tensor:
-    """`experts` of tokens that are quantised already.
+    """See `kernels.ops.Ops`. H and W have to be multiples of 16 and of 128.
 
     x: float8_e4m3fn [T, H]; x_scales: float32 [T, H / 128 rounded up], of any strides; ids: int32 or int64 [T, k];
-    weights: float32 [T, k]. The rows of each may lie apart, as those of `model.routed.RoutedTokens` do.
+    weights: float32 [T, k]. The rows of each may lie apart, as those of `model.routed.RoutedTokens` do. Raises
+    ValueError for tensors that do not fit together.
     """
-    check_scales(gate_up, gate_up_scales)
-    check_scales(down, down_scales)
+    gate_up, down = experts.gate_up, experts.down
+    check_scales(gate_up, experts.gate_up_scales)
+    check_scales(down, experts.down_scales)
     (tokens, width), (count, hidden_size, inner) = x.shape, down.shape
     fits = gate_up.shape == (count, 2 * inner, hidden_size) and width == hidden_size and inner % BLOCK == 0
     fits &= x.dtype == FP8 and x_scales.dtype == torch.float32 and x_scales.shape == (tokens, blocks(width))
@@ -104,17 +68,13 @@ def experts_quantised(
             f"strides {x.stride()}, {ids.stride()} and {weights.stride()}"
         )
     out = torch.empty(tokens, hidden_size, dtype=torch.bfloat16, device=x.device)
-    projections = (gate_up, gate_up_scales, down, down_scales)
+    few, cut = tokens <= FEW, tiling(tokens)
     for begin in range(0, tokens, _MOST):
         part = slice(begin, begin + _MOST)
-        few = tokens <= FEW
-        cut = tiling(tokens)
         here = None if shared is None else range(max(0, shared.start - begin), max(0, min(_MOST, shared.stop - begin)))
-        order = sort_pairs(ids[part], first_expert, count, cut.m, here)
-        rows = _rows(x[part], x_scales[part], order, ids.shape[1], projections, power_of_two, few, cut)
-        weighted_sum(
-            rows, ids[part], weights[part], order, first_expert, count - (here is not None), beside, begin, out
-        )
+        order = sort_pairs(ids[part], experts.first, count, cut.m, here)
+        rows = _rows(x[part], x_scales[part], order, ids.shape[1], experts, few, cut)
+        weighted_sum(rows, ids[part], weights[part], order, experts.first, count - (here is not None), begin, out)
     return out
 
 
@@ -123,16 +83,14 @@ def _rows(
     x_scales: torch.Tensor,
     order: Sorted,
     top_k: int,
-    projections: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
-    power_of_two: bool,
+    experts: SwiGluWeights,
     few: bool,
     cut: Tiling,
 ) -> torch.Tensor:
     """What the experts compute of each row: bfloat16 [P, H], or float32 [splits, P, H], which is to be added up."""
-    gate_up, gate_up_scales, down, down_scales = projections
-    both = _product(x, x_scales, order, top_k, gate_up, gate_up_scales, few, cut)
-    inner, inner_scales = swiglu_quantise(both, power_of_two, order.counts)
-    return _product(inner, inner_scales, order, 0, down, down_scales, few, cut)
+    both = _product(x, x_scales, order, top_k, experts.gate_up, experts.gate_up_scales, few, cut)
+    inner, inner_scales = swiglu_quantise(both, experts.power_of_two, order.counts)
+    return _product(inner, inner_scales, order, 0, experts.down, experts.down_scales, few, cut)
 
 
 def tiling(tokens: int) -> Tiling:
@@ -174,41 +132,16 @@ def _product(
     programs = properties(x.device).multi_processor_count * cut.per_sm if x.is_cuda else 4
     with on(x.device):
         _experts[(min(programs, len(order.tiles) * tiles_n * splits),)](
-            described(weight, cut.n),
-            scales,
-            x,
-            x.stride(0),
-            x_scales,
-            *x_scales.stride(),
-            order.pairs,
-            order.table,
-            out,
-            pairs,
-            n,
-            k,
-            blocks(n),
-            blocks(k),
-            run,
-            top_k,
-            splits,
-            gathers=top_k > 0,
-            shares=splits > 1,
-            compiled=x.is_cuda,
-            ragged=k % BLOCK != 0,
-            folds=splits == 1 and run < blocks(k),
-            tokens_left=cut.tokens_left,
-            block_n=cut.n,
-            block_m=cut.m,
-            stages=cut.stages,
-            unroll=cut.unroll,
-            num_warps=cut.warps,
-            maxnreg=cut.registers,
-            **chained(x.device),
-        )
+            described(weight, cut.n), scales, x, x.stride(0), x_scales, *x_scales.stride(), order.pairs, order.table,
+            out, pairs, n, k, blocks(n), blocks(k), run, top_k, splits,
+            gathers=top_k > 0, shares=splits > 1, compiled=x.is_cuda, ragged=k % BLOCK != 0,
+            folds=splits == 1 and run < blocks(k), tokens_left=cut.tokens_left, block_n=cut.n, block_m=cut.m,
+            stages=cut.stages, unroll=cut.unroll, num_warps=cut.warps, maxnreg=cut.registers, **chained(x.device),
+        )  # fmt: skip
     return out
 
 
-@triton.jit(  # type: ignore[untyped-decorator]
+@triton.jit(
     do_not_specialize=[
         "x_scale_block_stride",
         "num_rows",
@@ -220,36 +153,13 @@ def _product(
     ]
 )
 def _experts(
-    weight: tl.tensor,
-    scales: tl.tensor,
-    x: tl.tensor,
-    x_row_stride: tl.tensor,
-    x_scales: tl.tensor,
-    x_scale_row_stride: tl.tensor,
-    x_scale_block_stride: tl.tensor,
-    pairs: tl.tensor,
-    table: tl.tensor,
-    out: tl.tensor,
-    num_rows: tl.tensor,
-    n: tl.tensor,
-    k: tl.tensor,
-    row_blocks: tl.tensor,
-    num_blocks: tl.tensor,
-    run: tl.tensor,
-    top_k: tl.tensor,
-    splits: tl.tensor,
-    gathers: tl.constexpr,
-    shares: tl.constexpr,
-    compiled: tl.constexpr,
-    ragged: tl.constexpr,
-    folds: tl.constexpr,
-    tokens_left: tl.constexpr,
-    block_n: tl.constexpr,
-    block_m: tl.constexpr,
-    stages: tl.constexpr,
-    unroll: tl.constexpr,
-    chained: tl.constexpr,
-) -> None:
+    weight: tensor, scales: tensor, x: tensor, x_row_stride: tensor, x_scales: tensor, x_scale_row_stride: tensor,
+    x_scale_block_stride: tensor, pairs: tensor, table: tensor, out: tensor, num_rows: tensor, n: tensor, k: tensor,
+    row_blocks: tensor, num_blocks: tensor, run: tensor, top_k: tensor, splits: tensor,
+    gathers: constexpr, shares: constexpr, compiled: constexpr, ragged: constexpr, folds: constexpr,
+    tokens_left: constexpr, block_n: constexpr, block_m: constexpr, stages: constexpr, unroll: constexpr,
+    chained: constexpr,
+) -> None:  # fmt: skip
     """Some of the pieces, each block_n rows of a weight by a tile's rows, over one run of channels or all."""
     follow(chained)
     tiles_n = tl.cdiv(n, block_n)
@@ -270,63 +180,27 @@ def _experts(
         if block_n > _BLOCK:
             next_row = tl.minimum(scale_row + 1, (expert + 1) * row_blocks - 1)
             first, second = multiply_wide(
-                weight,
-                expert * n + first_row,
-                scales + scale_row.to(tl.int64) * num_blocks,
-                scales + next_row.to(tl.int64) * num_blocks,
-                x,
-                x_row_stride,
-                x_scales,
-                x_scale_row_stride,
-                x_scale_block_stride,
-                x_row,
-                real,
-                num_blocks,
-                k,
-                compiled,
-                ragged,
-                block_m,
-                stages,
-            )
+                weight, expert * n + first_row, scales + scale_row.to(tl.int64) * num_blocks,
+                scales + next_row.to(tl.int64) * num_blocks, x, x_row_stride, x_scales, x_scale_row_stride,
+                x_scale_block_stride, x_row, real, num_blocks, k, compiled, ragged, block_m, stages,
+            )  # fmt: skip
             _store(out, first, row, real, first_row, n, _BLOCK)
             _store(out, second, row, real, first_row + _BLOCK, n, _BLOCK)
         else:
             total = multiply(
-                weight,
-                expert * n + first_row,
-                scales + scale_row.to(tl.int64) * num_blocks,
-                x,
-                x_row_stride,
-                x_scales,
-                x_scale_row_stride,
-                x_scale_block_stride,
-                x_row,
-                real,
-                split * run if shares else 0,
-                tl.minimum(split * run + run, num_blocks) if shares else num_blocks,
-                run,
-                k,
-                ragged,
-                folds,
-                tokens_left,
-                block_n,
-                block_m,
-                stages,
-                unroll,
-            )
+                weight, expert * n + first_row, scales + scale_row.to(tl.int64) * num_blocks, x, x_row_stride,
+                x_scales, x_scale_row_stride, x_scale_block_stride, x_row, real, split * run if shares else 0,
+                tl.minimum(split * run + run, num_blocks) if shares else num_blocks, run, k, ragged, folds,
+                tokens_left, block_n, block_m, stages, unroll,
+            )  # fmt: skip
             _store(out, total, split * num_rows.to(tl.int64) + row, real, first_row, n, block_n)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _store(
-    out: tl.tensor,
-    total: tl.tensor,
-    row: tl.tensor,
-    real: tl.tensor,
-    first_column: tl.tensor,
-    n: tl.tensor,
-    block_n: tl.constexpr,
-) -> None:
+    out: tensor, total: tensor, row: tensor, real: tensor, first_column: tensor, n: tensor,
+    block_n: constexpr,
+) -> None:  # fmt: skip
     """Store the real rows of a tile [rows, block_n]. Addresses are made here, behind the loop that needs registers."""
     column = first_column + tl.arange(0, block_n)
     place = row.to(tl.int64)[:, None] * n + column[None, :]

@@ -3,17 +3,18 @@
 import torch
 import triton
 import triton.language as tl
+from triton.language import constexpr, tensor
 
-from model.backends.triton_chain import chained, follow
+from kernels.operands import Rope
+from kernels.triton.launch import chained, follow, on
 
 _MAX_HEADS = 8
 """Heads per program."""
 
 
-def rotate(
-    x: torch.Tensor, beside: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, beside_first: bool
-) -> torch.Tensor:
-    """`model.rope.Rope.rotate`, rounded once. Raises ValueError for tensors that do not fit together."""
+def rotate(x: torch.Tensor, beside: torch.Tensor, rope: Rope, *, interleaved: bool, beside_first: bool) -> torch.Tensor:
+    """See `kernels.ops.Ops`; rounded once. Raises ValueError for tensors that do not fit together."""
+    cos, sin = rope.cos, rope.sin
     tokens, heads, rope_dim = x.shape
     half, width = rope_dim // 2, beside.shape[-1]
     parts = (x, beside, cos, sin)
@@ -26,53 +27,23 @@ def rotate(
     out = x.new_empty(tokens, heads, rope_dim + width)
     block_heads = min(triton.next_power_of_2(heads), _MAX_HEADS)
     if tokens:
-        with torch.cuda.device(x.device):
+        with on(x.device):
             _rotate[(tokens, triton.cdiv(heads, block_heads))](
-                x,
-                beside,
-                cos,
-                sin,
-                out,
-                *x.stride()[:2],
-                *beside.stride()[:2],
-                cos.stride(0),
-                sin.stride(0),
-                heads,
-                half,
-                width,
-                interleaved,
-                beside_first,
-                block_heads,
-                block_half=triton.next_power_of_2(half),
-                block_width=triton.next_power_of_2(max(width, 1)),
+                x, beside, cos, sin, out, *x.stride()[:2], *beside.stride()[:2], cos.stride(0), sin.stride(0), heads,
+                half, width, interleaved, beside_first, block_heads,
+                block_half=triton.next_power_of_2(half), block_width=triton.next_power_of_2(max(width, 1)),
                 **chained(x.device),
-            )
+            )  # fmt: skip
     return out
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _rotate(
-    x: tl.tensor,
-    beside: tl.tensor,
-    cos: tl.tensor,
-    sin: tl.tensor,
-    out: tl.tensor,
-    x_token: tl.tensor,
-    x_head: tl.tensor,
-    beside_token: tl.tensor,
-    beside_head: tl.tensor,
-    cos_token: tl.tensor,
-    sin_token: tl.tensor,
-    heads: tl.constexpr,
-    half: tl.constexpr,
-    width: tl.constexpr,
-    interleaved: tl.constexpr,
-    beside_first: tl.constexpr,
-    block_heads: tl.constexpr,
-    block_half: tl.constexpr,
-    block_width: tl.constexpr,
-    chained: tl.constexpr,
-) -> None:
+    x: tensor, beside: tensor, cos: tensor, sin: tensor, out: tensor, x_token: tensor, x_head: tensor,
+    beside_token: tensor, beside_head: tensor, cos_token: tensor, sin_token: tensor,
+    heads: constexpr, half: constexpr, width: constexpr, interleaved: constexpr, beside_first: constexpr,
+    block_heads: constexpr, block_half: constexpr, block_width: constexpr, chained: constexpr,
+) -> None:  # fmt: skip
     """One token, some heads. Names with _token and _head: strides."""
     follow(chained)
     token = tl.program_id(0).to(tl.int64)

@@ -1,29 +1,22 @@
-"""Quantisation of activations as Triton kernels: as they come, and behind SwiGLU. `model.fp8` has the rules.
+"""Quantisation of activations as Triton kernels: as they come, and behind SwiGLU. `kernels.fp8` has the rules.
 
 Scales are returned as [M, ceil(K/128)] whose tokens are contiguous (strides 1, M): what torch's blockwise products ask
 for, and what a product kernel reads in whole cache lines.
 """
 
-import contextlib
-from contextlib import AbstractContextManager
-
 import torch
 import triton
 import triton.language as tl
+from triton.language import constexpr, tensor
 
-from model.backends.triton_chain import chained, follow
-from model.fp8 import BLOCK, FP8, MAX, TINY, blocks
+from kernels.fp8 import BLOCK, FP8, LEAST_AMAX, MAX, blocks
+from kernels.triton.launch import chained, follow, on
 
 _BLOCK = tl.constexpr(BLOCK)
 _MAX = tl.constexpr(MAX)
-_TINY = tl.constexpr(TINY)
+_LEAST_AMAX = tl.constexpr(LEAST_AMAX)
 _GROUPS = 8
 """Blocks of 128 channels per program."""
-
-
-def on(device: torch.device) -> AbstractContextManager[object]:
-    """Kernels are launched on this device; on a CPU Triton's interpreter runs them (TRITON_INTERPRET=1)."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def new_quantised(m: int, k: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -33,7 +26,7 @@ def new_quantised(m: int, k: int, device: torch.device) -> tuple[torch.Tensor, t
 
 
 def quantise(x: torch.Tensor, power_of_two: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """`model.fp8.quantise_activations` of x [M, K] in contiguous rows."""
+    """`kernels.fp8.quantise_activations` of x [M, K] in contiguous rows."""
     m, k = x.shape
     if x.stride(1) != 1 and k > 1:
         raise ValueError(f"expected contiguous rows, found strides {x.stride()}")
@@ -61,18 +54,9 @@ def swiglu_quantise(
         programs = m if rows is None else min(m, _ROW_PROGRAMS)
         with on(gate_up.device):
             _swiglu_quantise[(programs, triton.cdiv(blocks(width), _GROUPS))](
-                gate_up,
-                rows,
-                values,
-                scales,
-                m,
-                width,
-                splits,
-                power_of_two,
-                groups=_GROUPS,
-                num_warps=4,
-                **chained(gate_up.device),
-            )
+                gate_up, rows, values, scales, m, width, splits, power_of_two,
+                groups=_GROUPS, num_warps=4, **chained(gate_up.device),
+            )  # fmt: skip
     return values, scales
 
 
@@ -80,10 +64,10 @@ _ROW_PROGRAMS = 1056
 """Programs that share the rows where their number is not known at launch: 8 for each multiprocessor of an H200."""
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def quantised(x: tl.tensor, power_of_two: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+@triton.jit
+def quantised(x: tensor, power_of_two: constexpr) -> tuple[tensor, tensor]:
     """Values and scales [R] of blocks x, float32 [R, 128]."""
-    scale = tl.maximum(tl.max(tl.abs(x), 1), _TINY) * (1 / _MAX)
+    scale = tl.maximum(tl.max(tl.abs(x), 1), _LEAST_AMAX) * (1 / _MAX)
     if power_of_two:
         bits = (scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
         scale = bits.to(tl.float32, bitcast=True)
@@ -97,18 +81,11 @@ def quantised(x: tl.tensor, power_of_two: tl.constexpr) -> tuple[tl.tensor, tl.t
     return values.to(tl.float8e4nv), scale
 
 
-@triton.jit(do_not_specialize=["m"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["m"])
 def _quantise(
-    x: tl.tensor,
-    values: tl.tensor,
-    scales: tl.tensor,
-    x_stride: tl.tensor,
-    m: tl.tensor,
-    k: tl.tensor,
-    power_of_two: tl.constexpr,
-    groups: tl.constexpr,
-    chained: tl.constexpr,
-) -> None:
+    x: tensor, values: tensor, scales: tensor, x_stride: tensor, m: tensor, k: tensor,
+    power_of_two: constexpr, groups: constexpr, chained: constexpr,
+) -> None:  # fmt: skip
     """Some blocks of one row."""
     follow(chained)
     row = tl.program_id(0).to(tl.int64)
@@ -120,19 +97,11 @@ def _quantise(
     tl.store(scales + block.to(tl.int64) * m + row, scale, mask=block * _BLOCK < k)
 
 
-@triton.jit(do_not_specialize=["m"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["m"])
 def _swiglu_quantise(
-    gate_up: tl.tensor,
-    rows: tl.tensor,
-    values: tl.tensor,
-    scales: tl.tensor,
-    m: tl.tensor,
-    width: tl.tensor,
-    splits: tl.constexpr,
-    power_of_two: tl.constexpr,
-    groups: tl.constexpr,
-    chained: tl.constexpr,
-) -> None:
+    gate_up: tensor, rows: tensor, values: tensor, scales: tensor, m: tensor, width: tensor,
+    splits: constexpr, power_of_two: constexpr, groups: constexpr, chained: constexpr,
+) -> None:  # fmt: skip
     """Some blocks of every num_programs-th row."""
     follow(chained)
     block = tl.program_id(1) * groups + tl.arange(0, groups)

@@ -4,9 +4,9 @@ DeepSeek-V3.2, section 2.1. Per-head scores stay on the chip. The scale is posit
 weights instead of every score. Products of float32 have "ieee" precision, since tensor cores would round their factors
 to 10 bits. It does not affect other dtypes.
 
-fp8 keys are multiplied as they are stored, by queries in fp8 (`triton_encode.encode_index_queries`), and the sum over
+fp8 keys are multiplied as they are stored, by queries in fp8 (`encode.encode_index_queries`), and the sum over
 heads is then multiplied by the key's scale, which is positive, too. On Hopper, scores of fp8 keys of
-published widths are computed by kernels of csrc/ (`kernels/score_pages.py`, `score_prompt.py`): one does not wait
+published widths are computed by kernels of csrc/ (`kernels/score_keys.py`): one does not wait
 for a page before it fetches the next ones, the other keeps keys in registers and sums over heads there.
 """
 
@@ -15,13 +15,15 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from triton.language import constexpr, tensor
 
-from kernels.score_pages import PagesToScore, has_kernel, score_pages
-from kernels.score_prompt import PromptToScore, score_prompt
-from model.backends.device import MIN_TILE, properties, tile_width
-from model.backends.triton_chain import chained, follow
-from model.cache import PagedKeys
-from model.indexer import IndexQueries
+from kernels.fp8_kv import SCALE_BYTES
+from kernels.launch import is_hopper
+from kernels.operands import IndexQueries, PagedKeys
+from kernels.score_keys import PagesToScore, PromptToScore, score_pages, score_prompt
+from kernels.triton.launch import MIN_TILE, chained, follow, on, properties, tile_width
+
+_SCALE_BYTES = tl.constexpr(SCALE_BYTES)
 
 _DEEP_PIPELINE_BYTES = 152_000
 """Shared memory that a program with three tiles of 128 keys in flight needs."""
@@ -42,22 +44,24 @@ class StoredKeys:
 
     @classmethod
     def fp8(cls, stored: torch.Tensor, dim: int) -> "StoredKeys":
-        """Of uint8 [..., dim + 4], contiguous: float8_e4m3 vectors, and behind each of them its scale."""
-        return cls(stored.view(torch.float8_e4m3fn)[..., :dim], stored.view(torch.float32)[..., dim // 4], stored)
+        """Of uint8 [..., dim + SCALE_BYTES], contiguous: float8_e4m3 vectors, and behind each of them its scale."""
+        return cls(
+            stored.view(torch.float8_e4m3fn)[..., :dim], stored.view(torch.float32)[..., dim // SCALE_BYTES], stored
+        )
 
 
 def decode_scores(
-    index: IndexQueries, pages: PagedKeys, keys: StoredKeys, by_hand: bool = True, waves: int | None = None
+    index: IndexQueries, pages: PagedKeys, keys: StoredKeys, use_cuda_kernel: bool = True, waves: int | None = None
 ) -> torch.Tensor:
     """Scores of one query per request against its own sequence.
 
-    keys: those of `pages`, [num_pages, page_size, dim]. by_hand: take the kernel of csrc/ where it can run. waves:
-    programs of the Triton kernel per multiprocessor, chosen if None.
+    keys: those of `pages`, [num_pages, page_size, dim]. use_cuda_kernel: take the kernel of csrc/ where it can run.
+    waves: programs of the Triton kernel per multiprocessor, chosen if None.
 
     Returns float32 [batch, page_table width * page_size]; what lies past a sequence's length is not written. Lengths
     are read on the device, so the launch depends on shapes alone and can be captured in a CUDA graph.
     """
-    if by_hand and keys.stored is not None and has_kernel(keys.stored.device):
+    if use_cuda_kernel and keys.stored is not None and is_hopper(keys.stored.device):
         queries, weights = index.queries.contiguous(), index.head_weights.contiguous()
         given = PagesToScore(queries, weights, keys.stored, pages.page_table, pages.seq_lens)
         if given.fits():
@@ -71,43 +75,26 @@ def decode_scores(
     tiles = triton.cdiv(width, tiling.positions)
     programs = (waves or tiling.waves) * properties(vectors.device).multi_processor_count
     tiles_per_program = triton.cdiv(tiles * batch, programs)
-    with torch.cuda.device(vectors.device):
+    with on(vectors.device):
         _score_pages[(batch, triton.cdiv(tiles, tiles_per_program))](
-            index.queries.contiguous(),
-            index.head_weights.contiguous(),
-            vectors,
-            vectors if keys.scales is None else keys.scales,
-            table,
-            pages.seq_lens,
-            scores,
-            vectors.stride(0),
-            table.stride(0),
-            width,
-            tiles_per_program,
-            dim**-0.5,
-            heads,
-            dim,
-            page_size,
-            key_stride=vectors.stride(1),
-            scaled=keys.scales is not None,
-            block_heads=tiling.heads,
-            block_dim=_tile_dim(dim, vectors),
-            block_positions=tiling.positions,
-            num_warps=tiling.warps,
-            num_stages=tiling.stages,
-            **chained(scores.device),
-        )
+            index.queries.contiguous(), index.head_weights.contiguous(), vectors,
+            vectors if keys.scales is None else keys.scales, table, pages.seq_lens, scores, vectors.stride(0),
+            table.stride(0), width, tiles_per_program, dim**-0.5, heads, dim, page_size,
+            key_stride=vectors.stride(1), scaled=keys.scales is not None, block_heads=tiling.heads,
+            block_dim=_tile_dim(dim, vectors), block_positions=tiling.positions, num_warps=tiling.warps,
+            num_stages=tiling.stages, **chained(scores.device),
+        )  # fmt: skip
     return scores
 
 
-def prompt_scores(index: IndexQueries, keys: StoredKeys, start: int, by_hand: bool = True) -> torch.Tensor:
+def prompt_scores(index: IndexQueries, keys: StoredKeys, start: int, use_cuda_kernel: bool = True) -> torch.Tensor:
     """Scores of queries at consecutive positions from `start` on against the keys [num_keys, dim] of positions from 0.
 
-    by_hand: take the kernel of csrc/ where it can run.
+    use_cuda_kernel: take the kernel of csrc/ where it can run.
 
     Returns float32 [N, num_keys]; what lies past a query's own position is not written.
     """
-    if by_hand and keys.stored is not None and has_kernel(keys.stored.device):
+    if use_cuda_kernel and keys.stored is not None and is_hopper(keys.stored.device):
         queries, weights = index.queries.contiguous(), index.head_weights.contiguous()
         prompt = PromptToScore(queries, weights, keys.stored, start)
         if prompt.fits():
@@ -117,28 +104,15 @@ def prompt_scores(index: IndexQueries, keys: StoredKeys, start: int, by_hand: bo
     scores = index.head_weights.new_empty(num_queries, num_keys)
     wide = vectors.dtype.itemsize > 2
     block_queries, block_keys = (32, 32) if wide else (128, 128)
-    with torch.cuda.device(vectors.device):
+    with on(vectors.device):
         _score_prompt[(triton.cdiv(num_keys, block_keys), triton.cdiv(num_queries, block_queries))](
-            index.queries.contiguous(),
-            index.head_weights.contiguous(),
-            vectors,
-            vectors if keys.scales is None else keys.scales,
-            scores,
-            num_queries,
-            num_keys,
-            start,
-            dim**-0.5,
-            heads,
+            index.queries.contiguous(), index.head_weights.contiguous(), vectors,
+            vectors if keys.scales is None else keys.scales, scores, num_queries, num_keys, start, dim**-0.5, heads,
             dim,
-            key_stride=vectors.stride(0),
-            scaled=keys.scales is not None,
-            block_queries=block_queries,
-            block_keys=block_keys,
-            block_dim=_tile_dim(dim, vectors),
-            num_warps=8,
-            num_stages=1 if wide else 3,
+            key_stride=vectors.stride(0), scaled=keys.scales is not None, block_queries=block_queries,
+            block_keys=block_keys, block_dim=_tile_dim(dim, vectors), num_warps=8, num_stages=1 if wide else 3,
             **chained(scores.device),
-        )
+        )  # fmt: skip
     return scores
 
 
@@ -179,30 +153,14 @@ def _stages(heads: int, block_heads: int, device: torch.device) -> int:
     return 5 if properties(device).shared_memory_per_block_optin >= _DEEP_PIPELINE_BYTES else 3
 
 
-@triton.jit(do_not_specialize=["tiles_per_program"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["tiles_per_program"])
 def _score_pages(
-    queries: tl.tensor,
-    head_weights: tl.tensor,
-    keys: tl.tensor,
-    key_scales: tl.tensor,
-    page_table: tl.tensor,
-    seq_lens: tl.tensor,
-    scores: tl.tensor,
-    page_stride: tl.tensor,
-    table_stride: tl.tensor,
-    width: tl.tensor,
-    tiles_per_program: tl.tensor,
-    scale: tl.tensor,
-    heads: tl.constexpr,
-    dim: tl.constexpr,
-    page_size: tl.constexpr,
-    key_stride: tl.constexpr,
-    scaled: tl.constexpr,
-    block_heads: tl.constexpr,
-    block_dim: tl.constexpr,
-    block_positions: tl.constexpr,
-    chained: tl.constexpr,
-) -> None:
+    queries: tensor, head_weights: tensor, keys: tensor, key_scales: tensor, page_table: tensor, seq_lens: tensor,
+    scores: tensor, page_stride: tensor, table_stride: tensor, width: tensor, tiles_per_program: tensor,
+    scale: tensor,
+    heads: constexpr, dim: constexpr, page_size: constexpr, key_stride: constexpr, scaled: constexpr,
+    block_heads: constexpr, block_dim: constexpr, block_positions: constexpr, chained: constexpr,
+) -> None:  # fmt: skip
     """One sequence, some consecutive tiles of its positions. page_stride, key_stride: in elements of the keys."""
     follow(chained)
     sequence = tl.program_id(0).to(tl.int64)
@@ -232,31 +190,18 @@ def _score_pages(
             per_head = tl.dot(tile, query, input_precision="ieee")
             score += tl.sum(tl.maximum(per_head, 0.0) * weight[None, :], 1)
         if scaled:  # a scale takes as much room as four elements
-            place = page * (page_stride // 4) + (position % page_size) * (key_stride // 4)
+            place = page * (page_stride // _SCALE_BYTES) + (position % page_size) * (key_stride // _SCALE_BYTES)
             score *= tl.load(key_scales + place, mask=present, other=0.0)
         tl.store(scores + sequence * width + position, score, mask=present)
 
 
-@triton.jit(do_not_specialize=["num_queries", "num_keys", "start"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_queries", "num_keys", "start"])
 def _score_prompt(
-    queries: tl.tensor,
-    head_weights: tl.tensor,
-    keys: tl.tensor,
-    key_scales: tl.tensor,
-    scores: tl.tensor,
-    num_queries: tl.tensor,
-    num_keys: tl.tensor,
-    start: tl.tensor,
-    scale: tl.tensor,
-    heads: tl.constexpr,
-    dim: tl.constexpr,
-    key_stride: tl.constexpr,
-    scaled: tl.constexpr,
-    block_queries: tl.constexpr,
-    block_keys: tl.constexpr,
-    block_dim: tl.constexpr,
-    chained: tl.constexpr,
-) -> None:
+    queries: tensor, head_weights: tensor, keys: tensor, key_scales: tensor, scores: tensor, num_queries: tensor,
+    num_keys: tensor, start: tensor, scale: tensor,
+    heads: constexpr, dim: constexpr, key_stride: constexpr, scaled: constexpr, block_queries: constexpr,
+    block_keys: constexpr, block_dim: constexpr, chained: constexpr,
+) -> None:  # fmt: skip
     """A tile of queries against a tile of keys, head by head."""
     follow(chained)
     first_query, first_key = tl.program_id(1) * block_queries, tl.program_id(0) * block_keys
@@ -282,7 +227,7 @@ def _score_prompt(
         per_head = tl.dot(query, tile, input_precision="ieee")
         score += tl.maximum(per_head, 0.0) * weight[:, None]
     if scaled:
-        place = key.to(tl.int64) * (key_stride // 4)
+        place = key.to(tl.int64) * (key_stride // _SCALE_BYTES)
         score *= tl.load(key_scales + place, mask=real_key, other=0.0)[None, :]
     tl.store(
         scores + token[:, None].to(tl.int64) * num_keys + key[None, :],

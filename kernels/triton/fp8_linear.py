@@ -1,8 +1,9 @@
 """Linear layers with block-fp8 weights on Hopper: a Triton kernel for few tokens, torch's blockwise product for many.
 
-The Triton kernel streams the weight once. Where the weight has few rows, several programs share a tile's channels, and
-a second kernel adds up what they computed, in order (`triton_fp8_tile`). How a product is cut depends on the weight's
-shape alone, so a token's result is the same among 1 and among `FEW` tokens. torch's kernel sums in another order.
+The Triton kernel streams the weight once. Split-K: where the weight has few rows, several programs share a tile's
+channels, and a second kernel adds up what they computed, in order (`kernels.triton.fp8_tile`). How a product is cut
+depends on the weight's shape alone, so a token's result is the same among 1 and among `FEW` tokens. torch's kernel sums
+in another order.
 """
 
 import functools
@@ -12,11 +13,13 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch.nn.functional import ScalingType
+from triton.language import constexpr, tensor
 
-from model.backends.triton_chain import chained, follow
-from model.backends.triton_fp8 import on, quantise, swiglu_quantise
-from model.backends.triton_fp8_tile import Tiling, described, multiply
-from model.fp8 import BLOCK, FP8, blocks, check_scales
+from kernels.fp8 import BLOCK, FP8, blocks, check_scales
+from kernels.operands import SwiGluWeights
+from kernels.triton.fp8_quantise import swiglu_quantise
+from kernels.triton.fp8_tile import Tiling, described, multiply
+from kernels.triton.launch import chained, follow, on
 
 FEW = 64
 """The most tokens that the Triton kernel serves, where torch's can serve more."""
@@ -32,61 +35,20 @@ _FOUR = 4
 _BLOCK = tl.constexpr(BLOCK)
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, power_of_two: bool) -> torch.Tensor:
-    """`model.fp8.linear` of x, bfloat16 [M, K] in contiguous rows, and a weight fp8 [N, K]: bfloat16 [M, N].
-
-    K has to be a multiple of 16. Raises ValueError for tensors that do not fit together.
-    """
-    if x.dtype != torch.bfloat16:
-        raise ValueError(f"expected bfloat16, found {x.dtype}")
-    return linear_quantised(*quantise(x, power_of_two), weight, scales)
-
-
-def linear_quantised(
-    x: torch.Tensor, x_scales: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor
-) -> torch.Tensor:
-    """`linear` of activations that are quantised already, as `triton_fp8.quantise` returns them."""
-    return reduced(linear_in_parts(x, x_scales, weight, scales))
-
-
-def linear_in_parts(
-    x: torch.Tensor, x_scales: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor
-) -> torch.Tensor:
-    """`linear_quantised`, or float32 [parts, M, N], which `reduced` makes of it."""
+def linear_fp8(x: torch.Tensor, x_scales: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """See `kernels.ops.Ops`. K has to be a multiple of 16. Raises ValueError for tensors that do not fit together."""
     if len(x) > FEW and _torch_computes(weight):
         return torch_product(x, x_scales, weight, scales)
     return partial_product(x, x_scales, weight, scales)
 
 
-def mlp(
-    x: torch.Tensor,
-    gate_up: torch.Tensor,
-    gate_up_scales: torch.Tensor,
-    down: torch.Tensor,
-    down_scales: torch.Tensor,
-    power_of_two: bool,
-) -> torch.Tensor:
-    """down(silu(gate(x)) * up(x)) of x, bfloat16 [M, H]. gate_up: [2 * W, H], the rows of gate first. down: [H, W].
-
-    Each projection is rounded to bfloat16. W has to be a multiple of 128, that no block holds rows of gate and of up.
-    """
-    return mlp_quantised(*quantise(x, power_of_two), gate_up, gate_up_scales, down, down_scales, power_of_two)
-
-
-def mlp_quantised(
-    x: torch.Tensor,
-    x_scales: torch.Tensor,
-    gate_up: torch.Tensor,
-    gate_up_scales: torch.Tensor,
-    down: torch.Tensor,
-    down_scales: torch.Tensor,
-    power_of_two: bool,
-) -> torch.Tensor:
-    """`mlp` of activations that are quantised already, as `triton_fp8.quantise` returns them."""
-    if down.shape[1] % BLOCK:
-        raise ValueError(f"expected a width that is a multiple of {BLOCK}, found {down.shape[1]}")
-    both = linear_in_parts(x, x_scales, gate_up, gate_up_scales)
-    return linear_quantised(*swiglu_quantise(both, power_of_two), down, down_scales)
+def mlp_fp8(x: torch.Tensor, x_scales: torch.Tensor, weights: SwiGluWeights) -> torch.Tensor:
+    """See `kernels.ops.Ops`. Each projection is rounded to bfloat16."""
+    if weights.down.shape[1] % BLOCK:
+        raise ValueError(f"expected a width that is a multiple of {BLOCK}, found {weights.down.shape[1]}")
+    both = linear_fp8(x, x_scales, weights.gate_up, weights.gate_up_scales)
+    inner = swiglu_quantise(both, weights.power_of_two)
+    return reduce_fp8(linear_fp8(*inner, weights.down, weights.down_scales))
 
 
 @functools.cache
@@ -170,65 +132,33 @@ def partial_product(
     if m and n:
         with on(x.device):
             _linear[(triton.cdiv(n, cut.n), splits, triton.cdiv(m, cut.m))](
-                described(weight, cut.n),
-                scales,
-                x,
-                x_scales,
-                x_scales.stride(1),
-                out,
-                m,
-                n,
-                k,
-                blocks(k),
+                described(weight, cut.n), scales, x, x_scales, x_scales.stride(1), out, m, n, k, blocks(k),
                 run if splits > 1 else blocks(k),
-                ragged=k % BLOCK != 0,
-                tokens_left=cut.tokens_left,
-                block_n=cut.n,
-                block_m=cut.m,
-                stages=cut.stages,
-                unroll=cut.unroll,
-                num_warps=cut.warps,
-                maxnreg=cut.registers,
-                **chained(x.device),
-            )
+                ragged=k % BLOCK != 0, tokens_left=cut.tokens_left, block_n=cut.n, block_m=cut.m, stages=cut.stages,
+                unroll=cut.unroll, num_warps=cut.warps, maxnreg=cut.registers, **chained(x.device),
+            )  # fmt: skip
     return out
 
 
-def reduced(partial: torch.Tensor) -> torch.Tensor:
+def reduce_fp8(parts: torch.Tensor) -> torch.Tensor:
     """The sum over splits, rounded: bfloat16 [M, N]."""
-    if partial.dim() == 2:
-        return partial
-    splits, m, n = partial.shape
-    out = torch.empty(m, n, dtype=torch.bfloat16, device=partial.device)
+    if parts.dim() == 2:
+        return parts
+    splits, m, n = parts.shape
+    out = torch.empty(m, n, dtype=torch.bfloat16, device=parts.device)
     block = 512
-    with on(partial.device):
-        _add_up[(triton.cdiv(m * n, block),)](
-            partial, out, m * n, splits, block, num_warps=4, **chained(partial.device)
-        )
+    with on(parts.device):
+        _add_up[(triton.cdiv(m * n, block),)](parts, out, m * n, splits, block, num_warps=4, **chained(parts.device))
     return out
 
 
-@triton.jit(do_not_specialize=["x_scale_block_stride", "m", "num_blocks", "run"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["x_scale_block_stride", "m", "num_blocks", "run"])
 def _linear(
-    weight: tl.tensor,
-    scales: tl.tensor,
-    x: tl.tensor,
-    x_scales: tl.tensor,
-    x_scale_block_stride: tl.tensor,
-    out: tl.tensor,
-    m: tl.tensor,
-    n: tl.tensor,
-    k: tl.tensor,
-    num_blocks: tl.tensor,
-    run: tl.tensor,
-    ragged: tl.constexpr,
-    tokens_left: tl.constexpr,
-    block_n: tl.constexpr,
-    block_m: tl.constexpr,
-    stages: tl.constexpr,
-    unroll: tl.constexpr,
-    chained: tl.constexpr,
-) -> None:
+    weight: tensor, scales: tensor, x: tensor, x_scales: tensor, x_scale_block_stride: tensor, out: tensor, m: tensor,
+    n: tensor, k: tensor, num_blocks: tensor, run: tensor,
+    ragged: constexpr, tokens_left: constexpr, block_n: constexpr, block_m: constexpr, stages: constexpr,
+    unroll: constexpr, chained: constexpr,
+) -> None:  # fmt: skip
     """One tile over one run of channels."""
     follow(chained)
     first_row = tl.program_id(0) * block_n
@@ -238,42 +168,19 @@ def _linear(
     end = tl.minimum(begin + run, num_blocks)
     weight_scale = scales + (first_row // _BLOCK).to(tl.int64) * num_blocks
     total = multiply(
-        weight,
-        first_row,
-        weight_scale,
-        x,
-        k,
-        x_scales,
-        1,
-        x_scale_block_stride,
-        token,
-        token < m,
-        begin,
-        end,
-        run,
-        k,
-        ragged,
-        False,
-        tokens_left,
-        block_n,
-        block_m,
-        stages,
-        unroll,
-    )
+        weight, first_row, weight_scale, x, k, x_scales, 1, x_scale_block_stride, token, token < m, begin, end, run,
+        k, ragged, False, tokens_left, block_n, block_m, stages, unroll,
+    )  # fmt: skip
     row = first_row + tl.arange(0, block_n)
     place = (split.to(tl.int64) * m + token)[:, None] * n + row[None, :]
     tl.store(out + place, total.to(out.dtype.element_ty), mask=(token < m)[:, None] & (row < n)[None, :])
 
 
-@triton.jit(do_not_specialize=["size"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["size"])
 def _add_up(
-    partial: tl.tensor,
-    out: tl.tensor,
-    size: tl.tensor,
-    splits: tl.constexpr,
-    block: tl.constexpr,
-    chained: tl.constexpr,
-) -> None:
+    partial: tensor, out: tensor, size: tensor,
+    splits: constexpr, block: constexpr, chained: constexpr,
+) -> None:  # fmt: skip
     """A block of the sum over the splits of partial [splits, size]."""
     follow(chained)
     place = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)

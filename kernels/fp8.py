@@ -13,14 +13,16 @@ both scales, summed in float32, and rounded once.
 import torch
 import torch.nn.functional as F
 
+from kernels.operands import SwiGluWeights
+
 BLOCK = 128
 """Channels, and rows of a weight, that share a scale."""
 
 MAX = 448.0
 """The largest float8_e4m3fn."""
 
-TINY = 1e-4
-"""The least amax that a scale is made for."""
+LEAST_AMAX = 1e-4
+"""The least magnitude that a scale is made for, so that zeros have a scale."""
 
 FP8 = torch.float8_e4m3fn
 _LEAST_WEIGHT = 1e-35
@@ -33,7 +35,7 @@ def blocks(size: int) -> int:
 
 def block_scales(amax: torch.Tensor, power_of_two: bool) -> torch.Tensor:
     """The scales of blocks whose largest magnitudes are `amax`, float32."""
-    return _scales(amax.clamp(min=TINY), power_of_two)
+    return _scales(amax.clamp(min=LEAST_AMAX), power_of_two)
 
 
 def _scales(amax: torch.Tensor, power_of_two: bool) -> torch.Tensor:
@@ -115,41 +117,52 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     return (F.silu(gate) * up).to(gate_up.dtype)
 
 
+def mlp(x: torch.Tensor, x_scales: torch.Tensor, weights: SwiGluWeights, dtype: torch.dtype) -> torch.Tensor:
+    """down(silu(gate(x)) * up(x)) of quantised activations [M, H]. Each projection is rounded to `dtype`."""
+    inner = swiglu(product(x, x_scales, weights.gate_up, weights.gate_up_scales, dtype))
+    return linear(inner, weights.down, weights.down_scales, weights.power_of_two)
+
+
 def experts(
     hidden: torch.Tensor,
     ids: torch.Tensor,
     weights: torch.Tensor,
-    gate_up: torch.Tensor,
-    gate_up_scales: torch.Tensor,
-    down: torch.Tensor,
-    down_scales: torch.Tensor,
-    power_of_two: bool,
-    first_expert: int = 0,
-    beside: torch.Tensor | None = None,
+    experts: SwiGluWeights,
     shared: range | None = None,
 ) -> torch.Tensor:
-    """The weighted sum [T, H] of the chosen experts that this process has, and of `beside` [T, H].
+    """The weighted sum [T, H] of the chosen experts that this process has, `experts`; others contribute nothing.
 
-    hidden: [T, H]. ids: [T, k] integers; weights: float32 [T, k]. gate_up: fp8 [E, 2 * W, H], the rows of gate before
-    those of up, with scales [E, 2 * W / 128, H / 128 rounded up]. down: fp8 [E, H, W]. The process has the experts
-    from `first_expert` on; others contribute nothing here. Every projection is rounded to the type of hidden, as is the
-    sum, which is made in float32 in the order of a token's ids. shared: the last of E is not one of those that ids
-    choose among, but computes these tokens of T, with weight 1. W must be a multiple of 128, or a block of 128 x 128
-    would hold rows of gate and of up.
+    hidden: [T, H]. ids: [T, k] integers; weights: float32 [T, k]. Every projection is rounded to the type of hidden, as
+    is the sum, which is made in float32 in the order of a token's ids. shared: the last expert of the stack is not one
+    of those that ids choose among, but computes these tokens of T, with weight 1.
     """
+    return experts_quantised(
+        *quantise_activations(hidden, experts.power_of_two), ids, weights, experts, shared, dtype=hidden.dtype
+    )
 
-    def computed(x: torch.Tensor, expert: int) -> torch.Tensor:
-        inner = swiglu(linear(x, gate_up[expert], gate_up_scales[expert], power_of_two))
-        return linear(inner, down[expert], down_scales[expert], power_of_two).float()
 
-    total = torch.zeros_like(hidden, dtype=torch.float32)
+def experts_quantised(
+    x: torch.Tensor,
+    x_scales: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    experts: SwiGluWeights,
+    shared: range | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor:
+    """`experts` of tokens that are quantised already."""
+
+    def computed(tokens: torch.Tensor | slice, expert: int) -> torch.Tensor:
+        return mlp(x[tokens], x_scales[tokens], experts[expert], dtype).float()
+
+    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for choice in range(ids.shape[1]):
-        local = ids[:, choice] - first_expert
-        for expert in range(len(gate_up) - (shared is not None)):
+        local = ids[:, choice] - experts.first
+        for expert in range(len(experts.gate_up) - (shared is not None)):
             chosen = (local == expert).nonzero().squeeze(1)
             if len(chosen):
-                total[chosen] += weights[chosen, choice, None] * computed(hidden[chosen], expert)
+                total[chosen] += weights[chosen, choice, None] * computed(chosen, expert)
     if shared:
         own = slice(shared.start, shared.stop)
-        total[own] += computed(hidden[own], -1)
-    return (total if beside is None else total + beside).to(hidden.dtype)
+        total[own] += computed(own, -1)
+    return total.to(dtype)

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from triton.language import constexpr, tensor
 
 from kernels.attend_items import TILE_HEADS, TILE_ITEMS, ItemsToAttend, attend_items
-from kernels.score_pages import has_kernel
-from kvcache.fp8_format import SCALED_TOGETHER, Fp8Format
-from model.backends.device import MIN_TILE, properties, tile_width
-from model.backends.triton_chain import chained, follow
+from kernels.fp8_kv import PUBLISHED, SCALE_BYTES, SCALED_TOGETHER, Fp8Layout
+from kernels.launch import is_hopper
+from kernels.triton.launch import MIN_TILE, chained, follow, on, properties, tile_width
 
 _FEW_HEADS = 32
 """So many heads do not fill a tile of 64."""
@@ -31,6 +31,7 @@ _LARGE_TILES_BYTES = 224_000
 # Below every score and yet finite: an absent row's score is -inf, and -inf less this is still -inf rather than NaN.
 _FLOOR = tl.constexpr(-1e30)
 _TOGETHER = tl.constexpr(SCALED_TOGETHER)
+_SCALE_BYTES = tl.constexpr(SCALE_BYTES)
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Splits:
 def attend_rows(
     queries: torch.Tensor, kv: torch.Tensor, rows: torch.Tensor, scaling: float, latent_dim: int
 ) -> torch.Tensor:
-    """Attend each query to its own rows of a pool: AttentionBackend.attend_rows on a CUDA device.
+    """Attend each query to its own rows of a pool, of vectors in the queries' type: see `kernels.ops.AttentionBackend`.
 
     A query may also have no row at all; it attends to zero. The launch depends on shapes alone and waits for nothing,
     so it can be captured in a CUDA graph. Raises ValueError for tensors that do not fit together.
@@ -78,28 +79,28 @@ def attend_fp8_rows(
     kv: torch.Tensor,
     rows: torch.Tensor,
     scaling: float,
-    kv_format: Fp8Format,
-    by_hand: bool = True,
+    layout: Fp8Layout,
+    use_cuda_kernel: bool = True,
     splits: Splits = Splits(),
 ) -> torch.Tensor:
     """`attend_rows` of a pool of fp8 items, uint8 [num_rows, item_bytes], contiguous, by queries in bfloat16.
 
-    by_hand: take the kernel of csrc/ where it can run.
+    use_cuda_kernel: take the kernel of csrc/ where it can run.
     """
     num_queries, heads, item_dim = queries.shape
-    fits = item_dim == kv_format.latent_dim + kv_format.rope_dim
-    fits &= len(rows) == num_queries and rows.dtype == torch.int64
-    if not fits or kv.shape[1:] != (kv_format.item_bytes,) or not kv.is_contiguous() or queries.dtype != torch.bfloat16:
+    latent_dim = layout.latent_dim
+    fits = item_dim == latent_dim + layout.rope_dim and len(rows) == num_queries and rows.dtype == torch.int64
+    if not fits or kv.shape[1:] != (layout.item_bytes,) or not kv.is_contiguous() or queries.dtype != torch.bfloat16:
         raise ValueError(
-            f"expected queries [{len(rows)}, heads, {kv_format.latent_dim + kv_format.rope_dim}] of bfloat16 and "
-            f"contiguous kv [num_rows, {kv_format.item_bytes}] and rows of int64, found {tuple(queries.shape)} of "
-            f"{queries.dtype}, {tuple(kv.shape)} with strides {kv.stride()}, and {rows.dtype}"
+            f"expected queries [{len(rows)}, heads, {latent_dim + layout.rope_dim}] of bfloat16 and contiguous kv "
+            f"[num_rows, {layout.item_bytes}] and rows of int64, found {tuple(queries.shape)} of {queries.dtype}, "
+            f"{tuple(kv.shape)} with strides {kv.stride()}, and {rows.dtype}"
         )
-    latent_dim, published = kv_format.latent_dim, (kv_format.latent_dim, kv_format.rope_dim) == (512, 64)
-    if by_hand and published and heads > _FEW_HEADS and has_kernel(queries.device):
-        return _attend(queries, rows, scaling, latent_dim, _BY_HAND, _ByHand(kv), splits)
+    is_published = (latent_dim, layout.rope_dim) == (PUBLISHED.latent_dim, PUBLISHED.rope_dim)
+    if use_cuda_kernel and is_published and heads > _FEW_HEADS and is_hopper(queries.device):
+        return _attend(queries, rows, scaling, latent_dim, _CUDA_TILING, _CudaKernel(kv), splits)
     latents, scales, ropes = (kv.view(dtype) for dtype in (torch.float8_e4m3fn, torch.float32, torch.bfloat16))
-    kernel = _Triton((latents, scales, ropes), kv_format.num_scales)
+    kernel = _Triton((latents, scales, ropes), layout.num_scales)
     return _attend(queries, rows, scaling, latent_dim, _fp8_tiling(heads, queries.device), kernel, splits)
 
 
@@ -127,33 +128,21 @@ class _Triton:
     def __call__(self, launch: _Launch) -> None:
         tiling, (_, heads, item_dim), latent_dim = launch.tiling, launch.queries.shape, launch.partial.shape[-1]
         block_latent = tile_width(latent_dim)
+        # With a tile or two there is nothing to fetch ahead.
+        stages = tiling.stages if launch.rows_per_split > 2 * tiling.rows else min(tiling.stages, 2)
         _attend_split[launch.grid](
-            launch.queries,
-            *self.parts,
-            launch.rows,
-            launch.partial,
-            launch.log_sums,
-            self.parts[0].stride(0),
-            launch.rows.shape[1],
-            launch.rows_per_split,
-            launch.scale,
-            heads,
-            latent_dim,
-            item_dim,
-            self.num_scales,
-            block_heads=tiling.heads,
-            block_rows=tiling.rows,
+            launch.queries, *self.parts, launch.rows, launch.partial, launch.log_sums,
+            self.parts[0].stride(0), launch.rows.shape[1], launch.rows_per_split, launch.scale,
+            heads, latent_dim, item_dim, self.num_scales,
+            block_heads=tiling.heads, block_rows=tiling.rows,
             block_latent=max(block_latent, SCALED_TOGETHER) if self.num_scales else block_latent,
             block_rope=tile_width(item_dim - latent_dim),
-            num_warps=tiling.warps,
-            # With a tile or two there is nothing to fetch ahead.
-            num_stages=tiling.stages if launch.rows_per_split > 2 * tiling.rows else min(tiling.stages, 2),
-            **chained(launch.queries.device),
-        )
+            num_warps=tiling.warps, num_stages=stages, **chained(launch.queries.device),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
-class _ByHand:
+class _CudaKernel:
     """csrc/attend_items.cu on a pool of fp8 items."""
 
     items: torch.Tensor
@@ -161,15 +150,10 @@ class _ByHand:
     def __call__(self, launch: _Launch) -> None:
         attend_items(
             ItemsToAttend(
-                launch.queries,
-                self.items,
-                launch.rows,
-                launch.partial,
-                launch.log_sums,
-                launch.rows_per_split,
-                launch.scale,
+                launch.queries, self.items, launch.rows, launch.partial, launch.log_sums,
+                launch.rows_per_split, launch.scale,
             )
-        )
+        )  # fmt: skip
 
 
 def _attend(
@@ -195,7 +179,7 @@ def _attend(
         partial = output.unsqueeze(2)
     scale = scaling * math.log2(math.e)
     grid = (num_queries * head_tiles, num_splits)
-    with torch.cuda.device(queries.device):
+    with on(queries.device):
         kernel(_Launch(grid, queries.contiguous(), rows.contiguous(), partial, log_sums, rows_per_split, scale, tiling))
         if num_splits > 1:
             combine(partial, log_sums, output)
@@ -217,18 +201,10 @@ def combine(
     block_latent = min(width, max(128, elements // block_splits))
     block_rows = max(1, elements // (block_splits * block_latent))
     _combine[(triton.cdiv(num_queries * heads, block_rows), triton.cdiv(latent_dim, block_latent))](
-        partial,
-        log_sums,
-        output,
-        num_queries * heads,
-        num_splits,
-        latent_dim,
-        block_rows=block_rows,
-        block_splits=block_splits,
-        block_latent=block_latent,
-        num_warps=warps,
+        partial, log_sums, output, num_queries * heads, num_splits, latent_dim,
+        block_rows=block_rows, block_splits=block_splits, block_latent=block_latent, num_warps=warps,
         **chained(partial.device),
-    )
+    )  # fmt: skip
 
 
 def _tiling(queries: torch.Tensor) -> _Tiling:
@@ -241,7 +217,7 @@ def _tiling(queries: torch.Tensor) -> _Tiling:
     return _Tiling(heads=MIN_TILE, rows=32, warps=4, stages=5, waves=2)
 
 
-_BY_HAND = _Tiling(heads=TILE_HEADS, rows=TILE_ITEMS, warps=12, stages=1, waves=1)
+_CUDA_TILING = _Tiling(heads=TILE_HEADS, rows=TILE_ITEMS, warps=12, stages=1, waves=1)
 """What csrc/attend_items.cu is written for."""
 
 
@@ -263,29 +239,13 @@ def _splits(programs: int, k: int, tiling: _Tiling, most: int, device: torch.dev
     return triton.cdiv(tiles, tiles_per_split), tiles_per_split * tiling.rows
 
 
-@triton.jit(do_not_specialize=["k", "rows_per_split"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["k", "rows_per_split"])
 def _attend_split(
-    queries: tl.tensor,
-    kv: tl.tensor,
-    kv_scales: tl.tensor,
-    kv_ropes: tl.tensor,
-    rows: tl.tensor,
-    partial: tl.tensor,
-    log_sums: tl.tensor,
-    kv_stride: tl.tensor,
-    k: tl.tensor,
-    rows_per_split: tl.tensor,
-    scale: tl.tensor,
-    heads: tl.constexpr,
-    latent_dim: tl.constexpr,
-    item_dim: tl.constexpr,
-    num_scales: tl.constexpr,
-    block_heads: tl.constexpr,
-    block_rows: tl.constexpr,
-    block_latent: tl.constexpr,
-    block_rope: tl.constexpr,
-    chained: tl.constexpr,
-) -> None:
+    queries: tensor, kv: tensor, kv_scales: tensor, kv_ropes: tensor, rows: tensor, partial: tensor, log_sums: tensor,
+    kv_stride: tensor, k: tensor, rows_per_split: tensor, scale: tensor,
+    heads: constexpr, latent_dim: constexpr, item_dim: constexpr, num_scales: constexpr, block_heads: constexpr,
+    block_rows: constexpr, block_latent: constexpr, block_rope: constexpr, chained: constexpr,
+) -> None:  # fmt: skip
     """One tile of a query's heads over one split of its rows. scale: of scores, in units of log2(e).
 
     kv: items of the queries' type, kv_stride elements apart. With num_scales above 0 they are fp8 items, and kv,
@@ -324,12 +284,14 @@ def _attend_split(
         else:
             stored = tl.load(items + latent[None, :], mask=present[:, None] & real_latent[None, :], other=0.0)
             group = tl.arange(0, block_latent // _TOGETHER)
-            item_scales = kv_scales + row[:, None] * (kv_stride // 4) + latent_dim // 4 + group[None, :]
+            item_scales = (
+                kv_scales + row[:, None] * (kv_stride // _SCALE_BYTES) + latent_dim // _SCALE_BYTES + group[None, :]
+            )
             scales = tl.load(item_scales, mask=present[:, None] & (group < num_scales)[None, :], other=0.0)
             grouped = stored.to(tl.float32).reshape([block_rows, block_latent // _TOGETHER, _TOGETHER])
             latents = (grouped * scales[:, :, None]).reshape([block_rows, block_latent]).to(queries.dtype.element_ty)
-            # Behind the latent's bytes and four for each scale.
-            item_ropes = kv_ropes + row[:, None] * (kv_stride // 2) + (4 * num_scales - latent_dim) // 2
+            # Behind the latent's bytes and the scales.
+            item_ropes = kv_ropes + row[:, None] * (kv_stride // 2) + (_SCALE_BYTES * num_scales - latent_dim) // 2
             ropes = tl.load(item_ropes + rope[None, :], mask=present[:, None] & real_rope[None, :], other=0.0)
         scores = tl.dot(query_latents, tl.trans(latents), input_precision="ieee")
         scores = tl.dot(query_ropes, tl.trans(ropes), scores, input_precision="ieee")
@@ -353,19 +315,12 @@ def _attend_split(
     )
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_splits"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_rows", "num_splits"])
 def _combine(
-    partial: tl.tensor,
-    log_sums: tl.tensor,
-    output: tl.tensor,
-    num_rows: tl.tensor,
-    num_splits: tl.tensor,
-    latent_dim: tl.constexpr,
-    block_rows: tl.constexpr,
-    block_splits: tl.constexpr,
-    block_latent: tl.constexpr,
-    chained: tl.constexpr,
-) -> None:
+    partial: tensor, log_sums: tensor, output: tensor, num_rows: tensor, num_splits: tensor,
+    latent_dim: constexpr, block_rows: constexpr, block_splits: constexpr, block_latent: constexpr,
+    chained: constexpr,
+) -> None:  # fmt: skip
     """Add up the splits of some rows, each a head of a query, for one block of their latents."""
     follow(chained)
     row = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)

@@ -1,18 +1,93 @@
-"""Sparse attention in plain torch: runs anywhere, and in float32 selects what transformers selects.
+"""Attention backends: which of them a node runs, and the one in plain torch.
+
+The torch backend runs anywhere, and in float32 selects what transformers selects.
 
 Equal scores do occur (ReLU gives exact zeros), and torch.topk breaks ties in an order that depends on the length of
 the row. To select the same positions as the reference, a row has the length that it has there: the whole prompt for a
 query of the prompt, the sequence so far for a decoded token.
 """
 
+import importlib
+from typing import Literal, Protocol
+
+import structlog
 import torch
 
-from kvcache.format import KVFormat
-from model.attention import items_of
-from model.cache import PagedKeys
-from model.indexer import IndexQueries, index_keys_of
-from model.norm import LayerNorm, RmsNorm
-from model.rope import Rope
+from base.errors import StartupError
+from kernels.dispatch import ops_for, triton_backend, triton_unavailable_reason
+from kernels.operands import IndexQueries, LayerNorm, PagedKeys, RmsNorm, Rope
+from kernels.ops import AttentionBackend, KVCodec
+
+log = structlog.get_logger(__name__)
+
+BackendName = Literal["auto", "triton", "torch"]
+_MIN_INDEX_DIM = 16
+"""The least that a tensor core multiplies in fp8."""
+
+
+class AttentionShapes(Protocol):
+    """What a backend has to fit, see `model.spec.ModelSpec`."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def kv_format(self) -> KVCodec: ...
+
+    @property
+    def latent_dim(self) -> int: ...
+
+    @property
+    def item_dim(self) -> int: ...
+
+    @property
+    def index_dim(self) -> int: ...
+
+
+def choose_backend(name: BackendName, device: torch.device, shapes: AttentionShapes) -> AttentionBackend:
+    """The backend called `name`; `auto` is triton for bfloat16 on CUDA where it can run, else torch.
+
+    float32 is for reproducing the reference token by token, which takes the order in which torch breaks ties among
+    index scores. Raises StartupError for a backend that cannot run this model on this device.
+    """
+    if name == "torch" or (name == "auto" and not (device.type == "cuda" and shapes.dtype == torch.bfloat16)):
+        return TorchBackend(shapes.kv_format)
+    reason = _triton_reason(device, shapes)
+    if reason is None:
+        return triton_backend(shapes.kv_format)
+    if name == "triton":
+        raise StartupError(f"--attention-backend triton {reason}; give --attention-backend torch or auto")
+    log.warning("attention is computed by torch, which is slower", why=f"triton {reason}")
+    return TorchBackend(shapes.kv_format)
+
+
+def _triton_reason(device: torch.device, shapes: AttentionShapes) -> str | None:
+    """Why the Triton backend cannot compute this model on this device; None if it can."""
+    if device.type != "cuda":
+        return f"runs on CUDA devices, not on {device}"
+    if reason := triton_unavailable_reason():
+        return reason
+    try:
+        importlib.import_module("kernels.top_k")
+    except ImportError as error:
+        return f"needs {error.name}, which compiles its top-k kernel: install hisparse-pd[kernels]"
+    if shapes.kv_format.fp8_layout:
+        if shapes.dtype != torch.bfloat16:
+            return f"reads fp8 KV in bfloat16 models, not in {shapes.dtype}"
+        if shapes.index_dim < _MIN_INDEX_DIM:
+            return f"reads fp8 index keys with an index_head_dim of {_MIN_INDEX_DIM} or more, not {shapes.index_dim}"
+    elif shapes.kv_format.name != (computed := str(shapes.dtype).removeprefix("torch.")):
+        return f"reads KV of the type that it computes in, {computed}, or fp8_e4m3, not {shapes.kv_format.name}"
+    # What the registers and the shared memory of one program of the Triton kernels hold.
+    for what, size, limit in (
+        ("kv_lora_rank", shapes.latent_dim, 512),
+        ("qk_rope_head_dim", shapes.item_dim - shapes.latent_dim, 64),
+        ("index_head_dim", shapes.index_dim, 128),
+    ):
+        if size > limit:
+            return f"takes a {what} of at most {limit}, not {size}"
+    return None
+
 
 CPU_BLOCK_BYTES = 8 << 20
 """Of gathered items or per-head scores that are computed at once on a CPU: they stay in its cache, and the allocator
@@ -22,27 +97,24 @@ GPU_BLOCK_BYTES = 64 << 20
 
 
 class TorchBackend:
-    """Gathers rows and multiplies them; scores each sequence on its own. See AttentionBackend."""
+    """Gathers rows and multiplies them; scores each sequence on its own. See `kernels.ops.AttentionBackend`."""
 
     name = "torch"
 
-    def __init__(self, kv_format: KVFormat) -> None:
+    def __init__(self, kv_format: KVCodec) -> None:
         self.format = kv_format
 
     def encode_items(self, compressed: torch.Tensor, norm: RmsNorm, rope: Rope) -> torch.Tensor:
-        """See AttentionBackend."""
         return self.format.encode_items(items_of(compressed, norm, rope))
 
     def encode_index_keys(
         self, projected: torch.Tensor, norm: LayerNorm, rope: Rope, interleaved: bool
     ) -> torch.Tensor:
-        """See AttentionBackend."""
         return self.format.encode_index_keys(index_keys_of(projected, norm, rope, interleaved))
 
     def attend_rows(
         self, queries: torch.Tensor, kv: torch.Tensor, rows: torch.Tensor, scaling: float, latent_dim: int
     ) -> torch.Tensor:
-        """See AttentionBackend."""
         block = _queries_at_once(rows.shape[1] * queries.shape[2] * queries.element_size(), queries.device)
         attended = [
             self._attend_block(queries[begin : begin + block], kv, rows[begin : begin + block], scaling, latent_dim)
@@ -53,7 +125,7 @@ class TorchBackend:
     def select_for_prompt(
         self, index: IndexQueries, keys: torch.Tensor, start: int, sequence_length: int, topk: int
     ) -> torch.Tensor:
-        """See AttentionBackend; k is min(topk, sequence_length)."""
+        """k is min(topk, sequence_length)."""
         index, num_keys = self._stored_as_keys(index), len(keys)
         # A product of columns that lie one after the other takes a CPU two thirds of the time.
         keys = self.format.index_keys(keys).float().t().contiguous().t()
@@ -71,10 +143,8 @@ class TorchBackend:
         return torch.cat(selections)
 
     def select_for_decode(self, index: IndexQueries, pages: PagedKeys, topk: int) -> torch.Tensor:
-        """See AttentionBackend.
-
-        Where the host knows the lengths, each row is scored over exactly its own, and k is min(topk, longest sequence),
-        or 1 where all are padding; else over all that the page table has room for, and k is the least of topk and that.
+        """Scores each row over exactly its own length, where the host knows it; k is min(topk, longest sequence), or 1
+        where all are padding. Else scores over all that the page table has room for; k is the least of topk and that.
         """
         index = self._stored_as_keys(index)
         if pages.lengths is None:
@@ -135,3 +205,16 @@ def _scores(index: IndexQueries, keys: torch.Tensor) -> torch.Tensor:
     """
     per_head = (index.queries.float() @ keys.transpose(-1, -2)).mul_(keys.shape[-1] ** -0.5).relu_()
     return torch.bmm(index.head_weights.unsqueeze(1), per_head).squeeze(1)
+
+
+def items_of(compressed: torch.Tensor, norm: RmsNorm, rope: Rope) -> torch.Tensor:
+    """The KV items [N, item_dim] of compressed keys and values of the same shape (kv_a_proj_with_mqa)."""
+    latent, key_rope = compressed.unsqueeze(1).tensor_split((norm.weight.numel(),), dim=-1)
+    return ops_for(compressed).rotate(key_rope, norm(latent), rope, interleaved=True, beside_first=True).squeeze(1)
+
+
+def index_keys_of(projected: torch.Tensor, norm: LayerNorm, rope: Rope, interleaved: bool) -> torch.Tensor:
+    """The index keys of projected hidden states (wk), both [N, index_dim]."""
+    rotated, rest = norm(projected).unsqueeze(1).tensor_split((rope.dim,), dim=-1)
+    rotate = ops_for(projected).rotate
+    return rotate(rotated, rest, rope, interleaved=interleaved, beside_first=False).squeeze(1)
