@@ -19,7 +19,7 @@ from control.messages import Sampling, Token
 from engine.adjustments import adjusts
 from engine.masking import few_allowed, masked
 from kernels.dispatch import ops_on
-from kernels.thresholds import Threshold
+from kernels.operands import Threshold
 
 _NUMBERS_AHEAD = 64
 

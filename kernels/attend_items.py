@@ -16,7 +16,7 @@ TILE_HEADS = 64
 """Of a tile, which a block computes."""
 TILE_ITEMS = 64
 """Of a tile; splits are whole tiles."""
-AttendItemsParams = params_of("attend_items.cu", "AttendItemsParams")
+AttendItemsParams = params_of("attend_part.cuh", "AttendItemsParams")
 
 
 @dataclass(frozen=True)
@@ -65,12 +65,8 @@ class ItemsToAttend:
     scale: float
 
     @property
-    def tiles_of_heads(self) -> int:
-        return -(-self.queries.shape[1] // TILE_HEADS)
-
-    @property
     def grid(self) -> tuple[int, int, int]:
-        return len(self.queries) * self.tiles_of_heads, self.partial.shape[2], 1
+        return len(self.queries) * -(-self.queries.shape[1] // TILE_HEADS), self.partial.shape[2], 1
 
 
 def attend_items(given: ItemsToAttend) -> None:

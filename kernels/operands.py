@@ -184,3 +184,14 @@ class SwiGluWeights:
             self.down_scales[expert],
             self.power_of_two,
         )
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """Logits above `least` stay, and some of those equal to it.
+
+    least: float32 [n, 1]. equals: int64 [n, 1], how many of the tokens that equal it stay, at least 1.
+    """
+
+    least: torch.Tensor
+    equals: torch.Tensor

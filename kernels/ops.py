@@ -4,6 +4,7 @@
 `Ops`; `kernels.dispatch` chooses between the two.
 """
 
+from abc import ABC, abstractmethod
 from typing import Protocol
 
 import torch
@@ -20,8 +21,8 @@ from kernels.operands import (
     Rope,
     RouterConfig,
     SwiGluWeights,
+    Threshold,
 )
-from kernels.thresholds import Threshold
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -137,34 +138,53 @@ class Ops(Protocol):
 
         scaled: float32 [n, vocab], logits over temperature, less their maximum. top_k, top_p: float64 [n, 1], at least
         1 and above 0. The likeliest token always stays; top_p counts the probabilities that top_k leaves. candidates:
-        how many of the likeliest tokens are looked at first.
+        how many of the likeliest tokens are looked at first; all are where these do not decide.
         """
         ...
 
 
-class KVCodec(Protocol):
-    """What attention asks of a KV format, see `kvcache.format.KVFormat`.
-
-    fp8_layout: where the parts of fp8 items and index keys lie; None: both are vectors of one type.
-    """
+class KVCodec(ABC):
+    """What the bytes of items and index keys mean, for attention: see `kvcache.format`."""
 
     @property
-    def name(self) -> str: ...
+    @abstractmethod
+    def name(self) -> str:
+        """What nodes compare before KV passes between them."""
 
     @property
-    def fp8_layout(self) -> Fp8Layout | None: ...
+    def fp8_layout(self) -> Fp8Layout | None:
+        """The layout of the bytes for kernels that read fp8; None: vectors of one type, which `items` is a view of."""
+        return None
 
-    def encode_items(self, items: torch.Tensor) -> torch.Tensor: ...
+    @abstractmethod
+    def encode_items(self, items: torch.Tensor) -> torch.Tensor:
+        """items: [N, item_dim] as the network computes them. Returns uint8 [N, item_bytes]."""
 
-    def encode_index_keys(self, keys: torch.Tensor) -> torch.Tensor: ...
+    @abstractmethod
+    def encode_index_keys(self, keys: torch.Tensor) -> torch.Tensor:
+        """keys: [N, index_dim] as the network computes them. Returns uint8 [N, index_key_bytes]."""
 
-    def items(self, stored: torch.Tensor) -> torch.Tensor: ...
+    @abstractmethod
+    def items(self, stored: torch.Tensor) -> torch.Tensor:
+        """What attention reads, in a floating-point type of the format's choice.
 
-    def items_at(self, stored: torch.Tensor, rows: torch.Tensor) -> torch.Tensor: ...
+        stored: uint8 [..., item_bytes]. Returns [..., item_dim].
+        """
 
-    def index_keys(self, stored: torch.Tensor) -> torch.Tensor: ...
+    @abstractmethod
+    def items_at(self, stored: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """`items` of some rows. stored: uint8 [num_rows, item_bytes]. rows: int64. Returns [*rows.shape, item_dim]."""
 
-    def index_queries(self, queries: torch.Tensor) -> torch.Tensor: ...
+    @abstractmethod
+    def index_keys(self, stored: torch.Tensor) -> torch.Tensor:
+        """What the indexer reads: keys that are to be multiplied by `index_queries`.
+
+        stored: uint8 [..., index_key_bytes]. Returns [..., index_dim] in a floating-point type of the format's choice.
+        """
+
+    def index_queries(self, queries: torch.Tensor) -> torch.Tensor:
+        """Index queries [..., index_dim] in the coordinates in which index keys are stored."""
+        return queries
 
 
 class AttentionBackend(Protocol):

@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from kernels import fp8
 from kernels.fp8 import experts_quantised as experts_fp8
 from kernels.fp8 import quantise_activations as quantise
-from kernels.operands import Activations, BlockFp8, PartialSums, RmsNorm, Rope, RouterConfig, SwiGluWeights
-from kernels.thresholds import find_threshold
+from kernels.operands import Activations, BlockFp8, PartialSums, RmsNorm, Rope, RouterConfig, SwiGluWeights, Threshold
 
 __all__ = [
     "absorb", "add_rms_norm", "choose_experts", "experts", "experts_all_at_once", "experts_fp8", "experts_grouped",
@@ -18,6 +17,8 @@ __all__ = [
     "rotate", "swiglu",
 ]  # fmt: skip
 
+CANDIDATES = 1024
+"""Likeliest tokens, which nearly always decide a threshold. Finding them is much cheaper than sorting a vocabulary."""
 _ALL_AT_ONCE_BYTES = 1 << 30
 """Every expert computes every token if what that makes is at most so large."""
 
@@ -141,6 +142,44 @@ def reduce_fp8(parts: torch.Tensor) -> torch.Tensor:
 
 def mlp_fp8(x: torch.Tensor, x_scales: torch.Tensor, weights: SwiGluWeights) -> torch.Tensor:
     return fp8.mlp(x, x_scales, weights, torch.bfloat16)
+
+
+def find_threshold(
+    scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, candidates: int = CANDIDATES
+) -> Threshold:
+    """See `kernels.ops.Ops`. On CUDA all tokens are sorted at once, since the host does not wait to know which rows are
+    decided."""
+    threshold, decided = among_likeliest(scaled, top_k, top_p, scaled.shape[1] if scaled.is_cuda else candidates)
+    if not scaled.is_cuda and not bool(decided.all()):
+        rows = (~decided).nonzero().squeeze(1)
+        exact, _ = among_likeliest(scaled[rows], top_k[rows], top_p[rows], scaled.shape[1])
+        threshold.least[rows], threshold.equals[rows] = exact.least, exact.equals
+    return threshold
+
+
+def among_likeliest(
+    scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, candidates: int
+) -> tuple[Threshold, torch.Tensor]:
+    """The thresholds by that many likeliest tokens, and which rows they decide: bool [n]."""
+    vocab = scaled.shape[1]
+    # By value rather than by which tokens they are: which of equals are among the likeliest is not defined.
+    ordered = scaled.topk(min(candidates, vocab), dim=-1).values
+    ranks = torch.arange(ordered.shape[1], device=scaled.device)
+    weights = ordered.exp().double().masked_fill(ranks >= top_k, 0.0)
+    total = torch.where(
+        top_k < vocab, weights.sum(-1, keepdim=True), scaled.exp().sum(-1, keepdim=True, dtype=torch.float64)
+    )
+    likelier = weights.cumsum(dim=-1) - weights
+    stays = (ranks < top_k) & ((likelier < top_p * total) | (top_p >= 1) | (ranks == 0))
+    count = stays.sum(dim=-1, keepdim=True)
+    least = ordered.gather(1, count - 1)
+    equals = count - (ordered > least).sum(dim=-1, keepdim=True)
+    free = (top_k >= vocab) & (top_p >= 1)
+    least = least.masked_fill(free, float("-inf"))
+    decided = free | (top_k <= ordered.shape[1]) | ((top_k >= vocab) & (count < ordered.shape[1]))
+    # With all tokens at hand there is nothing left to find.
+    decided |= ordered.shape[1] == vocab
+    return Threshold(least, equals), decided.squeeze(1)
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:

@@ -46,6 +46,7 @@ class Indexer:
     def queries(self, hidden: torch.Tensor, projected: torch.Tensor, rope: Rope) -> IndexQueries:
         """Queries, of what `wq_b` makes [N, index_heads * index_dim], and head weights, of normed hidden states."""
         heads, ops = len(self.head_weights), ops_for(hidden)
+        weights = ops.float32_product(hidden, self.head_weights, heads**-0.5)
         rotated, rest = projected.view(len(projected), heads, -1).tensor_split((rope.dim,), dim=-1)
         queries = ops.rotate(rotated, rest, rope, interleaved=self.interleaved, beside_first=False)
-        return IndexQueries(queries, ops.float32_product(hidden, self.head_weights, heads**-0.5))
+        return IndexQueries(queries, weights)

@@ -1,4 +1,4 @@
-"""Attention of each query to its own rows of a pool, as two Triton kernels.
+"""Attention of each query to its own rows of a pool: online softmax and split-K, as two Triton kernels.
 
 The online softmax is that of FlashAttention (Dao et al., arXiv:2205.14135, algorithm 1). Where there are fewer queries
 than fill the device, a query's rows are split over several programs, whose results are weighed by their sums of
@@ -12,6 +12,7 @@ other dtypes.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import triton
@@ -71,7 +72,7 @@ def attend_rows(
             f"expected kv [num_rows, {item_dim}] of {queries.dtype}, each row contiguous, and rows [{num_queries}, k], "
             f"found kv {tuple(kv.shape)} of {kv.dtype} with strides {kv.stride()} and rows {tuple(rows.shape)}"
         )
-    return _attend(queries, rows, scaling, latent_dim, _tiling(queries), _Triton((kv, kv, kv), num_scales=0))
+    return _attend(queries, kv, rows, scaling, latent_dim, _tiling(queries), partial(_by_triton, num_scales=0))
 
 
 def attend_fp8_rows(
@@ -98,71 +99,42 @@ def attend_fp8_rows(
         )
     is_published = (latent_dim, layout.rope_dim) == (PUBLISHED.latent_dim, PUBLISHED.rope_dim)
     if use_cuda_kernel and is_published and heads > _FEW_HEADS and is_hopper(queries.device):
-        return _attend(queries, rows, scaling, latent_dim, _CUDA_TILING, _CudaKernel(kv), splits)
-    latents, scales, ropes = (kv.view(dtype) for dtype in (torch.float8_e4m3fn, torch.float32, torch.bfloat16))
-    kernel = _Triton((latents, scales, ropes), layout.num_scales)
-    return _attend(queries, rows, scaling, latent_dim, _fp8_tiling(heads, queries.device), kernel, splits)
+        return _attend(queries, kv, rows, scaling, latent_dim, _CUDA_TILING, _by_cuda, splits)
+    kernel = partial(_by_triton, num_scales=layout.num_scales)
+    return _attend(queries, kv, rows, scaling, latent_dim, _fp8_tiling(heads, queries.device), kernel, splits)
 
 
-@dataclass(frozen=True)
-class _Launch:
-    """One launch of a kernel that attends to splits: the arguments that all of them take."""
-
-    grid: tuple[int, int]
-    queries: torch.Tensor
-    rows: torch.Tensor
-    partial: torch.Tensor
-    log_sums: torch.Tensor
-    rows_per_split: int
-    scale: float
-    tiling: _Tiling
-
-
-@dataclass(frozen=True)
-class _Triton:
-    """`_attend_split` on a pool. parts: the pool as numbers of the three types that the kernel reads."""
-
-    parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-    num_scales: int
-
-    def __call__(self, launch: _Launch) -> None:
-        tiling, (_, heads, item_dim), latent_dim = launch.tiling, launch.queries.shape, launch.partial.shape[-1]
-        block_latent = tile_width(latent_dim)
-        # With a tile or two there is nothing to fetch ahead.
-        stages = tiling.stages if launch.rows_per_split > 2 * tiling.rows else min(tiling.stages, 2)
-        _attend_split[launch.grid](
-            launch.queries, *self.parts, launch.rows, launch.partial, launch.log_sums,
-            self.parts[0].stride(0), launch.rows.shape[1], launch.rows_per_split, launch.scale,
-            heads, latent_dim, item_dim, self.num_scales,
-            block_heads=tiling.heads, block_rows=tiling.rows,
-            block_latent=max(block_latent, SCALED_TOGETHER) if self.num_scales else block_latent,
-            block_rope=tile_width(item_dim - latent_dim),
-            num_warps=tiling.warps, num_stages=stages, **chained(launch.queries.device),
-        )  # fmt: skip
+def _by_triton(given: ItemsToAttend, tiling: _Tiling, num_scales: int) -> None:
+    """`_attend_split` of a pool of vectors in the queries' type, or with scales of fp8 items."""
+    (num_queries, heads, item_dim), latent_dim, kv = given.queries.shape, given.partial.shape[-1], given.items
+    types = (torch.float8_e4m3fn, torch.float32, torch.bfloat16) if num_scales else (kv.dtype,) * 3
+    pools = [kv.view(dtype) for dtype in types]
+    block_latent = tile_width(latent_dim)
+    # With a tile or two there is nothing to fetch ahead.
+    stages = tiling.stages if given.rows_per_split > 2 * tiling.rows else min(tiling.stages, 2)
+    _attend_split[(num_queries * triton.cdiv(heads, tiling.heads), given.partial.shape[2])](
+        given.queries, *pools, given.rows, given.partial, given.log_sums,
+        pools[0].stride(0), given.rows.shape[1], given.rows_per_split, given.scale,
+        heads, latent_dim, item_dim, num_scales,
+        block_heads=tiling.heads, block_rows=tiling.rows,
+        block_latent=max(block_latent, SCALED_TOGETHER) if num_scales else block_latent,
+        block_rope=tile_width(item_dim - latent_dim),
+        num_warps=tiling.warps, num_stages=stages, **chained(kv.device),
+    )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class _CudaKernel:
-    """csrc/attend_items.cu on a pool of fp8 items."""
-
-    items: torch.Tensor
-
-    def __call__(self, launch: _Launch) -> None:
-        attend_items(
-            ItemsToAttend(
-                launch.queries, self.items, launch.rows, launch.partial, launch.log_sums,
-                launch.rows_per_split, launch.scale,
-            )
-        )  # fmt: skip
+def _by_cuda(given: ItemsToAttend, _: _Tiling) -> None:
+    attend_items(given)
 
 
 def _attend(
     queries: torch.Tensor,
+    kv: torch.Tensor,
     rows: torch.Tensor,
     scaling: float,
     latent_dim: int,
     tiling: _Tiling,
-    kernel: Callable[[_Launch], None],
+    kernel: Callable[[ItemsToAttend, _Tiling], None],
     splits: Splits = Splits(),
 ) -> torch.Tensor:
     """Split the rows of each query, attend to each split by the kernel, and put the splits together."""
@@ -173,37 +145,37 @@ def _attend(
     head_tiles = triton.cdiv(heads, tiling.heads)
     num_splits, rows_per_split = _splits(num_queries * head_tiles, rows.shape[1], tiling, splits.most, queries.device)
     log_sums = queries.new_empty(num_queries, heads, num_splits, dtype=torch.float32)
+    means = output.unsqueeze(2)
     if num_splits > 1:
-        partial = queries.new_empty(num_queries, heads, num_splits, latent_dim, dtype=splits.partial)
-    else:
-        partial = output.unsqueeze(2)
+        means = queries.new_empty(num_queries, heads, num_splits, latent_dim, dtype=splits.partial)
     scale = scaling * math.log2(math.e)
-    grid = (num_queries * head_tiles, num_splits)
     with on(queries.device):
-        kernel(_Launch(grid, queries.contiguous(), rows.contiguous(), partial, log_sums, rows_per_split, scale, tiling))
+        kernel(
+            ItemsToAttend(queries.contiguous(), kv, rows.contiguous(), means, log_sums, rows_per_split, scale), tiling
+        )
         if num_splits > 1:
-            combine(partial, log_sums, output)
+            combine(means, log_sums, output)
     return output
 
 
 def combine(
-    partial: torch.Tensor, log_sums: torch.Tensor, output: torch.Tensor, elements: int = 4096, warps: int = 4
+    means: torch.Tensor, log_sums: torch.Tensor, output: torch.Tensor, elements: int = 4096, warps: int = 4
 ) -> None:
     """Put splits together, to output [N, heads, latent_dim].
 
-    partial [N, heads, splits, latent_dim] and log_sums [N, heads, splits]: what `_attend_split` writes.
+    means [N, heads, splits, latent_dim] and log_sums [N, heads, splits]: what `_attend_split` writes.
 
-    elements: of partial, per program, a power of two; they are on their way to registers at the same time. Whole
+    elements: of means, per program, a power of two; they are on their way to registers at the same time. Whole
     vectors where there is room for all their splits, and else parts of 128 or more.
     """
-    num_queries, heads, num_splits, latent_dim = partial.shape
+    num_queries, heads, num_splits, latent_dim = means.shape
     block_splits, width = triton.next_power_of_2(num_splits), tile_width(latent_dim)
     block_latent = min(width, max(128, elements // block_splits))
     block_rows = max(1, elements // (block_splits * block_latent))
     _combine[(triton.cdiv(num_queries * heads, block_rows), triton.cdiv(latent_dim, block_latent))](
-        partial, log_sums, output, num_queries * heads, num_splits, latent_dim,
+        means, log_sums, output, num_queries * heads, num_splits, latent_dim,
         block_rows=block_rows, block_splits=block_splits, block_latent=block_latent, num_warps=warps,
-        **chained(partial.device),
+        **chained(means.device),
     )  # fmt: skip
 
 

@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 from triton.language import constexpr, tensor
 
-from kernels.thresholds import CANDIDATES, Threshold, among_likeliest
+from kernels.operands import Threshold
+from kernels.torch_ops import CANDIDATES, among_likeliest
 from kernels.triton.launch import on
 
 _BLOCK = 8192

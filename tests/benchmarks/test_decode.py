@@ -17,30 +17,31 @@ from benchmarks.decode.workload import GivenSelection, Model, Requests, Stranger
 from benchmarks.stepping import GREEDY, launch, next_tokens
 from engine.runner import ModelRunner
 from kernels.attention import choose_backend
-from kernels.operands import RouterConfig, network_config
+from kernels.operands import RouterConfig
+from model.config import network_config
 from model.routed import RoutedTokens
 from model.sparse_model import SparseModel
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 OURS = {
-    "_score_pages": (Part.INDEX, "model/backends/triton_index.py"),
+    "_score_pages": (Part.INDEX, "kernels/triton/index_scores.py"),
     "score_pages": (Part.INDEX, "csrc/score_pages.cu"),
-    "_score_prompt": (Part.INDEX, "model/backends/triton_index.py"),
-    "_encode_index_queries": (Part.INDEX, "model/backends/triton_encode.py"),
+    "_score_prompt": (Part.INDEX, "kernels/triton/index_scores.py"),
+    "_encode_index_queries": (Part.INDEX, "kernels/triton/encode.py"),
     "swap_in": (Part.SWAP_IN, "csrc/swap_in.cu"),
     "top_k": (Part.TOP_K, "csrc/top_k.cu"),
-    "_attend_split": (Part.ATTENTION, "model/backends/triton_attend.py"),
+    "_attend_split": (Part.ATTENTION, "kernels/triton/attend.py"),
     "attend_items": (Part.ATTENTION, "csrc/attend_items.cu"),
-    "_linear": (Part.PROJECTIONS, "model/backends/triton_fp8_linear.py"),
-    "_add_up": (Part.PROJECTIONS, "model/backends/triton_fp8_linear.py"),
-    "_partial_products": (Part.PROJECTIONS, "model/backends/triton_few_rows.py"),
-    "_quantise": (Part.PROJECTIONS, "model/backends/triton_fp8.py"),
-    "_swiglu_quantise": (Part.EXPERTS, "model/backends/triton_fp8.py"),
-    "_experts": (Part.EXPERTS, "model/backends/triton_fp8_experts.py"),
-    "_weigh": (Part.EXPERTS, "model/backends/triton_fp8_sum.py"),
-    "_sort": (Part.EXPERTS, "model/backends/triton_fp8_sort.py"),
-    "_choose": (Part.EXPERTS, "model/backends/triton_choose.py"),
+    "_linear": (Part.PROJECTIONS, "kernels/triton/fp8_linear.py"),
+    "_add_up": (Part.PROJECTIONS, "kernels/triton/fp8_linear.py"),
+    "_partial_products": (Part.PROJECTIONS, "kernels/triton/router.py"),
+    "_quantise": (Part.PROJECTIONS, "kernels/triton/fp8_quantise.py"),
+    "_swiglu_quantise": (Part.EXPERTS, "kernels/triton/fp8_quantise.py"),
+    "_experts": (Part.EXPERTS, "kernels/triton/fp8_experts.py"),
+    "_weigh": (Part.EXPERTS, "kernels/triton/routing.py"),
+    "_sort": (Part.EXPERTS, "kernels/triton/routing.py"),
+    "_choose": (Part.EXPERTS, "kernels/triton/router.py"),
 }
 
 

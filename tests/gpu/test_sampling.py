@@ -6,7 +6,7 @@ import torch
 from control.messages import Sampling, Token
 from engine.sampling import RandomStream, SamplingNeeds, draw, settings_of, tokens_of
 from kernels.dispatch import ops_on
-from kernels.thresholds import CANDIDATES
+from kernels.torch_ops import CANDIDATES
 
 pytest.importorskip("triton")
 
