@@ -215,8 +215,8 @@ def _splits(programs: int, k: int, tiling: _Tiling, most: int, device: torch.dev
 def _attend_split(
     queries: tensor, kv: tensor, kv_scales: tensor, kv_ropes: tensor, rows: tensor, partial: tensor, log_sums: tensor,
     kv_stride: tensor, k: tensor, rows_per_split: tensor, scale: tensor,
-    heads: constexpr, latent_dim: constexpr, item_dim: constexpr, num_scales: constexpr, block_heads: constexpr,
-    block_rows: constexpr, block_latent: constexpr, block_rope: constexpr, chained: constexpr,
+    heads: constexpr, latent_dim: constexpr, item_dim: constexpr, num_scales: constexpr,
+    block_heads: constexpr, block_rows: constexpr, block_latent: constexpr, block_rope: constexpr, chained: constexpr,
 ) -> None:  # fmt: skip
     """One tile of a query's heads over one split of its rows. scale: of scores, in units of log2(e).
 

@@ -36,9 +36,10 @@ def encode_items(compressed: torch.Tensor, norm: RmsNorm, rope: Rope, layout: Fp
     if tokens:
         with on(compressed.device):
             _encode_items[(tokens,)](
-                compressed, norm.weight, cos, sin, stored.view(torch.float8_e4m3fn), stored.view(torch.float32),
-                stored.view(torch.bfloat16), compressed.stride(0), cos.stride(0), sin.stride(0), norm.eps, latent_dim,
-                rope_dim, layout.item_bytes, layout.num_scales,
+                compressed, norm.weight, cos, sin,
+                stored.view(torch.float8_e4m3fn), stored.view(torch.float32), stored.view(torch.bfloat16),
+                compressed.stride(0), cos.stride(0), sin.stride(0), norm.eps,
+                latent_dim, rope_dim, layout.item_bytes, layout.num_scales,
                 together=SCALED_TOGETHER, block_scales=triton.next_power_of_2(layout.num_scales),
                 block_rope=triton.next_power_of_2(rope_dim), num_warps=4, **chained(compressed.device),
             )  # fmt: skip
@@ -62,8 +63,9 @@ def encode_index_keys(
     if tokens:
         with on(projected.device):
             _encode_index_keys[(tokens,)](
-                projected, norm.weight, norm.bias, cos, sin, stored.view(torch.float8_e4m3fn),
-                stored.view(torch.float32), projected.stride(0), cos.stride(0), sin.stride(0), norm.eps, dim**-0.5,
+                projected, norm.weight, norm.bias, cos, sin,
+                stored.view(torch.float8_e4m3fn), stored.view(torch.float32),
+                projected.stride(0), cos.stride(0), sin.stride(0), norm.eps, dim**-0.5,
                 dim, rope_dim, interleaved,
                 num_warps=1, **chained(projected.device),
             )  # fmt: skip
@@ -85,10 +87,11 @@ def encode_index_queries(index: IndexQueries) -> IndexQueries:
     if tokens:
         with on(queries.device):
             _encode_index_queries[(tokens, triton.cdiv(heads, _HEADS))](
-                index.queries.contiguous(), sums.parts, queries, weights, sums.parts.stride(0), sums.parts.stride(1),
-                sums.scale, dim**-0.5, len(sums.parts), heads, dim,
-                block_parts=triton.next_power_of_2(len(sums.parts)), block_heads=_HEADS, num_warps=1,
-                **chained(queries.device),
+                index.queries.contiguous(), sums.parts, queries, weights,
+                sums.parts.stride(0), sums.parts.stride(1), sums.scale, dim**-0.5,
+                len(sums.parts), heads, dim,
+                block_parts=triton.next_power_of_2(len(sums.parts)), block_heads=_HEADS,
+                num_warps=1, **chained(queries.device),
             )  # fmt: skip
     return IndexQueries.of(queries, weights)
 
@@ -145,10 +148,11 @@ def _hadamard(x: tensor, rows: constexpr, dim: constexpr) -> tensor:
 
 @triton.jit
 def _encode_items(
-    compressed: tensor, weight: tensor, cos: tensor, sin: tensor, latents: tensor, scales: tensor, ropes: tensor,
+    compressed: tensor, weight: tensor, cos: tensor, sin: tensor,
+    latents: tensor, scales: tensor, ropes: tensor,
     token_stride: tensor, cos_stride: tensor, sin_stride: tensor, eps: tensor,
-    latent_dim: constexpr, rope_dim: constexpr, item_bytes: constexpr, num_scales: constexpr, together: constexpr,
-    block_scales: constexpr, block_rope: constexpr, chained: constexpr,
+    latent_dim: constexpr, rope_dim: constexpr, item_bytes: constexpr, num_scales: constexpr,
+    together: constexpr, block_scales: constexpr, block_rope: constexpr, chained: constexpr,
 ) -> None:  # fmt: skip
     """One token. latents, scales, ropes: the same bytes as numbers of three types."""
     follow(chained)
@@ -226,10 +230,10 @@ def _encode_index_keys(
 
 @triton.jit
 def _encode_index_queries(
-    queries: tensor, weight_parts: tensor, out: tensor, weights: tensor, part_stride: tensor, token_stride: tensor,
-    weight_scale: tensor, orthonormal: tensor,
-    num_parts: constexpr, heads: constexpr, dim: constexpr, block_parts: constexpr, block_heads: constexpr,
-    chained: constexpr,
+    queries: tensor, weight_parts: tensor, out: tensor, weights: tensor,
+    part_stride: tensor, token_stride: tensor, weight_scale: tensor, orthonormal: tensor,
+    num_parts: constexpr, heads: constexpr, dim: constexpr,
+    block_parts: constexpr, block_heads: constexpr, chained: constexpr,
 ) -> None:  # fmt: skip
     """Some heads of one token."""
     follow(chained)

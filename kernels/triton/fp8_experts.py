@@ -132,33 +132,32 @@ def _product(
     programs = properties(x.device).multi_processor_count * cut.per_sm if x.is_cuda else 4
     with on(x.device):
         _experts[(min(programs, len(order.tiles) * tiles_n * splits),)](
-            described(weight, cut.n), scales, x, x.stride(0), x_scales, *x_scales.stride(), order.pairs, order.table,
-            out, pairs, n, k, blocks(n), blocks(k), run, top_k, splits,
+            described(weight, cut.n), scales,
+            x, x.stride(0), x_scales, *x_scales.stride(),
+            order.pairs, order.table, out,
+            pairs, n, k, blocks(n), blocks(k), run, top_k, splits,
             gathers=top_k > 0, shares=splits > 1, compiled=x.is_cuda, ragged=k % BLOCK != 0,
-            folds=splits == 1 and run < blocks(k), tokens_left=cut.tokens_left, block_n=cut.n, block_m=cut.m,
-            stages=cut.stages, unroll=cut.unroll, num_warps=cut.warps, maxnreg=cut.registers, **chained(x.device),
+            folds=splits == 1 and run < blocks(k), tokens_left=cut.tokens_left,
+            block_n=cut.n, block_m=cut.m, stages=cut.stages, unroll=cut.unroll,
+            num_warps=cut.warps, maxnreg=cut.registers, **chained(x.device),
         )  # fmt: skip
     return out
 
 
-@triton.jit(
-    do_not_specialize=[
-        "x_scale_block_stride",
-        "num_rows",
-        "row_blocks",
-        "num_blocks",
-        "run",
-        "top_k",
-        "splits",
-    ]
-)
+_VARYING = ["x_scale_block_stride", "num_rows", "row_blocks", "num_blocks", "run", "top_k", "splits"]
+"""Numbers that no kernel is compiled anew for."""
+
+
+@triton.jit(do_not_specialize=_VARYING)
 def _experts(
-    weight: tensor, scales: tensor, x: tensor, x_row_stride: tensor, x_scales: tensor, x_scale_row_stride: tensor,
-    x_scale_block_stride: tensor, pairs: tensor, table: tensor, out: tensor, num_rows: tensor, n: tensor, k: tensor,
-    row_blocks: tensor, num_blocks: tensor, run: tensor, top_k: tensor, splits: tensor,
-    gathers: constexpr, shares: constexpr, compiled: constexpr, ragged: constexpr, folds: constexpr,
-    tokens_left: constexpr, block_n: constexpr, block_m: constexpr, stages: constexpr, unroll: constexpr,
-    chained: constexpr,
+    weight: tensor, scales: tensor,
+    x: tensor, x_row_stride: tensor, x_scales: tensor, x_scale_row_stride: tensor, x_scale_block_stride: tensor,
+    pairs: tensor, table: tensor, out: tensor,
+    num_rows: tensor, n: tensor, k: tensor, row_blocks: tensor, num_blocks: tensor,
+    run: tensor, top_k: tensor, splits: tensor,
+    gathers: constexpr, shares: constexpr, compiled: constexpr, ragged: constexpr,
+    folds: constexpr, tokens_left: constexpr,
+    block_n: constexpr, block_m: constexpr, stages: constexpr, unroll: constexpr, chained: constexpr,
 ) -> None:  # fmt: skip
     """Some of the pieces, each block_n rows of a weight by a tile's rows, over one run of channels or all."""
     follow(chained)
@@ -180,18 +179,20 @@ def _experts(
         if block_n > _BLOCK:
             next_row = tl.minimum(scale_row + 1, (expert + 1) * row_blocks - 1)
             first, second = multiply_wide(
-                weight, expert * n + first_row, scales + scale_row.to(tl.int64) * num_blocks,
-                scales + next_row.to(tl.int64) * num_blocks, x, x_row_stride, x_scales, x_scale_row_stride,
-                x_scale_block_stride, x_row, real, num_blocks, k, compiled, ragged, block_m, stages,
+                weight, expert * n + first_row,
+                scales + scale_row.to(tl.int64) * num_blocks, scales + next_row.to(tl.int64) * num_blocks,
+                x, x_row_stride, x_scales, x_scale_row_stride, x_scale_block_stride, x_row, real,
+                num_blocks, k, compiled, ragged, block_m, stages,
             )  # fmt: skip
             _store(out, first, row, real, first_row, n, _BLOCK)
             _store(out, second, row, real, first_row + _BLOCK, n, _BLOCK)
         else:
             total = multiply(
-                weight, expert * n + first_row, scales + scale_row.to(tl.int64) * num_blocks, x, x_row_stride,
-                x_scales, x_scale_row_stride, x_scale_block_stride, x_row, real, split * run if shares else 0,
-                tl.minimum(split * run + run, num_blocks) if shares else num_blocks, run, k, ragged, folds,
-                tokens_left, block_n, block_m, stages, unroll,
+                weight, expert * n + first_row, scales + scale_row.to(tl.int64) * num_blocks,
+                x, x_row_stride, x_scales, x_scale_row_stride, x_scale_block_stride, x_row, real,
+                split * run if shares else 0, tl.minimum(split * run + run, num_blocks) if shares else num_blocks,
+                run, k,
+                ragged, folds, tokens_left, block_n, block_m, stages, unroll,
             )  # fmt: skip
             _store(out, total, split * num_rows.to(tl.int64) + row, real, first_row, n, block_n)
 

@@ -132,10 +132,11 @@ def partial_product(
     if m and n:
         with on(x.device):
             _linear[(triton.cdiv(n, cut.n), splits, triton.cdiv(m, cut.m))](
-                described(weight, cut.n), scales, x, x_scales, x_scales.stride(1), out, m, n, k, blocks(k),
-                run if splits > 1 else blocks(k),
-                ragged=k % BLOCK != 0, tokens_left=cut.tokens_left, block_n=cut.n, block_m=cut.m, stages=cut.stages,
-                unroll=cut.unroll, num_warps=cut.warps, maxnreg=cut.registers, **chained(x.device),
+                described(weight, cut.n), scales, x, x_scales, x_scales.stride(1), out,
+                m, n, k, blocks(k), run if splits > 1 else blocks(k),
+                ragged=k % BLOCK != 0, tokens_left=cut.tokens_left,
+                block_n=cut.n, block_m=cut.m, stages=cut.stages, unroll=cut.unroll,
+                num_warps=cut.warps, maxnreg=cut.registers, **chained(x.device),
             )  # fmt: skip
     return out
 
@@ -154,10 +155,10 @@ def reduce_fp8(parts: torch.Tensor) -> torch.Tensor:
 
 @triton.jit(do_not_specialize=["x_scale_block_stride", "m", "num_blocks", "run"])
 def _linear(
-    weight: tensor, scales: tensor, x: tensor, x_scales: tensor, x_scale_block_stride: tensor, out: tensor, m: tensor,
-    n: tensor, k: tensor, num_blocks: tensor, run: tensor,
-    ragged: constexpr, tokens_left: constexpr, block_n: constexpr, block_m: constexpr, stages: constexpr,
-    unroll: constexpr, chained: constexpr,
+    weight: tensor, scales: tensor, x: tensor, x_scales: tensor, x_scale_block_stride: tensor, out: tensor,
+    m: tensor, n: tensor, k: tensor, num_blocks: tensor, run: tensor,
+    ragged: constexpr, tokens_left: constexpr,
+    block_n: constexpr, block_m: constexpr, stages: constexpr, unroll: constexpr, chained: constexpr,
 ) -> None:  # fmt: skip
     """One tile over one run of channels."""
     follow(chained)
@@ -168,8 +169,10 @@ def _linear(
     end = tl.minimum(begin + run, num_blocks)
     weight_scale = scales + (first_row // _BLOCK).to(tl.int64) * num_blocks
     total = multiply(
-        weight, first_row, weight_scale, x, k, x_scales, 1, x_scale_block_stride, token, token < m, begin, end, run,
-        k, ragged, False, tokens_left, block_n, block_m, stages, unroll,
+        weight, first_row, weight_scale,
+        x, k, x_scales, 1, x_scale_block_stride, token, token < m,
+        begin, end, run, k,
+        ragged, False, tokens_left, block_n, block_m, stages, unroll,
     )  # fmt: skip
     row = first_row + tl.arange(0, block_n)
     place = (split.to(tl.int64) * m + token)[:, None] * n + row[None, :]

@@ -60,11 +60,11 @@ def described(weight: torch.Tensor, block_n: int) -> TensorDescriptor:
 
 @triton.jit
 def multiply(
-    weight: tensor, weight_row: tensor, weight_scale: tensor, x: tensor, x_row_stride: tensor, x_scale: tensor,
-    x_scale_row_stride: tensor, x_scale_block_stride: tensor, x_row: tensor, real: tensor, begin: tensor, end: tensor,
-    run: tensor, k: tensor,
-    ragged: constexpr, folds: constexpr, tokens_left: constexpr, block_n: constexpr, block_m: constexpr,
-    stages: constexpr, unroll: constexpr,
+    weight: tensor, weight_row: tensor, weight_scale: tensor,
+    x: tensor, x_row_stride: tensor, x_scale: tensor, x_scale_row_stride: tensor, x_scale_block_stride: tensor,
+    x_row: tensor, real: tensor, begin: tensor, end: tensor, run: tensor, k: tensor,
+    ragged: constexpr, folds: constexpr, tokens_left: constexpr,
+    block_n: constexpr, block_m: constexpr, stages: constexpr, unroll: constexpr,
 ) -> tensor:  # fmt: skip
     """float32 [block_m, block_n]: rows x_row of x by rows of the weight from weight_row on, over blocks begin to end.
 
@@ -98,9 +98,9 @@ def multiply(
 
 @triton.jit
 def multiply_wide(
-    weight: tensor, weight_row: tensor, weight_scale: tensor, next_scale: tensor, x: tensor, x_row_stride: tensor,
-    x_scale: tensor, x_scale_row_stride: tensor, x_scale_block_stride: tensor, x_row: tensor, real: tensor,
-    num_blocks: tensor, k: tensor,
+    weight: tensor, weight_row: tensor, weight_scale: tensor, next_scale: tensor,
+    x: tensor, x_row_stride: tensor, x_scale: tensor, x_scale_row_stride: tensor, x_scale_block_stride: tensor,
+    x_row: tensor, real: tensor, num_blocks: tensor, k: tensor,
     compiled: constexpr, ragged: constexpr, block_m: constexpr, stages: constexpr,
 ) -> tuple[tensor, tensor]:  # fmt: skip
     """`multiply` over all blocks by 128 rows of the weight and by the 128 that follow, whose scales are at next_scale.

@@ -77,12 +77,12 @@ def decode_scores(
     tiles_per_program = triton.cdiv(tiles * batch, programs)
     with on(vectors.device):
         _score_pages[(batch, triton.cdiv(tiles, tiles_per_program))](
-            index.queries.contiguous(), index.head_weights.contiguous(), vectors,
-            vectors if keys.scales is None else keys.scales, table, pages.seq_lens, scores, vectors.stride(0),
-            table.stride(0), width, tiles_per_program, dim**-0.5, heads, dim, page_size,
-            key_stride=vectors.stride(1), scaled=keys.scales is not None, block_heads=tiling.heads,
-            block_dim=_tile_dim(dim, vectors), block_positions=tiling.positions, num_warps=tiling.warps,
-            num_stages=tiling.stages, **chained(scores.device),
+            index.queries.contiguous(), index.head_weights.contiguous(),
+            vectors, vectors if keys.scales is None else keys.scales, table, pages.seq_lens, scores,
+            vectors.stride(0), table.stride(0), width, tiles_per_program, dim**-0.5, heads, dim, page_size,
+            key_stride=vectors.stride(1), scaled=keys.scales is not None,
+            block_heads=tiling.heads, block_dim=_tile_dim(dim, vectors), block_positions=tiling.positions,
+            num_warps=tiling.warps, num_stages=tiling.stages, **chained(scores.device),
         )  # fmt: skip
     return scores
 
@@ -106,12 +106,12 @@ def prompt_scores(index: IndexQueries, keys: StoredKeys, start: int, use_cuda_ke
     block_queries, block_keys = (32, 32) if wide else (128, 128)
     with on(vectors.device):
         _score_prompt[(triton.cdiv(num_keys, block_keys), triton.cdiv(num_queries, block_queries))](
-            index.queries.contiguous(), index.head_weights.contiguous(), vectors,
-            vectors if keys.scales is None else keys.scales, scores, num_queries, num_keys, start, dim**-0.5, heads,
-            dim,
-            key_stride=vectors.stride(0), scaled=keys.scales is not None, block_queries=block_queries,
-            block_keys=block_keys, block_dim=_tile_dim(dim, vectors), num_warps=8, num_stages=1 if wide else 3,
-            **chained(scores.device),
+            index.queries.contiguous(), index.head_weights.contiguous(),
+            vectors, vectors if keys.scales is None else keys.scales, scores,
+            num_queries, num_keys, start, dim**-0.5, heads, dim,
+            key_stride=vectors.stride(0), scaled=keys.scales is not None,
+            block_queries=block_queries, block_keys=block_keys, block_dim=_tile_dim(dim, vectors),
+            num_warps=8, num_stages=1 if wide else 3, **chained(scores.device),
         )  # fmt: skip
     return scores
 
@@ -155,9 +155,9 @@ def _stages(heads: int, block_heads: int, device: torch.device) -> int:
 
 @triton.jit(do_not_specialize=["tiles_per_program"])
 def _score_pages(
-    queries: tensor, head_weights: tensor, keys: tensor, key_scales: tensor, page_table: tensor, seq_lens: tensor,
-    scores: tensor, page_stride: tensor, table_stride: tensor, width: tensor, tiles_per_program: tensor,
-    scale: tensor,
+    queries: tensor, head_weights: tensor,
+    keys: tensor, key_scales: tensor, page_table: tensor, seq_lens: tensor, scores: tensor,
+    page_stride: tensor, table_stride: tensor, width: tensor, tiles_per_program: tensor, scale: tensor,
     heads: constexpr, dim: constexpr, page_size: constexpr, key_stride: constexpr, scaled: constexpr,
     block_heads: constexpr, block_dim: constexpr, block_positions: constexpr, chained: constexpr,
 ) -> None:  # fmt: skip
@@ -197,10 +197,11 @@ def _score_pages(
 
 @triton.jit(do_not_specialize=["num_queries", "num_keys", "start"])
 def _score_prompt(
-    queries: tensor, head_weights: tensor, keys: tensor, key_scales: tensor, scores: tensor, num_queries: tensor,
-    num_keys: tensor, start: tensor, scale: tensor,
-    heads: constexpr, dim: constexpr, key_stride: constexpr, scaled: constexpr, block_queries: constexpr,
-    block_keys: constexpr, block_dim: constexpr, chained: constexpr,
+    queries: tensor, head_weights: tensor,
+    keys: tensor, key_scales: tensor, scores: tensor,
+    num_queries: tensor, num_keys: tensor, start: tensor, scale: tensor, heads: constexpr, dim: constexpr,
+    key_stride: constexpr, scaled: constexpr,
+    block_queries: constexpr, block_keys: constexpr, block_dim: constexpr, chained: constexpr,
 ) -> None:  # fmt: skip
     """A tile of queries against a tile of keys, head by head."""
     follow(chained)

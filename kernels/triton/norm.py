@@ -55,10 +55,10 @@ def add_rms_norm(
     if count:
         with on(hidden.device):
             _rms_norm[(count,)](
-                hidden, addend, weight, summed, dense, values, scales, hidden.stride(0),
-                0 if addend is None else addend.stride(-2), 0 if values is None else values.stride(0),
-                *((0, 0) if scales is None else scales.stride()), count, dim, norm.eps,
-                fp8 is not None and fp8.power_of_two, parts, block,
+                hidden, addend, weight, summed, dense, values, scales,
+                hidden.stride(0), 0 if addend is None else addend.stride(-2), 0 if values is None else values.stride(0),
+                *((0, 0) if scales is None else scales.stride()),
+                count, dim, norm.eps, fp8 is not None and fp8.power_of_two, parts, block,
                 num_warps=max(1, min(16, block // 32 // _PER_THREAD)), **chained(hidden.device),
             )  # fmt: skip
     return summed, Activations(dense, values, scales)
@@ -67,9 +67,10 @@ def add_rms_norm(
 @triton.jit(do_not_specialize=["block_stride", "count"])
 def _rms_norm(
     hidden: tensor, addend: tensor, weight: tensor, summed: tensor, dense: tensor, values: tensor, scales: tensor,
-    hidden_stride: tensor, addend_stride: tensor, values_stride: tensor, scales_stride: tensor, block_stride: tensor,
-    count: tensor, dim: tensor, eps: tensor,
-    power_of_two: constexpr, parts: constexpr, block: constexpr, chained: constexpr,
+    hidden_stride: tensor, addend_stride: tensor, values_stride: tensor,
+    scales_stride: tensor, block_stride: tensor,
+    count: tensor, dim: tensor, eps: tensor, power_of_two: constexpr, parts: constexpr, block: constexpr,
+    chained: constexpr,
 ) -> None:  # fmt: skip
     """One row. scales_stride, block_stride: from a scale to the next row's, and to that of the row's next block. parts:
     of the addend in float32; 0: it is bfloat16."""

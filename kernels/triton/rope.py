@@ -29,9 +29,10 @@ def rotate(x: torch.Tensor, beside: torch.Tensor, rope: Rope, *, interleaved: bo
     if tokens:
         with on(x.device):
             _rotate[(tokens, triton.cdiv(heads, block_heads))](
-                x, beside, cos, sin, out, *x.stride()[:2], *beside.stride()[:2], cos.stride(0), sin.stride(0), heads,
-                half, width, interleaved, beside_first, block_heads,
-                block_half=triton.next_power_of_2(half), block_width=triton.next_power_of_2(max(width, 1)),
+                x, beside, cos, sin, out,
+                *x.stride()[:2], *beside.stride()[:2], cos.stride(0), sin.stride(0),
+                heads, half, width, interleaved, beside_first,
+                block_heads, block_half=triton.next_power_of_2(half), block_width=triton.next_power_of_2(max(width, 1)),
                 **chained(x.device),
             )  # fmt: skip
     return out
@@ -39,8 +40,8 @@ def rotate(x: torch.Tensor, beside: torch.Tensor, rope: Rope, *, interleaved: bo
 
 @triton.jit
 def _rotate(
-    x: tensor, beside: tensor, cos: tensor, sin: tensor, out: tensor, x_token: tensor, x_head: tensor,
-    beside_token: tensor, beside_head: tensor, cos_token: tensor, sin_token: tensor,
+    x: tensor, beside: tensor, cos: tensor, sin: tensor, out: tensor,
+    x_token: tensor, x_head: tensor, beside_token: tensor, beside_head: tensor, cos_token: tensor, sin_token: tensor,
     heads: constexpr, half: constexpr, width: constexpr, interleaved: constexpr, beside_first: constexpr,
     block_heads: constexpr, block_half: constexpr, block_width: constexpr, chained: constexpr,
 ) -> None:  # fmt: skip

@@ -75,7 +75,8 @@ def partial_products(
 @triton.jit(do_not_specialize=["tokens"])
 def _partial_products(
     x: tensor, weight: tensor, parts: tensor, tokens: tensor, token_stride: tensor,
-    rows: constexpr, channels: constexpr, block_rows: constexpr, block_channels: constexpr, block_tokens: constexpr,
+    rows: constexpr, channels: constexpr,
+    block_rows: constexpr, block_channels: constexpr, block_tokens: constexpr,
     step: constexpr, chained: constexpr,
 ) -> None:  # fmt: skip
     """Some rows of the weight, one run of channels, some tokens. Rows come first, since tokens may be fewer than the
@@ -133,11 +134,13 @@ def choose_experts(
     if tokens:
         with on(parts.device):
             _choose[(tokens,)](
-                parts, bias, weights, weights.stride(0), ids, ids.stride(0), tokens, logits.scale, rule.scale,
+                parts, bias, weights, weights.stride(0), ids, ids.stride(0),
+                tokens, logits.scale, rule.scale,
                 num_parts, rule.top_k, rule.groups, experts // rule.groups, rule.top_groups, rule.normalise,
-                block_parts=min(_PARTS, triton.next_power_of_2(num_parts)),
-                block_k=triton.next_power_of_2(rule.top_k), block_groups=triton.next_power_of_2(rule.groups),
-                block_members=triton.next_power_of_2(experts // rule.groups), num_warps=1, **chained(parts.device),
+                block_parts=min(_PARTS, triton.next_power_of_2(num_parts)), block_k=triton.next_power_of_2(rule.top_k),
+                block_groups=triton.next_power_of_2(rule.groups),
+                block_members=triton.next_power_of_2(experts // rule.groups),
+                num_warps=1, **chained(parts.device),
             )  # fmt: skip
     return weights, ids
 
@@ -158,8 +161,8 @@ def _choose(
     logit_parts: tensor, bias: tensor, weights: tensor, weights_stride: tensor, ids: tensor, ids_stride: tensor,
     tokens: tensor, logit_scale: tensor, scale: tensor,
     num_parts: constexpr, top_k: constexpr, groups: constexpr, members: constexpr, top_groups: constexpr,
-    normalise: constexpr, block_parts: constexpr, block_k: constexpr, block_groups: constexpr,
-    block_members: constexpr, chained: constexpr,
+    normalise: constexpr,
+    block_parts: constexpr, block_k: constexpr, block_groups: constexpr, block_members: constexpr, chained: constexpr,
 ) -> None:  # fmt: skip
     """One token. members: experts per group."""
     follow(chained)

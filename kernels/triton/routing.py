@@ -56,8 +56,9 @@ def sort_pairs(ids: torch.Tensor, first_expert: int, experts: int, block_m: int,
     chunk = min(_CHUNK, max(_LEAST_CHUNK, triton.next_power_of_2(count)))
     with on(ids.device):
         _sort[(experts,)](
-            ids, ids.stride(0), pairs, row, table, count, first_expert, shared.start if shared else 0,
-            len(shared or ()), experts if shared is None else experts - 1, block_m,
+            ids, ids.stride(0), pairs, row, table,
+            count, first_expert, shared.start if shared else 0, len(shared or ()),
+            experts if shared is None else experts - 1, block_m,
             top_k=ids.shape[1], bins=triton.next_power_of_2(experts + 1), chunk=chunk,
             num_warps=4 if chunk < _CHUNK else 8, **chained(ids.device),
         )  # fmt: skip
@@ -70,9 +71,10 @@ _LEAST_CHUNK, _CHUNK = 128, 4096
 
 @triton.jit(do_not_specialize=["count", "first_expert", "shared_first", "shared_count"])
 def _sort(
-    ids: tensor, ids_stride: tensor, pairs: tensor, rows: tensor, table: tensor, count: tensor, first_expert: tensor,
-    shared_first: tensor, shared_count: tensor,
-    chosen: constexpr, block_m: constexpr, top_k: constexpr, bins: constexpr, chunk: constexpr, chained: constexpr,
+    ids: tensor, ids_stride: tensor, pairs: tensor, rows: tensor, table: tensor,
+    count: tensor, first_expert: tensor, shared_first: tensor, shared_count: tensor,
+    chosen: constexpr, block_m: constexpr,
+    top_k: constexpr, bins: constexpr, chunk: constexpr, chained: constexpr,
 ) -> None:  # fmt: skip
     """The rows and tiles of one expert. chosen: how many there are that ids choose among; one more is shared."""
     follow(chained)
@@ -153,8 +155,8 @@ def weighted_sum(
     if tokens:
         with on(out.device):
             _weigh[(tokens, triton.cdiv(size, block))](
-                rows, ids, ids.stride(0), weights, weights.stride(0), order.row, order.counts, out, begin,
-                order.shared.start, len(order.shared), len(order.pairs), size, first_expert, count, top_k,
+                rows, ids, ids.stride(0), weights, weights.stride(0), order.row, order.counts, out,
+                begin, order.shared.start, len(order.shared), len(order.pairs), size, first_expert, count, top_k,
                 splits=len(rows) if rows.dim() == 3 else 1, block=block, num_warps=4, **chained(out.device),
             )  # fmt: skip
 
@@ -162,9 +164,9 @@ def weighted_sum(
 @triton.jit(do_not_specialize=["begin", "shared_first", "shared_count", "num_rows", "first_expert", "count"])
 def _weigh(
     rows: tensor, ids: tensor, ids_stride: tensor, weights: tensor, weights_stride: tensor, row_of: tensor,
-    counts: tensor, out: tensor, begin: tensor, shared_first: tensor, shared_count: tensor,
-    num_rows: tensor, size: tensor, first_expert: tensor, count: tensor,
-    top_k: constexpr, splits: constexpr, block: constexpr, chained: constexpr,
+    counts: tensor, out: tensor,
+    begin: tensor, shared_first: tensor, shared_count: tensor, num_rows: tensor, size: tensor, first_expert: tensor,
+    count: tensor, top_k: constexpr, splits: constexpr, block: constexpr, chained: constexpr,
 ) -> None:  # fmt: skip
     """A block of one token's weighted sum."""
     follow(chained)
