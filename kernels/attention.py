@@ -177,7 +177,7 @@ class TorchBackend:
         return IndexQueries.of(self.format.index_queries(index.queries), index.head_weights)
 
     def _select_masked(self, index: IndexQueries, pages: PagedKeys, topk: int) -> torch.Tensor:
-        """Select without knowing any length: what lies behind a sequence scores -inf."""
+        """Select without knowing any length: what lies past a sequence scores -inf."""
         batch, width = len(pages.page_table), pages.page_table.shape[1] * pages.keys.shape[1]
         block = _queries_at_once(4 * index.queries.shape[1] * width, pages.keys.device)
         lengths = pages.seq_lens.unsqueeze(1)

@@ -5,6 +5,7 @@ csrc/score_pages.cu scores the pages of a decode step, csrc/score_prompt.cu the 
 
 import ctypes
 import functools
+from abc import abstractmethod
 from dataclasses import dataclass
 
 import torch
@@ -56,9 +57,9 @@ class _ScoreSpecialization(Specialization):
         }
 
     @property
+    @abstractmethod
     def fixed_bytes(self) -> int:
         """Shared memory whatever the batch."""
-        raise NotImplementedError
 
 
 class PageScoreSpecialization(_ScoreSpecialization):
@@ -155,7 +156,7 @@ class PromptToScore:
 def score_pages(given: PagesToScore, stages: int = PAGE_STAGES) -> torch.Tensor:
     """The sum over heads of weight * relu(query . key) * key's scale / sqrt(128).
 
-    Returns float32 [batch, max_pages * page_size]; what lies behind a sequence's length is not written. given:
+    Returns float32 [batch, max_pages * page_size]; what lies past a sequence's length is not written. given:
     `fits()`. stages: pieces of 16 keys that a warp fetches ahead.
 
     The launch depends on shapes alone and waits for nothing. Lengths are read on the device, which shares the work out
@@ -196,7 +197,7 @@ def score_prompt(
 ) -> torch.Tensor:
     """The sum over heads of weight * relu(query . key) * key's scale / sqrt(128): float32 [N, num_keys].
 
-    given: `fits()`. What lies behind a query's own position is not written. stages: rounds of four queries in shared
+    given: `fits()`. What lies past a query's own position is not written. stages: rounds of four queries in shared
     memory. blocks_per_processor: how many blocks a processor runs, one after the other. The first call for a device
     loads the kernel.
     """

@@ -67,7 +67,7 @@ def top_positions(scores: torch.Tensor, k: int, lengths: torch.Tensor | None = N
     """Where the largest scores of each row are: int64 [rows, min(k, width)], ascending, of equal scores the first.
 
     scores: float32 [rows, width] on a CUDA device; rows may be further apart than `width`. lengths: int64 or int32
-    [rows] on the device, how many scores of each row count, all if None; what lies behind a row's length is not read.
+    [rows] on the device, how many scores of each row count, all if None; what lies past a row's length is not read.
     -1 follows where a row is shorter than k. NaN counts as larger than every number, and both zeros as equal.
 
     One launch, which depends on shapes alone and waits for nothing. The first call for a device loads kernels: make one

@@ -206,7 +206,7 @@ def _encode_index_keys(
     is_rope = column < rope_dim
 
     row = projected + token * token_stride
-    # Volatile, so that the compiler keeps their order: it would put most of them behind the sum of x, which waits.
+    # Volatile, so that the compiler keeps their order: it would put most of them after the sum of x, which waits.
     x_weight, x_bias = tl.load(weight + own, volatile=True), tl.load(bias + own, volatile=True)
     y_weight, y_bias = tl.load(weight + other, volatile=True), tl.load(bias + other, volatile=True)
     c = tl.load(cos + token * cos_stride + pair, volatile=True).to(tl.float32)

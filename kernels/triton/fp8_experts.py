@@ -202,7 +202,7 @@ def _store(
     out: tensor, total: tensor, row: tensor, real: tensor, first_column: tensor, n: tensor,
     block_n: constexpr,
 ) -> None:  # fmt: skip
-    """Store the real rows of a tile [rows, block_n]. Addresses are made here, behind the loop that needs registers."""
+    """Store the real rows of a tile [rows, block_n]. Addresses are made here, after the loop that needs registers."""
     column = first_column + tl.arange(0, block_n)
     place = row.to(tl.int64)[:, None] * n + column[None, :]
     tl.store(out + place, total.to(out.dtype.element_ty), mask=real[:, None] & (column < n)[None, :])

@@ -1,4 +1,4 @@
-"""Quantisation of activations as Triton kernels: as they come, and behind SwiGLU. `kernels.fp8` has the rules.
+"""Quantisation of activations as Triton kernels: as they come, and after SwiGLU. `kernels.fp8` has the rules.
 
 Scales are returned as [M, ceil(K/128)] whose tokens are contiguous (strides 1, M): what torch's blockwise products ask
 for, and what a product kernel reads in whole cache lines.

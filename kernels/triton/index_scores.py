@@ -44,7 +44,7 @@ class StoredKeys:
 
     @classmethod
     def fp8(cls, stored: torch.Tensor, dim: int) -> "StoredKeys":
-        """Of uint8 [..., dim + SCALE_BYTES], contiguous: float8_e4m3 vectors, and behind each of them its scale."""
+        """Of uint8 [..., dim + SCALE_BYTES], contiguous: float8_e4m3 vectors, and after each of them its scale."""
         return cls(
             stored.view(torch.float8_e4m3fn)[..., :dim], stored.view(torch.float32)[..., dim // SCALE_BYTES], stored
         )
@@ -216,7 +216,7 @@ def _score_prompt(
         other=0.0,
     )
     score = tl.zeros([block_queries, block_keys], tl.float32)
-    # A tile of positions behind all queries takes no products.
+    # A tile of positions after all queries takes no products.
     for head in range(tl.where(first_key < start + first_query + block_queries, heads, 0)):
         place = token.to(tl.int64) * heads + head
         query = tl.load(

@@ -50,7 +50,7 @@ def chained(device: torch.device) -> dict[str, bool]:
 
 @triton.jit
 def follow(chained: constexpr) -> None:
-    """Wait for the kernel before, and let the one behind come."""
+    """Wait for the kernel before, and let the next one come."""
     if chained:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()

@@ -1,4 +1,4 @@
-"""RMSNorm as a Triton kernel that adds before and quantises behind: what a layer does between two products."""
+"""RMSNorm as a Triton kernel that adds before and quantises after: what a layer does between two products."""
 
 import torch
 import triton
