@@ -7,6 +7,8 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+Pair = tuple[torch.Tensor, torch.Tensor]
+
 
 @dataclass(frozen=True)
 class RmsNorm:

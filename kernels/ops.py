@@ -16,6 +16,7 @@ from kernels.operands import (
     IndexQueries,
     LayerNorm,
     PagedKeys,
+    Pair,
     PartialSums,
     RmsNorm,
     Rope,
@@ -23,8 +24,6 @@ from kernels.operands import (
     SwiGluWeights,
     Threshold,
 )
-
-Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class Ops(Protocol):
@@ -44,7 +43,6 @@ class Ops(Protocol):
         quantised, too. room: where values [N, dim] in contiguous rows and scales [N, ceil(dim / 128)] of any strides
         are written; None: new tensors.
         """
-        ...
 
     def rotate(
         self, x: torch.Tensor, beside: torch.Tensor, rope: Rope, *, interleaved: bool, beside_first: bool
@@ -54,7 +52,6 @@ class Ops(Protocol):
         The members of a pair are neighbours in x (interleaved), or half its width apart (half-split). In the result all
         first members come before all second members.
         """
-        ...
 
     def absorb(
         self, query_nope: torch.Tensor, query_rope: torch.Tensor, key_map: torch.Tensor, rope: Rope
@@ -63,14 +60,12 @@ class Ops(Protocol):
 
         query_nope: [N, heads, nope_dim]. query_rope: [N, heads, rope_dim]. key_map: [heads, nope_dim, latent_dim].
         """
-        ...
 
     def float32_product(self, x: torch.Tensor, weight: torch.Tensor, scale: float = 1.0) -> PartialSums:
         """`scale` times x, [N, K], times the transpose of a weight of few rows, [M, K], in float32.
 
         weight: contiguous, of the type of x or float32.
         """
-        ...
 
     def choose_experts(
         self, logits: PartialSums, bias: torch.Tensor, rule: RouterConfig, room: Pair | None = None
@@ -80,7 +75,6 @@ class Ops(Protocol):
         bias: float32 [experts], added to the scores for the choice and not for the weights. room: where both are
         written, ids in int32 or int64; None: new tensors.
         """
-        ...
 
     def experts(
         self,
@@ -96,11 +90,9 @@ class Ops(Protocol):
         ids, weights: [N, top_k], ids counted from the first expert here. gate_up: [E, 2 * width, hidden_size]. down:
         [E, hidden_size, width]. is_part: ids may name experts that are not here, which contribute nothing.
         """
-        ...
 
     def quantise(self, x: torch.Tensor, power_of_two: bool) -> Pair:
         """`kernels.fp8.quantise_activations` of x [N, K] in contiguous rows; scales have strides (1, N)."""
-        ...
 
     def linear_fp8(
         self, x: torch.Tensor, x_scales: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor
@@ -109,15 +101,12 @@ class Ops(Protocol):
 
         bfloat16 [N, M], or float32 [parts, N, M] (split-K), which `reduce_fp8` or `add_rms_norm` adds up.
         """
-        ...
 
     def reduce_fp8(self, parts: torch.Tensor) -> torch.Tensor:
         """What `linear_fp8` returned, added up in order and rounded: bfloat16 [N, M]."""
-        ...
 
     def mlp_fp8(self, x: torch.Tensor, x_scales: torch.Tensor, weights: SwiGluWeights) -> torch.Tensor:
         """down(silu(gate(x)) * up(x)) of quantised activations [N, H], by weights [2 * W, H] and [H, W]."""
-        ...
 
     def experts_fp8(
         self,
@@ -129,7 +118,6 @@ class Ops(Protocol):
         shared: range | None = None,
     ) -> torch.Tensor:
         """`kernels.fp8.experts` of quantised activations [N, H]: bfloat16 [N, H]."""
-        ...
 
     def find_threshold(
         self, scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, candidates: int = ...
@@ -140,7 +128,6 @@ class Ops(Protocol):
         1 and above 0. The likeliest token always stays; top_p counts the probabilities that top_k leaves. candidates:
         how many of the likeliest tokens are looked at first; all are where these do not decide.
         """
-        ...
 
 
 class KVCodec(ABC):
@@ -197,7 +184,6 @@ class AttentionBackend(Protocol):
 
         compressed: [N, latent_dim + rope_dim], what `kv_a_proj_with_mqa` computes. norm: of the latent.
         """
-        ...
 
     def encode_index_keys(
         self, projected: torch.Tensor, norm: LayerNorm, rope: Rope, interleaved: bool
@@ -206,7 +192,6 @@ class AttentionBackend(Protocol):
 
         projected: [N, index_dim], what `wk` computes. interleaved: see `Ops.rotate`.
         """
-        ...
 
     def attend_rows(
         self, queries: torch.Tensor, kv: torch.Tensor, rows: torch.Tensor, scaling: float, latent_dim: int
@@ -217,7 +202,6 @@ class AttentionBackend(Protocol):
         first row of a query exists, unless it has no rows at all; then its result is finite and meaningless. Returns
         the attended latents, [N, heads, latent_dim], in the dtype of the queries.
         """
-        ...
 
     def select_for_prompt(
         self, index: IndexQueries, keys: torch.Tensor, start: int, sequence_length: int, topk: int
@@ -227,7 +211,6 @@ class AttentionBackend(Protocol):
         keys: uint8 [start + T, index_key_bytes], of all positions so far. Returns int64 positions [T, k] in any order,
         where k is at least min(topk, start + T) and at most topk; -1 where a query has fewer positions before it.
         """
-        ...
 
     def select_for_decode(self, index: IndexQueries, pages: PagedKeys, topk: int) -> torch.Tensor:
         """Select for one query of each request of a batch, over the request's whole sequence.
@@ -235,4 +218,3 @@ class AttentionBackend(Protocol):
         Returns int64 positions [batch, k] in any order, where k is at least min(topk, longest sequence) and 1, and at
         most topk; -1 where a sequence is shorter. Where `pages.lengths` is None nothing waits for the device.
         """
-        ...

@@ -9,7 +9,17 @@ import torch.nn.functional as F
 from kernels import fp8
 from kernels.fp8 import experts_quantised as experts_fp8
 from kernels.fp8 import quantise_activations as quantise
-from kernels.operands import Activations, BlockFp8, PartialSums, RmsNorm, Rope, RouterConfig, SwiGluWeights, Threshold
+from kernels.operands import (
+    Activations,
+    BlockFp8,
+    Pair,
+    PartialSums,
+    RmsNorm,
+    Rope,
+    RouterConfig,
+    SwiGluWeights,
+    Threshold,
+)
 
 __all__ = [
     "absorb", "add_rms_norm", "choose_experts", "experts", "experts_all_at_once", "experts_fp8", "experts_grouped",
@@ -28,7 +38,7 @@ def add_rms_norm(
     addend: torch.Tensor | None,
     norm: RmsNorm,
     fp8: BlockFp8 | None = None,
-    room: tuple[torch.Tensor, torch.Tensor] | None = None,
+    room: Pair | None = None,
 ) -> tuple[torch.Tensor, Activations]:
     if addend is not None:
         hidden = hidden + addend
@@ -53,9 +63,7 @@ def float32_product(x: torch.Tensor, weight: torch.Tensor, scale: float = 1.0) -
     return PartialSums(F.linear(x.float(), weight.float()).unsqueeze(0), scale)
 
 
-def choose_experts(
-    logits: PartialSums, bias: torch.Tensor, rule: RouterConfig, room: tuple[torch.Tensor, torch.Tensor] | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def choose_experts(logits: PartialSums, bias: torch.Tensor, rule: RouterConfig, room: Pair | None = None) -> Pair:
     """Ties are broken as by torch.topk, in no order of experts."""
     scores = logits.reduce().sigmoid()
     ranked = scores + bias
@@ -188,9 +196,7 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     return F.silu(gate) * up
 
 
-def _written(
-    made: tuple[torch.Tensor, torch.Tensor], room: tuple[torch.Tensor, torch.Tensor] | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _written(made: Pair, room: Pair | None) -> Pair:
     """What was made, in the room for it."""
     if room is None:
         return made

@@ -57,16 +57,13 @@ class Exchange(Protocol):
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
         """A row for each of all processes' tokens, [M, width], of those of this process's, [N, width], of any dtype:
         hidden states, or what `RoutedTokens` are packed in."""
-        ...
 
     def own(self, count: int) -> range:
         """Which of the M are this process's `count` tokens."""
-        ...
 
     def reduce(self, parts: torch.Tensor) -> torch.Tensor:
         """What all processes contribute to this process's tokens, [N, hidden_size], of what each computed, [M,
         hidden_size]."""
-        ...
 
 
 class NoExchange:

@@ -6,7 +6,7 @@ import triton.language as tl
 from triton.language import constexpr, tensor
 
 from kernels.fp8 import BLOCK, FP8, blocks
-from kernels.operands import Activations, BlockFp8, RmsNorm
+from kernels.operands import Activations, BlockFp8, Pair, RmsNorm
 from kernels.triton.fp8_quantise import new_quantised, quantised
 from kernels.triton.launch import chained, follow, on
 
@@ -20,7 +20,7 @@ def add_rms_norm(
     addend: torch.Tensor | None,
     norm: RmsNorm,
     fp8: BlockFp8 | None = None,
-    room: tuple[torch.Tensor, torch.Tensor] | None = None,
+    room: Pair | None = None,
 ) -> tuple[torch.Tensor, Activations]:
     """See `kernels.ops.Ops`; bfloat16 [N, dim] in contiguous rows, an addend in parts contiguous.
 

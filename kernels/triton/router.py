@@ -16,7 +16,7 @@ import triton.language as tl
 from triton.language import constexpr, tensor
 
 from kernels import torch_ops
-from kernels.operands import PartialSums, RouterConfig
+from kernels.operands import Pair, PartialSums, RouterConfig
 from kernels.triton.launch import MIN_TILE, chained, follow, on
 
 MOST_TOKENS = 128
@@ -111,12 +111,7 @@ _PARTS = 4
 """Parts of logits that are copied to shared memory together."""
 
 
-def choose_experts(
-    logits: PartialSums,
-    bias: torch.Tensor,
-    rule: RouterConfig,
-    room: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def choose_experts(logits: PartialSums, bias: torch.Tensor, rule: RouterConfig, room: Pair | None = None) -> Pair:
     """See `kernels.ops.Ops`; best expert first, and of equal ones the first.
 
     NaN too gets ids of experts that exist. The rows of room are contiguous. Raises ValueError for room that does not
