@@ -124,11 +124,7 @@ def mlp(x: torch.Tensor, x_scales: torch.Tensor, weights: SwiGluWeights, dtype: 
 
 
 def experts(
-    hidden: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    experts: SwiGluWeights,
-    shared: range | None = None,
+    hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, experts: SwiGluWeights, shared: range | None = None
 ) -> torch.Tensor:
     """The weighted sum [T, H] of the chosen experts that this process has, `experts`; others contribute nothing.
 

@@ -79,13 +79,7 @@ def experts_fp8(
 
 
 def _rows(
-    x: torch.Tensor,
-    x_scales: torch.Tensor,
-    order: Sorted,
-    top_k: int,
-    experts: SwiGluWeights,
-    few: bool,
-    cut: Tiling,
+    x: torch.Tensor, x_scales: torch.Tensor, order: Sorted, top_k: int, experts: SwiGluWeights, few: bool, cut: Tiling
 ) -> torch.Tensor:
     """What the experts compute of each row: bfloat16 [P, H], or float32 [splits, P, H], which is to be added up."""
     both = _product(x, x_scales, order, top_k, experts.gate_up, experts.gate_up_scales, few, cut)

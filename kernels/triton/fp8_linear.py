@@ -103,11 +103,7 @@ _RUN_ROWS = 64
 
 
 def partial_product(
-    x: torch.Tensor,
-    x_scales: torch.Tensor,
-    weight: torch.Tensor,
-    scales: torch.Tensor,
-    tiling: Tiling | None = None,
+    x: torch.Tensor, x_scales: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, tiling: Tiling | None = None
 ) -> torch.Tensor:
     """The product: bfloat16 [M, N], or float32 [splits, M, N], which is to be added up.
 
