@@ -11,7 +11,7 @@ from service.node_model import common_to_ranks
 
 def check_alike(ranks: RankGroup, config: DecodeConfig, spec: ModelSpec) -> None:
     """Raises StartupError if ranks are of other versions or checkpoints, or would compute steps of other shapes."""
-    ranks.check_equal(
+    ranks.check_same_config(
         {
             **common_to_ranks(ranks, config, spec),
             "max_running_requests": config.max_running_requests,

@@ -80,6 +80,7 @@ class LocalPrefill:
         """Queue one chunk, unless the one before is still being computed. Finished prompts are copied to the host."""
         if self._queued is not None and not self._queued.query():  # type: ignore[no-untyped-call]
             return
+        self._prefill.start_waiting()
         if (step := self._prefill.plan()) is None:
             return
         for job, queued in self._prefill.compute(step).items():

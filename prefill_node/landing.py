@@ -16,7 +16,7 @@ _HOST_BYTES = 8 << 20
 """Of one piece: enough to be worth the planning, and few enough that digests are compared while the next is read."""
 
 
-class Landing(Protocol):
+class StagedRead(Protocol):
     """Some items of one buffer that are being read."""
 
     @property
@@ -33,7 +33,7 @@ class Landing(Protocol):
         """Where items [first, stop) of the piece have landed, in their order."""
         ...
 
-    def keep(self) -> None:
+    def commit(self) -> None:
         """Put what has landed, and was verified, into the pool. Complete on return."""
         ...
 
@@ -45,7 +45,7 @@ class KVSink(Protocol):
     most_bytes: int
     """Of a piece."""
 
-    def land(self, buffer: int, rows: Int64s, slots: Int64s, source: int, pipeline: Pipeline) -> Landing:
+    def stage(self, buffer: int, rows: Int64s, slots: Int64s, source: int, pipeline: Pipeline) -> StagedRead:
         """Item `slots[i]` of a buffer at address `source` elsewhere is to become item `rows[i]` of ours: int64 [n].
 
         pipeline: what it is read with. May wait for reads that are in flight.
@@ -67,7 +67,7 @@ class HostSink:
         self._layers = layers  # kept alive, since they are written by address
         self.buffers = buffer_info(layers)
 
-    def land(self, buffer: int, rows: Int64s, slots: Int64s, source: int, pipeline: Pipeline) -> Landing:
+    def stage(self, buffer: int, rows: Int64s, slots: Int64s, source: int, pipeline: Pipeline) -> StagedRead:
         return _InPages(self.buffers, buffer, rows, slots, source)
 
     def close(self) -> None:
@@ -85,7 +85,7 @@ class _InPages:
     def ranges(self, first: int, stop: int) -> list[Range]:
         return item_ranges(self._buffers, self._number, self._rows[first:stop])
 
-    def keep(self) -> None:
+    def commit(self) -> None:
         """They are in the pages already."""
 
 
@@ -103,7 +103,7 @@ class DeviceSink:
         # Before the kernels of a pass that is under way: it may wait for what is copied.
         self._stream = torch.cuda.Stream(layers[0].device, priority=-1)  # type: ignore[no-untyped-call]
 
-    def land(self, buffer: int, rows: Int64s, slots: Int64s, source: int, pipeline: Pipeline) -> Landing:
+    def stage(self, buffer: int, rows: Int64s, slots: Int64s, source: int, pipeline: Pipeline) -> StagedRead:
         if self._ring is None:
             self._ring = self._rings.lend()
         return _InBuffer(self._layers[buffer], self._stream, self._ring.take(pipeline), rows, slots, source)
@@ -134,7 +134,7 @@ class _InBuffer:
         assert self.buffer is not None
         return [(self.buffer.address + first * self._item_bytes, (stop - first) * self._item_bytes)]
 
-    def keep(self) -> None:
+    def commit(self) -> None:
         assert self.buffer is not None
         with torch.cuda.stream(self._stream):
             packed = self.buffer.memory[: len(self._rows) * self._item_bytes].to(self._layer.device, non_blocking=True)

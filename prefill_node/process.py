@@ -22,23 +22,25 @@ from model.passes import PrefillChunk
 from model.sparse_model import SparseModel
 from model.spec import ModelSpec
 from model.split import SplitModel
+from prefill_node.attempt import HeldAttempt
 from prefill_node.config import PrefillConfig
 from prefill_node.endpoint import PrefillEndpoint
 from prefill_node.fetcher import FetchResources
-from prefill_node.job import TransferJob
+from prefill_node.gathering import PrefixGather
 from prefill_node.landing import DeviceSink, HostSink
-from prefill_node.model_engine import EngineParts, ModelEngine
 from prefill_node.offer import Offer
-from prefill_node.ranks.alike import check_alike
-from prefill_node.ranks.follower import Follower
-from prefill_node.ranks.gathering import PrefixGather
-from prefill_node.ranks.leader import GroupEngine
+from prefill_node.orders import OF_FIRST, Report
+from prefill_node.planner import PlannerParts, PrefillPlanner
+from prefill_node.rank_loop import RankLoop
 from prefill_node.ring import SendRings
 from prefill_node.sender import SendResources
 from prefill_node.source import DeviceSource, HostSource, Reading
-from ranks.group import RankGroup
+from prefill_node.worker import PrefillWorker, WorkerParts
+from ranks.executor import Executor, Reports
+from ranks.group import RankGroup, SingleRank
+from ranks.rank_line import lines_to_others
 from ranks.rank_place import RankPlace
-from service.node_model import NodeModel
+from service.node_model import NodeModel, common_to_ranks
 from service.shell import NodeShell
 from service.start import check, claim_transfer_ports
 from transfer.routes import Transports
@@ -63,24 +65,30 @@ def run_prefill_node(config: PrefillConfig, place: RankPlace | None = None) -> N
         at_end.callback(shell.close)
         ports = claim_transfer_ports(config)
         log.info("attention backend", backend=described.backend.name)
-        ranks = None
-        if place is not None:
-            ranks = described.join(place, shell)
-            at_end.callback(ranks.close)
-            check_alike(ranks, config, spec)
+        ranks = SingleRank(device) if place is None else described.join(place, shell)
+        at_end.callback(ranks.close)
+        check_same_config(ranks, config, spec)
         model, exchange = described.load(ranks)
-        if ranks is not None:
-            model = SplitModel(model.network, spec, described.backend, ranks.shard, exchange.gather, ranks.begin_step)
+        if ranks.world_size > 1:
+            model = SplitModel(model.network, spec, described.backend, ranks.shard, exchange.gather)
         pool = PagedKVPool(spec.kv_layout, _num_pages(config, spec, device, ranks), config.page_size, device)
-        layers = [*pool.kv, *pool.index_keys]
         transports = Transports(config.data_host, config.transfer_protocol, config.ib_device, ports)
         transports.register(pool.get_contiguous_buf_infos())
-        others: list[Peer] = []
-        if ranks is not None:
+        if ranks.world_size > 1:
             warm_up(model, pool, config.chunked_prefill_size if device.type == "cuda" else 1)
-            ranks.end_step()
-            ranks.watch_steps()
-            _, *others = [Peer.model_validate(peer) for peer in ranks.share(shell.control.me.model_dump())]
+        ranks.watch_steps()
+        _, *others = [Peer.model_validate(peer) for peer in ranks.share(shell.control.me.model_dump())]
+        parts = WorkerParts(
+            model,
+            pool,
+            *_resources(config, pool, transports, shell),
+            PrefixGather(pool, ranks.rank, exchange.gather),
+            ranks,
+        )
+        if ranks.rank:
+            shell.start(None, lambda: None)
+            RankLoop(shell, ranks, partial(PrefillWorker, parts)).run()
+            return
         offer = Offer(
             identity=identity_of(spec),
             transports=transports.offered,
@@ -89,42 +97,15 @@ def run_prefill_node(config: PrefillConfig, place: RankPlace | None = None) -> N
             ranks=tuple(rank.boot_id for rank in others),
         )
         cache = PageCache(pool, spec.vocab_size if _is_caching(config) else None, shell.cache_seed)
-        prefill: ChunkedPrefill[TransferJob] = ChunkedPrefill(model, pool, config.chunked_prefill_size, cache)
-        resources = SendResources(
-            reading=Reading(
-                source=HostSource(layers) if device.type == "cpu" else DeviceSource(layers),
-                layer_of_buffer=pool.layout.layer_of_buffer,
-                page_size=config.page_size,
-                checksums=config.transfer_checksum,
-            ),
-            rings=SendRings(pin=device.type == "cuda", register=transports.register),
-            connect=transports.connect,
-            silence=shell.control.silence,
+        prefill: ChunkedPrefill[HeldAttempt] = ChunkedPrefill(model, pool, config.chunked_prefill_size, cache)
+        reports: Reports[Report] = Reports(partial(shell.inbox.put, None))
+        worker = PrefillWorker(parts, partial(reports.add, 0))
+        lines = lines_to_others(ranks.lines, OF_FIRST, reports.add, ranks.fail)
+        executor = Executor(ranks, worker, lines, reports)
+        at_end.callback(executor.close, timeout=1.0)
+        planner = PrefillPlanner(
+            PlannerParts(prefill, executor, offer, shell.metrics, config.transfer_timeout, config.fetch_prefixes)
         )
-        fetching = FetchResources(
-            connect=transports.connect_to_read,
-            silence=shell.control.silence,
-            new_sink=lambda: HostSink(layers) if device.type == "cpu" else DeviceSink(layers, resources.rings),
-            page_size=config.page_size,
-        )
-        gather = None if ranks is None else PrefixGather(pool, ranks.rank, exchange.gather, ranks.begin_step)
-        if ranks is not None and gather is not None and ranks.rank:
-            shell.start(None, lambda: None)
-            Follower(shell, prefill, device, resources, fetching, gather, ranks).run()
-            return
-        parts = EngineParts(
-            prefill=prefill,
-            device=device,
-            resources=resources,
-            fetching=fetching,
-            offer=offer,
-            metrics=shell.metrics,
-            wake=partial(shell.inbox.put, None),
-            transfer_timeout=config.transfer_timeout,
-            fetch_policy=config.fetch_prefixes,
-        )
-        engine = ModelEngine(parts) if ranks is None or gather is None else GroupEngine(parts, ranks, gather)
-        at_end.callback(engine.close, timeout=1.0)
         membership = Membership(
             shell.control,
             shell.gateways,
@@ -140,18 +121,50 @@ def run_prefill_node(config: PrefillConfig, place: RankPlace | None = None) -> N
             ),
             heartbeat=lambda via: Heartbeat(
                 via=via,
-                ready=not engine.device_failed,
-                queued_tokens=engine.queued_tokens,
-                running_requests=len(engine.attempts),
+                ready=not planner.has_failed,
+                queued_tokens=planner.queued_tokens,
+                running_requests=len(planner.held),
             ),
         )
         if cache.is_on:
             cache.reports = CacheReports(membership, cache.newest)
-        shell.start(membership, engine.refresh_metrics)
+        shell.start(membership, planner.refresh_metrics)
         shell.announce(transports, spec.model_type, spec.fingerprint)
-        PrefillEndpoint(shell, engine, ranks).run()
-        if isinstance(engine, GroupEngine):
-            engine.leave()
+        PrefillEndpoint(shell, planner, ranks).run()
+        planner.leave()
+
+
+def check_same_config(ranks: RankGroup | SingleRank, config: PrefillConfig, spec: ModelSpec) -> None:
+    """Raises StartupError if ranks are of other versions or checkpoints, or would compute or send otherwise."""
+    ranks.check_same_config(
+        {
+            **common_to_ranks(ranks, config, spec),
+            "page_size": config.page_size,
+            "attention_backend": config.attention_backend,
+            "transfer_protocol": config.transfer_protocol,
+        }
+    )
+
+
+def _resources(
+    config: PrefillConfig, pool: PagedKVPool, transports: Transports, shell: NodeShell[Any]
+) -> tuple[SendResources, FetchResources]:
+    layers = [*pool.kv, *pool.index_keys]
+    in_host_memory = not pool.kv.is_cuda
+    rings = SendRings(pin=not in_host_memory, register=transports.register)
+    reading = Reading(
+        source=HostSource(layers) if in_host_memory else DeviceSource(layers),
+        layer_of_buffer=pool.layout.layer_of_buffer,
+        page_size=config.page_size,
+        checksums=config.transfer_checksum,
+    )
+    fetching = FetchResources(
+        connect=transports.connect_to_read,
+        silence=shell.control.silence,
+        new_sink=lambda: HostSink(layers) if in_host_memory else DeviceSink(layers, rings),
+        page_size=config.page_size,
+    )
+    return SendResources(reading, rings, transports.connect, shell.control.silence), fetching
 
 
 def _is_caching(config: PrefillConfig) -> bool:
@@ -179,21 +192,17 @@ def warm_up(model: SparseModel, pool: PagedKVPool, tokens: int) -> None:
     pool.free(pages)
 
 
-def _num_pages(config: PrefillConfig, spec: ModelSpec, device: torch.device, ranks: RankGroup | None = None) -> int:
+def _num_pages(config: PrefillConfig, spec: ModelSpec, device: torch.device, ranks: RankGroup | SingleRank) -> int:
     """Pages of the KV pool; logs why so many. Raises StartupError if a full context does not fit.
 
     All ranks have as many. On CPUs they divide the memory of their host, before any has taken some for its pool.
     """
-    sharing = 1
-    if ranks is not None:
-        ranks.share(None)
-        sharing = ranks.per_host if device.type == "cpu" else 1
+    ranks.share(None)
+    sharing = ranks.per_host if device.type == "cpu" else 1
     if split := device_split(device, config.mem_fraction_static):
         log.info("sized", what=split)
     token_bytes = spec.kv_layout.token_bytes
-    affordable = pool_bytes(device, config.mem_fraction_static) // sharing // token_bytes
-    if ranks is not None:
-        affordable = min(ranks.share(affordable))
+    affordable = min(ranks.share(pool_bytes(device, config.mem_fraction_static) // sharing // token_bytes))
     wanted = config.max_total_tokens or min(affordable, _PROMPTS_BY_DEFAULT * spec.context_length)
     if wanted > affordable:
         raise StartupError(

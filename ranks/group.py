@@ -13,12 +13,13 @@ import torch
 import torch.distributed as dist
 
 from base.errors import StartupError
-from model.shard import Exchange, Shard
+from model.shard import ALONE, WHOLE, Exchange, Shard
 from ranks.agreement import Agreed, Agreement, GroupFailed
 from ranks.far_ranks import MEETING_S, FarRanks, meet
 from ranks.group_exchange import GroupExchange
 from ranks.group_table import GroupTable, Standing
 from ranks.linked_table import LinkedTable
+from ranks.rank_line import inherited_lines
 from ranks.rank_place import RankPlace
 from ranks.rank_watch import RankWatch, end_process
 
@@ -45,8 +46,8 @@ _SETTINGS = {
 class RankGroup:
     """This process's side of its group: what the ranks agree on, and what they exchange.
 
-    Life: made before the model is loaded; `check_equal`; `connect`; `meet` between stages of the start; `watch_steps`
-    once steps have been warmed up; `close`. The node's loop uses it, on one thread.
+    Life: made before the model is loaded; `check_same_config`; `connect`; `share` between stages of the start;
+    `watch_steps` once steps have been warmed up; `close`. The node's loop uses it, on one thread.
 
     One rank's end is the end of all (`GroupFailed`), since their collectives would wait for it. They end in peace when
     each has said `done`.
@@ -64,6 +65,9 @@ class RankGroup:
         """wake: has the loop take its next turn, from any thread. secret, patience: see `meet`; not for one host."""
         self._far = meet(place, secret, patience) if place.hosts > 1 else None
         self.place = place if self._far is None else self._far.place
+        self.lines = inherited_lines(self.place)
+        """To the other ranks, by rank: of rank 0 to all, of others to rank 0. Empty if ranks need none."""
+        self._broken: str | None = None
         self.rank, self.size = place.rank, place.size
         self.device = device
         self._step_timeout = step_timeout
@@ -90,6 +94,10 @@ class RankGroup:
         self._agreement = Agreement(
             self._table, self.rank, place.bells, self._watch.dead, step_timeout, self._spin(device)
         )
+
+    @property
+    def world_size(self) -> int:
+        return self.size
 
     @property
     def per_host(self) -> int:
@@ -128,7 +136,7 @@ class RankGroup:
         shared = self.share(value)
         return [shared[rank] for rank in self.place.neighbours]
 
-    def check_equal(self, values: Mapping[str, object]) -> None:
+    def check_same_config(self, values: Mapping[str, object]) -> None:
         """Raises StartupError if other ranks have other values, with the first that differs."""
         first = dict(values)
         for rank, theirs in enumerate(self.share(first)):
@@ -196,9 +204,16 @@ class RankGroup:
         self._watch.step_ended()
 
     def check(self) -> None:
-        """Raises GroupFailed if a rank has ended."""
+        """Raises GroupFailed if a rank has ended, or what connects the ranks has failed."""
+        if self._broken is not None:
+            raise GroupFailed(self._broken)
         if (dead := self._watch.dead()) is not None:
             raise GroupFailed(f"rank {dead} ended")
+
+    def fail(self, reason: str) -> None:
+        """What connects the ranks has failed: the next `check` says so. Any thread may call it."""
+        self._broken = self._broken or reason
+        self._wake()
 
     def failure(self, error: object) -> GroupFailed:
         """What to raise for an error in the forward pass of a step: the other ranks wait for this one, or one ended."""
@@ -267,3 +282,48 @@ class RankGroup:
         """A rank with a core to itself looks for the others without a pause, as long as they differ by usually."""
         cores = len(os.sched_getaffinity(0))
         return _SPIN_S if device.type == "cuda" and cores >= self.per_host else 0.0
+
+
+class SingleRank:
+    """The group of a node of one process, which waits for nobody."""
+
+    rank, world_size, per_host = 0, 1, 1
+    clock_ahead = 0.0
+    lines: Mapping[int, int] = {}
+    shard = WHOLE
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def share(self, value: Any) -> list[Any]:
+        return [value]
+
+    def check_same_config(self, values: Mapping[str, object]) -> None: ...
+
+    def connect(self) -> Exchange:
+        return ALONE
+
+    def watch_steps(self) -> None: ...
+
+    def begin_step(self) -> None: ...
+
+    def end_step(self) -> None: ...
+
+    def check(self) -> None: ...
+
+    def fail(self, reason: str) -> None: ...
+
+    def failure(self, error: object) -> GroupFailed:
+        return GroupFailed(f"rank 0 failed: {error}")
+
+    def report(self, reason: str) -> None: ...
+
+    def stand(self, standing: Standing) -> Standing:
+        return standing
+
+    def done(self) -> bool:
+        return True
+
+    def leave(self) -> None: ...
+
+    def close(self) -> None: ...

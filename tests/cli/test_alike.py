@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import decode_node.group
-import prefill_node.ranks.alike
+import prefill_node.process
 from base.errors import StartupError
 from base.version import VERSION
 from decode_node.config import DecodeConfig
@@ -40,7 +40,7 @@ def decode(ranks: RankGroup, spec: ModelSpec) -> None:
 
 
 def prefill(ranks: RankGroup, spec: ModelSpec) -> None:
-    prefill_node.ranks.alike.check_alike(ranks, PrefillConfig(model_path=Path(), ranks=2), spec)
+    prefill_node.process.check_same_config(ranks, PrefillConfig(model_path=Path(), ranks=2), spec)
 
 
 @pytest.mark.parametrize("check", [decode, prefill])

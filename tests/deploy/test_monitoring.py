@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import yaml
+from prefill_node.job import JobState
 
 from base.metrics import TRANSFER_FAILURES, Metrics
 from decode_node.request import RequestState
 from deploy.monitoring.generate import HERE, dashboard, files
-from prefill_node.job import JobState
 
 TARGET_LABELS = {"job", "instance", "component"}
 """What the scrape configuration adds to every series."""

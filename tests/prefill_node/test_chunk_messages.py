@@ -6,7 +6,7 @@ from control.messages import Abort, Admitted, AttemptId, ChunkDone, ChunkTaken, 
 from control.prompt_logprobs import PromptLogprobTable
 from prefill_node.offer import Offer
 from tests.identity import IDENTITY
-from tests.prefill_node.endpoint_harness import DECODE, Harness, R, checksum_of, request
+from tests.prefill_node.world import DECODE, R, World, checksum_of, request
 from transfer.memory import Checksums
 
 
@@ -15,7 +15,7 @@ def chunk_done(number: int, start: int, stop: int) -> ChunkDone:
 
 
 def test_the_checksums_of_a_chunk_are_told_when_it_has_landed_and_those_of_the_last_in_the_end() -> None:
-    h = Harness()
+    h = World()
     h.receive(request(token_ids=tuple(range(14)), extents=((0, 14),)))
     h.start()
     h.sent(checksums=True)
@@ -39,11 +39,11 @@ def test_the_checksums_of_a_chunk_are_told_when_it_has_landed_and_those_of_the_l
 
 
 def test_a_chunk_that_lands_after_the_last_is_told_by_itself_too() -> None:
-    h = Harness()
+    h = World()
     h.receive(request())
     h.compute()
     h.compute()
-    h.sender.chunks.reverse()
+    h.writes.reverse()
     h.sent(checksums=True)
     assert not h.control.repeated
     h.sent(checksums=True)
@@ -66,7 +66,7 @@ def positions_of(*messages: Message) -> list[int]:
 
 @pytest.mark.parametrize("checksums", [True, False])
 def test_log_probabilities_are_told_once_by_the_first_message_after_they_were_computed(checksums: bool) -> None:
-    h = Harness()
+    h = World()
     h.receive(request(token_ids=tuple(range(14)), extents=((0, 14),), prompt_logprobs=2, last_token_id=77))
     h.start()
     h.sent(checksums=checksums)
@@ -91,7 +91,7 @@ def test_log_probabilities_are_told_once_by_the_first_message_after_they_were_co
 
 
 def test_a_pass_gives_log_probabilities_to_those_that_ask_for_them() -> None:
-    h = Harness()
+    h = World()
     h.receive(request(token_ids=(1, 2, 3), extents=((0, 3),)))
     other = AttemptId("decode", "other", 1)
     h.receive(request(attempt=other, token_ids=(4, 5), extents=((0, 2),), prompt_logprobs=0, last_token_id=6))
@@ -113,7 +113,7 @@ def test_more_log_probabilities_than_a_message_should_have_are_refused() -> None
 
 
 def test_without_checksums_no_chunk_is_told_of() -> None:
-    h = Harness()
+    h = World()
     h.receive(request())
     h.compute()
     h.compute()
@@ -128,7 +128,7 @@ def test_without_checksums_no_chunk_is_told_of() -> None:
 @pytest.mark.parametrize("end", ["admitted", "aborted", "failed"])
 def test_an_entry_that_ends_says_nothing_of_its_chunks_any_more(end: str) -> None:
     """The decode node need not have answered: all of it was in vain, or has arrived."""
-    h = Harness()
+    h = World()
     h.receive(request())
     h.compute()
     h.compute()
@@ -143,13 +143,13 @@ def test_an_entry_that_ends_says_nothing_of_its_chunks_any_more(end: str) -> Non
             h.sent(error="aborted")
         case "failed":
             h.sent(error="the peer is gone")
-    assert len(h.engine.attempts) == 0
+    assert len(h.held) == 0
     assert not h.control.repeated
     h.receive(ChunkTaken(attempt=R, number=0))
 
 
 def test_a_chunk_that_lands_after_an_abort_is_not_told_of() -> None:
-    h = Harness()
+    h = World()
     h.receive(request())
     h.compute()
     h.compute()
@@ -161,12 +161,12 @@ def test_a_chunk_that_lands_after_an_abort_is_not_told_of() -> None:
 
 
 def test_only_its_own_decode_node_answers_for_a_chunk() -> None:
-    h = Harness()
+    h = World()
     h.receive(request())
     h.compute()
     h.sent(checksums=True)
     other = Peer(role="decode", address="127.0.0.1:2", boot_id="second")
-    h.receive(ChunkTaken(attempt=R, number=0), other)
+    h.receive(ChunkTaken(attempt=R, number=0), sender=other)
     h.receive(ChunkTaken(attempt=R._replace(epoch=2), number=0))
     h.receive(ChunkTaken(attempt=R, number=1))
     assert list(h.control.repeated.values()) == [(DECODE, chunk_done(0, 0, 6))]

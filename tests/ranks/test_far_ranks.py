@@ -19,9 +19,11 @@ from ranks.agreement import Agreement
 from ranks.far_ranks import interface_of, local_address, meet
 from ranks.group_table import GroupTable, Standing
 from ranks.linked_table import LinkedTable
-from ranks.rank_line import line_to_first, lines_to_others
+from ranks.rank_line import LineCodec, line_to_first, lines_to_others
 from ranks.rank_place import NO_LINE, RankPlace, create_places
 from tests.ranks.ranks_harness import forked, join
+
+CODEC: LineCodec[str, str] = LineCodec(str.encode, bytes.decode)
 
 STEPS = 50
 
@@ -134,7 +136,7 @@ def test_ranks_of_two_hosts_compare_exchange_step_and_leave(tmp_path: Path) -> N
     def body(place: RankPlace) -> None:
         woken = threading.Event()
         group = join(place, wake=woken.set)
-        group.check_equal({"version": "1"})
+        group.check_same_config({"version": "1"})
         assert group.share_on_host(place.rank) == list(place.neighbours)
         exchange = group.connect()
         gathered = exchange.gather(torch.full((1, 2), float(place.rank)))
@@ -142,13 +144,17 @@ def test_ranks_of_two_hosts_compare_exchange_step_and_leave(tmp_path: Path) -> N
         assert exchange.reduce(gathered)[0].tolist() == [4.0 * place.rank] * 2
         heard: list[object] = []
         if place.rank:
-            line = line_to_first(group.place, heard.append)
-            line.send(place.rank)
+            line = line_to_first(group.lines, CODEC, heard.append, group.fail)
+            line.send(f"report {place.rank}")
         else:
-            for rank, line in enumerate(lines_to_others(group.place, lambda *said: heard.append(said)), start=1):
+            for rank, line in enumerate(
+                lines_to_others(group.lines, CODEC, lambda *said: heard.append(said), group.fail), start=1
+            ):
                 line.send(f"order {rank}")
         until(lambda: len(heard) == (1 if place.rank else 3), "words over the lines")
-        assert sorted(heard) == ([f"order {place.rank}"] if place.rank else [(1, 1), (2, 2), (3, 3)])
+        assert sorted(heard) == (
+            [f"order {place.rank}"] if place.rank else [(rank, f"report {rank}") for rank in (1, 2, 3)]
+        )
         assert abs(group.clock_ahead) < 1, "one clock for all processes of a machine"
         group.watch_steps()
         steps = 0
@@ -209,7 +215,7 @@ def test_a_rank_of_another_host_that_is_stopped_in_peace_is_named(tmp_path: Path
 
 def test_hosts_with_another_checkpoint_refuse_each_other_by_name(tmp_path: Path) -> None:
     def body(place: RankPlace) -> None:
-        join(place).check_equal({"version": "1", "fingerprint": "abc" if place.rank else "def"})
+        join(place).check_same_config({"version": "1", "fingerprint": "abc" if place.rank else "def"})
 
     with forked(2, tmp_path, body, hosts=2) as ranks:
         assert [ranks.wait(rank) for rank in range(2)] == [1, 1]

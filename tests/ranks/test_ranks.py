@@ -94,7 +94,7 @@ def test_layers_whose_experts_are_divided_compute_what_whole_ones_do(
 
 def test_ranks_with_other_checkpoints_refuse_each_other_by_name(tmp_path: Path) -> None:
     def body(place: RankPlace) -> None:
-        join(place).check_equal({"version": "1", "fingerprint": "abc" if place.rank else "def"})
+        join(place).check_same_config({"version": "1", "fingerprint": "abc" if place.rank else "def"})
 
     with forked(2, tmp_path, body) as ranks:
         assert [ranks.wait(rank) for rank in range(2)] == [1, 1]
@@ -106,7 +106,7 @@ def test_ranks_with_other_checkpoints_refuse_each_other_by_name(tmp_path: Path) 
 def test_ranks_that_are_alike_go_on(tmp_path: Path) -> None:
     def body(place: RankPlace) -> None:
         group = join(place)
-        group.check_equal({"version": "1", "sizes": (1, 2)})
+        group.check_same_config({"version": "1", "sizes": (1, 2)})
         assert group.share(place.rank) == [0, 1, 2]
 
     with forked(3, tmp_path, body) as ranks:

@@ -1,37 +1,23 @@
 """Gives every rank the whole of prefixes of which each has read, and verified, a block."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Self
 
 import torch
 
 from kvcache.paged_pool import PagedKVPool
 from model.split import Gather as GatherRows
-from prefill_node.ranks.orders import DividedPrefix
+from prefill_node.orders import DividedPrefix
 from transfer.planner import expand_pages
 
 _MOST_ROWS = 8192
 """Of a rank, that are gathered at once: it bounds the memory beside the pool."""
 
 
-@dataclass(frozen=True)
-class Gathered:
-    """This rank has gathered what it was to, or failed with an error."""
-
-    error: str | None
-
-    @classmethod
-    def of(cls, error: str | None) -> Self:
-        """error: of what `PrefixGather.run` has raised."""
-        return cls(None if error is None else f"gathering failed: {error}")
-
-
 class PrefixGather:
     """Gathers the rows of blocks layer by layer. All ranks call it with the same prefixes, between the same steps.
 
-    Pages have the same numbers in all ranks, so who knows the positions of a block knows its rows in every pool.
+    Pages have the same numbers in all ranks, so whoever knows the positions of a block knows its rows in every pool.
     """
 
     def __init__(
@@ -39,20 +25,17 @@ class PrefixGather:
         pool: PagedKVPool,
         rank: int,
         gather: GatherRows,
-        on_begin: Callable[[], None],
         most_rows: int = _MOST_ROWS,
     ) -> None:
-        """rank: of this process. on_begin: called when it begins, on its thread. most_rows: of a rank, at once."""
+        """rank: of this process. most_rows: of a rank, at once."""
         self._pool = pool
         self._rank = rank
         self._gather = gather
-        self._on_begin = on_begin
         self._most_rows = most_rows
 
     @torch.inference_mode()
     def run(self, prefixes: Sequence[DividedPrefix]) -> None:
         """Send the rows of this rank's blocks, and store those of all. Waits for the other ranks."""
-        self._on_begin()
         for prefix in prefixes:
             for ranges in cut(prefix.bounds, self._most_rows):
                 self._gather_once(prefix, ranges)
