@@ -12,12 +12,31 @@ from typing import Self
 
 import torch
 
-from control.messages import AttemptId, ChunkDone, Destination, Peer, PrefillDone, PrefillFailed, PrefillRequest
+from control.messages import (
+    AttemptId,
+    ChunkDone,
+    Destination,
+    FetchDone,
+    FetchRequest,
+    Peer,
+    PrefillDone,
+    PrefillFailed,
+    PrefillRequest,
+    Quiesced,
+)
 from control.prompt_logprobs import PromptLogprobs
 from engine.chunked import PrefillJob
 from prefill_node.orders import BlockToSend, LayersRead, TransferReport
 from transfer.memory import Checksum, Checksums
 from transfer.planner import Int64s, expand_extents
+
+Update = ChunkDone | PrefillDone | PrefillFailed | Quiesced | FetchRequest | FetchDone
+"""What is told the decode node of an attempt.
+
+FetchRequest asks for KV that the decode node has; FetchDone says that none is read any more, and ends the asking.
+After PrefillDone the attempt keeps its KV until it is released. After PrefillFailed with `in_flight` another follows
+when nothing is in flight. After PrefillFailed without it, or Quiesced, nothing is left of it.
+"""
 
 
 class HeldState(Enum):

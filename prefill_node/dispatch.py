@@ -56,7 +56,7 @@ class Dispatch:
     def start_step(self, step: PrefillStep[HeldAttempt]) -> int:
         """Have all ranks compute a step, and each send its blocks of it as layers are done. Returns its number."""
         number = next(self._numbers)
-        works = []
+        works: list[int | None] = []
         for attempt, chunk in step.chunks:
             attempt.in_flight.add(number)
             attempt.handed = chunk.stop

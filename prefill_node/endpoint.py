@@ -31,10 +31,10 @@ from control.messages import (
     Registered,
 )
 from engine.device import DeviceFailed
-from prefill_node.attempt import HeldAttempt
+from prefill_node.attempt import HeldAttempt, Update
 from prefill_node.decode_nodes import DecodeNodes
 from prefill_node.finished import FinishedAttempts
-from prefill_node.planner import PrefillPlanner, Update
+from prefill_node.planner import PrefillPlanner
 from ranks.agreement import GroupFailed
 from ranks.group import RankGroup, SingleRank
 from service.lifecycle import Phase

@@ -10,22 +10,9 @@ from dataclasses import dataclass
 import structlog
 
 from base.metrics import Metrics
-from control.messages import (
-    AttemptId,
-    ChunkDone,
-    FetchDone,
-    FetchGrant,
-    FetchRefused,
-    FetchRequest,
-    Peer,
-    PrefillDone,
-    PrefillFailed,
-    PrefillRequest,
-    Progress,
-    Quiesced,
-)
+from control.messages import AttemptId, FetchGrant, FetchRefused, Peer, PrefillRequest, Progress, Quiesced
 from engine.chunked import ChunkedPrefill, PrefillStep
-from prefill_node.attempt import HeldAttempt, HeldState
+from prefill_node.attempt import HeldAttempt, HeldState, Update
 from prefill_node.choices import FetchPolicy
 from prefill_node.dispatch import Dispatch, Transfer
 from prefill_node.offer import Destinations, Offer
@@ -40,14 +27,6 @@ MAX_DECODE_NODES = 64
 """That have attempts here: each takes threads, buffers and connections."""
 _LABELS = sorted({state.label for state in HeldState} - {HeldState.ENDED.label})
 
-Update = ChunkDone | PrefillDone | PrefillFailed | Quiesced | FetchRequest | FetchDone
-"""What is told the decode node of an attempt.
-
-FetchRequest asks for KV that the decode node has; FetchDone says that none is read any more, and ends the asking.
-After PrefillDone the attempt keeps its KV until it is released. After PrefillFailed with `in_flight` another follows
-when nothing is in flight. After PrefillFailed without it, or Quiesced, nothing is left of it.
-"""
-
 
 @dataclass(frozen=True)
 class _Running:
@@ -61,43 +40,40 @@ class _Running:
     """Whether it waits for layers that are read: then it does not tell what computing takes."""
 
 
-@dataclass(frozen=True)
-class PlannerParts:
-    """transfer_timeout: seconds that an attempt's transfer may go on after its computation. fetch_policy: for prefixes
-    that decode nodes have."""
-
-    prefill: ChunkedPrefill[HeldAttempt]
-    executor: Executor[Order, Report]
-    offer: Offer
-    metrics: Metrics
-    transfer_timeout: float
-    fetch_policy: FetchPolicy = "auto"
-
-
 class PrefillPlanner:
     """One loop calls it. It holds an attempt from `start` until the endpoint has told its end (`forget`)."""
 
-    def __init__(self, parts: PlannerParts) -> None:
+    def __init__(
+        self,
+        prefill: ChunkedPrefill[HeldAttempt],
+        executor: Executor[Order, Report],
+        offer: Offer,
+        metrics: Metrics,
+        transfer_timeout: float,
+        fetch_policy: FetchPolicy = "auto",
+    ) -> None:
+        """transfer_timeout: seconds that an attempt's transfer may go on after its computation. fetch_policy: for
+        prefixes that decode nodes have."""
         self.held: dict[AttemptId, HeldAttempt] = {}
         self.has_failed = False
         """Whether its device, or another rank, does not work any more: then it starts nothing."""
-        self._prefill = parts.prefill
-        self._executor = parts.executor
-        self._offer = parts.offer
-        self._transfer_timeout = parts.transfer_timeout
-        self._metrics = parts.metrics
+        self._prefill = prefill
+        self._executor = executor
+        self._offer = offer
+        self._transfer_timeout = transfer_timeout
+        self._metrics = metrics
         self._destinations = Destinations()
         self._updates: list[Update] = []
         self._fetches = PrefixFetches(
-            parts.fetch_policy,
-            parts.prefill,
+            fetch_policy,
+            prefill,
             self.held,
-            parts.executor.world_size,
-            parts.offer.transports,
-            parts.metrics,
+            executor.world_size,
+            offer.transports,
+            metrics,
             self._updates.append,
         )
-        self._dispatch = Dispatch(parts.executor)
+        self._dispatch = Dispatch(executor)
         self._running: _Running | None = None
         self._steps_ended = 0
         self._passes = 0
@@ -254,9 +230,7 @@ class PrefillPlanner:
             self._advance(attempt)
         chunks = running.step.chunks
         # A chunk after a prefix that did not come was computed where the attempt does not stand any more.
-        void = {
-            attempt for at, (attempt, chunk) in enumerate(chunks) if at in ended.void or attempt.computed != chunk.start
-        }
+        void = {each for at, (each, chunk) in enumerate(chunks) if at in ended.void or each.computed != chunk.start}
         if ended.error is None:
             self._prefill.complete(running.step, without=void)
             if chunks and not running.may_wait:
@@ -300,32 +274,25 @@ class PrefillPlanner:
                 decode=attempt.decode.address,
                 **attempt.id.log_fields,
             )
-        if transfer.is_read:
-            self._on_read(attempt, report)
-        else:
-            self._on_sent(attempt, transfer.stop, report)
-        self._advance(attempt)
-
-    def _on_read(self, attempt: HeldAttempt, report: TransferReport) -> None:
-        if report.in_flight:
-            self.stop(attempt, f"fetch failed: {report.error}")
-        for start, stop, step in self._fetches.on_read(attempt, report):
-            self._dispatch.send(attempt, start, stop, step)
-
-    def _on_sent(self, attempt: HeldAttempt, stop: int, report: TransferReport) -> None:
         attempt.lingering |= report.lingering
-        if not report.in_flight:
+        if not report.in_flight and not transfer.is_read:
             attempt.in_flight.discard(report.work)
-        if report.error is None:
+        if transfer.is_read:
+            if report.in_flight:
+                self.stop(attempt, f"fetch failed: {report.error}")
+            for start, stop, step in self._fetches.on_read(attempt, report):
+                self._dispatch.send(attempt, start, stop, step)
+        elif report.error is None:
             self._metrics.transfer_bytes.inc(report.num_bytes)
             self._metrics.transfer_descriptors.inc(report.num_descriptors)
             self._metrics.transfer_seconds.observe(report.seconds())
-            if chunk_done := attempt.landed(stop, report):
+            if chunk_done := attempt.landed(transfer.stop, report):
                 # The decode node can verify these checksums while later chunks compute.
                 self._updates.append(chunk_done)
         elif attempt.state is not HeldState.STOPPING:
             self._metrics.transfer_failures.labels("write").inc()
             self.stop(attempt, f"transfer failed: {report.error}")
+        self._advance(attempt)
 
     # --- attempts ---
 

@@ -30,7 +30,7 @@ from prefill_node.gathering import PrefixGather
 from prefill_node.landing import DeviceSink, HostSink
 from prefill_node.offer import Offer
 from prefill_node.orders import OF_FIRST, Report
-from prefill_node.planner import PlannerParts, PrefillPlanner
+from prefill_node.planner import PrefillPlanner
 from prefill_node.rank_loop import RankLoop
 from prefill_node.ring import SendRings
 from prefill_node.sender import SendResources
@@ -104,7 +104,7 @@ def run_prefill_node(config: PrefillConfig, place: RankPlace | None = None) -> N
         executor = Executor(ranks, worker, lines, reports)
         at_end.callback(executor.close, timeout=1.0)
         planner = PrefillPlanner(
-            PlannerParts(prefill, executor, offer, shell.metrics, config.transfer_timeout, config.fetch_prefixes)
+            prefill, executor, offer, shell.metrics, config.transfer_timeout, config.fetch_prefixes
         )
         membership = Membership(
             shell.control,

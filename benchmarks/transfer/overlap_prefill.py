@@ -25,7 +25,7 @@ from prefill_node.gathering import PrefixGather
 from prefill_node.landing import HostSink
 from prefill_node.offer import Offer
 from prefill_node.orders import Order, Report
-from prefill_node.planner import PlannerParts, PrefillPlanner
+from prefill_node.planner import PrefillPlanner
 from prefill_node.ring import SendRings
 from prefill_node.sender import SendResources
 from prefill_node.source import HostSource, Reading
@@ -94,7 +94,7 @@ def prefill_side(
         executor: Executor[Order, Report] = Executor(ranks, worker, [], reports)
         at_end.callback(executor.close, timeout=_TIMEOUT_S)
         offer = Offer(identity_of(shape), transports.offered, max_tokens=tokens, vocab_size=shape.vocab_size)
-        planner = PrefillPlanner(PlannerParts(prefill, executor, offer, shell.metrics, _TIMEOUT_S, "never"))
+        planner = PrefillPlanner(prefill, executor, offer, shell.metrics, _TIMEOUT_S, "never")
         endpoint = PrefillEndpoint(shell, planner, ranks)
         loop = threading.Thread(target=endpoint.run, name="prefill-node")
         shell.control.start()

@@ -66,7 +66,7 @@ def test_kv_is_what_it_is_behind_a_whole_prefix(tmp_path: Path, dtype: torch.dty
     there = [layer[rows].cpu() for layer in (*expected.kv, *expected.index_keys)]
     buffers, slots = buffer_info(there), np.arange(PREFIX)
     arrival = PrefixArrival(layout.layer_of_buffer)
-    read = BlockToRead(
+    block = BlockToRead(
         1,
         AttemptId("decode", "r", 1),
         ME,
@@ -79,7 +79,7 @@ def test_kv_is_what_it_is_behind_a_whole_prefix(tmp_path: Path, dtype: torch.dty
         after=0,
         reports_layers=False,
     )
-    fetch = Fetch(read, arrival, lambda: True)
+    fetch = Fetch(block, arrival, lambda: True)
     reports: list[TransferReport] = []
 
     def read() -> None:

@@ -82,9 +82,7 @@ def test_rows_are_uploaded_without_waiting_for_the_device_and_go_with_their_part
     assert not source._stream.query()
     source._stream.synchronize()
     assert rows.tolist() == part.items.tolist()
-    assert len(source._rows) == 2
-    del plan, part, warm_up
-    assert len(source._rows) == 0
+    assert part.uploaded == [rows]
 
 
 def test_device_memory_has_the_same_checksum_as_host_memory() -> None:

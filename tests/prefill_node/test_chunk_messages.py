@@ -70,19 +70,21 @@ def test_log_probabilities_are_told_once_by_the_first_message_after_they_were_co
     h.receive(request(token_ids=tuple(range(14)), extents=((0, 14),), prompt_logprobs=2, last_token_id=77))
     h.start()
     h.sent(checksums=checksums)
-    assert not positions_of(*(message for _, message in h.control.repeated.values())), "they are not computed yet"
+    assert not positions_of(*h.repeated), "they are not computed yet"
     h.finish()
     h.compute()
     h.sent(checksums=checksums)
     h.compute()
     h.sent(checksums=checksums)
-    *chunks, done = (message for _, message in h.control.repeated.values())
+    *chunks, done = h.repeated
     assert len(chunks) == (2 if checksums else 1), "only a chunk that brings something has a message"
-    assert positions_of(chunks[-1]) == list(range(1, 13))
+    last = chunks[-1]
+    assert isinstance(last, ChunkDone)
+    assert positions_of(last) == list(range(1, 13))
     assert positions_of(done) == [13, 14]
     assert isinstance(done, PrefillDone)
     table = PromptLogprobTable(15, 2)
-    for piece in (*chunks[-1].prompt_logprobs, *done.prompt_logprobs):
+    for piece in (*last.prompt_logprobs, *done.prompt_logprobs):
         assert table.problem(piece) is None
         table.add(piece)
     assert table.complete
@@ -98,7 +100,7 @@ def test_a_pass_gives_log_probabilities_to_those_that_ask_for_them() -> None:
     h.compute()
     h.sent()
     h.sent()
-    dones = {key[1]: message for key, (_, message) in h.control.repeated.items()}
+    dones = {message.attempt: message for message in h.repeated if isinstance(message, PrefillDone)}
     assert positions_of(dones[R]) == []
     assert positions_of(dones[other]) == [1, 2]
 

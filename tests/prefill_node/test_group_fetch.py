@@ -239,7 +239,7 @@ def test_ranks_that_cannot_gather_end_the_node(node: GroupFetching) -> None:
         raise RuntimeError("a lost connection")
 
     for each in node.all:
-        each.worker._gather.run = fail  # type: ignore[assignment,method-assign]
+        each.worker._gather.run = fail  # type: ignore[method-assign]
     _, asked = node.ask_fetching()
     node.planner.fetch_answered(node.grant(asked))
     with pytest.raises(GroupFailed, match="rank 0 failed in step 1: gathering failed: a lost connection"):
@@ -317,4 +317,6 @@ def test_what_is_gathered_at_once_is_bounded_and_is_every_position_once() -> Non
         [range(3, 3), range(33, 63), range(100, 100)],
         [range(3, 3), range(63, 80), range(100, 100)],
     ]
-    assert np.array_equal(np.unique(expand_extents([(r.start, len(r)) for step in found for r in step])), range(3, 100))
+    assert np.array_equal(
+        np.unique(expand_extents(tuple((r.start, len(r)) for step in found for r in step))), range(3, 100)
+    )

@@ -21,20 +21,16 @@ from control.messages import (
     AttemptId,
     ChunkDone,
     Destination,
-    FetchDone,
-    FetchRequest,
     Message,
     Peer,
     PrefillDone,
-    PrefillFailed,
     PrefillRequest,
-    Quiesced,
 )
 from engine.chunked import ChunkedPrefill, WantedLogprobs, compute_chunks
 from kvcache.page_cache import PageCache, can_cache
 from kvcache.paged_pool import PagedKVPool, PagedSequence
 from model.passes import PrefillChunk
-from prefill_node.attempt import HeldAttempt
+from prefill_node.attempt import HeldAttempt, Update
 from prefill_node.choices import FetchPolicy
 from prefill_node.endpoint import PrefillEndpoint
 from prefill_node.fetcher import FetchResources
@@ -47,6 +43,7 @@ from prefill_node.orders import (
     BlockToRead,
     BlockToSend,
     CancelTransfers,
+    FetchFailure,
     Gather,
     LayersRead,
     Order,
@@ -57,7 +54,7 @@ from prefill_node.orders import (
     StepEnded,
     TransferReport,
 )
-from prefill_node.planner import PlannerParts, PrefillPlanner, Update
+from prefill_node.planner import PrefillPlanner
 from prefill_node.ring import SendRings
 from prefill_node.sender import SendResources
 from prefill_node.source import HostSource, Reading
@@ -150,9 +147,7 @@ class Node:
         )
         self.executor = Executor(self.ranks, worker, lines, reports)
         offer = Offer(IDENTITY, ("tcp",), max_tokens=max_tokens, vocab_size=VOCAB)
-        self.planner = PrefillPlanner(
-            PlannerParts(prefill, self.executor, offer, self.metrics, transfer_timeout=30.0, fetch_policy=fetch_policy)
-        )
+        self.planner = PrefillPlanner(prefill, self.executor, offer, self.metrics, 30.0, fetch_policy)
         self.held = self.planner.held
         self.fetches = self.planner._fetches
         self.endpoint = PrefillEndpoint(self.shell, self.planner, self.ranks)  # type: ignore[arg-type]
@@ -296,7 +291,7 @@ class World(Node):
     def read(self, rank: int = 0, at: int = 0, **fields: Any) -> None:
         """The reads of a rank's oldest block, or its block number `at`, ended."""
         read = self.workers[rank].reads.pop(at)
-        failure = "read" if "error" in fields else None
+        failure: FetchFailure | None = "read" if fields.get("error") else None
         self.reports.add(rank, TransferReport(read.work, failure=failure, **fields))
         self.tell()
 
@@ -470,7 +465,7 @@ class LiveRank:
         self.worker.take(OF_OTHERS.decode(OF_FIRST.encode(order)))
 
 
-UpdateT = TypeVar("UpdateT", ChunkDone, PrefillDone, PrefillFailed, Quiesced, FetchRequest, FetchDone)
+UpdateT = TypeVar("UpdateT", bound=Message)
 
 
 class LiveWorld(Node):
@@ -537,7 +532,8 @@ class LiveWorld(Node):
 
     def told(self, kind: type[UpdateT], attempt: AttemptId | None = None) -> list[UpdateT]:
         """What the decode node was told, of an attempt or of all."""
-        return [each for each in self.updates if isinstance(each, kind) and attempt in (None, each.attempt)]
+        updates = [each for each in self.updates if attempt in (None, each.attempt)]
+        return [each for each in updates if isinstance(each, kind)]
 
     def until(self, kind: type[UpdateT], attempt: AttemptId) -> UpdateT:
         """Turn the loop until this is told of an attempt."""
@@ -560,8 +556,9 @@ class LiveWorld(Node):
 
     def checksums_of(self, attempt: AttemptId) -> list[Checksum]:
         """All that the decode node was told of an attempt, in order of positions."""
-        told = [*self.told(ChunkDone, attempt), *self.told(PrefillDone, attempt)]
-        rows = [checksum for update in told for checksum in update.checksums.rows()]
+        found = [update.checksums for update in self.told(ChunkDone, attempt)]
+        found += [update.checksums for update in self.told(PrefillDone, attempt)]
+        rows = [checksum for checksums in found for checksum in checksums.rows()]
         return sorted(rows, key=lambda checksum: (checksum.buffer, checksum.start))
 
     def run(self, tokens: Sequence[int], start: int = 0, salt: str = "") -> PrefillDone:
@@ -585,7 +582,10 @@ class LiveWorld(Node):
             assert each.worker.close(timeout=5)
 
 
-def live(world: LiveWorld) -> Iterator[LiveWorld]:
+LiveT = TypeVar("LiveT", bound=LiveWorld)
+
+
+def live(world: LiveT) -> Iterator[LiveT]:
     """For fixtures: the world, and its end."""
     yield world
     world.close()
