@@ -5,6 +5,7 @@ Commands import what they need when they run, so that --help is fast.
 
 import sys
 from collections.abc import Sequence
+from importlib.metadata import entry_points
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,13 +16,12 @@ from typer.core import TyperGroup
 
 from base.errors import ProcessFailed, StartupError
 from base.version import VERSION
-from benchmarks import commands as bench
 from cli import keygen, quarantine
 from cli.config import ServeConfig, SizingConfig
 from cli.flags import takes_flags
 from decode_node.config import DecodeConfig
 from gateway.config import GatewayConfig
-from model.shapes import ShapeName
+from model.families import FamilyName, ShapeName
 from prefill_node.config import PrefillConfig
 from ranks.rank_place import RankPlace
 from service.descriptors import raise_file_limit
@@ -38,7 +38,7 @@ class Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except typer.BadParameter as error:
-            raise StartupError(_refusal(error)) from error
+            raise StartupError(_rejection_reason(error)) from error
 
 
 app = typer.Typer(
@@ -50,7 +50,9 @@ app = typer.Typer(
 
 app.add_typer(quarantine.app)
 app.command()(keygen.keygen)
-app.add_typer(bench.app, name="bench")
+for command in entry_points(group="hisparse_pd.commands"):
+    # `bench`: benchmarks use the whole product, which does not know them.
+    app.add_typer(command.load(), name=command.name)
 
 
 def show_version(wanted: bool) -> None:
@@ -115,7 +117,7 @@ def sizing(config: SizingConfig) -> None:
 @app.command("tiny-model")
 def tiny_model(
     directory: Annotated[Path, typer.Argument(help="Where to write the checkpoint.")],
-    family: Annotated[Literal["deepseek_v32", "glm_moe_dsa"], typer.Option(help="Model family.")] = "deepseek_v32",
+    family: Annotated[FamilyName, typer.Option(help="Model family.")] = "deepseek_v32",
     seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
     layers: Annotated[int | None, typer.Option(help="Hidden layers; default: 4, or all of the shape's.")] = None,
     hidden_size: Annotated[int, typer.Option(help="Width of the hidden states.")] = 64,
@@ -211,7 +213,7 @@ def _run_node(config: PrefillConfig | DecodeConfig) -> None:
         runner_of(config)(config)
 
 
-def _refusal(error: typer.BadParameter) -> str:
+def _rejection_reason(error: typer.BadParameter) -> str:
     """The flag, its value, and why that is invalid."""
     from pydantic import ValidationError
 

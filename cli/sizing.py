@@ -1,7 +1,7 @@
 """`hisparse-pd sizing`: what a node of several GPUs holds and can at most do, for a published shape.
 
 Each figure is a formula over the shape, the machine and the flags, computed by the functions that size a node. Steps
-and prompts are given by what the hardware takes at least (`benchmarks.decode.limits`). Nothing is measured, no GPU and
+and prompts are given by what the hardware takes at least (`model.roofline`). Nothing is measured, no GPU and
 no checkpoint are needed.
 """
 
@@ -10,18 +10,17 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from transformers import AutoConfig
 
 from base.block_hashes import BLOCK_TOKENS
 from base.errors import StartupError
-from benchmarks.decode.config import DecodeBench
-from benchmarks.decode.limits import Works, work_of
-from benchmarks.decode.timing import Part
-from benchmarks.decode.workload import Model, build_model
-from benchmarks.prefill.limits import work_of_chunk
 from cli.config import SizingConfig
 from hisparse.config import HiSparseConfig
 from hisparse.sizing import GIB, Sizes, plan_sizes
-from kvcache.prefix_cache import BLOCK_BYTES
+from kvcache.block_cache import BLOCK_BYTES
+from model.config import network_config
+from model.roofline import RankModel, StepPart, Works, work_of_chunk, work_of_step
+from model.shapes import published_config
 
 _PAGE = 64
 _PLENTY_GIB = 2.0**20
@@ -44,18 +43,19 @@ class NodeSizing:
     config: SizingConfig
 
     @cached_property
-    def model(self) -> Model:
+    def model(self) -> RankModel:
         """One rank's network, without memory for it. Raises StartupError if the shape cannot be divided so."""
         c = self.config
-        bench = DecodeBench(
-            shape=c.shape,
-            rank_of=c.ranks,
-            context=c.context_length,
-            kv_cache_dtype=c.kv_cache_dtype,
-            quantization="fp8",
-        )
+        sizes = network_config(AutoConfig.for_model(**published_config(c.shape)))
         try:
-            return build_model(bench, torch.device("meta"))
+            return RankModel.build(
+                sizes,
+                ranks=c.ranks,
+                fp8=True,
+                context_length=c.context_length,
+                kv_cache_dtype=c.kv_cache_dtype,
+                device=torch.device("meta"),
+            )
         except ValueError as error:
             raise StartupError(f"sizing: {error}") from error
 
@@ -102,7 +102,7 @@ class NodeSizing:
             index_page_size=_PAGE,
             available_host_bytes=int(2 * _PLENTY_GIB * GIB),
             available_device_bytes=self.pool_bytes,
-            vocab_size=self.model.spec.vocab_size,
+            has_prefix_cache=True,
         )
 
     @cached_property
@@ -139,15 +139,15 @@ class NodeSizing:
     def step(self) -> Works:
         """The work of a decode step with all requests running."""
         c = self.config
-        return work_of(self.model, self.running, c.context_length, min(c.new_positions, c.context_length), c.ranks)
+        return work_of_step(self.model, self.running, c.context_length, min(c.new_positions, c.context_length), c.ranks)
 
-    def limit_ms(self, works: Works, part: Part) -> float:
+    def limit_ms(self, works: Works, part: StepPart) -> float:
         return sum(work.ms(self.config.link_gb_per_s) for work in works.get(part, ()))
 
     @property
     def step_limit_ms(self) -> float:
         """What the hardware takes for a step at least. Exchanges between GPUs are not in it."""
-        return sum(self.limit_ms(self.step, part) for part in Part)
+        return sum(self.limit_ms(self.step, part) for part in StepPart)
 
     @property
     def step_ms(self) -> float:
@@ -161,7 +161,7 @@ class NodeSizing:
     @property
     def swapped_in_bytes(self) -> float:
         """In a step: what is read out of host memory."""
-        return sum(work.link_bytes for work in self.step[Part.SWAP_IN])
+        return sum(work.link_bytes for work in self.step[StepPart.SWAP_IN])
 
     @property
     def prefill_tokens(self) -> int:
@@ -174,7 +174,7 @@ class NodeSizing:
         c = self.config
         block = min(c.chunked_prefill_size // c.ranks, c.context_length) or 1
         works = work_of_chunk(self.model, c.context_length, block, c.ranks)
-        return c.ranks * block / sum(self.limit_ms(works, part) for part in Part) * 1e3
+        return c.ranks * block / sum(self.limit_ms(works, part) for part in StepPart) * 1e3
 
 
 def rows(config: SizingConfig) -> list[Row]:
@@ -191,7 +191,7 @@ def rows(config: SizingConfig) -> list[Row]:
     sizes = x.sizes(x.running, x.host_pool_gib / x.ranks_per_host)
     request_bytes = sizes.device_bytes / x.running
     per_host = x.ranks_per_host
-    parts = ", ".join(f"{part} {x.limit_ms(x.step, part):.1f}" for part in Part if x.limit_ms(x.step, part) >= 0.05)
+    parts = ", ".join(f"{part} {x.limit_ms(x.step, part):.1f}" for part in StepPart if x.limit_ms(x.step, part) >= 0.05)
     limit, expected = x.tokens_per_s(x.step_limit_ms), x.tokens_per_s(x.step_ms)
     read = per_host * x.swapped_in_bytes / x.step_ms / 1e6
     pool, request = gib(x.pool_bytes), gib(request_bytes)

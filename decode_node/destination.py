@@ -4,7 +4,7 @@ import os
 
 from control.messages import Destination, ModelIdentity
 from kvcache.host_pool import HostKVPool
-from transfer.memory import BufferInfo, SharedMemory
+from transfer.memory import SharedMemory
 from transfer.routes import Transports
 
 
@@ -13,10 +13,13 @@ def destination_of(host: HostKVPool, transports: Transports, identity: ModelIden
 
     Processes of the same host can map a shareable pool instead, by this process's id and the memory's file descriptor.
     """
-    ptrs, lengths, item_lengths = host.get_contiguous_buf_infos()
-    buffers = BufferInfo(ptrs=tuple(ptrs), lengths=tuple(lengths), item_lengths=tuple(item_lengths))
     region = host.shared()
     shared = None
     if region is not None:
         shared = SharedMemory(pid=os.getpid(), fd=region.fd, name=region.name, base=region.base, length=region.length)
-    return Destination(identity=identity, buffers=buffers, sessions=transports.sessions, shared=shared)
+    return Destination(
+        identity=identity,
+        buffers=host.get_contiguous_buf_infos(),
+        sessions=transports.sessions,
+        shared=shared,
+    )

@@ -25,7 +25,7 @@ class Limits:
             return f"{prompt} prompt tokens and max_tokens {new} exceed the context of {self.context_length} tokens"
         if prompt + new - 1 > self.host_slots:
             return f"{prompt + new - 1} tokens of KV exceed the host pool of {self.host_slots}"
-        largest = max(generate.prompt_ids, default=0)
+        largest = int(generate.prompt.max())
         for token_ids in (generate.stop_token_ids, *_named_tokens(generate.sampling)):
             largest = max(largest, *token_ids, 0)
         if largest >= self.vocab_size:

@@ -7,11 +7,9 @@ from functools import partial
 import structlog
 import torch
 
-from base.block_hashes import BlockHasher
 from base.errors import StartupError
 from base.logs import configure_logging
 from base.memory import available_host_bytes, device_split, human, pool_bytes
-from control.cache_reports import CacheReports
 from control.keys import load_token
 from control.membership import Membership
 from control.messages import AttemptId, Heartbeat, Peer, Register
@@ -161,13 +159,12 @@ def run_decode_node(config: DecodeConfig, place: RankPlace | None = None) -> Non
                 running_requests=coordinator.num_running,
             ),
         )
-        if (prefixes := coordinator.host.prefixes) is not None:
-            prefixes.report_to(CacheReports(membership, prefixes.newest), BlockHasher(shell.cache_seed))
         node = DecodeNode(shell, scheduler, remote, coordinator, membership, ranks)
         quarantine = quarantine_router(
             Quarantine(reservations, shell.control, remote.lent), shell.inbox.put, token=token
         )
-        shell.start(membership, node.refresh_metrics, quarantine)
+        prefixes = coordinator.host.prefixes
+        shell.start(membership, node.refresh_metrics, quarantine, cached=None if prefixes is None else prefixes.blocks)
         shell.announce(transports, spec.model_type, spec.fingerprint)
         node.run()
 
@@ -205,7 +202,7 @@ def _plan(
         available_host_bytes=host_bytes,
         available_device_bytes=for_pools - for_local_prefill,
         max_device_slots=config.max_device_slots,
-        vocab_size=spec.vocab_size if config.enable_prefix_caching else None,
+        has_prefix_cache=config.enable_prefix_caching,
     )
     if ranks is not None:
         check_host_memory(ranks, sizes, host_bytes)

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from control.messages import AttemptId, FinishReason, Generate, Peer
 from control.prompt_logprobs import PromptLogprobTable
-from engine.adjustments import adjusts, banned_tokens
+from engine.adjustments import BannedTokens, adjusts
 from engine.grammar.state import GrammarState
 from engine.sampling import RandomStream
 from kvcache.extents import HostSlots
@@ -100,9 +100,10 @@ class Request:
         """Whether its logits are changed before its tokens are drawn."""
         return adjusts(self.generate.sampling)
 
-    def banned_tokens(self) -> set[int]:
-        """Tokens that may not come next, beside those that never may."""
-        return banned_tokens(self.generate.sampling, self.generate.stop_token_ids, self.generated)
+    @cached_property
+    def banned_tokens(self) -> BannedTokens:
+        """Tokens that may not come next, by what it has generated."""
+        return BannedTokens(self.generate.sampling, self.generate.stop_token_ids)
 
     def logprobs_to_compute(self) -> PromptLogprobTable | None:
         """Where the log probabilities of the next prefill go, which computes the whole prompt for them, or None.
@@ -132,7 +133,7 @@ class Request:
     @property
     def kv_token_ids(self) -> npt.NDArray[np.int32]:
         """The tokens whose KV is stored once it has landed: int32 [kv_tokens]."""
-        return np.concatenate([self._prompt, np.array(self.generated, dtype=np.int32)])[:-1]
+        return np.concatenate([self.generate.prompt, np.array(self.generated, dtype=np.int32)])[:-1]
 
     @property
     def shared_token_ids(self) -> npt.NDArray[np.int32]:
@@ -141,11 +142,7 @@ class Request:
         Requests of a group share slots behind the last whole block of their prompt, too. A slot can be in one cached
         block only, so of a group nothing but the prompt is cached.
         """
-        return self._prompt[:-1] if self.generate.group else self.kv_token_ids
-
-    @cached_property
-    def _prompt(self) -> npt.NDArray[np.int32]:
-        return np.array(self.generate.prompt_ids, dtype=np.int32)
+        return self.generate.prompt[:-1] if self.generate.group else self.kv_token_ids
 
     @property
     def kv_tokens(self) -> int:

@@ -53,6 +53,11 @@ class GatewayConfig(ProcessConfig):
         Path | None,
         Flag("File of keys that clients must present, one a line; read again when it changes."),
     ] = None
+    priority_key_file: Annotated[
+        Path | None,
+        Flag("File of further keys, one a line, whose requests may go before others: a priority below 0."),
+    ] = None
+    allow_priority: Annotated[bool, Flag("Requests of all clients may go before others: a priority below 0.")] = False
     prefix_cache_per_key: Annotated[
         bool, Flag("Clients with different API keys share no cached prefixes: none can tell what others have sent.")
     ] = False
@@ -73,6 +78,21 @@ class GatewayConfig(ProcessConfig):
             min=1,
         ),
     ] = 128
+    max_answer_mib: Annotated[
+        int,
+        Flag(
+            "MiB that the gateway holds of the answers to one request, log probabilities as they are sent; beyond it "
+            "400.",
+            min=1,
+        ),
+    ] = 32
+    max_total_answer_mib: Annotated[
+        int,
+        Flag(
+            "MiB of answers that the gateway holds at a time; beyond it the request that holds the most gets 503.",
+            min=1,
+        ),
+    ] = 256
     max_concurrent_requests: Annotated[
         int, Flag("Requests that the gateway holds at a time; beyond it clients get 429.", min=1)
     ] = 1024

@@ -9,8 +9,9 @@ from base.errors import StartupError
 from base.memory import human
 from kvcache.extents import Extent, HostSlots, SlotAllocator
 from kvcache.host_memory import HostMemory, SharedRegion, page_aligned
-from kvcache.layout import KVLayout
+from kvcache.layout import KVLayout, buffer_info
 from kvcache.prefix_cache import PrefixCache
+from transfer.memory import BufferInfo
 
 
 class HostKVPool:
@@ -21,8 +22,8 @@ class HostKVPool:
     kv: uint8 [num_layers, num_slots, item_bytes]. index_keys: uint8 [num_index_layers, num_slots, index_key_bytes].
     Both start at a memory page, and each layer is one contiguous buffer. pin: register the memory with CUDA (torch's
     own pinned allocator would round it up to a power of two). shareable: let other processes of the host map it
-    (`shared`). cpus: processors near which it should lie. vocab_size: keep a prefix cache, for tokens with ids
-    below that. Raises StartupError if the machine does not have the memory.
+    (`shared`). cpus: processors near which it should lie. prefix_cache: keep a prefix cache (`prefixes`). Raises
+    StartupError if the machine does not have the memory.
 
     prefixes: the prefix cache, which gives slots up as others need them. So what only the cache owns counts as free.
     """
@@ -34,7 +35,7 @@ class HostKVPool:
         pin: bool,
         shareable: bool = False,
         cpus: Collection[int] | None = None,
-        vocab_size: int | None = None,
+        prefix_cache: bool = False,
     ) -> None:
         self.layout = layout
         keys_at = page_aligned(layout.num_layers * num_slots * layout.item_bytes)
@@ -43,7 +44,7 @@ class HostKVPool:
         self.kv = self._memory.tensor(0, (layout.num_layers, num_slots, layout.item_bytes))
         self.index_keys = self._memory.tensor(keys_at, (layout.num_index_layers, num_slots, layout.index_key_bytes))
         self._slots = SlotAllocator(num_slots)
-        self.prefixes = None if vocab_size is None else PrefixCache(self._slots, vocab_size)
+        self.prefixes = PrefixCache(self._slots) if prefix_cache else None
         self._pinned: list[torch.Tensor] = []
         if pin:
             self._pin(self.kv)
@@ -87,10 +88,9 @@ class HostKVPool:
         more = self._take(num_tokens)
         return None if more is None else slots.extend(more)
 
-    def get_contiguous_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
-        """Addresses, lengths and item lengths in bytes: one buffer per layer of kv, then one per index layer."""
-        buffers = [*self.kv, *self.index_keys]
-        return [b.data_ptr() for b in buffers], [b.nbytes for b in buffers], [b.shape[1] for b in buffers]
+    def get_contiguous_buf_infos(self) -> BufferInfo:
+        """The buffers of the layout; an item is one token in one of them."""
+        return buffer_info([*self.kv, *self.index_keys])
 
     def shared(self) -> SharedRegion | None:
         """How another process of this host maps the pool; None if it is not shareable."""

@@ -6,7 +6,7 @@ from itertools import pairwise
 import torch
 
 from kvcache.paged_pool import PagedKVPool
-from model.split import Gather as GatherRows
+from model.split import GatherRows
 from prefill_node.orders import DividedPrefix
 from transfer.planner import expand_pages
 

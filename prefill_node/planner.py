@@ -159,8 +159,6 @@ class PrefillPlanner:
         self._dispatch.cancel(self._fetches.give_up_late(now))
         if not self.has_failed:
             self._start_step()
-        if (reports := self._prefill.pages.reports) is not None:
-            reports.send(now)
         updates = self._updates.copy()
         self._updates.clear()
         return updates

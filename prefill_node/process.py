@@ -11,7 +11,6 @@ from base.block_hashes import BLOCK_TOKENS
 from base.errors import StartupError
 from base.logs import configure_logging
 from base.memory import device_split, human, pool_bytes
-from control.cache_reports import CacheReports
 from control.membership import Membership
 from control.messages import Heartbeat, Peer, Register
 from engine.chunked import ChunkedPrefill
@@ -96,7 +95,7 @@ def run_prefill_node(config: PrefillConfig, place: RankPlace | None = None) -> N
             vocab_size=spec.vocab_size,
             ranks=tuple(rank.boot_id for rank in others),
         )
-        cache = PageCache(pool, spec.vocab_size if _is_caching(config) else None, shell.cache_seed)
+        cache = PageCache(pool, _is_caching(config))
         prefill: ChunkedPrefill[HeldAttempt] = ChunkedPrefill(model, pool, config.chunked_prefill_size, cache)
         reports: Reports[Report] = Reports(partial(shell.inbox.put, None))
         worker = PrefillWorker(parts, partial(reports.add, 0))
@@ -126,9 +125,7 @@ def run_prefill_node(config: PrefillConfig, place: RankPlace | None = None) -> N
                 running_requests=len(planner.held),
             ),
         )
-        if cache.is_on:
-            cache.reports = CacheReports(membership, cache.newest)
-        shell.start(membership, planner.refresh_metrics)
+        shell.start(membership, planner.refresh_metrics, cached=cache.blocks)
         shell.announce(transports, spec.model_type, spec.fingerprint)
         PrefillEndpoint(shell, planner, ranks).run()
         planner.leave()

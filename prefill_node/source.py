@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from kvcache.paged_pool import buffer_info
+from kvcache.layout import buffer_info
 from prefill_node.plan import ChunkPart
 from prefill_node.ring import SendBuffer
 from transfer.checksum import digest, item_ranges

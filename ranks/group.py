@@ -22,6 +22,7 @@ from ranks.linked_table import LinkedTable
 from ranks.rank_line import inherited_lines
 from ranks.rank_place import RankPlace
 from ranks.rank_watch import RankWatch, end_process
+from ranks.sealed_socket import SealedSocket
 
 log = structlog.get_logger(__name__)
 
@@ -64,8 +65,8 @@ class RankGroup:
     ) -> None:
         """wake: has the loop take its next turn, from any thread. secret, patience: see `meet`; not for one host."""
         self._far = meet(place, secret, patience) if place.hosts > 1 else None
-        self.place = place if self._far is None else self._far.place
-        self.lines = inherited_lines(self.place)
+        self.place = place
+        self.lines = inherited_lines(place) | ({} if self._far is None else self._far.lines)
         """To the other ranks, by rank: of rank 0 to all, of others to rank 0. Empty if ranks need none."""
         self._broken: str | None = None
         self.rank, self.size = place.rank, place.size
@@ -289,7 +290,7 @@ class SingleRank:
 
     rank, world_size, per_host = 0, 1, 1
     clock_ahead = 0.0
-    lines: Mapping[int, int] = {}
+    lines: Mapping[int, SealedSocket] = {}
     shard = WHOLE
 
     def __init__(self, device: torch.device) -> None:

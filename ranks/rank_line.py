@@ -1,14 +1,14 @@
-"""What rank 0 and another rank tell each other in addition to collectives: values, in order, over a descriptor.
+"""What rank 0 and another rank tell each other in addition to collectives: values, in order.
 
 On one host a line is a pair of sockets that the ranks inherit; between hosts, a connection of which both ends have
-shown that they know the cluster's key (`ranks/far_ranks.py`). What comes is data of the kinds that the codec knows.
+shown that they know the group's key (`ranks/handshake.py`). What comes is data of the kinds that the codec knows.
 """
 
 import queue
+import socket
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from typing import Any, Generic, TypeVar
 
 import msgpack
@@ -16,12 +16,21 @@ import structlog
 from pydantic import TypeAdapter
 
 from ranks.rank_place import NO_LINE, RankPlace
+from ranks.sealed_socket import INHERITED, FrameRefused, SealedSocket
 
 log = structlog.get_logger(__name__)
 
 KindT = TypeVar("KindT")
 SentT = TypeVar("SentT")
 ReceivedT = TypeVar("ReceivedT")
+
+
+@dataclass(frozen=True)
+class LineCodec(Generic[SentT, ReceivedT]):
+    """How one end writes what it sends, and reads what it receives. decode: raises ValueError for other bytes."""
+
+    encode: Callable[[SentT], bytes]
+    decode: Callable[[bytes], ReceivedT]
 
 
 class DataclassCodec(Generic[KindT]):
@@ -47,14 +56,6 @@ class DataclassCodec(Generic[KindT]):
         raise ValueError(f"expected one of {', '.join(self._kinds)}, and its fields")
 
 
-@dataclass(frozen=True)
-class LineCodec(Generic[SentT, ReceivedT]):
-    """How one end writes what it sends, and reads what it receives. decode: raises ValueError for other bytes."""
-
-    encode: Callable[[SentT], bytes]
-    decode: Callable[[bytes], ReceivedT]
-
-
 class RankLine(Generic[SentT, ReceivedT]):
     """One end. Sending never waits: the other rank may be stopped. What was sent comes as long as both ranks live.
 
@@ -64,12 +65,12 @@ class RankLine(Generic[SentT, ReceivedT]):
 
     def __init__(
         self,
-        descriptor: int,
+        connection: SealedSocket,
         codec: LineCodec[SentT, ReceivedT],
         receive: Callable[[ReceivedT], None],
         failed: Callable[[str], None],
     ) -> None:
-        self._connection = Connection(descriptor)
+        self._connection = connection
         self._codec = codec
         self._receive = receive
         self._failed = failed
@@ -84,36 +85,41 @@ class RankLine(Generic[SentT, ReceivedT]):
     def _write(self) -> None:
         try:
             while True:
-                self._connection.send_bytes(self._codec.encode(self._outbox.get()))
+                self._connection.send(self._codec.encode(self._outbox.get()))
         except OSError:
             return  # The other rank has ended, which the rank's watch says.
         except Exception as error:
             log.exception("a value for another rank cannot be sent")
-            self._failed(f"cannot send: {error}")
+            self._fail(f"cannot send: {error}")
 
     def _read(self) -> None:
         while True:
             try:
-                value = self._codec.decode(self._connection.recv_bytes())
+                value = self._codec.decode(self._connection.receive())
             except (EOFError, OSError):
                 return
-            except ValueError as error:
-                self._failed(str(error))
+            except (FrameRefused, ValueError) as error:
+                self._fail(str(error))
                 return
             self._receive(value)
 
+    def _fail(self, reason: str) -> None:
+        self._connection.shut_down()
+        self._failed(reason)
 
-def inherited_lines(place: RankPlace) -> dict[int, int]:
-    """Descriptors of this rank's ends of its lines, by the other rank."""
+
+def inherited_lines(place: RankPlace) -> dict[int, SealedSocket]:
+    """This rank's ends of its lines within its host, by the other rank."""
     if place.rank == 0:
         ends = {rank: first for rank, (first, _) in enumerate(place.lines, start=1)}
     else:
         ends = {0: place.lines[place.rank - 1][1]} if place.lines else {}
-    return {rank: end for rank, end in ends.items() if end != NO_LINE[0]}
+    missing = NO_LINE[0]
+    return {rank: SealedSocket(socket.socket(fileno=end), INHERITED) for rank, end in ends.items() if end != missing}
 
 
 def lines_to_others(
-    lines: Mapping[int, int],
+    lines: Mapping[int, SealedSocket],
     codec: LineCodec[SentT, ReceivedT],
     receive: Callable[[int, ReceivedT], None],
     failed: Callable[[str], None],
@@ -132,7 +138,7 @@ def lines_to_others(
 
 
 def line_to_first(
-    lines: Mapping[int, int],
+    lines: Mapping[int, SealedSocket],
     codec: LineCodec[SentT, ReceivedT],
     receive: Callable[[ReceivedT], None],
     failed: Callable[[str], None],

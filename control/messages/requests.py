@@ -1,8 +1,13 @@
 """Between gateways and decode nodes: requests."""
 
+from array import array
+from collections.abc import Iterator
+from functools import cached_property
 from typing import Annotated, Literal
 
-from pydantic import Field
+import numpy as np
+import numpy.typing as npt
+from pydantic import AfterValidator, Field
 
 from base.wire import Identifier, UInt, WireModel
 from control.grammar import Grammar
@@ -11,7 +16,23 @@ from control.prompt_logprobs import Alternatives
 
 MAX_BIASES = 1024
 """Token ids of one request whose logits are changed one by one."""
+MAX_ALLOWED = 2**18
+"""Token ids in `Sampling.allowed_token_ids`; vocabularies are smaller."""
+MAX_BAD_WORD_TOKENS = 4096
+"""Tokens of all bad words of one request together."""
+Bias = Annotated[float, Field(ge=-100, le=100)]
+MAX_CHOICES = 128
+"""Answers of one request of a client, over all of its prompts."""
 Penalty = Annotated[float, Field(ge=-2, le=2)]
+RepetitionPenalty = Annotated[float, Field(ge=0.01, le=100)]
+"""Logits are divided and multiplied by it. A finite logit below 3e36 stays finite in float32; models have logits below
+1e5. A smaller penalty overflows, and one below 1e-45 is 0 in float32."""
+
+
+def _few_tokens(words: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+    if (count := sum(map(len, words))) > MAX_BAD_WORD_TOKENS:
+        raise ValueError(f"expected at most {MAX_BAD_WORD_TOKENS} tokens in all words together, found {count}")
+    return words
 
 
 class Sampling(WireModel):
@@ -21,6 +42,9 @@ class Sampling(WireModel):
     presence count generated tokens, repetition those of the prompt, too. logit_bias: what is added to logits, by token.
     allowed_token_ids: None allows all. bad_words: sequences of tokens of which the last is not drawn behind the others.
     min_tokens: the first so many tokens are none of `Generate.stop_token_ids`.
+
+    The bounds keep changed logits finite, and what one request adds to a decode step small. A gateway checks its
+    clients' values against the same bounds.
     """
 
     temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
@@ -31,18 +55,25 @@ class Sampling(WireModel):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     frequency_penalty: Penalty = 0.0
     presence_penalty: Penalty = 0.0
-    repetition_penalty: Annotated[float, Field(gt=0, le=100)] = 1.0
-    logit_bias: Annotated[tuple[tuple[TokenId, float], ...], Field(max_length=MAX_BIASES)] = ()
-    allowed_token_ids: Annotated[TokenIds, Field(min_length=1)] | None = None
-    bad_words: Annotated[
-        tuple[Annotated[TokenIds, Field(min_length=1, max_length=MAX_BIASES)], ...], Field(max_length=MAX_BIASES)
-    ] = ()
+    repetition_penalty: RepetitionPenalty = 1.0
+    logit_bias: Annotated[tuple[tuple[TokenId, Bias], ...], Field(max_length=MAX_BIASES)] = ()
+    allowed_token_ids: Annotated[TokenIds, Field(min_length=1, max_length=MAX_ALLOWED)] | None = None
+    bad_words: Annotated[tuple[Annotated[TokenIds, Field(min_length=1)], ...], AfterValidator(_few_tokens)] = ()
     min_tokens: UInt = 0
 
 
-class Generate(Message):
-    """Gateway to decode node: take this request. Repeated until Accepted, Rejected or Outputs answers it.
+class FurtherChoice(WireModel):
+    """A request that differs from the one of its message in these fields alone."""
 
+    request_id: Identifier
+    seed: UInt
+
+
+class Generate(Message):
+    """Gateway to decode node: take these requests. Repeated until Accepted, Rejected or Outputs answers each of them.
+
+    further: other answers to the same prompt, as requests of their own. They share all fields but their ids and seeds,
+    so that a prompt and its settings travel, and are validated, once however many answers are asked for.
     prefill_nodes: in order of preference. longest_prompts: the most tokens that each takes, by its boot id.
     prefill_ranks: by boot id, the other ranks of those that have some. priority: a request with a lower one goes first,
     then that which came first. grammar: what the answer has to look like. cache_salt: requests with different ones
@@ -64,6 +95,32 @@ class Generate(Message):
     prefill_nodes: tuple[Peer, ...] = ()
     longest_prompts: dict[Identifier, UInt] = Field(default_factory=dict)
     prefill_ranks: dict[Identifier, Ranks] = Field(default_factory=dict)
+    further: Annotated[tuple[FurtherChoice, ...], Field(max_length=MAX_CHOICES - 1)] = ()
+
+    @cached_property
+    def packed_prompt(self) -> "array[int]":
+        """The prompt's token ids as int32. Copies of the message that are made afterwards share it.
+
+        No NumPy array, since messages are compared.
+        """
+        return array("i", self.prompt_ids)
+
+    @property
+    def prompt(self) -> npt.NDArray[np.int32]:
+        """The prompt's token ids: int32 [prompt_tokens], in the memory of `packed_prompt`."""
+        return np.frombuffer(self.packed_prompt, dtype=np.int32)
+
+    def each(self) -> Iterator["Generate"]:
+        """One message for each request. They share the prompt, packed too, and the settings.
+
+        The log probabilities of the prompt are those of the first.
+        """
+        _ = self.packed_prompt
+        yield self.model_copy(update={"further": ()})
+        for choice in self.further:
+            sampling = self.sampling.model_copy(update={"seed": choice.seed})
+            own = {"request_id": choice.request_id, "sampling": sampling, "prompt_logprobs": None, "further": ()}
+            yield self.model_copy(update=own)
 
 
 class Accepted(Message):

@@ -34,7 +34,6 @@ from tests.decode_node.fakes import GATEWAY, destination
 from tests.prefill_node.fakes import FakeControl
 from transfer.fencing import ReservationTable
 from transfer.incoming import IncomingCut
-from transfer.memory import BufferInfo
 
 FORMAT = DenseFormat(torch.float32, item_dim=2, index_dim=2)
 LAYOUT = KVLayout((0,), FORMAT.item_bytes, FORMAT.index_key_bytes)
@@ -53,6 +52,8 @@ class CountingModel:
         self.batches: list[int] = []
         self.error: Exception | None = None
         self.overflows_after = -1
+        self.scale = 1.0
+        """The logit of the predicted token."""
         self.violates_at = -1
         """The position that a token selects its successor of."""
         self.step_s = 0.0
@@ -67,7 +68,7 @@ class CountingModel:
         newest_selected = positions + (positions == self.violates_at)
         step.swap_in(0, (newest_selected[:, None] - torch.arange(HOT)).clamp(min=-1))
         time.sleep(self.step_s)
-        logits = torch.nn.functional.one_hot(token_ids + 1, VOCAB).float()
+        logits = self.scale * torch.nn.functional.one_hot(token_ids + 1, VOCAB).float()
         return logits.masked_fill((token_ids == self.overflows_after)[:, None], float("inf"))
 
 
@@ -112,11 +113,10 @@ class Harness:
             asked_device_slots=self.device_slots,
             num_index_pages=400,
             table_bytes=0,
-            vocab_size=VOCAB if self.caching else None,
+            has_prefix_cache=self.caching,
         )
         self.coordinator: HiSparseCoordinator = build_tiers(sizes, torch.device("cpu"))
-        ptrs, lengths, item_lengths = self.coordinator.host.get_contiguous_buf_infos()
-        self.buffers = BufferInfo(ptrs=tuple(ptrs), lengths=tuple(lengths), item_lengths=tuple(item_lengths))
+        self.buffers = self.coordinator.host.get_contiguous_buf_infos()
         self.table: ReservationTable[AttemptId, Peer, HostSlots] = ReservationTable(
             self.coordinator.host.release, self.coordinator.host.retain, lambda: IncomingCut(())
         )

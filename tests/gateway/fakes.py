@@ -12,6 +12,7 @@ from typing import Any, Literal, Self
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from base.metrics import Metrics
 from benchmarks.scripted_node import ScriptedNode
 from control.messages import (
     Accepted,
@@ -32,6 +33,7 @@ from control.messages import (
 from control.plane import ControlPlaneFailed
 from control.prompt_logprobs import PromptLogprobs
 from gateway.config import GatewayConfig
+from gateway.held_answers import AnswerLimits, HeldAnswers
 from gateway.process import Gateway
 
 MODEL = "tiny"
@@ -59,6 +61,11 @@ def wait_until(condition: Callable[[], object], timeout: float = 10.0) -> None:
     while not condition():
         assert time.monotonic() < until, "the condition did not come true"
         time.sleep(0.005)
+
+
+def held_answers(per_request: int = 1 << 30, total: int = 1 << 30) -> HeldAnswers:
+    """What a gateway counts answers with; by default it takes all."""
+    return HeldAnswers(AnswerLimits(per_request, total), Metrics().answers_ended)
 
 
 def byte_tokenizer() -> Tokenizer:
@@ -163,7 +170,10 @@ class FakeDecodeNode(FakeNode):
         """Tokens of the prompt that were not computed, of one request after the other, round and round."""
         self.extra_outputs: list[Output] = []
         """Sent after the tokens; their request ids are replaced."""
+        self.asked: list[Generate] = []
+        """Messages that asked it for requests, as they came."""
         self.generated: list[Generate] = []
+        """The requests, each once."""
         self.cancelled: list[str] = []
         self.ended: list[str] = []
         """Requests of which the gateway has said that it knows of their end."""
@@ -171,9 +181,12 @@ class FakeDecodeNode(FakeNode):
     def deliver(self, sender: Peer, message: Message) -> None:
         match message:
             case Generate():
-                if all(message.request_id != seen.request_id for seen in self.generated):
-                    self.generated.append(message)
-                    self._generate(sender, message)
+                self.asked.append(message)
+                seen = {request.request_id for request in self.generated}
+                for request in message.each():
+                    if request.request_id not in seen:
+                        self.generated.append(request)
+                        self._generate(sender, request)
             case Cancel():
                 self.cancelled.append(message.request_id)
                 self.send(sender, Output(request_id=message.request_id, start=0, finish_reason="abort"))

@@ -5,11 +5,14 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from control.messages import FinishReason, Output, Peer, Sampling, Token
+from control.messages import FinishReason, Generate, Output, Peer, Token
 from gateway.attempt import Attempt, Shortcut, TokenizedRequest
 from gateway.choice import Delta
+from tests.gateway.fakes import held_answers
 
-REQUEST = TokenizedRequest("r", (1,), 99, Sampling(seed=0), (), streams=True, arrived=0.0, deadline=9e9)
+REQUEST = TokenizedRequest(
+    Generate(request_id="r", prompt_ids=(1,), max_new_tokens=99), streams=True, arrived=0.0, deadline=9e9
+)
 NODE = Peer(role="decode", address="127.0.0.1:1", boot_id="boot")
 
 
@@ -22,7 +25,7 @@ def read(output: Output) -> Delta:
 
 
 def attempt_with(take: Callable[[Delta], bool] | None = None) -> Attempt:
-    return Attempt(REQUEST, NODE, 0.0, read, Shortcut(take))
+    return Attempt(REQUEST, NODE, 0.0, read, held_answers().account(), Shortcut(take))
 
 
 def say(attempt: Attempt, *ids: int, ends: FinishReason | None = None) -> None:

@@ -1,5 +1,6 @@
 """Ranks of a group as processes of their own, forked from the test."""
 
+import json
 import os
 import signal
 import time
@@ -14,10 +15,12 @@ import torch
 from cli.serve import free_port
 from ranks.group import RankGroup
 from ranks.group_table import GroupTable
+from ranks.rank_line import LineCodec
 from ranks.rank_place import RankPlace, create_places
 
 CPU = torch.device("cpu")
 TIMEOUT_S = 30.0
+JSON: LineCodec[object, object] = LineCodec(lambda value: json.dumps(value).encode(), json.loads)
 
 
 class ForkedRanks:
