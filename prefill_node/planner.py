@@ -88,7 +88,9 @@ class PrefillPlanner:
 
     def rejection_reason(self, decode: Peer, request: PrefillRequest) -> str | None:
         """Why the node cannot serve a request, naming both values, or None."""
-        reason = self._offer.refusal(request) or self._destinations.contradiction(decode, request.destination)
+        reason = self._offer.rejection_reason(request) or self._destinations.rejection_reason(
+            decode, request.destination
+        )
         served = self._dispatch.served
         if reason is None and decode not in served and len(served) >= MAX_DECODE_NODES:
             return "this node sends to as many decode nodes as it can"

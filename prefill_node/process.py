@@ -34,7 +34,7 @@ from prefill_node.rank_loop import RankLoop
 from prefill_node.ring import SendRings
 from prefill_node.sender import SendResources
 from prefill_node.source import DeviceSource, HostSource, Reading
-from prefill_node.worker import PrefillWorker, WorkerParts
+from prefill_node.worker import PrefillWorker
 from ranks.executor import Executor, Reports
 from ranks.group import RankGroup, SingleRank
 from ranks.rank_line import lines_to_others
@@ -77,16 +77,12 @@ def run_prefill_node(config: PrefillConfig, place: RankPlace | None = None) -> N
             warm_up(model, pool, config.chunked_prefill_size if device.type == "cuda" else 1)
         ranks.watch_steps()
         _, *others = [Peer.model_validate(peer) for peer in ranks.share(shell.control.me.model_dump())]
-        parts = WorkerParts(
-            model,
-            pool,
-            *_resources(config, pool, transports, shell),
-            PrefixGather(pool, ranks.rank, exchange.gather),
-            ranks,
-        )
+        sending, fetching = _resources(config, pool, transports, shell)
+        gather = PrefixGather(pool, ranks.rank, exchange.gather)
+        new_worker = partial(PrefillWorker, model, pool, sending, fetching, gather, ranks)
         if ranks.rank:
             shell.start(None, lambda: None)
-            RankLoop(shell, ranks, partial(PrefillWorker, parts)).run()
+            RankLoop(shell, ranks, new_worker).run()
             return
         offer = Offer(
             identity=identity_of(spec),
@@ -98,7 +94,7 @@ def run_prefill_node(config: PrefillConfig, place: RankPlace | None = None) -> N
         cache = PageCache(pool, _is_caching(config))
         prefill: ChunkedPrefill[HeldAttempt] = ChunkedPrefill(model, pool, config.chunked_prefill_size, cache)
         reports: Reports[Report] = Reports(partial(shell.inbox.put, None))
-        worker = PrefillWorker(parts, partial(reports.add, 0))
+        worker = new_worker(partial(reports.add, 0))
         lines = lines_to_others(ranks.lines, OF_FIRST, reports.add, ranks.fail)
         executor = Executor(ranks, worker, lines, reports)
         at_end.callback(executor.close, timeout=1.0)

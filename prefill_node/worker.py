@@ -40,18 +40,6 @@ from ranks.group import RankGroup, SingleRank
 log = structlog.get_logger(__name__)
 
 
-@dataclass(frozen=True)
-class WorkerParts:
-    """What a worker is made of. gather: of the prefixes that ranks have read."""
-
-    model: SparseModel
-    pool: PagedKVPool
-    sending: SendResources
-    fetching: FetchResources
-    gather: PrefixGather
-    ranks: RankGroup | SingleRank
-
-
 @dataclass(eq=False)
 class _Block:
     """A block that is being sent or read. arrival: of its layers, if it is read."""
@@ -66,20 +54,29 @@ class PrefillWorker:
     It knows no attempts: what it has to know of one is in the orders.
     """
 
-    def __init__(self, parts: WorkerParts, report: Callable[[Report], None]) -> None:
-        """report: called on any thread, once for each step, and once for each block when all of it has ended as far as
-        can be known."""
-        self._model = parts.model
-        self._pool = parts.pool
-        self._device = parts.pool.kv.device
-        self._gather = parts.gather
+    def __init__(
+        self,
+        model: SparseModel,
+        pool: PagedKVPool,
+        sending: SendResources,
+        fetching: FetchResources,
+        gather: PrefixGather,
+        ranks: RankGroup | SingleRank,
+        report: Callable[[Report], None],
+    ) -> None:
+        """gather: of the prefixes that ranks have read. report: called on any thread, once for each step, and once for
+        each block when all of it has ended as far as can be known."""
+        self._model = model
+        self._pool = pool
+        self._device = pool.kv.device
+        self._gather = gather
         self._report = report
-        self._compute = ComputeThread(self._device, parts.ranks, report)
-        self._sender = Sender(parts.sending, self._block_ended)
-        self._fetcher = Fetcher(parts.fetching, self._block_ended, lambda: self._compute.tasks_ended)
+        self._compute = ComputeThread(self._device, ranks, report)
+        self._sender = Sender(sending, self._block_ended)
+        self._fetcher = Fetcher(fetching, self._block_ended, lambda: self._compute.tasks_ended)
         self._blocks: dict[int, _Block] = {}
         """By number: those that are under way."""
-        self._over = ForwardProgress.over(self._device, parts.pool.layout.num_layers)
+        self._over = ForwardProgress.over(self._device, pool.layout.num_layers)
         self._last_step = 0, self._over
 
     def take(self, order: Order) -> None:
@@ -100,7 +97,9 @@ class PrefillWorker:
                     if block.arrival is not None:
                         block.arrival.give_up()
             case Serve(decode_nodes=decode_nodes):
-                self._keep_only({decode.boot_id for decode in decode_nodes})
+                boot_ids = {decode.boot_id for decode in decode_nodes}
+                self._sender.keep_only(boot_ids)
+                self._fetcher.keep_only(boot_ids)
             case End():
                 pass
 
@@ -140,10 +139,6 @@ class PrefillWorker:
         arrival = PrefixArrival(self._pool.layout.layer_of_buffer, read.work, report)
         block = self._blocks[read.work] = _Block(arrival)
         self._fetcher.submit(read.decode, Fetch(read, arrival, lambda: not block.is_cancelled))
-
-    def _keep_only(self, boot_ids: set[str]) -> None:
-        self._sender.keep_only(boot_ids)
-        self._fetcher.keep_only(boot_ids)
 
     # --- on other threads ---
 

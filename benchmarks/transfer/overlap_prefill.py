@@ -29,7 +29,7 @@ from prefill_node.planner import PrefillPlanner
 from prefill_node.ring import SendRings
 from prefill_node.sender import SendResources
 from prefill_node.source import HostSource, Reading
-from prefill_node.worker import PrefillWorker, WorkerParts
+from prefill_node.worker import PrefillWorker
 from ranks.executor import Executor, Reports
 from ranks.group import SingleRank
 from service.config import NodeConfig
@@ -71,24 +71,22 @@ def prefill_side(
         ranks = SingleRank(_CPU)
         reports: Reports[Report] = Reports(lambda: shell.inbox.put(None))
         worker = PrefillWorker(
-            WorkerParts(
-                cast(SparseModel, model),
-                pool,
-                SendResources(
-                    reading=Reading(HostSource(layers), pool.layout.layer_of_buffer, PAGE_SIZE, checksums),
-                    rings=SendRings(pin=False, register=transports.register),
-                    connect=transports.connect,
-                    silence=shell.control.silence,
-                ),
-                FetchResources(
-                    connect=transports.connect_to_read,
-                    silence=shell.control.silence,
-                    new_sink=lambda: HostSink(layers),
-                    page_size=PAGE_SIZE,
-                ),
-                PrefixGather(pool, 0, ranks.connect().gather),
-                ranks,
+            cast(SparseModel, model),
+            pool,
+            SendResources(
+                reading=Reading(HostSource(layers), pool.layout.layer_of_buffer, PAGE_SIZE, checksums),
+                rings=SendRings(pin=False, register=transports.register),
+                connect=transports.connect,
+                silence=shell.control.silence,
             ),
+            FetchResources(
+                connect=transports.connect_to_read,
+                silence=shell.control.silence,
+                new_sink=lambda: HostSink(layers),
+                page_size=PAGE_SIZE,
+            ),
+            PrefixGather(pool, 0, ranks.connect().gather),
+            ranks,
             partial(reports.add, 0),
         )
         executor: Executor[Order, Report] = Executor(ranks, worker, [], reports)

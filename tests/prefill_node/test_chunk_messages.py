@@ -109,9 +109,9 @@ def test_more_log_probabilities_than_a_message_should_have_are_refused() -> None
     few = request(prompt_logprobs=20, last_token_id=5)
     offer = Offer(IDENTITY, ("tcp",), max_tokens=2**20, vocab_size=100)
     many = few.model_copy(update={"token_ids": (1,) * 2**17})
-    assert offer.refusal(few) is None
-    assert "exceed the limit" in str(offer.refusal(many))
-    assert "token id 100" in str(offer.refusal(few.model_copy(update={"last_token_id": 100})))
+    assert offer.rejection_reason(few) is None
+    assert "exceed the limit" in str(offer.rejection_reason(many))
+    assert "token id 100" in str(offer.rejection_reason(few.model_copy(update={"last_token_id": 100})))
 
 
 def test_without_checksums_no_chunk_is_told_of() -> None:

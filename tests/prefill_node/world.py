@@ -58,7 +58,7 @@ from prefill_node.planner import PrefillPlanner
 from prefill_node.ring import SendRings
 from prefill_node.sender import SendResources
 from prefill_node.source import HostSource, Reading
-from prefill_node.worker import PrefillWorker, WorkerParts
+from prefill_node.worker import PrefillWorker
 from ranks.agreement import GroupFailed
 from ranks.executor import Executor, Line, Reports, Worker
 from ranks.group import SingleRank
@@ -430,7 +430,8 @@ class LiveRank:
         self.connect_reads: Callable[[], LateChannel] = lambda: self.reads
         self.failed: str | None = None
         layers = [*pool.kv, *pool.index_keys]
-        self._parts = WorkerParts(
+        self._new_worker = partial(
+            PrefillWorker,
             self.model,  # type: ignore[arg-type]
             pool,
             SendResources(
@@ -458,7 +459,7 @@ class LiveRank:
             elif isinstance(found, StepEnded):
                 self.failed = found.error
 
-        self.worker = PrefillWorker(self._parts, report)
+        self.worker = self._new_worker(report)
         return self.worker
 
     def send(self, order: Order) -> None:
