@@ -9,6 +9,7 @@ import structlog
 
 from prefill_node.arrival import PrefixArrival
 from prefill_node.landing import KVSink, StagedRead
+from prefill_node.lanes import LaneWork
 from prefill_node.orders import BlockToRead, FetchFailure, TransferReport
 from transfer.checksum import digest
 from transfer.memory import Checksum, Checksums
@@ -19,13 +20,11 @@ log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
-class Fetch:
-    """A block of a prefix that is read. arrival: hears which layers are here, but not of the end. is_wanted: asked
-    again and again."""
+class Fetch(LaneWork):
+    """A block of a prefix that is read. arrival: hears which layers are here, but not of the end."""
 
-    read: BlockToRead
+    block: BlockToRead
     arrival: PrefixArrival
-    is_wanted: Callable[[], bool]
 
 
 class WrongGrant(Exception):
@@ -84,12 +83,12 @@ class RunningFetch:
     it."""
 
     def __init__(self, fetch: Fetch, reader: Reader, sink: KVSink, page_size: int) -> None:
-        self._read = fetch.read
+        self._read = fetch.block
         self._arrival = fetch.arrival
         self._reader = reader
         self._sink = sink
         self._page_size = page_size
-        self._report = TransferReport(fetch.read.work)
+        self._report = TransferReport(fetch.block.work)
         self._missing: Counter[int] = Counter()
         """By layer, pieces that are not verified yet."""
         self._layers = 0

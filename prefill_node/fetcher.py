@@ -1,19 +1,15 @@
 """Reads prefixes from decode nodes."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
 
 import structlog
 
 from control.messages import Destination, Peer
 from prefill_node.fetch import Fetch, RunningFetch
 from prefill_node.landing import KVSink
-from prefill_node.lanes import Lanes
-from prefill_node.lease import await_lease
-from prefill_node.orders import TransferReport
+from prefill_node.lanes import Lane, Lanes
 from transfer.reader import Reader
-from transfer.routes import NoRoute
 from transfer.writer import Channel
 
 log = structlog.get_logger(__name__)
@@ -36,41 +32,22 @@ class FetchResources:
 
 
 class Fetcher(Lanes[Fetch]):
-    """Reads blocks of prefixes. `report` is called once per fetch, on any thread, when nothing of it lands any more, as
-    far as can be known, and before a pass that waits for it goes on."""
+    """Reads blocks of prefixes."""
 
-    def __init__(
-        self, resources: FetchResources, report: Callable[[TransferReport], None], steps_ended: Callable[[], int]
-    ) -> None:
-        """steps_ended: in this rank, for `Read.after`."""
-        super().__init__("fetch", lambda decode: _FetchLane(resources, decode, report, steps_ended))
+    def __init__(self, resources: FetchResources, steps_ended: Callable[[], int]) -> None:
+        """steps_ended: in this rank, for `BlockToRead.after`."""
+        super().__init__("fetch", lambda decode: _FetchLane(resources, decode, steps_ended))
 
 
-class _FetchLane:
+class _FetchLane(Lane[Fetch]):
     """The reader of one decode node's pool, and where it reads to."""
 
-    def __init__(
-        self,
-        resources: FetchResources,
-        decode: Peer,
-        report: Callable[[TransferReport], None],
-        steps_ended: Callable[[], int],
-    ) -> None:
+    def __init__(self, resources: FetchResources, decode: Peer, steps_ended: Callable[[], int]) -> None:
+        super().__init__(decode, resources.silence)
         self._resources = resources
-        self._decode = decode
-        self._report = report
         self._steps_ended = steps_ended
         self._reader: Reader | None = None
         self._sink: KVSink | None = None
-
-    def serve(self, fetch: Fetch) -> None:
-        report = self._fetched(fetch)
-        if report.error is not None:
-            fetch.arrival.give_up()
-        fetch.arrival.end(lambda in_time: self._report(replace(report, in_time=in_time)))
-
-    def settle(self) -> bool:
-        return False
 
     def close(self) -> None:
         if self._reader is not None:
@@ -78,35 +55,23 @@ class _FetchLane:
         if self._sink is not None:
             self._sink.close()
 
-    def give_up(self, error: Exception) -> None:
-        """Reads never raise."""
-        log.exception("a thread that fetches cannot be ended", decode=self._decode.address)
-
-    def _fetched(self, fetch: Fetch) -> TransferReport:
-        read = fetch.read
-        if not fetch.is_wanted():
-            return TransferReport(read.work, error="not wanted any more", failure="timeout")
-        try:
-            reader, sink = self._connected(read.destination)
-        except NoRoute as error:
-            return TransferReport(read.work, error=str(error), failure="read")
-        except Exception as error:
-            log.exception("connecting failed", decode=self._decode.address, **read.attempt.log_fields)
-            return TransferReport(read.work, error=f"fetching failed: {error}", failure="read")
-        silence = partial(self._resources.silence, self._decode)
-        running = RunningFetch(fetch, reader, sink, self._resources.page_size)
-        report = running.run(lambda: await_lease(silence, fetch.is_wanted, lambda: self._steps_ended() >= read.after))
-        if report.in_flight or reader.lost_track:
-            # What they use stays as it is: the next fetch gets new ones.
-            self._resources.kept.append((reader, sink))
-            self._reader = self._sink = None
-        return report
-
-    def _connected(self, destination: Destination) -> tuple[Reader, KVSink]:
+    def _connect(self, destination: Destination) -> None:
         if self._reader is None:
             channel = self._resources.connect(destination)
             self._reader = Reader(channel)
             log.info("reads", decode=self._decode.address, transport=channel.transport)
         if self._sink is None:
             self._sink = self._resources.new_sink()
-        return self._reader, self._sink
+
+    def _post(self, work: Fetch) -> None:
+        """Returns when nothing of it lands any more."""
+        reader, sink = self._reader, self._sink
+        assert reader is not None
+        assert sink is not None
+        running = RunningFetch(work, reader, sink, self._resources.page_size)
+        report = running.run(lambda: self._may_post(work, lambda: self._steps_ended() >= work.block.after))
+        if report.in_flight or reader.lost_track:
+            # What they use stays as it is: the next fetch gets new ones.
+            self._resources.kept.append((reader, sink))
+            self._reader = self._sink = None
+        self._report(report)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import structlog
 
+from prefill_node.lanes import LaneWork
 from prefill_node.orders import BlockToSend, TransferReport
 from prefill_node.plan import ChunkPart, ChunkPlan, gather_policy
 from prefill_node.progress import ForwardProgress, NotComputed
@@ -31,13 +32,11 @@ _WHAT_FAILED = {
 
 
 @dataclass(frozen=True, eq=False)
-class Chunk:
-    """A block of a chunk that is sent. progress: of the forward pass that computes it. cancelled: asked again and again
-    while it is sent."""
+class Chunk(LaneWork):
+    """A block of a chunk that is sent. progress: of the forward pass that computes it."""
 
-    write: BlockToSend
+    block: BlockToSend
     progress: ForwardProgress
-    cancelled: Callable[[], bool]
 
 
 class OutgoingChunk:
@@ -59,7 +58,7 @@ class OutgoingChunk:
         self._pipeline = pipeline
         self._lend_ring = ring
         self._report = report
-        self._result = TransferReport(chunk.write.work)
+        self._result = TransferReport(chunk.block.work)
 
     def post(self, may_post: Callable[[], bool]) -> None:
         """Post all writes, until the chunk is no longer wanted. Never raises: errors are reported.
@@ -78,7 +77,7 @@ class OutgoingChunk:
             self._result.error = "aborted"
         except Exception as error:
             # A bug costs the request, not the lane: the node waits for a report of every chunk.
-            log.exception("sending failed", **self._chunk.write.attempt.log_fields)
+            log.exception("sending failed", **self._chunk.block.attempt.log_fields)
             self._result.error = f"sending failed: {error}"
         self._pipeline.close(write)
 
@@ -111,18 +110,18 @@ class OutgoingChunk:
             except TransferError as error:
                 result.error = str(error)
             except Exception as error:
-                log.exception("nobody knows whether the decode node lives", **self._chunk.write.attempt.log_fields)
+                log.exception("nobody knows whether the decode node lives", **self._chunk.block.attempt.log_fields)
                 result.error = f"sending failed: {error}"
         if result.error is not None and result.error != "aborted":
-            decode, fields = self._chunk.write.decode.address, self._chunk.write.attempt.log_fields
+            decode, fields = self._chunk.block.decode.address, self._chunk.block.attempt.log_fields
             log.warning("transfer failed", decode=decode, error=result.error, **fields)
         self._report(result)
 
     def _batches(self) -> Iterator[tuple[Descriptors, SendBuffer | None]]:
         """What to post, and the send buffer that it is read from, if any."""
-        write, reading = self._chunk.write, self._reading
+        block, reading = self._chunk.block, self._reading
         channel = self._pipeline.channel
-        plan = ChunkPlan(write.pages, reading.page_size, write.slots, write.start, write.stop, channel.max_bytes)
+        plan = ChunkPlan(block.pages, reading.page_size, block.slots, block.start, block.stop, channel.max_bytes)
         policy = gather_policy(channel.transport, reading.source.in_host_memory)
         if policy == "always" or (policy == "where it pays" and plan.gathering_pays):
             yield from self._packed(plan, self._lend_ring())
@@ -132,7 +131,7 @@ class OutgoingChunk:
 
     def _packed(self, plan: ChunkPlan, ring: SendRing) -> Iterator[tuple[Descriptors, SendBuffer]]:
         """Each part by way of a send buffer."""
-        source, targets = self._reading.source, self._chunk.write.destination.buffers.ptrs
+        source, targets = self._reading.source, self._chunk.block.destination.buffers.ptrs
         for buffer in self._reading.buffers_in_order():
             self._await_layer(buffer)
             item_bytes = source.buffers.item_lengths[buffer]
@@ -148,7 +147,7 @@ class OutgoingChunk:
 
     def _in_place(self, plan: ChunkPlan) -> Iterator[Descriptors]:
         """Straight from the pool, as many buffers at a time as are complete."""
-        source, targets = self._reading.source, self._chunk.write.destination.buffers.ptrs
+        source, targets = self._reading.source, self._chunk.block.destination.buffers.ptrs
         for buffers in self._complete_buffers():
             item_bytes = source.buffers.item_lengths[buffers[0]]
             for part in plan.parts(max(1, _IN_PLACE_BYTES // item_bytes)):
@@ -163,7 +162,7 @@ class OutgoingChunk:
     def _complete_buffers(self) -> Iterator[list[int]]:
         """All buffers, in order; complete ones of one item size together, as far as they fit a batch."""
         item_lengths = self._reading.source.buffers.item_lengths
-        num_items = self._chunk.write.stop - self._chunk.write.start
+        num_items = self._chunk.block.stop - self._chunk.block.start
         ahead = deque(self._reading.buffers_in_order())
         while ahead:
             buffers = [ahead.popleft()]
@@ -187,7 +186,7 @@ class OutgoingChunk:
         # The wait may be long. Meanwhile earlier writes, also those of other chunks, must be reported when they end.
         self._pipeline.drain()
         with self._waiting():
-            self._chunk.progress.wait(self._reading.layer_of_buffer[buffer], self._chunk.cancelled)
+            self._chunk.progress.wait(self._reading.layer_of_buffer[buffer], lambda: not self._chunk.is_wanted())
 
     def _sampled(self, buffer: int, part: ChunkPart) -> tuple[int, int] | None:
         return sampled(self._reading.checksums, part.start, part.stop, buffer)

@@ -2,19 +2,15 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 
 import structlog
 
 from control.messages import Destination, Peer
-from prefill_node.lanes import Lanes
-from prefill_node.lease import await_lease
-from prefill_node.orders import TransferReport
+from prefill_node.lanes import Lane, Lanes
 from prefill_node.outgoing import Chunk, OutgoingChunk
 from prefill_node.plan import gather_policy
 from prefill_node.ring import SendRing, SendRings
 from prefill_node.source import Reading
-from transfer.routes import NoRoute
 from transfer.writer import Channel, Pipeline
 
 log = structlog.get_logger(__name__)
@@ -37,43 +33,20 @@ class SendResources:
 
 
 class Sender(Lanes[Chunk]):
-    """Sends chunks. `report` is called once per chunk, on any thread, when all writes of the chunk have ended as far as
-    can be known."""
+    """Sends chunks."""
 
-    def __init__(self, resources: SendResources, report: Callable[[TransferReport], None]) -> None:
-        super().__init__("send", lambda decode: _SendLane(resources, decode, report))
+    def __init__(self, resources: SendResources) -> None:
+        super().__init__("send", lambda decode: _SendLane(resources, decode))
 
 
-class _SendLane:
+class _SendLane(Lane[Chunk]):
     """The pipeline to one decode node, and its send buffers."""
 
-    def __init__(self, resources: SendResources, decode: Peer, report: Callable[[TransferReport], None]) -> None:
+    def __init__(self, resources: SendResources, decode: Peer) -> None:
+        super().__init__(decode, resources.silence)
         self._resources = resources
-        self._report_to = report
-        self._decode = decode
         self._pipeline: Pipeline | None = None
         self._ring: SendRing | None = None
-        self._unreported: set[int] = set()
-        """Numbers of chunks that were taken and not reported yet."""
-
-    def serve(self, chunk: Chunk) -> None:
-        work, attempt = chunk.write.work, chunk.write.attempt
-        self._unreported.add(work)
-        if chunk.cancelled():
-            self._report(TransferReport(work, error="aborted"))
-            return
-        try:
-            pipeline = self._connected(chunk.write.destination)
-        except NoRoute as error:
-            log.warning("no route", error=str(error), **attempt.log_fields)
-            self._report(TransferReport(work, error=str(error)))
-        except Exception as error:
-            log.exception("connecting failed", decode=self._decode.address, **attempt.log_fields)
-            self._report(TransferReport(work, error=f"sending failed: {error}"))
-        else:
-            outgoing = OutgoingChunk(chunk, self._resources.reading, pipeline, self._lent_ring, self._report)
-            silence = partial(self._resources.silence, self._decode)
-            outgoing.post(may_post=lambda: await_lease(silence, lambda: not chunk.cancelled()))
 
     def settle(self) -> bool:
         if self._pipeline is None or self._pipeline.is_empty:
@@ -97,12 +70,7 @@ class _SendLane:
             self._resources.rings.take_back(ring)
         pipeline.channel.close()
 
-    def give_up(self, error: Exception) -> None:
-        log.exception("sending failed", decode=self._decode.address, chunks=len(self._unreported))
-        for work in list(self._unreported):
-            self._report(TransferReport(work, error=f"sending failed: {error}", in_flight=True))
-
-    def _connected(self, destination: Destination) -> Pipeline:
+    def _connect(self, destination: Destination) -> None:
         if self._pipeline is not None and self._pipeline.lost_track:
             # Its send buffers and its channel stay in use for ever: later chunks get new ones.
             self.close()
@@ -111,15 +79,13 @@ class _SendLane:
             self._pipeline = Pipeline(channel)
             policy = gather_policy(channel.transport, self._resources.reading.source.in_host_memory)
             log.info("route", decode=self._decode.address, transport=channel.transport, gathers=policy)
-        return self._pipeline
+
+    def _post(self, work: Chunk) -> None:
+        assert self._pipeline is not None
+        outgoing = OutgoingChunk(work, self._resources.reading, self._pipeline, self._lent_ring, self._report)
+        outgoing.post(may_post=lambda: self._may_post(work))
 
     def _lent_ring(self) -> SendRing:
         if self._ring is None:
             self._ring = self._resources.rings.lend()
         return self._ring
-
-    def _report(self, report: TransferReport) -> None:
-        """The one place that reports chunks: each once."""
-        if report.work in self._unreported:
-            self._unreported.remove(report.work)
-            self._report_to(report)

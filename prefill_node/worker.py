@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import structlog
@@ -72,8 +72,8 @@ class PrefillWorker:
         self._gather = gather
         self._report = report
         self._compute = ComputeThread(self._device, ranks, report)
-        self._sender = Sender(sending, self._block_ended)
-        self._fetcher = Fetcher(fetching, self._block_ended, lambda: self._compute.tasks_ended)
+        self._sender = Sender(sending)
+        self._fetcher = Fetcher(fetching, lambda: self._compute.tasks_ended)
         self._blocks: dict[int, _Block] = {}
         """By number: those that are under way."""
         self._over = ForwardProgress.over(self._device, pool.layout.num_layers)
@@ -132,13 +132,20 @@ class PrefillWorker:
 
     def _send(self, write: BlockToSend, progress: ForwardProgress) -> None:
         block = self._blocks[write.work] = _Block()
-        self._sender.submit(write.decode, Chunk(write, progress, lambda: block.is_cancelled))
+        self._sender.submit(Chunk(write, lambda: not block.is_cancelled, self._block_ended, progress))
 
     def _read(self, read: BlockToRead) -> None:
-        report = self._report if read.reports_layers else None
-        arrival = PrefixArrival(self._pool.layout.layer_of_buffer, read.work, report)
+        arrival = PrefixArrival(
+            self._pool.layout.layer_of_buffer, read.work, self._report if read.reports_layers else None
+        )
         block = self._blocks[read.work] = _Block(arrival)
-        self._fetcher.submit(read.decode, Fetch(read, arrival, lambda: not block.is_cancelled))
+
+        def ended(report: TransferReport) -> None:
+            if report.error is not None:
+                arrival.give_up()
+            arrival.end(lambda in_time: self._block_ended(replace(report, in_time=in_time)))
+
+        self._fetcher.submit(Fetch(read, lambda: not block.is_cancelled, ended, arrival))
 
     # --- on other threads ---
 

@@ -201,9 +201,8 @@ class Links:
         slots, checksums = self._lender.lend(tokens)
         attempt = AttemptId("lender", "r", 1)
         read = BlockToRead(1, attempt, _DECODE, self._destination, 0, tokens, pages, slots, checksums, 0, False)
-        running = RunningFetch(
-            Fetch(read, arrival, lambda: True), reader, HostSink([*pool.kv, *pool.index_keys]), PAGE_SIZE
-        )
+        fetch = Fetch(read, lambda: True, lambda report: None, arrival)
+        running = RunningFetch(fetch, reader, HostSink([*pool.kv, *pool.index_keys]), PAGE_SIZE)
         report = running.run(may_post=lambda: time.perf_counter() - started < patience)
         seconds = time.perf_counter() - started
         reader.close()

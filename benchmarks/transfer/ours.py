@@ -158,7 +158,7 @@ class Ours:
             pages=request.pages,
             slots=request.slots[start:stop],
         )
-        return Chunk(block, self._computed, cancelled=lambda: False)
+        return Chunk(block, lambda: True, lambda report: None, self._computed)
 
 
 class _Timed:
@@ -167,13 +167,13 @@ class _Timed:
     def __init__(self, reading: Reading, rings: SendRings, connect: Callable[[Destination], Channel]) -> None:
         self._reports: queue.SimpleQueue[TransferReport] = queue.SimpleQueue()
         resources = SendResources(reading=reading, rings=rings, connect=connect, silence=lambda _: 0.0)
-        self._sender = Sender(resources, self._reports.put)
+        self._sender = Sender(resources)
 
     def send(self, chunks: Sequence[Chunk]) -> tuple[float, list[TransferReport]]:
         """Seconds from the first submission to the last report, and the reports. Raises MethodFailed."""
         started = time.perf_counter()
         for chunk in chunks:
-            self._sender.submit(chunk.write.decode, chunk)
+            self._sender.submit(replace(chunk, report=self._reports.put))
         try:
             sent = [self._reports.get(timeout=_TIMEOUT_S) for _ in chunks]
         except queue.Empty:

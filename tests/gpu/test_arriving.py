@@ -80,7 +80,7 @@ def test_kv_is_what_it_is_behind_a_whole_prefix(tmp_path: Path, dtype: torch.dty
         after=0,
         reports_layers=False,
     )
-    fetch = Fetch(block, arrival, lambda: True)
+    fetch = Fetch(block, lambda: True, lambda report: None, arrival)
     reports: list[TransferReport] = []
 
     def read() -> None:

@@ -50,9 +50,8 @@ class Fetching:
         self.arrival = PrefixArrival(LAYOUT.layer_of_buffer)
         slots = self.slots[start:]
         read = BlockToRead(1, attempt, ME, destination, start, TOKENS, self.pages, slots, found, 0, False)
-        return RunningFetch(Fetch(read, self.arrival, lambda: True), Reader(self.channel), self.sink, PAGE_SIZE).run(
-            lambda: True
-        )
+        fetch = Fetch(read, lambda: True, lambda report: None, self.arrival)
+        return RunningFetch(fetch, Reader(self.channel), self.sink, PAGE_SIZE).run(lambda: True)
 
     def rows(self) -> np.ndarray:
         positions = np.arange(TOKENS)

@@ -27,7 +27,7 @@ def test_every_item_arrives_from_device_memory(transport: Transport, slots: str,
     assert sent.error is None
     sending.check_bytes(chunk)
     assert len(sending.registered) == 1, "a processor reads device memory slowly: it goes over send buffers"
-    assert not verify(sent.checksums, sending.destination().buffers, at_slots(chunk.write), NUM_PAGES * PAGE_SIZE)
+    assert not verify(sent.checksums, sending.destination().buffers, at_slots(chunk.block), NUM_PAGES * PAGE_SIZE)
     assert sending.sender.stop(timeout=5)
 
 

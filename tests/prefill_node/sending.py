@@ -115,7 +115,7 @@ class Sending:
             connect=self._connect,
             silence=lambda decode: self.silence,
         )
-        self.sender = Sender(self.resources, self.reports.put)
+        self.sender = Sender(self.resources)
         self._numbers = count(1)
 
     def destination(self) -> Destination:
@@ -158,10 +158,10 @@ class Sending:
         decode, work = Peer(role="decode", address=f"{boot}:1", boot_id=boot), next(self._numbers)
         attempt, to = AttemptId(boot, "r", 1), self.destination()
         write = BlockToSend(work, attempt, decode, to, start, stop, pages_of, slots_of[start:stop])
-        return Chunk(write, progress or done(), cancelled)
+        return Chunk(write, lambda: not cancelled(), self.reports.put, progress or done())
 
     def submit(self, chunk: Chunk) -> None:
-        self.sender.submit(chunk.write.decode, chunk)
+        self.sender.submit(chunk)
 
     def send(self, chunk: Chunk) -> TransferReport:
         self.submit(chunk)
@@ -169,11 +169,11 @@ class Sending:
 
     def check_bytes(self, chunk: Chunk) -> None:
         """Every item of the chunk is at its slot, and every other slot is untouched."""
-        positions = np.arange(chunk.write.start, chunk.write.stop)
-        rows = chunk.write.pages[positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
+        positions = np.arange(chunk.block.start, chunk.block.stop)
+        rows = chunk.block.pages[positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
         for layer, target in zip(self.layers, self.target, strict=True):
             expected = torch.zeros_like(target)
-            expected[chunk.write.slots] = layer[rows].cpu()
+            expected[chunk.block.slots] = layer[rows].cpu()
             assert torch.equal(target, expected)
 
 

@@ -55,7 +55,7 @@ def test_every_item_of_every_layer_arrives_at_its_slot(
     sending.check_bytes(chunk)
     assert sent.num_bytes == (stop - start) * (2 * 4400 + 32)
     assert sent.num_descriptors == sum(len(batch.lengths) for batch in sending.channel("a").posted)
-    assert not verify(sent.checksums, sending.destination().buffers, at_slots(chunk.write), NUM_PAGES * PAGE_SIZE)
+    assert not verify(sent.checksums, sending.destination().buffers, at_slots(chunk.block), NUM_PAGES * PAGE_SIZE)
     assert sum(c.stop - c.start for c in sent.checksums) == 3 * (stop - start)
 
 
@@ -144,7 +144,7 @@ def test_in_place_layers_go_out_together_that_are_computed_already(computed: int
     items, keys = 800 * 4400, 800 * 32
     expected = [items, items, keys] if computed == 1 else [2 * items, keys]
     assert [int(batch.lengths.sum()) for batch in channel.posted] == expected
-    assert not verify(sent.checksums, sending.destination().buffers, at_slots(chunk.write), 800)
+    assert not verify(sent.checksums, sending.destination().buffers, at_slots(chunk.block), 800)
 
 
 def test_in_place_items_go_in_the_order_of_their_slots() -> None:
@@ -200,9 +200,9 @@ def test_a_slow_receiver_delays_only_its_own_requests(sending: Sending) -> None:
     sending.submit(slow)
     for _ in range(3):
         fast = sending.chunk("fast")
-        assert sending.send(fast).work == fast.write.work
+        assert sending.send(fast).work == fast.block.work
     hold.set()
-    assert sending.reports.get(timeout=10).work == slow.write.work
+    assert sending.reports.get(timeout=10).work == slow.block.work
 
 
 def test_a_chunk_that_was_given_up_is_not_posted(sending: Sending) -> None:
@@ -261,7 +261,7 @@ def test_a_decode_node_without_a_route_costs_its_requests(sending: Sending) -> N
 
 def test_a_bug_while_sending_costs_the_chunk_and_not_the_thread(sending: Sending) -> None:
     chunk = sending.chunk()
-    impossible = dataclasses.replace(chunk, write=dataclasses.replace(chunk.write, slots=np.arange(3)))
+    impossible = dataclasses.replace(chunk, block=dataclasses.replace(chunk.block, slots=np.arange(3)))
     assert "sending failed" in (sending.send(impossible).error or "")
     assert sending.send(sending.chunk()).error is None
 
@@ -280,7 +280,7 @@ def test_whatever_fails_every_chunk_is_reported_once_and_the_next_ones_are_sent(
     for chunk in chunks:
         sending.submit(chunk)
     failed = [sending.reports.get(timeout=10) for _ in chunks]
-    assert [sent.work for sent in failed] == [chunk.write.work for chunk in chunks]
+    assert [sent.work for sent in failed] == [chunk.block.work for chunk in chunks]
     assert all(sent.error for sent in failed)
     unknown = broken in ("submit", "wait")
     assert [sent.in_flight for sent in failed] == [unknown] * 3, "what may be in flight is never called quiet"
@@ -329,7 +329,7 @@ def test_a_bug_in_the_thread_itself_costs_the_chunks_that_it_has_taken(
         breaking.setattr(Pipeline, "settle_oldest", broken)
         sending.submit(sending.chunk(stop=100))
         sent = sending.reports.get(timeout=10)
-    assert (sent.in_flight, sent.error) == (True, "sending failed: a bug")
+    assert (sent.in_flight, sent.error) == (True, "transfer failed: a bug")
     assert sending.send(sending.chunk(start=100, stop=200)).error is None
     assert sending.sender.stop(timeout=5)
     assert sending.reports.empty(), "its writes have ended since, which is not told a second time"
@@ -343,7 +343,7 @@ def test_the_next_chunk_is_on_its_way_before_the_last_one_has_ended(sending: Sen
         sending.submit(chunk)
     hold.set()
     sent = [sending.reports.get(timeout=10) for _ in chunks]
-    assert [one.work for one in sent] == [chunk.write.work for chunk in chunks]
+    assert [one.work for one in sent] == [chunk.block.work for chunk in chunks]
     assert not any(one.error for one in sent)
     assert sending.channel("a").most_late == BATCHES_IN_FLIGHT
 
@@ -403,7 +403,7 @@ def test_a_send_buffer_from_which_nothing_was_posted_is_the_next_one_and_none_in
             outgoing(abandoned, dataclasses.replace(sending.reading, source=Breaking())).post(lambda: True)
     outgoing(chunks[1]).post(lambda: True)
     pipeline.drain()
-    works = [chunk.write.work for chunk in chunks]
+    works = [chunk.block.work for chunk in chunks]
     assert [sent.error for sent in reports if sent.work in works] == [None, None]
     sending.check_bytes(sending.chunk(stop=200))
 
