@@ -5,7 +5,7 @@ import os
 from control.messages import Destination, ModelIdentity
 from kvcache.host_pool import HostKVPool
 from transfer.memory import SharedMemory
-from transfer.routes import Transports
+from transfer.transports import Transports
 
 
 def destination_of(host: HostKVPool, transports: Transports, identity: ModelIdentity) -> Destination:

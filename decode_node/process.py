@@ -45,7 +45,7 @@ from service.node_model import NodeModel
 from service.shell import NodeShell
 from service.start import check, claim_transfer_ports
 from transfer.fencing import ReservationTable
-from transfer.routes import Transports
+from transfer.transports import Transports
 
 log = structlog.get_logger(__name__)
 
@@ -78,7 +78,7 @@ def run_decode_node(config: DecodeConfig, place: RankPlace | None = None) -> Non
             _plan(config, hisparse, spec, device, ranks),
             device,
             verify=config.debug_verify_swap_in,
-            shareable="shm" in transports.offered,
+            shareable=transports.share_memory,
         )
         at_end.callback(coordinator.close)
         destination = destination_of(coordinator.host, transports, identity_of(spec))

@@ -13,7 +13,7 @@ import structlog
 from control.messages import Destination, Peer
 from prefill_node.lease import await_lease
 from prefill_node.orders import TransferBlock, TransferReport
-from transfer.routes import NoRoute
+from transfer.transports import NoRoute
 
 log = structlog.get_logger(__name__)
 

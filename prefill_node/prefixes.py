@@ -30,7 +30,7 @@ from prefill_node.choices import FetchPolicy
 from prefill_node.costs import ComputeCost, FetchCosts
 from prefill_node.division import checksums_of_blocks, divide
 from prefill_node.orders import BlockToRead, DividedPrefix, FetchFailure, LayersRead, TransferReport
-from transfer.memory import Transport
+from transfer.choices import Transport
 from transfer.planner import expand_extents
 
 log = structlog.get_logger(__name__)

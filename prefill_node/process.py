@@ -42,7 +42,7 @@ from ranks.rank_place import RankPlace
 from service.node_model import NodeModel, common_to_ranks
 from service.shell import NodeShell
 from service.start import check, claim_transfer_ports
-from transfer.routes import Transports
+from transfer.transports import Transports
 
 log = structlog.get_logger(__name__)
 

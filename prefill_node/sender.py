@@ -8,9 +8,9 @@ import structlog
 from control.messages import Destination, Peer
 from prefill_node.lanes import Lane, Lanes
 from prefill_node.outgoing import Chunk, OutgoingChunk
-from prefill_node.plan import gather_policy
 from prefill_node.ring import SendRing, SendRings
 from prefill_node.source import Reading
+from transfer.transports import packing_of
 from transfer.writer import Channel, Pipeline
 
 log = structlog.get_logger(__name__)
@@ -77,8 +77,8 @@ class _SendLane(Lane[Chunk]):
         if self._pipeline is None:
             channel = self._resources.connect(destination)
             self._pipeline = Pipeline(channel)
-            policy = gather_policy(channel.transport, self._resources.reading.source.in_host_memory)
-            log.info("route", decode=self._decode.address, transport=channel.transport, gathers=policy)
+            packing = packing_of(channel.transport, self._resources.reading.source.in_host_memory)
+            log.info("route", decode=self._decode.address, transport=channel.transport, gathers=packing)
 
     def _post(self, work: Chunk) -> None:
         assert self._pipeline is not None

@@ -44,7 +44,7 @@ from tests.decode_node.fakes import GATEWAY
 from tests.decode_node.scheduler_harness import HOT, Harness
 from tests.e2e.cluster import wait_until
 from tests.prefill_node.fakes import FakeControl
-from tests.transfer.slots import slot_digest
+from tests.transfer.world import slot_digest
 from transfer.memory import Checksum, Checksums
 from transfer.planner import expand_extents
 

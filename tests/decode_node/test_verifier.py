@@ -10,7 +10,7 @@ from control.messages import AttemptId
 from decode_node.verifier import Verification, Verified, Verifier
 from kvcache.extents import Extent, HostSlots, expand
 from tests.decode_node.fakes import attempt_to_fill
-from tests.transfer.slots import slot_digest
+from tests.transfer.world import slot_digest
 from transfer.checksum import Mismatch, verify
 from transfer.memory import BufferInfo, Checksum, Checksums
 from transfer.planner import Int64s
