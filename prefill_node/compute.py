@@ -10,7 +10,7 @@ import torch
 
 from engine.device import DeviceFailed, check_device
 from prefill_node.orders import StepEnded
-from ranks.group import RankGroup, SingleRank
+from ranks.group import Ranks
 
 log = structlog.get_logger(__name__)
 
@@ -29,9 +29,7 @@ class Task:
 class ComputeThread:
     """Does one task at a time. `report` is called on this thread when one has ended."""
 
-    def __init__(
-        self, device: torch.device, ranks: RankGroup | SingleRank, report: Callable[[StepEnded], None]
-    ) -> None:
+    def __init__(self, device: torch.device, ranks: Ranks, report: Callable[[StepEnded], None]) -> None:
         self.tasks_ended = 0
         self._device = device
         self._ranks = ranks

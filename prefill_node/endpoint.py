@@ -36,7 +36,7 @@ from prefill_node.decode_nodes import DecodeNodes
 from prefill_node.finished import FinishedAttempts
 from prefill_node.planner import PrefillPlanner
 from ranks.agreement import GroupFailed
-from ranks.group import RankGroup, SingleRank
+from ranks.group import Ranks
 from service.lifecycle import Phase
 from service.shell import NodeShell
 from service.standing import stand_with_group
@@ -56,9 +56,7 @@ _LAST_WORDS_S = 0.5
 class PrefillEndpoint:
     """Speaks to decode nodes of the attempts that the planner holds, and of those that are finished."""
 
-    def __init__(
-        self, shell: NodeShell[tuple[Peer, Message]], planner: PrefillPlanner, ranks: RankGroup | SingleRank
-    ) -> None:
+    def __init__(self, shell: NodeShell[tuple[Peer, Message]], planner: PrefillPlanner, ranks: Ranks) -> None:
         """ranks: the processes that this node is. This one is the endpoint of all."""
         self._shell = shell
         self._ranks = ranks

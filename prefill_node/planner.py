@@ -269,8 +269,8 @@ class PrefillPlanner:
         attempt = transfer.attempt
         if report.in_flight:
             log.error(
-                "nobody knows whether a transfer has ended: its pages, and its slots at the decode node, are free when "
-                "this process ends; restart it",
+                f"nobody knows whether a {'read' if transfer.is_read else 'write'} has ended: its pages, and its slots "
+                "at the decode node, are free when this process ends; restart it",
                 decode=attempt.decode.address,
                 **attempt.id.log_fields,
             )

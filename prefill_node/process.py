@@ -36,7 +36,7 @@ from prefill_node.sender import SendResources
 from prefill_node.source import DeviceSource, HostSource, Reading
 from prefill_node.worker import PrefillWorker
 from ranks.executor import Executor, Reports
-from ranks.group import RankGroup, SingleRank
+from ranks.group import Ranks, SingleRank
 from ranks.rank_line import lines_to_others
 from ranks.rank_place import RankPlace
 from service.node_model import NodeModel, common_to_ranks
@@ -127,7 +127,7 @@ def run_prefill_node(config: PrefillConfig, place: RankPlace | None = None) -> N
         planner.leave()
 
 
-def check_same_config(ranks: RankGroup | SingleRank, config: PrefillConfig, spec: ModelSpec) -> None:
+def check_same_config(ranks: Ranks, config: PrefillConfig, spec: ModelSpec) -> None:
     """Raises StartupError if ranks are of other versions or checkpoints, or would compute or send otherwise."""
     ranks.check_same_config(
         {
@@ -185,7 +185,7 @@ def warm_up(model: SparseModel, pool: PagedKVPool, tokens: int) -> None:
     pool.free(pages)
 
 
-def _num_pages(config: PrefillConfig, spec: ModelSpec, device: torch.device, ranks: RankGroup | SingleRank) -> int:
+def _num_pages(config: PrefillConfig, spec: ModelSpec, device: torch.device, ranks: Ranks) -> int:
     """Pages of the KV pool; logs why so many. Raises StartupError if a full context does not fit.
 
     All ranks have as many. On CPUs they divide the memory of their host, before any has taken some for its pool.

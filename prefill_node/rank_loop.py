@@ -7,7 +7,7 @@ from control.messages import Message, Peer
 from prefill_node.decode_nodes import DecodeNodes
 from prefill_node.orders import OF_OTHERS, End, Order, Report, Serve, StepEnded, TransferReport
 from ranks.executor import Worker
-from ranks.group import RankGroup, SingleRank
+from ranks.group import Ranks
 from ranks.rank_line import line_to_first
 from service.shell import NodeShell
 from service.standing import stand_with_group
@@ -24,7 +24,7 @@ class RankLoop:
     def __init__(
         self,
         shell: NodeShell[Order | StepEnded],
-        ranks: RankGroup | SingleRank,
+        ranks: Ranks,
         new_worker: Callable[[Callable[[Report], None]], Worker[Order]],
     ) -> None:
         """new_worker: is told where the worker reports to."""
@@ -54,7 +54,7 @@ class RankLoop:
         match item:
             case StepEnded(error=error):
                 if error is not None:
-                    raise self._ranks.failure(error)
+                    raise self._ranks.failure(RuntimeError(error))
             case End():
                 self._has_ended = True
             case Serve(decode_nodes=decode_nodes):

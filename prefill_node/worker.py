@@ -35,7 +35,7 @@ from prefill_node.orders import (
 from prefill_node.outgoing import Chunk
 from prefill_node.progress import ForwardProgress
 from prefill_node.sender import Sender, SendResources
-from ranks.group import RankGroup, SingleRank
+from ranks.group import Ranks
 
 log = structlog.get_logger(__name__)
 
@@ -61,7 +61,7 @@ class PrefillWorker:
         sending: SendResources,
         fetching: FetchResources,
         gather: PrefixGather,
-        ranks: RankGroup | SingleRank,
+        ranks: Ranks,
         report: Callable[[Report], None],
     ) -> None:
         """gather: of the prefixes that ranks have read. report: called on any thread, once for each step, and once for

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from ranks.agreement import GroupFailed
-from ranks.group import RankGroup, SingleRank
+from ranks.group import Ranks
 
 OrderT = TypeVar("OrderT")
 OrderT_contra = TypeVar("OrderT_contra", contravariant=True)
@@ -57,7 +57,7 @@ class Executor(Generic[OrderT, ReportT]):
 
     def __init__(
         self,
-        ranks: RankGroup | SingleRank,
+        ranks: Ranks,
         worker: Worker[OrderT],
         lines: Sequence[Line[OrderT]],
         reports: Reports[ReportT],
@@ -98,7 +98,7 @@ class Executor(Generic[OrderT, ReportT]):
         """Rank 0 could not do its part of a step. Raises GroupFailed, once, if other ranks wait for it."""
         if self._lines and not self._has_failed:
             self._has_failed = True
-            raise self._ranks.failure(error)
+            raise self._ranks.failure(RuntimeError(error))
 
     def leave(self, order: OrderT) -> None:
         """End the node in peace: give the last order, and wait a while for the other ranks."""

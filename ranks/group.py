@@ -328,3 +328,7 @@ class SingleRank:
     def leave(self) -> None: ...
 
     def close(self) -> None: ...
+
+
+Ranks = RankGroup | SingleRank
+"""The ranks of a node, which does not ask how many there are."""

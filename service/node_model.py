@@ -17,7 +17,7 @@ from model.loader import load_model, read_spec, resolve_dtype
 from model.shard import ALONE, WHOLE, Exchange
 from model.sparse_model import SparseModel
 from model.spec import ModelSpec
-from ranks.group import RankGroup, SingleRank
+from ranks.group import RankGroup, Ranks
 from ranks.rank_place import RankPlace
 from service.checkpoint import identify
 from service.config import NodeConfig
@@ -52,7 +52,7 @@ class NodeModel:
         wake = partial(shell.inbox.put, None)
         return RankGroup(place, self.device, self.config.step_timeout, wake, shell.group_secret)
 
-    def load(self, ranks: RankGroup | SingleRank | None) -> tuple[SparseModel, Exchange]:
+    def load(self, ranks: Ranks | None) -> tuple[SparseModel, Exchange]:
         """The model, or this rank's part of it, and how it exchanges tokens with the others. Waits for all ranks.
 
         Raises StartupError for a checkpoint that cannot be served.
@@ -74,7 +74,7 @@ class NodeModel:
         return model, exchange
 
 
-def common_to_ranks(ranks: RankGroup | SingleRank, config: NodeConfig, spec: ModelSpec) -> dict[str, object]:
+def common_to_ranks(ranks: Ranks, config: NodeConfig, spec: ModelSpec) -> dict[str, object]:
     """What the ranks of a node of either role need alike, for `RankGroup.check_same_config`."""
     return {
         "version": f"{VERSION} (protocol {PROTOCOL_VERSION})",

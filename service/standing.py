@@ -2,7 +2,7 @@
 
 import structlog
 
-from ranks.group import RankGroup, SingleRank
+from ranks.group import Ranks
 from ranks.group_table import Standing
 from service.lifecycle import Lifecycle, Phase
 
@@ -15,7 +15,7 @@ _STANDING = {
 }
 
 
-def stand_with_group(lifecycle: Lifecycle, ranks: RankGroup | SingleRank) -> None:
+def stand_with_group(lifecycle: Lifecycle, ranks: Ranks) -> None:
     """If one rank drains or ends, all do. To be called in every turn of a rank's loop."""
     own = _STANDING[lifecycle.phase]
     standing = ranks.stand(own)
