@@ -69,7 +69,7 @@ JobT = TypeVar("JobT", bound=PrefillJob)
 
 
 class WantedLogprobs(NamedTuple):
-    """next_ids: int64, the token after each of a chunk. alternatives: how many are asked for besides each."""
+    """next_ids: int64, the token after each of a chunk. alternatives: how many are asked for in addition to each."""
 
     next_ids: torch.Tensor
     alternatives: int

@@ -11,13 +11,13 @@ from prefill_node.orders import DividedPrefix
 from transfer.planner import expand_pages
 
 _MOST_ROWS = 8192
-"""Of a rank, that are gathered at once: it bounds the memory beside the pool."""
+"""Of a rank, that are gathered at once: it bounds the memory that this takes in addition to the pool."""
 
 
 class PrefixGather:
     """Gathers the rows of blocks layer by layer. All ranks call it with the same prefixes, between the same steps.
 
-    Pages have the same numbers in all ranks, so whoever knows the positions of a block knows its rows in every pool.
+    Pages have the same numbers in all ranks, so the positions of a block give its rows in every pool.
     """
 
     def __init__(

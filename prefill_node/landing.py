@@ -1,15 +1,13 @@
-"""Where KV that is read from a decode node lands: in the pool's pages, or in a buffer beside the device first."""
+"""Where KV that is read from a decode node lands: in the pool's pages, or in a buffer in host memory first."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from kvcache.layout import buffer_info
 from prefill_node.ring import BUFFER_BYTES, SendBuffer, SendRing, SendRings
 from transfer.checksum import Range, item_ranges
-from transfer.memory import BufferInfo
 from transfer.planner import Descriptors, Int64s, plan_runs
 from transfer.writer import Pipeline
 
@@ -31,27 +29,11 @@ class StagedRead:
     commit: Callable[[], None]
 
 
-class KVSink(Protocol):
-    """The buffers of the pool that KV is read into. Each thread has a sink of its own."""
-
-    buffers: BufferInfo
-    most_bytes: int
-    """Of a piece."""
-
-    def stage(self, buffer: int, rows: Int64s, slots: Int64s, source: int, pipeline: Pipeline) -> StagedRead:
-        """Item `slots[i]` of a buffer at address `source` elsewhere is to become item `rows[i]` of ours: int64 [n].
-
-        pipeline: what it is read with. May wait for reads that are in flight.
-        """
-        ...
-
-    def close(self) -> None:
-        """Nothing is read any more."""
-        ...
-
-
 class HostSink:
-    """A pool in host memory: read straight into the pages."""
+    """A pool in host memory: read straight into the pages. Each thread has a sink of its own.
+
+    most_bytes: of a piece.
+    """
 
     most_bytes = _HOST_BYTES
 
@@ -61,6 +43,10 @@ class HostSink:
         self.buffers = buffer_info(layers)
 
     def stage(self, buffer: int, rows: Int64s, slots: Int64s, source: int, pipeline: Pipeline) -> StagedRead:
+        """Item `slots[i]` of a buffer at address `source` elsewhere is to become item `rows[i]` of ours: int64 [n].
+
+        pipeline: what it is read with. May wait for reads that are in flight.
+        """
         runs = plan_runs(slots, rows).descriptors(self.buffers.item_lengths[buffer])
         return StagedRead(
             runs.at(source, self.buffers.ptrs[buffer]),
@@ -74,7 +60,7 @@ class HostSink:
 
 
 class DeviceSink:
-    """A pool in CUDA memory: read into pinned buffers, verified there, and copied to pages on a stream of its own."""
+    """As HostSink, of a pool in CUDA memory: read into pinned buffers, verified, and copied on a stream of its own."""
 
     most_bytes = BUFFER_BYTES
 
@@ -109,6 +95,9 @@ class DeviceSink:
             items = packed.to(layer.device, non_blocking=True).view(layer.dtype).view(len(rows), -1)
             layer.index_copy_(0, torch.from_numpy(rows).pin_memory().to(layer.device, non_blocking=True), items)
         self._stream.synchronize()
+
+
+KVSink = HostSink | DeviceSink
 
 
 def plan_packed(slots: Int64s, item_bytes: int) -> Descriptors:
