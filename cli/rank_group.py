@@ -18,10 +18,10 @@ from cli.serve import RANK_PORTS, Child, arguments, processes, terminate
 from control.messages import ADDRESS_PATTERN
 from decode_node.config import DecodeConfig
 from prefill_node.config import PrefillConfig
-from ranks.agreement import GroupFailed
-from ranks.group_table import GroupTable
-from ranks.hung_ranks import HungRanks
-from ranks.rank_place import RankPlace, create_places
+from ranks.barrier import GroupFailed
+from ranks.place import RankPlace, create_places
+from ranks.status import SharedStatus
+from ranks.watchdog import Watchdog
 from service.exposure import check_processes
 from service.lifecycle import STOP_SIGNALS
 
@@ -114,12 +114,12 @@ def run_ranks(config: NodeOfRanks) -> int:
         config.dist_init_addr or "",
     )
     children = plan_ranks(config, places)
-    table = GroupTable(places[0].table, config.ranks)
+    table = SharedStatus(places[0].status, config.ranks)
     return supervise(children, table, config.drain_timeout, config.step_timeout, places[0].rank)
 
 
 def supervise(
-    children: list[Child], table: GroupTable, drain_timeout: float, step_timeout: float, first: int = 0
+    children: list[Child], table: SharedStatus, drain_timeout: float, step_timeout: float, first: int = 0
 ) -> int:
     """Run these ranks, the first of which is `first`; see `run_ranks`."""
     deadlines: list[float] = []
@@ -140,7 +140,7 @@ def supervise(
             terminate(list(started.values()), _LAST_WORDS_S)
         own = range(first, first + len(children))
         others = set(range(table.size)) - set(own)
-        hung = HungRanks(table, own, step_timeout, _POLL_S)
+        hung = Watchdog(table, own, step_timeout, _POLL_S)
         lost_at: float | None = None
         while (runs := _wait(started)) and not _failed(started, table, first):
             if deadlines and time.monotonic() > deadlines[-1]:
@@ -169,7 +169,7 @@ def supervise(
 
 def run_rank(config: NodeOfRanks, place: RankPlace) -> None:
     """Be one rank. Why it ends is left for the process that supervises it, which says it once for all ranks."""
-    table = GroupTable(place.table, place.size)
+    table = SharedStatus(place.status, place.size)
     try:
         runner_of(config)(config, place)
     except GroupFailed as failure:
@@ -198,7 +198,7 @@ def _wait(started: Processes) -> bool:
     return bool(running)
 
 
-def _failed(started: Processes, table: GroupTable, first: int) -> bool:
+def _failed(started: Processes, table: SharedStatus, first: int) -> bool:
     """Whether a rank of this host says that it fails, or ended otherwise than in peace or by a signal to stop."""
     peaceful = (None, 0, *(-number for number in STOP_SIGNALS))
     return any(
@@ -207,7 +207,7 @@ def _failed(started: Processes, table: GroupTable, first: int) -> bool:
     )
 
 
-def _cause(started: Processes, table: GroupTable, first: int) -> tuple[str, int]:
+def _cause(started: Processes, table: SharedStatus, first: int) -> tuple[str, int]:
     """Which rank failed and why, and the exit code for it.
 
     If several have: one that was killed and of which no reason is known, else one of which it is known what happened to

@@ -4,6 +4,7 @@ import time
 
 import structlog
 
+from base.phase import Phase
 from control.membership import Membership
 from control.messages import (
     Accepted,
@@ -25,11 +26,9 @@ from decode_node.verifier import Digested, Verified
 from engine.device import DeviceFailed
 from hisparse.coordinator import HiSparseCoordinator
 from hisparse.swap_in import SwapInCounters
-from ranks.agreement import GroupFailed
-from ranks.group import RankGroup
-from service.lifecycle import Phase
+from ranks.barrier import GroupFailed
+from ranks.group import Ranks
 from service.shell import NodeShell
-from service.standing import stand_with_group
 
 log = structlog.get_logger(__name__)
 
@@ -53,9 +52,8 @@ class DecodeNode:
         remote: RemotePrefill,
         coordinator: HiSparseCoordinator,
         membership: Membership,
-        ranks: RankGroup | None = None,
+        ranks: Ranks,
     ) -> None:
-        """ranks: the group that this node is a rank of."""
         self._shell = shell
         self._control = shell.control
         self._metrics = shell.metrics
@@ -82,8 +80,7 @@ class DecodeNode:
         except GroupFailed as failure:
             self._shell.leave()
             self._scheduler.abandon_all(str(failure))
-            if self._ranks is not None:
-                self._ranks.report(str(failure))
+            self._ranks.report(str(failure))
             raise
         except DeviceFailed as failure:
             self._shell.leave()
@@ -101,7 +98,7 @@ class DecodeNode:
             self._turn()
         self._scheduler.hand_over("the decode node is stopping", streaming=True)
         # A rank ends with the others: they need its part of their steps.
-        while self._ranks is not None and not self._ranks.done():
+        while not self._ranks.done():
             self._turn()
 
     def _turn(self) -> None:
@@ -114,8 +111,8 @@ class DecodeNode:
         if (prefixes := self._coordinator.host.prefixes) is not None:
             prefixes.send_reports(now)
         self._check_idle()
-        if self._ranks is not None:
-            stand_with_group(self._shell.lifecycle, self._ranks)
+        lifecycle = self._shell.lifecycle
+        lifecycle.follow(self._ranks.sync_phase(lifecycle.phase))
 
     @property
     def _must_stay(self) -> bool:
@@ -150,7 +147,7 @@ class DecodeNode:
         """How long the loop may wait for a message before its next turn."""
         if self._scheduler.has_work:
             return 0.0
-        if self._ranks is not None and self._ranks.linger(lambda: not self._shell.inbox.empty()):
+        if self._ranks.barrier.spin_before_sleep(lambda: not self._shell.inbox.empty()):
             return 0.0
         return _BUSY_PREFILL_WAIT_S if self._scheduler.requests else _IDLE_WAIT_S
 

@@ -25,7 +25,7 @@ from engine.grammar.errors import GrammarViolation
 from engine.runner import ModelRunner
 from engine.sampling import NoToken
 from hisparse.coordinator import HiSparseCoordinator
-from ranks.group import RankGroup
+from ranks.group import Ranks
 
 log = structlog.get_logger(__name__)
 
@@ -52,9 +52,8 @@ class Scheduler:
         metrics: Metrics,
         limits: Limits,
         grammars: Grammars,
-        ranks: RankGroup | None = None,
+        ranks: Ranks,
     ) -> None:
-        """ranks: the group that this node is a rank of."""
         self.requests = RequestTable()
         self.outputs = outputs
         self._runner = runner

@@ -7,6 +7,7 @@ import time
 
 import structlog
 
+from base.phase import Phase
 from control.messages import (
     Abort,
     Admitted,
@@ -33,11 +34,9 @@ from engine.device import DeviceFailed
 from prefill_node.decode_nodes import DecodeNodes
 from prefill_node.engine import PrefillEngine, PrefillUpdate
 from prefill_node.finished import FinishedAttempts
-from ranks.agreement import GroupFailed
+from ranks.barrier import GroupFailed
 from ranks.group import RankGroup
-from service.lifecycle import Phase
 from service.shell import NodeShell
-from service.standing import stand_with_group
 
 log = structlog.get_logger(__name__)
 
@@ -118,7 +117,8 @@ class PrefillEndpoint:
         for item in self._shell.receive(_IDLE_WAIT_S):
             self._take(*item)
         if self._ranks is not None:
-            stand_with_group(self._shell.lifecycle, self._ranks)
+            lifecycle = self._shell.lifecycle
+            lifecycle.follow(self._ranks.sync_phase(lifecycle.phase))
         self._housekeep(time.monotonic())
         self._send_updates()
 

@@ -2,14 +2,12 @@
 
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
 
 import structlog
 import torch
 
 from base.block_hashes import BLOCK_TOKENS
 from base.errors import StartupError
-from base.logs import configure_logging
 from base.memory import device_split, human, pool_bytes
 from control.cache_reports import CacheReports
 from control.membership import Membership
@@ -29,7 +27,6 @@ from prefill_node.job import TransferJob
 from prefill_node.landing import DeviceSink, HostSink
 from prefill_node.model_engine import EngineParts, ModelEngine
 from prefill_node.offer import Offer
-from prefill_node.ranks.alike import check_alike
 from prefill_node.ranks.follower import Follower
 from prefill_node.ranks.gathering import PrefixGather
 from prefill_node.ranks.leader import GroupEngine
@@ -37,11 +34,8 @@ from prefill_node.ring import SendRings
 from prefill_node.sender import SendResources
 from prefill_node.source import DeviceSource, HostSource, Reading
 from ranks.group import RankGroup
-from ranks.rank_place import RankPlace
+from ranks.place import RankPlace
 from service.node_model import NodeModel
-from service.shell import NodeShell
-from service.start import check, claim_transfer_ports
-from transfer.routes import Transports
 
 log = structlog.get_logger(__name__)
 
@@ -53,27 +47,16 @@ def run_prefill_node(config: PrefillConfig, place: RankPlace | None = None) -> N
 
     Raises StartupError if it cannot start; cheap checks come first.
     """
-    name = "prefill" if place is None else f"prefill-rank-{place.rank}"
-    configure_logging(config.log_level, config.log_format, name)
-    check(config)
-    described = NodeModel.of(config)
+    described = NodeModel.of("prefill", config, place)
     device, spec = described.device, described.spec
     with ExitStack() as at_end:
-        shell: NodeShell[Any] = NodeShell("prefill", config)
-        at_end.callback(shell.close)
-        ports = claim_transfer_ports(config)
-        log.info("attention backend", backend=described.backend.name)
-        ranks = None
-        if place is not None:
-            ranks = described.join(place, shell)
-            at_end.callback(ranks.close)
-            check_alike(ranks, config, spec)
-        model, exchange = described.load(ranks)
+        node = at_end.enter_context(described.start(common_to_ranks(config)))
+        shell, model, exchange, transports = node.shell, node.model, node.exchange, node.transports
+        ranks = node.ranks if isinstance(node.ranks, RankGroup) else None
         if ranks is not None:
             model = SplitModel(model.network, spec, described.backend, ranks.shard, exchange.gather, ranks.begin_step)
         pool = PagedKVPool(spec.kv_layout, _num_pages(config, spec, device, ranks), config.page_size, device)
         layers = [*pool.kv, *pool.index_keys]
-        transports = Transports(config.data_host, config.transfer_protocol, config.ib_device, ports)
         transports.register(pool.get_contiguous_buf_infos())
         others: list[Peer] = []
         if ranks is not None:
@@ -152,6 +135,15 @@ def run_prefill_node(config: PrefillConfig, place: RankPlace | None = None) -> N
         PrefillEndpoint(shell, engine, ranks).run()
         if isinstance(engine, GroupEngine):
             engine.leave()
+
+
+def common_to_ranks(config: PrefillConfig) -> dict[str, object]:
+    """What decides how steps are computed and sent, and so has to be alike in all ranks."""
+    return {
+        "page_size": config.page_size,
+        "attention_backend": config.attention_backend,
+        "transfer_protocol": config.transfer_protocol,
+    }
 
 
 def _is_caching(config: PrefillConfig) -> bool:

@@ -1,7 +1,7 @@
 """What rank 0 and another rank tell each other beside collectives: objects, in order, over a descriptor.
 
 Objects are pickled, so no other process may take part. On one host a line is a pair of sockets that the ranks inherit;
-between hosts, a connection of which both ends have shown that they know the cluster's key (`ranks/far_ranks.py`).
+between hosts, a connection of which both ends have shown that they know the cluster's key (`ranks/rendezvous.py`).
 """
 
 import queue
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from ranks.rank_place import RankPlace
+from ranks.place import RankPlace
 
 
 class RankLine:

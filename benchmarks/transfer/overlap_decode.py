@@ -13,7 +13,7 @@ from benchmarks.transfer.overlap_model import spec
 from control.messages import ChunkDone, Generate, Message, Peer, PrefillDone
 from control.plane import ControlPlane
 from decode_node.attempt import ChunkNumber, chunk_of
-from decode_node.destination import destination_of
+from decode_node.pools import destination_of
 from decode_node.remote_prefill import PrefillMessage, RemotePrefill
 from decode_node.request import Request, RequestState
 from decode_node.verifier import Digested, Verified, Verifier

@@ -34,11 +34,10 @@ from prefill_node.ranks.orders import (
     StopReading,
 )
 from prefill_node.sender import Sender, SendResources
-from ranks.agreement import GroupFailed
+from ranks.barrier import GroupFailed
 from ranks.group import RankGroup
 from ranks.rank_line import line_to_first
 from service.shell import NodeShell
-from service.standing import stand_with_group
 
 _IDLE_WAIT_S = 0.2
 _CLOSE_S = 1.0
@@ -90,7 +89,8 @@ class Follower:
         while not self._ended:
             for item in self._shell.receive(_IDLE_WAIT_S):
                 self._take(item)
-            stand_with_group(self._shell.lifecycle, self._ranks)
+            lifecycle = self._shell.lifecycle
+            lifecycle.follow(self._ranks.sync_phase(lifecycle.phase))
             self._ranks.check()
             if time.monotonic() >= self._watch_at:
                 self._watch()

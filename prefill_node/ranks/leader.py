@@ -33,7 +33,7 @@ from prefill_node.ranks.orders import (
 )
 from prefill_node.ranks.parts import Part, PartialReports
 from prefill_node.sender import ChunkSender
-from ranks.agreement import GroupFailed
+from ranks.barrier import GroupFailed
 from ranks.group import RankGroup
 from ranks.rank_line import lines_to_others
 
@@ -59,12 +59,12 @@ class GroupEngine(ModelEngine):
         self._lines = lines_to_others(ranks.place, self._on_part)
         self._partial = PartialReports()
         layouts: WeakKeyDictionary[ForwardProgress, Layout] = WeakKeyDictionary()
-        self._compute = GroupCompute(self._compute, ranks.size, layouts, self._order)
+        self._compute = GroupCompute(self._compute, ranks.world_size, layouts, self._order)
         self._sender = GroupSender(self._sender, layouts, self._partial)
         self._gather = gather
         self._steps_ended = 0
         """Steps and gathers."""
-        self._fetcher = GroupFetcher(self._fetches.fetcher, ranks.size, self._order_to, lambda: self._steps_ended)
+        self._fetcher = GroupFetcher(self._fetches.fetcher, ranks.world_size, self._order_to, lambda: self._steps_ended)
         self._fetches.fetcher = self._fetcher
         self._to_gather: list[ReadPrefix] = []
         """What every rank has its block of. It is in flight for its job."""

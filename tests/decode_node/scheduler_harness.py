@@ -30,6 +30,7 @@ from hisparse.tiers import build_tiers
 from kvcache.extents import Extent, HostSlots
 from kvcache.format import DenseFormat
 from kvcache.layout import KVLayout
+from ranks.group import Ranks, SingleRank
 from tests.decode_node.fakes import GATEWAY, destination
 from tests.prefill_node.fakes import FakeControl
 from transfer.fencing import ReservationTable
@@ -99,6 +100,7 @@ class Harness:
     errors: dict[str, str | None] = field(default_factory=dict)
     vocabulary: Callable[[], Vocabulary] = no_grammars
     grammar_done: threading.Event = field(default_factory=threading.Event)
+    ranks: Ranks = field(default_factory=lambda: SingleRank(torch.device("cpu")))
 
     def __post_init__(self) -> None:
         sizes = Sizes(
@@ -144,6 +146,7 @@ class Harness:
             self.metrics,
             Limits(1000, VOCAB, self.host_slots, self.max_running, self.max_waiting, self.retries),
             self.grammars,
+            self.ranks,
         )
 
     def ask(self, request_id: str, prompt: tuple[int, ...] = (1, 2, 3), tokens: int = 6, **changes: object) -> object:

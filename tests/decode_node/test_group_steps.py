@@ -1,25 +1,30 @@
 """What a decode node computes as a rank of a group, with real KV tiers and a model that counts."""
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
 import pytest
+import torch
 
-from ranks.agreement import Agreed, GroupFailed
-from ranks.group import RankGroup
-from ranks.group_table import Standing
+from ranks.barrier import GroupFailed, StepBarrier
+from ranks.group import SingleRank
 from tests.decode_node.scheduler_harness import Harness, counted
 
 
-@dataclass
-class OtherRanks(RankGroup):
-    """A group whose other ranks have so many requests at most in each step."""
+class OtherRanks(SingleRank):
+    """A group whose other ranks have `batch` requests at most in each step. It is its own step barrier."""
 
-    batch: int = 0
-    asked: list[int] = field(default_factory=list)
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.barrier: StepBarrier = self
+        self.batch = 0
+        self.asked: list[int] = []
 
-    def agree(self, batch: int) -> Agreed:
+    def wait(self, batch: int) -> int:
         self.asked.append(batch)
-        return Agreed(max(batch, self.batch), Standing.SERVING)
+        return max(batch, self.batch)
+
+    def spin_before_sleep(self, is_awaited: Callable[[], bool]) -> bool:
+        return False
 
     def failure(self, error: Exception) -> GroupFailed:
         return GroupFailed(f"rank 0 failed: {error}")
@@ -32,9 +37,7 @@ def ranks() -> OtherRanks:
 
 @pytest.fixture
 def harness(ranks: OtherRanks) -> Harness:
-    harness = Harness()
-    harness.scheduler._steps._ranks = ranks
-    return harness
+    return Harness(ranks=ranks)
 
 
 def test_a_rank_without_requests_computes_what_the_others_have_as_padding(harness: Harness, ranks: OtherRanks) -> None:

@@ -78,6 +78,7 @@ def node_of(harness: Harness, shell: Shell) -> DecodeNode:
         harness.remote,
         harness.coordinator,
         SimpleNamespace(gateway_lost=lambda *_: False),  # type: ignore[arg-type]
+        harness.ranks,
     )
 
 

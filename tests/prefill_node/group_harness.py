@@ -23,8 +23,8 @@ from prefill_node.ranks.orders import End
 from prefill_node.ring import SendRings
 from prefill_node.sender import SendResources
 from prefill_node.source import HostSource, Reading
-from ranks.agreement import GroupFailed
-from ranks.rank_place import RankPlace, create_places
+from ranks.barrier import GroupFailed
+from ranks.place import RankPlace, create_places
 from tests.prefill_node.fakes import LAYOUT, FakeControl
 from tests.prefill_node.sending import CPU, LateChannel
 from tests.prefill_node.sequences import RunningModel
@@ -59,13 +59,13 @@ class FakeRank:
     """A rank's side of the group."""
 
     def __init__(self, place: RankPlace, size: int) -> None:
-        self.place, self.rank, self.size = place, place.rank, size
+        self.place, self.rank, self.world_size = place, place.rank, size
         self.clock_ahead = 0.0
         self.ended: int | None = None
 
     @property
     def shard(self) -> Shard:
-        return Shard(self.rank, self.size)
+        return Shard(self.rank, self.world_size)
 
     def check(self) -> None:
         if self.ended is not None:
@@ -159,5 +159,5 @@ class GroupFetching(Fetching):
         for other in self.others:
             other.close()
         place = self._places[0]
-        for descriptor in (place.table, place.store, *place.bells):
+        for descriptor in (place.status, place.store, *place.wakeup_fds):
             os.close(descriptor)

@@ -13,7 +13,7 @@ from prefill_node.fetch import WrongGrant, pieces
 from prefill_node.ranks.division import checksums_of_blocks, divide
 from prefill_node.ranks.gathering import cut
 from prefill_node.ranks.orders import Read
-from ranks.agreement import GroupFailed
+from ranks.barrier import GroupFailed
 from tests.prefill_node.group_harness import GroupFetching
 from tests.prefill_node.sending import LateChannel
 from tests.prefill_node.sequences import TOKEN_BYTES, states_of

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from base.phase import Phase
 from control.messages import (
     Abort,
     Admitted,
@@ -29,10 +30,9 @@ from prefill_node.progress import ForwardProgress
 from prefill_node.ranks.leader import GroupCompute, GroupEngine, GroupSender, Layout
 from prefill_node.ranks.orders import Begin, Forget, Order, PartSent, Step, Stop
 from prefill_node.ranks.parts import Part, PartialReports
-from ranks.agreement import GroupFailed
-from ranks.group_table import Standing
+from ranks.barrier import GroupFailed
+from ranks.place import RankPlace, create_places
 from ranks.rank_line import RankLine
-from ranks.rank_place import RankPlace, create_places
 from tests.prefill_node.endpoint_harness import DECODE, Harness, R, checksum_of, request
 from transfer.memory import Checksum
 
@@ -41,7 +41,7 @@ class FakeRanks:
     """A group of three, of which this is rank 0."""
 
     rank = 0
-    size = 3
+    world_size = 3
 
     def __init__(self, place: RankPlace) -> None:
         self.place = place
@@ -58,7 +58,7 @@ class FakeRanks:
     def end_step(self) -> None:
         pass
 
-    def stand(self, standing: Standing) -> Standing:
+    def sync_phase(self, standing: Phase) -> Phase:
         return standing
 
     def report(self, reason: str) -> None:
@@ -108,7 +108,7 @@ class GroupHarness(Harness):
 def h() -> Iterator[GroupHarness]:
     harness = GroupHarness()
     yield harness
-    for descriptor in (harness.place.table, harness.place.store, *harness.place.bells):
+    for descriptor in (harness.place.status, harness.place.store, *harness.place.wakeup_fds):
         os.close(descriptor)
 
 

@@ -1,8 +1,9 @@
-"""How ranks of several hosts find each other, and the connections between them.
+"""How the ranks of a group find each other, and the connections between those of several hosts.
 
-They meet at a store of torch.distributed, which rank 0 serves at the address that all were given. It asks for no key,
-as the collectives' own connections do not: who reaches them can disturb the group. What ranks send each other beside
-collectives goes over connections of which both ends have shown that they know the secret.
+Ranks of one host share what they inherit. Those of several hosts meet at a store of torch.distributed, which rank 0
+serves at the address that all were given. It asks for no key, as the collectives' own connections do not: who reaches
+them can disturb the group. What ranks send each other beside collectives goes over connections of which both ends have
+shown that they know the secret.
 """
 
 import hashlib
@@ -22,11 +23,11 @@ from typing import Literal
 
 import psutil
 import structlog
-from torch.distributed import DistError, DistNetworkError, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistError, DistNetworkError, FileStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from base.errors import StartupError
-from ranks.agreement import GroupFailed
-from ranks.rank_place import NO_LINE, RankPlace
+from ranks.barrier import GroupFailed
+from ranks.place import NO_LINE, RankPlace
 
 log = structlog.get_logger(__name__)
 
@@ -40,8 +41,8 @@ Purpose = Literal["link", "line"]
 
 
 @dataclass(frozen=True)
-class FarRanks:
-    """What connects a rank with those of other hosts.
+class Meeting:
+    """What connects a rank with the others.
 
     place: with a line between rank 0 and every rank of another host, if ranks have lines. links: to the counterparts,
     by rank. interface: the name of the network interface that leads to the others. clock_ahead: seconds by which the
@@ -55,12 +56,14 @@ class FarRanks:
     clock_ahead: float
 
 
-def meet(place: RankPlace, secret: bytes, patience: float = MEETING_S) -> FarRanks:
-    """Find the ranks of the other hosts, and connect. Waits for all of them, for so many seconds.
+def meet(place: RankPlace, secret: bytes, patience: float = MEETING_S) -> Meeting:
+    """Find the other ranks. Connects to those of other hosts: waits for all of them, for so many seconds.
 
     secret: what only processes of this cluster know. Raises GroupFailed if they do not come, as when another host is
     started later, and StartupError if they cannot be a group: other keys, another shape, or one rank twice.
     """
+    if place.hosts == 1:
+        return Meeting(place, FileStore(f"/proc/self/fd/{place.store}", place.size), {}, "lo", 0.0)
     until = time.monotonic() + patience
     try:
         store = _join(place, until)
@@ -123,7 +126,7 @@ def _check_shape(place: RankPlace, store: Store) -> None:
         raise StartupError(f"the group at {place.meeting} has {first}, rank {place.rank} has {mine}")
 
 
-def _connect(place: RankPlace, store: Store, secret: bytes, until: float) -> FarRanks:
+def _connect(place: RankPlace, store: Store, secret: bytes, until: float) -> Meeting:
     """Ranks of later hosts connect to those of earlier ones, which accept."""
     if place.rank == 0:
         store.set("nonce", secrets.token_hex(32))
@@ -156,7 +159,7 @@ def _connect(place: RankPlace, store: Store, secret: bytes, until: float) -> Far
     log.info("connected to the ranks of other hosts", connections=len(found), address=address)
     lines = [line if line != NO_LINE else _line(place, rank, found) for rank, line in enumerate(place.lines, start=1)]
     links = {other: connection for (purpose, other), connection in found.items() if purpose == "link"}
-    return FarRanks(replace(place, lines=tuple(lines)), store, links, interface_of(address), ahead)
+    return Meeting(replace(place, lines=tuple(lines)), store, links, interface_of(address), ahead)
 
 
 def _outgoing(place: RankPlace) -> Iterator[tuple[Purpose, int]]:
