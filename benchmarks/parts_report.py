@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from benchmarks.decode.timing import Part
 from benchmarks.decode.workload import ModelFlags
 from benchmarks.machine import this_machine
 from benchmarks.plotting import new_figure
+from model.roofline import Part
 
 GIB = 2**30
 LIMIT = "limit: the larger of bytes at 4.8 TB/s and operations at 800 TFLOP/s (1600 in fp8), part by part"

@@ -5,6 +5,7 @@ Commands import what they need when they run, so that --help is fast.
 
 import sys
 from collections.abc import Sequence
+from importlib.metadata import entry_points
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,7 +16,6 @@ from typer.core import TyperGroup
 
 from base.errors import ProcessFailed, StartupError
 from base.version import VERSION
-from benchmarks import commands as bench
 from cli import keygen, quarantine
 from cli.config import ServeConfig, SizingConfig
 from cli.flags import takes_flags
@@ -50,7 +50,9 @@ app = typer.Typer(
 
 app.add_typer(quarantine.app)
 app.command()(keygen.keygen)
-app.add_typer(bench.app, name="bench")
+for command in entry_points(group="hisparse_pd.commands"):
+    # `bench`: benchmarks use the whole product, which does not know them.
+    app.add_typer(command.load(), name=command.name)
 
 
 def show_version(wanted: bool) -> None:

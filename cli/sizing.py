@@ -1,7 +1,7 @@
 """`hisparse-pd sizing`: what a node of several GPUs holds and can at most do, for a published shape.
 
 Each figure is a formula over the shape, the machine and the flags, computed by the functions that size a node. Steps
-and prompts are given by what the hardware takes at least (`benchmarks.decode.limits`). Nothing is measured, no GPU and
+and prompts are given by what the hardware takes at least (`model.roofline`). Nothing is measured, no GPU and
 no checkpoint are needed.
 """
 
@@ -10,18 +10,17 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from transformers import AutoConfig
 
 from base.block_hashes import BLOCK_TOKENS
 from base.errors import StartupError
-from benchmarks.decode.config import DecodeBench
-from benchmarks.decode.limits import Works, work_of
-from benchmarks.decode.timing import Part
-from benchmarks.decode.workload import Model, build_model
-from benchmarks.prefill.limits import work_of_chunk
 from cli.config import SizingConfig
 from hisparse.config import HiSparseConfig
 from hisparse.sizing import GIB, Sizes, plan_sizes
-from kvcache.prefix_cache import BLOCK_BYTES
+from kvcache.block_cache import BLOCK_BYTES
+from model.config import network_config
+from model.roofline import Part, RankModel, Works, work_of_chunk, work_of_step
+from model.shapes import published_config
 
 _PAGE = 64
 _PLENTY_GIB = 2.0**20
@@ -44,18 +43,19 @@ class NodeSizing:
     config: SizingConfig
 
     @cached_property
-    def model(self) -> Model:
+    def model(self) -> RankModel:
         """One rank's network, without memory for it. Raises StartupError if the shape cannot be divided so."""
         c = self.config
-        bench = DecodeBench(
-            shape=c.shape,
-            rank_of=c.ranks,
-            context=c.context_length,
-            kv_cache_dtype=c.kv_cache_dtype,
-            quantization="fp8",
-        )
+        sizes = network_config(AutoConfig.for_model(**published_config(c.shape)))
         try:
-            return build_model(bench, torch.device("meta"))
+            return RankModel.build(
+                sizes,
+                ranks=c.ranks,
+                fp8=True,
+                context_length=c.context_length,
+                kv_cache_dtype=c.kv_cache_dtype,
+                device=torch.device("meta"),
+            )
         except ValueError as error:
             raise StartupError(f"sizing: {error}") from error
 
@@ -102,7 +102,7 @@ class NodeSizing:
             index_page_size=_PAGE,
             available_host_bytes=int(2 * _PLENTY_GIB * GIB),
             available_device_bytes=self.pool_bytes,
-            vocab_size=self.model.spec.vocab_size,
+            has_prefix_cache=True,
         )
 
     @cached_property
@@ -139,7 +139,7 @@ class NodeSizing:
     def step(self) -> Works:
         """The work of a decode step with all requests running."""
         c = self.config
-        return work_of(self.model, self.running, c.context_length, min(c.new_positions, c.context_length), c.ranks)
+        return work_of_step(self.model, self.running, c.context_length, min(c.new_positions, c.context_length), c.ranks)
 
     def limit_ms(self, works: Works, part: Part) -> float:
         return sum(work.ms(self.config.link_gb_per_s) for work in works.get(part, ()))

@@ -28,7 +28,7 @@ class Gateways(Protocol):
 
 
 class CacheReports:
-    """Collects what the cache gains and loses, and sends it to every gateway that wants to know. One loop calls it.
+    """Collects which blocks are stored and removed, and tells every gateway that wants to know. One loop calls it.
 
     Each update is sent once. Gateways say with every heartbeat up to which one they miss none; whoever misses one gets
     the whole cache, or as much of it as fits one message.
@@ -49,11 +49,11 @@ class CacheReports:
         """When each gateway was last sent the whole cache."""
         self._next_at = 0.0
 
-    def gained(self, hashes: BlockHashes) -> None:
+    def stored(self, hashes: BlockHashes) -> None:
         """Blocks of one prompt, uint64 [blocks] in their order, came into the cache."""
         self._note(hashes, True)
 
-    def lost(self, hashes: BlockHashes) -> None:
+    def removed(self, hashes: BlockHashes) -> None:
         """Blocks, uint64 [blocks], left the cache."""
         self._note(hashes, False)
 

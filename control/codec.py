@@ -14,7 +14,7 @@ from pydantic import Field, ValidationError
 from base.wire import UInt, WireModel
 from control.messages import SENT_BY, Address, Message, Peer, Ping, Pong, Refused, Registered
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 
 
 class MalformedMessage(ValueError):

@@ -19,6 +19,8 @@ from pydantic import (
 
 MAX_TEXT = 2**20
 """Characters of all strings of a grammar together."""
+MAX_LARK = 2**16
+"""Characters of one Lark or GBNF grammar."""
 MAX_NODES = 2048
 MAX_DEPTH = 16
 Short = Annotated[str, Field(max_length=1024)]
@@ -61,7 +63,7 @@ class Lark(_Model):
     """Text of a context-free grammar: llguidance's dialect of Lark, or GBNF (recognised by its `::=`)."""
 
     kind: Literal["lark"] = "lark"
-    grammar: Annotated[str, Field(max_length=2**16)]
+    grammar: Annotated[str, Field(max_length=MAX_LARK)]
 
 
 class Text(_Model):

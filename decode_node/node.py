@@ -108,8 +108,6 @@ class DecodeNode:
         self._remote.tick(now)
         self._housekeep(now)
         self._scheduler.turn()
-        if (prefixes := self._coordinator.host.prefixes) is not None:
-            prefixes.send_reports(now)
         self._check_idle()
         lifecycle = self._shell.lifecycle
         lifecycle.follow(self._ranks.sync_phase(lifecycle.phase))

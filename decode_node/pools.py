@@ -53,7 +53,7 @@ def plan_pools(config: DecodeConfig, hisparse: HiSparseConfig, spec: ModelSpec, 
         available_host_bytes=host_bytes,
         available_device_bytes=for_pools - for_local_prefill,
         max_device_slots=config.max_device_slots,
-        vocab_size=spec.vocab_size if config.enable_prefix_caching else None,
+        has_prefix_cache=config.enable_prefix_caching,
     )
     _check_host_memory(ranks, sizes, host_bytes)
     for line in describe(sizes):

@@ -3,8 +3,6 @@
 from contextlib import ExitStack
 from functools import partial
 
-from base.block_hashes import BlockHasher
-from control.cache_reports import CacheReports
 from control.keys import load_token
 from control.membership import Membership
 from control.messages import AttemptId, Heartbeat, Peer, Register
@@ -127,13 +125,12 @@ def run_decode_node(config: DecodeConfig, place: RankPlace | None = None) -> Non
                 running_requests=coordinator.num_running,
             ),
         )
-        if (prefixes := coordinator.host.prefixes) is not None:
-            prefixes.report_to(CacheReports(membership, prefixes.newest), BlockHasher(shell.cache_seed))
         loop = DecodeNode(shell, scheduler, remote, coordinator, membership, ranks)
         quarantine = quarantine_router(
             Quarantine(reservations, shell.control, remote.lent), shell.inbox.put, token=token
         )
-        shell.start(membership, loop.refresh_metrics, quarantine)
+        prefixes = coordinator.host.prefixes
+        shell.start(membership, loop.refresh_metrics, quarantine, cached=None if prefixes is None else prefixes.blocks)
         shell.announce(transports, spec.model_type, spec.fingerprint)
         loop.run()
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from control.messages import AttemptId, FinishReason, Generate, Peer
 from control.prompt_logprobs import PromptLogprobTable
-from engine.adjustments import adjusts, banned_tokens
+from engine.adjustments import BannedTokens, adjusts
 from engine.grammar.state import GrammarState
 from engine.sampling import RandomStream
 from kvcache.extents import HostSlots
@@ -100,9 +100,10 @@ class Request:
         """Whether its logits are changed before its tokens are drawn."""
         return adjusts(self.generate.sampling)
 
-    def banned_tokens(self) -> set[int]:
-        """Tokens that may not come next, beside those that never may."""
-        return banned_tokens(self.generate.sampling, self.generate.stop_token_ids, self.generated)
+    @cached_property
+    def banned_tokens(self) -> BannedTokens:
+        """Tokens that may not come next, by what it has generated."""
+        return BannedTokens(self.generate.sampling, self.generate.stop_token_ids)
 
     def logprobs_to_compute(self) -> PromptLogprobTable | None:
         """Where the log probabilities of the next prefill go, which computes the whole prompt for them, or None.

@@ -113,7 +113,7 @@ class SlotManager:
     @property
     def _insertions(self) -> int:
         prefixes = self._coordinator.host.prefixes
-        return 0 if prefixes is None else prefixes.insertions
+        return 0 if prefixes is None else prefixes.blocks.insertions
 
     def admit(self, request: Request) -> bool:
         """Give device slots to a request whose KV is in host memory. False if there are too few."""

@@ -106,10 +106,9 @@ class Stepper:
             for entry, reason in masks.failed.items():
                 self._on_failure([step.batch.request_ids[entry]], GrammarViolation(reason))
             bans = [
-                Ban(entry, token_id)
+                Ban(entry, token_ids)
                 for entry, request in enumerate(self._requests)
-                if request.adjusts
-                for token_id in request.banned_tokens()
+                if request.adjusts and len(token_ids := request.banned_tokens.after(request.generated))
             ]
             self._runner.sample(step, bans, masks.words)
             self._in_flight = step

@@ -4,7 +4,7 @@ All requests of a batch are changed together, each by its own settings; for a re
 the bit. The order is vLLM's: biases and bans, then penalties.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,14 +15,16 @@ from control.messages import Sampling
 from hisparse.device_pool import upload
 
 _NEVER = float("-inf")
+_TokenIds = npt.NDArray[np.int64]
+_NONE: _TokenIds = np.array((), np.int64)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Ban:
-    """One token that one request of a batch may not get in this step. entry: of the batch."""
+    """Tokens that one request of a batch may not get in this step. entry: of the batch. token_ids: int64 [n]."""
 
     entry: int
-    token_id: int
+    token_ids: _TokenIds
 
 
 def adjusts(sampling: Sampling) -> bool:
@@ -32,15 +34,34 @@ def adjusts(sampling: Sampling) -> bool:
     return penalised or biased or bool(sampling.bad_words) or sampling.min_tokens > 0
 
 
-def banned_tokens(sampling: Sampling, stop_token_ids: Collection[int], generated: Sequence[int]) -> set[int]:
-    """Tokens that may not follow what a request has generated, beside those that never may (see `LogitAdjustments`)."""
-    banned: set[int] = set()
-    if len(generated) < sampling.min_tokens:
-        banned.update(stop_token_ids)
-    for *before, last in sampling.bad_words:
-        if before and tuple(generated[-len(before) :]) == tuple(before):
-            banned.add(last)
-    return banned
+class BannedTokens:
+    """Tokens that may not come next in one request, in addition to those that never may (see `LogitAdjustments`).
+
+    The tokens of a bad word before its last are its prefix. Bad words are indexed once, by prefix. A step looks up the
+    end of the answer once for each length of the prefixes that end with the newest token. Words with prefixes of k
+    lengths have at least k (k + 3) / 2 tokens, so MAX_BAD_WORD_TOKENS has room for 89 lengths.
+    """
+
+    def __init__(self, sampling: Sampling, stop_token_ids: Sequence[int]) -> None:
+        self._min_tokens = sampling.min_tokens
+        self._stops = np.array(stop_token_ids, np.int64)
+        last_tokens: dict[tuple[int, ...], list[int]] = {}
+        lengths: dict[int, set[int]] = {}
+        for *prefix, last in sampling.bad_words:
+            if prefix:
+                last_tokens.setdefault(tuple(prefix), []).append(last)
+                lengths.setdefault(prefix[-1], set()).add(len(prefix))
+        self._last_tokens = {prefix: np.array(found, np.int64) for prefix, found in last_tokens.items()}
+        self._lengths = {token_id: sorted(found) for token_id, found in lengths.items()}
+        """The lengths of prefixes, by the token at their end."""
+
+    def after(self, generated: Sequence[int]) -> _TokenIds:
+        """What may not follow the tokens that the request has generated, int64 [n]; some may be there twice."""
+        banned = [self._stops] if len(generated) < self._min_tokens else []
+        for length in self._lengths.get(generated[-1], ()) if generated else ():
+            if length <= len(generated) and (found := self._last_tokens.get(tuple(generated[-length:]))) is not None:
+                banned.append(found)
+        return np.concatenate(banned) if banned else _NONE
 
 
 class LogitAdjustments:
@@ -83,8 +104,10 @@ class LogitAdjustments:
         assert tables is not None, "a request that needs it was admitted"
         changed = logits + tables.bias[rows]
         if bans:
-            entries = self._uploaded([[ban.entry, ban.token_id] for ban in bans])
-            changed[entries[:, 0], entries[:, 1]] = _NEVER
+            entries = np.repeat([ban.entry for ban in bans], [len(ban.token_ids) for ban in bans])
+            token_ids = np.concatenate([ban.token_ids for ban in bans])
+            entry, token_id = self._uploaded([entries, token_ids])
+            changed[entry, token_id] = _NEVER
         frequency, presence, repetition = tables.penalties[rows].float().T.unsqueeze(2)
         counts = tables.counts[rows]
         came = counts > 0
@@ -103,9 +126,8 @@ class LogitAdjustments:
         self, tables: "_Tables", row: int, sampling: Sampling, prompt_ids: Sequence[int], generated: Sequence[int]
     ) -> None:
         if sampling.allowed_token_ids is not None:
-            allowed = self._uploaded(sorted(set(sampling.allowed_token_ids)))
             tables.bias[row].fill_(_NEVER)
-            tables.bias[row, allowed] = 0.0
+            tables.bias[row, self._uploaded(sampling.allowed_token_ids)] = 0.0
         if sampling.logit_bias:
             ids, values = zip(*dict(sampling.logit_bias).items(), strict=True)
             tables.bias[row, self._uploaded(ids)] += self._uploaded(values, np.float32)

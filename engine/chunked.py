@@ -8,9 +8,9 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 
 from engine.prompt_logprobs import QueuedLogprobs
+from kvcache.block_cache import TokenIds
 from kvcache.page_cache import PageCache, PageLease
 from kvcache.paged_pool import PagedKVPool, PagedSequence
-from kvcache.prefix_tree import TokenIds
 from model.passes import PrefillChunk
 from model.sparse_model import SparseModel
 from transfer.planner import Int64s

@@ -31,7 +31,7 @@ class NoToken(Enum):
 
     def __str__(self) -> str:
         if self is NoToken.NOT_FINITE:
-            return "the model's logits are not finite numbers"
+            return "the logits to draw from are not finite numbers"
         return "what the request allows leaves no token to choose"
 
 
@@ -104,7 +104,7 @@ def draw(
     `settings_of`. uniforms: float64 [n] in [0, 1). masks: which tokens may come, int32 [n, ceil(vocab / 32)] in host
     memory (`engine.masking`); None: all. Returns float64 [n, 1 + (0 or 1 + 2 k)], which `tokens_of` reads:
     the token, or a NoToken; where any request reports log probabilities, the token's, those of the k likeliest tokens,
-    and these tokens.
+    and these tokens. A token is always one of the vocabulary: tables and embeddings are indexed with it.
     """
     if logits.device.type == "cpu":
         token_ids = _choose_by_rows(changed, settings, uniforms, needs, masks)
@@ -113,6 +113,9 @@ def draw(
     # Last, because NaN makes every comparison meaningless. Both extremes are NaN where any logit is: `isfinite` of all
     # takes a processor twenty times as long.
     finite = logits.amax(dim=-1).isfinite() & logits.amin(dim=-1).isfinite()
+    if changed is not logits:
+        # Before masks, which hide NaN on some devices. -inf is a token that may not come.
+        finite &= changed.amax(dim=-1) < math.inf
     token_ids = token_ids.masked_fill(~finite, NoToken.NOT_FINITE.value)
     columns = [token_ids.unsqueeze(1)]
     if needs.top_logprobs is not None:
@@ -124,7 +127,7 @@ def _choose(
     changed: torch.Tensor, settings: torch.Tensor, uniforms: torch.Tensor, needs: SamplingNeeds
 ) -> torch.Tensor:
     """The token of each row, int64 [n], or NOTHING_ALLOWED. Arguments as in `draw`. Where logits are not finite, the
-    token means nothing."""
+    token means nothing, and is one of the vocabulary."""
     likeliest = changed.amax(dim=-1)
     if needs.random:
         temperature, top_p, top_k, log_min_p = settings.unsqueeze(2)
@@ -140,6 +143,8 @@ def _choose(
             token_ids = torch.where(temperature.squeeze(1) > 0, token_ids, changed.argmax(dim=-1))
     else:
         token_ids = changed.argmax(dim=-1)
+    # A search among NaN ends beyond the last token.
+    token_ids = token_ids.clamp(max=changed.shape[1] - 1)
     return token_ids.masked_fill(likeliest == float("-inf"), NoToken.NOTHING_ALLOWED.value)
 
 
@@ -161,8 +166,7 @@ def _choose_by_rows(
             chosen = _choose(
                 changed[row].index_select(0, allowed).unsqueeze(0), settings[:, [row]], uniforms[[row]], needs
             )
-            # Beyond the end where logits are not finite.
-            token_ids[row] = torch.where(chosen < 0, chosen, allowed[chosen.clamp(0, len(allowed) - 1)])
+            token_ids[row] = torch.where(chosen < 0, chosen, allowed[chosen.clamp(min=0)])
         else:
             token_ids[row] = NoToken.NOTHING_ALLOWED.value
     others = [row for row in range(count) if row not in few]

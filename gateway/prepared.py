@@ -1,11 +1,10 @@
 """A request that was read: what decode nodes are to generate for it."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from gateway.attempt import TokenizedRequest
 from gateway.choice import TextOptions
-from gateway.formats import ChatFormat, OutputParser, Tool
+from gateway.formats import ChatFormat, OutputParser, ToolSet
 from gateway.requests.chat import ChatCompletionRequest
 from gateway.requests.completions import CompletionRequest
 from gateway.requests.conversion import ConvertedRequest
@@ -18,7 +17,7 @@ class ChatReading:
     """How the answers of a chat are taken apart. tools: those that may be called. reasoning: they begin with it."""
 
     format: ChatFormat
-    tools: Sequence[Tool]
+    tools: ToolSet
     reasoning: bool
 
     def parser(self, whole: bool) -> OutputParser:

@@ -12,8 +12,8 @@ from control.grammar import Grammar, Lark
 from gateway.attempt import TokenizedRequest
 from gateway.choice import TextOptions
 from gateway.config import GatewayConfig
-from gateway.errors import ApiError
-from gateway.formats import ChatFormat, FormatError, choose_format
+from gateway.errors import ApiError, shown
+from gateway.formats import ChatFormat, FormatError, ToolSet, choose_format
 from gateway.prepared import ApiRequest, ChatReading, Prepared
 from gateway.registry import Capacity
 from gateway.requests.chat import ChatCompletionRequest
@@ -118,7 +118,7 @@ class Preparer:
         except FormatError as error:
             raise ApiError(400, f"messages: {error}", param="messages") from error
         token_ids = self.tokenizer.encode(prompt.text, special_tokens=special_tokens)
-        return token_ids, ChatReading(self._chat_format, tools, prompt.reasoning)
+        return token_ids, ChatReading(self._chat_format, ToolSet(tools), prompt.reasoning)
 
     def _prompt_ids(self, request: CompletionRequest, prompt: Prompt, capacity: Capacity) -> list[int]:
         if isinstance(prompt, str):
@@ -172,12 +172,15 @@ def _grammar(request: ApiRequest, reading: ChatReading | None, added_ids: Mappin
     """
     structure = request.structure()
     after = reading.format.end_of_reasoning if reading is not None and reading.reasoning else None
-    if isinstance(request, ChatCompletionRequest) and (tools := request.required_tools):
+    if isinstance(request, ChatCompletionRequest) and (tools := ToolSet(request.required_tools)):
         if structure is not None:
             raise ApiError(400, "tool_choice: a required call has no other structure", param="tool_choice")
         assert reading is not None
         parallel = request.parallel_tool_calls is not False
-        calls = reading.format.call_grammar(tools, parallel=parallel, token_ids=added_ids)
+        try:
+            calls = reading.format.call_grammar(tools, parallel=parallel, token_ids=added_ids)
+        except FormatError as error:
+            raise ApiError(400, f"tools: {error}: {shown(', '.join(tools.names))}", param="tools") from error
         if calls is None:
             raise ApiError(400, "tool_choice: this model's format has no tool calls", param="tool_choice")
         structure = Lark(grammar=calls)

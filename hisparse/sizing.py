@@ -8,8 +8,8 @@ from base.errors import StartupError
 from base.memory import human
 from hisparse.config import HiSparseConfig
 from kernels.specialization import hot_granule
+from kvcache.block_cache import BLOCK_BYTES
 from kvcache.layout import KVLayout
-from kvcache.prefix_cache import BLOCK_BYTES
 
 GIB = 2**30
 
@@ -19,7 +19,7 @@ class Sizes:
     """Sizes of the pools of one decode node: the constructor arguments of HostKVPool and DeviceKVPool.
 
     asked_device_slots: what was wanted, enough for all requests at once or `max_device_slots`. table_bytes: device
-    memory of page, slot and residency tables. vocab_size: of the prefix cache's tokens; None: there is no prefix cache.
+    memory of page, slot and residency tables.
     """
 
     config: HiSparseConfig
@@ -32,7 +32,7 @@ class Sizes:
     asked_device_slots: int
     num_index_pages: int
     table_bytes: int
-    vocab_size: int | None = None
+    has_prefix_cache: bool = False
 
     @property
     def host_bytes(self) -> int:
@@ -41,7 +41,7 @@ class Sizes:
     @property
     def prefix_cache_bytes(self) -> int:
         """Main memory that the prefix cache may come to take beside the pool."""
-        return 0 if self.vocab_size is None else self.num_host_slots // BLOCK_TOKENS * BLOCK_BYTES
+        return self.num_host_slots // BLOCK_TOKENS * BLOCK_BYTES if self.has_prefix_cache else 0
 
     @property
     def hot_bytes(self) -> int:
@@ -67,9 +67,9 @@ def plan_sizes(
     available_host_bytes: int,
     available_device_bytes: int,
     max_device_slots: int | None = None,
-    vocab_size: int | None = None,
+    has_prefix_cache: bool = False,
 ) -> Sizes:
-    """Size the tiers. vocab_size: see Sizes.
+    """Size the tiers. has_prefix_cache: whether the host pool keeps one.
 
     Wanted are a full hot buffer for every running request, or `max_device_slots` if that is less, and index pages for
     every token that the host pool holds or that the running requests may have, whichever is less. Where device memory
@@ -113,7 +113,7 @@ def plan_sizes(
             asked_device_slots=asked,
             num_index_pages=min(pages, max_running_requests * pages_per_row),
             table_bytes=table_bytes,
-            vocab_size=vocab_size,
+            has_prefix_cache=has_prefix_cache,
         )
 
     # More slots take more bytes, so this is the largest number that fits.
@@ -168,7 +168,7 @@ def describe(sizes: Sizes) -> list[str]:
 
 
 def _describe_prefix_cache(sizes: Sizes) -> list[str]:
-    if sizes.vocab_size is None:
+    if not sizes.has_prefix_cache:
         return []
     return [
         f"prefix cache: up to {sizes.num_host_slots // BLOCK_TOKENS} blocks of {BLOCK_TOKENS} tokens, in host slots "

@@ -32,7 +32,7 @@ def build_tiers(
     # A CUDA device reads and writes the host pool by itself, for which the pool must be pinned.
     pin = device.type == "cuda"
     with ExitStack() as on_failure:
-        host = HostKVPool(layout, sizes.num_host_slots, pin, shareable, cpus_near(device), sizes.vocab_size)
+        host = HostKVPool(layout, sizes.num_host_slots, pin, shareable, cpus_near(device), sizes.has_prefix_cache)
         # Memory that is freed while pinned would pass for pinned memory at its next owner.
         on_failure.callback(host.close)
         pool = DeviceKVPool(

@@ -7,7 +7,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.prefix_results import PrefixMatch
+from base.block_hashes import BLOCK_TOKENS
+
+BlockValues = npt.NDArray[np.int32]
+"""[blocks, width]: where the KV of cached blocks is."""
 
 
 class SlotAccountingError(RuntimeError):
@@ -42,6 +45,22 @@ def extents_of(slots: npt.NDArray[np.integer]) -> tuple[Extent, ...]:
 
 
 @dataclass(frozen=True)
+class HeldBlocks:
+    """Blocks of one prompt, from its beginning, that are held. numbers: int64 [blocks]. values: int32 [blocks, width],
+    a copy."""
+
+    numbers: npt.NDArray[np.int64]
+    values: BlockValues
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self) * BLOCK_TOKENS
+
+
+@dataclass(frozen=True)
 class HostSlots:
     """The host slots of one sequence: the i-th slot in extent order holds position i.
 
@@ -50,7 +69,7 @@ class HostSlots:
     """
 
     extents: tuple[Extent, ...]
-    held: PrefixMatch | None = field(default=None, compare=False)
+    held: HeldBlocks | None = field(default=None, compare=False)
 
     def __len__(self) -> int:
         return sum(extent.length for extent in self.extents)

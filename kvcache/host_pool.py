@@ -21,8 +21,8 @@ class HostKVPool:
     kv: uint8 [num_layers, num_slots, item_bytes]. index_keys: uint8 [num_index_layers, num_slots, index_key_bytes].
     Both start at a memory page, and each layer is one contiguous buffer. pin: register the memory with CUDA (torch's
     own pinned allocator would round it up to a power of two). shareable: let other processes of the host map it
-    (`shared`). cpus: processors near which it should lie. vocab_size: keep a prefix cache, for tokens with ids
-    below that. Raises StartupError if the machine does not have the memory.
+    (`shared`). cpus: processors near which it should lie. prefix_cache: keep a prefix cache (`prefixes`). Raises
+    StartupError if the machine does not have the memory.
 
     prefixes: the prefix cache, which gives slots up as others need them. So what only the cache owns counts as free.
     """
@@ -34,7 +34,7 @@ class HostKVPool:
         pin: bool,
         shareable: bool = False,
         cpus: Collection[int] | None = None,
-        vocab_size: int | None = None,
+        prefix_cache: bool = False,
     ) -> None:
         self.layout = layout
         keys_at = page_aligned(layout.num_layers * num_slots * layout.item_bytes)
@@ -43,7 +43,7 @@ class HostKVPool:
         self.kv = self._memory.tensor(0, (layout.num_layers, num_slots, layout.item_bytes))
         self.index_keys = self._memory.tensor(keys_at, (layout.num_index_layers, num_slots, layout.index_key_bytes))
         self._slots = SlotAllocator(num_slots)
-        self.prefixes = None if vocab_size is None else PrefixCache(self._slots, vocab_size)
+        self.prefixes = PrefixCache(self._slots) if prefix_cache else None
         self._pinned: list[torch.Tensor] = []
         if pin:
             self._pin(self.kv)

@@ -4,12 +4,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from base.block_hashes import BLOCK_TOKENS, BlockHasher, BlockHashes
-from control.cache_reports import CacheReports
-from kvcache.extents import SlotAccountingError
+from base.block_hashes import BLOCK_TOKENS
+from kvcache.block_cache import BlockCache, TokenIds
+from kvcache.extents import HeldBlocks, SlotAccountingError
 from kvcache.paged_pool import PagedKVPool
-from kvcache.prefix_results import PrefixMatch
-from kvcache.prefix_tree import PrefixTree, TokenIds
 from transfer.planner import Int64s
 
 
@@ -23,120 +21,104 @@ class PageLease:
     """The pages of one prompt, until `PageCache.give_back`.
 
     tokens: its ids [n]. pages: int64, of all tokens, each of which the lease owns; replaced and never changed, since
-    other threads read it. cached: tokens at its beginning that had KV when the lease began. inserted: tokens whose
-    blocks are in the tree. match: these blocks, which the lease holds; None without a cache.
+    other threads read it. cached: tokens at its beginning that had KV when the lease began. held: the cached blocks
+    that the lease has pages of; None without a cache.
     """
 
     tokens: TokenIds
     salt: str
     pages: Int64s
     cached: int
-    inserted: int
-    match: PrefixMatch | None
-    hashes: BlockHashes | None = None
-    """Of all blocks of the prompt, once they were needed."""
+    held: HeldBlocks | None
 
 
 class PageCache:
     """Lends the pages of a pool to prompts, and keeps those with whole blocks of computed tokens for later prompts.
 
-    Owners of a page are the leases of the prompts that it has tokens of, and the tree, from `insert` on. A page in the
-    tree is never written again: a prompt that shares it computes behind it. A lease also *holds* the blocks that it has
-    pages of, since giving up those would free nothing. Blocks that no lease holds are given up when a prompt needs
-    pages, the least recently used first; so to a prompt their pages are as good as free. One thread calls it.
+    Owners of a page are the leases of the prompts that it has tokens of and, from `insert` on, the cache. A page in the
+    cache is never written again: a prompt that shares it computes into pages of its own after it. A lease also holds
+    the blocks that it has pages of, since evicting those would free nothing. Blocks without holders are evicted when a
+    prompt needs pages, the least recently used first, so their pages count as free. One thread calls it.
     """
 
-    def __init__(self, pool: PagedKVPool, vocab_size: int | None = None, seed: int = 0) -> None:
-        """vocab_size: token ids are below it; None for no cache. seed: of the hashes of blocks (`cache_seed`).
-
-        Raises ValueError if blocks are no whole pages.
-        """
+    def __init__(self, pool: PagedKVPool, is_on: bool = False) -> None:
+        """is_on: keep blocks. Raises ValueError if blocks are no whole pages."""
         self.pool = pool
-        self.reports: CacheReports | None = None
-        """Hears which blocks come and go."""
-        self._hasher = BlockHasher(seed)
-        self._tree: PrefixTree | None = None
+        self.blocks: BlockCache | None = None
         self._block_pages = BLOCK_TOKENS // pool.page_size
-        if vocab_size is not None:
-            if not can_cache(pool.page_size):
-                raise ValueError(f"pages of {pool.page_size} tokens: blocks of {BLOCK_TOKENS} are no whole pages")
-            if blocks := pool.num_pages // self._block_pages:
-                self._tree = PrefixTree(blocks, self._block_pages, vocab_size)
+        if is_on and not can_cache(pool.page_size):
+            raise ValueError(f"pages of {pool.page_size} tokens: blocks of {BLOCK_TOKENS} are no whole pages")
+        if is_on and (capacity := pool.num_pages // self._block_pages):
+            self.blocks = BlockCache(capacity, self._block_pages)
 
     @property
     def is_on(self) -> bool:
         """Whether anything is ever kept."""
-        return self._tree is not None
+        return self.blocks is not None
 
     @property
     def cached_pages(self) -> int:
-        """Pages in the tree that no lease holds."""
-        return self._tree.evictable_blocks * self._block_pages if self._tree else 0
+        """Pages in the cache that no lease holds."""
+        return self.blocks.evictable_blocks * self._block_pages if self.blocks else 0
 
     def find(self, tokens: TokenIds, salt: str = "") -> int:
         """How many tokens at the beginning of a prompt, ids [n], have KV now."""
-        return self._tree.lookup(tokens, salt).tokens if self._tree else 0
+        return self.blocks.find(tokens, salt) if self.blocks else 0
 
     def lend(self, tokens: TokenIds, salt: str = "", reuse: bool = True) -> PageLease | None:
         """Pages for all tokens of a prompt, those of its longest cached prefix first. None if there are not enough.
 
         reuse: without it no cached page is used.
         """
-        match = self._hold(tokens if reuse else tokens[:0], salt)
-        cached = match.tokens if match else 0
+        held = self.blocks.hold(tokens if reuse else tokens[:0], salt) if self.blocks else None
+        cached = held.num_tokens if held else 0
         own = self._allocate(len(tokens) - cached)
         if own is None:
-            self._release(match)
+            self._release(held)
             return None
-        return PageLease(tokens, salt, self._shared(match, own), cached, cached, match)
+        return PageLease(tokens, salt, self._shared(held, own), cached, held)
 
     def extend(self, lease: PageLease) -> bool:
         """Use what was cached since the lease began, in place of pages of its own. Whether there is any.
 
         To be called before anything was computed in the lease: the pages that it gives back are empty.
         """
-        match = self._hold(lease.tokens, lease.salt)
-        if match is None or match.tokens <= lease.cached:
-            self._release(match)
+        if self.blocks is None:
             return False
-        replaced, rest = np.split(lease.pages, [match.blocks * self._block_pages])
-        lease.pages = self._shared(match, rest)
+        held = self.blocks.hold(lease.tokens, lease.salt)
+        if held.num_tokens <= lease.cached:
+            self._release(held)
+            return False
+        replaced, rest = np.split(lease.pages, [len(held) * self._block_pages])
+        lease.pages = self._shared(held, rest)
         self.pool.free(replaced)
-        self._release(lease.match)
-        lease.match, lease.cached, lease.inserted = match, match.tokens, match.tokens
+        self._release(lease.held)
+        lease.held, lease.cached = held, held.num_tokens
         return True
 
     def insert(self, lease: PageLease, computed: int) -> None:
         """Keep the whole blocks of a prompt's first `computed` tokens, which have KV.
 
-        Blocks that another prompt brought first stay as they are; the lease keeps its own pages of these.
+        Blocks that another prompt brought first keep their pages; the lease keeps its own pages of these.
         """
         blocks = computed // BLOCK_TOKENS
-        if self._tree is None or blocks * BLOCK_TOKENS <= lease.inserted:
+        if self.blocks is None or lease.held is None or blocks <= len(lease.held):
             return
         values = lease.pages[: blocks * self._block_pages].reshape(blocks, self._block_pages)
-        hashes = self._hashes(lease)[:blocks]
-        insertion = self._tree.insert(lease.tokens[: blocks * BLOCK_TOKENS], values, lease.salt, hashes)
-        self.pool.retain(values[insertion.present :].ravel())
-        self._tree.retain(insertion.match)
-        self._release(lease.match)
-        lease.match, lease.inserted = insertion.match, blocks * BLOCK_TOKENS
-        if self.reports is not None:
-            self.reports.gained(hashes[insertion.present :])
+        held, present = self.blocks.insert(lease.tokens[: blocks * BLOCK_TOKENS], values, lease.salt)
+        self.pool.retain(values[present : len(held)].ravel())
+        self._release(lease.held)
+        lease.held = held
 
     def give_back(self, lease: PageLease) -> None:
         """End a lease: nothing reads or writes its pages any more."""
         self.pool.free(lease.pages)
-        self._release(lease.match)
-
-    def newest(self, limit: int) -> BlockHashes:
-        """Hashes of the cached blocks that were used last, at most so many, the newest first: uint64 [n]."""
-        return self._tree.newest_hashes(limit) if self._tree else np.empty(0, dtype=np.uint64)
+        self._release(lease.held)
 
     def drop(self) -> None:
-        """Give up all cached pages that no lease holds."""
-        if self._tree:
-            self._evict(self._tree.evictable_blocks)
+        """Evict all cached pages that no lease holds."""
+        if self.blocks:
+            self._evict(self.blocks.evictable_blocks)
 
     def check_idle(self) -> None:
         """Raise SlotAccountingError unless every page is free or cached: for when there are no leases."""
@@ -147,45 +129,29 @@ class PageCache:
             )
 
     def check_integrity(self) -> None:
-        """Raise SlotAccountingError if the tree's tables do not agree."""
-        if self._tree:
-            self._tree.check_integrity()
+        """Raise SlotAccountingError if the cache's tables do not agree."""
+        if self.blocks:
+            self.blocks.check_integrity()
 
-    def _hold(self, tokens: TokenIds, salt: str) -> PrefixMatch | None:
-        """The longest cached prefix, held; None without a cache."""
-        if self._tree is None:
-            return None
-        match = self._tree.lookup(tokens, salt)
-        self._tree.retain(match)
-        return match
-
-    def _release(self, match: PrefixMatch | None) -> None:
-        if self._tree is not None and match is not None:
-            self._tree.release(match)
+    def _release(self, held: HeldBlocks | None) -> None:
+        if self.blocks and held is not None:
+            self.blocks.release(held)
 
     def _allocate(self, num_tokens: int) -> Int64s | None:
-        """Pages for so many tokens, from the cache if too few are free."""
+        """Pages for that many tokens, from the cache if too few are free."""
         lacking = self.pool.pages_for(num_tokens) - self.pool.free_pages
         if 0 < lacking <= self.cached_pages:
             self._evict(-(-lacking // self._block_pages))
         return self.pool.allocate(num_tokens)
 
-    def _evict(self, blocks: int) -> None:
-        assert self._tree is not None
-        evicted = self._tree.evict(blocks)
-        self.pool.free(evicted.values.astype(np.int64).ravel())
-        if self.reports is not None:
-            self.reports.lost(evicted.hashes)
+    def _evict(self, num_blocks: int) -> None:
+        assert self.blocks is not None
+        self.pool.free(self.blocks.evict(num_blocks).astype(np.int64).ravel())
 
-    def _hashes(self, lease: PageLease) -> BlockHashes:
-        if lease.hashes is None:
-            lease.hashes = self._hasher(lease.tokens, lease.salt)
-        return lease.hashes
-
-    def _shared(self, match: PrefixMatch | None, rest: Int64s) -> Int64s:
-        """The pages of a match, which have one owner more, and then `rest`."""
-        if match is None:
+    def _shared(self, held: HeldBlocks | None, rest: Int64s) -> Int64s:
+        """The pages of held blocks, which have one owner more, and then `rest`."""
+        if held is None:
             return rest
-        shared = match.values.astype(np.int64).ravel()
+        shared = held.values.astype(np.int64).ravel()
         self.pool.retain(shared)
         return np.concatenate([shared, rest])

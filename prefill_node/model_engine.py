@@ -161,8 +161,6 @@ class ModelEngine(PrefillEngine):
         self._stop_late_transfers(now)
         self._fetches.give_up_late(now)
         self._start_step()
-        if (reports := self._prefill.pages.reports) is not None:
-            reports.send(now)
         updates, self._updates = self._updates, []
         return updates
 

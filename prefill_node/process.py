@@ -9,7 +9,6 @@ import torch
 from base.block_hashes import BLOCK_TOKENS
 from base.errors import StartupError
 from base.memory import device_split, human, pool_bytes
-from control.cache_reports import CacheReports
 from control.membership import Membership
 from control.messages import Heartbeat, Peer, Register
 from engine.chunked import ChunkedPrefill
@@ -71,7 +70,7 @@ def run_prefill_node(config: PrefillConfig, place: RankPlace | None = None) -> N
             vocab_size=spec.vocab_size,
             ranks=tuple(rank.boot_id for rank in others),
         )
-        cache = PageCache(pool, spec.vocab_size if _is_caching(config) else None, shell.cache_seed)
+        cache = PageCache(pool, _is_caching(config))
         prefill: ChunkedPrefill[TransferJob] = ChunkedPrefill(model, pool, config.chunked_prefill_size, cache)
         resources = SendResources(
             reading=Reading(
@@ -128,9 +127,7 @@ def run_prefill_node(config: PrefillConfig, place: RankPlace | None = None) -> N
                 running_requests=len(engine.attempts),
             ),
         )
-        if cache.is_on:
-            cache.reports = CacheReports(membership, cache.newest)
-        shell.start(membership, engine.refresh_metrics)
+        shell.start(membership, engine.refresh_metrics, cached=cache.blocks)
         shell.announce(transports, spec.model_type, spec.fingerprint)
         PrefillEndpoint(shell, engine, ranks).run()
         if isinstance(engine, GroupEngine):

@@ -3,6 +3,7 @@
 import gc
 import queue
 import signal
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Generic, TypeVar
@@ -12,11 +13,13 @@ from fastapi import APIRouter
 
 from base.errors import StartupError
 from base.metrics import Metrics
+from control.cache_reports import CacheReports
 from control.discovery import GatewayAddresses
 from control.keys import cache_seed, group_secret, load_keys
 from control.membership import HEARTBEAT_S, Membership
 from control.messages import HeartbeatAck, Message, Peer, Refused, Registered, Role
 from control.plane import ControlPlane
+from kvcache.block_cache import BlockCache
 from service.config import NodeConfig
 from service.lifecycle import STOP_SIGNALS, Lifecycle
 from service.status import StatusServer, bind_http, status_router
@@ -64,12 +67,19 @@ class NodeShell(Generic[Event]):
         self.gateways = GatewayAddresses(config.gateways)
         self._status: StatusServer | None = None
         self._membership: Membership | None = None
+        self._cache_reports: CacheReports | None = None
 
-    def start(self, membership: Membership | None, refresh: Callable[[], None], *routers: APIRouter) -> None:
+    def start(
+        self,
+        membership: Membership | None,
+        refresh: Callable[[], None],
+        *routers: APIRouter,
+        cached: BlockCache | None = None,
+    ) -> None:
         """Answer status requests and messages from now on. Call on the main thread, which gets the stop signals.
 
         membership: None for a process that registers nowhere. refresh: updates gauges before a scrape. routers: further
-        routes of the status page.
+        routes of the status page. cached: the node's prefix cache, still empty, of which gateways hear.
         """
         # Modules, weights and tables stay until the end. Collections that look at them again take 0.1 s.
         gc.collect()
@@ -84,6 +94,9 @@ class NodeShell(Generic[Event]):
         self.control.start()
         if membership is not None:
             self.control.periodically(HEARTBEAT_S, membership.tick)
+            if cached is not None:
+                self._cache_reports = CacheReports(membership, cached.newest)
+                cached.report_to(self._cache_reports, self.cache_seed)
 
     def announce(self, transports: Transports, model_type: str, fingerprint: str) -> None:
         """Log addresses and model, and warn of what is missing or exposed."""
@@ -117,6 +130,8 @@ class NodeShell(Generic[Event]):
         self.control.check()
         if self._membership is not None and self._membership.refusal is not None:
             raise StartupError(self._membership.refusal)
+        if self._cache_reports is not None:
+            self._cache_reports.send(time.monotonic())
         items: list[tuple[Peer, Message] | Event] = []
         try:
             item = self.inbox.get(timeout=timeout)

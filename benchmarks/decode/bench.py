@@ -8,15 +8,15 @@ from rich.console import Console
 
 from base.errors import StartupError
 from benchmarks.decode.config import DecodeBench
-from benchmarks.decode.limits import work_of
 from benchmarks.decode.report import CaseResult, print_results, write_json, write_png
 from benchmarks.decode.timing import time_steps, use_streams
-from benchmarks.decode.workload import GivenSelection, Model, Requests, build_model
+from benchmarks.decode.workload import GivenSelection, Requests, build_model
 from benchmarks.plotting import check_installed
 from benchmarks.swap_in.timing import copy_gb_per_s
 from benchmarks.swap_in.workload import Rotation, Shape
 from engine.runner import ModelRunner
 from model.backends.choice import choose_backend
+from model.roofline import RankModel, work_of_step
 from model.sparse_model import SparseModel
 
 _BATCHES, _NEW_POSITIONS = ("1", "16"), ("0", "275")
@@ -50,7 +50,7 @@ def run_decode_bench(config: DecodeBench, console: Console | None = None) -> lis
 
 
 def _cases(
-    config: DecodeBench, model: Model, batch: int, new_positions: list[int], link: float, device: torch.device
+    config: DecodeBench, model: RankModel, batch: int, new_positions: list[int], link: float, device: torch.device
 ) -> list[CaseResult]:
     """Time a batch with each number of new positions. Raises RuntimeError if other numbers are missed."""
     spec, top_k = model.spec, model.spec.index_topk
@@ -69,7 +69,7 @@ def _cases(
         expected = 0 if config.resident else count
         if timing.misses != expected:
             raise RuntimeError(f"{timing.misses} misses where {expected} are meant to be: the time means nothing")
-        work = work_of(model, batch, config.context, expected, config.rank_of)
+        work = work_of_step(model, batch, config.context, expected, config.rank_of)
         results.append(CaseResult(batch, count, requests.sizes.hot_bytes, timing, work, link))
     requests.close()
     del requests, runner, given

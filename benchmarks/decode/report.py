@@ -6,9 +6,9 @@ import torch
 from rich.console import Console
 
 from benchmarks.decode.config import DecodeBench
-from benchmarks.decode.limits import Works
-from benchmarks.decode.timing import Part, StepTiming
+from benchmarks.decode.timing import StepTiming
 from benchmarks.parts_report import GIB, LIMIT, draw_parts, table, what_was_computed, write_document
+from model.roofline import Part, Works
 
 SCHEMA = 1
 

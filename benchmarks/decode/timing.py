@@ -6,7 +6,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import StrEnum
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -15,20 +14,7 @@ from benchmarks.decode.workload import Requests
 from benchmarks.kernel_times import kernel_times
 from benchmarks.stepping import GREEDY, launch
 from engine.runner import ModelRunner
-
-
-class Part(StrEnum):
-    """Of a decode step."""
-
-    PROJECTIONS = "projections"
-    """Of attention, indexers, routers, dense layers and the head."""
-    EXPERTS = "experts"
-    INDEX = "index"
-    TOP_K = "top-k"
-    SWAP_IN = "swap-in"
-    ATTENTION = "attention"
-    REST = "rest"
-
+from model.roofline import Part
 
 _NAMES: dict[Part, tuple[str, ...]] = {
     Part.EXPERTS: ("_experts", "_sort", "_swiglu_quantise", "_weigh", "_sum", "_choose", "grouped"),

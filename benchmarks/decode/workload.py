@@ -1,7 +1,6 @@
 """A model with published widths and random weights, requests that it decodes, and what it is made to select."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol, cast
 
 import torch
@@ -18,13 +17,11 @@ from model.cache import PagedKeys
 from model.config import NetworkConfig, RouterConfig, network_config
 from model.fp8 import quantise_activations
 from model.indexer import IndexQueries
-from model.network import Network
-from model.quantization import BlockFp8
+from model.roofline import RankModel
 from model.routed import RoutedTokens
 from model.shapes import ShapeName, published_config
-from model.shard import ALONE, Exchange, Shard
+from model.shard import ALONE, Exchange
 from model.spec import ModelSpec
-from model.weights import RandomWeights
 
 GIB = 2**30
 _INDEX_PAGE = 64
@@ -95,20 +92,9 @@ def _as_it_is(exchange: Exchange) -> Exchange:
     return exchange
 
 
-@dataclass(frozen=True)
-class Model:
-    """The network of one process. num_bytes: of its weights."""
-
-    network: Network
-    spec: ModelSpec
-    num_bytes: int
-
-    @property
-    def config(self) -> NetworkConfig:
-        return self.network.config
-
-
-def build_model(config: ModelFlags, device: torch.device, wrapped: Callable[[Exchange], Exchange] = _as_it_is) -> Model:
+def build_model(
+    config: ModelFlags, device: torch.device, wrapped: Callable[[Exchange], Exchange] = _as_it_is
+) -> RankModel:
     """wrapped: makes the exchange that mixtures of experts use, of the one that stands for the group.
 
     Raises ValueError for layers or ranks that the shape does not have.
@@ -122,15 +108,19 @@ def model_of(
     config: ModelFlags,
     device: torch.device,
     wrapped: Callable[[Exchange], Exchange] = _as_it_is,
-) -> Model:
+) -> RankModel:
     """The same, of these sizes."""
-    dtype = torch.bfloat16
-    weights = RandomWeights(device, dtype, BlockFp8(power_of_two=True) if config.quantization == "fp8" else None)
     group = config.rank_of > 1
     exchange = cast(Exchange, Strangers(config.rank_of, sizes.hidden_size, sizes.router)) if group else ALONE
-    network = Network.load(weights, sizes, Shard(0, config.rank_of), wrapped(exchange))
-    spec = sizes.spec(dtype, config.context + _MORE_TOKENS, "random", config.kv_cache_dtype)
-    return Model(network, spec, weights.num_bytes)
+    return RankModel.build(
+        sizes,
+        ranks=config.rank_of,
+        fp8=config.quantization == "fp8",
+        context_length=config.context + _MORE_TOKENS,
+        kv_cache_dtype=config.kv_cache_dtype,
+        device=device,
+        exchange=wrapped(exchange),
+    )
 
 
 class GivenSelection(WrappedBackend):

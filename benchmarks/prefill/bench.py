@@ -9,10 +9,10 @@ from base.errors import StartupError
 from benchmarks.decode.workload import build_model
 from benchmarks.plotting import check_installed
 from benchmarks.prefill.config import PrefillBench
-from benchmarks.prefill.limits import work_of_chunk
 from benchmarks.prefill.report import CaseResult, print_results, write_json, write_png
 from benchmarks.prefill.timing import time_chunk
 from benchmarks.prefill.workload import MarkedExchange, Prompt
+from model.roofline import work_of_chunk
 
 
 def run_prefill_bench(config: PrefillBench, console: Console | None = None) -> list[CaseResult]:

@@ -5,11 +5,10 @@ from dataclasses import asdict, dataclass
 import torch
 from rich.console import Console
 
-from benchmarks.decode.limits import Works
-from benchmarks.decode.timing import Part
 from benchmarks.parts_report import GIB, LIMIT, draw_parts, table, what_was_computed, write_document
 from benchmarks.prefill.config import PrefillBench
 from benchmarks.prefill.timing import PARTS, ChunkTiming
+from model.roofline import Part, Works
 
 SCHEMA = 1
 _SHOWN = 12

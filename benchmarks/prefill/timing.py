@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.decode.timing import Part, part_of
+from benchmarks.decode.timing import part_of
 from benchmarks.kernel_times import kernel_times
 from benchmarks.prefill.workload import MARK
+from model.roofline import Part
 
 PARTS: tuple[Part, ...] = tuple(part for part in Part if part is not Part.SWAP_IN)
 """Those that a chunk has. The experts are the choice of experts and all that is computed of what ranks have gathered.

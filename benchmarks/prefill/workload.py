@@ -2,10 +2,10 @@
 
 import torch
 
-from benchmarks.decode.workload import Model
 from kvcache.paged_pool import PagedKVPool, PagedSequence
 from model.backends.choice import choose_backend
 from model.passes import PrefillChunk
+from model.roofline import RankModel
 from model.shard import Exchange
 from model.sparse_model import SparseModel
 from model.spec import ModelSpec
@@ -20,7 +20,7 @@ class Prompt:
     The chunk may be computed any number of times: each time it stores the same KV again.
     """
 
-    def __init__(self, model: Model, context: int, chunk: int, device: torch.device) -> None:
+    def __init__(self, model: RankModel, context: int, chunk: int, device: torch.device) -> None:
         spec = model.spec
         self.pool = PagedKVPool(spec.kv_layout, -(-context // _PAGE_SIZE), _PAGE_SIZE, device)
         _fill(self.pool, spec, device)

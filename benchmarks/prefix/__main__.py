@@ -11,7 +11,7 @@ from base.block_hashes import BLOCK_TOKENS
 from base.errors import StartupError
 from benchmarks.flags import parse_numbers
 from benchmarks.plotting import check_installed
-from benchmarks.prefix.policies import distinct_blocks, play_ideal, play_lru, play_tree
+from benchmarks.prefix.policies import distinct_blocks, play_cache, play_ideal, play_lru
 from benchmarks.prefix.report import PoolResult, TraceReport, print_times, print_trace, write_json, write_png
 from benchmarks.prefix.timing import measure_operations
 from benchmarks.prefix.trace import TracedPrompt, load_trace
@@ -33,16 +33,12 @@ def simulate(name: str, prompts: Sequence[TracedPrompt], sizes: Sequence[str]) -
 
 
 def _play(prompts: Sequence[TracedPrompt], capacity: int, is_unlimited: bool) -> PoolResult:
-    outcome = play_tree(prompts, capacity)
     return PoolResult(
         slots=capacity * BLOCK_TOKENS,
         is_unlimited=is_unlimited,
-        tree=outcome.hit_tokens,
+        hits=play_cache(prompts, capacity),
         lru=play_lru(prompts, capacity, from_the_end=False),
         lru_from_the_end=play_lru(prompts, capacity, from_the_end=True),
-        nodes=outcome.nodes,
-        blocks=outcome.blocks,
-        bookkeeping_bytes=outcome.bookkeeping_bytes,
     )
 
 

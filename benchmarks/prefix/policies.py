@@ -1,50 +1,39 @@
-"""Tokens of a trace that are cached when they come, by the prefix tree and by ways that share no code with it."""
+"""Tokens of a trace that are cached when they come, by the block cache and by ways that share no code with it."""
 
 import itertools
 from collections import OrderedDict
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from base.block_hashes import BLOCK_TOKENS
-from benchmarks.prefix.trace import VOCAB_SIZE, TracedPrompt
-from kvcache.prefix_tree import PrefixTree
+from benchmarks.prefix.trace import TracedPrompt
+from kvcache.block_cache import BlockCache
 
 
-@dataclass(frozen=True)
-class TreeOutcome:
-    """hit_tokens: found in the tree. nodes, blocks: in the tree at the end. bookkeeping_bytes: beside values."""
-
-    hit_tokens: int
-    nodes: int
-    blocks: int
-    bookkeeping_bytes: int
-
-
-def play_tree(prompts: Sequence[TracedPrompt], capacity: int) -> TreeOutcome:
-    """The prefix tree with room for `capacity` blocks, used as a node uses it; each prompt is over at once.
+def play_cache(prompts: Sequence[TracedPrompt], capacity: int) -> int:
+    """Tokens that the block cache finds, with room for `capacity` blocks, used as a node uses it; each prompt is over
+    at once.
 
     Raises AssertionError if a value was lost or given twice.
     """
-    tree = PrefixTree(capacity, 1, VOCAB_SIZE)
+    cache = BlockCache(capacity, 1)
     free = np.arange(capacity)
     hit_tokens = 0
     for prompt in prompts:
         tokens = prompt.tokens()[: capacity * BLOCK_TOKENS]
-        match = tree.lookup(tokens)
-        tree.retain(match)
-        hit_tokens += match.tokens
-        missing = len(tokens) // BLOCK_TOKENS - match.blocks
-        free = np.concatenate([free, tree.evict(missing - len(free)).values[:, 0]])
+        found = cache.hold(tokens)
+        hit_tokens += found.num_tokens
+        missing = len(tokens) // BLOCK_TOKENS - len(found)
+        free = np.concatenate([free, cache.evict(missing - len(free))[:, 0]])
         taken, free = free[:missing], free[missing:]
-        tree.insert(tokens, np.concatenate([match.values[:, 0], taken])[:, None])
-        tree.release(match)
-    outcome = TreeOutcome(hit_tokens, tree.num_nodes, tree.blocks, tree.bookkeeping_bytes)
-    tree.check_integrity()
-    everything = np.concatenate([free, tree.evict(tree.blocks).values[:, 0]])
+        held, _ = cache.insert(tokens, np.concatenate([found.values[:, 0], taken])[:, None])
+        cache.release(found)
+        cache.release(held)
+    cache.check_integrity()
+    everything = np.concatenate([free, cache.evict(cache.blocks)[:, 0]])
     assert np.array_equal(np.sort(everything), np.arange(capacity)), "values were lost or given twice"
-    return outcome
+    return hit_tokens
 
 
 class IdealCache:

@@ -8,7 +8,6 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from base.block_hashes import BLOCK_TOKENS
 from benchmarks.machine import this_machine
 from benchmarks.plotting import new_figure
 from benchmarks.prefix.timing import PROMPT_TOKENS, OperationTime
@@ -20,29 +19,20 @@ SCHEMA = 1
 class PoolResult:
     """Tokens of the trace that were cached when they came, with a pool of so many slots.
 
-    is_unlimited: the pool holds all that is distinct. lru, lru_from_the_end: as `policies.play_lru` has them. nodes,
-    blocks: in the tree at the end. bookkeeping_bytes: of the tree, beside values.
+    is_unlimited: the pool holds all that is distinct. lru, lru_from_the_end: as `policies.play_lru` has them.
     """
 
     slots: int
     is_unlimited: bool
-    tree: int
+    hits: int
     lru: int
     lru_from_the_end: int
-    nodes: int
-    blocks: int
-    bookkeeping_bytes: int
-
-    @property
-    def bytes_per_block(self) -> float:
-        """Of room in the pool."""
-        return self.bookkeeping_bytes / (self.slots // BLOCK_TOKENS)
 
 
 @dataclass(frozen=True)
 class TraceReport:
-    """requests, tokens, distinct_tokens: of the trace; distinct in whole blocks. ideal: as PoolResult.tree, of an
-    unlimited cache that needs no tree."""
+    """requests, tokens, distinct_tokens: of the trace; distinct in whole blocks. ideal: as PoolResult.hits, of an
+    unlimited cache of another make."""
 
     trace: str
     requests: int
@@ -52,14 +42,14 @@ class TraceReport:
     pools: Sequence[PoolResult]
 
     def problems(self) -> list[str]:
-        """Where the tree is worse than it must be."""
+        """Where the cache is worse than it must be."""
         found = []
         for pool in self.pools:
-            if pool.is_unlimited and pool.tree < 0.99 * self.ideal:
-                found.append(f"unlimited: {pool.tree} tokens are hits, less than 99% of {self.ideal}")
+            if pool.is_unlimited and pool.hits < 0.99 * self.ideal:
+                found.append(f"unlimited: {pool.hits} tokens are hits, less than 99% of {self.ideal}")
             best = max(pool.lru, pool.lru_from_the_end)
-            if pool.tree < best:
-                found.append(f"{pool.slots} slots: {pool.tree} tokens are hits, {best} by LRU over blocks")
+            if pool.hits < best:
+                found.append(f"{pool.slots} slots: {pool.hits} tokens are hits, {best} by LRU over blocks")
         return found
 
 
@@ -70,19 +60,16 @@ def print_trace(report: TraceReport, console: Console) -> None:
         f"ideal: {_percent(report.ideal, report)}% of tokens are hits",
         highlight=False,
     )
-    table = _table("slots", "of distinct %", "tree %", "LRU %", "LRU, ends first %", "nodes", "B/block")
+    table = _table("slots", "of distinct %", "hits %", "LRU %", "LRU, ends first %")
     for pool in report.pools:
         table.add_row(
             str(pool.slots),
             f"{100 * pool.slots / report.distinct_tokens:.1f}",
-            *(_percent(hits, report) for hits in (pool.tree, pool.lru, pool.lru_from_the_end)),
-            str(pool.nodes),
-            f"{pool.bytes_per_block:.1f}",
+            *(_percent(hits, report) for hits in (pool.hits, pool.lru, pool.lru_from_the_end)),
         )
     console.print(table)
     console.print(
-        "Hits in percent of all tokens. LRU: over single blocks, beginnings of prompts first. nodes: at the end. "
-        "B/block: bookkeeping with token ids, without values.",
+        "Hits in percent of all tokens. LRU: over single blocks, beginnings of prompts first.",
         highlight=False,
     )
     for line in report.problems() or ["never worse than LRU over blocks"]:
@@ -118,7 +105,7 @@ def write_png(path: Path, report: TraceReport) -> None:
     pools = sorted(report.pools, key=lambda pool: pool.slots)
     sizes = [100 * pool.slots / report.distinct_tokens for pool in pools]
     lines = {
-        "prefix tree": ("o-", "tab:blue", [pool.tree for pool in pools]),
+        "block cache": ("o-", "tab:blue", [pool.hits for pool in pools]),
         "LRU over blocks, ends first": ("x--", "tab:orange", [pool.lru_from_the_end for pool in pools]),
         "LRU over blocks": ("s--", "tab:red", [pool.lru for pool in pools]),
     }

@@ -1,4 +1,4 @@
-"""What lookups and insertions of a long prompt take."""
+"""What holding and inserting a long prompt takes."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -8,11 +8,10 @@ import numpy as np
 
 from base.block_hashes import BLOCK_TOKENS, block_hashes
 from benchmarks.percentiles import Percentiles
-from kvcache.prefix_tree import PrefixTree
+from kvcache.block_cache import BlockCache
 
 PROMPT_TOKENS = 131_072
 VOCAB_SIZE = 154_880
-TURNS = 64
 _PROMPT_BLOCKS = PROMPT_TOKENS // BLOCK_TOKENS
 _REPEATS = 50
 
@@ -27,42 +26,42 @@ class OperationTime:
 
 
 def measure_operations() -> list[OperationTime]:
-    """Operations on prompts of 128K random tokens, in a tree with the slots of several of them."""
+    """Operations on prompts of 128K random tokens, in a cache with the slots of several of them."""
     generator = np.random.default_rng(0)
-    tree = PrefixTree(16 * _PROMPT_BLOCKS, BLOCK_TOKENS, VOCAB_SIZE)
-    # Also writes every place once: fresh memory costs page faults, and a node has been running for a while.
-    slots = _slots(tree.capacity)
+    cache = BlockCache(16 * _PROMPT_BLOCKS, BLOCK_TOKENS)
+    # Also writes every entry once: fresh memory costs page faults, and a node has been running for a while.
+    slots = _slots(cache.capacity)
 
     def random_prompt() -> np.ndarray:
         return generator.integers(0, VOCAB_SIZE, PROMPT_TOKENS, dtype=np.int32)
 
+    def insert(prompt: np.ndarray, values: np.ndarray) -> None:
+        cache.release(cache.insert(prompt, values)[0])
+
+    def hold(prompt: np.ndarray) -> None:
+        cache.release(cache.hold(prompt))
+
     for _ in range(16):
-        tree.insert(random_prompt(), next(slots))
-    tree.evict(2 * _PROMPT_BLOCKS)
-    cached = random_prompt()
-    whole = tree.insert(cached, next(slots)).match.values
-    turned = random_prompt()
-    of_turned = next(slots)
-    for turn in range(1, TURNS + 1):
-        blocks = turn * _PROMPT_BLOCKS // TURNS
-        tree.insert(turned[: blocks * BLOCK_TOKENS], of_turned[:blocks])
+        insert(random_prompt(), next(slots))
+    cache.evict(2 * _PROMPT_BLOCKS)
+    cached, of_cached = random_prompt(), next(slots)
+    insert(cached, of_cached)
 
     def prepare_insert() -> Callable[[], object]:
         prompt = random_prompt()
-        values = tree.evict(_PROMPT_BLOCKS).values
-        return lambda: tree.insert(prompt, values)
+        values = cache.evict(_PROMPT_BLOCKS)
+        return lambda: insert(prompt, values)
 
     def always(operation: Callable[[], object]) -> Callable[[], Callable[[], object]]:
         return lambda: operation
 
     unknown = random_prompt()
     operations: list[tuple[str, Callable[[], Callable[[], object]], float | None]] = [
-        ("lookup, cached in one piece", always(lambda: tree.lookup(cached)), 1.0),
-        (f"lookup, cached in {TURNS} turns", always(lambda: tree.lookup(turned)), 1.0),
-        ("lookup, not cached", always(lambda: tree.lookup(unknown)), 1.0),
-        ("insert, all there", always(lambda: tree.insert(cached, whole)), 2.0),
-        ("insert, all new", prepare_insert, 2.0),
-        ("hashes for gateways", always(lambda: block_hashes(cached)), None),
+        ("hold and release, cached", always(lambda: hold(cached)), 2.0),
+        ("hold and release, not cached", always(lambda: hold(unknown)), 1.0),
+        ("insert and release, all there", always(lambda: insert(cached, of_cached)), 2.0),
+        ("insert and release, all new", prepare_insert, 3.0),
+        ("of these: hashes", always(lambda: block_hashes(cached)), None),
     ]
     return [OperationTime(name, _time(prepare), limit) for name, prepare, limit in operations]
 

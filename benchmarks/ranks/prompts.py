@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from benchmarks.decode.config import DecodeBench
-from benchmarks.decode.workload import Model, build_model
+from benchmarks.decode.workload import build_model
 from benchmarks.ranks.steps import of_rank
 from engine.chunked import ChunkedPrefill, PrefillJob
 from kvcache.paged_pool import PagedKVPool
 from model.backends.choice import choose_backend
+from model.roofline import RankModel
 from model.shard import Exchange
 from model.sparse_model import SparseModel
 from model.split import SplitModel
@@ -37,7 +38,7 @@ class PromptTimes:
 
 
 def time_prompt_of(
-    group: RankGroup, exchange: Exchange, whole: Model, part: Model, tokens: int, chunk: int
+    group: RankGroup, exchange: Exchange, whole: RankModel, part: RankModel, tokens: int, chunk: int
 ) -> PromptTimes:
     """All ranks call it. whole: with all experts. part: with as many as a rank has."""
     spec, device = whole.spec, group.device
@@ -49,7 +50,7 @@ def time_prompt_of(
     return PromptTimes(chunk, group_s, alone_s)
 
 
-def models_of(config: DecodeBench, device: torch.device) -> tuple[Model, Model]:
+def models_of(config: DecodeBench, device: torch.device) -> tuple[RankModel, RankModel]:
     """The network with all experts, and with those of one of `config.rank_of` ranks."""
     return build_model(replace(config, rank_of=1), device), build_model(config, device)
 

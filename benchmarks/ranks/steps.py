@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from benchmarks.decode.limits import work_of
-from benchmarks.decode.workload import Model, Requests
+from benchmarks.decode.workload import Requests
 from benchmarks.stepping import GREEDY, launch
 from engine.runner import ModelRunner
 from model.backends.choice import choose_backend
 from model.experts import MixtureOfExperts
 from model.network import Network
+from model.roofline import RankModel, work_of_step
 from model.shard import Exchange
 from model.sparse_model import SparseModel
 from ranks.group import RankGroup
@@ -41,7 +41,7 @@ class StepTimes:
         return (self.group_ms - self.alone_ms) * 1e3 / self.mixtures
 
 
-def time_steps_of(group: RankGroup, exchange: Exchange, model: Model, context: int, batch: int) -> StepTimes:
+def time_steps_of(group: RankGroup, exchange: Exchange, model: RankModel, context: int, batch: int) -> StepTimes:
     """All ranks call it. Medians; the slowest rank's. model: with its exchange of copies, of the first rank."""
     spec, device = model.spec, group.device
     requests = Requests(spec, context, batch, spec.context_length, device)
@@ -69,7 +69,7 @@ def time_steps_of(group: RankGroup, exchange: Exchange, model: Model, context: i
             requests.coordinator.step_over(step.batch.places.number)
     medians = [statistics.median(times[name][_WARM_UP:]) for name in ("group", "alone")]
     group_ms, alone_ms = (max(each) for each in zip(*group.share(medians), strict=True))
-    works = work_of(model, batch, context, 0, group.world_size)
+    works = work_of_step(model, batch, context, 0, group.world_size)
     mixtures = sum(isinstance(layer.mlp, MixtureOfExperts) for layer in model.network.layers)
     requests.close()
     del runners, requests

@@ -53,19 +53,25 @@ from control.messages.prefill import (
     Quiesced,
 )
 from control.messages.requests import (
+    MAX_ALLOWED,
+    MAX_BAD_WORD_TOKENS,
     MAX_BIASES,
     Accepted,
+    Bias,
     Cancel,
     Ended,
     Generate,
     Penalty,
     Rejected,
+    RepetitionPenalty,
     Resend,
     Sampling,
 )
 
 __all__ = [
     "ADDRESS_PATTERN",
+    "MAX_ALLOWED",
+    "MAX_BAD_WORD_TOKENS",
     "MAX_BIASES",
     "MAX_CACHE_BLOCKS",
     "MAX_RANKS",
@@ -75,6 +81,7 @@ __all__ = [
     "Address",
     "Admitted",
     "AttemptId",
+    "Bias",
     "CacheSalt",
     "CacheUpdate",
     "Cancel",
@@ -115,6 +122,7 @@ __all__ = [
     "Register",
     "Registered",
     "Rejected",
+    "RepetitionPenalty",
     "Resend",
     "Role",
     "RowDetails",

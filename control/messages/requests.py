@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from base.wire import Identifier, UInt, WireModel
 from control.grammar import Grammar
@@ -11,7 +11,21 @@ from control.prompt_logprobs import Alternatives
 
 MAX_BIASES = 1024
 """Token ids of one request whose logits are changed one by one."""
+MAX_ALLOWED = 2**18
+"""Token ids in `Sampling.allowed_token_ids`; vocabularies are smaller."""
+MAX_BAD_WORD_TOKENS = 4096
+"""Tokens of all bad words of one request together."""
+Bias = Annotated[float, Field(ge=-100, le=100)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
+RepetitionPenalty = Annotated[float, Field(ge=0.01, le=100)]
+"""Logits are divided and multiplied by it. A finite logit below 3e36 stays finite in float32; models have logits below
+1e5. A smaller penalty overflows, and one below 1e-45 is 0 in float32."""
+
+
+def _few_tokens(words: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+    if (count := sum(map(len, words))) > MAX_BAD_WORD_TOKENS:
+        raise ValueError(f"expected at most {MAX_BAD_WORD_TOKENS} tokens in all words together, found {count}")
+    return words
 
 
 class Sampling(WireModel):
@@ -21,6 +35,9 @@ class Sampling(WireModel):
     presence count generated tokens, repetition those of the prompt, too. logit_bias: what is added to logits, by token.
     allowed_token_ids: None allows all. bad_words: sequences of tokens of which the last is not drawn behind the others.
     min_tokens: the first so many tokens are none of `Generate.stop_token_ids`.
+
+    The bounds keep changed logits finite, and what one request adds to a decode step small. A gateway checks its
+    clients' values against the same bounds.
     """
 
     temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
@@ -31,12 +48,10 @@ class Sampling(WireModel):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     frequency_penalty: Penalty = 0.0
     presence_penalty: Penalty = 0.0
-    repetition_penalty: Annotated[float, Field(gt=0, le=100)] = 1.0
-    logit_bias: Annotated[tuple[tuple[TokenId, float], ...], Field(max_length=MAX_BIASES)] = ()
-    allowed_token_ids: Annotated[TokenIds, Field(min_length=1)] | None = None
-    bad_words: Annotated[
-        tuple[Annotated[TokenIds, Field(min_length=1, max_length=MAX_BIASES)], ...], Field(max_length=MAX_BIASES)
-    ] = ()
+    repetition_penalty: RepetitionPenalty = 1.0
+    logit_bias: Annotated[tuple[tuple[TokenId, Bias], ...], Field(max_length=MAX_BIASES)] = ()
+    allowed_token_ids: Annotated[TokenIds, Field(min_length=1, max_length=MAX_ALLOWED)] | None = None
+    bad_words: Annotated[tuple[Annotated[TokenIds, Field(min_length=1)], ...], AfterValidator(_few_tokens)] = ()
     min_tokens: UInt = 0
 
 

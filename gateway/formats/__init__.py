@@ -13,8 +13,8 @@ from gateway.formats.protocol import (
     OutputParser,
     Prompt,
     ReasoningDelta,
-    Tool,
 )
+from gateway.formats.tools import Tool, ToolSet
 
 __all__ = [
     "CALL_PARSERS",
@@ -30,5 +30,6 @@ __all__ = [
     "Prompt",
     "ReasoningDelta",
     "Tool",
+    "ToolSet",
     "choose_format",
 ]

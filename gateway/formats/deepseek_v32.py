@@ -24,7 +24,8 @@ from typing import Any
 from gateway.formats import dsml
 from gateway.formats.conversation import arguments_of, asks_for_thinking, content_of, to_json
 from gateway.formats.dsml import MARK
-from gateway.formats.protocol import FormatError, Message, Prompt, Tool
+from gateway.formats.protocol import FormatError, Message, Prompt
+from gateway.formats.tools import Tool
 
 BEGIN = "<｜begin▁of▁sentence｜>"
 END = "<｜end▁of▁sentence｜>"

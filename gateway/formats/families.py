@@ -6,9 +6,9 @@ from typing import Any, Protocol
 
 from gateway.formats import deepseek_v32, dsml, glm, hermes
 from gateway.formats.parsing import CallParser, TextParser
-from gateway.formats.protocol import ChatFormat, Message, OutputParser, Prompt, Tool
+from gateway.formats.protocol import ChatFormat, Message, OutputParser, Prompt
 from gateway.formats.template import ApplyTemplate, TemplateRenderer
-from gateway.formats.tools import ToolSet
+from gateway.formats.tools import Tool, ToolSet
 
 _BEGIN_OF_REASONING = "<think>"
 _END_OF_REASONING = "</think>"
@@ -129,7 +129,7 @@ class _Format:
 
     def parser(
         self,
-        tools: Sequence[Tool] = (),
+        tools: ToolSet,
         *,
         reasoning: bool,
         whole_calls: bool = False,
@@ -138,12 +138,12 @@ class _Format:
         end = self.end_of_reasoning if reasoning else None
         if self._syntax is None or not tools:
             return TextParser(end_of_reasoning=end)
-        return self._syntax.parser(ToolSet(tools), end_of_reasoning=end, whole_calls=whole_calls, new_id=new_id)
+        return self._syntax.parser(tools, end_of_reasoning=end, whole_calls=whole_calls, new_id=new_id)
 
     def call_grammar(
-        self, tools: Sequence[Tool], *, parallel: bool = True, token_ids: Mapping[str, int] | None = None
+        self, tools: ToolSet, *, parallel: bool = True, token_ids: Mapping[str, int] | None = None
     ) -> str | None:
         if self._syntax is None:
             return None
         marker_ids = {text: i for text, i in (token_ids or {}).items() if text in self._syntax.markers}
-        return self._syntax.grammar(ToolSet(tools), parallel=parallel, marker_ids=marker_ids)
+        return self._syntax.grammar(tools, parallel=parallel, marker_ids=marker_ids)

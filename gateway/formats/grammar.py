@@ -5,6 +5,9 @@ follows its schema. Arguments come in the order in which the schema names them, 
 
 A marker that is one token in the vocabulary, as GLM's `<tool_call>`, is that token, which the model learnt, and not the
 letters that spell it. A string ends at its marker in either form, because parsers read text.
+
+Every value has the definitions of its tool's schema with it, so a small schema may make a large grammar. Its text is
+counted as it is made, and one that decode nodes would refuse for its length is given up at that length.
 """
 
 import json
@@ -12,29 +15,49 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from control.grammar import MAX_LARK
+from gateway.formats.protocol import FormatError
+
 _DEFINITIONS = ("$defs", "definitions")
 _LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """How the chat formats write JSON. With free white space, a model may write it without end."""
 
 
 class CallGrammar:
-    """Rules under names, and the text that they make. marker_ids: markers that are tokens of the vocabulary."""
+    """Rules under names, and the text that they make. marker_ids: markers that are tokens of the vocabulary.
+
+    What adds to the text raises FormatError if it becomes longer than `MAX_LARK`.
+    """
 
     def __init__(self, marker_ids: Mapping[str, int]) -> None:
         self._rules: list[str] = []
+        self._room = MAX_LARK
+        """Characters that the text has left."""
         self._ids = marker_ids
         longest_first = sorted(marker_ids, key=len, reverse=True)
         self._markers = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 
     def rule(self, name: str, body: str) -> str:
         """Add a rule. Returns its name."""
-        self._rules.append(f"{name}: {body}")
+        return self._add(name, f": {body}")
+
+    def _add(self, name: str, rest: str) -> str:
+        self._room -= len(name) + len(rest) + len("\n")
+        if self._room < 0:
+            raise _too_long()
+        self._rules.append(name + rest)
         return name
 
     def json(self, name: str, schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
         """A value that follows a schema, whose references look into `root`."""
         definitions = {key: root[key] for key in _DEFINITIONS if key in root}
-        return self.rule(name, "%json " + json.dumps({**definitions, **schema, "x-guidance": _LAYOUT}))
+        pieces, room = ["%json "], self._room
+        for piece in json.JSONEncoder().iterencode({**definitions, **schema, "x-guidance": _LAYOUT}):
+            room -= len(piece)
+            if room < 0:
+                raise _too_long()
+            pieces.append(piece)
+        return self.rule(name, "".join(pieces))
 
     def literal(self, text: str) -> str:
         """Text of the format, whose markers are tokens."""
@@ -64,11 +87,16 @@ class CallGrammar:
         return self.rule(name, f"{self._spelled(f'{name}_spelled', end)} | {text} {self.literal(behind)}")
 
     def _spelled(self, name: str, end: str) -> str:
-        self._rules.append(f"{name}[suffix={literal(end)}]: /(?s:.*)/")
-        return name
+        return self._add(name, f"[suffix={literal(end)}]: /(?s:.*)/")
 
     def text(self, start: str) -> str:
-        return "\n".join([f"start: {start}", *self._rules]) + "\n"
+        """The whole grammar. start: what an answer is."""
+        self.rule("start", start)
+        return "\n".join(self._rules) + "\n"
+
+
+def _too_long() -> FormatError:
+    return FormatError(f"the grammar of their calls would have more than {MAX_LARK} characters")
 
 
 def literal(text: str) -> str:

@@ -1,19 +1,18 @@
 """What a chat format is: it makes a prompt of a conversation, and reasoning, content and tool calls of an answer.
 
-Messages and tools are what OpenAI's chat API has, as plain mappings that somebody else has validated:
-
-- message: `role` (system, developer, user, assistant or tool), `content` (a string or None), and where there is any
-  `reasoning_content`, `tool_calls` ([{"id", "type": "function", "function": {"name", "arguments": JSON text}}]) and
-  `tool_call_id`;
-- tool: {"type": "function", "function": {"name", "description"?, "parameters"?: JSON schema, "strict"?}}.
+Messages and tools (`Tool`) are what OpenAI's chat API has, as plain mappings that somebody else has validated. A
+message has `role` (system, developer, user, assistant or tool), `content` (a string or None), and where there is any
+`reasoning_content`, `tool_calls` ([{"id", "type": "function", "function": {"name", "arguments": JSON text}}]) and
+`tool_call_id`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
+from gateway.formats.tools import Tool, ToolSet
+
 Message: TypeAlias = Mapping[str, Any]
-Tool: TypeAlias = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +87,7 @@ class OutputParser(Protocol):
 
 
 class FormatError(Exception):
-    """A conversation that the format cannot express. The message names what and where; the client is told it (400)."""
+    """A conversation, or calls, that the format cannot express. The message says why; the client is told it (400)."""
 
 
 class ChatFormat(Protocol):
@@ -130,7 +129,7 @@ class ChatFormat(Protocol):
 
     def parser(
         self,
-        tools: Sequence[Tool] = (),
+        tools: ToolSet,
         *,
         reasoning: bool,
         whole_calls: bool = False,
@@ -146,12 +145,13 @@ class ChatFormat(Protocol):
         """
 
     def call_grammar(
-        self, tools: Sequence[Tool], *, parallel: bool = True, token_ids: Mapping[str, int] | None = None
+        self, tools: ToolSet, *, parallel: bool = True, token_ids: Mapping[str, int] | None = None
     ) -> str | None:
         """A grammar (llguidance's Lark) of an answer that is nothing but calls, for tool_choice required or named.
 
         It begins behind the reasoning, where there is any. Markers that are tokens are written as these.
 
         tools: those to choose from: all of them, or the one that is named. parallel: more than one call is allowed.
-        token_ids: the tokenizer's added tokens, by their text. None: the format has no tool calls.
+        token_ids: the tokenizer's added tokens, by their text. None: the format has no tool calls. Raises FormatError
+            if the grammar would be longer than decode nodes take.
         """

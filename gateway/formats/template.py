@@ -4,7 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from gateway.formats.conversation import arguments_of, content_of
-from gateway.formats.protocol import Message, Prompt, Tool
+from gateway.formats.protocol import Message, Prompt
+from gateway.formats.tools import Tool
 
 ApplyTemplate: TypeAlias = Callable[[list[dict[str, Any]], list[dict[str, Any]] | None, Mapping[str, Any]], str]
 """Renders messages, tools (None: there are none) and variables, with the generation prompt at the end."""

@@ -2,51 +2,68 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
-from gateway.formats.protocol import Tool
-
-_TYPES = {"string", "number", "boolean", "null", "array", "object"}
+Tool: TypeAlias = Mapping[str, Any]
+"""{"type": "function", "function": {"name", "description"?, "parameters"?: JSON schema, "strict"?}}."""
+MAX_STEPS = 2**13
+"""Sub-schemas, and elements of their lists, that one `ToolSet` looks at for types: some 15 ms of work."""
 _MAX_DEPTH = 16
-"""Of references and unions in a schema. What lies deeper counts as unknown."""
+"""Of references and unions in a schema, and of names in a reference. What lies deeper counts as unknown."""
+_TYPES = {"string", "number", "boolean", "null", "array", "object"}
+_LISTS = ("type", "enum", "anyOf", "oneOf", "allOf")
 
 
 class ToolSet:
-    """The tools of a request by their names. Schemas are the client's, so anything may be in them."""
+    """The tools of a request by their names. Schemas are the client's, so anything may be in them.
+
+    One for a request, so that its schemas are read once and `MAX_STEPS` bounds that for all of its answers. One thread
+    uses it at a time.
+    """
 
     def __init__(self, tools: Sequence[Tool]) -> None:
-        self._parameters: dict[str, Mapping[str, Any]] = {}
-        for tool in tools:
-            function = tool["function"]
-            parameters = function.get("parameters")
-            self._parameters[function["name"]] = parameters if isinstance(parameters, Mapping) else {}
+        functions = [tool["function"] for tool in tools]
+        self._signatures = {function["name"]: _signature(function.get("parameters")) for function in functions}
+        self.names = tuple(self._signatures)
+        self._types = _SchemaTypes()
 
     def __bool__(self) -> bool:
-        return bool(self._parameters)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(self._parameters)
+        return bool(self.names)
 
     def parameters(self, name: str) -> Mapping[str, Any]:
         """The JSON schema of a tool's arguments; {} if it has none."""
-        return self._parameters[name]
+        return self._signatures[name].parameters
 
-    def properties(self, name: str) -> dict[str, Mapping[str, Any]]:
+    def properties(self, name: str) -> Mapping[str, Mapping[str, Any]]:
         """The schema of each named argument, required ones that have no schema included."""
-        declared = self._parameters[name].get("properties")
-        found = dict(declared) if isinstance(declared, Mapping) else {}
-        named = {key: schema if isinstance(schema, Mapping) else {} for key, schema in found.items()}
-        return {**named, **{key: {} for key in self.required(name) if key not in named}}
+        return self._signatures[name].properties
 
-    def required(self, name: str) -> tuple[str, ...]:
-        declared = self._parameters[name].get("required")
-        return tuple(key for key in declared if isinstance(key, str)) if isinstance(declared, list) else ()
+    def required(self, name: str) -> frozenset[str]:
+        return self._signatures[name].required
 
     def types(self, name: str, key: str) -> frozenset[str] | None:
         """The JSON types that an argument may have ("number" stands for "integer", too); None: the schema is silent."""
-        root = self._parameters[name]
-        return _types(self.properties(name).get(key), root, _MAX_DEPTH)
+        return self._types.of(self.properties(name).get(key), self.parameters(name))
+
+
+@dataclass(frozen=True, slots=True)
+class _Signature:
+    """A tool's arguments, as its schema declares them."""
+
+    parameters: Mapping[str, Any]
+    properties: Mapping[str, Mapping[str, Any]]
+    required: frozenset[str]
+
+
+def _signature(schema: object) -> _Signature:
+    parameters = schema if isinstance(schema, Mapping) else {}
+    declared, demanded = parameters.get("properties"), parameters.get("required")
+    properties = dict(declared) if isinstance(declared, Mapping) else {}
+    named = {key: value if isinstance(value, Mapping) else {} for key, value in properties.items()}
+    required = [key for key in demanded if isinstance(key, str)] if isinstance(demanded, list) else []
+    unnamed: dict[str, Mapping[str, Any]] = {key: {} for key in required if key not in named}
+    return _Signature(parameters, {**named, **unnamed}, frozenset(required))
 
 
 def json_type(value: object) -> str:
@@ -74,23 +91,45 @@ def _refuse(constant: str) -> Any:
     raise ValueError(f"{constant} is not JSON")
 
 
-def _types(schema: object, root: Mapping[str, Any], depth: int) -> frozenset[str] | None:
-    """The types that every part of the schema allows; None if no part says anything."""
-    if not isinstance(schema, Mapping) or depth == 0:
-        return None
-    allowed = [_of_type(schema), _of_values(schema)]
-    reference = schema.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#/"):
-        allowed.append(_types(_resolve(reference, root), root, depth - 1))
-    for union in (schema.get("anyOf"), schema.get("oneOf")):
-        if isinstance(union, list) and union:
-            branches = [_types(branch, root, depth - 1) for branch in union]
+class _SchemaTypes:
+    """What the schemas of some tools say of JSON types. Each sub-schema is read once.
+
+    A sub-schema to which a reference leads back while it is read says nothing there. What is beyond the bounds is
+    unknown.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, int], frozenset[str] | None] = {}
+        """By the identities of the root and of the sub-schema, both of which the tools keep alive."""
+        self._steps = MAX_STEPS
+
+    def of(self, schema: object, root: Mapping[str, Any], depth: int = _MAX_DEPTH) -> frozenset[str] | None:
+        """The types that every part of the schema allows; None if no part says anything."""
+        if not isinstance(schema, Mapping) or depth == 0:
+            return None
+        key = id(root), id(schema)
+        if key not in self._known:
+            self._known[key] = None
+            self._known[key] = self._read(schema, root, depth - 1)
+        return self._known[key]
+
+    def _read(self, schema: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> frozenset[str] | None:
+        lists = {name: value for name in _LISTS if isinstance(value := schema.get(name), list)}
+        steps = 1 + sum(map(len, lists.values()))
+        if steps > self._steps:
+            return None
+        self._steps -= steps
+        allowed = [_of_type(schema), _of_values(schema)]
+        reference = schema.get("$ref")
+        if isinstance(reference, str) and reference.startswith("#/"):
+            allowed.append(self.of(_resolve(reference, root), root, depth))
+        for union in filter(None, (lists.get("anyOf"), lists.get("oneOf"))):
+            branches = [self.of(branch, root, depth) for branch in union]
             known = [branch for branch in branches if branch is not None]
             allowed.append(frozenset().union(*known) if len(known) == len(branches) else None)
-    if isinstance(schema.get("allOf"), list):
-        allowed.extend(_types(branch, root, depth - 1) for branch in schema["allOf"])
-    found = [types for types in allowed if types is not None]
-    return frozenset.intersection(*found) if found else None
+        allowed.extend(self.of(branch, root, depth) for branch in lists.get("allOf", ()))
+        found = [types for types in allowed if types is not None]
+        return frozenset.intersection(*found) if found else None
 
 
 def _of_type(schema: Mapping[str, Any]) -> frozenset[str] | None:
@@ -111,7 +150,7 @@ def _of_values(schema: Mapping[str, Any]) -> frozenset[str] | None:
 
 def _resolve(reference: str, root: Mapping[str, Any]) -> object:
     target: object = root
-    for part in reference[2:].split("/"):
+    for part in reference[2:].split("/", _MAX_DEPTH):
         key = part.replace("~1", "/").replace("~0", "~")
         target = target.get(key) if isinstance(target, Mapping) else None
     return target

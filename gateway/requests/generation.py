@@ -7,7 +7,16 @@ from typing import Annotated, ClassVar
 from pydantic import Field, PlainValidator, model_validator
 from pydantic_core import PydanticCustomError
 
-from control.messages import MAX_BIASES, Sampling, TokenId
+from control.messages import (
+    MAX_ALLOWED,
+    MAX_BAD_WORD_TOKENS,
+    MAX_BIASES,
+    Bias,
+    Penalty,
+    RepetitionPenalty,
+    Sampling,
+    TokenId,
+)
 from control.prompt_logprobs import Alternatives, too_many
 from gateway.errors import ApiError, context_length_exceeded, shown
 from gateway.registry import Capacity
@@ -22,7 +31,6 @@ MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 _StopInput = (
     Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
@@ -71,11 +79,9 @@ class GenerationRequest(RequestBody, StructureFields, ABC):
     seed: Int64 | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
-    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES)] | None = (
-        None
-    )
-    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1)] | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_BIASES)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED)] | None = None
     bad_words: (
         Annotated[
             list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]], Field(max_length=MAX_BIASES // 2)
@@ -160,7 +166,7 @@ class GenerationRequest(RequestBody, StructureFields, ABC):
             repetition_penalty=_given(self.repetition_penalty, 1.0),
             logit_bias=tuple(self._biases(tokenizer.vocab_size).items()),
             allowed_token_ids=self._allowed(tokenizer.vocab_size),
-            bad_words=tuple(spelling for word in self.bad_words or () for spelling in tokenizer.spellings(word)),
+            bad_words=self._bad_words(tokenizer),
             min_tokens=self.min_tokens or 0,
         )
 
@@ -202,7 +208,8 @@ class GenerationRequest(RequestBody, StructureFields, ABC):
     def _biases(self, vocab_size: int) -> dict[int, float]:
         biases = {}
         for token, bias in (self.logit_bias or {}).items():
-            if not (token.isascii() and token.isdigit() and int(token) < vocab_size):
+            # Python refuses to convert thousands of digits.
+            if not (token.isascii() and token.isdigit() and len(token) <= 10 and int(token) < vocab_size):
                 message = f"logit_bias: expected token ids from 0 to {vocab_size - 1}, found {shown(token)}"
                 raise ApiError(400, message, param="logit_bias")
             biases[int(token)] = bias
@@ -212,7 +219,19 @@ class GenerationRequest(RequestBody, StructureFields, ABC):
         if self.allowed_token_ids is not None and (most := max(self.allowed_token_ids)) >= vocab_size:
             message = f"allowed_token_ids: expected token ids from 0 to {vocab_size - 1}, found {most}"
             raise ApiError(400, message, param="allowed_token_ids")
-        return None if self.allowed_token_ids is None else tuple(self.allowed_token_ids)
+        return None if self.allowed_token_ids is None else tuple(dict.fromkeys(self.allowed_token_ids))
+
+    def _bad_words(self, tokenizer: CheckpointTokenizer) -> tuple[tuple[int, ...], ...]:
+        spellings: list[tuple[int, ...]] = []
+        room = MAX_BAD_WORD_TOKENS
+        for word in self.bad_words or ():
+            found = tokenizer.spellings(word)
+            room -= sum(map(len, found))
+            if room < 0:
+                limit = f"at most {MAX_BAD_WORD_TOKENS} tokens in the spellings of all words together"
+                raise ApiError(400, f"bad_words: expected {limit}, exceeded at {shown(word)}", param="bad_words")
+            spellings += found
+        return tuple(spellings)
 
 
 def _given(value: float | None, default: float) -> float:

@@ -11,13 +11,13 @@ from transformers import AutoConfig, PreTrainedConfig
 from base.errors import StartupError
 from benchmarks.decode.bench import run_decode_bench
 from benchmarks.decode.config import DecodeBench
-from benchmarks.decode.limits import HBM_BYTES_PER_MS, Work, work_of
-from benchmarks.decode.timing import Part, StepTiming, part_of
-from benchmarks.decode.workload import GivenSelection, Model, Requests, Strangers, build_model, model_of
+from benchmarks.decode.timing import StepTiming, part_of
+from benchmarks.decode.workload import GivenSelection, Requests, Strangers, build_model, model_of
 from benchmarks.stepping import GREEDY, launch, next_tokens
 from engine.runner import ModelRunner
 from model.backends.choice import choose_backend
 from model.config import RouterConfig, network_config
+from model.roofline import HBM_BYTES_PER_MS, Part, RankModel, Work, work_of_step
 from model.routed import RoutedTokens
 from model.sparse_model import SparseModel
 
@@ -107,7 +107,7 @@ GLM_LAYERS = 6
 """Of which the first three have an indexer, as GLM-5.2 shares them."""
 
 
-def small(config: DecodeBench, model_type: str = "deepseek_v32") -> Model:
+def small(config: DecodeBench, model_type: str = "deepseek_v32") -> RankModel:
     glm: dict[str, object] = {"layers": GLM_LAYERS, "index_topk_freq": 4, "index_skip_topk_offset": 3}
     sizes = small_sizes(model_type, **(glm if model_type == "glm_moe_dsa" else {}))  # type: ignore[arg-type]
     return model_of(network_config(sizes), config, CPU)
@@ -178,7 +178,7 @@ def test_other_processes_have_other_tokens_and_a_process_gets_its_own_back() -> 
 def test_work_is_what_has_to_be_read() -> None:
     config = DecodeBench(rank_of=4, quantization="none", kv_cache_dtype="fp8_e4m3")
     model = small(config)
-    work = work_of(model, batch=2, context=1000, missed=5, rank_of=4)
+    work = work_of_step(model, batch=2, context=1000, missed=5, rank_of=4)
     item_bytes, key_bytes = 32 + 4 + 32, 32 + 4
     assert work[Part.INDEX][0].num_bytes == 2 * 2 * 1000 * key_bytes
     assert work[Part.ATTENTION][0].num_bytes == 2 * 2 * 32 * item_bytes
@@ -201,7 +201,7 @@ def test_glm_5_2_fits_one_gpu_of_eight() -> None:
     hot = 64 * config.device_buffer_size * layout.num_layers * layout.item_bytes
     keys = 64 * (config.context + 512) * layout.num_index_layers * layout.index_key_bytes
     assert (model.num_bytes + hot + keys) / 2**30 < 125
-    work = work_of(model, batch=1, context=config.context, missed=5, rank_of=8)
+    work = work_of_step(model, batch=1, context=config.context, missed=5, rank_of=8)
     assert work[Part.INDEX][0].num_bytes == 21 * config.context * 132
     assert work[Part.SWAP_IN][0].link_bytes == 78 * 5 * 656
 
@@ -231,7 +231,7 @@ def test_what_cannot_be_measured_is_refused(
         run_decode_bench(dataclasses.replace(DecodeBench(), **changes), Console())  # type: ignore[arg-type]
 
 
-def small_of_published(config: DecodeBench) -> Model:
+def small_of_published(config: DecodeBench) -> RankModel:
     return build_model(dataclasses.replace(config, layers=4, quantization="none"), torch.device("meta"))
 
 

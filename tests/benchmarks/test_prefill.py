@@ -11,20 +11,19 @@ import torch
 from rich.console import Console
 
 from base.errors import StartupError
-from benchmarks.decode.timing import Part
-from benchmarks.decode.workload import Model, build_model, model_of
+from benchmarks.decode.workload import build_model, model_of
 from benchmarks.prefill.bench import run_prefill_bench
 from benchmarks.prefill.config import PrefillBench
-from benchmarks.prefill.limits import work_of_chunk
 from benchmarks.prefill.timing import PARTS, ChunkTiming, KernelTime, by_part
 from benchmarks.prefill.workload import MarkedExchange, Prompt
 from model.config import network_config
+from model.roofline import Part, RankModel, work_of_chunk
 from tests.benchmarks.test_decode import small_sizes
 
 CPU = torch.device("cpu")
 
 
-def small(config: PrefillBench) -> Model:
+def small(config: PrefillBench) -> RankModel:
     return model_of(network_config(small_sizes()), config, CPU)
 
 

@@ -13,7 +13,7 @@ from base.errors import StartupError
 from benchmarks.percentiles import Percentiles
 from benchmarks.prefix import timing
 from benchmarks.prefix.__main__ import main, simulate
-from benchmarks.prefix.policies import play_ideal, play_lru, play_tree
+from benchmarks.prefix.policies import play_cache, play_ideal, play_lru
 from benchmarks.prefix.report import print_times, print_trace
 from benchmarks.prefix.timing import OperationTime
 from benchmarks.prefix.trace import TracedPrompt, load_trace
@@ -56,21 +56,21 @@ def test_blocks_of_made_up_tokens_are_equal_exactly_if_they_are_the_same_part_of
 def test_by_hand() -> None:
     prompts = [prompt(512, 1), prompt(512, 2), prompt(1024, 1, 3), prompt(512, 2)]
     assert play_ideal(prompts) == 1024
-    assert play_tree(prompts, 32).hit_tokens == 1024
-    assert play_tree(prompts, 16).hit_tokens == play_lru(prompts, 16, from_the_end=True) == 512
-    assert play_tree(prompts, 20).hit_tokens == play_lru(prompts, 20, from_the_end=True) == 512 + 256
+    assert play_cache(prompts, 32) == 1024
+    assert play_cache(prompts, 16) == play_lru(prompts, 16, from_the_end=True) == 512
+    assert play_cache(prompts, 20) == play_lru(prompts, 20, from_the_end=True) == 512 + 256
     assert play_lru(prompts, 20, from_the_end=False) == 512
 
 
-def test_the_tree_finds_what_the_ideal_finds_and_never_less_than_lru() -> None:
+def test_the_cache_finds_what_the_ideal_finds_and_never_less_than_lru() -> None:
     prompts = sessions(400)
     report = simulate("sessions", prompts, ["unlimited", "50%", "20%", "10%", "5%", "4K"])
     unlimited, *limited = report.pools
-    assert unlimited.tree == report.ideal > 0.3 * report.tokens
+    assert unlimited.hits == report.ideal > 0.3 * report.tokens
     assert report.problems() == []
-    assert [pool.tree for pool in limited] == [pool.lru_from_the_end for pool in limited], "exact LRU by leaves"
-    assert limited[0].tree > limited[3].tree
-    worse = replace(report, pools=[replace(unlimited, tree=0), *limited])
+    assert [pool.hits for pool in limited] == [pool.lru_from_the_end for pool in limited], "exact LRU"
+    assert limited[0].hits > limited[3].hits
+    worse = replace(report, pools=[replace(unlimited, hits=0), *limited])
     assert len(worse.problems()) == 2
 
 
@@ -84,15 +84,15 @@ def test_the_command_writes_tables_json_and_a_figure(
     main(trace, "unlimited,10%", tmp_path / "out.json", tmp_path / "out.png")
     document = json.loads((tmp_path / "out.json").read_text())
     assert [pool["is_unlimited"] for pool in document["trace"]["pools"]] == [True, False]
-    assert len(document["operations"]) == 6
+    assert len(document["operations"]) == 5
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
     assert "never worse than LRU over blocks" in capsys.readouterr().out
 
 
 def test_tables_fit_a_terminal() -> None:
     report = simulate("conversation", sessions(20), ["unlimited"])
-    large = replace(report.pools[0], slots=1_234_567_890, nodes=1_234_567)
-    times = [OperationTime("lookup, cached in one piece", Percentiles(1000.0, 2000.0, 3000.0), 1.0)]
+    large = replace(report.pools[0], slots=1_234_567_890)
+    times = [OperationTime("insert and release, all there", Percentiles(1000.0, 2000.0, 3000.0), 1.0)]
 
     def show(console: Console) -> None:
         print_trace(replace(report, pools=[large]), console)

@@ -8,8 +8,7 @@ import torch
 from benchmarks import attention
 from benchmarks.decode import report as decode
 from benchmarks.decode.config import DecodeBench
-from benchmarks.decode.limits import HBM_BYTES_PER_MS, Work
-from benchmarks.decode.timing import Part, StepTiming
+from benchmarks.decode.timing import StepTiming
 from benchmarks.machine import this_machine
 from benchmarks.percentiles import Percentiles
 from benchmarks.prefill import report as prefill
@@ -27,6 +26,7 @@ from benchmarks.transfer import report as transfer
 from benchmarks.transfer.cases import Case, Fragmentation, Protocol
 from benchmarks.transfer.methods import Group, Run
 from benchmarks.transfer.results import CaseResult, MethodResult
+from model.roofline import HBM_BYTES_PER_MS, Part, Work
 from tests.benchmarks.narrow import not_whole, printed
 
 

@@ -5,11 +5,11 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from base.block_hashes import BlockHashes, block_hashes
+from base.block_hashes import BLOCK_TOKENS, BlockHashes, block_hashes
 from control.cache_reports import CacheReports
 from control.messages import CacheUpdate
 from gateway.prefix_index import PrefixIndex
-from kvcache.prefix_tree import PrefixTree
+from kvcache.block_cache import BlockCache
 
 HEARTBEAT_S = 1.0
 
@@ -53,9 +53,9 @@ def test_changes_are_collected_and_sent_once() -> None:
     reports = CacheReports(gateways, nothing)
     hashes = block_hashes(prompt(1, 4))
     reports.send(0.0)
-    reports.gained(hashes)
-    reports.lost(hashes[3:])
-    reports.gained(block_hashes(prompt(2, 2)))
+    reports.stored(hashes)
+    reports.removed(hashes[3:])
+    reports.stored(block_hashes(prompt(2, 2)))
     reports.send(0.01)
     assert not gateways.sent, "too early"
     reports.send(1.0)
@@ -71,7 +71,7 @@ def test_a_gateway_that_acknowledges_late_gets_the_whole_cache_once_in_a_while()
     gateways = LossyGateways(["one"])
     hashes = block_hashes(prompt(1, 3))
     reports = CacheReports(gateways, lambda limit: hashes[:limit])
-    reports.gained(hashes)
+    reports.stored(hashes)
     for tenth in range(80):
         reports.send(tenth / 10)
     assert [(update.serial, update.whole) for _, update in gateways.sent] == [(1, False), *3 * [(1, True)]]
@@ -81,10 +81,11 @@ def test_a_gateway_that_acknowledges_late_gets_the_whole_cache_once_in_a_while()
     assert len(gateways.sent) == 4
 
 
-def test_gateways_follow_a_tree_over_losses_and_restarts() -> None:
-    generator, tree = random.Random(1), PrefixTree(40, 1, 1000)
+def test_gateways_follow_a_cache_over_losses_and_restarts() -> None:
+    generator, cache = random.Random(1), BlockCache(40, 1)
     gateways = LossyGateways(["one", "two"], loses=0.3)
-    reports = CacheReports(gateways, tree.newest_hashes)
+    reports = CacheReports(gateways, cache.newest)
+    cache.report_to(reports, seed=0)
     now, slot = 0.0, 0
 
     def pass_time(seconds: float) -> None:
@@ -97,19 +98,19 @@ def test_gateways_follow_a_tree_over_losses_and_restarts() -> None:
 
     for step in range(300):
         tokens = prompt(generator.randrange(12), generator.randrange(1, 12))
-        hashes = block_hashes(tokens)
-        missing = len(hashes) - tree.lookup(tokens).blocks
-        reports.lost(tree.evict(missing - (tree.capacity - tree.blocks)).hashes)
-        slots = np.arange(slot, slot + len(hashes))[:, None]
-        slot += len(hashes)
-        reports.gained(hashes[tree.insert(tokens, slots, hashes=hashes).present :])
+        blocks = len(tokens) // BLOCK_TOKENS
+        missing = blocks - cache.find(tokens) // BLOCK_TOKENS
+        cache.evict(missing - (cache.capacity - cache.blocks))
+        slots = np.arange(slot, slot + blocks)[:, None]
+        slot += blocks
+        cache.release(cache.insert(tokens, slots)[0])
         pass_time(0.3)
         if step % 100 == 50:
             gateways.restart("two")
     gateways.loses = 0.0
     pass_time(10)
     for index in gateways.indexes.values():
-        assert index.blocks("node") == tree.blocks
+        assert index.blocks("node") == cache.blocks
         for number in range(12):
             tokens = prompt(number, 12)
-            assert index.matched(block_hashes(tokens))["node"] == tree.lookup(tokens).tokens
+            assert index.matched(block_hashes(tokens))["node"] == cache.find(tokens)

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from control.codec import PROTOCOL_VERSION, MalformedMessage, decode, encode
 from control.messages import (
+    MAX_ALLOWED,
+    MAX_BAD_WORD_TOKENS,
     SENT_BY,
     AttemptId,
     Cancel,
@@ -83,6 +85,23 @@ def test_a_message_survives_the_wire(message: Message) -> None:
     sender = sender_of(message)
     frame, decoded = decode(encode(message, sender, "to"))
     assert (frame.sender, frame.to, decoded) == (sender, "to", message)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("repetition_penalty", 1e-45),
+        ("repetition_penalty", 101.0),
+        ("logit_bias", ((1, 1e300),)),
+        ("allowed_token_ids", (1,) * (MAX_ALLOWED + 1)),
+        ("bad_words", ((1,) * 5,) * (MAX_BAD_WORD_TOKENS // 5 + 1)),
+    ],
+)
+def test_a_request_beyond_the_bounds_of_one_client_is_malformed(field: str, value: object) -> None:
+    sampling = Sampling.model_construct(**{field: value})
+    message = Generate(request_id="r", prompt_ids=(1,), max_new_tokens=1).model_copy(update={"sampling": sampling})
+    with pytest.raises(MalformedMessage, match=f"Generate: sampling.{field}"):
+        decode(encode(message, GATEWAY))
 
 
 @given(st.integers(0, 63), st.integers(0, 16384), st.text(max_size=64), st.floats(0, 100))

@@ -54,6 +54,8 @@ class CountingModel:
         self.batches: list[int] = []
         self.error: Exception | None = None
         self.overflows_after = -1
+        self.scale = 1.0
+        """The logit of the predicted token."""
         self.violates_at = -1
         """The position that a token selects its successor of."""
         self.step_s = 0.0
@@ -68,7 +70,7 @@ class CountingModel:
         newest_selected = positions + (positions == self.violates_at)
         step.swap_in(0, (newest_selected[:, None] - torch.arange(HOT)).clamp(min=-1))
         time.sleep(self.step_s)
-        logits = torch.nn.functional.one_hot(token_ids + 1, VOCAB).float()
+        logits = self.scale * torch.nn.functional.one_hot(token_ids + 1, VOCAB).float()
         return logits.masked_fill((token_ids == self.overflows_after)[:, None], float("inf"))
 
 
@@ -114,7 +116,7 @@ class Harness:
             asked_device_slots=self.device_slots,
             num_index_pages=400,
             table_bytes=0,
-            vocab_size=VOCAB if self.caching else None,
+            has_prefix_cache=self.caching,
         )
         self.coordinator: HiSparseCoordinator = build_tiers(sizes, torch.device("cpu"))
         ptrs, lengths, item_lengths = self.coordinator.host.get_contiguous_buf_infos()

@@ -170,6 +170,22 @@ def test_logits_that_are_not_finite_end_their_request_alone() -> None:
     assert list(h.ended.values()) == ["error"] * 3
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_changed_logits_that_overflow_end_their_request_alone(temperature: float) -> None:
+    h = Harness()
+    h.model.scale = 1e37
+    h.ask("hostile", prompt=(2, 1), sampling=Sampling(temperature=temperature, repetition_penalty=0.01))
+    honest = [Sampling(temperature=0), Sampling(seed=3), Sampling(temperature=0, frequency_penalty=1.5)]
+    for number, each in enumerate(honest):
+        h.ask(f"honest-{number}", prompt=(5, number), sampling=each, tokens=6)
+    h.run()
+    assert h.model.batches[0] == 4
+    assert (h.answers.pop("hostile"), h.ended.pop("hostile")) == ([], "error")
+    assert h.errors["hostile"] == "decode step failed: the logits to draw from are not finite numbers"
+    assert h.answers == {f"honest-{number}": counted((5, number), 6) for number in range(3)}
+    assert set(h.ended.values()) == {"length"}
+
+
 def test_a_step_that_fails_ends_its_requests_and_leaks_nothing() -> None:
     h = Harness()
     h.ask("a", tokens=50)

@@ -9,8 +9,8 @@ import torch
 from base.block_hashes import BLOCK_TOKENS
 from control.messages import AttemptId, FetchDone, FetchRequest, PrefillFailed, Quiesced
 from decode_node.request import Request, RequestState
+from kvcache.block_cache import TokenIds
 from kvcache.extents import HostSlots
-from kvcache.prefix_tree import TokenIds
 from tests.decode_node.caching import Caching, prompt
 from tests.decode_node.fakes import GATEWAY
 from tests.decode_node.scheduler_harness import HOT, PREFILL, counted

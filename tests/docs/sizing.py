@@ -15,9 +15,9 @@ from cli.config import SizingConfig
 from cli.sizing import command, rows
 from hisparse.config import HiSparseConfig
 from hisparse.sizing import GIB, Sizes, plan_sizes
+from kvcache.block_cache import BLOCK_BYTES
 from kvcache.format import DenseFormat
 from kvcache.layout import KVLayout
-from kvcache.prefix_cache import BLOCK_BYTES
 from model.shapes import ShapeName
 
 OPERATIONS = Path(__file__).parents[2] / "docs" / "operations.md"
@@ -75,7 +75,7 @@ class Example:
             index_page_size=self.page_size,
             available_host_bytes=int(self.host_gib * GIB),
             available_device_bytes=self.pool_bytes,
-            vocab_size=129280,
+            has_prefix_cache=True,
         )
 
     def most_running(self) -> int:

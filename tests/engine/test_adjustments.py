@@ -3,12 +3,16 @@
 import math
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from control.messages import Sampling
-from engine.adjustments import Ban, LogitAdjustments, adjusts, banned_tokens
+from control.messages import MAX_BAD_WORD_TOKENS, Sampling
+from engine.adjustments import Ban, BannedTokens, LogitAdjustments, adjusts
+from engine.sampling import NoToken, SamplingNeeds, draw, settings_of, tokens_of
 
 VOCAB = 40
 CPU = torch.device("cpu")
@@ -67,9 +71,8 @@ def test_requests_of_a_batch_are_changed_as_if_alone(seed: int) -> None:
             continue
         logits = 3 * torch.randn(len(places), VOCAB, generator=torch.Generator().manual_seed(rng.randrange(99)))
         bans = [
-            Ban(entry, token)
+            Ban(entry, BannedTokens(sampling, STOPS).after(generated))
             for entry, (sampling, _, generated) in enumerate(batch)
-            for token in banned_tokens(sampling, STOPS, generated)
         ]
         before = logits.clone()
         changed = adjustments.apply(logits, torch.tensor(places), bans)
@@ -95,6 +98,86 @@ def test_a_request_that_comes_back_has_the_counts_that_it_had() -> None:
         stayed.count(torch.tensor([0]), torch.tensor([token]))
     back.admit(1, sampling, [1, 2], [5, 5, 2])
     assert torch.equal(stayed.apply(logits, torch.tensor([0]), []), back.apply(logits, torch.tensor([1]), []))
+
+
+@given(
+    words=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=5), max_size=12),
+    generated=st.lists(st.integers(0, 2), max_size=8),
+    min_tokens=st.integers(0, 3),
+)
+def test_the_index_of_bad_words_bans_what_a_search_of_them_bans(
+    words: list[list[int]], generated: list[int], min_tokens: int
+) -> None:
+    expected = {word[-1] for word in words if len(word) > 1 and generated[-len(word) + 1 :] == word[:-1]}
+    if len(generated) < min_tokens:
+        expected.update(STOPS)
+    banned = BannedTokens(Sampling(bad_words=tuple(map(tuple, words)), min_tokens=min_tokens), STOPS)
+    assert set(banned.after(generated).tolist()) == expected
+
+
+class CountedReads(list[int]):
+    """Counts the tokens that are read."""
+
+    reads = 0
+
+    def __getitem__(self, place: Any) -> Any:
+        found = super().__getitem__(place)
+        self.reads += len(found) if isinstance(place, slice) else 1
+        return found
+
+
+@pytest.mark.parametrize(
+    ("words", "most"),
+    [
+        ([(first, 7, token) for first in range(35) for token in range(35)], 3),
+        ([(first, 8, token) for first in range(35) for token in range(35)], 1),
+        ([(7,) * length + (1,) for length in range(1, 90)], MAX_BAD_WORD_TOKENS),
+    ],
+    ids=["one length", "another newest token", "as many lengths as fit"],
+)
+def test_a_step_reads_no_more_of_an_answer_than_the_lengths_of_words(words: list[tuple[int, ...]], most: int) -> None:
+    generated = CountedReads([7] * 10_000)
+    BannedTokens(Sampling(bad_words=tuple(words)), ()).after(generated)
+    assert generated.reads <= most
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_changes_that_overflow_cost_their_own_request_alone(temperature: float) -> None:
+    """Bounds keep such a penalty out. Here a request has one nevertheless."""
+    honest = Sampling(temperature=temperature, seed=1, frequency_penalty=0.5, top_logprobs=1)
+    hostile = Sampling.model_construct(temperature=temperature, repetition_penalty=1e-45, top_logprobs=1)
+    logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(0))
+
+    def tokens(requests: list[Sampling]) -> list[Any]:
+        adjustments = LogitAdjustments(2, VOCAB, CPU)
+        found = []
+        for row, sampling in enumerate(requests):
+            adjustments.admit(row, sampling, list(range(VOCAB)), [])
+        settings = torch.tensor([settings_of(sampling, VOCAB) for sampling in requests], dtype=torch.float64).T
+        rows = torch.arange(len(requests))
+        for number in (0.1, 0.5, 0.9):
+            changed = adjustments.apply(logits[rows], rows, [])
+            uniforms = torch.full((len(requests),), number, dtype=torch.float64)
+            drawn = draw(logits[rows], settings, uniforms, SamplingNeeds.of(requests), changed)
+            adjustments.count(rows, drawn[:, 0].long())
+            found.append(tokens_of(drawn, requests))
+        return found
+
+    together = tokens([honest, hostile])
+    assert [step[:1] for step in together] == tokens([honest])
+    assert [step[1] for step in together] == [NoToken.NOT_FINITE] * 3
+
+
+@pytest.mark.parametrize("repetition", [0.01, 100.0])
+@pytest.mark.parametrize("bias", [-100.0, 100.0])
+def test_within_the_bounds_finite_logits_stay_finite(repetition: float, bias: float) -> None:
+    sampling = Sampling(
+        repetition_penalty=repetition, frequency_penalty=-2, presence_penalty=-2, logit_bias=((0, bias), (1, bias))
+    )
+    adjustments = LogitAdjustments(1, VOCAB, CPU)
+    adjustments.admit(0, sampling, list(range(VOCAB)), [0] * 100_000)
+    logits = torch.linspace(-1e36, 1e36, VOCAB).unsqueeze(0)
+    assert adjustments.apply(logits, torch.tensor([0]), []).isfinite().all()
 
 
 def test_tokens_of_a_batch_that_needs_nothing_cost_nothing() -> None:

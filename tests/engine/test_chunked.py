@@ -29,7 +29,7 @@ def chunked(
     num_pages: int = 8, page_size: int = 4, chunk_size: int = 6, is_caching: bool = False
 ) -> tuple[ChunkedPrefill[NamedJob], FakeModel]:
     model = FakeModel()
-    cache = PageCache(PagedKVPool(LAYOUT, num_pages, page_size, CPU), VOCAB if is_caching else None)
+    cache = PageCache(PagedKVPool(LAYOUT, num_pages, page_size, CPU), is_caching)
     return ChunkedPrefill(model, cache.pool, chunk_size, cache), model  # type: ignore[arg-type]
 
 

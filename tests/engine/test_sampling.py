@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from control.messages import Sampling, Token
 from engine import thresholds
 from engine.masking import few_allowed, masked, unpacked
-from engine.sampling import NoToken, RandomStream, SamplingNeeds, draw, settings_of, tokens_of
+from engine.sampling import NoToken, RandomStream, SamplingNeeds, _choose, draw, settings_of, tokens_of
 from engine.thresholds import CANDIDATES
 
 VOCAB = 50
@@ -21,11 +21,14 @@ def random_logits(batch: int, seed: int = 0, vocab: int = VOCAB) -> torch.Tensor
     return 2 * torch.randn(batch, vocab, generator=torch.Generator().manual_seed(seed))
 
 
-def sample(logits: torch.Tensor, requests: Sequence[Sampling], steps: Sequence[int]) -> list[Token | NoToken]:
-    """One token per row of logits; steps[b]: the index of request b's token in its answer."""
+def sample(
+    logits: torch.Tensor, requests: Sequence[Sampling], steps: Sequence[int], changed: torch.Tensor | None = None
+) -> list[Token | NoToken]:
+    """One token per row of logits, or of changed ones; steps[b]: the index of request b's token in its answer."""
     settings = torch.tensor([settings_of(sampling, logits.shape[1]) for sampling in requests], dtype=torch.float64).T
     numbers = [RandomStream(sampling.seed).number(step) for sampling, step in zip(requests, steps, strict=True)]
-    drawn = draw(logits, settings, torch.tensor(numbers, dtype=torch.float64), SamplingNeeds.of(requests), logits)
+    uniforms = torch.tensor(numbers, dtype=torch.float64)
+    drawn = draw(logits, settings, uniforms, SamplingNeeds.of(requests), logits if changed is None else changed)
     return tokens_of(drawn, requests)
 
 
@@ -179,6 +182,49 @@ def test_a_row_that_is_not_finite_has_no_token_and_changes_no_other(nonsense: fl
     assert results.pop(row) is NoToken.NOT_FINITE
     del expected[row]
     assert results == expected
+
+
+@settings(max_examples=60)
+@given(
+    nonsense=st.lists(st.sampled_from([math.nan, math.inf, -math.inf, 3e38, -3e38]), min_size=1, max_size=VOCAB),
+    kind=st.sampled_from(
+        [{}, {"temperature": 0.0}, {"temperature": 1e-300}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.1}]
+    ),
+    row=st.integers(0, 2),
+)
+def test_changed_logits_that_are_not_finite_cost_their_own_row_alone(
+    nonsense: list[float], kind: dict[str, Any], row: int
+) -> None:
+    params = [Sampling(seed=1, top_k=5), Sampling(temperature=0.0), Sampling(seed=2, top_logprobs=2)]
+    params[row] = Sampling(seed=3, top_logprobs=2, **kind)
+    logits = random_logits(3)
+    expected = sample(logits, params, [0] * 3)
+    changed = logits.clone()
+    changed[row, : len(nonsense)] = torch.tensor(nonsense)
+    results = sample(logits, params, [0] * 3, changed)
+    found = results.pop(row)
+    if math.nan in nonsense or math.inf in nonsense:
+        assert found is NoToken.NOT_FINITE
+    elif len(nonsense) == VOCAB and set(nonsense) == {-math.inf}:
+        assert found is NoToken.NOTHING_ALLOWED
+    else:
+        assert isinstance(found, Token)
+        assert 0 <= found.token_id < VOCAB
+    del expected[row]
+    assert results == expected
+
+
+@pytest.mark.parametrize("nonsense", [math.nan, math.inf])
+@pytest.mark.parametrize(
+    "params",
+    [Sampling(), Sampling(temperature=0.0), Sampling(top_k=3, top_p=0.5), Sampling(min_p=0.1)],
+    ids=["all", "greedy", "restricted", "floored"],
+)
+def test_what_is_drawn_among_nonsense_is_in_the_vocabulary(nonsense: float, params: Sampling) -> None:
+    changed = torch.full((1, VOCAB), nonsense)
+    settings = torch.tensor([settings_of(params, VOCAB)], dtype=torch.float64).T
+    token = _choose(changed, settings, torch.tensor([0.5], dtype=torch.float64), SamplingNeeds.of([params]))
+    assert 0 <= int(token) < VOCAB
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

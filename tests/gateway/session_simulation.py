@@ -1,4 +1,4 @@
-"""Sessions on several decode nodes, simulated: real trees, the real index and rule, an imagined clock and no KV."""
+"""Sessions on several decode nodes, simulated: real caches, the real index and rule, an imagined clock and no KV."""
 
 import heapq
 import itertools
@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from base.block_hashes import BLOCK_TOKENS, block_hashes
+from base.block_hashes import BLOCK_TOKENS, BlockHashes, block_hashes
 from control.cache_reports import CacheReports
 from control.messages import CacheUpdate
 from gateway.prefix_index import PrefixIndex
 from gateway.prefix_routing import ranked
-from kvcache.prefix_tree import PrefixTree
+from kvcache.block_cache import BlockCache
 
 VOCAB = 32_000
 HEARTBEAT_S = 1.0
@@ -42,10 +42,10 @@ class SimulatedGateway:
 
 @dataclass
 class SimulatedNode:
-    """A decode node. cached: hashes of what the tree has. load: tokens of its requests, reported with a heartbeat."""
+    """A decode node. cached: hashes of its blocks. load: tokens of its requests, reported with a heartbeat."""
 
     name: str
-    tree: PrefixTree
+    cache: BlockCache
     reports: CacheReports
     cached: set[int] = field(default_factory=set)
     load: int = 0
@@ -54,16 +54,18 @@ class SimulatedNode:
 
     def end(self, tokens: Tokens) -> None:
         """Cache what a request leaves."""
-        names = block_hashes(tokens)
-        missing = len(names) - self.tree.lookup(tokens).blocks
-        room = self.tree.capacity - self.tree.blocks
-        lost = self.tree.evict(missing - room).hashes
-        values = np.array([[next(self.slots)] for _ in names])
-        present = self.tree.insert(tokens, values, hashes=names).present
-        self.cached -= set(lost.tolist())
-        self.cached |= set(names[present:].tolist())
-        self.reports.lost(lost)
-        self.reports.gained(names[present:])
+        blocks = len(tokens) // BLOCK_TOKENS
+        missing = blocks - self.cache.find(tokens) // BLOCK_TOKENS
+        self.cache.evict(missing - (self.cache.capacity - self.cache.blocks))
+        self.cache.release(self.cache.insert(tokens, np.array([[next(self.slots)] for _ in range(blocks)]))[0])
+
+    def stored(self, hashes: BlockHashes) -> None:
+        self.cached |= set(hashes.tolist())
+        self.reports.stored(hashes)
+
+    def removed(self, hashes: BlockHashes) -> None:
+        self.cached -= set(hashes.tolist())
+        self.reports.removed(hashes)
 
 
 @dataclass
@@ -92,8 +94,10 @@ class SessionSimulation:
         self._open = 0
 
     def _node(self, name: str, blocks: int) -> SimulatedNode:
-        tree = PrefixTree(blocks, 1, VOCAB)
-        return SimulatedNode(name, tree, CacheReports(SimulatedGateway(name, self.index), tree.newest_hashes))
+        cache = BlockCache(blocks, 1)
+        node = SimulatedNode(name, cache, CacheReports(SimulatedGateway(name, self.index), cache.newest))
+        cache.report_to(node, seed=0)
+        return node
 
     def run(self, sessions: int) -> Outcome:
         """Play sessions to their ends."""

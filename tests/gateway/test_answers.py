@@ -11,6 +11,7 @@ from gateway.answers.chat import ChatAnswer
 from gateway.answers.completions import CompletionAnswer
 from gateway.attempt import TokenizedRequest
 from gateway.choice import Delta, TextOptions
+from gateway.formats import ToolSet
 from gateway.prepared import ApiRequest, ChatReading, Prepared
 from gateway.requests.chat import ChatCompletionRequest
 from gateway.requests.completions import CompletionRequest
@@ -70,6 +71,6 @@ def test_of_chats(reasoning: bool, tools: Sequence[dict[str, object]], fields: d
     request = ChatCompletionRequest.model_validate(
         {"messages": [{"role": "user", "content": "a"}], "n": 2, "stream": True, **fields}
     )
-    reading = ChatReading(parsing_format("glm"), tools, reasoning)
+    reading = ChatReading(parsing_format("glm"), ToolSet(tools), reasoning)
     answer = ChatAnswer(prepared(request, reading), "text of a choice", None)  # type: ignore[arg-type]
     assert_same_bytes(answer, PIECES)

@@ -58,7 +58,7 @@ def test_how_tokens_are_drawn_is_told_to_the_decode_node(http: httpx.Client, dec
         "presence_penalty": -0.5,
         "repetition_penalty": 1.1,
         "logit_bias": {"5": 1.5, "6": -100},
-        "allowed_token_ids": [5, 97],
+        "allowed_token_ids": [5, 97, 5],
         "bad_words": ["hi"],
         "min_tokens": 4,
         "priority": -2,
@@ -78,6 +78,14 @@ def test_how_tokens_are_drawn_is_told_to_the_decode_node(http: httpx.Client, dec
         bad_words=((32, 104, 105), (104, 105)),
         min_tokens=4,
     )
+
+
+def test_a_bad_word_may_be_as_long_as_a_word_may_be(http: httpx.Client, decode: FakeDecodeNode) -> None:
+    assert (
+        http.post("/v1/completions", json={"prompt": "a", "bad_words": ["\N{WAVING HAND SIGN}" * 256]}).status_code
+        == 200
+    )
+    assert sorted(map(len, decode.generated[0].sampling.bad_words)) == [1024, 1025]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from control.messages import Output, Token
+from control.messages import MAX_ALLOWED, MAX_BAD_WORD_TOKENS, Output, Token
 from gateway import decode_client
 from gateway.config import GatewayConfig
 from gateway.requests.unsupported import HARMLESS, NEUTRAL
@@ -277,14 +277,17 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": "a", "n": 3, "best_of": 2}, "", "at least n"),
     ({"prompt": "a", "best_of": 2, "stream": True}, "", "cannot be streamed"),
     ({"prompt": "a", "presence_penalty": 2.5}, "presence_penalty", "less than or equal to 2"),
-    ({"prompt": "a", "repetition_penalty": 0}, "repetition_penalty", "greater than 0"),
+    ({"prompt": "a", "repetition_penalty": 1e-45}, "repetition_penalty", "greater than or equal to 0.01"),
     ({"prompt": "a", "min_p": 1.5}, "min_p", "less than or equal to 1"),
     ({"prompt": "a", "logit_bias": {"1": 101}}, "logit_bias.1", "less than or equal to 100"),
     ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias", "expected token ids from 0"),
+    ({"prompt": "a", "logit_bias": {"1" * 5000: 1}}, "logit_bias", "expected token ids from 0"),
     ({"prompt": "a", "logit_bias": {str(VOCAB): 1}}, "logit_bias", f"0 to {VOCAB - 1}, found"),
     ({"prompt": "a", "allowed_token_ids": []}, "allowed_token_ids", "at least 1"),
     ({"prompt": "a", "allowed_token_ids": [VOCAB]}, "allowed_token_ids", f"found {VOCAB}"),
+    ({"prompt": "a", "allowed_token_ids": [1] * (MAX_ALLOWED + 1)}, "allowed_token_ids", f"at most {MAX_ALLOWED}"),
     ({"prompt": "a", "bad_words": [""]}, "bad_words.0", "at least 1"),
+    ({"prompt": "a", "bad_words": ["a" * 256] * 8}, "bad_words", f"at most {MAX_BAD_WORD_TOKENS} tokens"),
     ({"prompt": "a", "min_tokens": 5, "max_tokens": 4}, "min_tokens", "at most max_tokens, 4"),
     ({"prompt": "a", "truncate_prompt_tokens": 0}, "prompt", "no tokens"),
     ({"prompt": "a", "truncate_prompt_tokens": -2}, "truncate_prompt_tokens", "greater than or equal to -1"),

@@ -23,7 +23,7 @@ def hashes(blocks: int = 3) -> BlockHashes:
 def report(node: FakeNode, gained: BlockHashes) -> CacheReports:
     """Tell the gateway what the node has cached, by the real code."""
     reports = CacheReports(node.membership, lambda limit: gained[:limit])
-    reports.gained(gained)
+    reports.stored(gained)
     wait_until(lambda: node.membership.cache_serials())
     reports.send(1.0)
     wait_until(lambda: node.membership.cache_serials() == {node.gateway_address: 1})
@@ -66,7 +66,7 @@ def test_least_loaded_routing_wants_no_updates(
 ) -> None:
     nodes = [start_decode(), start_decode(queued_tokens=1)]
     reports = CacheReports(nodes[1].membership, lambda limit: hashes()[:limit])
-    reports.gained(hashes())
+    reports.stored(hashes())
     reports.send(1.0)
     ask(http)
     assert nodes[1].membership.cache_serials() == {}

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from control.messages import Sampling, Token
-from engine.sampling import RandomStream, SamplingNeeds, draw, settings_of, tokens_of
+from engine.adjustments import LogitAdjustments
+from engine.sampling import NoToken, RandomStream, SamplingNeeds, draw, settings_of, tokens_of
 from engine.thresholds import CANDIDATES, find_threshold
 
 pytest.importorskip("triton")
@@ -73,3 +74,49 @@ def test_drawing_waits_for_nothing_whatever_it_takes() -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert all(isinstance(token, Token) for token in tokens_of(drawn.cpu(), REQUESTS))
+
+
+@pytest.mark.parametrize("scale", [3.0, 0.01], ids=["candidates decide", "the whole vocabulary decides"])
+@pytest.mark.parametrize("nonsense", [float("nan"), float("inf")])
+def test_changed_logits_that_are_not_finite_cost_their_own_row_alone(nonsense: float, scale: float) -> None:
+    logits, needs = random_logits(scale).to(CUDA), SamplingNeeds.of(REQUESTS)
+    numbers = torch.tensor([RandomStream(r.seed).number(0) for r in REQUESTS], dtype=torch.float64, device=CUDA)
+    on_device = settings().to(CUDA)
+    alone = tokens_of(draw(logits, on_device, numbers, needs, logits).cpu(), REQUESTS)
+    for row in range(len(REQUESTS)):
+        for places in (slice(7, 8), slice(None)):
+            changed = logits.clone()
+            changed[row, places] = nonsense
+            found = tokens_of(draw(logits, on_device, numbers, needs, changed).cpu(), REQUESTS)
+            assert found[row] is NoToken.NOT_FINITE
+            assert found[:row] + found[row + 1 :] == alone[:row] + alone[row + 1 :]
+
+
+def test_after_changes_that_overflow_the_device_works_and_others_have_their_tokens() -> None:
+    """Bounds keep such a penalty out. Here a request has one nevertheless."""
+    hostile = Sampling.model_construct(seed=1, repetition_penalty=1e-45)
+    honest = [Sampling(seed=2, repetition_penalty=1.2), Sampling(temperature=0, frequency_penalty=0.5)]
+    logits, prompt = random_logits(3.0)[:3].to(CUDA), range(0, VOCAB, 2)
+    embeddings = torch.arange(VOCAB, device=CUDA)
+
+    def steps(requests: list[Sampling]) -> list[list[Token | NoToken]]:
+        adjustments = LogitAdjustments(len(requests), VOCAB, CUDA)
+        for row, request in enumerate(requests):
+            adjustments.admit(row, request, prompt, [])
+        rows, needs = torch.arange(len(requests), device=CUDA), SamplingNeeds.of(requests)
+        on_device = torch.tensor([settings_of(r, VOCAB) for r in requests], dtype=torch.float64).T.to(CUDA)
+        found = []
+        for index in range(4):
+            numbers = torch.tensor([RandomStream(r.seed).number(index) for r in requests], dtype=torch.float64)
+            changed = adjustments.apply(logits[: len(rows)], rows, [])
+            drawn = draw(logits[: len(rows)], on_device, numbers.to(CUDA), needs, changed)
+            token_ids = drawn[:, 0].long()
+            adjustments.count(rows, token_ids)
+            assert torch.equal(embeddings[token_ids.clamp(min=0)], token_ids.clamp(min=0))
+            found.append(tokens_of(drawn.cpu(), requests))
+        torch.cuda.synchronize()
+        return found
+
+    together = steps([*honest, hostile])
+    assert [step[2] for step in together] == [NoToken.NOT_FINITE] * 4
+    assert [step[:2] for step in together] == steps(honest)

@@ -8,18 +8,17 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from base.block_hashes import BLOCK_TOKENS, BlockHashes, block_hashes
+from base.block_hashes import BLOCK_TOKENS
 from kvcache.extents import SlotAccountingError
 from kvcache.page_cache import PageCache, PageLease
 from kvcache.paged_pool import PagedKVPool
 from tests.prefill_node.fakes import LAYOUT
 
-VOCAB = 100
 CPU = torch.device("cpu")
 
 
 def new_cache(num_pages: int = 12, page_size: int = 32) -> PageCache:
-    return PageCache(PagedKVPool(LAYOUT, num_pages, page_size, CPU), VOCAB)
+    return PageCache(PagedKVPool(LAYOUT, num_pages, page_size, CPU), is_on=True)
 
 
 def tokens_of(names: str, rest: int = 0) -> npt.NDArray[np.int64]:
@@ -158,33 +157,6 @@ def test_a_page_that_is_free_is_not_freed_again() -> None:
     assert pool.free_pages == 4
 
 
-def test_gateways_hear_of_blocks_that_come_and_go() -> None:
-    cache = new_cache(num_pages=6, page_size=32)
-    cache.reports = heard = Recorder()  # type: ignore[assignment]
-    names = block_hashes(tokens_of("abc")).tolist()
-    fill(cache, "ab")
-    fill(cache, "abc")
-    assert heard.gained_hashes == names, "each once"
-    assert sorted(cache.newest(9).tolist()) == sorted(names)
-    lend(cache, tokens_of("d", rest=1))
-    assert heard.lost_hashes == names[:0:-1]
-    assert cache.newest(9).tolist() == names[:1]
-
-
-class Recorder:
-    """Stands in for CacheReports."""
-
-    def __init__(self) -> None:
-        self.gained_hashes: list[int] = []
-        self.lost_hashes: list[int] = []
-
-    def gained(self, hashes: BlockHashes) -> None:
-        self.gained_hashes += hashes.tolist()
-
-    def lost(self, hashes: BlockHashes) -> None:
-        self.lost_hashes += hashes.tolist()
-
-
 # Against a plain dictionary
 
 
@@ -278,8 +250,9 @@ class _Walk:
             assert self.rows[page * self.page_size + position % self.page_size] == prompt.name(position + 1)
 
     def forget_evicted(self) -> None:
-        """Which blocks a prompt displaced, `tests/kvcache/test_prefix_tree.py` holds; here, that none is in use."""
-        in_use = {prompt.name(end) for prompt in self.prompts for end in range(64, prompt.lease.inserted + 1, 64)}
+        """Which blocks a prompt displaced, `tests/kvcache/test_block_cache.py` holds; here, that none is in use."""
+        ends = [(prompt, end) for prompt in self.prompts for end in range(64, prompt.lease.held.num_tokens + 1, 64)]
+        in_use = {prompt.name(end) for prompt, end in ends}
         for name, tokens in list(self.cached.items()):
             if self.cache.find(tokens, name[0]) < len(tokens):
                 assert name not in in_use

@@ -11,13 +11,12 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from base.block_hashes import BLOCK_TOKENS, BlockHasher, BlockHashes, block_hashes
+from base.block_hashes import BLOCK_TOKENS
 from kvcache.extents import Extent, HostSlots, SlotAccountingError, extents_of
 from kvcache.format import DenseFormat
 from kvcache.host_pool import HostKVPool
 from kvcache.layout import KVLayout
-from kvcache.prefix_cache import BLOCK_BYTES, PrefixCache
-from kvcache.prefix_tree import PrefixTree
+from kvcache.prefix_cache import PrefixCache
 
 VOCAB = 200_000
 FORMAT = DenseFormat(torch.float32, item_dim=2, index_dim=2)
@@ -25,7 +24,7 @@ LAYOUT = KVLayout((0,), FORMAT.item_bytes, FORMAT.index_key_bytes)
 
 
 def new_pool(slots: int) -> tuple[HostKVPool, PrefixCache]:
-    pool = HostKVPool(LAYOUT, slots, pin=False, vocab_size=VOCAB)
+    pool = HostKVPool(LAYOUT, slots, pin=False, prefix_cache=True)
     assert pool.prefixes is not None
     return pool, pool.prefixes
 
@@ -153,38 +152,6 @@ def test_a_slot_that_the_cache_owns_and_somebody_freed_is_noticed() -> None:
         cache.check_integrity()
 
 
-@dataclass
-class _Reports:
-    """Stands in for CacheReports."""
-
-    present: list[int] = field(default_factory=list)
-
-    def gained(self, hashes: BlockHashes) -> None:
-        assert not set(self.present) & set(hashes.tolist()), "each once"
-        self.present += hashes.tolist()
-
-    def lost(self, hashes: BlockHashes) -> None:
-        for name in hashes.tolist():
-            self.present.remove(name)
-
-
-def test_gateways_hear_of_blocks_that_come_and_go() -> None:
-    pool, cache = new_pool(256)
-    reports = _Reports()
-    cache.report_to(reports, BlockHasher(7))  # type: ignore[arg-type]
-    names = block_hashes(prompt(1, 2, 3), "a", seed=7).tolist()
-    pool.release(landed(pool, prompt(1, 2), "a"))
-    pool.release(landed(pool, prompt(1, 2, 3), "a"))
-    assert reports.present == names
-    assert sorted(cache.newest(9).tolist()) == sorted(names)
-    taken = pool.allocate(128)
-    assert taken is not None
-    assert reports.present == names[:2]
-    pool.release(taken)
-    cache.clear()
-    assert reports.present == []
-
-
 def test_slots_are_joined_and_cut_in_their_order() -> None:
     slots = HostSlots(extents_of(np.array([7, 8, 9, 3, 4, 12])))
     assert slots.extents == (Extent(7, 3), Extent(3, 2), Extent(12, 1))
@@ -192,11 +159,6 @@ def test_slots_are_joined_and_cut_in_their_order() -> None:
     assert slots.cut(0) == ((), slots.extents)
     assert slots.cut(6) == (slots.extents, ())
     assert extents_of(np.empty(0, dtype=np.int64)) == ()
-
-
-def test_the_memory_of_a_block_is_as_planned() -> None:
-    tree = PrefixTree(1000, BLOCK_TOKENS, 2**18)
-    assert tree.bookkeeping_bytes + 1000 * 4 * BLOCK_TOKENS <= 1000 * BLOCK_BYTES
 
 
 # Against the model

@@ -52,7 +52,7 @@ TOKEN_BYTES = 2 * LAYOUT.item_bytes + LAYOUT.index_key_bytes
 
 def new_cache(num_pages: int = 16, page_size: int = 16) -> PageCache:
     """A cache, which is off where pages are no parts of blocks."""
-    return PageCache(PagedKVPool(LAYOUT, num_pages, page_size, CPU), VOCAB if can_cache(page_size) else None)
+    return PageCache(PagedKVPool(LAYOUT, num_pages, page_size, CPU), can_cache(page_size))
 
 
 def states_of(tokens: Sequence[int]) -> list[int]:

@@ -21,6 +21,7 @@ from gateway.formats import (
     Event,
     OutputParser,
     ReasoningDelta,
+    ToolSet,
     choose_format,
 )
 
@@ -167,7 +168,9 @@ def parsing_format(family: str) -> ChatFormat:
 
 
 def parser_of(family: str, *, reasoning: bool, whole_calls: bool = False) -> OutputParser:
-    return parsing_format(family).parser(TOOLS, reasoning=reasoning, whole_calls=whole_calls, new_id=numbered_ids())
+    return parsing_format(family).parser(
+        ToolSet(TOOLS), reasoning=reasoning, whole_calls=whole_calls, new_id=numbered_ids()
+    )
 
 
 def numbered_ids() -> Callable[[], str]:

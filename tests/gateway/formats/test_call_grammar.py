@@ -3,13 +3,16 @@
 
 import json
 import random
+import tracemalloc
 from functools import cache
 from typing import Any
 
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
+from control.grammar import MAX_LARK, Lark
 from engine.grammar.vocabulary import Vocabulary
+from gateway.formats import FormatError, ToolSet
 from tests.gateway.fakes import EOS, byte_tokenizer
 from tests.gateway.formats.examples import TOOLS, calls_of, content_of, parse, parsing_format, tool
 
@@ -88,7 +91,7 @@ def accepts(grammar: str | None, text: str) -> bool:
 
 @pytest.mark.parametrize("family", ["dsml", "glm", "hermes"])
 def test_some_call_is_demanded(family: str) -> None:
-    grammar = parsing_format(family).call_grammar(TOOLS)
+    grammar = parsing_format(family).call_grammar(ToolSet(TOOLS))
     assert not accepts(grammar, "")
     assert not accepts(grammar, "Hello.")
 
@@ -96,17 +99,17 @@ def test_some_call_is_demanded(family: str) -> None:
 @pytest.mark.parametrize(("family", "first", "second"), WRITTEN)
 def test_calls_in_the_familys_layout_are_let_through(family: str, first: str, second: str) -> None:
     chosen = parsing_format(family)
-    assert accepts(chosen.call_grammar(TOOLS), first)
-    assert accepts(chosen.call_grammar(TOOLS), second)
-    assert not accepts(chosen.call_grammar(TOOLS, parallel=False), second)
-    assert accepts(chosen.call_grammar(TOOLS[1:2]), first)
-    assert not accepts(chosen.call_grammar(TOOLS[2:]), first)
-    assert not accepts(chosen.call_grammar(TOOLS), first.replace("location", "lacking"))
+    assert accepts(chosen.call_grammar(ToolSet(TOOLS)), first)
+    assert accepts(chosen.call_grammar(ToolSet(TOOLS)), second)
+    assert not accepts(chosen.call_grammar(ToolSet(TOOLS), parallel=False), second)
+    assert accepts(chosen.call_grammar(ToolSet(TOOLS[1:2])), first)
+    assert not accepts(chosen.call_grammar(ToolSet(TOOLS[2:])), first)
+    assert not accepts(chosen.call_grammar(ToolSet(TOOLS)), first.replace("location", "lacking"))
 
 
 @pytest.mark.parametrize(("family", "first", "second"), WRITTEN)
 def test_a_marker_that_is_a_token_is_written_as_that_token(family: str, first: str, second: str) -> None:
-    grammar = parsing_format(family).call_grammar(TOOLS, token_ids=TOKEN_IDS)
+    grammar = parsing_format(family).call_grammar(ToolSet(TOOLS), token_ids=TOKEN_IDS)
     for text in (first, second):
         ids = tokenizer().encode(text).ids
         assert set(ids) & set(TOKEN_IDS.values())
@@ -120,8 +123,37 @@ def test_a_marker_that_is_a_token_is_written_as_that_token(family: str, first: s
         assert allowed == [marker], "the letters that spell it are something else"
 
 
+@pytest.mark.parametrize("family", ["dsml", "glm", "hermes"])
+def test_a_grammar_that_is_too_long_is_never_made(family: str) -> None:
+    """Made, it would have 200 million characters, since every argument's schema has the definitions with it."""
+    made = tool("f", {f"a{number}": {"type": "array"} for number in range(2000)})
+    made["function"]["parameters"]["$defs"] = {f"d{number}": {"type": "string"} for number in range(4000)}
+    chosen, tools = parsing_format(family), ToolSet([made])
+    tracemalloc.start()
+    with pytest.raises(FormatError, match="65536 characters"):
+        chosen.call_grammar(tools)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 4 * 2**20
+
+
+@pytest.mark.parametrize("family", ["dsml", "glm", "hermes"])
+def test_a_grammar_may_be_as_long_as_decode_nodes_take(family: str) -> None:
+    chosen = parsing_format(family)
+
+    def grammar(length: int) -> str:
+        text = chosen.call_grammar(ToolSet([tool("f", {"a": {"const": [1], "title": "x" * length}})]))
+        assert text is not None
+        return text
+
+    longest = MAX_LARK - len(grammar(0))
+    assert Lark(grammar=grammar(longest))
+    with pytest.raises(FormatError):
+        grammar(longest + 1)
+
+
 def test_a_string_ends_at_its_marker_spelled_or_not() -> None:
-    grammar = parsing_format("glm").call_grammar(TOOLS[1:2], token_ids=TOKEN_IDS)
+    grammar = parsing_format("glm").call_grammar(ToolSet(TOOLS[1:2]), token_ids=TOKEN_IDS)
     begin = tokenizer().encode("<tool_call>get_weather<arg_key>location</arg_key><arg_value>a<b").ids
     for end in (list(b"</arg_value>"), [TOKEN_IDS["</arg_value>"]]):
         matcher = matcher_of(grammar, vocabulary())
@@ -134,7 +166,7 @@ def test_a_string_ends_at_its_marker_spelled_or_not() -> None:
 @pytest.mark.parametrize("family", ["dsml", "glm", "hermes"])
 def test_what_is_let_through_is_read_as_calls(family: str, tokens: bool) -> None:
     chosen = parsing_format(family)
-    grammar = chosen.call_grammar(TYPED, token_ids=TOKEN_IDS if tokens else None)
+    grammar = chosen.call_grammar(ToolSet(TYPED), token_ids=TOKEN_IDS if tokens else None)
     chance = random.Random(0)
     complete = 0
     for _ in range(40):
@@ -142,7 +174,7 @@ def test_what_is_let_through_is_read_as_calls(family: str, tokens: bool) -> None
         if text is None:
             continue
         complete += 1
-        events = parse(chosen.parser(TYPED, reasoning=False, whole_calls=True), [text])
+        events = parse(chosen.parser(ToolSet(TYPED), reasoning=False, whole_calls=True), [text])
         assert content_of(events).strip() == "", text
         calls = calls_of(events)
         assert calls, text

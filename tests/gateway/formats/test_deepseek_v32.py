@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gateway.formats import FormatError, Prompt, choose_format
+from gateway.formats import FormatError, Prompt, ToolSet, choose_format
 from tests.gateway.formats.examples import calls_of, content_of, parse, reasoning_of, tool
 
 FORMAT = choose_format("deepseek_v32", template=None)
@@ -302,7 +302,7 @@ def test_the_parser_reads_what_the_encoder_writes(thinking: bool, whole_calls: b
         following = [result("x")] * len(answer.get("tool_calls", ())) or [system("")]
         whole = FORMAT.render([*turns, answer, *following], tools, thinking=thinking).text
         text = whole.removeprefix(prompt.text).partition(END)[0]
-        events = parse(FORMAT.parser(tools, reasoning=prompt.reasoning, whole_calls=whole_calls), list(text))
+        events = parse(FORMAT.parser(ToolSet(tools), reasoning=prompt.reasoning, whole_calls=whole_calls), list(text))
         assert reasoning_of(events) == (answer["reasoning_content"] if thinking else "")
         assert content_of(events) == answer["content"]
         assert [(made.name, made.arguments) for made in calls_of(events)] == [

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from gateway.formats.tools import ToolSet, json_type, parse_json
+from gateway.formats.tools import MAX_STEPS, ToolSet, json_type, parse_json
 from tests.gateway.formats.examples import tool
 
 
@@ -38,6 +38,57 @@ def test_types_of_an_argument(schema: Any, types: set[str] | None) -> None:
     assert found == (None if types is None else frozenset(types))
 
 
+class Counted(dict[str, Any]):
+    """A schema that counts how often it is read."""
+
+    reads = 0
+
+    def get(self, key: str, default: Any = None) -> Any:
+        Counted.reads += key == "$ref"
+        return super().get(key, default)
+
+
+def types(properties: dict[str, Any], definitions: dict[str, Any]) -> dict[str, frozenset[str] | None]:
+    made = tool("f", properties)
+    made["function"]["parameters"]["$defs"] = definitions
+    tools = ToolSet([made])
+    Counted.reads = 0
+    return {key: tools.types("f", key) for key in properties}
+
+
+def test_each_part_of_a_schema_is_read_once() -> None:
+    definitions: dict[str, Any] = {"d0": Counted(type="string")}
+    for number in range(1, 7):
+        branches = [Counted({"$ref": f"#/$defs/d{number - 1}"}) for _ in range(40)]
+        definitions[f"d{number}"] = Counted(anyOf=branches)
+    found = types({"a": {"$ref": "#/$defs/d6"}, "b": {"$ref": "#/$defs/d6"}}, definitions)
+    assert found == {"a": {"string"}, "b": {"string"}}
+    assert Counted.reads == 1 + 6 * 41
+
+
+@pytest.mark.parametrize("union", ["anyOf", "oneOf", "allOf"])
+def test_a_definition_that_refers_to_itself_is_read_once(union: str) -> None:
+    itself = Counted({union: [Counted({"$ref": "#/$defs/d"}) for _ in range(40)]})
+    assert types({"a": {"$ref": "#/$defs/d"}}, {"d": itself}) == {"a": None}
+    assert Counted.reads == 41
+
+
+def test_a_long_chain_of_references_says_nothing() -> None:
+    chain = {f"d{number}": {"$ref": f"#/$defs/d{number + 1}"} for number in range(5000)}
+    assert types({"a": {"$ref": "#/$defs/d0"}}, {**chain, "d5000": {"type": "string"}}) == {"a": None}
+
+
+def test_what_is_read_of_the_schemas_of_a_request_is_bounded() -> None:
+    union = {"anyOf": [Counted(type="string") for _ in range(1000)]}
+    properties = {f"a{number}": {"anyOf": [Counted(type="string") for _ in range(1000)]} for number in range(40)}
+    found = types({"whole": union, "huge": {"enum": ["a"] * MAX_STEPS}, **properties}, {})
+    assert found["whole"] == {"string"}
+    assert found["huge"] is None
+    assert found["a0"] == {"string"}
+    assert found["a39"] is None
+    assert Counted.reads <= MAX_STEPS
+
+
 def test_an_argument_that_the_schema_does_not_name() -> None:
     assert ToolSet([tool("f")]).types("f", "a") is None
 
@@ -46,7 +97,7 @@ def test_an_argument_that_the_schema_does_not_name() -> None:
 def test_schemas_that_say_nothing(parameters: Any) -> None:
     tools = ToolSet([{"type": "function", "function": {"name": "f", "parameters": parameters}}])
     assert tools.properties("f") == {}
-    assert tools.required("f") == ()
+    assert tools.required("f") == frozenset()
     assert tools.types("f", "a") is None
 
 

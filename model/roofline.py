@@ -1,0 +1,223 @@
+"""What the hardware needs at least for the parts of a decode step and of a prompt's chunk (a roofline model)."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+
+from kvcache.format import KVCacheDtype
+from model.config import NetworkConfig
+from model.experts import MixtureOfExperts
+from model.linear import Linear
+from model.network import Network
+from model.quantization import BlockFp8
+from model.shard import ALONE, Exchange, Shard
+from model.spec import ModelSpec
+from model.weights import RandomWeights
+
+HBM_BYTES_PER_MS = 4.8e9
+BF16_PER_MS = 800e9
+"""Operations of tensor cores that can be reached in bfloat16; twice as many in fp8."""
+
+
+class Part(StrEnum):
+    """Of a decode step."""
+
+    PROJECTIONS = "projections"
+    """Of attention, indexers, routers, dense layers and the head."""
+    EXPERTS = "experts"
+    INDEX = "index"
+    TOP_K = "top-k"
+    SWAP_IN = "swap-in"
+    ATTENTION = "attention"
+    REST = "rest"
+
+
+@dataclass(frozen=True)
+class Work:
+    """Of one part in one step. num_bytes: of HBM. operations: additions and multiplications. link_bytes: over PCIe."""
+
+    num_bytes: float = 0.0
+    operations: float = 0.0
+    in_fp8: bool = False
+    link_bytes: float = 0.0
+
+    def ms(self, link_gb_per_s: float) -> float:
+        """The larger of what memory and tensor cores take, and what the link takes after that."""
+        rate = BF16_PER_MS * (2 if self.in_fp8 else 1)
+        return max(self.num_bytes / HBM_BYTES_PER_MS, self.operations / rate) + self.link_bytes / link_gb_per_s / 1e6
+
+
+@dataclass(frozen=True)
+class RankModel:
+    """One rank's part of a network with random weights. num_bytes: of the weights."""
+
+    network: Network
+    spec: ModelSpec
+    num_bytes: int
+
+    @property
+    def config(self) -> NetworkConfig:
+        return self.network.config
+
+    @classmethod
+    def build(
+        cls,
+        sizes: NetworkConfig,
+        *,
+        ranks: int,
+        fp8: bool,
+        context_length: int,
+        kv_cache_dtype: KVCacheDtype,
+        device: torch.device,
+        exchange: Exchange = ALONE,
+    ) -> "RankModel":
+        """The first of `ranks` ranks, in bfloat16. fp8: weights in block-fp8. On the meta device it takes no memory.
+
+        Raises ValueError for a number of ranks that the experts cannot be divided by.
+        """
+        weights = RandomWeights(device, torch.bfloat16, BlockFp8(power_of_two=True) if fp8 else None)
+        network = Network.load(weights, sizes, Shard(0, ranks), exchange)
+        spec = sizes.spec(torch.bfloat16, context_length, "random", kv_cache_dtype)
+        return cls(network, spec, weights.num_bytes)
+
+
+Works = dict[Part, tuple[Work, ...]]
+"""What a part does one after the other."""
+
+
+def work_of_step(model: RankModel, batch: int, context: int, missed: float, rank_of: int) -> Works:
+    """The work of a step of `batch` requests of `context` tokens. missed: positions per request and index layer.
+
+    Weights are read once, of routed experts those that random choices of the group's tokens hit, on average; items,
+    index keys and scores once. In fp8 a rank chooses experts for its own tokens, else for the group's.
+    """
+    config, spec = model.config, model.spec
+    layers, index_layers = spec.num_layers, spec.num_index_layers
+    heads, top_k = config.heads, min(config.index_topk, context)
+    projections = experts = 0.0
+    projected = expert_operations = 0.0
+    tokens = batch * rank_of
+    router = config.router
+    hit = 1 - (1 - router.top_k / router.experts) ** tokens
+    in_fp8 = False
+    for layer in model.network.layers:
+        attention, mlp = layer.attention, layer.mlp
+        maps = [layer.down, layer.query_b, attention.out]
+        if isinstance(mlp, MixtureOfExperts):
+            one = bytes_of(mlp.gate_up[0]) + bytes_of(mlp.down[0])
+            elements = mlp.gate_up[0].weight.numel() + mlp.down[0].weight.numel()
+            experts += one * (mlp.number * hit + 1) + mlp.router.weight.nbytes
+            routed = tokens * router.top_k * mlp.number / router.experts
+            chosen_for = batch if mlp.gate_up.fp8 else tokens
+            expert_operations += 2 * elements * (routed + batch) + 2 * chosen_for * mlp.router.weight.numel()
+            in_fp8 |= mlp.gate_up.scales is not None
+        else:
+            maps += [mlp.gate_up, mlp.down]
+        absorbed = attention.key_map, attention.value_map
+        projections += sum(map(bytes_of, maps)) + sum(part.numel() * part.element_size() for part in absorbed)
+        projected += 2 * batch * (sum(m.weight.numel() for m in maps) + sum(part.numel() for part in absorbed))
+    item_bytes, key_bytes = spec.kv_format.item_bytes, spec.kv_format.index_key_bytes
+    head = model.network.head
+    return {
+        Part.PROJECTIONS: (Work(projections, projected, in_fp8), Work(head.nbytes, 2 * batch * head.numel())),
+        Part.EXPERTS: (Work(experts, expert_operations, in_fp8),),
+        Part.INDEX: (
+            Work(
+                index_layers * batch * context * key_bytes,
+                2 * index_layers * batch * context * config.index_heads * config.index_dim,
+                spec.kv_cache_dtype == "fp8_e4m3",
+            ),
+        ),
+        Part.TOP_K: (Work(index_layers * batch * context * 4),),
+        Part.SWAP_IN: (Work(link_bytes=layers * batch * missed * item_bytes),),
+        Part.ATTENTION: (
+            Work(
+                layers * batch * top_k * item_bytes,
+                2 * layers * batch * top_k * heads * (spec.item_dim + spec.latent_dim),
+            ),
+        ),
+        Part.REST: (),
+    }
+
+
+def bytes_of(linear: Linear) -> int:
+    """Of a linear map's weights and scales."""
+    return linear.weight.nbytes + (0 if linear.scales is None else linear.scales.nbytes)
+
+
+def work_of_chunk(model: RankModel, context: int, chunk: int, rank_of: int) -> Works:
+    """The work of the last `chunk` tokens of a prompt of `context` tokens.
+
+    As the model computes it: of the last layer nothing but what stores its KV. Weights, items, index keys and scores
+    are read once; every token of the group chooses experts at random. A position is scored by the tokens from it on.
+    With experts in fp8 a rank multiplies its own tokens by the router, else those of the group: see `timing.PARTS`.
+    """
+    projections, maps, experts, router = (_Sum() for _ in range(4))
+    *whole, last = model.network.layers
+    for layer in whole:
+        projections.add(layer.down, chunk)
+        projections.add(layer.query_b, chunk)
+        projections.add(layer.attention.out, chunk)
+        for absorbed in (layer.attention.key_map, layer.attention.value_map):
+            maps.add(Linear(absorbed), chunk)
+        mlp = layer.mlp
+        if isinstance(mlp, MixtureOfExperts):
+            tokens = chunk * rank_of
+            routed = tokens * mlp.router.config.top_k / mlp.router.config.experts
+            for stacked in (mlp.gate_up, mlp.down):
+                experts.add(_some(stacked, slice(mlp.number)), routed)
+                experts.add(_some(stacked, slice(mlp.number, None)), chunk)
+            if mlp.gate_up.fp8:
+                maps.add(Linear(mlp.router.weight), chunk)
+            else:
+                router.add(Linear(mlp.router.weight), tokens)
+            if mlp.shared:
+                experts.add(mlp.shared.gate_up, chunk)
+                experts.add(mlp.shared.down, chunk)
+        else:
+            projections.add(mlp.gate_up, chunk)
+            projections.add(mlp.down, chunk)
+    projections.add(last.down, chunk)
+
+    spec, config = model.spec, model.config
+    start = context - chunk
+    scored = sum(range(start + 1, context + 1))
+    selected = sum(min(position + 1, config.index_topk) for position in range(start, context))
+    indexers = sum(layer.indexer is not None for layer in whole)
+    index = Work(
+        indexers * context * spec.kv_format.index_key_bytes,
+        2 * indexers * scored * config.index_heads * config.index_dim,
+        spec.kv_cache_dtype == "fp8_e4m3",
+    )
+    top_k = Work(indexers * scored * 4)
+    attention = Work(
+        len(whole) * context * spec.kv_format.item_bytes,
+        2 * len(whole) * selected * config.heads * (spec.item_dim + spec.latent_dim),
+    )
+    return {
+        Part.PROJECTIONS: (projections.work, maps.work),
+        Part.EXPERTS: (experts.work, router.work),
+        Part.INDEX: (index,),
+        Part.TOP_K: (top_k,),
+        Part.ATTENTION: (attention,),
+        Part.REST: (),
+    }
+
+
+class _Sum:
+    """The work of several linear maps of one type."""
+
+    def __init__(self) -> None:
+        self.work = Work()
+
+    def add(self, linear: Linear, tokens: float) -> None:
+        """One that computes so many tokens, or a stack of which each map does."""
+        operations = 2 * tokens * linear.weight.numel()
+        in_fp8 = linear.scales is not None
+        before = self.work
+        self.work = Work(before.num_bytes + bytes_of(linear), before.operations + operations, in_fp8)
+
+
+def _some(stack: Linear, maps: slice) -> Linear:
+    return Linear(stack.weight[maps], None if stack.scales is None else stack.scales[maps])
