@@ -18,7 +18,7 @@ from control.messages import (
     Registered,
     Resend,
 )
-from decode_node.loop_call import LoopCall
+from decode_node.operator_api import LoopCall
 from decode_node.remote_prefill import PrefillMessage, RemotePrefill
 from decode_node.request import RequestState
 from decode_node.scheduler import Scheduler
@@ -115,18 +115,18 @@ class DecodeNode:
     @property
     def _must_stay(self) -> bool:
         """Whether there are requests, or slots that a live prefill node may be writing to: its writes would fail."""
-        return bool(self._scheduler.requests) or self._remote.abandoned.written_to
+        return bool(self._scheduler.requests) or self._remote.quarantine.written_to
 
     def refresh_metrics(self) -> None:
         """Update gauges and counters for a scrape. Always called by the same thread, which need not be the loop's."""
         host, device, metrics = self._coordinator.host, self._coordinator.device, self._metrics
-        quarantined = self._remote.abandoned.num_slots
+        quarantined = self._remote.quarantine.num_slots
         cached = host.cached
         metrics.host_slots.labels("free").set(host.free - cached)
         metrics.host_slots.labels("cached").set(cached)
         metrics.host_slots.labels("quarantined").set(quarantined)
         metrics.host_slots.labels("used").set(host.used - quarantined)
-        metrics.quarantine_seconds.set(self._remote.abandoned.oldest_seconds(time.monotonic()))
+        metrics.quarantine_seconds.set(self._remote.quarantine.oldest_seconds(time.monotonic()))
         metrics.kv_tokens_outstanding.set(self._scheduler.outstanding_tokens)
         metrics.device_slots.labels("free").set(device.free_slots)
         metrics.device_slots.labels("used").set(device.used_slots)
@@ -154,7 +154,7 @@ class DecodeNode:
             case Verified():
                 self._remote.verified(item)
             case Digested():
-                self._remote.digested(item)
+                self._remote.reads.digested(item)
             case LoopCall():
                 item.run()
             case (sender, Generate() as message):

@@ -8,13 +8,13 @@ from control.membership import Membership
 from control.messages import AttemptId, Heartbeat, Peer, Register
 from decode_node.config import DecodeConfig
 from decode_node.grammars import Grammars
-from decode_node.lent_prefixes import hold_cached_prefix
-from decode_node.limits import Limits
 from decode_node.node import DecodeNode
+from decode_node.operator_api import quarantine_router
 from decode_node.outputs import OutputStream
 from decode_node.pools import destination_of, make_local_prefill, plan_pools
-from decode_node.quarantine import Quarantine, quarantine_router
+from decode_node.prefix_reads import hold_cached_prefix
 from decode_node.remote_prefill import RemotePrefill
+from decode_node.request import Limits
 from decode_node.scheduler import Scheduler
 from decode_node.verifier import Verifier
 from engine.grammar.vocabulary import Vocabulary
@@ -67,8 +67,8 @@ def run_decode_node(config: DecodeConfig, place: RankPlace | None = None) -> Non
             config.prefill_timeout,
             on_lost=lambda request, reason: scheduler.retry(request, reason),
             on_landed=lambda request, cached: scheduler.landed(request, cached),
-            lend=partial(hold_cached_prefix, coordinator.host),
-            take_back=coordinator.host.release,
+            hold=partial(hold_cached_prefix, coordinator.host),
+            release=coordinator.host.release,
         )
         runner = ModelRunner(
             model,
@@ -126,9 +126,7 @@ def run_decode_node(config: DecodeConfig, place: RankPlace | None = None) -> Non
             ),
         )
         loop = DecodeNode(shell, scheduler, remote, coordinator, membership, ranks)
-        quarantine = quarantine_router(
-            Quarantine(reservations, shell.control, remote.lent), shell.inbox.put, token=token
-        )
+        quarantine = quarantine_router(remote.quarantine, shell.inbox.put, token=token)
         prefixes = coordinator.host.prefixes
         shell.start(membership, loop.refresh_metrics, quarantine, cached=None if prefixes is None else prefixes.blocks)
         shell.announce(transports, spec.model_type, spec.fingerprint)

@@ -13,11 +13,10 @@ from base.metrics import Metrics
 from base.tombstones import Tombstones
 from control.messages import FinishReason, Generate, Peer, Rejected
 from decode_node.grammars import Grammars
-from decode_node.limits import Limits
 from decode_node.local_prefill import LocalPrefill
 from decode_node.outputs import OutputStream
 from decode_node.remote_prefill import RemotePrefill
-from decode_node.request import Request, RequestState, RequestTable
+from decode_node.request import Limits, Request, RequestState, RequestTable
 from decode_node.slots import SlotManager
 from decode_node.starting import PrefillStarter
 from decode_node.stepper import Stepper
@@ -78,8 +77,8 @@ class Scheduler:
         request_id = generate.request_id
         if request_id in self.requests or request_id in self._ended:
             return None
-        if refusal := self._limits.refusal(generate):
-            return Rejected(request_id=request_id, code="too_long", reason=refusal)
+        if reason := self._limits.rejection_reason(generate):
+            return Rejected(request_id=request_id, code="too_long", reason=reason)
         if self._draining:
             return Rejected(request_id=request_id, code="draining", reason="the decode node is draining")
         if len(self.requests.in_state(RequestState.WAITING)) >= self._limits.max_waiting:

@@ -193,7 +193,7 @@ class SlotManager:
         quarantine nobody knows how long they stay there, so if no request can go on meanwhile (`can_wait` is False),
         only those count that have just come there.
         """
-        quarantined = self._remote.abandoned.num_slots if can_wait else self._remote.abandoned.fresh_slots(_FRESH_S)
+        quarantined = self._remote.quarantine.num_slots if can_wait else self._remote.quarantine.fresh_slots(_FRESH_S)
         # All but waiting requests hold host slots.
         _, *others = (request for request in self._requests.values() if request.state is not RequestState.WAITING)
         if not others or quarantined + self._coordinator.releasing_slots >= short:

@@ -1,4 +1,4 @@
-"""Hashes KV on a thread of its own, what arrived and what is lent: hundreds of megabytes must not delay decoding."""
+"""Hashes KV on a thread of its own, what arrived and what is leased: hundreds of megabytes must not delay decoding."""
 
 import queue
 import threading
@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from control.messages import AttemptId
-from decode_node.attempt import ChunkNumber, PrefillAttempt
+from decode_node.attempt import Attempt, ChunkNumber
 from transfer.checksum import Mismatch, digests, verify
 from transfer.memory import BufferInfo, Checksum, Checksums
 from transfer.planner import Int64s
@@ -22,7 +21,7 @@ _MAX_NAMED = 4
 class Verification:
     """The checksums of one chunk of an attempt, to be verified."""
 
-    attempt: PrefillAttempt
+    attempt: Attempt
     chunk: ChunkNumber
     checksums: Checksums
 
@@ -31,7 +30,7 @@ class Verification:
 class Verified:
     """The result of a verification. error: why it could not be carried out."""
 
-    attempt_id: AttemptId
+    attempt: Attempt
     chunk: ChunkNumber
     num_checksums: int
     mismatches: tuple[Mismatch, ...] = ()
@@ -55,7 +54,7 @@ class Verified:
 class Digesting:
     """Slots of which the digests are wanted. slots: int64 [n], of the positions from `start` on."""
 
-    attempt_id: AttemptId
+    attempt: Attempt
     start: int
     slots: Int64s
 
@@ -64,7 +63,7 @@ class Digesting:
 class Digested:
     """Digests of all that was asked for. error: why they could not be computed."""
 
-    attempt_id: AttemptId
+    attempt: Attempt
     checksums: Checksums
     error: str | None = None
 
@@ -115,9 +114,9 @@ class Verifier:
             found += digests(self._buffers, task.slots, task.start, go_on=lambda: not self._closing.is_set())
         except Exception as failure:
             # The node that asked computes instead; the thread goes on.
-            log.exception("digests failed", **task.attempt_id.log_fields)
+            log.exception("digests failed", **task.attempt.id.log_fields)
             error = str(failure)
-        return Digested(task.attempt_id, Checksums.of(found), error)
+        return Digested(task.attempt, Checksums.of(found), error)
 
     def _verify(self, verification: Verification) -> Verified:
         attempt, chunk, checksums = verification.attempt, verification.chunk, verification.checksums
@@ -135,7 +134,7 @@ class Verifier:
             # Only this attempt fails, and is repeated elsewhere; the thread goes on.
             log.exception("verification failed", **attempt.id.log_fields)
             error = str(failure)
-        return Verified(attempt.id, chunk, len(checksums), tuple(mismatches), error)
+        return Verified(attempt, chunk, len(checksums), tuple(mismatches), error)
 
 
 def _describe(mismatch: Mismatch) -> str:

@@ -13,10 +13,9 @@ from base.metrics import Metrics
 from cli.main import main
 from cli.serve import free_port
 from control.messages import AttemptId, Peer
-from decode_node.loop_call import LoopCall
-from decode_node.quarantine import Quarantine, quarantine_router
+from decode_node.operator_api import LoopCall, quarantine_router
 from service.status import StatusServer, bind_http
-from tests.decode_node.fakes import nothing_lent
+from tests.decode_node.fakes import quarantine_of
 from tests.prefill_node.fakes import FakeControl
 from transfer.fencing import ReservationTable
 from transfer.incoming import IncomingCut
@@ -47,8 +46,7 @@ def node() -> Iterator[Node]:
     thread = threading.Thread(target=loop)
     thread.start()
     listener = bind_http("127.0.0.1", 0)
-    quarantine = Quarantine(table, control, nothing_lent(control))  # type: ignore[arg-type]
-    router = quarantine_router(quarantine, inbox.put)
+    router = quarantine_router(quarantine_of(control, table), inbox.put)
     server = StatusServer(listener, APIRouter(), router, refused=Metrics().http_refused)
     server.start()
     yield Node(f"http://127.0.0.1:{listener.getsockname()[1]}", table, control)

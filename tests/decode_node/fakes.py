@@ -1,17 +1,18 @@
 """What a decode node's tests share: peers, and a destination that names no real memory."""
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from control.messages import AttemptId, Destination, Generate, Peer
-from decode_node.attempt import PrefillAttempt
-from decode_node.health import Health
-from decode_node.lent_prefixes import LentPrefixes
+from decode_node.attempt import Attempt, AttemptTable
+from decode_node.prefill_nodes import PrefillNodes
+from decode_node.prefix_reads import PrefixReads
+from decode_node.quarantine import Quarantine
 from decode_node.request import Request
 from decode_node.verifier import Verification
 from kvcache.extents import NO_SLOTS, HostSlots
 from tests.identity import IDENTITY
-from tests.prefill_node.fakes import FakeControl
+from transfer.fencing import ReservationTable
 from transfer.memory import BufferInfo, Session
 
 GATEWAY = Peer(role="gateway", address="127.0.0.1:1", boot_id="gateway")
@@ -28,17 +29,17 @@ def destination(num_slots: int) -> Destination:
     )
 
 
-def nothing_lent(control: FakeControl) -> LentPrefixes:
-    """The loans of a node that has nothing to lend."""
-    health = Health(control, patience=10.0)  # type: ignore[arg-type]
-    hold, take_back = (lambda *_: NO_SLOTS), (lambda _: None)
-    return LentPrefixes(control, hold, take_back, submit=lambda _: False, health=health)  # type: ignore[arg-type]
+def quarantine_of(control: Any, table: ReservationTable[AttemptId, Peer, Any]) -> Quarantine:
+    """The quarantine of a node that has no cached prefixes to be read."""
+    nodes = PrefillNodes(control, patience=10.0)
+    reads = PrefixReads(control, AttemptTable(), nodes, lambda *_: NO_SLOTS, lambda _: None, lambda _: False)
+    return Quarantine(control, table, nodes, reads)
 
 
-def attempt_to_fill(slots: HostSlots, num_tokens: int, epoch: int = 1) -> PrefillAttempt:
+def attempt_to_fill(slots: HostSlots, num_tokens: int, epoch: int = 1) -> Attempt:
     """An attempt to have these slots filled with the KV of that many tokens."""
     request = Request(Generate(request_id="r", prompt_ids=(1,) * (num_tokens + 1), max_new_tokens=4), GATEWAY)
-    return PrefillAttempt(AttemptId("decode", "r", epoch), request, PREFILL, slots, 0.0, num_tokens)
+    return Attempt(AttemptId("decode", "r", epoch), request, PREFILL, slots, 0.0, num_tokens)
 
 
 class Lost(NamedTuple):

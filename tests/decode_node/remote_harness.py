@@ -122,7 +122,7 @@ class Harness:
     def verified(self, *mismatches: Mismatch, error: str | None = None) -> list[Landed | Lost]:
         """What came of the oldest verification."""
         oldest = self.verifier.waiting.pop(0)
-        verified = Verified(oldest.attempt.id, oldest.chunk, len(CHECKSUMS), mismatches, error)
+        verified = Verified(oldest.attempt, oldest.chunk, len(CHECKSUMS), mismatches, error)
         return self.outcomes(lambda: self.remote.verified(verified))
 
     def accepted(self) -> None:

@@ -12,11 +12,10 @@ import torch
 from base.metrics import Metrics
 from control.messages import Abort, AttemptId, Generate, Outputs, Peer, PrefillDone, PrefillRequest, Quiesced, Sampling
 from decode_node.grammars import Grammars
-from decode_node.lent_prefixes import hold_cached_prefix
-from decode_node.limits import Limits
 from decode_node.outputs import OutputStream
+from decode_node.prefix_reads import hold_cached_prefix
 from decode_node.remote_prefill import RemotePrefill
-from decode_node.request import RequestState
+from decode_node.request import Limits, RequestState
 from decode_node.scheduler import Scheduler
 from decode_node.verifier import Digesting, Verification
 from engine.grammar.errors import UnsupportedTokenizer
@@ -133,8 +132,8 @@ class Harness:
             patience=60.0,
             on_lost=lambda request, reason: self.scheduler.retry(request, reason),
             on_landed=lambda request, cached: self.scheduler.landed(request, cached),
-            lend=partial(hold_cached_prefix, self.coordinator.host),
-            take_back=self.coordinator.host.release,
+            hold=partial(hold_cached_prefix, self.coordinator.host),
+            release=self.coordinator.host.release,
         )
         self.remote.nodes.learn(GATEWAY.address, (PREFILL,), {})
         self.runner = ModelRunner(self.model, self.coordinator, self.max_running, 1000, record=False)  # type: ignore[arg-type]

@@ -3,7 +3,7 @@
 import pytest
 
 from control.messages import Abort, Admitted, Holding, NotHeld, PrefillAccepted, PrefillFailed, Quiesced
-from decode_node.health import SILENCE_S
+from decode_node.prefill_nodes import SILENCE_S
 from decode_node.request import RequestState
 from tests.decode_node.fakes import Lost
 from tests.decode_node.remote_harness import CHECKSUMS, FIRST, SECOND, SLOTS, Clock, Harness, Landed, R
@@ -83,7 +83,7 @@ def test_a_mismatch_is_never_served_and_the_retry_goes_to_the_other_node_with_a_
     assert h.request.host_slots is None
     assert h.control.take(Admitted) == []
     assert h.failures("checksum") == 1
-    assert h.remote.abandoned.num_slots == 3
+    assert h.remote.quarantine.num_slots == 3
     assert h.control.repeated["abort", R] == (FIRST, Abort(attempt=R))
     assert h.remote.nodes.choose(h.request) == SECOND
     h.dispatch(SECOND)

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from control.messages import Abort, Admitted, Holding, NotHeld, PrefillFailed
-from decode_node.health import SILENCE_S
+from decode_node.prefill_nodes import SILENCE_S
 from decode_node.request import RequestState
 from tests.decode_node.fakes import Lost
 from tests.decode_node.remote_harness import (
@@ -80,7 +80,7 @@ def test_a_mismatch_in_an_early_chunk_fails_the_attempt_at_once(h: Harness) -> N
     [lost] = h.verified(Mismatch(Checksum(0, 0, 1, 13), 14, ((0x1000, 16),)))
     assert lost == Lost(h.request, "1 of 2 checksums do not match")
     assert h.failures("checksum") == 1
-    assert h.remote.abandoned.num_slots == 3
+    assert h.remote.quarantine.num_slots == 3
     assert h.control.repeated["abort", R] == (FIRST, Abort(attempt=R))
     assert h.remote.nodes.choose(h.request) == SECOND
     h.taken()
@@ -179,7 +179,7 @@ def test_a_chunk_that_a_living_node_never_speaks_of_is_not_waited_for_for_ever(h
     [lost] = h.wait(2)
     assert isinstance(lost, Lost)
     assert lost.reason == "prefill node 127.0.0.1:2 has made no progress for 60 s"
-    assert h.remote.abandoned.num_slots == 3
+    assert h.remote.quarantine.num_slots == 3
 
 
 @pytest.mark.parametrize("end", ["silent", "restarted", "not held", "failed", "leaving"])

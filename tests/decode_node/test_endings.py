@@ -43,7 +43,7 @@ def test_a_request_that_waits_for_a_prefill_node_can_be_cancelled_and_its_slots_
     h.scheduler.turn()
     assert h.state("a") is RequestState.PREFILLING
     h.scheduler.cancel("a", GATEWAY)
-    assert h.remote.abandoned.num_slots == 2
+    assert h.remote.quarantine.num_slots == 2
     assert h.coordinator.host.used == 2
 
 
@@ -112,7 +112,7 @@ def test_too_many_lost_prefills_are_an_error() -> None:
     for _ in range(2):
         request.again_at = 0.0
         h.scheduler.turn()
-        h.remote._lose(request.attempt("decode"), "the node went away")
+        h.remote._lose(h.remote._attempts[request.attempt("decode")], "the node went away")
     h.turn()
     assert h.ended == {"a": "error"}
 
@@ -147,7 +147,7 @@ def test_a_mismatch_is_never_served() -> None:
         h.remote.take(PREFILL, done)
         h.scheduler.turn()
         assert h.state("a") is RequestState.PREFILLING
-        verified = Verified(attempt, None, 1, (Mismatch(Checksum(0, 0, 2, 1), 2),))
+        verified = Verified(h.remote._attempts[attempt], None, 1, (Mismatch(Checksum(0, 0, 2, 1), 2),))
         h.remote.verified(verified)
         h.remote.take(PREFILL, Quiesced(attempt=attempt))
     h.turn()

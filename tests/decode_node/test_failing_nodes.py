@@ -6,7 +6,7 @@ import pytest
 
 from base.metrics import Metrics
 from control.messages import AttemptId, Generate, Peer, PrefillDone, PrefillFailed
-from decode_node.health import FAILURES, TRIAL_AFTER_S
+from decode_node.prefill_nodes import FAILURES, TRIAL_AFTER_S
 from decode_node.remote_prefill import RemotePrefill
 from decode_node.request import Request, RequestState
 from kvcache.extents import Extent, HostSlots

@@ -71,7 +71,7 @@ def test_an_older_request_keeps_its_kv_when_host_slots_run_out_and_a_younger_one
     for _ in range(200):
         h.turn()
     assert h.state("b") is RequestState.WAITING, "its attempt was given up"
-    assert h.remote.abandoned.num_slots == 370
+    assert h.remote.quarantine.num_slots == 370
     assert h.state("a") is RequestState.RUNNING
     assert h.scheduler.requests["a"].epoch == 1, "it was never prefilled again"
     got = len(h.answers["a"])

@@ -32,8 +32,8 @@ from control.messages import (
     Resend,
     Sampling,
 )
-from decode_node.loop_call import on_loop
 from decode_node.node import DecodeNode, Event
+from decode_node.operator_api import on_loop
 from decode_node.request import RequestState
 from decode_node.verifier import Verifier
 from service.lifecycle import Lifecycle
@@ -68,6 +68,7 @@ class Shell(NodeShell[Event]):
         self.lifecycle = Lifecycle(drain_timeout=30.0)
         self.inbox = queue.SimpleQueue()
         self._membership = None
+        self._cache_reports = None
 
 
 def node_of(harness: Harness, shell: Shell) -> DecodeNode:
@@ -270,7 +271,7 @@ def test_slots_that_leaked_are_noticed_also_if_others_were_in_quarantine_when_th
     leaked = harness.coordinator.host.allocate(1)
     shell.inbox.put((GATEWAY, Cancel(request_id="r")))
     node._turn()
-    assert harness.remote.abandoned.num_slots == 10
+    assert harness.remote.quarantine.num_slots == 10
     shell.inbox.put((FIRST, Quiesced(attempt=R)))
     with pytest.raises(RuntimeError, match="they leaked"):
         node._turn()

@@ -8,10 +8,9 @@ from fastapi import FastAPI, HTTPException
 from fastapi.testclient import TestClient
 
 from control.messages import AttemptId, Peer
-from decode_node.health import SILENCE_S
-from decode_node.loop_call import LoopCall
-from decode_node.quarantine import Quarantine, quarantine_router
-from tests.decode_node.fakes import nothing_lent
+from decode_node.operator_api import LoopCall, quarantine_router
+from decode_node.prefill_nodes import SILENCE_S
+from tests.decode_node.fakes import quarantine_of
 from tests.prefill_node.fakes import FakeControl
 from transfer.fencing import DRAIN_GRACE_S, ReservationTable
 from transfer.incoming import IncomingCut
@@ -29,7 +28,7 @@ class Harness:
             self.freed.append, lambda _: None, lambda: IncomingCut(())
         )
         self.control = FakeControl()
-        self.quarantine = Quarantine(self.table, self.control, nothing_lent(self.control))  # type: ignore[arg-type]
+        self.quarantine = quarantine_of(self.control, self.table)
         self.now = time.monotonic()
         for name, writer in (("a", GONE), ("b", GONE), ("c", ALIVE), ("wanted-1", GONE), ("wanted-2", ALIVE)):
             self.table.open(AttemptId("decode", name, 1), writer, name, num_slots=8)

@@ -6,7 +6,7 @@ import pytest
 
 from control.liveness import AnsweredPing
 from control.messages import Abort, Admitted, AttemptId, Peer, PrefillFailed, PrefillRequest, Quiesced
-from decode_node.health import SILENCE_S
+from decode_node.prefill_nodes import SILENCE_S
 from decode_node.request import Request, RequestState
 from tests.decode_node.fakes import GATEWAY, Lost
 from tests.decode_node.remote_harness import FIRST, SECOND, SLOTS, Clock, Harness, Landed, R
@@ -23,7 +23,7 @@ def test_an_abort_is_repeated_until_quiesced_and_frees_then(h: Harness) -> None:
     h.dispatch()
     h.remote.abandon(h.request)
     assert h.control.repeated["abort", R] == (FIRST, Abort(attempt=R))
-    assert h.remote.abandoned.num_slots == 3
+    assert h.remote.quarantine.num_slots == 3
     h.take(FIRST, Quiesced(attempt=R))
     assert h.freed == [SLOTS]
     assert not h.control.repeated
@@ -32,14 +32,14 @@ def test_an_abort_is_repeated_until_quiesced_and_frees_then(h: Harness) -> None:
 def test_a_pool_is_written_to_while_a_live_node_has_not_said_that_it_is_quiet(h: Harness) -> None:
     h.wait(0)
     h.dispatch()
-    assert h.remote.abandoned.written_to
+    assert h.remote.quarantine.written_to
     h.remote.abandon(h.request)
-    assert h.remote.abandoned.written_to
+    assert h.remote.quarantine.written_to
     h.clock.now += SILENCE_S + 1
-    assert not h.remote.abandoned.written_to, "a dead node would keep this process from leaving"
+    assert not h.remote.quarantine.written_to, "a dead node would keep this process from leaving"
     h.wait(0)
     h.take(FIRST, Quiesced(attempt=R))
-    assert not h.remote.abandoned.written_to
+    assert not h.remote.quarantine.written_to
 
 
 def test_a_failure_with_writes_in_flight_lifts_no_quarantine_until_the_node_is_quiet(h: Harness) -> None:
@@ -81,7 +81,7 @@ def test_a_silent_node_loses_its_requests_but_not_their_slots(h: Harness) -> Non
     assert isinstance(lost, Lost)
     assert "silent" in lost.reason
     assert h.freed == []
-    assert h.remote.abandoned.num_slots == 3
+    assert h.remote.quarantine.num_slots == 3
     assert h.remote.nodes.choose(h.request) == SECOND
     assert FIRST in h.control.watched, "it is listened to, to notice that it is back"
 
@@ -137,7 +137,7 @@ def test_a_late_word_of_the_process_before_the_writer_proves_nothing(h: Harness)
     for _ in range(100):
         h.wait(1)
     assert h.freed == []
-    assert h.remote.abandoned.num_slots == 3
+    assert h.remote.quarantine.num_slots == 3
 
 
 def test_of_two_processes_with_one_address_the_one_that_is_heard_is_not_dead(h: Harness) -> None:
@@ -187,9 +187,9 @@ def test_a_prompt_of_which_something_lingers_lands_and_its_slots_are_fenced_befo
     assert h.retained == [SLOTS], "free when the request and the fence have both let go"
     assert h.control.take(Admitted) == [Admitted(attempt=R)]
     assert h.done(lingering=True) == []
-    assert not h.remote.abandoned.written_to, "the node writes no more: nobody need wait for it"
+    assert not h.remote.quarantine.written_to, "the node writes no more: nobody need wait for it"
     assert not h.remote.is_idle
-    assert h.remote.abandoned.num_slots == 0, "the request uses them"
+    assert h.remote.quarantine.num_slots == 0, "the request uses them"
     h.wait(DRAIN_GRACE_S + LANDED_CAN_WAIT_S - 1)
     assert h.freed == []
     h.wait(1)
@@ -250,7 +250,7 @@ def test_a_restarted_node_whose_old_rank_lives_on_proves_nothing_of_that_rank(h:
         h.clock.now += 2 * DRAIN_GRACE_S
         h.tick(h.clock.now)
         assert not h.freed, f"{died} of 3 are dead"
-        assert h.remote.abandoned.num_slots == 3
+        assert h.remote.quarantine.num_slots == 3
         h.control.answers[peer.address] = AnsweredPing("another", h.clock.now)
         h.clock.now += 1
     h.tick(h.clock.now)

@@ -167,7 +167,7 @@ def test_a_node_that_hangs_in_a_forward_pass_is_as_good_as_dead_until_it_goes_on
     [lost] = h.wait(1)
     assert isinstance(lost, Lost)
     assert lost.reason == "prefill node 127.0.0.1:2 has made no progress for 60 s"
-    assert h.remote.abandoned.num_slots == 3
+    assert h.remote.quarantine.num_slots == 3
     h.request.tried.clear()
     assert h.remote.nodes.choose(h.request) == SECOND
     h.control.sent.clear()

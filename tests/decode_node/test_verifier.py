@@ -6,7 +6,6 @@ import threading
 import numpy as np
 import pytest
 
-from control.messages import AttemptId
 from decode_node.verifier import Verification, Verified, Verifier
 from kvcache.extents import Extent, HostSlots, expand
 from tests.decode_node.fakes import attempt_to_fill
@@ -67,7 +66,7 @@ def test_what_is_in_memory_decides(reports: "queue.Queue[Verified]") -> None:
     memory.items[1][2, 3] ^= 1
     verifier.submit(memory.verification(2))
     verified = reports.get(timeout=10)
-    assert (verified.attempt_id.epoch, verified.reason) == (2, "1 of 2 checksums do not match")
+    assert (verified.attempt.id.epoch, verified.reason) == (2, "1 of 2 checksums do not match")
     [example] = verified.examples()
     address = memory.buffers.ptrs[1]
     assert example.startswith("buffer 1, positions [0, 5): ")
@@ -119,9 +118,9 @@ def test_the_queue_is_bounded(reports: "queue.Queue[Verified]", monkeypatch: pyt
     assert held.begun.wait(10)
     assert [verifier.submit(memory.verification(epoch)) for epoch in (2, 3, 4)] == [True, True, False]
     held.go.set()
-    assert [reports.get(timeout=10).attempt_id.epoch for _ in range(3)] == [1, 2, 3]
+    assert [reports.get(timeout=10).attempt.id.epoch for _ in range(3)] == [1, 2, 3]
     assert verifier.submit(memory.verification(5))
-    assert reports.get(timeout=10).attempt_id.epoch == 5
+    assert reports.get(timeout=10).attempt.id.epoch == 5
     verifier.close()
 
 
@@ -149,10 +148,10 @@ def test_after_closing_no_memory_is_read_and_nothing_reported(
 def test_what_is_logged_of_many_mismatches_is_bounded() -> None:
     scattered = tuple((address, 8) for address in range(0, 8000, 16))
     many = tuple(Mismatch(Checksum(buffer, 0, 500, 1), 2, scattered) for buffer in range(100))
-    verified = Verified(AttemptId("decode", "r", 1), None, 200, many)
+    verified = Verified(attempt_to_fill(SLOTS, 5), None, 200, many)
     assert verified.reason == "100 of 200 checksums do not match"
     examples = verified.examples()
     assert len(examples) == 4
     assert all(len(example) < 200 and example.endswith("and 496 more") for example in examples)
-    outside = Verified(AttemptId("decode", "r", 1), None, 1, (Mismatch(Checksum(99, 0, 5, 1)),))
+    outside = Verified(attempt_to_fill(SLOTS, 5), None, 1, (Mismatch(Checksum(99, 0, 5, 1)),))
     assert outside.examples() == ["buffer 99, positions [0, 5): there is no such thing"]

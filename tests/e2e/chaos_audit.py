@@ -121,7 +121,7 @@ def _blocks_of(prefill: "ChunkedPrefill[TransferJob]", job: "TransferJob", stop:
 def watch_decode(journal: Journal) -> None:
     """Note what of a prompt has landed, and what a request has then and when it gives its slots back."""
     from control.messages import PrefillDone
-    from decode_node.attempt import PrefillAttempt
+    from decode_node.attempt import Attempt
     from decode_node.remote_prefill import RemotePrefill
     from decode_node.request import Request, RequestState
     from decode_node.slots import SlotManager
@@ -153,7 +153,7 @@ def watch_decode(journal: Journal) -> None:
         pools.append(backend.host)
         begin(coordinator, backend, *args, **kwargs)
 
-    def noting_land(remote: RemotePrefill, attempt: PrefillAttempt, done: PrefillDone) -> None:
+    def noting_land(remote: RemotePrefill, attempt: Attempt, done: PrefillDone) -> None:
         new = attempt.slots.slots()[: attempt.num_tokens - len(attempt.prefix)].tolist()
         line = {"stage": "landed", "attempt": attempt.id, "num_tokens": done.num_tokens}
         journal.append({**line, "digests": digests(buffers(), new)})

@@ -19,7 +19,7 @@ from control.messages import (
     PrefillFailed,
     Quiesced,
 )
-from decode_node.health import SILENCE_S
+from decode_node.prefill_nodes import SILENCE_S
 from decode_node.quarantine import Quarantine
 from decode_node.remote_prefill import PrefillMessage, RemotePrefill
 from decode_node.request import Request, RequestState
@@ -50,8 +50,8 @@ class Lending(Harness):
             self.metrics,
             patience=PATIENCE_S,
             on_lost=lambda request, reason: None,
-            lend=self._lend,
-            take_back=lambda slots: self.returned.append(slots) if slots.extents else None,
+            hold=self._lend,
+            release=lambda slots: self.returned.append(slots) if slots.extents else None,
         )
         generate = self.request.generate.model_copy(update={"prompt_ids": tuple(range(68))})
         self.request = Request(generate, self.request.gateway, host_slots=PREFIX)
@@ -73,7 +73,7 @@ class Lending(Harness):
         [task] = self.verifier.waiting
         assert isinstance(task, Digesting)
         self.verifier.waiting.clear()
-        self.remote.digested(Digested(task.attempt_id, Checksums() if error else DIGESTS, error))
+        self.remote.reads.digested(Digested(task.attempt, Checksums() if error else DIGESTS, error))
 
     def grants(self) -> list[FetchGrant]:
         return [message for message in self.control.take(FetchGrant) if isinstance(message, FetchGrant)]
@@ -207,7 +207,7 @@ def test_the_slots_of_a_dead_reader_are_free_at_once_when_it_is_proved_dead(h: L
 
 
 def test_an_operator_sees_what_is_read_for_nobody_and_can_evict_it(h: Lending) -> None:
-    quarantine = Quarantine(h.table, h.control, h.remote.lent)  # type: ignore[arg-type]
+    quarantine = h.remote.quarantine
     h.ask()
     h.digested()
     assert quarantine.list().reservations == [], "a request wants it"
@@ -238,7 +238,7 @@ def lend_to_a_group(h: Lending) -> Quarantine:
     h.digested()
     h.remote.abandon(h.request)
     h.returned.clear()
-    return Quarantine(h.table, h.control, h.remote.lent)  # type: ignore[arg-type]
+    return h.remote.quarantine
 
 
 def prove_dead(h: Lending, reader: Peer) -> None:
@@ -283,6 +283,6 @@ def test_an_operator_evicts_each_rank_that_may_read(h: Lending) -> None:
 
 def test_lending_is_refused_by_a_node_that_keeps_nothing(h: Lending, monkeypatch: pytest.MonkeyPatch) -> None:
     nothing: Callable[[Request, int], HostSlots] = lambda *_: HostSlots(())  # noqa: E731
-    monkeypatch.setattr(h.remote.lent, "_hold", nothing)
+    monkeypatch.setattr(h.remote.reads, "_hold", nothing)
     h.ask()
     assert "only 0 positions" in h.refusal()
