@@ -54,8 +54,9 @@ class SteppingNode(ScriptedNode):
     def deliver(self, sender: Peer, message: Message) -> None:
         match message:
             case Generate():
-                self.requests[message.request_id] = sender
-                self.control.send(sender, Accepted(request_id=message.request_id))
+                for one in message.each():
+                    self.requests[one.request_id] = sender
+                    self.control.send(sender, Accepted(request_id=one.request_id))
             case Ended() | Cancel():
                 self.requests.pop(message.request_id, None)
             case _:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from base.flags import Flag
 from decode_node.config import DecodeConfig
 from gateway.config import GatewayConfig
-from model.shapes import ShapeName
+from model.families import ShapeName
 from prefill_node.config import PrefillConfig
 
 

@@ -21,7 +21,7 @@ from cli.config import ServeConfig, SizingConfig
 from cli.flags import takes_flags
 from decode_node.config import DecodeConfig
 from gateway.config import GatewayConfig
-from model.shapes import ShapeName
+from model.families import FamilyName, ShapeName
 from prefill_node.config import PrefillConfig
 from ranks.place import RankPlace
 from service.descriptors import raise_file_limit
@@ -117,7 +117,7 @@ def sizing(config: SizingConfig) -> None:
 @app.command("tiny-model")
 def tiny_model(
     directory: Annotated[Path, typer.Argument(help="Where to write the checkpoint.")],
-    family: Annotated[Literal["deepseek_v32", "glm_moe_dsa"], typer.Option(help="Model family.")] = "deepseek_v32",
+    family: Annotated[FamilyName, typer.Option(help="Model family.")] = "deepseek_v32",
     seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
     layers: Annotated[int | None, typer.Option(help="Hidden layers; default: 4, or all of the shape's.")] = None,
     hidden_size: Annotated[int, typer.Option(help="Width of the hidden states.")] = 64,

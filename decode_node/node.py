@@ -160,8 +160,9 @@ class DecodeNode:
             case (sender, Generate() as message):
                 if message.prefill_nodes:
                     self._learn(sender, message)
-                rejected = self._scheduler.add(message, sender)
-                self._control.send(sender, rejected or Accepted(request_id=message.request_id))
+                for one in message.each():
+                    rejected = self._scheduler.add(one, sender)
+                    self._control.send(sender, rejected or Accepted(request_id=one.request_id))
             case (sender, Cancel() as message):
                 self._scheduler.cancel(message.request_id, sender)
             case (sender, Ended() as message):

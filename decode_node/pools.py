@@ -19,7 +19,7 @@ from kvcache.paged_pool import PagedKVPool
 from model.sparse_model import SparseModel
 from model.spec import ModelSpec
 from ranks.group import Ranks
-from transfer.memory import BufferInfo, SharedMemory
+from transfer.memory import SharedMemory
 from transfer.routes import Transports
 
 log = structlog.get_logger(__name__)
@@ -79,13 +79,13 @@ def destination_of(host: HostKVPool, transports: Transports, identity: ModelIden
 
     Processes of the same host can map a shareable pool instead, by this process's id and the memory's file descriptor.
     """
-    ptrs, lengths, item_lengths = host.get_contiguous_buf_infos()
-    buffers = BufferInfo(ptrs=tuple(ptrs), lengths=tuple(lengths), item_lengths=tuple(item_lengths))
     region = host.shared()
     shared = None
     if region is not None:
         shared = SharedMemory(pid=os.getpid(), fd=region.fd, name=region.name, base=region.base, length=region.length)
-    return Destination(identity=identity, buffers=buffers, sessions=transports.sessions, shared=shared)
+    return Destination(
+        identity=identity, buffers=host.get_contiguous_buf_infos(), sessions=transports.sessions, shared=shared
+    )
 
 
 def _check_host_memory(ranks: Ranks, sizes: Sizes, available: int) -> None:

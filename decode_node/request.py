@@ -134,7 +134,7 @@ class Request:
     @property
     def kv_token_ids(self) -> npt.NDArray[np.int32]:
         """The tokens whose KV is stored once it has landed: int32 [kv_tokens]."""
-        return np.concatenate([self._prompt, np.array(self.generated, dtype=np.int32)])[:-1]
+        return np.concatenate([self.generate.prompt, np.array(self.generated, dtype=np.int32)])[:-1]
 
     @property
     def shared_token_ids(self) -> npt.NDArray[np.int32]:
@@ -143,11 +143,7 @@ class Request:
         Requests of a group share slots behind the last whole block of their prompt, too. A slot can be in one cached
         block only, so of a group nothing but the prompt is cached.
         """
-        return self._prompt[:-1] if self.generate.group else self.kv_token_ids
-
-    @cached_property
-    def _prompt(self) -> npt.NDArray[np.int32]:
-        return np.array(self.generate.prompt_ids, dtype=np.int32)
+        return self.generate.prompt[:-1] if self.generate.group else self.kv_token_ids
 
     @property
     def kv_tokens(self) -> int:
@@ -234,7 +230,7 @@ class Limits:
             return f"{prompt} prompt tokens and max_tokens {new} exceed the context of {self.context_length} tokens"
         if prompt + new - 1 > self.host_slots:
             return f"{prompt + new - 1} tokens of KV exceed the host pool of {self.host_slots}"
-        largest = max(generate.prompt_ids, default=0)
+        largest = int(generate.prompt.max())
         for token_ids in (generate.stop_token_ids, *_named_tokens(generate.sampling)):
             largest = max(largest, *token_ids, 0)
         if largest >= self.vocab_size:

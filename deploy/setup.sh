@@ -55,6 +55,8 @@ else
         $PIP install -q "torch==$TORCH_VERSION" --index-url https://download.pytorch.org/whl/cpu
 fi
 say "installing hisparse-pd[$EXTRA,dev]"
+# Python would find the entry points of an earlier version there.
+rm -rf hisparse_pd.egg-info
 $PIP install -q -e ".[$EXTRA,dev]"
 "$VENV/bin/python" -c 'import mooncake.engine' || {
     say "Mooncake does not load; see the message above"

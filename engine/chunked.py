@@ -121,10 +121,11 @@ class ChunkedPrefill(Generic[JobT]):
         self._waiting.append(job)
 
     def forget(self, job: JobT) -> None:
-        """Compute no more of the job; its pages stay until `release`."""
+        """Compute no more of the job, and say nothing more of it; its pages stay until `release`."""
         for queue in (self._waiting, self._running, self._started):
             if job in queue:
                 queue.remove(job)
+        self._found = [found for found in self._found if found.job is not job]
 
     def release(self, job: JobT) -> None:
         """Give the job's pages back, finished or not."""

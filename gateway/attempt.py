@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 import structlog
 
 from base.block_hashes import BlockHashes
-from control.grammar import Grammar
-from control.messages import Output, Peer, Sampling
+from control.messages import Generate, Output, Peer
 from control.prompt_logprobs import PromptLogprobs, PromptLogprobTable
+from gateway.asking import Asking
 from gateway.choice import Delta
 from gateway.errors import ApiError
 
@@ -23,30 +23,36 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True)
 class TokenizedRequest:
-    """What a decode node is to generate. `arrived` and `deadline` are in time.monotonic."""
+    """What a decode node is to generate. `arrived` and `deadline` are in time.monotonic.
 
-    request_id: str
-    prompt_ids: tuple[int, ...]
-    max_new_tokens: int
-    sampling: Sampling
-    stop_token_ids: tuple[int, ...]
+    generate: what the node is told, but for `further` and the prefill nodes. It is made when a request is prepared, on
+    a thread, since the validation of a long prompt takes as long as thousands of tokens.
+    """
+
+    generate: Generate
     streams: bool
     """Whether the client gets tokens as they come, rather than all of them at the end."""
     arrived: float
     deadline: float
-    priority: int = 0
-    grammar: Grammar | None = None
-    prompt_logprobs: int | None = None
-    """How many alternatives to report with each token of the prompt; None: no log probabilities."""
-    group: str = ""
-    """Choices of one prompt have the same group, and are generated at one node as long as it does not fail them."""
     block_hashes: BlockHashes | None = field(default=None, compare=False)
     """Of the prompt's blocks, by which the gateway looks for a node that has them; None if it does not."""
-    cache_salt: str = ""
+
+    @property
+    def request_id(self) -> str:
+        return self.generate.request_id
+
+    @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        return self.generate.prompt_ids
+
+    @property
+    def group(self) -> str:
+        """The same for all choices of one prompt, which are generated at one node as long as it does not fail them."""
+        return self.generate.group or self.request_id
 
     @property
     def tokens(self) -> int:
-        return len(self.prompt_ids) + self.max_new_tokens
+        return len(self.prompt_ids) + self.generate.max_new_tokens
 
     def failed(self, what: str) -> ApiError:
         return ApiError(500, f"{what} (request {self.request_id}); try again")
@@ -104,8 +110,8 @@ class Attempt:
     """Tokens that have arrived, none missing before the last."""
     gap: _Gap | None = None
     """What has to be sent again; another object when that begins elsewhere."""
-    accepted: bool = False
-    """The node has said that it has the request."""
+    asking: Asking | None = None
+    """The message that asks the node for it, until the node has answered."""
     over: bool = False
     """The node holds nothing of the request any more, and everything that it sent has arrived."""
     failure: Exception | None = None
@@ -120,7 +126,7 @@ class Attempt:
     """Done when `next` has something to return. An asyncio.Queue costs several times as much."""
 
     def __post_init__(self) -> None:
-        asked, tokens = self.request.prompt_logprobs, len(self.request.prompt_ids)
+        asked, tokens = self.request.generate.prompt_logprobs, len(self.request.prompt_ids)
         self.prompt = None if asked is None else PromptLogprobTable(tokens, asked)
 
     def deliver(self, output: Output, now: float) -> None:

@@ -59,7 +59,7 @@ class Branch:
             "request arrived",
             request_id=request.request_id,
             prompt_tokens=len(request.prompt_ids),
-            max_new_tokens=request.max_new_tokens,
+            max_new_tokens=request.generate.max_new_tokens,
         )
         try:
             async with aclosing(client.stream(request, self._read, shortcut)) as answer:

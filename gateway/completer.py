@@ -49,7 +49,9 @@ class Completer:
         registry: NodeRegistry,
         metrics: Metrics,
         context_length: int,
+        may_go_first: Callable[[bytes], bool],
     ) -> None:
+        """may_go_first: whether the requests of an API key, or of clients without one, may go before others."""
         self.model = config.model_name
         self.preparer = preparer
         self.tokenizer = preparer.tokenizer
@@ -59,6 +61,7 @@ class Completer:
         self.context_length = context_length
         self._request_timeout = config.request_timeout
         self._prefix_cache_per_key = config.prefix_cache_per_key
+        self._may_go_first = may_go_first
         self._fields = FieldPolicy(config.strict_fields)
         self._small = ThreadPoolExecutor(_THREADS, thread_name_prefix="small")
         self._large = ThreadPoolExecutor(_THREADS, thread_name_prefix="large")
@@ -84,13 +87,16 @@ class Completer:
         now = time.monotonic()
         salt_key = client_key if self._prefix_cache_per_key else None
         arrival = Arrival(now, now + self._request_timeout, self.capacity, salt_key)
+        may_go_first = self._may_go_first(client_key)
 
         def prepared(request: ApiRequest | ConvertedRequest) -> Prepared:
             if not isinstance(request, ConvertedRequest):
+                self._check_priority(request, may_go_first)
                 name = "cmpl-" if isinstance(request, CompletionRequest) else "chatcmpl-"
                 return self.preparer.prepared(request, name, arrival)
             with request.renaming():
                 chat = self.chat_of(request)
+                self._check_priority(chat, may_go_first)
                 return replace(self.preparer.prepared(chat, request.id_prefix, arrival), source=request)
 
         return await self.read(body, kind, prepared)
@@ -109,6 +115,16 @@ class Completer:
                 return await asyncio.get_running_loop().run_in_executor(threads, parsed)
         except TimeoutError:
             raise timed_out() from None
+
+    def _check_priority(self, request: ApiRequest, may_go_first: bool) -> None:
+        """Raises ApiError (403) for a request that would go before others and may not."""
+        if (request.priority or 0) < 0 and not may_go_first:
+            self._metrics.http_refused.labels(reason="priority").inc()
+            message = (
+                f"priority: expected 0 or more, found {request.priority}: only clients that this server allows to go "
+                "before others may ask for less than 0 (--priority-key-file or --allow-priority of the gateway)"
+            )
+            raise ApiError(403, message, param="priority", code="priority_not_allowed")
 
     def chat_of(self, request: ConvertedRequest) -> ChatCompletionRequest:
         """The chat completion that a request asks for. Raises ApiError."""

@@ -53,6 +53,11 @@ class GatewayConfig(ProcessConfig):
         Path | None,
         Flag("File of keys that clients must present, one a line; read again when it changes."),
     ] = None
+    priority_key_file: Annotated[
+        Path | None,
+        Flag("File of further keys, one a line, whose requests may go before others: a priority below 0."),
+    ] = None
+    allow_priority: Annotated[bool, Flag("Requests of all clients may go before others: a priority below 0.")] = False
     prefix_cache_per_key: Annotated[
         bool, Flag("Clients with different API keys share no cached prefixes: none can tell what others have sent.")
     ] = False

@@ -1,6 +1,7 @@
 """Runs requests on the decode nodes.
 
-A request is at one decode node at a time. If that node refuses it, dies or falls silent, the next node begins it anew,
+A request is at one decode node at a time; choices of one prompt are requests of their own, which a node is asked for in
+one message. If that node refuses it, dies or falls silent, the next node begins it anew,
 as long as its client has no token of it; otherwise the request fails. However a request ends, a node that may still be
 working on it is told to stop.
 
@@ -14,8 +15,9 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 
 import structlog
 
-from control.messages import Accepted, Cancel, Ended, Generate, Output, Outputs, Peer, Rejected, Resend
+from control.messages import Accepted, Cancel, Ended, Output, Outputs, Peer, Rejected, Resend
 from control.plane import ControlPlane
+from gateway.asking import Beginning
 from gateway.attempt import Attempt, NodeFailed, Shortcut, TokenizedRequest
 from gateway.choice import Delta
 from gateway.errors import ApiError, context_length_exceeded, timed_out, unavailable
@@ -25,6 +27,8 @@ log = structlog.get_logger(__name__)
 
 SWEEP_S = 0.25
 CANCEL_FOR_S = 30.0
+_GATHER_S = 0.1
+"""How long a choice that a node has failed waits for others that are to go elsewhere, too."""
 RESEND_FOR_S = 10.0
 """A request fails if tokens are missing for so long."""
 
@@ -38,6 +42,10 @@ class DecodeClient:
         self._control = control
         self._registry = registry
         self._attempts: dict[str, Attempt] = {}
+        self._groups: dict[str, dict[str, Attempt]] = {}
+        """The same attempts by group: choices of one prompt."""
+        self._beginning: dict[str, Beginning] = {}
+        """By group, what has begun and is about to be asked for."""
         self._cancelling: dict[_Key, tuple[Peer, float]] = {}
         """By key of each repeated Cancel: the node that it is sent to, and until when."""
         self._closed = False
@@ -60,9 +68,7 @@ class DecodeClient:
         """
         failures: dict[str, NodeFailed] = {}
         while True:
-            now, cached = time.monotonic(), self._registry.cached(request.block_hashes)
-            attempt = Attempt(request, self._choose(request, failures, now, cached), now, read, shortcut)
-            self._begin(attempt, cached)
+            attempt = self._begin(request, failures, read, shortcut)
             try:
                 while True:
                     arrived = await attempt.next()
@@ -88,12 +94,12 @@ class DecodeClient:
         match message:
             case Accepted():
                 attempt = self._attempt(message.request_id, sender)
-                if attempt is not None and not attempt.accepted:
-                    self._accepted(attempt)
+                if attempt is not None:
+                    self._answered(attempt)
             case Rejected():
-                self._control.answered(_key("generate", message.request_id, sender))
                 self._stop_cancelling(message.request_id, sender)
                 if attempt := self._attempt(message.request_id, sender):
+                    self._answered(attempt)
                     attempt.over = True
                     attempt.fail(_refusal(message, sender))
             case Outputs():
@@ -160,52 +166,69 @@ class DecodeClient:
             raise unavailable(self._registry.missing(now) or "no decode node could take the request; try again")
         return node
 
-    def _begin(self, attempt: Attempt, cached: Mapping[str, int]) -> None:
-        """Send the request to the node of the attempt. cached: by boot id, tokens of its prompt that a node has."""
-        request, node, now = attempt.request, attempt.node, attempt.started
+    def _begin(
+        self,
+        request: TokenizedRequest,
+        failures: Mapping[str, NodeFailed],
+        read: Callable[[Output], Delta],
+        shortcut: Shortcut,
+    ) -> Attempt:
+        """Begin an attempt. Its node is asked once all choices that begin together are known.
+
+        Raises ApiError if there is no node for it.
+        """
+        now, group = time.monotonic(), request.group
+        beginning = self._beginning.get(group)
+        if beginning is None:
+            beginning = self._beginning[group] = Beginning(self._registry.cached(request.block_hashes))
+            # Nodes refuse choices one by one. They should go to the next node together, too.
+            wait = _GATHER_S if failures and request.generate.group else 0.0
+            asyncio.get_running_loop().call_later(wait, self._ask, group)
+        attempt = Attempt(request, self._choose(request, failures, now, beginning.cached), now, read, shortcut)
         self._attempts[request.request_id] = attempt
-        prefill_nodes = self._registry.rank_prefill(now, len(request.prompt_ids), cached)
-        generate = Generate(
-            request_id=request.request_id,
-            prompt_ids=request.prompt_ids,
-            max_new_tokens=request.max_new_tokens,
-            sampling=request.sampling,
-            stop_token_ids=request.stop_token_ids,
-            priority=request.priority,
-            grammar=request.grammar,
-            group=request.group,
-            prompt_logprobs=request.prompt_logprobs,
-            cache_salt=request.cache_salt,
-            prefill_nodes=tuple(prefill_nodes),
-            longest_prompts=self._registry.longest_prompts(now),
-            prefill_ranks=self._registry.prefill_ranks(now),
-        )
-        self._control.repeat(_key("generate", request.request_id, node), node, generate)
-        self._registry.assign(node, request.tokens)
-        if prefill_nodes:
-            to_compute = len(request.prompt_ids) - cached.get(prefill_nodes[0].boot_id, 0)
-            self._registry.assign(prefill_nodes[0], to_compute)
+        self._groups.setdefault(group, {})[request.request_id] = attempt
+        attempt.asking = beginning.add(attempt.node, request.generate)
+        self._registry.assign(attempt.node, request.tokens)
+        return attempt
+
+    def _ask(self, group: str) -> None:
+        """Send nodes the requests that have begun and not ended meanwhile."""
+        beginning, now = self._beginning.pop(group), time.monotonic()
+        for asking in beginning.by_node.values():
+            if not asking.unanswered:
+                continue
+            message = asking.message()
+            prompt_tokens = len(message.prompt_ids)
+            prefill_nodes = self._registry.rank_prefill(now, prompt_tokens, beginning.cached)
+            for_prefill = {
+                "prefill_nodes": tuple(prefill_nodes),
+                "longest_prompts": self._registry.longest_prompts(now),
+                "prefill_ranks": self._registry.prefill_ranks(now),
+            }
+            asking.key = _key("generate", message.request_id, asking.node)
+            self._control.repeat(asking.key, asking.node, message.model_copy(update=for_prefill))
+            if prefill_nodes:
+                to_compute = prompt_tokens - beginning.cached.get(prefill_nodes[0].boot_id, 0)
+                self._registry.assign(prefill_nodes[0], to_compute)
 
     def _node_of_group(self, request: TokenizedRequest, failures: Mapping[str, NodeFailed]) -> Peer | None:
         """The node that generates other choices of the same prompt, unless it has failed this one."""
-        for attempt in self._attempts.values() if request.group else ():
-            if (
-                attempt.request.group == request.group
-                and attempt.node.boot_id not in failures
-                and attempt.failure is None
-            ):
+        for attempt in self._groups.get(request.group, {}).values():
+            if attempt.node.boot_id not in failures and attempt.failure is None:
                 return attempt.node
         return None
 
     def _end(self, attempt: Attempt) -> None:
         """The one way in which an attempt ends."""
-        request_id = attempt.request.request_id
-        del self._attempts[request_id]
-        if not attempt.accepted:
-            self._control.answered(_key("generate", request_id, attempt.node))
+        request_id, group = attempt.request.request_id, attempt.request.group
+        del self._attempts[request_id], self._groups[group][request_id]
+        if not self._groups[group]:
+            del self._groups[group]
+        was_asked = attempt.asking is None or attempt.asking.key is not None
+        self._answered(attempt)
         if attempt.gap is not None:
             self._control.answered(_key("resend", request_id, attempt.node))
-        if not attempt.over:
+        if was_asked and not attempt.over:
             self._cancel(request_id, attempt.node)
 
     def _cancel(self, request_id: str, node: Peer) -> None:
@@ -222,8 +245,8 @@ class DecodeClient:
     def _deliver_output(self, sender: Peer, output: Output, now: float) -> None:
         attempt = self._attempt(output.request_id, sender)
         if attempt is not None:
-            if not attempt.accepted:
-                self._accepted(attempt)
+            if attempt.asking is not None:
+                self._answered(attempt)
             gap = attempt.gap
             attempt.deliver(output, now)
             if attempt.gap is not gap:
@@ -235,10 +258,11 @@ class DecodeClient:
             self._control.send(sender, Ended(request_id=output.request_id))
             self._stop_cancelling(output.request_id, sender)
 
-    def _accepted(self, attempt: Attempt) -> None:
-        """Stop repeating the request. Call it once, since waking the control thread costs as much as a token."""
-        attempt.accepted = True
-        self._control.answered(_key("generate", attempt.request.request_id, attempt.node))
+    def _answered(self, attempt: Attempt) -> None:
+        """The node need not be asked for it again."""
+        asking, attempt.asking = attempt.asking, None
+        if asking is not None and asking.answered(attempt.request.request_id) and asking.key is not None:
+            self._control.answered(asking.key)
 
     def _ask_again(self, attempt: Attempt) -> None:
         """Ask for the tokens of a gap that is new, or no longer for those of one that is closed."""

@@ -42,7 +42,7 @@ class Prepared:
 
     @property
     def prompt_tokens(self) -> int:
-        """Of all prompts, each counted once."""
+        """Of all prompts, each counted once: so are they held, and sent."""
         return sum(len(branch.prompt_ids) for branch in self.branches[:: self.request.computed_choices])
 
     def prompt_ids(self, index: int) -> tuple[int, ...]:
@@ -60,9 +60,4 @@ class Prepared:
     def shares_prompt_logprobs(self) -> bool:
         """Whether the first choice of each prompt has the log probabilities of its tokens computed for all of them."""
         first = self.branches[0]
-        return bool(first.group) and first.prompt_logprobs is not None
-
-    @property
-    def held_tokens(self) -> int:
-        """Prompt tokens that the gateway holds for it."""
-        return sum(len(branch.prompt_ids) for branch in self.branches)
+        return bool(first.generate.group) and first.generate.prompt_logprobs is not None

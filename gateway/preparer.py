@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from base.block_hashes import BlockHasher
 from base.errors import StartupError
 from control.grammar import Grammar, Lark
+from control.messages import Generate
 from gateway.attempt import TokenizedRequest
 from gateway.choice import TextOptions
 from gateway.config import GatewayConfig
@@ -20,6 +21,9 @@ from gateway.requests.chat import ChatCompletionRequest
 from gateway.requests.completions import CompletionRequest, Prompt
 from gateway.salts import salt_of
 from gateway.tokenizer import CheckpointTokenizer
+
+MAX_SETTINGS_BYTES = 8 << 20
+"""Of several prompts, what travels with each of them besides its tokens, as JSON: all together."""
 
 
 @dataclass(frozen=True)
@@ -65,23 +69,26 @@ class Preparer:
         choices = request.computed_choices
         firsts = [
             TokenizedRequest(
-                request_id=request_id,
-                prompt_ids=tuple(prompt_ids),
-                max_new_tokens=request.max_new_tokens(len(prompt_ids), arrival.capacity),
-                sampling=sampling,
-                stop_token_ids=stop_token_ids,
+                Generate(
+                    request_id=request_id,
+                    prompt_ids=tuple(prompt_ids),
+                    max_new_tokens=request.max_new_tokens(len(prompt_ids), arrival.capacity),
+                    sampling=sampling,
+                    stop_token_ids=stop_token_ids,
+                    priority=request.priority or 0,
+                    grammar=grammar,
+                    group=f"{request_id}-{number}" if choices > 1 else "",
+                    prompt_logprobs=prompt_logprobs,
+                    cache_salt=salt,
+                ),
                 streams=bool(request.stream),
                 arrived=arrival.time,
                 deadline=arrival.deadline,
-                priority=request.priority or 0,
-                grammar=grammar,
-                group=f"{request_id}-{number}" if choices > 1 else "",
-                prompt_logprobs=prompt_logprobs,
-                cache_salt=salt,
                 block_hashes=None if self._block_hasher is None else self._block_hasher(prompt_ids, salt),
             )
             for number, prompt_ids in enumerate(prompts)
         ]
+        _check_settings(firsts)
         text = self._text_options(request, reading, stop_token_ids)
         return Prepared(request, request_id, _branches(firsts, choices), text, reading)
 
@@ -146,6 +153,21 @@ class Preparer:
         )
 
 
+def _check_settings(firsts: Sequence[TokenizedRequest]) -> None:
+    """Raises ApiError if settings that are sent with each prompt are too many bytes together."""
+    if len(firsts) == 1:
+        return
+    size = len(firsts[0].generate.model_dump_json(exclude={"prompt_ids"}, exclude_defaults=True))
+    if size * len(firsts) > MAX_SETTINGS_BYTES:
+        raise ApiError(
+            400,
+            f"prompt: each of {len(firsts)} prompts takes {size} bytes of settings (allowed_token_ids, bad_words, "
+            f"logit_bias, the structure of the answer); all together may take {MAX_SETTINGS_BYTES}. Send fewer prompts "
+            "at a time.",
+            param="prompt",
+        )
+
+
 def _branches(firsts: Sequence[TokenizedRequest], choices: int) -> tuple[TokenizedRequest, ...]:
     """All answers, given the first one of each prompt. Each has its own id and its own seed.
 
@@ -153,16 +175,17 @@ def _branches(firsts: Sequence[TokenizedRequest], choices: int) -> tuple[Tokeniz
     """
     if len(firsts) * choices == 1:
         return tuple(firsts)
-    return tuple(
-        replace(
-            first,
-            request_id=f"{first.request_id}-{number * choices + choice}",
-            sampling=first.sampling.model_copy(update={"seed": (first.sampling.seed + choice) % 2**63}),
-            prompt_logprobs=None if first.group and choice else first.prompt_logprobs,
-        )
-        for number, first in enumerate(firsts)
-        for choice in range(choices)
-    )
+
+    def branch(first: TokenizedRequest, number: int, choice: int) -> TokenizedRequest:
+        shared = first.generate
+        own = {
+            "request_id": f"{shared.request_id}-{number * choices + choice}",
+            "sampling": shared.sampling.model_copy(update={"seed": (shared.sampling.seed + choice) % 2**63}),
+            "prompt_logprobs": None if choice else shared.prompt_logprobs,
+        }
+        return replace(first, generate=shared.model_copy(update=own))
+
+    return tuple(branch(first, number, choice) for number, first in enumerate(firsts) for choice in range(choices))
 
 
 def _grammar(request: ApiRequest, reading: ChatReading | None, added_ids: Mapping[str, int]) -> Grammar | None:

@@ -27,7 +27,7 @@ from control.messages import (
 )
 from control.plane import ControlPlane
 from gateway.completer import Completer
-from gateway.config import GatewayConfig
+from gateway.config import API_KEYS_VARIABLE, GatewayConfig
 from gateway.decode_client import DecodeClient
 from gateway.errors import ApiError, unavailable
 from gateway.guard import Guard, RequestLimits
@@ -91,7 +91,7 @@ class Gateway:
     def __init__(self, config: GatewayConfig) -> None:
         """Binds both ports. Raises StartupError if one is taken, or if tokenizer, keys or TLS files are unusable."""
         self.metrics = Metrics()
-        keys = ApiKeys(config.api_keys, config.api_key_file) if config.api_keys or config.api_key_file else None
+        keys = _api_keys(config)
         tls = server_tls(config.ssl_certfile, config.ssl_keyfile)
         self.lifecycle = Lifecycle(config.drain_timeout)
         check_clients(config.host, keys is not None, config.insecure)
@@ -131,6 +131,7 @@ class Gateway:
             self.registry,
             self.metrics,
             context_length,
+            lambda key: config.allow_priority or (keys is not None and keys.may_go_first(key)),
         )
         app = ApiServer(self._completer, self._refusal).app()
         app.include_router(status_router(self.metrics, self._missing, self._refresh))
@@ -243,6 +244,18 @@ class Gateway:
         self.metrics.requests.labels(state="waiting").set(self._client.waiting)
         self.metrics.requests.labels(state="running").set(self._client.in_flight - self._client.waiting)
         self.metrics.note_control(self.control.malformed, self.control.undeliverable, self.control.refused)
+
+
+def _api_keys(config: GatewayConfig) -> ApiKeys | None:
+    """Those that clients need; None if they need none."""
+    if config.api_keys or config.api_key_file:
+        return ApiKeys(config.api_keys, config.api_key_file, config.priority_key_file)
+    if config.priority_key_file:
+        raise StartupError(
+            f"--priority-key-file {config.priority_key_file}: other clients need keys, too: give --api-key-file (or "
+            f"{API_KEYS_VARIABLE}); or --allow-priority instead, if all clients may go before others"
+        )
+    return None
 
 
 def _caches(config: GatewayConfig) -> PrefixIndex | None:

@@ -100,7 +100,7 @@ class ApiServer:
         """The complete answer, or a stream once it has its first tokens: until then an error has an HTTP status."""
         prepared = await self._completer.prepare(body, kind, client_key)
         request = prepared.request
-        counted.prompt(prepared.held_tokens)
+        counted.prompt(prepared.prompt_tokens)
         if refusal := self._refusal():
             raise refusal
         answer = answer_kind(prepared, self._completer.model, self._completer.tokenizer)

@@ -9,8 +9,9 @@ from base.errors import StartupError
 from base.memory import human
 from kvcache.extents import Extent, HostSlots, SlotAllocator
 from kvcache.host_memory import HostMemory, SharedRegion, page_aligned
-from kvcache.layout import KVLayout
+from kvcache.layout import KVLayout, buffer_info
 from kvcache.prefix_cache import PrefixCache
+from transfer.memory import BufferInfo
 
 
 class HostKVPool:
@@ -87,10 +88,9 @@ class HostKVPool:
         more = self._take(num_tokens)
         return None if more is None else slots.extend(more)
 
-    def get_contiguous_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
-        """Addresses, lengths and item lengths in bytes: one buffer per layer of kv, then one per index layer."""
-        buffers = [*self.kv, *self.index_keys]
-        return [b.data_ptr() for b in buffers], [b.nbytes for b in buffers], [b.shape[1] for b in buffers]
+    def get_contiguous_buf_infos(self) -> BufferInfo:
+        """The buffers of the layout; an item is one token in one of them."""
+        return buffer_info([*self.kv, *self.index_keys])
 
     def shared(self) -> SharedRegion | None:
         """How another process of this host maps the pool; None if it is not shareable."""

@@ -1,6 +1,26 @@
-"""The shape of KV that both tiers store."""
+"""What the KV of one token consists of, and which buffers of a pool hold it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from transfer.memory import BufferInfo
+
+
+@dataclass(frozen=True)
+class KVBuffer:
+    """A contiguous buffer of a pool. layers: those of whose KV it holds a part, ascending. position_bytes: what one
+    token takes in it."""
+
+    layers: tuple[int, ...]
+    position_bytes: int
+
+    @property
+    def last_layer(self) -> int:
+        """The layer after which a forward pass has written all of it."""
+        return self.layers[-1]
 
 
 @dataclass(frozen=True)
@@ -25,11 +45,17 @@ class KVLayout:
     def num_index_layers(self) -> int:
         return self.index_layer_of[-1] + 1
 
+    @cached_property
+    def buffers(self) -> tuple[KVBuffer, ...]:
+        """The buffers of a pool, in the order in which nodes name them: one per layer, then one per index layer."""
+        items = (KVBuffer((layer,), self.item_bytes) for layer in range(self.num_layers))
+        firsts = (self.index_layer_of.index(group) for group in range(self.num_index_layers))
+        return *items, *(KVBuffer((first,), self.index_key_bytes) for first in firsts)
+
     @property
     def layer_of_buffer(self) -> tuple[int, ...]:
-        """The layer after which each buffer is complete: one per layer, then one per index layer."""
-        first_of_group = (self.index_layer_of.index(group) for group in range(self.num_index_layers))
-        return *range(self.num_layers), *first_of_group
+        """The layer after which each buffer is complete."""
+        return tuple(buffer.last_layer for buffer in self.buffers)
 
     def layers_of(self, index_layer: int) -> list[int]:
         """The layers that use an index layer's selection, in order."""
@@ -39,4 +65,13 @@ class KVLayout:
     @property
     def token_bytes(self) -> int:
         """Bytes that one token takes over all layers, index keys included."""
-        return self.num_layers * self.item_bytes + self.num_index_layers * self.index_key_bytes
+        return sum(buffer.position_bytes for buffer in self.buffers)
+
+
+def buffer_info(buffers: Sequence[torch.Tensor]) -> BufferInfo:
+    """Address, length and item length in bytes of contiguous tensors [positions, dim]."""
+    return BufferInfo(
+        ptrs=tuple(buffer.data_ptr() for buffer in buffers),
+        lengths=tuple(buffer.nbytes for buffer in buffers),
+        item_lengths=tuple(buffer.shape[1] * buffer.itemsize for buffer in buffers),
+    )

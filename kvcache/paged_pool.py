@@ -2,7 +2,6 @@
 
 import math
 from collections import deque
-from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
@@ -10,7 +9,7 @@ import torch
 
 from kvcache.extents import SlotAccountingError
 from kvcache.host_memory import HostMemory
-from kvcache.layout import KVLayout
+from kvcache.layout import KVLayout, buffer_info
 from transfer.memory import BufferInfo
 from transfer.planner import Int64s
 
@@ -64,17 +63,8 @@ class PagedKVPool:
             raise SlotAccountingError(f"page {pages[self._owners[pages] == 0][0]} is free, but somebody uses it")
 
     def get_contiguous_buf_infos(self) -> BufferInfo:
-        """One buffer per layer, then one per index layer; an item is one token's row."""
+        """The buffers of the layout; an item is one token in one of them."""
         return buffer_info([*self.kv, *self.index_keys])
-
-
-def buffer_info(layers: Sequence[torch.Tensor]) -> BufferInfo:
-    """Address, length and item length in bytes of contiguous tensors [rows, dim]."""
-    return BufferInfo(
-        ptrs=tuple(layer.data_ptr() for layer in layers),
-        lengths=tuple(layer.nbytes for layer in layers),
-        item_lengths=tuple(layer.shape[1] * layer.itemsize for layer in layers),
-    )
 
 
 def _zeros(shape: tuple[int, int, int], device: torch.device) -> torch.Tensor:

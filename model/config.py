@@ -12,11 +12,11 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from base.errors import StartupError
 from kvcache.format import KVCacheDtype
 from model.checkpoint import read_json
+from model.families import FAMILIES, LayerKind
 from model.quantization import BlockFp8, read_quantization
 from model.rope import RopeAngles
 from model.spec import ModelSpec
 
-SUPPORTED_MODEL_TYPES = ("deepseek_v32", "glm_moe_dsa")
 _ROPE_TYPES = ("default", "linear", "yarn", "llama3")
 """Those whose angles do not depend on the length of the sequence."""
 _AS_PUBLISHED = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu"}
@@ -36,24 +36,12 @@ class RouterConfig:
 
 
 @dataclass(frozen=True)
-class LayerKind:
-    """What a decoder layer consists of beside attention and norms.
-
-    indexer: it selects positions by itself; else it uses the selection of the layer before it. mixture: its
-    feed-forward network is a mixture of experts.
-    """
-
-    indexer: bool
-    mixture: bool
-
-
-@dataclass(frozen=True)
 class NetworkConfig:
-    """A deepseek_v32 or glm_moe_dsa network, without the multi-token prediction layers.
+    """A network of any family, without the multi-token prediction layers.
 
     Dimensions are numbers of elements. query_rank, latent_dim: of the compressed queries and keys (q_lora_rank,
-    kv_lora_rank). nope_dim, rope_dim, value_dim: of a head. index_interleaved: the members of a pair that the indexer
-    rotates are neighbours (GLM). scaling: of attention scores. tied_head: the head has the embedding's weights.
+    kv_lora_rank). nope_dim, rope_dim, value_dim: of a head. index_interleaved: see ModelFamily. scaling: of attention
+    scores. tied_head: the head has the embedding's weights.
     """
 
     model_type: str
@@ -114,10 +102,10 @@ def read_config(path: Path) -> NetworkConfig:
     """
     raw = read_json(path / "config.json")
     model_type = raw.get("model_type")
-    if model_type not in SUPPORTED_MODEL_TYPES:
+    if model_type not in FAMILIES:
         raise StartupError(
             f"{path} is not a sparse-attention (DSA) checkpoint: its model_type is {model_type!r}; "
-            f"supported: {', '.join(SUPPORTED_MODEL_TYPES)}"
+            f"supported: {', '.join(FAMILIES)}"
         )
     if raw.get("q_lora_rank", 0) is None:
         raise StartupError(f"{path}/config.json has q_lora_rank null: the indexer needs low-rank queries")
@@ -134,6 +122,7 @@ def read_config(path: Path) -> NetworkConfig:
 
 def network_config(config: Any, quantization: BlockFp8 | None = None) -> NetworkConfig:
     """The sizes in a configuration of transformers. Raises ValueError for what is not served."""
+    family = FAMILIES[config.model_type]
     for key, expected in _AS_PUBLISHED.items():
         if getattr(config, key) != expected:
             raise ValueError(f"{key} {getattr(config, key)!r} is not served; served is {expected!r}")
@@ -141,7 +130,7 @@ def network_config(config: Any, quantization: BlockFp8 | None = None) -> Network
         model_type=config.model_type,
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
-        layers=_layers(config),
+        layers=family.layers(config),
         heads=config.num_attention_heads,
         query_rank=config.q_lora_rank,
         latent_dim=config.kv_lora_rank,
@@ -151,7 +140,7 @@ def network_config(config: Any, quantization: BlockFp8 | None = None) -> Network
         index_heads=config.index_n_heads,
         index_dim=config.index_head_dim,
         index_topk=config.index_topk,
-        index_interleaved=config.model_type == "glm_moe_dsa",
+        index_interleaved=family.index_interleaved,
         dense_width=config.intermediate_size,
         expert_width=config.moe_intermediate_size,
         shared_width=config.moe_intermediate_size * config.n_shared_experts,
@@ -169,21 +158,6 @@ def network_config(config: Any, quantization: BlockFp8 | None = None) -> Network
         max_position_embeddings=config.max_position_embeddings,
         rope=_rope_angles(config),
         quantization=quantization,
-    )
-
-
-def _layers(config: Any) -> tuple[LayerKind, ...]:
-    number = config.num_hidden_layers
-    # Entries past the last layer belong to the multi-token prediction layers, which are not loaded.
-    indexers = (getattr(config, "indexer_types", None) or ["full"] * number)[:number]
-    if len(indexers) < number or not set(indexers) <= {"full", "shared"} or indexers[0] != "full":
-        raise ValueError(
-            f"expected 'full' or 'shared' as indexer_types for each of its {number} layers, the first one 'full', "
-            f"found {indexers}"
-        )
-    return tuple(
-        LayerKind(indexer=indexer == "full", mixture=mlp == "sparse")
-        for indexer, mlp in zip(indexers, config.mlp_layer_types, strict=False)
     )
 
 

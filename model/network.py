@@ -6,8 +6,9 @@ from typing import NamedTuple
 import torch
 
 from model.attention import LatentAttention
-from model.config import LayerKind, NetworkConfig
+from model.config import NetworkConfig
 from model.experts import MixtureOfExperts
+from model.families import LayerKind
 from model.feed_forward import FeedForward
 from model.indexer import Indexer
 from model.linear import Activations, Linear

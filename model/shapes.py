@@ -1,23 +1,11 @@
 """Configurations of published models, for nodes that are to have their widths and not their weights.
 
-The defaults of transformers are the published config.json files, except for what stands here. Of GLM-5.2 it is
-published how many layers have an indexer; which ones is a guess: the first three and every fourth of the others.
+The defaults of transformers are the published config.json files, except for what `ModelFamily.shapes` has.
 """
 
-from typing import Any, Literal
+from typing import Any
 
-ShapeName = Literal["deepseek-v3.2", "glm-5", "glm-5.2"]
-
-_GLM: dict[str, Any] = {
-    "model_type": "glm_moe_dsa",
-    "architectures": ["GlmMoeDsaForCausalLM"],
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
-}
-_SHAPES: dict[ShapeName, dict[str, Any]] = {
-    "deepseek-v3.2": {"model_type": "deepseek_v32", "architectures": ["DeepseekV32ForCausalLM"]},
-    "glm-5": _GLM,
-    "glm-5.2": {**_GLM, "max_position_embeddings": 1048576, "index_topk_freq": 4, "index_skip_topk_offset": 3},
-}
+from model.families import FAMILIES, ShapeName
 
 
 def published_config(name: ShapeName, layers: int | None = None, routed_experts: int | None = None) -> dict[str, Any]:
@@ -26,10 +14,11 @@ def published_config(name: ShapeName, layers: int | None = None, routed_experts:
     The first three layers are dense, as published, and the others mixtures of experts. Fewer experts than groups of
     them make one group. Raises ValueError for numbers that cannot be.
     """
-    # Here, since the command line reads the names above, and importing transformers takes seconds.
+    # Here, since importing transformers takes seconds, and the command line need not wait for it.
     from transformers import AutoConfig
 
-    shape = _SHAPES[name] | {"dtype": "bfloat16"}
+    family = next(family for family in FAMILIES.values() if name in family.shapes)
+    shape = {**family.shapes[name], "model_type": family.model_type, "dtype": "bfloat16"}
     published = AutoConfig.for_model(**shape)
     layers = published.num_hidden_layers if layers is None else layers
     experts = published.n_routed_experts if routed_experts is None else routed_experts

@@ -6,18 +6,17 @@ template. The same arguments always give the same weights.
 
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from model.families import FAMILIES, FamilyName
 from model.quantization import BlockFp8
 from model.tiny_fp8 import quantization_config, write_fp8
 from model.tiny_tokenizer import BEGIN_ID, BYTE_VOCAB_SIZE, END_ID, tiny_tokenizer, with_template
-
-Family = Literal["deepseek_v32", "glm_moe_dsa"]
 
 # Factors of 1/sqrt(fan_in), by the weight's name; 1 for others. They meet two demands. Outputs must depend on what is
 # selected, or greedy decoding falls into short cycles and tests see no wrong selection. So attention is sharp, and the
@@ -31,7 +30,7 @@ LAST_O_PROJ_GAIN = 1.0
 
 def write_tiny_checkpoint(
     path: Path,
-    family: Family,
+    family: FamilyName,
     seed: int,
     *,
     layers: int = 4,
@@ -91,7 +90,7 @@ def write_tiny_checkpoint(
 
 
 def tiny_config(
-    family: Family,
+    family: FamilyName,
     *,
     vocab_size: int = BYTE_VOCAB_SIZE,
     layers: int = 4,
@@ -130,7 +129,7 @@ def tiny_config(
         pad_token_id=None,
         architectures=[MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]],
         dtype="bfloat16" if fp8 else "float32",
-        **({"index_topk_freq": 2} if family == "glm_moe_dsa" else {}),
+        **FAMILIES[family].tiny,
     )
 
 
@@ -204,17 +203,16 @@ def _shapes(config: Any) -> dict[str, tuple[int, ...]]:
     mixture = {"gate.weight": (experts, hidden), "gate.e_score_correction_bias": (experts,)}
     for name in (*(f"experts.{expert}" for expert in range(experts)), "shared_experts"):
         mixture |= _mlp_shapes(f"{name}.", hidden, config.moe_intermediate_size)
-    mlps = {"dense": _mlp_shapes("", hidden, config.intermediate_size), "sparse": mixture}
-    indexers = getattr(config, "indexer_types", ["full"] * config.num_hidden_layers)
+    dense = _mlp_shapes("", hidden, config.intermediate_size)
 
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
-    for layer, (kind, indexer_type) in enumerate(zip(config.mlp_layer_types, indexers, strict=True)):
+    for layer, kind in enumerate(FAMILIES[config.model_type].layers(config)):
         prefix = f"model.layers.{layer}"
         shapes[f"{prefix}.input_layernorm.weight"] = (hidden,)
-        attends = attention | indexer if indexer_type == "full" else attention
+        attends = attention | indexer if kind.indexer else attention
         shapes |= {f"{prefix}.self_attn.{name}": shape for name, shape in attends.items()}
         shapes[f"{prefix}.post_attention_layernorm.weight"] = (hidden,)
-        shapes |= {f"{prefix}.mlp.{name}": shape for name, shape in mlps[kind].items()}
+        shapes |= {f"{prefix}.mlp.{name}": shape for name, shape in (mixture if kind.mixture else dense).items()}
     return shapes | {"model.norm.weight": (hidden,), "lm_head.weight": (config.vocab_size, hidden)}
 
 

@@ -5,7 +5,7 @@ from typing import Protocol
 
 import torch
 
-from kvcache.paged_pool import buffer_info
+from kvcache.layout import buffer_info
 from prefill_node.ring import BUFFER_BYTES, SendBuffer, SendRing, SendRings
 from transfer.checksum import Range, item_ranges
 from transfer.memory import BufferInfo

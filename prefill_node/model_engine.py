@@ -231,7 +231,7 @@ class ModelEngine(PrefillEngine):
         over = ForwardProgress.over(self._device, self._prefill.pool.layout.num_layers)
         for start in range(max(found.start, job.start), found.stop, self._prefill.chunk_size):
             self._send(job, start, min(start + self._prefill.chunk_size, found.stop), over)
-        if not job.remaining:
+        if found.stop == job.num_tokens:
             self._all_computed(job)
 
     def _send(self, job: TransferJob, start: int, stop: int, progress: ForwardProgress) -> None:
@@ -259,7 +259,8 @@ class ModelEngine(PrefillEngine):
         for job, chunk in computed.step.chunks:
             job.in_flight -= 1
             if computed.error is not None:
-                self.stop(job.attempt, computed.error)
+                if not self.stop(job.attempt, computed.error):
+                    self._advance(job)  # It was stopped before.
                 continue
             if job in computed.void:
                 log.info("pass is void: the prefix did not come in time", **job.attempt.log_fields)

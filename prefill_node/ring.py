@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvcache.paged_pool import buffer_info
+from kvcache.layout import buffer_info
 from transfer.memory import BufferInfo
 from transfer.writer import BATCHES_IN_FLIGHT, Pipeline, TransferError
 

@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from kvcache.paged_pool import buffer_info
+from kvcache.layout import buffer_info
 from prefill_node.plan import ChunkPart
 from prefill_node.ring import SendBuffer
 from transfer.checksum import digest, item_ranges

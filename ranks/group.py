@@ -20,6 +20,7 @@ from model.shard import ALONE, WHOLE, Exchange, Shard
 from ranks.barrier import GroupBarrier, GroupFailed, NoBarrier, StepBarrier
 from ranks.exchange import GroupExchange
 from ranks.place import RankPlace
+from ranks.rank_line import inherited_lines
 from ranks.rendezvous import MEETING_S, meet
 from ranks.replicated_status import ReplicatedStatus
 from ranks.status import SharedStatus
@@ -199,8 +200,11 @@ class RankGroup:
     ) -> None:
         """wake: has the loop take its next turn, from any thread. secret, patience: see `meet`."""
         met = meet(place, secret, patience)
-        self.place = met.place
+        self.place = place
+        self.lines = inherited_lines(place) | met.lines
         self.rank, self.world_size = place.rank, place.size
+        self._wake = wake
+        self._broken: str | None = None
         self.device = device
         self.clock_ahead = met.clock_ahead
         self._interface = met.interface
@@ -288,8 +292,15 @@ class RankGroup:
         self._watch.step_ended()
 
     def check(self) -> None:
+        if self._broken is not None:
+            raise GroupFailed(self._broken)
         if (dead := self._watch.dead()) is not None:
             raise GroupFailed(f"rank {dead} ended")
+
+    def fail(self, reason: str) -> None:
+        """What connects the ranks has failed: the next `check` says so. Any thread may call it."""
+        self._broken = self._broken or reason
+        self._wake()
 
     def failure(self, error: object) -> GroupFailed:
         step = self._watch.step

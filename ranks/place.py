@@ -21,7 +21,7 @@ class RankPlace:
     lines: two ends of a connection for every rank but 0, that of rank 0 and that rank's own; none if ranks need none.
 
     hosts: how many share the group, each with as many ranks, in order. meeting: HOST:PORT at which their ranks find
-    each other. The lines between hosts are `NO_LINE` at first: `RankGroup` makes them.
+    each other. The lines between hosts are `NO_LINE`: `RankGroup.lines` has them.
     """
 
     rank: int

@@ -1,59 +1,121 @@
-"""What rank 0 and another rank tell each other beside collectives: objects, in order, over a descriptor.
+"""What rank 0 and another rank tell each other beside collectives: values, in order.
 
-Objects are pickled, so no other process may take part. On one host a line is a pair of sockets that the ranks inherit;
-between hosts, a connection of which both ends have shown that they know the cluster's key (`ranks/rendezvous.py`).
+On one host a line is a pair of sockets that the ranks inherit; between hosts, a connection of which both ends have
+shown that they know the group's key (`ranks/handshake.py`). What comes is data of the kinds that the codec knows.
 """
 
 import queue
+import socket
 import threading
-from collections.abc import Callable
-from multiprocessing.connection import Connection
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
-from ranks.place import RankPlace
+import structlog
+
+from ranks.place import NO_LINE, RankPlace
+from ranks.sealed_socket import INHERITED, FrameRefused, SealedSocket
+
+log = structlog.get_logger(__name__)
+
+SentT = TypeVar("SentT")
+ReceivedT = TypeVar("ReceivedT")
 
 
-class RankLine:
+@dataclass(frozen=True)
+class LineCodec(Generic[SentT, ReceivedT]):
+    """How one end writes what it sends, and reads what it receives. decode: raises ValueError for other bytes."""
+
+    encode: Callable[[SentT], bytes]
+    decode: Callable[[bytes], ReceivedT]
+
+
+class RankLine(Generic[SentT, ReceivedT]):
     """One end. Sending never waits: the other rank may be stopped. What was sent comes as long as both ranks live.
 
-    receive: called with each object, in order, on a thread of the line.
+    receive: called with each value, in order, on a thread of the line. failed: called with the reason, on a thread of
+    the line, if something else came, or a value cannot be sent; the line is closed then.
     """
 
-    def __init__(self, descriptor: int, receive: Callable[[Any], None]) -> None:
-        self._connection = Connection(descriptor)
+    def __init__(
+        self,
+        connection: SealedSocket,
+        codec: LineCodec[SentT, ReceivedT],
+        receive: Callable[[ReceivedT], None],
+        failed: Callable[[str], None],
+    ) -> None:
+        self._connection = connection
+        self._codec = codec
         self._receive = receive
-        self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._failed = failed
+        self._outbox: queue.SimpleQueue[SentT] = queue.SimpleQueue()
         for work in (self._write, self._read):
             threading.Thread(target=work, name="rank-line", daemon=True).start()
 
-    def send(self, item: object) -> None:
-        """Any thread may call it. The object must not change any more."""
+    def send(self, item: SentT) -> None:
+        """Any thread may call it. The value must not change any more."""
         self._outbox.put(item)
 
     def _write(self) -> None:
         try:
             while True:
-                self._connection.send(self._outbox.get())
+                self._connection.send(self._codec.encode(self._outbox.get()))
         except OSError:
             return  # The other rank has ended, which the rank's watch says.
+        except Exception as error:
+            log.exception("a value for another rank cannot be sent")
+            self._fail(f"cannot send: {error}")
 
     def _read(self) -> None:
-        try:
-            while True:
-                self._receive(self._connection.recv())
-        except (EOFError, OSError):
-            return
+        while True:
+            try:
+                value = self._codec.decode(self._connection.receive())
+            except (EOFError, OSError):
+                return
+            except (FrameRefused, ValueError) as error:
+                self._fail(str(error))
+                return
+            self._receive(value)
+
+    def _fail(self, reason: str) -> None:
+        self._connection.shut_down()
+        self._failed(reason)
 
 
-def lines_to_others(place: RankPlace, receive: Callable[[int, Any], None]) -> list[RankLine]:
-    """Rank 0's lines, in the order of the other ranks. receive: is told the rank, too."""
+def inherited_lines(place: RankPlace) -> dict[int, SealedSocket]:
+    """This rank's ends of its lines within its host, by the other rank."""
+    if place.rank == 0:
+        ends = {rank: first for rank, (first, _) in enumerate(place.lines, start=1)}
+    else:
+        ends = {0: place.lines[place.rank - 1][1]} if place.lines else {}
+    missing = NO_LINE[0]
+    return {rank: SealedSocket(socket.socket(fileno=end), INHERITED) for rank, end in ends.items() if end != missing}
 
-    def from_rank(rank: int) -> Callable[[Any], None]:
-        return lambda item: receive(rank, item)
 
-    return [RankLine(first, from_rank(rank)) for rank, (first, _) in enumerate(place.lines, start=1)]
+def lines_to_others(
+    lines: Mapping[int, SealedSocket],
+    codec: LineCodec[SentT, ReceivedT],
+    receive: Callable[[int, ReceivedT], None],
+    failed: Callable[[str], None],
+) -> list[RankLine[SentT, ReceivedT]]:
+    """Rank 0's lines, in the order of the other ranks. receive, failed: as of RankLine; they are told the rank, too."""
+
+    def line(rank: int) -> RankLine[SentT, ReceivedT]:
+        return RankLine(
+            lines[rank],
+            codec,
+            lambda item: receive(rank, item),
+            lambda reason: failed(f"the line to rank {rank} failed: {reason}"),
+        )
+
+    return [line(rank) for rank in sorted(lines)]
 
 
-def line_to_first(place: RankPlace, receive: Callable[[Any], None]) -> RankLine:
+def line_to_first(
+    lines: Mapping[int, SealedSocket],
+    codec: LineCodec[SentT, ReceivedT],
+    receive: Callable[[ReceivedT], None],
+    failed: Callable[[str], None],
+) -> RankLine[SentT, ReceivedT]:
     """The line of a rank other than 0."""
-    return RankLine(place.lines[place.rank - 1][1], receive)
+    return RankLine(lines[0], codec, receive, lambda reason: failed(f"the line to rank 0 failed: {reason}"))

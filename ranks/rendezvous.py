@@ -3,23 +3,19 @@
 Ranks of one host share what they inherit. Those of several hosts meet at a store of torch.distributed, which rank 0
 serves at the address that all were given. It asks for no key, as the collectives' own connections do not: who reaches
 them can disturb the group. What ranks send each other beside collectives goes over connections of which both ends have
-shown that they know the secret.
+shown that they know the secret (`ranks/handshake.py`), and whose frames nobody else can make
+(`ranks/sealed_socket.py`). Without keys there is no secret, and anybody can do both.
 """
 
 import hashlib
 import hmac
 import json
-import os
 import secrets
 import socket
-import struct
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
-from typing import Literal
 
 import psutil
 import structlog
@@ -27,31 +23,29 @@ from torch.distributed import DistError, DistNetworkError, FileStore, Store, TCP
 
 from base.errors import StartupError
 from ranks.barrier import GroupFailed
-from ranks.place import NO_LINE, RankPlace
+from ranks.handshake import PATIENCE_S, Caller, HandshakeFailed, Purpose, accept, call
+from ranks.place import RankPlace
+from ranks.sealed_socket import SealedSocket
 
 log = structlog.get_logger(__name__)
 
 MEETING_S = 600.0
 """How long the hosts of a group wait for each other: one may have to fetch an image first."""
 _AGAIN_S = 1.0
-_HANDSHAKE_S = 10.0
-_TIMEVAL = struct.Struct("@ll")
-
-Purpose = Literal["link", "line"]
 
 
 @dataclass(frozen=True)
 class Meeting:
     """What connects a rank with the others.
 
-    place: with a line between rank 0 and every rank of another host, if ranks have lines. links: to the counterparts,
-    by rank. interface: the name of the network interface that leads to the others. clock_ahead: seconds by which the
-    monotonic clock of rank 0 is ahead of this host's.
+    links: to the counterparts, by rank. lines: between rank 0 and every rank of another host, by the other rank, if
+    ranks have lines. interface: the name of the network interface that leads to the others. clock_ahead: seconds by
+    which the monotonic clock of rank 0 is ahead of this host's.
     """
 
-    place: RankPlace
     store: Store
-    links: dict[int, socket.socket]
+    links: dict[int, SealedSocket]
+    lines: dict[int, SealedSocket]
     interface: str | None
     clock_ahead: float
 
@@ -63,7 +57,7 @@ def meet(place: RankPlace, secret: bytes, patience: float = MEETING_S) -> Meetin
     started later, and StartupError if they cannot be a group: other keys, another shape, or one rank twice.
     """
     if place.hosts == 1:
-        return Meeting(place, FileStore(f"/proc/self/fd/{place.store}", place.size), {}, "lo", 0.0)
+        return Meeting(FileStore(f"/proc/self/fd/{place.store}", place.size), {}, {}, "lo", 0.0)
     until = time.monotonic() + patience
     try:
         store = _join(place, until)
@@ -132,90 +126,67 @@ def _connect(place: RankPlace, store: Store, secret: bytes, until: float) -> Mee
         store.set("nonce", secrets.token_hex(32))
     key = hmac.digest(secret, store.get("nonce"), hashlib.sha256)
     address = local_address(place.meeting)
-    found: dict[tuple[Purpose, int], socket.socket] = {}
+    found: dict[Caller, SealedSocket] = {}
     ahead = 0.0
     with socket.create_server((address, 0), backlog=2 * place.size) as server:
-        store.set(f"at/{place.rank}", json.dumps(server.getsockname()))
-        for purpose, other in _outgoing(place):
-            at, port = json.loads(store.get(f"at/{other}"))
-            connection = socket.create_connection((at, port), timeout=_HANDSHAKE_S)
-            clock = _show(connection, key, purpose, place.rank)
-            if other == 0:
+        at = server.getsockname()
+        store.set(f"at/{place.rank}", json.dumps(at))
+        for caller in _outgoing(place):
+            found[caller], clock = _called(store, key, caller)
+            if caller.to == 0:
                 ahead = clock
-            found[purpose, other] = connection
         incoming = _incoming(place)
         while not incoming <= found.keys():
             server.settimeout(max(0.0, until - time.monotonic()))
-            connection, _ = server.accept()
-            if (who := _recognize(connection, key)) in incoming - found.keys():
-                found[who] = connection
+            connection, (host, _) = server.accept()
+            _tune(connection)
+            try:
+                who, session = accept(connection, key, place.rank, at)
+            except HandshakeFailed as failed:
+                log.warning("a stranger connected to the group", address=host, reason=str(failed))
+                continue
+            if who in incoming - found.keys():
+                found[who] = session
             else:
-                log.warning("a stranger connected to the group", address=connection.getpeername()[0])
-                connection.close()
-    for connection in found.values():
-        limit(connection, 0)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                log.warning("a rank connected to the group that is not expected", address=host, rank=who.rank)
+                session.close()
+    for session in found.values():
+        session.be_patient(0)
     log.info("connected to the ranks of other hosts", connections=len(found), address=address)
-    lines = [line if line != NO_LINE else _line(place, rank, found) for rank, line in enumerate(place.lines, start=1)]
-    links = {other: connection for (purpose, other), connection in found.items() if purpose == "link"}
-    return Meeting(replace(place, lines=tuple(lines)), store, links, interface_of(address), ahead)
+    others = {caller: caller.rank + caller.to - place.rank for caller in found}
+    links, lines = (
+        {others[caller]: session for caller, session in found.items() if caller.purpose is purpose}
+        for purpose in Purpose
+    )
+    return Meeting(store, links, lines, interface_of(address), ahead)
 
 
-def _outgoing(place: RankPlace) -> Iterator[tuple[Purpose, int]]:
-    yield from (("link", other) for other in place.counterparts if other < place.rank)
+def _called(store: Store, key: bytes, caller: Caller) -> tuple[SealedSocket, float]:
+    """See `call`. Raises StartupError if whoever answers is not that rank."""
+    host, port = json.loads(store.get(f"at/{caller.to}"))
+    connection = socket.create_connection((host, port), timeout=PATIENCE_S)
+    _tune(connection)
+    try:
+        return call(connection, key, caller, (host, port))
+    except HandshakeFailed as failed:
+        raise StartupError(
+            f"rank {caller.rank} did not get a session with rank {caller.to} at {host}:{port}: {failed}. Its host "
+            "needs the same keys, and only hosts of the group may reach --dist-init-addr"
+        ) from failed
+
+
+def _outgoing(place: RankPlace) -> Iterator[Caller]:
+    yield from (Caller(Purpose.LINK, place.rank, other) for other in place.counterparts if other < place.rank)
     if place.host and place.lines:
-        yield "line", 0
+        yield Caller(Purpose.LINE, place.rank, 0)
 
 
-def _incoming(place: RankPlace) -> set[tuple[Purpose, int]]:
-    links: set[tuple[Purpose, int]] = {("link", other) for other in place.counterparts if other > place.rank}
+def _incoming(place: RankPlace) -> set[Caller]:
+    links = {Caller(Purpose.LINK, other, place.rank) for other in place.counterparts if other > place.rank}
     lines = range(place.per_host, place.size) if place.rank == 0 and place.lines else ()
-    return links | {("line", other) for other in lines}
+    return links | {Caller(Purpose.LINE, other, 0) for other in lines}
 
 
-def _show(connection: socket.socket, key: bytes, purpose: Purpose, rank: int) -> float:
-    """Say who this is. Returns by how much the other end's clock is ahead. Raises StartupError if it is a stranger."""
-    with _channel(connection) as channel:
-        try:
-            answer_challenge(channel, key)
-            deliver_challenge(channel, key)
-            asked_at = time.monotonic()
-            channel.send_bytes(json.dumps([purpose, rank]).encode())
-            theirs = float(channel.recv_bytes(64))
-        except (AuthenticationError, EOFError) as error:
-            raise StartupError(f"rank {rank}: an earlier host of the group has other keys") from error
-        return theirs - (asked_at + time.monotonic()) / 2
-
-
-def _recognize(connection: socket.socket, key: bytes) -> tuple[Purpose, int] | None:
-    """Who connected; None if it is a stranger."""
-    with _channel(connection) as channel:
-        try:
-            deliver_challenge(channel, key)
-            answer_challenge(channel, key)
-            purpose, rank = json.loads(channel.recv_bytes(256))
-            channel.send_bytes(repr(time.monotonic()).encode())
-        except (AuthenticationError, EOFError, OSError, ValueError):
-            return None
-        return purpose, rank
-
-
-def _channel(connection: socket.socket) -> Connection:
-    """To talk over a connection for as long as both sides are quick."""
-    connection.settimeout(None)
-    limit(connection, _HANDSHAKE_S)
-    return Connection(os.dup(connection.fileno()))
-
-
-def limit(connection: socket.socket, seconds: float) -> None:
-    """From now on receiving fails with BlockingIOError after so many seconds; 0: never."""
-    whole = int(seconds)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(whole, int((seconds - whole) * 1e6)))
-
-
-def _line(place: RankPlace, rank: int, found: Mapping[tuple[Purpose, int], socket.socket]) -> tuple[int, int]:
-    """The line between rank 0 and that one, as far as this process has an end of it."""
-    if place.rank == 0:
-        return found["line", rank].detach(), -1
-    return (-1, found["line", 0].detach()) if rank == place.rank else NO_LINE
+def _tune(connection: socket.socket) -> None:
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

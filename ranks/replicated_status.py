@@ -9,7 +9,6 @@ A connection and not a collective, since a sleeping rank is woken by what anothe
 rank, or the loss of its host, is seen by a thread that waits for nothing else.
 """
 
-import socket
 import struct
 import threading
 from collections.abc import Callable, Mapping
@@ -17,7 +16,7 @@ from contextlib import suppress
 
 from base.phase import Phase
 from ranks.place import RankPlace
-from ranks.rendezvous import limit
+from ranks.sealed_socket import FrameRefused, SealedSocket
 from ranks.status import SharedStatus
 
 _MESSAGE = struct.Struct("<3q")
@@ -37,7 +36,7 @@ class ReplicatedStatus(SharedStatus):
         self,
         fd: int,
         place: RankPlace,
-        links: Mapping[int, socket.socket],
+        links: Mapping[int, SealedSocket],
         called: Callable[[], None],
         lost: Callable[[], None],
     ) -> None:
@@ -62,7 +61,7 @@ class ReplicatedStatus(SharedStatus):
         """How long a counterpart may be silent from now on; each beats twice a second, or more often."""
         self._patience = seconds
         for link in self._links.values():
-            limit(link, seconds)
+            link.be_patient(seconds)
 
     def leave(self) -> None:
         """End the connections. If all are done, the counterparts do not miss this rank."""
@@ -70,8 +69,7 @@ class ReplicatedStatus(SharedStatus):
             self._send(_LEFT)
         self._closing = True
         for link in self._links.values():
-            with suppress(OSError):
-                link.shutdown(socket.SHUT_RDWR)
+            link.shut_down()
         for reader in self._readers:
             reader.join()
         for link in self._links.values():
@@ -108,26 +106,21 @@ class ReplicatedStatus(SharedStatus):
         with self._sending:
             for link in self._links.values():
                 with suppress(OSError):  # The link's reader finds out.
-                    link.sendall(message)
+                    link.send(message)
 
     # What counterparts say of theirs.
 
-    def _read(self, other: int, link: socket.socket) -> None:
+    def _read(self, other: int, link: SealedSocket) -> None:
         left = False
         while True:
             try:
-                message = link.recv(_MESSAGE.size, socket.MSG_WAITALL)
-                how = "closed its connection"
-            except BlockingIOError:
-                message, how = b"", f"was not heard for {self._patience:g} s"
-            except OSError as error:
-                message, how = b"", f"lost its connection ({error.strerror})"
-            if len(message) < _MESSAGE.size:
+                kind, first, second = _MESSAGE.unpack(link.receive())
+            except (EOFError, OSError, FrameRefused) as error:
                 if not (left or self._closing or self.all_done()):
+                    how = self._how_it_ended(error)
                     self.report(other, f"rank {other} on host {other // self._place.per_host} {how}")
                     self._lost()
                 return
-            kind, first, second = _MESSAGE.unpack(message)
             if kind == _POST:
                 super().post(other, first, second)
                 if self.posted(self._place.rank, first) is None:
@@ -139,3 +132,14 @@ class ReplicatedStatus(SharedStatus):
                     super().set_done(other)
             else:
                 left = True
+
+    def _how_it_ended(self, error: Exception) -> str:
+        match error:
+            case EOFError():
+                return "closed its connection"
+            case BlockingIOError():
+                return f"was not heard for {self._patience:g} s"
+            case OSError():
+                return f"lost its connection ({error.strerror})"
+            case _:
+                return f"lost its connection ({error})"

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from base.flags import Flag
-from model.shapes import ShapeName
+from model.families import ShapeName
 
 _UP_TO = "or all of the shape's"
 

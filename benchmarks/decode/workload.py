@@ -15,11 +15,12 @@ from kvcache.format import KVCacheDtype
 from model.backends.protocol import AttentionBackend
 from model.cache import PagedKeys
 from model.config import NetworkConfig, RouterConfig, network_config
+from model.families import ShapeName
 from model.fp8 import quantise_activations
 from model.indexer import IndexQueries
 from model.roofline import RankModel
 from model.routed import RoutedTokens
-from model.shapes import ShapeName, published_config
+from model.shapes import published_config
 from model.shard import ALONE, Exchange
 from model.spec import ModelSpec
 

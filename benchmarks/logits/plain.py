@@ -18,7 +18,8 @@ import torch.nn.functional as F
 
 from kvcache.fp8_format import Fp8Format
 from model import fp8
-from model.config import LayerKind, NetworkConfig
+from model.config import NetworkConfig
+from model.families import LayerKind
 
 _BLOCK_BYTES = 512 << 20
 """Of the scores of some queries, over all heads."""

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from base.errors import StartupError
 from base.flags import Flag
-from model.shapes import ShapeName
+from model.families import ShapeName
 
 _CONTEXTS = ("8192", "32768")
 

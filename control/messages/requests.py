@@ -1,7 +1,12 @@
 """Between gateways and decode nodes: requests."""
 
+from array import array
+from collections.abc import Iterator
+from functools import cached_property
 from typing import Annotated, Literal
 
+import numpy as np
+import numpy.typing as npt
 from pydantic import AfterValidator, Field
 
 from base.wire import Identifier, UInt, WireModel
@@ -16,6 +21,8 @@ MAX_ALLOWED = 2**18
 MAX_BAD_WORD_TOKENS = 4096
 """Tokens of all bad words of one request together."""
 Bias = Annotated[float, Field(ge=-100, le=100)]
+MAX_CHOICES = 128
+"""Answers of one request of a client, over all of its prompts."""
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 RepetitionPenalty = Annotated[float, Field(ge=0.01, le=100)]
 """Logits are divided and multiplied by it. A finite logit below 3e36 stays finite in float32; models have logits below
@@ -55,9 +62,18 @@ class Sampling(WireModel):
     min_tokens: UInt = 0
 
 
-class Generate(Message):
-    """Gateway to decode node: take this request. Repeated until Accepted, Rejected or Outputs answers it.
+class FurtherChoice(WireModel):
+    """A request that differs from the one of its message in these fields alone."""
 
+    request_id: Identifier
+    seed: UInt
+
+
+class Generate(Message):
+    """Gateway to decode node: take these requests. Repeated until Accepted, Rejected or Outputs answers each of them.
+
+    further: other answers to the same prompt, as requests of their own. They share all fields but their ids and seeds,
+    so that a prompt and its settings travel, and are validated, once however many answers are asked for.
     prefill_nodes: in order of preference. longest_prompts: the most tokens that each takes, by its boot id.
     prefill_ranks: by boot id, the other ranks of those that have some. priority: a request with a lower one goes first,
     then that which came first. grammar: what the answer has to look like. cache_salt: requests with different ones
@@ -79,6 +95,32 @@ class Generate(Message):
     prefill_nodes: tuple[Peer, ...] = ()
     longest_prompts: dict[Identifier, UInt] = Field(default_factory=dict)
     prefill_ranks: dict[Identifier, Ranks] = Field(default_factory=dict)
+    further: Annotated[tuple[FurtherChoice, ...], Field(max_length=MAX_CHOICES - 1)] = ()
+
+    @cached_property
+    def packed_prompt(self) -> "array[int]":
+        """The prompt's token ids as int32. Copies of the message that are made afterwards share it.
+
+        No NumPy array, since messages are compared.
+        """
+        return array("i", self.prompt_ids)
+
+    @property
+    def prompt(self) -> npt.NDArray[np.int32]:
+        """The prompt's token ids: int32 [prompt_tokens], in the memory of `packed_prompt`."""
+        return np.frombuffer(self.packed_prompt, dtype=np.int32)
+
+    def each(self) -> Iterator["Generate"]:
+        """One message for each request. They share the prompt, packed too, and the settings.
+
+        The log probabilities of the prompt are those of the first.
+        """
+        _ = self.packed_prompt
+        yield self.model_copy(update={"further": ()})
+        for choice in self.further:
+            sampling = self.sampling.model_copy(update={"seed": choice.seed})
+            own = {"request_id": choice.request_id, "sampling": sampling, "prompt_logprobs": None, "further": ()}
+            yield self.model_copy(update=own)
 
 
 class Accepted(Message):

@@ -7,9 +7,13 @@ from gateway.answers.answer import Answer
 from gateway.answers.prompt import offsets, prompt_tokens
 from gateway.answers.streamed import Json
 from gateway.choice import Delta
+from gateway.errors import ApiError
 from gateway.prepared import Prepared
 from gateway.requests.completions import CompletionRequest
 from gateway.tokenizer import CheckpointTokenizer
+
+MAX_ECHO_CHARS = 8 << 20
+"""Characters of prompts in all answers to one request."""
 
 
 class CompletionAnswer(Answer):
@@ -32,7 +36,11 @@ class CompletionAnswer(Answer):
                 used = prepared.prompt_ids(choices[0])
                 text = prompt if isinstance(prompt, str) and whole else tokenizer.decode(used)
                 self._echoes |= dict.fromkeys(choices, text)
-
+        if (echoed := sum(map(len, self._echoes.values()))) > MAX_ECHO_CHARS:
+            message = (
+                f"echo: the answers would repeat {echoed} characters of prompts; at most {MAX_ECHO_CHARS} are given"
+            )
+            raise ApiError(400, message, param="echo")
         self._echoed: dict[int, int] = {}
         """By choice, the length of the prompt's text once that has been rendered."""
 

@@ -52,6 +52,7 @@ _GUARDED = {
     429: "The gateway serves as much as it may: try again later",
     500: "Something failed: try again",
 }
+_GENERATES = {403: "The client may not go before others (`priority`)"}
 _FAILURES = {
     400: "Something in the request is wrong; the message names it",
     404: "There is no such model",
@@ -110,7 +111,8 @@ def document() -> Json:
             "summary": summary,
             "operationId": _name("post", path),
             "requestBody": {"required": True, "content": _content(schema(body))},
-            "responses": responses | refused(path, {**_FAILURES, **_GUARDED}),
+            "responses": responses
+            | refused(path, {**_FAILURES, **_GUARDED, **(_GENERATES if path in _STREAMS else {})}),
         }
         return {"post": operation}
 

@@ -5,7 +5,8 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field, PlainValidator, model_validator
 from pydantic_core import PydanticCustomError
 
-from gateway.requests.generation import MAX_CHOICES, GenerationRequest
+from control.messages import MAX_CHOICES
+from gateway.requests.generation import GenerationRequest
 
 Prompt = str | list[int]
 """Text, or token ids."""

@@ -11,6 +11,7 @@ from control.messages import (
     MAX_ALLOWED,
     MAX_BAD_WORD_TOKENS,
     MAX_BIASES,
+    MAX_CHOICES,
     Bias,
     Penalty,
     RepetitionPenalty,
@@ -25,8 +26,8 @@ from gateway.requests.structure import StructureFields
 from gateway.requests.unsupported import NEUTRAL, OF_STREAMS, FieldPolicy, Neutral
 from gateway.tokenizer import CheckpointTokenizer
 
-MAX_CHOICES = 128
-"""Answers of one request, over all of its prompts."""
+MAX_PRIORITY = 1000
+"""The least urgent priority, and with a minus sign the most urgent one."""
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 
@@ -94,7 +95,7 @@ class GenerationRequest(RequestBody, StructureFields, ABC):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
-    priority: Int64 | None = None
+    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None

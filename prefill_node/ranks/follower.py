@@ -18,6 +18,7 @@ from prefill_node.fetcher import Fetcher, FetchResources
 from prefill_node.job import JobState, TransferJob
 from prefill_node.outgoing import SendReport
 from prefill_node.ranks.gathering import Gathered, PrefixGather
+from prefill_node.ranks.order_codec import OF_OTHERS
 from prefill_node.ranks.orders import (
     Begin,
     Connected,
@@ -82,7 +83,7 @@ class Follower:
         """What is not submitted before more of them have ended."""
         self._not_read: set[AttemptId] = set()
         """Held attempts of which no more reads are to be posted."""
-        self._line = line_to_first(ranks.place, shell.inbox.put)
+        self._line = line_to_first(ranks.lines, OF_OTHERS, shell.inbox.put, ranks.fail)
 
     def run(self) -> None:
         """Obey until rank 0 ends the node. Raises GroupFailed if a rank ends otherwise, or fails to compute."""

@@ -18,6 +18,7 @@ from prefill_node.outgoing import Chunk, SendReport
 from prefill_node.progress import ForwardProgress
 from prefill_node.ranks.fetcher import GroupFetcher, ReadPrefix
 from prefill_node.ranks.gathering import Gathered, PrefixGather
+from prefill_node.ranks.order_codec import OF_FIRST
 from prefill_node.ranks.orders import (
     Begin,
     Connected,
@@ -56,7 +57,7 @@ class GroupEngine(ModelEngine):
         self._failure: GroupFailed | None = None
         self._said_failure = False
         self._connected: frozenset[str] = frozenset()
-        self._lines = lines_to_others(ranks.place, self._on_part)
+        self._lines = lines_to_others(ranks.lines, OF_FIRST, self._on_part, ranks.fail)
         self._partial = PartialReports()
         layouts: WeakKeyDictionary[ForwardProgress, Layout] = WeakKeyDictionary()
         self._compute = GroupCompute(self._compute, ranks.world_size, layouts, self._order)

@@ -1,13 +1,30 @@
 """What rank 0 of a prefill node and its other ranks tell each other. Every rank acts on orders in their order."""
 
 from dataclasses import dataclass
-from typing import Self
+from typing import Annotated, Self
+
+import numpy as np
+from pydantic import PlainSerializer, PlainValidator
 
 from control.messages import AttemptId, Peer, PrefillRequest
 from prefill_node.fetch import FetchFailure, FetchReport
 from prefill_node.outgoing import SendReport
 from transfer.memory import Checksum, Checksums
 from transfer.planner import Int64s
+
+
+def _from_bytes(data: object) -> Int64s:
+    if not isinstance(data, bytes):
+        raise ValueError(f"expected the bytes of int64 numbers, found {type(data).__name__}")
+    return np.frombuffer(data, dtype="<i8").astype(np.int64)
+
+
+def _to_bytes(numbers: Int64s) -> bytes:
+    return numbers.astype("<i8").tobytes()
+
+
+PackedInt64s = Annotated[Int64s, PlainValidator(_from_bytes), PlainSerializer(_to_bytes)]
+"""An array that is bytes on a line."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +46,7 @@ class PlannedChunk:
     start: int
     stop: int
     sequence_length: int
-    pages: Int64s
+    pages: PackedInt64s
 
 
 @dataclass(frozen=True)
@@ -51,8 +68,8 @@ class Read:
     attempt: AttemptId
     start: int
     stop: int
-    pages: Int64s
-    slots: Int64s
+    pages: PackedInt64s
+    slots: PackedInt64s
     checksums: Checksums
     after: int
 
@@ -71,7 +88,7 @@ class DividedPrefix:
     pages: of the whole attempt.
     """
 
-    pages: Int64s
+    pages: PackedInt64s
     bounds: tuple[int, ...]
 
 
@@ -169,3 +186,6 @@ class PartRead:
             failure=report.failure,
             in_flight=report.in_flight,
         )
+
+
+PartReport = PartSent | PartRead

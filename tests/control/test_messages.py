@@ -17,6 +17,7 @@ from control.messages import (
     ChunkDone,
     ChunkTaken,
     Destination,
+    FurtherChoice,
     Generate,
     Message,
     Output,
@@ -66,6 +67,7 @@ def sample_messages() -> list[Message]:
             sampling=Sampling(temperature=0.5, top_logprobs=3),
             prefill_nodes=(ME,),
         ),
+        Generate(request_id="r", prompt_ids=(1,), max_new_tokens=3, further=(FurtherChoice(request_id="s", seed=1),)),
         Cancel(request_id="r"),
         ChunkTaken(attempt=ATTEMPT, number=2),
         Outputs.of([Output("r", 3, (Token(7, -0.5, ((7, -0.5),)),)), Output("s", 0, finish_reason="abort")]),
@@ -102,6 +104,33 @@ def test_a_request_beyond_the_bounds_of_one_client_is_malformed(field: str, valu
     message = Generate(request_id="r", prompt_ids=(1,), max_new_tokens=1).model_copy(update={"sampling": sampling})
     with pytest.raises(MalformedMessage, match=f"Generate: sampling.{field}"):
         decode(encode(message, GATEWAY))
+
+
+def test_a_message_asks_for_a_request_for_each_choice_which_share_the_rest() -> None:
+    message = Generate(
+        request_id="r-0",
+        prompt_ids=(1, 2),
+        max_new_tokens=3,
+        sampling=Sampling(seed=5, bad_words=((1,),)),
+        group="g",
+        prompt_logprobs=0,
+        further=(FurtherChoice(request_id="r-1", seed=6), FurtherChoice(request_id="r-2", seed=0)),
+    )
+    received = decode(encode(message, GATEWAY))[1]
+    assert isinstance(received, Generate)
+    choices = list(received.each())
+    assert [(one.request_id, one.sampling.seed, one.prompt_logprobs) for one in choices] == [
+        ("r-0", 5, 0),
+        ("r-1", 6, None),
+        ("r-2", 0, None),
+    ]
+    first, *others = choices
+    for other in others:
+        assert (other.group, other.further, other.sampling.bad_words) == ("g", (), ((1,),))
+        assert other.prompt_ids is first.prompt_ids
+        assert other.packed_prompt is first.packed_prompt
+        assert other.prompt.tolist() == [1, 2]
+    assert list(choices[0].each()) == choices[:1]
 
 
 @given(st.integers(0, 63), st.integers(0, 16384), st.text(max_size=64), st.floats(0, 100))

@@ -34,7 +34,6 @@ from tests.decode_node.fakes import GATEWAY, destination
 from tests.prefill_node.fakes import FakeControl
 from transfer.fencing import ReservationTable
 from transfer.incoming import IncomingCut
-from transfer.memory import BufferInfo
 
 FORMAT = DenseFormat(torch.float32, item_dim=2, index_dim=2)
 LAYOUT = KVLayout((0,), FORMAT.item_bytes, FORMAT.index_key_bytes)
@@ -118,8 +117,7 @@ class Harness:
             has_prefix_cache=self.caching,
         )
         self.coordinator: HiSparseCoordinator = build_tiers(sizes, torch.device("cpu"))
-        ptrs, lengths, item_lengths = self.coordinator.host.get_contiguous_buf_infos()
-        self.buffers = BufferInfo(ptrs=tuple(ptrs), lengths=tuple(lengths), item_lengths=tuple(item_lengths))
+        self.buffers = self.coordinator.host.get_contiguous_buf_infos()
         self.table: ReservationTable[AttemptId, Peer, HostSlots] = ReservationTable(
             self.coordinator.host.release, self.coordinator.host.retain, lambda: IncomingCut(())
         )

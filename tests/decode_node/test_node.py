@@ -14,12 +14,14 @@ import torch
 from base.metrics import Metrics
 from control.messages import (
     Abort,
+    Accepted,
     Admitted,
     AttemptId,
     Cancel,
     ChunkDone,
     ChunkTaken,
     Ended,
+    FurtherChoice,
     Generate,
     Leaving,
     Message,
@@ -157,6 +159,17 @@ def test_verified_bytes_are_served(running: Running) -> None:
     running.write(node, request)
     wait_until(lambda: running.tokens() == [100, 101, 102, 103, 104], timeout=10)
     assert (FIRST, Admitted(attempt=R)) in running.control.sent
+
+
+def test_each_choice_of_a_message_is_a_request_and_answered(running: Running) -> None:
+    further = tuple(FurtherChoice(request_id=name, seed=0) for name in ("s", "t", "u"))
+    running.ask(group="g", further=further)
+    node, request = running.requested(epoch=1)
+    answers = [message for _, message in running.control.sent if isinstance(message, Accepted | Rejected)]
+    assert [(type(answer), answer.request_id) for answer in answers] == [(Accepted, name) for name in "rstu"]
+    running.write(node, request)
+    for name in "rstu":
+        wait_until(lambda name=name: running.tokens(name) == [100, 101, 102, 103, 104], timeout=10)  # type: ignore[misc]
 
 
 def test_torn_bytes_are_never_served_and_the_retry_on_another_node_is(running: Running) -> None:

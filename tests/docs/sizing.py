@@ -18,7 +18,7 @@ from hisparse.sizing import GIB, Sizes, plan_sizes
 from kvcache.block_cache import BLOCK_BYTES
 from kvcache.format import DenseFormat
 from kvcache.layout import KVLayout
-from model.shapes import ShapeName
+from model.families import ShapeName
 
 OPERATIONS = Path(__file__).parents[2] / "docs" / "operations.md"
 _BLOCK = re.compile(r"(<!-- sizing -->\n).*?(<!-- /sizing -->)", re.DOTALL)

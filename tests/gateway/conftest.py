@@ -8,6 +8,7 @@ import openai
 import pytest
 
 from gateway.config import GatewayConfig
+from service import watched
 from tests.gateway.fakes import MODEL, FakeDecodeNode, FakeNode, RunningGateway, wait_until, write_checkpoint
 from tests.gateway.scripted import Service, deepseek_service, glm_service
 
@@ -29,6 +30,12 @@ def glm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     service = glm_service(tmp_path_factory.mktemp("glm"))
     yield service
     service.close()
+
+
+@pytest.fixture
+def look_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of keys are looked at with each request."""
+    monkeypatch.setattr(watched, "_LOOK_EVERY_S", 0.0)
 
 
 @pytest.fixture

@@ -163,7 +163,10 @@ class FakeDecodeNode(FakeNode):
         """Tokens of the prompt that were not computed, of one request after the other, round and round."""
         self.extra_outputs: list[Output] = []
         """Sent after the tokens; their request ids are replaced."""
+        self.asked: list[Generate] = []
+        """Messages that asked it for requests, as they came."""
         self.generated: list[Generate] = []
+        """The requests, each once."""
         self.cancelled: list[str] = []
         self.ended: list[str] = []
         """Requests of which the gateway has said that it knows of their end."""
@@ -171,9 +174,12 @@ class FakeDecodeNode(FakeNode):
     def deliver(self, sender: Peer, message: Message) -> None:
         match message:
             case Generate():
-                if all(message.request_id != seen.request_id for seen in self.generated):
-                    self.generated.append(message)
-                    self._generate(sender, message)
+                self.asked.append(message)
+                seen = {request.request_id for request in self.generated}
+                for request in message.each():
+                    if request.request_id not in seen:
+                        self.generated.append(request)
+                        self._generate(sender, request)
             case Cancel():
                 self.cancelled.append(message.request_id)
                 self.send(sender, Output(request_id=message.request_id, start=0, finish_reason="abort"))

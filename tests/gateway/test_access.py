@@ -20,7 +20,6 @@ from gateway.errors import ApiError
 from gateway.guard import Guard, RequestBytes, RequestLimits
 from gateway.keys import ApiKeys
 from gateway.process import Gateway
-from service import watched
 from tests.gateway.fakes import MODEL, FakeDecodeNode, RunningGateway, wait_until
 from tests.service.raw_http import RawClient
 
@@ -48,11 +47,6 @@ def key_file(directory: Path, text: str, mode: int = 0o600) -> Path:
     fresh.write_text(text)
     fresh.chmod(mode)
     return fresh.rename(directory / "keys")
-
-
-@pytest.fixture
-def look_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watched, "_LOOK_EVERY_S", 0.0)
 
 
 def test_every_key_is_accepted_and_nothing_else(start_gateway: Start) -> None:

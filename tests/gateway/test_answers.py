@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from control.messages import FinishReason, Sampling, Token
+from control.messages import FinishReason, Generate, Token
 from gateway.answers.answer import Answer
 from gateway.answers.chat import ChatAnswer
 from gateway.answers.completions import CompletionAnswer
@@ -43,7 +43,9 @@ FIELDS = [
 
 
 def prepared(request: ApiRequest, reading: ChatReading | None = None) -> Prepared:
-    one = TokenizedRequest("r", (1,), 99, Sampling(seed=0), (), streams=True, arrived=0.0, deadline=9e9)
+    one = TokenizedRequest(
+        Generate(request_id="r", prompt_ids=(1,), max_new_tokens=99), streams=True, arrived=0.0, deadline=9e9
+    )
     return Prepared(request, "r", (one, one), TextOptions(), reading)
 
 

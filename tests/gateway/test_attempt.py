@@ -5,11 +5,13 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from control.messages import FinishReason, Output, Peer, Sampling, Token
+from control.messages import FinishReason, Generate, Output, Peer, Token
 from gateway.attempt import Attempt, Shortcut, TokenizedRequest
 from gateway.choice import Delta
 
-REQUEST = TokenizedRequest("r", (1,), 99, Sampling(seed=0), (), streams=True, arrived=0.0, deadline=9e9)
+REQUEST = TokenizedRequest(
+    Generate(request_id="r", prompt_ids=(1,), max_new_tokens=99), streams=True, arrived=0.0, deadline=9e9
+)
 NODE = Peer(role="decode", address="127.0.0.1:1", boot_id="boot")
 
 

@@ -61,11 +61,11 @@ def test_how_tokens_are_drawn_is_told_to_the_decode_node(http: httpx.Client, dec
         "allowed_token_ids": [5, 97, 5],
         "bad_words": ["hi"],
         "min_tokens": 4,
-        "priority": -2,
+        "priority": 2,
     }
     assert http.post("/v1/completions", json=body).status_code == 200
     (sent,) = decode.generated
-    assert sent.priority == -2
+    assert sent.priority == 2
     assert sent.sampling == Sampling(
         temperature=0.5,
         seed=3,

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from control.messages import AttemptId, Destination
-from kvcache.paged_pool import PagedKVPool, PagedSequence, buffer_info
+from kvcache.layout import buffer_info
+from kvcache.paged_pool import PagedKVPool, PagedSequence
 from model.loader import load_model
 from model.passes import PrefillChunk
 from model.tiny import write_tiny_checkpoint

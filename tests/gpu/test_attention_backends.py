@@ -10,12 +10,13 @@ import torch
 from kvcache.format import DenseFormat, KVFormat
 from model.backends.protocol import AttentionBackend
 from model.backends.torch_backend import TorchBackend
+from model.families import FamilyName
 from model.indexer import IndexQueries
 from model.loader import load_model
 from model.passes import PrefillChunk
 from model.sparse_model import SparseModel
 from model.spec import ModelSpec
-from model.tiny import Family, write_tiny_checkpoint
+from model.tiny import write_tiny_checkpoint
 
 pytest.importorskip("triton")
 
@@ -326,7 +327,7 @@ def forced_logits(model: SparseModel, tokens: torch.Tensor, steps: int, chunk: i
 
 
 @pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
-def test_a_bfloat16_model_is_as_exact_by_either_backend(family: Family, tmp_path: Path) -> None:
+def test_a_bfloat16_model_is_as_exact_by_either_backend(family: FamilyName, tmp_path: Path) -> None:
     write_tiny_checkpoint(tmp_path / "tiny", family, seed=1, layers=5)
     exact = load_model(tmp_path / "tiny", torch.float32, CUDA)
     by_torch, by_triton = (

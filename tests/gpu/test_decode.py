@@ -15,11 +15,12 @@ from engine.graphs import batch_ladder, context_ladder
 from engine.runner import LaunchedStep
 from hisparse.verify import SwapInMismatchError
 from model.backends.choice import choose_backend
+from model.families import FamilyName
 from model.loader import load_model, read_spec
-from model.tiny import Family, write_tiny_checkpoint
+from model.tiny import write_tiny_checkpoint
 from tests.gpu.tiered_session import CUDA, GREEDY, TieredSession, session
 
-FAMILIES: tuple[Family, ...] = ("deepseek_v32", "glm_moe_dsa")
+FAMILIES: tuple[FamilyName, ...] = ("deepseek_v32", "glm_moe_dsa")
 # Around a page, the top-k of 64 and the hot buffer of 128.
 LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 126, 127, 128, 129, 130, 500, 1200)
 NEW_TOKENS = 32

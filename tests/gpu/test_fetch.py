@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from control.messages import AttemptId, Destination
-from kvcache.paged_pool import PagedKVPool, buffer_info
+from kvcache.layout import buffer_info
+from kvcache.paged_pool import PagedKVPool
 from prefill_node.arrival import PrefixArrival
 from prefill_node.fetch import Fetch, FetchReport, RunningFetch
 from prefill_node.landing import DeviceSink

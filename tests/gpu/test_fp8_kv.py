@@ -11,12 +11,13 @@ import torch.nn.functional as F
 from kernels.score_pages import PagesToScore, score_pages
 from kvcache.fp8_format import Fp8Format, quantise, rotate
 from model.backends.torch_backend import TorchBackend
+from model.families import FamilyName
 from model.indexer import IndexQueries
 from model.loader import load_model
 from model.norm import LayerNorm, RmsNorm
 from model.partial_sums import PartialSums
 from model.rope import Rope
-from model.tiny import Family, write_tiny_checkpoint
+from model.tiny import write_tiny_checkpoint
 
 pytest.importorskip("triton")
 pytest.importorskip("cuda.bindings")
@@ -388,7 +389,7 @@ def test_selections_agree_with_torch_on_most_positions(host_knows: bool) -> None
 
 
 @pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
-def test_a_bfloat16_model_with_fp8_kv_is_as_exact_by_either_backend(family: Family, tmp_path: Path) -> None:
+def test_a_bfloat16_model_with_fp8_kv_is_as_exact_by_either_backend(family: FamilyName, tmp_path: Path) -> None:
     write_tiny_checkpoint(tmp_path / "tiny", family, seed=1, layers=5)
     exact = load_model(tmp_path / "tiny", torch.float32, CUDA)
     kv_format = Fp8Format(exact.spec.latent_dim, exact.spec.item_dim - exact.spec.latent_dim, exact.spec.index_dim)

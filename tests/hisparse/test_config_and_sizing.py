@@ -128,12 +128,12 @@ def test_a_device_without_a_swap_in_backend_is_refused() -> None:
 def test_host_buffers_are_page_aligned_one_per_layer() -> None:
     coordinator = build_tiers(plan(None, context=600), torch.device("cpu"))
     host = coordinator.host
-    pointers, lengths, item_lengths = host.get_contiguous_buf_infos()
-    assert pointers[0] % 4096 == 0
-    assert pointers[4] % 4096 == 0
-    assert pointers[2] - pointers[0] == 2 * lengths[0]
-    assert item_lengths == [1152] * 4 + [256] * 3
-    assert lengths == [item * host.num_slots for item in item_lengths]
+    info = host.get_contiguous_buf_infos()
+    assert info.ptrs[0] % 4096 == 0
+    assert info.ptrs[4] % 4096 == 0
+    assert info.ptrs[2] - info.ptrs[0] == 2 * info.lengths[0]
+    assert info.item_lengths == (1152,) * 4 + (256,) * 3
+    assert info.lengths == tuple(item * host.num_slots for item in info.item_lengths)
     coordinator.close()
 
 

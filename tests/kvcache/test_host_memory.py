@@ -35,7 +35,8 @@ def test_layers_of_a_pool_are_zeroed_and_do_not_overlap(shareable: bool) -> None
     pool.kv.fill_(1)
     pool.index_keys.fill_(2)
     assert bool((pool.kv == 1).all())
-    ptrs, lengths, _ = pool.get_contiguous_buf_infos()
+    info = pool.get_contiguous_buf_infos()
+    ptrs, lengths = info.ptrs, info.lengths
     assert ptrs[0] % mmap.PAGESIZE == ptrs[3] % mmap.PAGESIZE == 0
     ends = [ptr + length for ptr, length in zip(ptrs, lengths, strict=True)]
     assert all(end <= ptr for end, ptr in zip(ends, ptrs[1:], strict=False))

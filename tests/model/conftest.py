@@ -5,12 +5,13 @@ import pytest
 import torch
 import transformers
 
+from model.families import FamilyName
 from model.loader import load_model
 from model.sparse_model import SparseModel
-from model.tiny import Family, write_tiny_checkpoint
+from model.tiny import write_tiny_checkpoint
 from tests.greedy import generate
 
-FAMILIES: tuple[Family, ...] = ("deepseek_v32", "glm_moe_dsa")
+FAMILIES: tuple[FamilyName, ...] = ("deepseek_v32", "glm_moe_dsa")
 
 transformers.utils.logging.disable_progress_bar()
 

@@ -18,6 +18,7 @@ from base.memory import human
 from model import loader
 from model.config import read_config
 from model.experts import MixtureOfExperts
+from model.families import FamilyName
 from model.feed_forward import FeedForward
 from model.fp8 import dequantise
 from model.linear import Linear
@@ -28,7 +29,7 @@ from model.quantization import BlockFp8
 from model.shard import WHOLE, Shard
 from model.stored_weights import StoredWeights
 from model.tensor_files import find_tensors
-from model.tiny import Family, write_tiny_checkpoint
+from model.tiny import write_tiny_checkpoint
 from tests.dequantised import write_dequantised
 from tests.greedy import likeliest
 
@@ -40,12 +41,12 @@ HIDDEN = 192
 
 
 @pytest.fixture(scope="module", params=["deepseek_v32", "glm_moe_dsa"])
-def family(request: pytest.FixtureRequest) -> Family:
+def family(request: pytest.FixtureRequest) -> FamilyName:
     return request.param  # type: ignore[no-any-return]
 
 
 @pytest.fixture(scope="module", params=["float", "ue8m0"])
-def checkpoint(request: pytest.FixtureRequest, family: Family, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(request: pytest.FixtureRequest, family: FamilyName, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("fp8") / "model"
     write_tiny_checkpoint(path, family, seed=3, hidden_size=HIDDEN, fp8=BlockFp8(request.param == "ue8m0"))
     return path
@@ -98,7 +99,7 @@ def test_it_generates_what_transformers_generates_from_a_float32_copy(checkpoint
     ]
 
 
-def test_it_is_stored_as_published_checkpoints_are(checkpoint: Path, family: Family) -> None:
+def test_it_is_stored_as_published_checkpoints_are(checkpoint: Path, family: FamilyName) -> None:
     config = json.loads((checkpoint / "config.json").read_text())
     quantization = config["quantization_config"]
     assert {key: quantization[key] for key in ("quant_method", "fmt", "weight_block_size", "activation_scheme")} == {

@@ -25,6 +25,7 @@ from prefill_node.sender import SendResources
 from prefill_node.source import HostSource, Reading
 from ranks.barrier import GroupFailed
 from ranks.place import RankPlace, create_places
+from ranks.rank_line import inherited_lines
 from tests.prefill_node.fakes import LAYOUT, FakeControl
 from tests.prefill_node.sending import CPU, LateChannel
 from tests.prefill_node.sequences import RunningModel
@@ -60,6 +61,7 @@ class FakeRank:
 
     def __init__(self, place: RankPlace, size: int) -> None:
         self.place, self.rank, self.world_size = place, place.rank, size
+        self.lines = inherited_lines(place)
         self.clock_ahead = 0.0
         self.ended: int | None = None
 
@@ -70,6 +72,9 @@ class FakeRank:
     def check(self) -> None:
         if self.ended is not None:
             raise GroupFailed(f"rank {self.ended} ended")
+
+    def fail(self, reason: str) -> None:
+        raise AssertionError(reason)
 
     def failure(self, error: object) -> GroupFailed:
         return GroupFailed(f"rank {self.rank} failed: {error}")

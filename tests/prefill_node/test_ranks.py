@@ -2,6 +2,7 @@
 
 import os
 import queue
+import socket
 from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -28,11 +29,13 @@ from prefill_node.model_engine import EngineParts, ModelEngine
 from prefill_node.outgoing import SendReport
 from prefill_node.progress import ForwardProgress
 from prefill_node.ranks.leader import GroupCompute, GroupEngine, GroupSender, Layout
+from prefill_node.ranks.order_codec import OF_OTHERS
 from prefill_node.ranks.orders import Begin, Forget, Order, PartSent, Step, Stop
 from prefill_node.ranks.parts import Part, PartialReports
 from ranks.barrier import GroupFailed
 from ranks.place import RankPlace, create_places
-from ranks.rank_line import RankLine
+from ranks.rank_line import RankLine, inherited_lines
+from ranks.sealed_socket import INHERITED, SealedSocket
 from tests.prefill_node.endpoint_harness import DECODE, Harness, R, checksum_of, request
 from transfer.memory import Checksum
 
@@ -45,12 +48,17 @@ class FakeRanks:
 
     def __init__(self, place: RankPlace) -> None:
         self.place = place
+        self.lines = inherited_lines(place)
         self.ended: int | None = None
         self.reported = ""
+        self.failed = ""
 
     def check(self) -> None:
         if self.ended is not None:
             raise GroupFailed(f"rank {self.ended} ended")
+
+    def fail(self, reason: str) -> None:
+        self.failed = reason
 
     def failure(self, error: object) -> GroupFailed:
         return GroupFailed(f"rank 0 failed in step 1: {error}")
@@ -81,7 +89,10 @@ class GroupHarness(Harness):
         self.engine._compute = GroupCompute(self.computing, 3, layouts, self.engine._order)
         self.engine._sender = GroupSender(self.sender, layouts, self.engine._partial)
         self.orders: list[queue.SimpleQueue[Order]] = [queue.SimpleQueue() for _ in range(2)]
-        self.lines = [RankLine(own, orders.put) for (_, own), orders in zip(self.place.lines, self.orders, strict=True)]
+        ends = [SealedSocket(socket.socket(fileno=own), INHERITED) for _, own in self.place.lines]
+        self.lines = [
+            RankLine(end, OF_OTHERS, orders.put, self.ranks.fail) for end, orders in zip(ends, self.orders, strict=True)
+        ]
 
     def new_engine(self, parts: EngineParts) -> ModelEngine:
         return GroupEngine(parts, self.ranks, None)  # type: ignore[arg-type]

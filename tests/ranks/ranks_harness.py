@@ -1,5 +1,6 @@
 """Ranks of a group as processes of their own, forked from the test."""
 
+import json
 import os
 import signal
 import time
@@ -14,11 +15,13 @@ import torch
 from cli.serve import free_port
 from ranks.group import RankGroup
 from ranks.place import RankPlace, create_places
+from ranks.rank_line import LineCodec
 from ranks.status import SharedStatus
 from ranks.watch import RankWatch
 
 CPU = torch.device("cpu")
 TIMEOUT_S = 30.0
+JSON: LineCodec[object, object] = LineCodec(lambda value: json.dumps(value).encode(), json.loads)
 
 
 class FakeWatch(RankWatch):

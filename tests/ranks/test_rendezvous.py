@@ -1,7 +1,9 @@
 """Ranks of two hosts, which share no memory and no line. Here both have the loopback interface."""
 
+import json
 import os
 import re
+import select
 import signal
 import socket
 import threading
@@ -12,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from base.errors import StartupError
 from base.phase import Phase
@@ -21,8 +24,9 @@ from ranks.place import NO_LINE, RankPlace, create_places
 from ranks.rank_line import line_to_first, lines_to_others
 from ranks.rendezvous import interface_of, local_address, meet
 from ranks.replicated_status import ReplicatedStatus
+from ranks.sealed_socket import INHERITED, SealedSocket
 from ranks.status import SharedStatus
-from tests.ranks.ranks_harness import FakeWatch, forked, join
+from tests.ranks.ranks_harness import JSON, FakeWatch, forked, join
 
 STEPS = 50
 
@@ -58,7 +62,9 @@ class Linked:
     def __init__(self, rank: int, link: socket.socket) -> None:
         [self.place] = create_places(2, hosts=2, host=rank, meeting="nowhere:1")
         self.called, self.lost = threading.Event(), threading.Event()
-        self.status = ReplicatedStatus(self.place.status, self.place, {1 - rank: link}, self.called.set, self.lost.set)
+        self.status = ReplicatedStatus(
+            self.place.status, self.place, {1 - rank: SealedSocket(link, INHERITED)}, self.called.set, self.lost.set
+        )
 
     def barrier(self) -> GroupBarrier:
         return GroupBarrier(self.status, self.place.rank, self.place.wakeup_fds, FakeWatch(), 20)
@@ -143,13 +149,14 @@ def test_ranks_of_two_hosts_compare_exchange_step_and_leave(tmp_path: Path) -> N
         assert exchange.reduce(gathered)[0].tolist() == [4.0 * place.rank] * 2
         heard: list[object] = []
         if place.rank:
-            line = line_to_first(group.place, heard.append)
+            line = line_to_first(group.lines, JSON, heard.append, group.fail)
             line.send(place.rank)
         else:
-            for rank, line in enumerate(lines_to_others(group.place, lambda *said: heard.append(said)), start=1):
-                line.send(f"order {rank}")
+            lines = lines_to_others(group.lines, JSON, lambda *said: heard.append(said), group.fail)
+            for rank, each in enumerate(lines, start=1):
+                each.send(f"order {rank}")
         until(lambda: len(heard) == (1 if place.rank else 3), "words over the lines")
-        assert sorted(heard) == ([f"order {place.rank}"] if place.rank else [(1, 1), (2, 2), (3, 3)])
+        assert sorted(heard, key=str) == ([f"order {place.rank}"] if place.rank else [(1, 1), (2, 2), (3, 3)])
         assert abs(group.clock_ahead) < 1, "one clock for all processes of a machine"
         group.watch_steps()
         steps = 0
@@ -243,8 +250,65 @@ def test_hosts_that_have_other_keys_do_not_meet(tmp_path: Path) -> None:
 
     with forked(2, tmp_path, body, hosts=2) as ranks:
         assert [ranks.wait(rank) for rank in range(2)] == [1, 1]
-        assert ranks.said(1) == "StartupError: rank 1: an earlier host of the group has other keys"
+        assert re.match(
+            r"StartupError: rank 1 did not get a session with rank 0 at 127\.0\.0\.1:\d+: it has another key, or",
+            ranks.said(1),
+        )
         assert ranks.said(0).startswith("GroupFailed: rank 0 did not find its group at 127.0.0.1:")
+
+
+def test_a_rank_that_is_led_to_another_address_gets_no_session(tmp_path: Path) -> None:
+    """Somebody writes to the store, which asks for no key, and passes on what the ranks say."""
+    is_led = tmp_path / "led"
+
+    def body(place: RankPlace) -> None:
+        if place.rank == 1:
+            until(is_led.exists, "the store to say the other address")
+        join(place, secret=b"secret", patience=20)
+
+    with forked(2, tmp_path, body, hosts=2) as ranks, socket.create_server(("127.0.0.1", 0)) as between:
+        host, _, port = ranks.places[0].meeting.rpartition(":")
+        store = TCPStore(host, int(port), is_master=False, wait_for_workers=False)
+        at = tuple(json.loads(store.get("at/0")))
+        store.set("at/0", json.dumps(between.getsockname()))
+        threading.Thread(target=relay, args=[between, at], daemon=True).start()
+        is_led.touch()
+        assert ranks.wait(1) == 1
+        assert ranks.said(1).startswith("StartupError: rank 1 did not get a session with rank 0 at")
+
+
+def relay(between: socket.socket, to: tuple[str, int]) -> None:
+    """Pass on, both ways, what the first connection says."""
+    caller, _ = between.accept()
+    with caller, socket.create_connection(to) as called:
+        while True:
+            ready, _, _ = select.select([caller, called], [], [], 30)
+            for each in ready:
+                if not (data := each.recv(4096)):
+                    return
+                (called if each is caller else caller).sendall(data)
+
+
+def test_a_group_whose_line_has_failed_ends_with_the_reason(tmp_path: Path) -> None:
+    def body(place: RankPlace) -> None:
+        woken = threading.Event()
+        group = join(place, wake=woken.set)
+        group.check()
+        group.fail("the line to rank 1 failed: frame 3 was repeated")
+        assert woken.is_set()
+        group.check()
+
+    with forked(1, tmp_path, body) as ranks:
+        assert ranks.wait(0) == 1
+        assert ranks.said(0) == "GroupFailed: the line to rank 1 failed: frame 3 was repeated"
+
+
+def test_a_frame_that_nobody_of_the_group_has_sent_ends_a_link(pair: tuple[Linked, Linked]) -> None:
+    first, second = pair
+    first.status._links[1]._connection.sendall(bytes(100))
+    assert second.lost.wait(30)
+    reason, _ = second.status.reported(0) or ("", 0)
+    assert reason.startswith("rank 0 on host 0 lost its connection (frame 0 does not come from the other end")
 
 
 def test_hosts_of_groups_of_another_shape_do_not_meet(tmp_path: Path) -> None:
