@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import structlog
 
+from base.block_hashes import BLOCK_TOKENS
 from base.metrics import Metrics
 from base.tombstones import Tombstones
 from control.messages import FinishReason, Generate, Peer, Rejected
@@ -18,7 +19,6 @@ from decode_node.outputs import OutputStream
 from decode_node.remote_prefill import RemotePrefill
 from decode_node.request import Limits, Request, RequestState, RequestTable
 from decode_node.slots import SlotManager
-from decode_node.starting import PrefillStarter
 from decode_node.stepper import Stepper
 from engine.grammar.errors import GrammarViolation
 from engine.runner import ModelRunner
@@ -62,7 +62,6 @@ class Scheduler:
         self._metrics = metrics
         self._limits = limits
         self._slots = SlotManager(self.requests, coordinator, remote, local, metrics)
-        self._starter = PrefillStarter(self._slots, remote, local, metrics, self.landed)
         self._grammars = grammars
         self._steps = Stepper(runner, coordinator, metrics, grammars, self._step_failed, ranks)
         self._ended: Tombstones[str] = Tombstones()
@@ -124,9 +123,7 @@ class Scheduler:
 
         A node that prefills computes what it lacks of the prompt, also what the decode node has.
         """
-        if request.cached_tokens is None:
-            request.cached_tokens = cached_tokens
-        self._slots.share(request)
+        self._slots.landed(request, cached_tokens)
 
     # --- a turn of the loop ---
 
@@ -156,7 +153,33 @@ class Scheduler:
             self.end(refused.request, "abort" if refused.elsewhere else "invalid", refused.reason)
 
     def _start_prefills(self) -> None:
-        self._starter.start(self.requests)
+        """Start waiting requests, in order, until one has to wait for host slots.
+
+        Of a group one is prefilled. The others wait for that, and share its prompt. One that needs log probabilities of
+        its prompt is prefilled by itself.
+        """
+        waiting = self.requests.in_state(RequestState.WAITING)
+        donors = self.requests.donors() if waiting else {}
+        for request in waiting:
+            shares = not request.generated and not request.lacks_logprobs
+            donor = donors.get(request.generate.group) if shares else None
+            if donor is not None and not donor.has_kv:
+                continue
+            node = self._choose_node(request)
+            if node is None and donor is None and request.kv_tokens % BLOCK_TOKENS:
+                # Nobody can prefill this one now, but perhaps a shorter prompt. It cannot be cached whole.
+                continue
+            if not self._slots.start_prefill(request, node, donor):
+                return
+            if request.generate.group and request.state is not RequestState.WAITING:
+                donors.setdefault(request.generate.group, request)
+
+    def _choose_node(self, request: Request) -> Peer | LocalPrefill | None:
+        """Who would prefill a request now, or None."""
+        node = self._remote.nodes.choose(request)
+        if node is None:
+            return self._local if self._local is not None and self._local.fits(request.kv_tokens) else None
+        return None if node.boot_id in request.tried and time.monotonic() < request.again_at else node
 
     def _advance_local_prefill(self) -> None:
         if self._local is None or not self._local.has_work:
@@ -170,7 +193,7 @@ class Scheduler:
                 self.end(request, "error", f"prefill failed: {error}")
         landed, broken = self._local.staged()
         for request in landed:
-            self.landed(request, 0)
+            self._slots.landed(request, 0)
             log.info("staged", request_id=request.request_id, tokens=request.kv_tokens)
         for request, failure in broken:
             self.end(request, "error", f"copying the prompt's KV to host memory failed: {failure}")

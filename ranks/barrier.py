@@ -12,7 +12,6 @@ Two processes agree over gloo in 172 us and more, over shared memory in some 10.
 import os
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 from base.errors import ProcessFailed
 from ranks.status import SharedStatus
@@ -29,8 +28,11 @@ class GroupFailed(ProcessFailed):
     """The group that this process is a rank of has failed: a rank ended, hung, or could not compute its step."""
 
 
-class StepBarrier(Protocol):
-    """One rank's side of the barrier before each step. The node's loop uses it, on one thread."""
+class StepBarrier:
+    """One rank's side of the barrier before each step. The node's loop uses it, on one thread.
+
+    This one is that of a process that steps alone.
+    """
 
     def wait(self, batch: int) -> int:
         """The requests of the step that all ranks launch now, padding included; 0: nobody launches one.
@@ -38,28 +40,18 @@ class StepBarrier(Protocol):
         batch: requests that this rank would compute. Waits for all ranks if any has requests, and for nobody otherwise.
         The step is under way until the next call. Raises GroupFailed if a rank has ended or does not come in time.
         """
-        ...
+        return batch
 
     def spin_before_sleep(self, is_awaited: Callable[[], bool]) -> bool:
         """Call before a rank without work sleeps. Whether it is called or `is_awaited`, and should not sleep.
 
         Returns at once if the group has not stepped for a while. From then on a rank that calls this one wakes it.
         """
-        ...
-
-
-class NoBarrier:
-    """The StepBarrier of a process that steps alone."""
-
-    def wait(self, batch: int) -> int:
-        return batch
-
-    def spin_before_sleep(self, is_awaited: Callable[[], bool]) -> bool:
         return False
 
 
-class GroupBarrier:
-    """The StepBarrier of a rank of a group."""
+class GroupBarrier(StepBarrier):
+    """That of a rank of a group."""
 
     def __init__(
         self,
@@ -89,7 +81,6 @@ class GroupBarrier:
         return self._status.anybody_posted(self.round + 1) or self._watch.dead() is not None
 
     def wait(self, batch: int) -> int:
-        """See StepBarrier."""
         self._watch.step_ended()
         self._status.set_asleep(self._rank, False)
         self._check()
@@ -107,7 +98,6 @@ class GroupBarrier:
         return largest
 
     def spin_before_sleep(self, is_awaited: Callable[[], bool]) -> bool:
-        """See StepBarrier."""
         until = self._stepped_at + SPIN_BEFORE_SLEEP_S
         while time.monotonic() < until:
             if self._is_called or is_awaited():

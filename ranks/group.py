@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import structlog
 import torch
@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from base.errors import StartupError
 from base.phase import Phase
-from model.shard import ALONE, WHOLE, Exchange, Shard
-from ranks.barrier import GroupBarrier, GroupFailed, NoBarrier, StepBarrier
+from model.shard import ALONE, Exchange, Shard
+from ranks.barrier import GroupBarrier, GroupFailed, StepBarrier
 from ranks.exchange import GroupExchange
 from ranks.place import RankPlace
 from ranks.rank_line import inherited_lines
@@ -36,158 +36,98 @@ _FIND_DEAD_S = 0.5
 _LEAVE_S = 3.0
 
 
-class Ranks(Protocol):
+class Ranks:
     """This process's side of the ranks of its node. The node's loop uses it, on one thread.
 
     Life: made before the model is loaded; `check_same_config`; `connect`; `share` between stages of the start;
     `watch_steps` once steps have been warmed up; `sync_phase` in every turn of the loop; `close`.
 
     One rank's end is the end of all (`GroupFailed`), since their collectives would wait for it. They end in peace when
-    each has said `done`. rank: of this process, from 0. per_host: ranks of this host, which share its memory.
+    each has said `done`. The methods here are those of a process that has no other ranks.
+
+    rank: of this process, from 0. per_host: ranks of this host, which share its memory. clock_ahead: seconds by which
+    rank 0's monotonic clock is ahead of this rank's: on another host it is another clock.
     """
 
-    rank: int
-    world_size: int
-    device: torch.device
-    barrier: StepBarrier
+    rank = 0
+    world_size = 1
+    per_host = 1
+    clock_ahead = 0.0
+    barrier = StepBarrier()
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
 
     @property
-    def per_host(self) -> int: ...
-
-    @property
-    def clock_ahead(self) -> float:
-        """Seconds by which rank 0's monotonic clock is ahead of this rank's: on another host it is another clock."""
-        ...
-
-    @property
-    def shard(self) -> Shard: ...
+    def shard(self) -> Shard:
+        return Shard(self.rank, self.world_size)
 
     # --- starting ---
 
     def share(self, value: Any) -> list[Any]:
         """What each rank says, in their order. value: of this rank, which JSON can hold. Waits for all of them."""
-        ...
+        return [value]
 
     def share_on_host(self, value: Any) -> list[Any]:
         """What the ranks of this host say, as `share`; all ranks have to call it."""
-        ...
+        return [value]
 
     def check_same_config(self, values: Mapping[str, object]) -> None:
         """Raises StartupError if other ranks have other values, with the first that differs."""
-        ...
 
     def connect(self) -> Exchange:
         """Connect the ranks for collectives. Waits for all of them."""
-        ...
+        return ALONE
 
     def watch_steps(self) -> None:
         """From now on a step, or a turn of the loop, that takes longer than the step timeout ends all ranks.
 
         Waits for all of them. Every turn has to call `sync_phase`.
         """
-        ...
 
     # --- stepping ---
 
     def begin_step(self) -> None:
-        """A step that rank 0 has planned, and that no barrier is passed for, is under way in this rank."""
-        ...
+        """A step that rank 0 has planned, without a barrier, is under way in this rank."""
 
     def end_step(self) -> None:
         """The step that `begin_step` began is over."""
-        ...
 
     def check(self) -> None:
-        """Raises GroupFailed if a rank has ended."""
-        ...
+        """Raises GroupFailed if a rank has ended, or what connects the ranks has failed."""
 
     def failure(self, error: Exception) -> Exception:
-        """What to raise for an error in the forward pass of a step: GroupFailed if other ranks wait for this one in the
-        step, or if one of them has ended; otherwise the error itself."""
-        ...
+        """What to raise for an error in the forward pass of a step: the error, or GroupFailed if other ranks wait for
+        this one in the step, or if one of them has ended."""
+        return error
 
     def report(self, reason: str) -> None:
         """Tell the process that started the ranks why they end, and have it end them: the device of this one may never
         finish what is queued."""
-        ...
 
     # --- leaving ---
 
     def sync_phase(self, phase: Phase) -> Phase:
         """Say that the loop turns and the phase of this rank. Returns that of the group: the latest of any rank."""
-        ...
-
-    def done(self) -> bool:
-        """Say that this rank asks for no more steps. Returns whether none does: then all may end."""
-        ...
-
-    def leave(self) -> None:
-        """Say that this rank is done, and wait a while for the others to say so."""
-        ...
-
-    def close(self) -> None:
-        """Leave the ranks. Collectives must be over, or the process about to end."""
-        ...
-
-
-class SingleRank:
-    """The `Ranks` of a node that is one process."""
-
-    rank = 0
-    world_size = 1
-    per_host = 1
-    clock_ahead = 0.0
-    shard = WHOLE
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.barrier: StepBarrier = NoBarrier()
-
-    def share(self, value: Any) -> list[Any]:
-        return [value]
-
-    def share_on_host(self, value: Any) -> list[Any]:
-        return [value]
-
-    def check_same_config(self, values: Mapping[str, object]) -> None:
-        pass
-
-    def connect(self) -> Exchange:
-        return ALONE
-
-    def watch_steps(self) -> None:
-        pass
-
-    def begin_step(self) -> None:
-        pass
-
-    def end_step(self) -> None:
-        pass
-
-    def check(self) -> None:
-        pass
-
-    def failure(self, error: Exception) -> Exception:
-        return error
-
-    def report(self, reason: str) -> None:
-        pass
-
-    def sync_phase(self, phase: Phase) -> Phase:
         return phase
 
     def done(self) -> bool:
+        """Say that this rank asks for no more steps. Returns whether none does: then all may end."""
         return True
 
     def leave(self) -> None:
-        pass
+        """Say that this rank is done, and wait a while for the others to say so."""
 
     def close(self) -> None:
-        pass
+        """Leave the ranks. Collectives must be over, or the process about to end."""
 
 
-class RankGroup:
-    """The `Ranks` of a process that is one of several."""
+class SingleRank(Ranks):
+    """A node that is one process."""
+
+
+class RankGroup(Ranks):
+    """A process that is one of several ranks. lines: to other ranks, by rank; empty if ranks need none."""
 
     def __init__(
         self,
@@ -199,13 +139,13 @@ class RankGroup:
         patience: float = MEETING_S,
     ) -> None:
         """wake: has the loop take its next turn, from any thread. secret, patience: see `meet`."""
+        super().__init__(device)
         met = meet(place, secret, patience)
         self.place = place
         self.lines = inherited_lines(place) | met.lines
-        self.rank, self.world_size = place.rank, place.size
+        self.rank, self.world_size, self.per_host = place.rank, place.size, place.per_host
         self._wake = wake
         self._broken: str | None = None
-        self.device = device
         self.clock_ahead = met.clock_ahead
         self._interface = met.interface
         self._step_timeout = step_timeout
@@ -229,17 +169,7 @@ class RankGroup:
             wake,
             lambda reason: end_process(self._status, self.rank, reason),
         )
-        self.barrier: StepBarrier = GroupBarrier(
-            self._status, self.rank, place.wakeup_fds, self._watch, step_timeout, self._spin()
-        )
-
-    @property
-    def per_host(self) -> int:
-        return self.place.per_host
-
-    @property
-    def shard(self) -> Shard:
-        return Shard(self.rank, self.world_size)
+        self.barrier = GroupBarrier(self._status, self.rank, place.wakeup_fds, self._watch, step_timeout, self._spin())
 
     def share(self, value: Any) -> list[Any]:
         self._stages += 1

@@ -134,7 +134,7 @@ def watch_decode(journal: Journal) -> None:
     had: dict[str, int] = {}
     """How many tokens of a request had KV when it was about to run: it computes what follows itself."""
     begin, land = HiSparseCoordinator.__init__, RemotePrefill._land
-    share, release = SlotManager.share, SlotManager.release
+    landed, release = SlotManager.landed, SlotManager.release
 
     def buffers() -> list[torch.Tensor]:
         [pool] = pools
@@ -159,11 +159,11 @@ def watch_decode(journal: Journal) -> None:
         journal.append({**line, "digests": digests(buffers(), new)})
         land(remote, attempt, done)
 
-    def noting_share(manager: SlotManager, request: Request) -> None:
+    def noting_landed(manager: SlotManager, request: Request, cached_tokens: int) -> None:
         had[request.request_id] = request.kv_tokens
         assert request.host_slots is not None
         note("begun", request, request.host_slots)
-        share(manager, request)
+        landed(manager, request, cached_tokens)
 
     def noting_release(manager: SlotManager, request: Request, keep: bool = True) -> None:
         if request.state is RequestState.RUNNING:
@@ -175,7 +175,7 @@ def watch_decode(journal: Journal) -> None:
 
     HiSparseCoordinator.__init__ = remembering_begin  # type: ignore[assignment,method-assign]
     RemotePrefill._land = noting_land  # type: ignore[method-assign]
-    SlotManager.share = noting_share  # type: ignore[method-assign]
+    SlotManager.landed = noting_landed  # type: ignore[method-assign]
     SlotManager.release = noting_release  # type: ignore[method-assign]
 
 
