@@ -18,7 +18,6 @@ from control.messages import FetchGrant, FetchRefused, FetchRequest, Peer
 from control.plane import ControlPlane
 from decode_node.attempt import Attempt, AttemptTable, ReadLease
 from decode_node.prefill_nodes import PrefillNodes
-from decode_node.request import Request
 from decode_node.verifier import Digested, Digesting, Verification
 from kvcache.extents import NO_SLOTS, HostSlots
 from kvcache.host_pool import HostKVPool
@@ -29,9 +28,7 @@ log = structlog.get_logger(__name__)
 class PrefixReads:
     """Grants the leases of attempts, at most one for each, and takes them back. One loop calls it.
 
-    hold: makes the caller an owner of the slots of a request's first so many positions, as far as they are cached.
-    release: ends that. submit: has the verifier compute digests, whose result comes to `digested`; False if it is too
-    busy.
+    submit: has the verifier compute digests, whose result comes to `digested`; False if it is too busy.
     """
 
     def __init__(
@@ -39,15 +36,13 @@ class PrefixReads:
         control: ControlPlane,
         attempts: AttemptTable,
         nodes: PrefillNodes,
-        hold: Callable[[Request, int], HostSlots],
-        release: Callable[[HostSlots], None],
+        host: HostKVPool,
         submit: Callable[[Verification | Digesting], bool],
     ) -> None:
         self._control = control
         self._attempts = attempts
         self._nodes = nodes
-        self._hold = hold
-        self._release = release
+        self._host = host
         self._submit = submit
 
     def on_request(self, sender: Peer, message: FetchRequest) -> None:
@@ -118,19 +113,22 @@ class PrefixReads:
 
     def _end(self, attempt: Attempt) -> None:
         assert attempt.lease is not None
-        self._release(attempt.lease.slots)
+        self._host.release(attempt.lease.slots)
         attempt.lease = None
         self._attempts.drop_if_over(attempt)
 
     def _lease(self, sender: Peer, message: FetchRequest, attempt: Attempt) -> None:
-        slots = self._hold(attempt.request, message.stop)
+        slots, prefixes, request = NO_SLOTS, self._host.prefixes, attempt.request
+        if prefixes is not None:
+            # As far as they are cached in whole blocks, with one owner more.
+            slots = prefixes.hold(request.kv_token_ids[: message.stop], request.generate.cache_salt)
         if len(slots) != message.stop:
-            self._release(slots)
+            self._host.release(slots)
             self._refuse(sender, message, f"only {len(slots)} positions are in whole blocks, not {message.stop}")
             return
         if not self._submit(Digesting(attempt, message.start, slots.slots()[message.start :])):
             # The verifier is busy; the node asks again.
-            self._release(slots)
+            self._host.release(slots)
             return
         attempt.was_leased = True
         readers = [attempt.node, *attempt.ranks]
@@ -139,11 +137,3 @@ class PrefixReads:
     def _refuse(self, sender: Peer, message: FetchRequest, reason: str) -> None:
         log.info("fetch refused", reason=reason, node=sender.address, **message.attempt.log_fields)
         self._control.send(sender, FetchRefused(attempt=message.attempt, reason=reason))
-
-
-def hold_cached_prefix(host: HostKVPool, request: Request, stop: int) -> HostSlots:
-    """The slots of a request's first so many positions, as far as they are cached in whole blocks, with one owner
-    more."""
-    if host.prefixes is None:
-        return NO_SLOTS
-    return host.prefixes.hold(request.kv_token_ids[:stop], request.generate.cache_salt)

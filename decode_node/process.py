@@ -1,18 +1,16 @@
 """Puts a decode process together."""
 
 from contextlib import ExitStack
-from functools import partial
 
 from control.keys import load_token
 from control.membership import Membership
-from control.messages import AttemptId, Heartbeat, Peer, Register
+from control.messages import Heartbeat, Register
 from decode_node.config import DecodeConfig
 from decode_node.grammars import Grammars
 from decode_node.node import DecodeNode
 from decode_node.operator_api import quarantine_router
 from decode_node.outputs import OutputStream
 from decode_node.pools import destination_of, make_local_prefill, plan_pools
-from decode_node.prefix_reads import hold_cached_prefix
 from decode_node.remote_prefill import RemotePrefill
 from decode_node.request import Limits
 from decode_node.scheduler import Scheduler
@@ -22,11 +20,9 @@ from engine.identity import identity_of
 from engine.runner import ModelRunner
 from hisparse.config import parse_config
 from hisparse.tiers import build_tiers
-from kvcache.extents import HostSlots
 from ranks.place import RankPlace
 from service.checkpoint import stop_token_ids
 from service.node_model import NodeModel
-from transfer.fencing import ReservationTable
 
 
 def run_decode_node(config: DecodeConfig, place: RankPlace | None = None) -> None:
@@ -55,20 +51,16 @@ def run_decode_node(config: DecodeConfig, place: RankPlace | None = None) -> Non
         # Closed before the pool, too, which it reads.
         verifier = Verifier(destination.buffers, shell.inbox.put)
         at_end.callback(verifier.close)
-        reservations: ReservationTable[AttemptId, Peer, HostSlots] = ReservationTable(
-            coordinator.host.release, coordinator.host.retain, transports.cut
-        )
         remote = RemotePrefill(
             shell.control,
             destination,
-            reservations,
+            coordinator.host,
+            transports.cut,
             verifier.submit,
             shell.metrics,
             config.prefill_timeout,
             on_lost=lambda request, reason: scheduler.retry(request, reason),
             on_landed=lambda request, cached: scheduler.landed(request, cached),
-            hold=partial(hold_cached_prefix, coordinator.host),
-            release=coordinator.host.release,
         )
         runner = ModelRunner(
             model,

@@ -36,7 +36,8 @@ from decode_node.quarantine import Quarantine
 from decode_node.request import Request, RequestState
 from decode_node.verifier import Digesting, Verification, Verified
 from kvcache.extents import NO_SLOTS, HostSlots
-from transfer.fencing import ReservationTable
+from kvcache.host_pool import HostKVPool
+from transfer.fencing import Fence, ReservationTable
 
 log = structlog.get_logger(__name__)
 
@@ -55,30 +56,31 @@ class RemotePrefill:
     `on_landed` is called when the KV of a request is complete and verified, with how many of its tokens
     the prefill node had. `on_lost` is told the reason when a request has lost its attempt.
     `patience`: seconds without acceptance or progress after which an attempt is given up.
-    `hold`, `release`: see `PrefixReads`.
+    `host` owns the slots; `cut` makes a fence (`transfer.fencing`).
     """
 
     def __init__(
         self,
         control: ControlPlane,
         destination: Destination,
-        reservations: ReservationTable[AttemptId, Peer, HostSlots],
+        host: HostKVPool,
+        cut: Callable[[], Fence],
         verify: Callable[[Verification | Digesting], bool],
         metrics: Metrics,
         patience: float,
         on_lost: Callable[[Request, str], None],
         on_landed: Callable[[Request, int], None] = lambda *_: None,
-        hold: Callable[[Request, int], HostSlots] = lambda *_: NO_SLOTS,
-        release: Callable[[HostSlots], None] = lambda _: None,
     ) -> None:
         self._attempts = AttemptTable()
         self.nodes = PrefillNodes(control, patience)
-        self.reads = PrefixReads(control, self._attempts, self.nodes, hold, release, verify)
-        self.quarantine = Quarantine(control, reservations, self.nodes, self.reads)
+        self.reads = PrefixReads(control, self._attempts, self.nodes, host, verify)
+        self._reservations: ReservationTable[AttemptId, Peer, HostSlots] = ReservationTable(
+            host.release, host.retain, cut
+        )
+        self.quarantine = Quarantine(control, self._reservations, self.nodes, self.reads)
         self._control = control
         self._me = control.me.boot_id
         self._destination = destination
-        self._reservations = reservations
         self._verify = verify
         self._metrics = metrics
         self._on_lost = on_lost

@@ -22,7 +22,6 @@ from hisparse.config import HiSparseConfig
 from hisparse.coordinator import HiSparseCoordinator
 from hisparse.sizing import plan_sizes
 from hisparse.tiers import build_tiers
-from transfer.fencing import ReservationTable
 from transfer.routes import Transports
 
 _PLENTY = 1 << 40
@@ -66,7 +65,8 @@ class DecodeSide:
         self._remote = RemotePrefill(
             self._control,
             destination,
-            ReservationTable(pool.release, pool.retain, transports.cut),
+            pool,
+            transports.cut,
             verifier.submit,
             Metrics(),
             patience=_TIMEOUT_S,

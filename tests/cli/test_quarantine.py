@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from fastapi import APIRouter
@@ -15,10 +16,9 @@ from cli.serve import free_port
 from control.messages import AttemptId, Peer
 from decode_node.operator_api import LoopCall, quarantine_router
 from service.status import StatusServer, bind_http
-from tests.decode_node.fakes import quarantine_of
+from tests.decode_node.remote_world import RemoteWorld
 from tests.prefill_node.fakes import FakeControl
 from transfer.fencing import ReservationTable
-from transfer.incoming import IncomingCut
 
 WRITER = Peer(role="prefill", address="10.0.0.1:8011", boot_id="0123456789abcdef")
 
@@ -26,17 +26,14 @@ WRITER = Peer(role="prefill", address="10.0.0.1:8011", boot_id="0123456789abcdef
 @dataclass
 class Node:
     url: str
-    table: ReservationTable[AttemptId, Peer, str]
+    table: ReservationTable[AttemptId, Peer, Any]
     control: FakeControl
 
 
 @pytest.fixture
 def node() -> Iterator[Node]:
     """A decode node as far as the command sees it: HTTP, and a loop that owns the reservations."""
-    table: ReservationTable[AttemptId, Peer, str] = ReservationTable(
-        lambda _: None, lambda _: None, lambda: IncomingCut(())
-    )
-    control = FakeControl()
+    world = RemoteWorld()
     inbox: queue.SimpleQueue[LoopCall | None] = queue.SimpleQueue()
 
     def loop() -> None:
@@ -46,10 +43,10 @@ def node() -> Iterator[Node]:
     thread = threading.Thread(target=loop)
     thread.start()
     listener = bind_http("127.0.0.1", 0)
-    router = quarantine_router(quarantine_of(control, table), inbox.put)
+    router = quarantine_router(world.remote.quarantine, inbox.put)
     server = StatusServer(listener, APIRouter(), router, refused=Metrics().http_refused)
     server.start()
-    yield Node(f"http://127.0.0.1:{listener.getsockname()[1]}", table, control)
+    yield Node(f"http://127.0.0.1:{listener.getsockname()[1]}", world.table, world.control)
     server.stop()
     inbox.put(None)
     thread.join()

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from control.messages import AttemptId, ChunkDone, PrefillDone
 from decode_node.attempt import Attempt, AttemptState, ChunkNumber
 from kvcache.extents import Extent, HostSlots
-from tests.decode_node.fakes import attempt_to_fill
+from tests.decode_node.remote_world import attempt_to_fill
 from transfer.memory import Checksum, Checksums
 
 TOKENS = 10

@@ -7,7 +7,7 @@ import torch
 
 from ranks.barrier import GroupFailed, StepBarrier
 from ranks.group import SingleRank
-from tests.decode_node.scheduler_harness import Harness, counted
+from tests.decode_node.world import World, counted
 
 
 class OtherRanks(SingleRank):
@@ -36,11 +36,11 @@ def ranks() -> OtherRanks:
 
 
 @pytest.fixture
-def harness(ranks: OtherRanks) -> Harness:
-    return Harness(ranks=ranks)
+def harness(ranks: OtherRanks) -> World:
+    return World(ranks=ranks)
 
 
-def test_a_rank_without_requests_computes_what_the_others_have_as_padding(harness: Harness, ranks: OtherRanks) -> None:
+def test_a_rank_without_requests_computes_what_the_others_have_as_padding(harness: World, ranks: OtherRanks) -> None:
     harness.turn()
     assert harness.model.batches == []
     ranks.batch = 3
@@ -52,7 +52,7 @@ def test_a_rank_without_requests_computes_what_the_others_have_as_padding(harnes
     assert not harness.scheduler.has_work, "the others call it"
 
 
-def test_a_rank_with_fewer_requests_than_others_pads_and_says_the_same(harness: Harness, ranks: OtherRanks) -> None:
+def test_a_rank_with_fewer_requests_than_others_pads_and_says_the_same(harness: World, ranks: OtherRanks) -> None:
     for others in (0, 5, 8, 1):
         ranks.batch = others
         request_id = f"r{others}"
@@ -65,7 +65,7 @@ def test_a_rank_with_fewer_requests_than_others_pads_and_says_the_same(harness: 
     assert harness.coordinator.counters().violations == 0
 
 
-def test_a_forward_pass_that_fails_ends_the_group_and_not_one_batch(harness: Harness) -> None:
+def test_a_forward_pass_that_fails_ends_the_group_and_not_one_batch(harness: World) -> None:
     harness.model.error = RuntimeError("out of memory")
     harness.ask("r", (1, 2, 3), 6)
     with pytest.raises(GroupFailed, match="rank 0 failed: out of memory"):
@@ -76,7 +76,7 @@ def test_a_forward_pass_that_fails_ends_the_group_and_not_one_batch(harness: Har
     assert (output.finish_reason, output.error) == ("abort", "rank 0 failed")
 
 
-def test_padding_that_fails_ends_the_group(harness: Harness, ranks: OtherRanks) -> None:
+def test_padding_that_fails_ends_the_group(harness: World, ranks: OtherRanks) -> None:
     harness.model.error = RuntimeError("a collective failed")
     ranks.batch = 2
     with pytest.raises(GroupFailed, match="a collective failed"):

@@ -11,9 +11,7 @@ from control.messages import AttemptId, FetchDone, FetchRequest, PrefillFailed, 
 from decode_node.request import Request, RequestState
 from kvcache.block_cache import TokenIds
 from kvcache.extents import HostSlots
-from tests.decode_node.caching import Caching, prompt
-from tests.decode_node.fakes import GATEWAY
-from tests.decode_node.scheduler_harness import HOT, PREFILL, counted
+from tests.decode_node.world import GATEWAY, HOT, PREFILL, Caching, counted, prompt
 from transfer.fencing import DRAIN_GRACE_S, LANDED_CAN_WAIT_S
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from decode_node.verifier import Verification, Verified, Verifier
 from kvcache.extents import Extent, HostSlots, expand
-from tests.decode_node.fakes import attempt_to_fill
+from tests.decode_node.remote_world import attempt_to_fill
 from tests.transfer.slots import slot_digest
 from transfer.checksum import Mismatch, verify
 from transfer.memory import BufferInfo, Checksum, Checksums
