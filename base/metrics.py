@@ -101,6 +101,10 @@ class Metrics:
         self.http_refused = counter(
             "http_refused_total", "HTTP requests and connections refused before they were served, by reason.", "reason"
         )
+        self.answer_bytes = gauge("answer_bytes", "Bytes of answers that a gateway holds.")
+        self.answers_ended = counter(
+            "answers_ended_total", "Requests that ended as their answers, or all answers, held too much.", "reason"
+        )
         self.control_refused = gauge(
             "control_refused", "Connections and messages refused on the control port since the start.", "reason"
         )

@@ -12,7 +12,7 @@ from rich.table import Table
 from benchmarks.decode.workload import ModelFlags
 from benchmarks.machine import this_machine
 from benchmarks.plotting import new_figure
-from model.roofline import Part
+from model.roofline import StepPart
 
 GIB = 2**30
 LIMIT = "limit: the larger of bytes at 4.8 TB/s and operations at 800 TFLOP/s (1600 in fp8), part by part"
@@ -48,7 +48,7 @@ def write_document(path: Path, schema: int, config: Any, cases: Sequence[Mapping
     path.write_text(json.dumps(document, indent=1) + "\n")
 
 
-def draw_parts(path: Path, bars: Mapping[str, Mapping[Part, float]], label: str) -> None:
+def draw_parts(path: Path, bars: Mapping[str, Mapping[StepPart, float]], label: str) -> None:
     """Stacked bars by name, of milliseconds by part. label: of the axis of time."""
     figure = new_figure(figsize=(max(4.0, 0.8 * len(bars)), 4.2), layout="constrained")
     axis = figure.subplots()

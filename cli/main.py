@@ -38,7 +38,7 @@ class Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except typer.BadParameter as error:
-            raise StartupError(_refusal(error)) from error
+            raise StartupError(_rejection_reason(error)) from error
 
 
 app = typer.Typer(
@@ -213,7 +213,7 @@ def _run_node(config: PrefillConfig | DecodeConfig) -> None:
         runner_of(config)(config)
 
 
-def _refusal(error: typer.BadParameter) -> str:
+def _rejection_reason(error: typer.BadParameter) -> str:
     """The flag, its value, and why that is invalid."""
     from pydantic import ValidationError
 

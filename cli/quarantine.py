@@ -101,7 +101,7 @@ def _ask(
     except (httpx.TransportError, httpx.InvalidURL) as error:
         raise StartupError(f"cannot reach {url}: {error}; expected --url http://HOST:PORT of a decode node") from error
     if not response.is_success:
-        what = _refusal(response) or f"{url} answers {path} with {response.status_code}; is it a decode node?"
+        what = _rejection_reason(response) or f"{url} answers {path} with {response.status_code}; is it a decode node?"
         raise StartupError(what)
     try:
         return answer.model_validate_json(response.content)
@@ -109,7 +109,7 @@ def _ask(
         raise StartupError(f"{url} does not answer {path} as a decode node does") from error
 
 
-def _refusal(response: "httpx.Response") -> str | None:
+def _rejection_reason(response: "httpx.Response") -> str | None:
     """The decode node's reason for refusing, or None if this is not a decode node's answer."""
     try:
         detail = response.json()["detail"]

@@ -19,7 +19,7 @@ from hisparse.config import HiSparseConfig
 from hisparse.sizing import GIB, Sizes, plan_sizes
 from kvcache.block_cache import BLOCK_BYTES
 from model.config import network_config
-from model.roofline import Part, RankModel, Works, work_of_chunk, work_of_step
+from model.roofline import RankModel, StepPart, Works, work_of_chunk, work_of_step
 from model.shapes import published_config
 
 _PAGE = 64
@@ -141,13 +141,13 @@ class NodeSizing:
         c = self.config
         return work_of_step(self.model, self.running, c.context_length, min(c.new_positions, c.context_length), c.ranks)
 
-    def limit_ms(self, works: Works, part: Part) -> float:
+    def limit_ms(self, works: Works, part: StepPart) -> float:
         return sum(work.ms(self.config.link_gb_per_s) for work in works.get(part, ()))
 
     @property
     def step_limit_ms(self) -> float:
         """What the hardware takes for a step at least. Exchanges between GPUs are not in it."""
-        return sum(self.limit_ms(self.step, part) for part in Part)
+        return sum(self.limit_ms(self.step, part) for part in StepPart)
 
     @property
     def step_ms(self) -> float:
@@ -161,7 +161,7 @@ class NodeSizing:
     @property
     def swapped_in_bytes(self) -> float:
         """In a step: what is read out of host memory."""
-        return sum(work.link_bytes for work in self.step[Part.SWAP_IN])
+        return sum(work.link_bytes for work in self.step[StepPart.SWAP_IN])
 
     @property
     def prefill_tokens(self) -> int:
@@ -174,7 +174,7 @@ class NodeSizing:
         c = self.config
         block = min(c.chunked_prefill_size // c.ranks, c.context_length) or 1
         works = work_of_chunk(self.model, c.context_length, block, c.ranks)
-        return c.ranks * block / sum(self.limit_ms(works, part) for part in Part) * 1e3
+        return c.ranks * block / sum(self.limit_ms(works, part) for part in StepPart) * 1e3
 
 
 def rows(config: SizingConfig) -> list[Row]:
@@ -191,7 +191,7 @@ def rows(config: SizingConfig) -> list[Row]:
     sizes = x.sizes(x.running, x.host_pool_gib / x.ranks_per_host)
     request_bytes = sizes.device_bytes / x.running
     per_host = x.ranks_per_host
-    parts = ", ".join(f"{part} {x.limit_ms(x.step, part):.1f}" for part in Part if x.limit_ms(x.step, part) >= 0.05)
+    parts = ", ".join(f"{part} {x.limit_ms(x.step, part):.1f}" for part in StepPart if x.limit_ms(x.step, part) >= 0.05)
     limit, expected = x.tokens_per_s(x.step_limit_ms), x.tokens_per_s(x.step_ms)
     read = per_host * x.swapped_in_bytes / x.step_ms / 1e6
     pool, request = gib(x.pool_bytes), gib(request_bytes)

@@ -107,7 +107,7 @@ class Access:
         """
         return {**self._refused, "handshake": self._handshakes.failed}
 
-    def introduce(self, socket: "zmq.Socket[bytes]") -> None:
+    def set_curve_keys(self, socket: "zmq.Socket[bytes]") -> None:
         """Make a socket, before it connects, speak with this process's key, and only to a mailbox of this cluster."""
         socket.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE_S * 1000))
         if self._keys is not None:
@@ -135,7 +135,7 @@ class Access:
         self._refuse("revoked", _address_of(frame), key=key, file=self._keys.allowed.file_of(key))
         return False
 
-    def vouches(self, frame: "zmq.Frame", sender: Peer) -> bool:
+    def sender_matches_key(self, frame: "zmq.Frame", sender: Peer) -> bool:
         """Whether a sender has the role of its key, and its boot id was not used with another key before."""
         if self._keys is None:
             return True

@@ -72,7 +72,7 @@ class Connections:
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_MS)
         socket.setsockopt(zmq.TCP_MAXRT, _UNACKNOWLEDGED_MS)
-        self._access.introduce(socket)
+        self._access.set_curve_keys(socket)
         try:
             socket.connect(f"tcp://{address}")
         except zmq.ZMQError:

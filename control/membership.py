@@ -35,7 +35,7 @@ class _Gateway:
     """When it was last logged that it does not answer."""
     cache_serial: int | None = None
     """Of the last CacheUpdate before which it misses none; None if it wants none."""
-    refusal: str | None = None
+    rejection_reason: str | None = None
     """Why it refused this node the last time; None if it has registered it since."""
 
 
@@ -43,7 +43,8 @@ class Membership:
     """Keeps one node registered with every gateway that there is.
 
     Runs on the control thread, so that a busy node is not taken for a dead one. Other threads only call `is_member`,
-    `refusal`, `gateway_lost`, `leave`, `cache_serials` and `tell`, so the table of gateways is replaced, never changed.
+    `rejection_reason`, `gateway_lost`, `leave`, `cache_serials` and `tell`, so the table of gateways is replaced
+    and never changed.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class Membership:
         self._control = control
         self._register = register
         self._heartbeat = heartbeat
-        self.refusal: str | None = None
+        self.rejection_reason: str | None = None
         """Why a gateway refuses this node, if none has registered it yet: its configuration is wrong."""
         self._ever_registered = False
         self._leaving = False
@@ -93,15 +94,15 @@ class Membership:
             if not gateway.registered:
                 log.info("registered", gateway=sender.address)
             gateway.registered = self._ever_registered = True
-            gateway.refusal = None
+            gateway.rejection_reason = None
         elif isinstance(message, Refused):
             gateway.registered = False
             if not self._ever_registered:
-                self.refusal = f"gateway {sender.address}: {message.reason}"
-            if gateway.refusal != message.reason:
+                self.rejection_reason = f"gateway {sender.address}: {message.reason}"
+            if gateway.rejection_reason != message.reason:
                 # The node asks every second. This is logged once.
                 log.error("refused by the gateway", gateway=sender.address, reason=message.reason)
-            gateway.refusal = message.reason
+            gateway.rejection_reason = message.reason
         else:
             gateway.cache_serial = message.cache_serial
         if isinstance(message, HeartbeatAck) and not message.known:

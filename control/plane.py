@@ -230,7 +230,7 @@ class ControlPlane:
                 log.warning("dropped a malformed control message", error=str(error), bytes=len(received.bytes))
             return
         sender = frame.sender
-        if not self._access.vouches(received, sender):
+        if not self._access.sender_matches_key(received, sender):
             return
         if frame.to not in ("", self.me.boot_id):
             log.info("dropped a message for an earlier boot", kind=frame.kind, sender=sender.address)

@@ -8,7 +8,7 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 
 from engine.prompt_logprobs import QueuedLogprobs
-from kvcache.block_cache import TokenIds
+from kvcache.block_cache import PromptIds
 from kvcache.page_cache import PageCache, PageLease
 from kvcache.paged_pool import PagedKVPool, PagedSequence
 from model.passes import PrefillChunk
@@ -242,6 +242,6 @@ class ChunkedPrefill(Generic[JobT]):
         return taken
 
 
-def _ids(job: PrefillJob) -> TokenIds:
-    ids: TokenIds = job.token_ids.numpy()
+def _ids(job: PrefillJob) -> PromptIds:
+    ids: PromptIds = job.token_ids.numpy()
     return ids

@@ -17,8 +17,14 @@ from control.prompt_logprobs import PromptLogprobs, PromptLogprobTable
 from gateway.asking import Asking
 from gateway.choice import Delta
 from gateway.errors import ApiError
+from gateway.held_answers import AnswerBytes
 
 log = structlog.get_logger(__name__)
+
+_DELTA_BYTES = 300
+"""What a delta takes as an object."""
+_TOKEN_BYTES = 120
+"""What a token takes in it, and as much each of its alternatives."""
 
 
 @dataclass(frozen=True)
@@ -98,13 +104,14 @@ class Attempt:
     """A request at one decode node. Belongs to the gateway's event loop.
 
     read: makes a delta of an output as soon as it arrives. Each output begins behind the tokens that were read, and the
-    first one with token 0. It may find that the answer ends with it.
+    first one with token 0. It may find that the answer ends with it. held: counts deltas until they are taken.
     """
 
     request: TokenizedRequest
     node: Peer
     started: float
     read: Callable[[Output], Delta]
+    held: AnswerBytes
     shortcut: Shortcut
     received: int = 0
     """Tokens that have arrived, none missing before the last."""
@@ -120,6 +127,8 @@ class Attempt:
     """The log probabilities of the prompt that have arrived, if they were asked for."""
     _arrived: list[Delta] = field(init=False, default_factory=list)
     """Not taken yet by `next`."""
+    _waiting_bytes: int = field(init=False, default=0)
+    """What they take."""
     _ended: bool = field(init=False, default=False)
     """Whether the last delta has been read."""
     _waiting: asyncio.Future[None] | None = field(init=False, default=None)
@@ -160,6 +169,8 @@ class Attempt:
         if not self._arrived and self.failure is not None:
             raise self.failure
         arrived, self._arrived = self._arrived, []
+        self.held.give(self._waiting_bytes)
+        self._waiting_bytes = 0
         return arrived
 
     def _wake(self) -> None:
@@ -202,11 +213,19 @@ class Attempt:
             waits = self._waiting is not None and not self._waiting.done()
             if waits and self.shortcut.take is not None and self.shortcut.take(delta):
                 return
+            if not waits:
+                self._count(delta)
         except Exception as error:
             self.fail(error)
         else:
             self._arrived.append(delta)
             self._wake()
+
+    def _count(self, delta: Delta) -> None:
+        """Count a delta whose reader has others to deal with. Raises ApiError if what waits is too much."""
+        size = _DELTA_BYTES + sum([_TOKEN_BYTES * (1 + len(token.top_logprobs)) for token in delta.tokens])
+        self.held.take(size)
+        self._waiting_bytes += size
 
     def _failure(self, output: Output) -> Exception:
         if output.finish_reason == "abort":

@@ -12,6 +12,7 @@ from gateway.attempt import Shortcut
 from gateway.choice import Choice, Delta
 from gateway.decode_client import DecodeClient
 from gateway.errors import ApiError
+from gateway.held_answers import AnswerBytes
 from gateway.prepared import Prepared
 from gateway.tokenizer import CheckpointTokenizer
 
@@ -49,8 +50,10 @@ class Branch:
         self._reason = "cancelled"
         """Why it ended. Nobody sets it when the client cancels."""
 
-    async def deltas(self, client: DecodeClient, shortcut: Shortcut) -> AsyncGenerator[Sequence[Delta], None]:
-        """Its deltas, as many as are there, but for those that go by the shortcut.
+    async def deltas(
+        self, client: DecodeClient, held: AnswerBytes, shortcut: Shortcut
+    ) -> AsyncGenerator[Sequence[Delta], None]:
+        """Its deltas, as many as are there, but for those that go by the shortcut. held: counts those that wait here.
 
         Raises ApiError. Closing it early cancels the request.
         """
@@ -62,7 +65,7 @@ class Branch:
             max_new_tokens=request.generate.max_new_tokens,
         )
         try:
-            async with aclosing(client.stream(request, self._read, shortcut)) as answer:
+            async with aclosing(client.stream(request, self._read, held, shortcut)) as answer:
                 async for deltas in answer:
                     if deltas[-1].finish_reason is not None:
                         self._reason = deltas[-1].finish_reason

@@ -9,12 +9,14 @@ from dataclasses import replace
 from typing import TypeVar
 
 from base.metrics import Metrics
+from gateway.answers.streamed import StreamedAnswer, rendered
 from gateway.attempt import Shortcut
 from gateway.branch import Branch
 from gateway.choice import Delta
 from gateway.config import GatewayConfig
 from gateway.decode_client import DecodeClient
 from gateway.errors import ApiError, timed_out
+from gateway.held_answers import AnswerBytes
 from gateway.merging import merged
 from gateway.prepared import ApiRequest, Prepared
 from gateway.preparer import Arrival, Preparer
@@ -27,6 +29,8 @@ from gateway.requests.unsupported import FieldPolicy
 from gateway.shared_prompt import with_shared_prompts
 
 _SMALL_BYTES = 64 << 10
+_LOGPROBS_AT_ONCE = 4096
+"""Tokens and alternatives, which become JSON in 2 us each."""
 _THREADS = 2
 """Threads for small requests, and the same number for large ones."""
 
@@ -65,6 +69,8 @@ class Completer:
         self._fields = FieldPolicy(config.strict_fields)
         self._small = ThreadPoolExecutor(_THREADS, thread_name_prefix="small")
         self._large = ThreadPoolExecutor(_THREADS, thread_name_prefix="large")
+        self._answers = ThreadPoolExecutor(1, thread_name_prefix="answers")
+        """For large answers. It is one, since all threads share a lock with the event loop."""
 
     @property
     def capacity(self) -> Capacity:
@@ -130,32 +136,43 @@ class Completer:
         """The chat completion that a request asks for. Raises ApiError."""
         return request.as_chat(self._fields)
 
-    async def whole(self, prepared: Prepared) -> list[list[Delta]]:
-        """The complete answers, each from one node. Raises ApiError; then no other answer goes on."""
-        answers: list[list[Delta]] = [[] for _ in prepared.branches]
-        async with aclosing(self.deltas(prepared)) as deltas:
+    async def whole(self, prepared: Prepared, answer: StreamedAnswer, held: AnswerBytes) -> bytes:
+        """The complete answers as JSON. Raises ApiError; then no other answer goes on."""
+        per_token = 1 + (prepared.branches[0].generate.sampling.top_logprobs or 0)
+        work = 0
+        async with aclosing(self.deltas(prepared, held)) as deltas:
             async for index, some in deltas:
                 for delta in some:
-                    if delta.first:
-                        answers[index].clear()
-                    answers[index].append(delta)
-        return answers
+                    answer.keep(index, delta)
+                    work += per_token * len(delta.tokens)
+                    if work > _LOGPROBS_AT_ONCE:
+                        # Others have their turn, however much has arrived.
+                        work = 0
+                        await asyncio.sleep(0)
+        if held.held <= _SMALL_BYTES and prepared.request.requested_prompt_logprobs() is None:
+            body = rendered(answer.whole())
+        else:
+            loop = asyncio.get_running_loop()
+            body = await loop.run_in_executor(self._answers, lambda: rendered(answer.whole()))
+        held.settle(len(body))
+        return body
 
     def deltas(
-        self, prepared: Prepared, shortcut: Shortcut | None = None
+        self, prepared: Prepared, held: AnswerBytes, shortcut: Shortcut | None = None
     ) -> AsyncGenerator[tuple[int, Sequence[Delta]], None]:
         """The answers: an index, and what this answer goes on with. Raises ApiError.
 
-        Closing it early cancels the request. shortcut: where deltas may go instead if there is one answer only.
+        Closing it early cancels the request. held: counts deltas that nobody has taken yet. shortcut: where deltas may
+        go instead if there is one answer only.
         """
         alone = len(prepared.branches) == 1
         way = shortcut if shortcut is not None and alone else Shortcut()
         branches = [Branch(prepared, number, self.tokenizer, self._metrics) for number in range(len(prepared.branches))]
-        streams = [branch.deltas(self._client, way) for branch in branches]
+        streams = [branch.deltas(self._client, held, way) for branch in branches]
         if prepared.shares_prompt_logprobs:
             streams = with_shared_prompts(streams, prepared.request.computed_choices)
         return merged(streams)
 
     def close(self) -> None:
-        for threads in (self._small, self._large):
+        for threads in (self._small, self._large, self._answers):
             threads.shutdown(cancel_futures=True)

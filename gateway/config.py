@@ -78,6 +78,21 @@ class GatewayConfig(ProcessConfig):
             min=1,
         ),
     ] = 128
+    max_answer_mib: Annotated[
+        int,
+        Flag(
+            "MiB that the gateway holds of the answers to one request, log probabilities as they are sent; beyond it "
+            "400.",
+            min=1,
+        ),
+    ] = 32
+    max_total_answer_mib: Annotated[
+        int,
+        Flag(
+            "MiB of answers that the gateway holds at a time; beyond it the request that holds the most gets 503.",
+            min=1,
+        ),
+    ] = 256
     max_concurrent_requests: Annotated[
         int, Flag("Requests that the gateway holds at a time; beyond it clients get 429.", min=1)
     ] = 1024

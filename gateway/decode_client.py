@@ -21,6 +21,7 @@ from gateway.asking import Beginning
 from gateway.attempt import Attempt, NodeFailed, Shortcut, TokenizedRequest
 from gateway.choice import Delta
 from gateway.errors import ApiError, context_length_exceeded, timed_out, unavailable
+from gateway.held_answers import AnswerBytes
 from gateway.registry import SILENT_AFTER_S, NodeRegistry
 
 log = structlog.get_logger(__name__)
@@ -60,7 +61,7 @@ class DecodeClient:
         return len(self._attempts)
 
     async def stream(
-        self, request: TokenizedRequest, read: Callable[[Output], Delta], shortcut: Shortcut
+        self, request: TokenizedRequest, read: Callable[[Output], Delta], held: AnswerBytes, shortcut: Shortcut
     ) -> AsyncGenerator[Sequence[Delta], None]:
         """What `read` makes of the outputs of a request, as much as is there, but for what goes by the shortcut.
 
@@ -68,7 +69,7 @@ class DecodeClient:
         """
         failures: dict[str, NodeFailed] = {}
         while True:
-            attempt = self._begin(request, failures, read, shortcut)
+            attempt = self._begin(request, failures, read, held, shortcut)
             try:
                 while True:
                     arrived = await attempt.next()
@@ -171,6 +172,7 @@ class DecodeClient:
         request: TokenizedRequest,
         failures: Mapping[str, NodeFailed],
         read: Callable[[Output], Delta],
+        held: AnswerBytes,
         shortcut: Shortcut,
     ) -> Attempt:
         """Begin an attempt. Its node is asked once all choices that begin together are known.
@@ -184,7 +186,7 @@ class DecodeClient:
             # Nodes refuse choices one by one. They should go to the next node together, too.
             wait = _GATHER_S if failures and request.generate.group else 0.0
             asyncio.get_running_loop().call_later(wait, self._ask, group)
-        attempt = Attempt(request, self._choose(request, failures, now, beginning.cached), now, read, shortcut)
+        attempt = Attempt(request, self._choose(request, failures, now, beginning.cached), now, read, held, shortcut)
         self._attempts[request.request_id] = attempt
         self._groups.setdefault(group, {})[request.request_id] = attempt
         attempt.asking = beginning.add(attempt.node, request.generate)

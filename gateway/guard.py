@@ -7,6 +7,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.errors import ApiError
+from gateway.held_answers import HeldAnswers
 from gateway.keys import ApiKeys
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/version"})
@@ -27,11 +28,12 @@ _BYTES_PER_TOKEN = 8
 
 
 class RequestBytes:
-    """The bytes that one request counts with."""
+    """The bytes that one request counts with. answers: those of what is generated for it."""
 
     def __init__(self, guard: "Guard") -> None:
         self._guard = guard
         self.held = 0
+        self.answers = guard.answers.account()
 
     def body(self, size: int) -> None:
         """Raises ApiError (429) if there is no room for a body of that size."""
@@ -43,12 +45,21 @@ class RequestBytes:
         """Raises ApiError (429) if there is no room for so many prompt tokens."""
         self.body(_BYTES_PER_TOKEN * tokens)
 
+    def close(self) -> None:
+        """The request is answered, or refused."""
+        self._guard.held -= self.held
+        self.held = 0
+        self.answers.close()
+
 
 class Guard:
     """ASGI middleware. keys: None lets everyone in. refused: counts refusals by reason."""
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys | None, limits: RequestLimits, refused: Counter) -> None:
+    def __init__(
+        self, app: ASGIApp, keys: ApiKeys | None, limits: RequestLimits, answers: HeldAnswers, refused: Counter
+    ) -> None:
         self._app = app
+        self.answers = answers
         self._keys = keys
         self._limits = limits
         self._refused = refused
@@ -65,6 +76,7 @@ class Guard:
         try:
             client_key = self._admit(Request(scope), counted)
         except ApiError as error:
+            counted.close()
             await error.response(scope["path"])(scope, receive, send)
             return
         self.serving += 1
@@ -74,7 +86,7 @@ class Guard:
             )
         finally:
             self.serving -= 1
-            self.held -= counted.held
+            counted.close()
 
     def take(self, size: int) -> None:
         """Raises ApiError (429) if all requests together would hold too many bytes."""

@@ -31,6 +31,7 @@ from gateway.config import API_KEYS_VARIABLE, GatewayConfig
 from gateway.decode_client import DecodeClient
 from gateway.errors import ApiError, unavailable
 from gateway.guard import Guard, RequestLimits
+from gateway.held_answers import AnswerLimits, HeldAnswers
 from gateway.keys import ApiKeys
 from gateway.prefix_index import PrefixIndex
 from gateway.preparer import Preparer, chat_format_of
@@ -101,6 +102,7 @@ class Gateway:
             tokenizer = CheckpointTokenizer(str(config.model_path), config.chat_template)
             context_length = _context_length(config, tokenizer)
             limits = _request_limits(config, context_length)
+            answer_limits = _answer_limits(config)
             self.registry = NodeRegistry(tokenizer.identity, _caches(config))
             chat_format = chat_format_of(config, tokenizer)
             cluster_keys = None if config.key_dir is None else load_keys(config.key_dir, "gateway")
@@ -135,7 +137,8 @@ class Gateway:
         )
         app = ApiServer(self._completer, self._refusal).app()
         app.include_router(status_router(self.metrics, self._missing, self._refresh))
-        self._guard = Guard(app, keys, limits, self.metrics.http_refused)
+        self._answers = HeldAnswers(answer_limits, self.metrics.answers_ended)
+        self._guard = Guard(app, keys, limits, self._answers, self.metrics.http_refused)
         self._http = HttpServer(
             self._guard,
             self._listener,
@@ -243,6 +246,7 @@ class Gateway:
         self.metrics.nodes.labels(role="decode").set(self.registry.count("decode", now))
         self.metrics.requests.labels(state="waiting").set(self._client.waiting)
         self.metrics.requests.labels(state="running").set(self._client.in_flight - self._client.waiting)
+        self.metrics.answer_bytes.set(self._answers.held)
         self.metrics.note_control(self.control.malformed, self.control.undeliverable, self.control.refused)
 
 
@@ -285,6 +289,15 @@ def _request_limits(config: GatewayConfig, context_length: int) -> RequestLimits
             f"{body_bytes / 2**20:g} MiB (--max-body-mib): raise it, or lower that"
         )
     return RequestLimits(body_bytes, config.max_concurrent_requests, total_bytes)
+
+
+def _answer_limits(config: GatewayConfig) -> AnswerLimits:
+    if config.max_total_answer_mib < config.max_answer_mib:
+        raise StartupError(
+            f"--max-total-answer-mib {config.max_total_answer_mib} is less than what one request may take, "
+            f"{config.max_answer_mib} (--max-answer-mib): raise it, or lower that"
+        )
+    return AnswerLimits(config.max_answer_mib << 20, config.max_total_answer_mib << 20)
 
 
 def _max_connections(requests: int) -> int:

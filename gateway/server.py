@@ -1,8 +1,7 @@
 """The HTTP routes of OpenAI's, Anthropic's and vLLM's APIs, and error responses."""
 
-import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -11,12 +10,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from gateway.answers.chat import ChatAnswer
-from gateway.answers.completions import CompletionAnswer, best
+from gateway.answers.completions import CompletionAnswer
 from gateway.answers.messages import MessageAnswer
 from gateway.answers.responses import ResponseAnswer
 from gateway.answers.streamed import StreamedAnswer
 from gateway.attempt import Shortcut
-from gateway.choice import Delta
 from gateway.completer import Completer
 from gateway.errors import ApiError
 from gateway.guard import RequestBytes
@@ -28,7 +26,7 @@ from gateway.requests.conversion import ConvertedRequest
 from gateway.requests.messages import CountTokensRequest, MessagesRequest
 from gateway.requests.responses import ResponsesRequest
 from gateway.requests.tokens import DetokenizeRequest, TokenizeRequest
-from gateway.streaming import CLIENT_LEFT, EventStream, unless_client_leaves
+from gateway.streaming import CLIENT_LEFT, EventStream, WholeAnswer, unless_client_leaves
 from gateway.tokenizing import Tokenizing
 
 _RequestKind = type[ApiRequest] | type[ConvertedRequest]
@@ -103,14 +101,13 @@ class ApiServer:
         counted.prompt(prepared.prompt_tokens)
         if refusal := self._refusal():
             raise refusal
-        answer = answer_kind(prepared, self._completer.model, self._completer.tokenizer)
+        held = counted.answers
+        answer = answer_kind(prepared, self._completer.model, self._completer.tokenizer, held)
         if not request.stream:
-            whole = await self._completer.whole(prepared)
-            if request.requested_prompt_logprobs() is not None:
-                return await asyncio.to_thread(_whole_response, answer, request, whole)
-            return _whole_response(answer, request, whole)
+            body = await self._completer.whole(prepared, answer, held)
+            return WholeAnswer(body, prepared.request_id, held)
         shortcut = Shortcut()
-        deltas = self._completer.deltas(prepared, shortcut)
+        deltas = self._completer.deltas(prepared, held, shortcut)
         return EventStream(answer, prepared.request_id, await anext(deltas), deltas, shortcut)
 
     def _model_card(self) -> dict[str, Any]:
@@ -121,16 +118,6 @@ class ApiServer:
             "owned_by": "hisparse-pd",
             "max_model_len": self._completer.capacity.context,
         }
-
-
-def _whole_response(answer: StreamedAnswer, request: ApiRequest, whole: Sequence[Sequence[Delta]]) -> Response:
-    """The answers to a request that does not stream, the best where more were generated than are given."""
-    computed, given = request.computed_choices, request.choices
-    if computed == given:
-        return JSONResponse(answer.whole(whole))
-    parts = [best(whole[start : start + computed], given) for start in range(0, len(whole), computed)]
-    chosen, others = ([deltas for part in parts for deltas in part[which]] for which in (0, 1))
-    return JSONResponse(answer.whole(chosen, others))
 
 
 async def _error_response(request: Request, error: Exception) -> Response:

@@ -13,7 +13,8 @@ from gateway.answers.streamed import StreamedAnswer
 from gateway.attempt import Shortcut
 from gateway.choice import Delta
 from gateway.errors import ApiError
-from service.chunks import ChunkWriter
+from gateway.held_answers import AnswerBytes
+from service.chunks import LARGE_BYTES, ChunkWriter
 
 log = structlog.get_logger(__name__)
 
@@ -22,6 +23,8 @@ Deltas = tuple[int, Sequence[Delta]]
 """The number of an answer, and the pieces that it goes on with; at least one."""
 
 CLIENT_LEFT = 499
+_DELTAS_AT_ONCE = 16
+"""Of those that have waited for a slow client, what is rendered in one turn of the loop."""
 
 
 class EventStream(StreamingResponse):
@@ -72,6 +75,44 @@ class EventStream(StreamingResponse):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
+class WholeAnswer(Response):
+    """An answer that does not stream. It is sent in slices, so that it counts until its client has read it.
+
+    Where all answers hold too much and this one the most, its connection is closed.
+    """
+
+    media_type = "application/json"
+
+    def __init__(self, body: bytes, request_id: str, held: AnswerBytes) -> None:
+        super().__init__(body)
+        self._request_id = request_id
+        self._held = held
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if len(self.body) <= LARGE_BYTES:
+            await super().__call__(scope, receive, send)
+            return
+        sending = asyncio.ensure_future(self._send(send))
+        self._held.abort = sending.cancel
+        if self._held.error is not None:
+            sending.cancel()
+        try:
+            await sending
+        except asyncio.CancelledError:
+            if self._held.error is None:
+                raise
+            log.warning("an answer is not sent to its end: too many bytes are held", request_id=self._request_id)
+        finally:
+            sending.cancel()
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        for start in range(0, len(self.body), LARGE_BYTES):
+            stop = start + LARGE_BYTES
+            more = stop < len(self.body)
+            await send({"type": "http.response.body", "body": self.body[start:stop], "more_body": more})
+
+
 class _DirectWriter:
     """Writes deltas of the only answer of a request: what a Shortcut takes."""
 
@@ -82,8 +123,10 @@ class _DirectWriter:
         self._chunks = chunks
 
     def take(self, delta: Delta) -> bool:
-        """Write a delta, and return true, unless it ends the answer or the client is slow."""
+        """Write a delta, and return true, unless it ends the answer, may take long, or the client is slow."""
         if delta.finish_reason is not None or delta.prompt is not None or self._chunks.paused:
+            return False
+        if self._answer.kept_bytes > LARGE_BYTES:
             return False
         self._chunks.write_soon(self._answer.written(0, delta))
         return True
@@ -99,8 +142,15 @@ async def _events(
         if lines := await _lines(answer, *first):
             yield lines
         async for index, deltas in rest:
-            if lines := await _lines(answer, index, deltas):
-                yield lines
+            for start in range(0, len(deltas), _DELTAS_AT_ONCE):
+                if start:
+                    await asyncio.sleep(0)
+                some = deltas[start : start + _DELTAS_AT_ONCE]
+                if answer.kept_bytes > LARGE_BYTES:
+                    for event in (event for delta in some for event in answer.more(index, delta)):
+                        yield answer.lines([event])
+                elif lines := await _lines(answer, index, some):
+                    yield lines
         if last := answer.end():
             yield answer.lines(last)
     except ApiError as error:

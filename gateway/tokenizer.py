@@ -53,6 +53,8 @@ class CheckpointTokenizer:
         self._token_bytes = TokenBytes(self._backend)
         self._bytes_of = self._token_bytes.of
         """One object for the detokenizers of all streams, which stays in the processor's cache."""
+        self._pieces: dict[int, str] = {}
+        """Tokens decoded alone: those that were asked for, at most the vocabulary."""
         added = self._tokenizer.added_tokens_decoder
         self.added_ids = {token.content: token_id for token_id, token in added.items()}
         """Tokens that were added to the vocabulary, special or not, by their text."""
@@ -123,7 +125,12 @@ class CheckpointTokenizer:
 
     def piece(self, token_id: int) -> str:
         """One token decoded alone, special or not, as log probabilities name it."""
-        return self._backend.decode([token_id], skip_special_tokens=False)
+        known = self._pieces.get(token_id)
+        if known is None:
+            known = self._backend.decode([token_id], skip_special_tokens=False)
+            if self.knows(token_id):
+                self._pieces[token_id] = known
+        return known
 
     def piece_bytes(self, token_id: int) -> bytes:
         """The bytes of one token, which may be part of a character. Together the tokens' bytes are the text."""

@@ -26,7 +26,7 @@ import numpy.typing as npt
 from base.block_hashes import BLOCK_TOKENS, BlockHasher, BlockHashes
 from kvcache.extents import BlockValues, HeldBlocks, SlotAccountingError
 
-TokenIds = npt.NDArray[np.integer]
+PromptIds = npt.NDArray[np.integer]
 """[n]: a prompt."""
 BLOCK_BYTES = 700 + 4 * BLOCK_TOKENS
 """Main memory that a decode node's cache takes for a block, at most: its tokens, tables and slot numbers."""
@@ -89,7 +89,7 @@ class BlockCache:
         assert not self.blocks, "hashes of cached blocks do not change"
         self._events, self._hasher = events, BlockHasher(seed)
 
-    def find(self, tokens: TokenIds, salt: str = "") -> int:
+    def find(self, tokens: PromptIds, salt: str = "") -> int:
         """How many tokens at the beginning of a prompt, ids [n], are cached."""
         numbers = self._match(tokens, salt, self._hasher(tokens, salt))
         for number in reversed(numbers.tolist()):
@@ -97,7 +97,7 @@ class BlockCache:
                 self._evictable.move_to_end(number)
         return len(numbers) * BLOCK_TOKENS
 
-    def hold(self, tokens: TokenIds, salt: str = "") -> HeldBlocks:
+    def hold(self, tokens: PromptIds, salt: str = "") -> HeldBlocks:
         """Hold the longest cached prefix of a prompt, ids [n]."""
         return self._hold(self._match(tokens, salt, self._hasher(tokens, salt)))
 
@@ -111,7 +111,7 @@ class BlockCache:
             self._evictable[number] = None
 
     def insert(
-        self, tokens: TokenIds, values: npt.NDArray[np.integer], salt: str = "", hashes: BlockHashes | None = None
+        self, tokens: PromptIds, values: npt.NDArray[np.integer], salt: str = "", hashes: BlockHashes | None = None
     ) -> tuple[HeldBlocks, int]:
         """Add the whole blocks of a prompt, and hold them. Returns them, and how many were cached before.
 
@@ -189,7 +189,7 @@ class BlockCache:
             if not holds:
                 raise SlotAccountingError(f"prefix cache: {problem}")
 
-    def _match(self, tokens: TokenIds, salt: str, hashes: BlockHashes) -> npt.NDArray[np.int64]:
+    def _match(self, tokens: PromptIds, salt: str, hashes: BlockHashes) -> npt.NDArray[np.int64]:
         """Numbers of the blocks of the longest cached prefix: int64 [blocks]."""
         found = []
         for name in hashes.tolist():
@@ -219,7 +219,7 @@ class BlockCache:
         return HeldBlocks(numbers, self._values[numbers])
 
 
-def _blocks(tokens: TokenIds, blocks: int) -> TokenIds:
+def _blocks(tokens: PromptIds, blocks: int) -> PromptIds:
     """The first blocks of a prompt: [blocks, 64]."""
     return tokens[: blocks * BLOCK_TOKENS].reshape(blocks, BLOCK_TOKENS)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from base.block_hashes import BLOCK_TOKENS
-from kvcache.block_cache import BlockCache, TokenIds
+from kvcache.block_cache import BlockCache, PromptIds
 from kvcache.extents import HeldBlocks, SlotAccountingError
 from kvcache.paged_pool import PagedKVPool
 from transfer.planner import Int64s
@@ -25,7 +25,7 @@ class PageLease:
     that the lease has pages of; None without a cache.
     """
 
-    tokens: TokenIds
+    tokens: PromptIds
     salt: str
     pages: Int64s
     cached: int
@@ -61,11 +61,11 @@ class PageCache:
         """Pages in the cache that no lease holds."""
         return self.blocks.evictable_blocks * self._block_pages if self.blocks else 0
 
-    def find(self, tokens: TokenIds, salt: str = "") -> int:
+    def find(self, tokens: PromptIds, salt: str = "") -> int:
         """How many tokens at the beginning of a prompt, ids [n], have KV now."""
         return self.blocks.find(tokens, salt) if self.blocks else 0
 
-    def lend(self, tokens: TokenIds, salt: str = "", reuse: bool = True) -> PageLease | None:
+    def lend(self, tokens: PromptIds, salt: str = "", reuse: bool = True) -> PageLease | None:
         """Pages for all tokens of a prompt, those of its longest cached prefix first. None if there are not enough.
 
         reuse: without it no cached page is used.

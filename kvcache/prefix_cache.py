@@ -17,7 +17,7 @@ from dataclasses import replace
 import numpy as np
 
 from base.block_hashes import BLOCK_TOKENS
-from kvcache.block_cache import BlockCache, TokenIds
+from kvcache.block_cache import BlockCache, PromptIds
 from kvcache.extents import NO_SLOTS, HostSlots, SlotAccountingError, SlotAllocator, extents_of
 
 _CHECKED_BLOCKS = 256
@@ -42,7 +42,7 @@ class PrefixCache:
         """Slots that nobody else owns: `evict` makes them free."""
         return self.blocks.evictable_blocks * BLOCK_TOKENS
 
-    def hold(self, tokens: TokenIds, salt: str = "") -> HostSlots:
+    def hold(self, tokens: PromptIds, salt: str = "") -> HostSlots:
         """Slots of the longest cached prefix of `tokens`, ids [n]. The caller is one of their owners.
 
         Nobody may write to them.
@@ -54,7 +54,7 @@ class PrefixCache:
         self._slots.retain(extents)
         return HostSlots(extents, held)
 
-    def insert(self, tokens: TokenIds, slots: HostSlots, salt: str = "") -> HostSlots:
+    def insert(self, tokens: PromptIds, slots: HostSlots, salt: str = "") -> HostSlots:
         """Cache the whole blocks that `tokens`, ids [n], begins with. Returns the caller's slots, which hold them now.
 
         slots: the i-th has the KV of tokens[i]. Blocks that are cached already keep the slots that they have.
@@ -68,7 +68,7 @@ class PrefixCache:
         self.let_go(slots)
         return replace(slots, held=held)
 
-    def share(self, tokens: TokenIds, slots: HostSlots, salt: str = "") -> HostSlots:
+    def share(self, tokens: PromptIds, slots: HostSlots, salt: str = "") -> HostSlots:
         """`insert`, and exchange slots for those of blocks that were cached already, so that nothing is kept twice.
 
         Nobody may be reading the caller's slots. Returns the slots that it owns now.

@@ -20,7 +20,7 @@ BF16_PER_MS = 800e9
 """Operations of tensor cores that can be reached in bfloat16; twice as many in fp8."""
 
 
-class Part(StrEnum):
+class StepPart(StrEnum):
     """Of a decode step."""
 
     PROJECTIONS = "projections"
@@ -82,7 +82,7 @@ class RankModel:
         return cls(network, spec, weights.num_bytes)
 
 
-Works = dict[Part, tuple[Work, ...]]
+Works = dict[StepPart, tuple[Work, ...]]
 """What a part does one after the other."""
 
 
@@ -120,24 +120,24 @@ def work_of_step(model: RankModel, batch: int, context: int, missed: float, rank
     item_bytes, key_bytes = spec.kv_format.item_bytes, spec.kv_format.index_key_bytes
     head = model.network.head
     return {
-        Part.PROJECTIONS: (Work(projections, projected, in_fp8), Work(head.nbytes, 2 * batch * head.numel())),
-        Part.EXPERTS: (Work(experts, expert_operations, in_fp8),),
-        Part.INDEX: (
+        StepPart.PROJECTIONS: (Work(projections, projected, in_fp8), Work(head.nbytes, 2 * batch * head.numel())),
+        StepPart.EXPERTS: (Work(experts, expert_operations, in_fp8),),
+        StepPart.INDEX: (
             Work(
                 index_layers * batch * context * key_bytes,
                 2 * index_layers * batch * context * config.index_heads * config.index_dim,
                 spec.kv_cache_dtype == "fp8_e4m3",
             ),
         ),
-        Part.TOP_K: (Work(index_layers * batch * context * 4),),
-        Part.SWAP_IN: (Work(link_bytes=layers * batch * missed * item_bytes),),
-        Part.ATTENTION: (
+        StepPart.TOP_K: (Work(index_layers * batch * context * 4),),
+        StepPart.SWAP_IN: (Work(link_bytes=layers * batch * missed * item_bytes),),
+        StepPart.ATTENTION: (
             Work(
                 layers * batch * top_k * item_bytes,
                 2 * layers * batch * top_k * heads * (spec.item_dim + spec.latent_dim),
             ),
         ),
-        Part.REST: (),
+        StepPart.REST: (),
     }
 
 
@@ -196,12 +196,12 @@ def work_of_chunk(model: RankModel, context: int, chunk: int, rank_of: int) -> W
         2 * len(whole) * selected * config.heads * (spec.item_dim + spec.latent_dim),
     )
     return {
-        Part.PROJECTIONS: (projections.work, maps.work),
-        Part.EXPERTS: (experts.work, router.work),
-        Part.INDEX: (index,),
-        Part.TOP_K: (top_k,),
-        Part.ATTENTION: (attention,),
-        Part.REST: (),
+        StepPart.PROJECTIONS: (projections.work, maps.work),
+        StepPart.EXPERTS: (experts.work, router.work),
+        StepPart.INDEX: (index,),
+        StepPart.TOP_K: (top_k,),
+        StepPart.ATTENTION: (attention,),
+        StepPart.REST: (),
     }
 
 

@@ -22,7 +22,7 @@ from model.shard import Shard
 from model.sparse_model import SparseModel
 from model.spec import ModelSpec
 
-Gather = Callable[[torch.Tensor], torch.Tensor]
+GatherRows = Callable[[torch.Tensor], torch.Tensor]
 """The rows of all processes, in their order, of the same number of rows of this one (`Exchange.gather`)."""
 
 
@@ -38,7 +38,7 @@ class SplitPass(PrefillPass):
         spec: ModelSpec,
         backend: AttentionBackend,
         shard: Shard,
-        gather: Gather,
+        gather: GatherRows,
         device: torch.device,
     ) -> None:
         super().__init__(chunks, spec, backend)
@@ -89,7 +89,7 @@ class SplitModel(SparseModel):
         spec: ModelSpec,
         backend: AttentionBackend,
         shard: Shard,
-        gather: Gather,
+        gather: GatherRows,
         on_begin: Callable[[], None] = lambda: None,
     ) -> None:
         """on_begin: called when a forward pass begins, on its thread."""

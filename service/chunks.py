@@ -8,6 +8,9 @@ import asyncio
 
 from uvicorn.protocols.http.flow_control import FlowControl
 
+LARGE_BYTES = 256 << 10
+"""What is larger is written in parts, so that the loop turns and the client reads in between."""
+
 
 class ChunkTurns:
     """The writers that were given something in this turn of an event loop, which they write at its end.
@@ -50,9 +53,12 @@ class ChunkWriter:
 
     async def write(self, body: bytes) -> None:
         """As `write_soon`, but waits while the client is slow to read."""
-        if self.paused and not self._transport.is_closing():
-            await self._flow.drain()
-        self.write_soon(body)
+        for start in range(0, len(body), LARGE_BYTES):
+            if self.paused and not self._transport.is_closing():
+                await self._flow.drain()
+            self.write_soon(body[start : start + LARGE_BYTES])
+            if len(body) > LARGE_BYTES:
+                self.flush()
 
     def write_soon(self, body: bytes) -> None:
         """Write at the end of this turn. Call it only where the client is not slow to read."""

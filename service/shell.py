@@ -87,7 +87,7 @@ class NodeShell(Generic[Event]):
         self._membership = membership
         for number in STOP_SIGNALS:
             signal.signal(number, self._on_signal)
-        router = status_router(self.metrics, self._missing, lambda: self._refresh(refresh))
+        router = status_router(self.metrics, self._not_ready_reason, lambda: self._refresh(refresh))
         self._status = StatusServer(self._listener, router, *routers, refused=self.metrics.http_refused)
         self._status.start()
         self.gateways.start()
@@ -128,8 +128,8 @@ class NodeShell(Generic[Event]):
         thread has ended.
         """
         self.control.check()
-        if self._membership is not None and self._membership.refusal is not None:
-            raise StartupError(self._membership.refusal)
+        if self._membership is not None and self._membership.rejection_reason is not None:
+            raise StartupError(self._membership.rejection_reason)
         if self._cache_reports is not None:
             self._cache_reports.send(time.monotonic())
         items: list[tuple[Peer, Message] | Event] = []
@@ -164,7 +164,7 @@ class NodeShell(Generic[Event]):
         else:
             self._dropped += 1
 
-    def _missing(self) -> str | None:
+    def _not_ready_reason(self) -> str | None:
         """What keeps this node from serving, or None."""
         if not self.lifecycle.serving:
             return "draining"

@@ -8,7 +8,7 @@ from rich.console import Console
 from benchmarks.decode.config import DecodeBench
 from benchmarks.decode.timing import StepTiming
 from benchmarks.parts_report import GIB, LIMIT, draw_parts, table, what_was_computed, write_document
-from model.roofline import Part, Works
+from model.roofline import StepPart, Works
 
 SCHEMA = 1
 
@@ -27,14 +27,14 @@ class CaseResult:
     work: Works
     link_gb_per_s: float
 
-    def limit_ms(self, part: Part) -> float:
+    def limit_ms(self, part: StepPart) -> float:
         """What the hardware takes for a part at least."""
         return sum(work.ms(self.link_gb_per_s) for work in self.work[part])
 
     @property
     def limit(self) -> float:
         """Milliseconds that the hardware takes at least for the step."""
-        return sum(map(self.limit_ms, Part))
+        return sum(map(self.limit_ms, StepPart))
 
 
 def print_results(results: list[CaseResult], config: DecodeBench, weight_bytes: int, console: Console) -> None:
@@ -55,7 +55,7 @@ def print_results(results: list[CaseResult], config: DecodeBench, weight_bytes: 
         )
     console.print(steps, "")
     parts = table("parts, ms / limit", "part", *(f"{r.batch} x {r.new_positions}" for r in results))
-    for part in Part:
+    for part in StepPart:
         parts.add_row(part, *(f"{r.timing.parts[part]:.2f}/{r.limit_ms(part):.2f}" for r in results))
     console.print(parts, "")
     console.print(
@@ -73,7 +73,7 @@ def write_json(results: list[CaseResult], config: DecodeBench) -> None:
         {
             **asdict(result),
             "parts_ms": result.timing.parts,
-            "limits_ms": {part: result.limit_ms(part) for part in Part},
+            "limits_ms": {part: result.limit_ms(part) for part in StepPart},
         }
         for result in results
     ]
@@ -82,9 +82,9 @@ def write_json(results: list[CaseResult], config: DecodeBench) -> None:
 
 def write_png(results: list[CaseResult], config: DecodeBench) -> None:
     """Stacked bars of where a step's time goes, beside what the hardware takes for it."""
-    bars: dict[str, dict[Part, float]] = {}
+    bars: dict[str, dict[StepPart, float]] = {}
     for result in results:
         name = f"{result.batch} x {result.new_positions}"
         bars[name] = result.timing.parts
-        bars[f"{name}\nlimit"] = {part: result.limit_ms(part) for part in Part}
+        bars[f"{name}\nlimit"] = {part: result.limit_ms(part) for part in StepPart}
     draw_parts(config.png, bars, "ms per decode step (batch x new positions)")

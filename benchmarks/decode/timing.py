@@ -14,15 +14,15 @@ from benchmarks.decode.workload import Requests
 from benchmarks.kernel_times import kernel_times
 from benchmarks.stepping import GREEDY, launch
 from engine.runner import ModelRunner
-from model.roofline import Part
+from model.roofline import StepPart
 
-_NAMES: dict[Part, tuple[str, ...]] = {
-    Part.EXPERTS: ("_experts", "_sort", "_swiglu_quantise", "_weigh", "_sum", "_choose", "grouped"),
-    Part.INDEX: ("score_pages", "score_prompt", "_encode_index"),
-    Part.TOP_K: ("top_k", "topk", "devicescan"),
-    Part.SWAP_IN: ("swap_in",),
-    Part.ATTENTION: ("_attend_split", "attend_items", "_combine"),
-    Part.PROJECTIONS: (
+_NAMES: dict[StepPart, tuple[str, ...]] = {
+    StepPart.EXPERTS: ("_experts", "_sort", "_swiglu_quantise", "_weigh", "_sum", "_choose", "grouped"),
+    StepPart.INDEX: ("score_pages", "score_prompt", "_encode_index"),
+    StepPart.TOP_K: ("top_k", "topk", "devicescan"),
+    StepPart.SWAP_IN: ("swap_in",),
+    StepPart.ATTENTION: ("_attend_split", "attend_items", "_combine"),
+    StepPart.PROJECTIONS: (
         "_linear",
         "_partial_products",
         "_add_up",
@@ -57,13 +57,13 @@ class StepTiming:
     kernels: dict[str, tuple[float, float]]
 
     @property
-    def parts(self) -> dict[Part, float]:
+    def parts(self) -> dict[StepPart, float]:
         """Milliseconds of the kernels of each part; the rest: other kernels, and none."""
-        parts = dict.fromkeys(Part, 0.0)
+        parts = dict.fromkeys(StepPart, 0.0)
         for name, (ms, _) in self.kernels.items():
-            if (part := part_of(name)) is not Part.REST:
+            if (part := part_of(name)) is not StepPart.REST:
                 parts[part] += ms
-        parts[Part.REST] = self.median_ms - sum(parts.values())
+        parts[StepPart.REST] = self.median_ms - sum(parts.values())
         return parts
 
 
@@ -82,10 +82,10 @@ def use_streams(device: torch.device) -> list[torch.cuda.Stream]:
     return streams
 
 
-def part_of(kernel: str) -> Part:
+def part_of(kernel: str) -> StepPart:
     """The part of a step that a kernel of this name belongs to."""
     lowered = kernel.lower()
-    return next((part for part, marks in _NAMES.items() if any(mark in lowered for mark in marks)), Part.REST)
+    return next((part for part, marks in _NAMES.items() if any(mark in lowered for mark in marks)), StepPart.REST)
 
 
 def time_steps(

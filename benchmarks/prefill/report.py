@@ -8,7 +8,7 @@ from rich.console import Console
 from benchmarks.parts_report import GIB, LIMIT, draw_parts, table, what_was_computed, write_document
 from benchmarks.prefill.config import PrefillBench
 from benchmarks.prefill.timing import PARTS, ChunkTiming
-from model.roofline import Part, Works
+from model.roofline import StepPart, Works
 
 SCHEMA = 1
 _SHOWN = 12
@@ -24,7 +24,7 @@ class CaseResult:
     timing: ChunkTiming
     work: Works
 
-    def limit_ms(self, part: Part) -> float:
+    def limit_ms(self, part: StepPart) -> float:
         """What the hardware takes for a part at least."""
         return sum(work.ms(1.0) for work in self.work[part])
 
@@ -93,7 +93,7 @@ def write_json(results: list[CaseResult], config: PrefillBench) -> None:
 
 def write_png(results: list[CaseResult], config: PrefillBench) -> None:
     """Stacked bars of where a chunk's time goes, beside what the hardware takes for it."""
-    bars: dict[str, dict[Part, float]] = {}
+    bars: dict[str, dict[StepPart, float]] = {}
     for result in results:
         bars[str(result.context)] = result.timing.parts
         bars[f"{result.context}\nlimit"] = {part: result.limit_ms(part) for part in PARTS}

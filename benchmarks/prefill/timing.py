@@ -12,9 +12,9 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.decode.timing import part_of
 from benchmarks.kernel_times import kernel_times
 from benchmarks.prefill.workload import MARK
-from model.roofline import Part
+from model.roofline import StepPart
 
-PARTS: tuple[Part, ...] = tuple(part for part in Part if part is not Part.SWAP_IN)
+PARTS: tuple[StepPart, ...] = tuple(part for part in StepPart if part is not StepPart.SWAP_IN)
 """Those that a chunk has. The experts are the choice of experts and all that is computed of what ranks have gathered.
 If experts are not in fp8, that is also the router's product, which else belongs to the projections. The rest is norms,
 with or without quantisation, rotation, encoding, storing, copies, and the time from one kernel to the next."""
@@ -25,7 +25,7 @@ class KernelTime:
     """What the kernels of one name take of a chunk, in milliseconds, and how many there are."""
 
     name: str
-    part: Part
+    part: StepPart
     ms: float
     count: int
 
@@ -43,13 +43,13 @@ class ChunkTiming:
         return statistics.median(self.passes_ms)
 
     @property
-    def parts(self) -> dict[Part, float]:
+    def parts(self) -> dict[StepPart, float]:
         """Milliseconds of the kernels of each part; the rest: other kernels, and none."""
         parts = dict.fromkeys(PARTS, 0.0)
         for kernel in self.kernels:
-            if kernel.part is not Part.REST:
+            if kernel.part is not StepPart.REST:
                 parts[kernel.part] += kernel.ms
-        parts[Part.REST] = self.median_ms - sum(parts.values())
+        parts[StepPart.REST] = self.median_ms - sum(parts.values())
         return parts
 
 
@@ -77,14 +77,14 @@ def by_part(kernels: Iterable[tuple[str, float]]) -> tuple[KernelTime, ...]:
 
     Between two marks all belongs to the experts: a quantisation or a product has the same name there and elsewhere.
     """
-    total: dict[tuple[str, Part], float] = {}
-    count: Counter[tuple[str, Part]] = Counter()
+    total: dict[tuple[str, StepPart], float] = {}
+    count: Counter[tuple[str, StepPart]] = Counter()
     within_experts = False
     for name, ms in kernels:
         if MARK in name:
             within_experts = not within_experts
             continue
-        key = name, Part.EXPERTS if within_experts else part_of(name)
+        key = name, StepPart.EXPERTS if within_experts else part_of(name)
         total[key] = total.get(key, 0.0) + ms
         count[key] += 1
     longest = sorted(total.items(), key=lambda item: -item[1])

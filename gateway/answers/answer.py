@@ -6,14 +6,18 @@ from collections.abc import Sequence
 
 import orjson
 
+from control.messages import Token
+from gateway.answers.kept import Column, KeptAnswer
 from gateway.answers.prompt import by_position
 from gateway.answers.streamed import Json, StreamedAnswer
 from gateway.choice import Delta
 from gateway.errors import ApiError
+from gateway.held_answers import AnswerBytes
 from gateway.prepared import Prepared
 from gateway.tokenizer import CheckpointTokenizer
 
 _TEXT = "text of a choice"
+_TOKEN_IDS = "token_ids"
 
 
 class Answer(StreamedAnswer, ABC):
@@ -26,8 +30,11 @@ class Answer(StreamedAnswer, ABC):
     _with_logprobs: bool
     """Whether those of its tokens were asked for."""
 
-    def __init__(self, prepared: Prepared, model: str, tokenizer: CheckpointTokenizer) -> None:
+    def __init__(self, prepared: Prepared, model: str, tokenizer: CheckpointTokenizer, held: AnswerBytes) -> None:
         request = prepared.request
+        self._held = held
+        self._kept: dict[int, KeptAnswer] = {}
+        """By number, answers that do not stream."""
         self._head: Json = {"id": prepared.request_id, "created": int(time.time()), "model": model}
         self._count = len(prepared.branches)
         self._prompt_tokens = prepared.prompt_tokens
@@ -44,17 +51,27 @@ class Answer(StreamedAnswer, ABC):
         self._around_text: dict[int, tuple[bytes, bytes]] = {}
         """By choice whose text stays plain: what stands in front of and behind it, in a chunk with nothing else."""
 
-    def whole(self, answers: Sequence[Sequence[Delta]], unused: Sequence[Sequence[Delta]] = ()) -> Json:
-        """The answers to a request that does not stream. unused: others that were generated, which count, too."""
-        self._completion_tokens += sum(len(delta.tokens) for deltas in unused for delta in deltas)
-        choices = [self._choice(index, _joined(deltas), whole=True) for index, deltas in enumerate(answers)]
+    def keep(self, index: int, delta: Delta) -> None:
+        if delta.first:
+            if index in self._kept:
+                self._held.give(self._kept[index].size)
+            self._kept[index] = KeptAnswer()
+        columns: dict[str, list[object]] = self._of_tokens(delta.tokens) if self._with_logprobs else {}
+        if self._token_ids:
+            columns[_TOKEN_IDS] = [token.token_id for token in delta.tokens]
+        self._held.take(self._kept[index].add(delta, columns))
+
+    def whole(self) -> Json:
+        kept = [self._kept[number] for number in range(self._count)]
+        self._completion_tokens += sum(answer.tokens for answer in kept)
+        choices = [self._whole_choice(index, answer) for index, answer in enumerate(self._given(kept))]
         return self._head | {"object": self.kind, "choices": choices, "usage": self._usage()}
 
     def begin(self) -> list[Json]:
         return [opening for index in range(self._count) if (opening := self.opening(index))]
 
     def more(self, index: int, delta: Delta) -> list[Json]:
-        return [self._chunk([self._choice(index, delta, whole=False)])]
+        return [self._chunk([self._choice(index, delta)])]
 
     def written(self, index: int, delta: Delta) -> bytes:
         """As `more`. Of a chunk with nothing but text, which most are, only the text is made anew."""
@@ -83,12 +100,19 @@ class Answer(StreamedAnswer, ABC):
             return chunk | {"usage": self._usage()}
         return chunk | {"usage": None} if self._include_usage else chunk
 
-    def _choice(self, index: int, delta: Delta, whole: bool) -> Json:
+    def _choice(self, index: int, delta: Delta) -> Json:
         self._completion_tokens += len(delta.tokens)
-        choice = _head(index, self._logprobs(index, delta), delta.finish_reason) | self._text(index, delta, whole)
+        logprobs = self._logprobs(index, delta) if self._with_logprobs else None
+        choice = _head(index, logprobs, delta.finish_reason) | self._text(index, delta, whole=False)
         if self._token_ids:
-            choice["token_ids"] = [token.token_id for token in delta.tokens]
+            choice[_TOKEN_IDS] = [token.token_id for token in delta.tokens]
         return choice
+
+    def _whole_choice(self, index: int, kept: KeptAnswer) -> Json:
+        logprobs = self._whole_logprobs(index, kept) if self._with_logprobs else None
+        delta = Delta(kept.text, (), (), kept.finish_reason)
+        choice = _head(index, logprobs, kept.finish_reason) | self._text(index, delta, whole=True)
+        return choice | {_TOKEN_IDS: kept.columns[_TOKEN_IDS]} if self._token_ids else choice
 
     def _written_choice(self, index: int, delta: Delta) -> bytes:
         """As `more`. Of a chunk that has nothing beside what `_text` returns, only that is made anew."""
@@ -109,10 +133,10 @@ class Answer(StreamedAnswer, ABC):
         self._around_choice[index] = before, after
         return before, after
 
-    def _by_position(self, index: int, first: Delta, alternatives: int) -> list[Json | None]:
-        """The log probabilities of the prompt of a choice, which its first delta has."""
-        assert first.prompt is not None, "they were asked for"
-        return by_position(self._prepared.prompt_ids(index), first.prompt, alternatives, self._tokenizer)
+    def _by_position(self, index: int, kept: KeptAnswer, alternatives: int) -> Column:
+        """The log probabilities of the prompt of a choice."""
+        assert kept.prompt is not None, "they were asked for"
+        return Column(by_position(self._prepared.prompt_ids(index), kept.prompt, alternatives, self._tokenizer))
 
     def _usage(self) -> Json:
         return {
@@ -134,25 +158,23 @@ class Answer(StreamedAnswer, ABC):
     def _stays_plain(self, index: int) -> bool:
         """Whether every text of a choice is rendered as it is from now on, up to the choice's last delta."""
 
+    def _given(self, kept: Sequence[KeptAnswer]) -> Sequence[KeptAnswer]:
+        """The answers that are given, of all that were generated."""
+        return kept
+
     @abstractmethod
-    def _logprobs(self, index: int, delta: Delta) -> Json | None:
-        """The log probabilities of a choice, if they were asked for."""
+    def _of_tokens(self, tokens: Sequence[Token]) -> dict[str, list[object]]:
+        """Log probabilities: by name, what there is for each of these tokens."""
+
+    @abstractmethod
+    def _logprobs(self, index: int, delta: Delta) -> Json:
+        """The log probabilities of a choice, in a chunk."""
+
+    @abstractmethod
+    def _whole_logprobs(self, index: int, kept: KeptAnswer) -> Json:
+        """The log probabilities of a whole choice."""
 
 
 def _head(index: int, logprobs: Json | None = None, finish_reason: str | None = None) -> Json:
     """A choice without its text."""
     return {"index": index, "logprobs": logprobs, "finish_reason": finish_reason}
-
-
-def _joined(deltas: Sequence[Delta]) -> Delta:
-    """A whole answer as one delta."""
-    text = "".join(delta.text for delta in deltas)
-    return Delta(
-        text,
-        tokens=tuple(token for delta in deltas for token in delta.tokens),
-        # The text ends before the stop string, but offsets count it.
-        offsets=tuple(min(offset, len(text)) for delta in deltas for offset in delta.offsets),
-        finish_reason=deltas[-1].finish_reason,
-        stop=deltas[-1].stop,
-        prompt=deltas[0].prompt,
-    )

@@ -2,10 +2,13 @@
 
 from collections.abc import Sequence
 
+from control.messages import Token
 from gateway.answers.answer import Answer
+from gateway.answers.kept import KeptAnswer
 from gateway.answers.streamed import Json
 from gateway.choice import Delta
 from gateway.formats import CallArguments, CallBegin, CallEnd, ContentDelta, Event, OutputParser, ReasoningDelta
+from gateway.held_answers import AnswerBytes
 from gateway.prepared import Prepared
 from gateway.requests.chat import ChatCompletionRequest
 from gateway.tokenizer import CheckpointTokenizer
@@ -17,8 +20,8 @@ class ChatAnswer(Answer):
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
 
-    def __init__(self, prepared: Prepared, model: str, tokenizer: CheckpointTokenizer) -> None:
-        super().__init__(prepared, model, tokenizer)
+    def __init__(self, prepared: Prepared, model: str, tokenizer: CheckpointTokenizer, held: AnswerBytes) -> None:
+        super().__init__(prepared, model, tokenizer, held)
         assert isinstance(prepared.request, ChatCompletionRequest)
         assert prepared.reading is not None
         self._reading = prepared.reading
@@ -28,12 +31,12 @@ class ChatAnswer(Answer):
         self._called: set[int] = set()
         """Choices with a complete call."""
 
-    def whole(self, answers: Sequence[Sequence[Delta]], unused: Sequence[Sequence[Delta]] = ()) -> Json:
-        rendered = super().whole(answers, unused)
+    def whole(self) -> Json:
+        whole = super().whole()
         if self._prompt_logprobs is not None:
             # All choices have the same prompt.
-            rendered["prompt_logprobs"] = self._by_position(0, answers[0][0], self._prompt_logprobs)
-        return rendered
+            whole["prompt_logprobs"] = self._by_position(0, self._kept[0], self._prompt_logprobs)
+        return whole
 
     def opening(self, index: int) -> Json:
         delta = {"role": "assistant", "content": ""}
@@ -66,17 +69,20 @@ class ChatAnswer(Answer):
     def _stays_plain(self, index: int) -> bool:
         return self._parsers[index].only_content
 
-    def _logprobs(self, index: int, delta: Delta) -> Json | None:
-        if not self._with_logprobs:
-            return None
+    def _of_tokens(self, tokens: Sequence[Token]) -> dict[str, list[object]]:
         return {
             "content": [
                 self._entry(token.token_id, token.logprob)
                 | {"top_logprobs": [self._entry(*alternative) for alternative in token.top_logprobs]}
-                for token in delta.tokens
-            ],
-            "refusal": None,
+                for token in tokens
+            ]
         }
+
+    def _logprobs(self, index: int, delta: Delta) -> Json:
+        return {**self._of_tokens(delta.tokens), "refusal": None}
+
+    def _whole_logprobs(self, index: int, kept: KeptAnswer) -> Json:
+        return {"content": kept.columns["content"], "refusal": None}
 
     def _entry(self, token_id: int, logprob: float | None) -> Json:
         return {

@@ -2,12 +2,13 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
 
 from gateway.answers.blocks import Block, BlockReader, Change, Closed, Grew, Opened
+from gateway.answers.kept import CHARACTER_BYTES
 from gateway.answers.streamed import Json, StreamedAnswer
 from gateway.choice import Delta
 from gateway.errors import ApiError
+from gateway.held_answers import AnswerBytes
 from gateway.prepared import Prepared
 from gateway.requests.messages import MessagesRequest
 from gateway.tokenizer import CheckpointTokenizer
@@ -18,7 +19,7 @@ class MessageAnswer(StreamedAnswer):
 
     named = True
 
-    def __init__(self, prepared: Prepared, model: str, tokenizer: CheckpointTokenizer) -> None:
+    def __init__(self, prepared: Prepared, model: str, tokenizer: CheckpointTokenizer, held: AnswerBytes) -> None:
         assert isinstance(prepared.source, MessagesRequest)
         assert prepared.reading is not None
         self._prepared = prepared
@@ -26,15 +27,24 @@ class MessageAnswer(StreamedAnswer):
         self._stops = prepared.source.stop_sequences or ()
         thinking = prepared.source.thinking
         self._shows_thinking = thinking is None or thinking.display != "omitted"
+        self._reading = prepared.reading
         self._reader = BlockReader(prepared.reading, whole=False)
+        self._held = held
+        self._kept_bytes = 0
         self._output_tokens = 0
         self._pinged = False
 
-    def whole(self, answers: Sequence[Sequence[Delta]], unused: Sequence[Sequence[Delta]] = ()) -> Json:
-        assert self._prepared.reading is not None
-        self._reader = BlockReader(self._prepared.reading, whole=True)
-        for delta in answers[0]:
-            self._push(delta)
+    def keep(self, index: int, delta: Delta) -> None:
+        if delta.first:
+            self._reader = BlockReader(self._reading, whole=True)
+            self._held.give(self._kept_bytes)
+            self._kept_bytes = self._output_tokens = 0
+        self._push(delta)
+        size = CHARACTER_BYTES * len(delta.text)
+        self._kept_bytes += size
+        self._held.take(size)
+
+    def whole(self) -> Json:
         return self._message([self._block(block) for block in self._reader.blocks])
 
     def begin(self) -> list[Json]:

@@ -26,19 +26,16 @@ def prompt_tokens(prompt_ids: Sequence[int], table: PromptLogprobTable, alternat
 
 def by_position(
     prompt_ids: Sequence[int], table: PromptLogprobTable, alternatives: int, tokenizer: CheckpointTokenizer
-) -> list[Json | None]:
+) -> Iterator[Json | None]:
     """vLLM's `prompt_logprobs`: for each position, by token id, the prompt's token and the likeliest ones."""
-    rendered: list[Json | None] = [None]
+    yield None
     for token in prompt_tokens(prompt_ids, table, alternatives):
         entries = [(token.token_id, token.logprob, token.rank)]
         entries += [(i, logprob, rank) for rank, (i, logprob) in enumerate(token.top, 1) if i != token.token_id]
-        rendered.append(
-            {
-                str(token_id): {"logprob": logprob, "rank": rank, "decoded_token": tokenizer.piece(token_id)}
-                for token_id, logprob, rank in entries
-            }
-        )
-    return rendered
+        yield {
+            str(token_id): {"logprob": logprob, "rank": rank, "decoded_token": tokenizer.piece(token_id)}
+            for token_id, logprob, rank in entries
+        }
 
 
 def offsets(prompt_ids: Sequence[int], text: str, tokenizer: CheckpointTokenizer) -> list[int]:

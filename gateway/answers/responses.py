@@ -2,13 +2,14 @@
 
 import time
 import uuid
-from collections.abc import Sequence
 
 from control.messages import Token
 from gateway.answers.blocks import Block, BlockReader, Change, Closed, Grew, Opened
+from gateway.answers.kept import CHARACTER_BYTES, Column
 from gateway.answers.streamed import Json, StreamedAnswer
 from gateway.choice import Delta
 from gateway.errors import ApiError
+from gateway.held_answers import AnswerBytes
 from gateway.prepared import Prepared
 from gateway.requests.responses import ResponsesRequest
 from gateway.tokenizer import CheckpointTokenizer
@@ -21,7 +22,7 @@ class ResponseAnswer(StreamedAnswer):
 
     named = True
 
-    def __init__(self, prepared: Prepared, model: str, tokenizer: CheckpointTokenizer) -> None:
+    def __init__(self, prepared: Prepared, model: str, tokenizer: CheckpointTokenizer, held: AnswerBytes) -> None:
         assert isinstance(prepared.source, ResponsesRequest)
         assert prepared.reading is not None
         self._prepared = prepared
@@ -29,22 +30,30 @@ class ResponseAnswer(StreamedAnswer):
         self._model = model
         self._tokenizer = tokenizer
         self._created = int(time.time())
-        self._reader = BlockReader(prepared.reading, whole=False)
-        self._output_tokens = 0
+        self._reading = prepared.reading
+        self._held = held
         self._sequence = 0
+        self._read_anew(whole=False)
+
+    def _read_anew(self, whole: bool) -> None:
+        self._reader = BlockReader(self._reading, whole)
+        self._output_tokens = 0
         self._ids: list[str] = []
         """By block, the id of its item."""
-        self._logprobs: dict[int, list[Json]] = {}
-        """By block of text."""
-        self._tokens: list[Json] = []
+        self._logprobs: dict[int, Column] = {}
+        """By block of text. Streams repeat them at its end."""
+        self._tokens = Column()
         """Log probabilities of tokens whose text is not there yet."""
+        self.kept_bytes = 0
 
-    def whole(self, answers: Sequence[Sequence[Delta]], unused: Sequence[Sequence[Delta]] = ()) -> Json:
-        assert self._prepared.reading is not None
-        self._reader = BlockReader(self._prepared.reading, whole=True)
-        for delta in answers[0]:
-            for change in self._push(delta):
-                self._note(change)
+    def keep(self, index: int, delta: Delta) -> None:
+        if delta.first:
+            self._held.give(self.kept_bytes)
+            self._read_anew(whole=True)
+        for change in self._push(delta):
+            self._note(change)
+
+    def whole(self) -> Json:
         return self._final()
 
     def begin(self) -> list[Json]:
@@ -68,22 +77,27 @@ class ResponseAnswer(StreamedAnswer):
 
     def _push(self, delta: Delta) -> list[Change]:
         self._output_tokens += len(delta.tokens)
+        size = CHARACTER_BYTES * len(delta.text)
         if self._source.with_logprobs:
-            self._tokens += [self._token(token) for token in delta.tokens]
+            before = len(self._tokens)
+            self._tokens.extend(map(self._token, delta.tokens))
+            size += len(self._tokens) - before
+        self.kept_bytes += size
+        self._held.take(size)
         return self._reader.push(delta)
 
-    def _note(self, change: Change) -> list[Json]:
+    def _note(self, change: Change) -> Column:
         """Keep what a change brings beside text. Returns the log probabilities that belong to it."""
         block = change.block
         if isinstance(change, Opened):
             self._ids.append(_PREFIXES[block.kind] + uuid.uuid4().hex)
-            self._logprobs[block.number] = []
+            self._logprobs[block.number] = Column()
         if not isinstance(change, Grew):
-            return []
-        tokens, self._tokens = self._tokens, []
+            return Column()
+        tokens, self._tokens = self._tokens, Column()
         if block.kind != "text":
-            return []
-        self._logprobs[block.number] += tokens
+            return Column()
+        self._logprobs[block.number].append_json(tokens.json)
         return tokens
 
     def _events(self, change: Change) -> list[Json]:
@@ -97,7 +111,7 @@ class ResponseAnswer(StreamedAnswer):
                 )
                 if block.kind == "call":
                     return [added]
-                part = self._part(block, [], "")
+                part = self._part(block, Column(), "")
                 return [added, self._event("response.content_part.added", **at, content_index=0, part=part)]
             case Grew() if block.kind == "call":
                 return [self._event("response.function_call_arguments.delta", **at, delta=change.text)]
@@ -146,7 +160,7 @@ class ResponseAnswer(StreamedAnswer):
             return head | {"type": "message", "role": "assistant", "content": content}
         return head | {"type": "reasoning", "summary": [], "content": content, "encrypted_content": None}
 
-    def _part(self, block: Block, logprobs: list[Json], text: str) -> Json:
+    def _part(self, block: Block, logprobs: Column, text: str) -> Json:
         if block.kind == "reasoning":
             return {"type": "reasoning_text", "text": text}
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}

@@ -1,14 +1,17 @@
 """What the answers of all endpoints have in common: they come whole, or as server-sent events."""
 
 import json
+import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import orjson
 
+from gateway.answers.kept import Column
 from gateway.choice import Delta
 from gateway.errors import ApiError
+from gateway.held_answers import AnswerBytes
 from gateway.prepared import Prepared
 from gateway.tokenizer import CheckpointTokenizer
 
@@ -22,13 +25,20 @@ class StreamedAnswer(ABC):
     """Each event says its type in a line of its own, too."""
     last_line: ClassVar[bytes] = b""
     """What ends a stream."""
+    kept_bytes: int = 0
+    """What a stream repeats later on, perhaps in one event."""
 
     @abstractmethod
-    def __init__(self, prepared: Prepared, model: str, tokenizer: CheckpointTokenizer) -> None: ...
+    def __init__(self, prepared: Prepared, model: str, tokenizer: CheckpointTokenizer, held: AnswerBytes) -> None:
+        """held: counts what is kept of the answers."""
 
     @abstractmethod
-    def whole(self, answers: Sequence[Sequence[Delta]], unused: Sequence[Sequence[Delta]] = ()) -> Json:
-        """The answers to a request that does not stream. unused: others that were generated, which count, too."""
+    def keep(self, index: int, delta: Delta) -> None:
+        """Keep what an answer goes on with, of a request that does not stream. Raises ApiError if that is too much."""
+
+    @abstractmethod
+    def whole(self) -> Json:
+        """The answers to a request that does not stream, of which all deltas were kept. Any thread may call it."""
 
     @abstractmethod
     def begin(self) -> list[Json]:
@@ -55,13 +65,32 @@ class StreamedAnswer(ABC):
         return b"".join(map(self._line, events))
 
     def _line(self, event: Json) -> bytes:
-        data = b"data: %b\n\n" % _rendered(event)
+        data = b"data: %b\n\n" % rendered(event)
         return b"event: %b\n%b" % (event["type"].encode(), data) if self.named else data
 
 
-def _rendered(event: Json) -> bytes:
+def rendered(document: Json) -> bytes:
+    """JSON. Columns in a document are its lists."""
     try:
-        return orjson.dumps(event)
+        return orjson.dumps(document, default=_fragment)
     except TypeError:
-        # An event may repeat what the client sent, such as a schema with integers of more than 64 bits.
-        return json.dumps(event, separators=(",", ":")).encode()
+        # It may repeat what the client sent, such as a schema with integers of more than 64 bits.
+        return _rendered_by_json(document)
+
+
+def _fragment(value: object) -> orjson.Fragment:
+    if not isinstance(value, Column):
+        raise TypeError(f"{type(value).__name__} is not JSON")
+    return orjson.Fragment(value.json)
+
+
+def _rendered_by_json(document: Json) -> bytes:
+    place, columns = uuid.uuid4().hex, []
+
+    def placed(value: object) -> str:
+        assert isinstance(value, Column), "everything else in a document is JSON"
+        columns.append(value.json)
+        return place
+
+    first, *others = json.dumps(document, separators=(",", ":"), default=placed).encode().split(f'"{place}"'.encode())
+    return b"".join([first, *(part for pair in zip(columns, others, strict=True) for part in pair)])

@@ -8,7 +8,7 @@ from typing import Self
 import torch
 
 from kvcache.paged_pool import PagedKVPool
-from model.split import Gather as GatherRows
+from model.split import GatherRows
 from prefill_node.ranks.orders import DividedPrefix
 from transfer.planner import expand_pages
 

@@ -17,30 +17,30 @@ from benchmarks.stepping import GREEDY, launch, next_tokens
 from engine.runner import ModelRunner
 from model.backends.choice import choose_backend
 from model.config import RouterConfig, network_config
-from model.roofline import HBM_BYTES_PER_MS, Part, RankModel, Work, work_of_step
+from model.roofline import HBM_BYTES_PER_MS, RankModel, StepPart, Work, work_of_step
 from model.routed import RoutedTokens
 from model.sparse_model import SparseModel
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 OURS = {
-    "_score_pages": (Part.INDEX, "model/backends/triton_index.py"),
-    "score_pages": (Part.INDEX, "csrc/score_pages.cu"),
-    "_score_prompt": (Part.INDEX, "model/backends/triton_index.py"),
-    "_encode_index_queries": (Part.INDEX, "model/backends/triton_encode.py"),
-    "swap_in": (Part.SWAP_IN, "csrc/swap_in.cu"),
-    "top_k": (Part.TOP_K, "csrc/top_k.cu"),
-    "_attend_split": (Part.ATTENTION, "model/backends/triton_attend.py"),
-    "attend_items": (Part.ATTENTION, "csrc/attend_items.cu"),
-    "_linear": (Part.PROJECTIONS, "model/backends/triton_fp8_linear.py"),
-    "_add_up": (Part.PROJECTIONS, "model/backends/triton_fp8_linear.py"),
-    "_partial_products": (Part.PROJECTIONS, "model/backends/triton_few_rows.py"),
-    "_quantise": (Part.PROJECTIONS, "model/backends/triton_fp8.py"),
-    "_swiglu_quantise": (Part.EXPERTS, "model/backends/triton_fp8.py"),
-    "_experts": (Part.EXPERTS, "model/backends/triton_fp8_experts.py"),
-    "_weigh": (Part.EXPERTS, "model/backends/triton_fp8_sum.py"),
-    "_sort": (Part.EXPERTS, "model/backends/triton_fp8_sort.py"),
-    "_choose": (Part.EXPERTS, "model/backends/triton_choose.py"),
+    "_score_pages": (StepPart.INDEX, "model/backends/triton_index.py"),
+    "score_pages": (StepPart.INDEX, "csrc/score_pages.cu"),
+    "_score_prompt": (StepPart.INDEX, "model/backends/triton_index.py"),
+    "_encode_index_queries": (StepPart.INDEX, "model/backends/triton_encode.py"),
+    "swap_in": (StepPart.SWAP_IN, "csrc/swap_in.cu"),
+    "top_k": (StepPart.TOP_K, "csrc/top_k.cu"),
+    "_attend_split": (StepPart.ATTENTION, "model/backends/triton_attend.py"),
+    "attend_items": (StepPart.ATTENTION, "csrc/attend_items.cu"),
+    "_linear": (StepPart.PROJECTIONS, "model/backends/triton_fp8_linear.py"),
+    "_add_up": (StepPart.PROJECTIONS, "model/backends/triton_fp8_linear.py"),
+    "_partial_products": (StepPart.PROJECTIONS, "model/backends/triton_few_rows.py"),
+    "_quantise": (StepPart.PROJECTIONS, "model/backends/triton_fp8.py"),
+    "_swiglu_quantise": (StepPart.EXPERTS, "model/backends/triton_fp8.py"),
+    "_experts": (StepPart.EXPERTS, "model/backends/triton_fp8_experts.py"),
+    "_weigh": (StepPart.EXPERTS, "model/backends/triton_fp8_sum.py"),
+    "_sort": (StepPart.EXPERTS, "model/backends/triton_fp8_sort.py"),
+    "_choose": (StepPart.EXPERTS, "model/backends/triton_choose.py"),
 }
 
 
@@ -55,13 +55,13 @@ def test_a_kernel_of_this_project_is_known_by_its_name(name: str) -> None:
 @pytest.mark.parametrize(
     ("kernel", "part"),
     [
-        ("void at::native::mbtopk::computeBlockDigitCounts<float, unsigned int, unsigned int, 1>", Part.TOP_K),
-        ("void at_cuda_detail::cub::detail::scan_by_key::DeviceScanByKeyKernel<", Part.TOP_K),
-        ("nvjet_sm90_tst_64x8_64x16_4x1_v_bz_TNT", Part.PROJECTIONS),
-        ("copy_items", Part.REST),
+        ("void at::native::mbtopk::computeBlockDigitCounts<float, unsigned int, unsigned int, 1>", StepPart.TOP_K),
+        ("void at_cuda_detail::cub::detail::scan_by_key::DeviceScanByKeyKernel<", StepPart.TOP_K),
+        ("nvjet_sm90_tst_64x8_64x16_4x1_v_bz_TNT", StepPart.PROJECTIONS),
+        ("copy_items", StepPart.REST),
     ],
 )
-def test_other_kernels(kernel: str, part: Part) -> None:
+def test_other_kernels(kernel: str, part: StepPart) -> None:
     assert part_of(kernel) is part
 
 
@@ -69,9 +69,9 @@ def test_the_parts_are_the_whole_step() -> None:
     kernels = {name: (ms, 2.0) for name, ms in (("_score_pages", 1.0), ("swap_in", 2.0), ("other", 3.0))}
     timing = StepTiming(median_ms=10.0, p90_ms=11.0, hit_rate=1.0, misses=0.0, num_bytes=0.0, kernels=kernels)
     assert {part: ms for part, ms in timing.parts.items() if ms} == {
-        Part.INDEX: 1.0,
-        Part.SWAP_IN: 2.0,
-        Part.REST: 7.0,
+        StepPart.INDEX: 1.0,
+        StepPart.SWAP_IN: 2.0,
+        StepPart.REST: 7.0,
     }
 
 
@@ -180,15 +180,15 @@ def test_work_is_what_has_to_be_read() -> None:
     model = small(config)
     work = work_of_step(model, batch=2, context=1000, missed=5, rank_of=4)
     item_bytes, key_bytes = 32 + 4 + 32, 32 + 4
-    assert work[Part.INDEX][0].num_bytes == 2 * 2 * 1000 * key_bytes
-    assert work[Part.ATTENTION][0].num_bytes == 2 * 2 * 32 * item_bytes
-    assert work[Part.SWAP_IN][0] == Work(link_bytes=2 * 2 * 5 * item_bytes)
+    assert work[StepPart.INDEX][0].num_bytes == 2 * 2 * 1000 * key_bytes
+    assert work[StepPart.ATTENTION][0].num_bytes == 2 * 2 * 32 * item_bytes
+    assert work[StepPart.SWAP_IN][0] == Work(link_bytes=2 * 2 * 5 * item_bytes)
     expert, router = 3 * 32 * 64 * 2, 8 * 64 * 2
     hit = 2 * (1 - (6 / 8) ** 8)  # of the two of eight experts that this process has, by eight tokens
-    assert work[Part.EXPERTS][0].num_bytes == pytest.approx(expert * (hit + 1) + router)
+    assert work[StepPart.EXPERTS][0].num_bytes == pytest.approx(expert * (hit + 1) + router)
     attention = (32 + 32 + 48) * 64 + 2 * 32 * 32 + 2 * 32 * 32 + 64 * 32 + 16 * 32 * 32
-    assert work[Part.PROJECTIONS][0].num_bytes == 2 * (2 * attention + 3 * 64 * 64)
-    assert work[Part.PROJECTIONS][1] == Work(64 * 64 * 2, 2 * 2 * 64 * 64)
+    assert work[StepPart.PROJECTIONS][0].num_bytes == 2 * (2 * attention + 3 * 64 * 64)
+    assert work[StepPart.PROJECTIONS][1] == Work(64 * 64 * 2, 2 * 2 * 64 * 64)
 
 
 def test_glm_5_2_fits_one_gpu_of_eight() -> None:
@@ -202,8 +202,8 @@ def test_glm_5_2_fits_one_gpu_of_eight() -> None:
     keys = 64 * (config.context + 512) * layout.num_index_layers * layout.index_key_bytes
     assert (model.num_bytes + hot + keys) / 2**30 < 125
     work = work_of_step(model, batch=1, context=config.context, missed=5, rank_of=8)
-    assert work[Part.INDEX][0].num_bytes == 21 * config.context * 132
-    assert work[Part.SWAP_IN][0].link_bytes == 78 * 5 * 656
+    assert work[StepPart.INDEX][0].num_bytes == 21 * config.context * 132
+    assert work[StepPart.SWAP_IN][0].link_bytes == 78 * 5 * 656
 
 
 def test_a_part_takes_the_larger_of_memory_and_arithmetic_and_then_the_link() -> None:

@@ -17,7 +17,7 @@ from benchmarks.prefill.config import PrefillBench
 from benchmarks.prefill.timing import PARTS, ChunkTiming, KernelTime, by_part
 from benchmarks.prefill.workload import MarkedExchange, Prompt
 from model.config import network_config
-from model.roofline import Part, RankModel, work_of_chunk
+from model.roofline import RankModel, StepPart, work_of_chunk
 from tests.benchmarks.test_decode import small_sizes
 
 CPU = torch.device("cpu")
@@ -40,19 +40,19 @@ def test_what_lies_between_marks_belongs_to_the_experts() -> None:
         ("copy", 1.0),
     ]
     assert set(by_part(kernels)) == {
-        KernelTime("_score_prompt", Part.INDEX, 7.0, 1),
-        KernelTime("_experts", Part.EXPERTS, 4.0, 1),
-        KernelTime("_quantise", Part.EXPERTS, 3.0, 1),
-        KernelTime("nvjet_router", Part.EXPERTS, 2.0, 1),
-        KernelTime("_quantise", Part.PROJECTIONS, 2.0, 2),
-        KernelTime("copy", Part.REST, 1.0, 1),
+        KernelTime("_score_prompt", StepPart.INDEX, 7.0, 1),
+        KernelTime("_experts", StepPart.EXPERTS, 4.0, 1),
+        KernelTime("_quantise", StepPart.EXPERTS, 3.0, 1),
+        KernelTime("nvjet_router", StepPart.EXPERTS, 2.0, 1),
+        KernelTime("_quantise", StepPart.PROJECTIONS, 2.0, 2),
+        KernelTime("copy", StepPart.REST, 1.0, 1),
     }
     parts = ChunkTiming((30.0, 20.0, 40.0), 0, by_part(kernels)).parts
     assert parts == dict.fromkeys(PARTS, 0.0) | {
-        Part.EXPERTS: 9.0,
-        Part.INDEX: 7.0,
-        Part.PROJECTIONS: 2.0,
-        Part.REST: 12.0,
+        StepPart.EXPERTS: 9.0,
+        StepPart.INDEX: 7.0,
+        StepPart.PROJECTIONS: 2.0,
+        StepPart.REST: 12.0,
     }
 
 
@@ -80,14 +80,14 @@ def test_work_of_a_chunk() -> None:
     down, query_b, out, index_query_b = (32 + 32 + 48) * 64, 2 * 32 * 32, 64 * 32, 16 * 32 * 32
     dense = 3 * 64 * 64
     projected = 2 * down + query_b + out + index_query_b + dense
-    assert work[Part.PROJECTIONS][0].num_bytes == 2 * projected
-    assert work[Part.PROJECTIONS][0].operations == 2 * 30 * projected
-    assert work[Part.PROJECTIONS][1].operations == 2 * 30 * 2 * 2 * 16 * 32
-    assert work[Part.EXPERTS][0].operations == 0
+    assert work[StepPart.PROJECTIONS][0].num_bytes == 2 * projected
+    assert work[StepPart.PROJECTIONS][0].operations == 2 * 30 * projected
+    assert work[StepPart.PROJECTIONS][1].operations == 2 * 30 * 2 * 2 * 16 * 32
+    assert work[StepPart.EXPERTS][0].operations == 0
     scored = sum(range(71, 101))
-    assert work[Part.INDEX][0].operations == 2 * scored * 16 * 32
-    assert work[Part.TOP_K][0].num_bytes == 4 * scored
-    assert work[Part.ATTENTION][0].operations == 2 * 30 * 32 * 2 * (48 + 32)
+    assert work[StepPart.INDEX][0].operations == 2 * scored * 16 * 32
+    assert work[StepPart.TOP_K][0].num_bytes == 4 * scored
+    assert work[StepPart.ATTENTION][0].operations == 2 * 30 * 32 * 2 * (48 + 32)
 
 
 def test_work_of_published_experts() -> None:
@@ -95,7 +95,7 @@ def test_work_of_published_experts() -> None:
     device = torch.device("meta")
     model = build_model(config, device, lambda exchange: MarkedExchange(exchange, device))
     work = work_of_chunk(model, context=8192, chunk=8192, rank_of=8)
-    (experts, _), (_, maps) = work[Part.EXPERTS], work[Part.PROJECTIONS]
+    (experts, _), (_, maps) = work[StepPart.EXPERTS], work[StepPart.PROJECTIONS]
     one = 3 * 7168 * 2048
     assert experts.operations == 2 * one * (65536 + 8192)  # of one mixture: one of a token's experts is here
     assert experts.in_fp8

@@ -26,7 +26,7 @@ from benchmarks.transfer import report as transfer
 from benchmarks.transfer.cases import Case, Fragmentation, Protocol
 from benchmarks.transfer.methods import Group, Run
 from benchmarks.transfer.results import CaseResult, MethodResult
-from model.roofline import HBM_BYTES_PER_MS, Part, Work
+from model.roofline import HBM_BYTES_PER_MS, StepPart, Work
 from tests.benchmarks.narrow import not_whole, printed
 
 
@@ -117,7 +117,7 @@ def test_decode() -> None:
     timing = StepTiming(
         median_ms=450.88, p90_ms=451.0, hit_rate=0.1311, misses=1779.0, num_bytes=18.3e9, kernels=kernels
     )
-    work = {part: (Work(num_bytes=12.34 * HBM_BYTES_PER_MS),) for part in Part}
+    work = {part: (Work(num_bytes=12.34 * HBM_BYTES_PER_MS),) for part in StepPart}
     results = [decode.CaseResult(256, 2048, 14 * 2**30, timing, work, 55.4)]
     text = printed(lambda console: decode.print_results(results, DecodeBench(rank_of=8), 103 * 2**30, console))
     steps = ["256", "2048", "450.88", "86.38", "5.22", "568", "238", "1779", "14.0"]
@@ -127,12 +127,14 @@ def test_decode() -> None:
 
 def test_prefill() -> None:
     kernels = (
-        KernelTime("_experts", Part.EXPERTS, 1234.5, 928),
-        KernelTime("void at::native::elementwise_kernel<128, 4, at::native::gpu_kernel_impl<>>", Part.REST, 234.5, 610),
-        KernelTime("nvjet_sm90_tst_64x8", Part.PROJECTIONS, 345.6, 240),
+        KernelTime("_experts", StepPart.EXPERTS, 1234.5, 928),
+        KernelTime(
+            "void at::native::elementwise_kernel<128, 4, at::native::gpu_kernel_impl<>>", StepPart.REST, 234.5, 610
+        ),
+        KernelTime("nvjet_sm90_tst_64x8", StepPart.PROJECTIONS, 345.6, 240),
     )
     timing = ChunkTiming((2345.6, 2345.7, 2345.8), 123 * 2**30, kernels)
-    work = {part: (Work(num_bytes=123.4 * HBM_BYTES_PER_MS),) for part in Part}
+    work = {part: (Work(num_bytes=123.4 * HBM_BYTES_PER_MS),) for part in StepPart}
     results = [prefill.CaseResult(context, 8192, timing, work) for context in (8192, 131072)]
     text = printed(lambda console: prefill.print_results(results, PrefillBench(rank_of=8), 103 * 2**30, console))
     chunks = ["131072", "2345.7", "740.4", "32%", "3492", "1778", "123.0"]

@@ -68,6 +68,7 @@ def test_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
     words = "--model-path /m --host 10.0.0.1 --api-key a --api-key b --api-key-file /k --ssl-certfile /c"
     words += (
         " --ssl-keyfile /p --max-body-mib 8 --max-total-body-mib 99 --max-concurrent-requests 9 --header-timeout 2.5"
+        " --max-answer-mib 7 --max-total-answer-mib 98"
     )
     monkeypatch.setenv("HISPARSE_PD_API_KEY", "the command line goes first")
     config = run(monkeypatch, "gateway", *words.split())
@@ -82,6 +83,8 @@ def test_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
         ssl_keyfile=Path("/p"),
         max_body_mib=8,
         max_total_body_mib=99,
+        max_answer_mib=7,
+        max_total_answer_mib=98,
         max_concurrent_requests=9,
         header_timeout=2.5,
     )

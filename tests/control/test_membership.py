@@ -186,14 +186,14 @@ def test_a_gateway_that_comes_later_and_refuses_the_node_does_not_stop_it(
     wait_until(lambda: other.seen)
     seen = len(first.seen)
     wait_until(lambda: len(first.seen) > seen + 5)
-    assert me.membership.refusal is None
+    assert me.membership.rejection_reason is None
 
 
 def test_a_node_that_no_gateway_takes_should_not_have_been_started(
     gateway: Callable[..., Gateway], node: Callable[[GatewayAddresses], Node]
 ) -> None:
     me = node(Listed(gateway(refuses="another model")))
-    assert "another model" in wait_until(lambda: me.membership.refusal)
+    assert "another model" in wait_until(lambda: me.membership.rejection_reason)
 
 
 def test_a_node_that_nobody_answers_says_so(

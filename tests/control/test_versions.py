@@ -126,7 +126,7 @@ def test_a_node_that_a_gateway_of_another_version_answers_should_not_have_been_s
     assert body["via"] == gateway.address
     reason = f"wire version {PROTOCOL_VERSION} != {version}"
     gateway.send(node.control.me.address, answer, {"via": body["via"], "reason": reason})
-    refusal = wait_until(lambda: node.membership.refusal)
+    refusal = wait_until(lambda: node.membership.rejection_reason)
     expected = reason if answer == "Refused" else f"wire version {version} != {PROTOCOL_VERSION}"
     assert refusal == f"gateway {gateway.address}: {expected}"
     assert not node.membership.is_member
@@ -157,7 +157,7 @@ def test_a_node_whose_gateway_was_replaced_by_one_of_another_version_is_no_membe
             membership.receive(gateway.peer, Refused(via=gateway.address, reason="wire version 5 != 6"))
             membership.tick()
     assert not membership.is_member
-    assert membership.refusal is None, "what it has begun may be finished, and another gateway may know it"
+    assert membership.rejection_reason is None, "what it has begun may be finished, and another gateway may know it"
     assert [line["event"] for line in logs] == ["refused by the gateway"]
     gateway.receive("Register")
 

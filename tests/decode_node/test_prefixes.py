@@ -9,7 +9,7 @@ import torch
 from base.block_hashes import BLOCK_TOKENS
 from control.messages import AttemptId, FetchDone, FetchRequest, PrefillFailed, Quiesced
 from decode_node.request import Request, RequestState
-from kvcache.block_cache import TokenIds
+from kvcache.block_cache import PromptIds
 from kvcache.extents import HostSlots
 from tests.decode_node.world import GATEWAY, HOT, PREFILL, Caching, counted, prompt
 from transfer.fencing import DRAIN_GRACE_S, LANDED_CAN_WAIT_S
@@ -123,7 +123,7 @@ def test_one_that_waits_for_slots_is_not_looked_up_again_before_something_has_ch
     looked_up: list[int] = []
     hold = h.cache.hold
 
-    def noting(tokens: TokenIds, salt: str = "") -> HostSlots:
+    def noting(tokens: PromptIds, salt: str = "") -> HostSlots:
         looked_up.append(len(tokens))
         return hold(tokens, salt)
 

@@ -12,6 +12,7 @@ from typing import Any, Literal, Self
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from base.metrics import Metrics
 from benchmarks.scripted_node import ScriptedNode
 from control.messages import (
     Accepted,
@@ -32,6 +33,7 @@ from control.messages import (
 from control.plane import ControlPlaneFailed
 from control.prompt_logprobs import PromptLogprobs
 from gateway.config import GatewayConfig
+from gateway.held_answers import AnswerLimits, HeldAnswers
 from gateway.process import Gateway
 
 MODEL = "tiny"
@@ -59,6 +61,11 @@ def wait_until(condition: Callable[[], object], timeout: float = 10.0) -> None:
     while not condition():
         assert time.monotonic() < until, "the condition did not come true"
         time.sleep(0.005)
+
+
+def held_answers(per_request: int = 1 << 30, total: int = 1 << 30) -> HeldAnswers:
+    """What a gateway counts answers with; by default it takes all."""
+    return HeldAnswers(AnswerLimits(per_request, total), Metrics().answers_ended)
 
 
 def byte_tokenizer() -> Tokenizer:

@@ -20,7 +20,7 @@ from gateway.errors import ApiError
 from gateway.guard import Guard, RequestBytes, RequestLimits
 from gateway.keys import ApiKeys
 from gateway.process import Gateway
-from tests.gateway.fakes import MODEL, FakeDecodeNode, RunningGateway, wait_until
+from tests.gateway.fakes import MODEL, FakeDecodeNode, RunningGateway, held_answers, wait_until
 from tests.service.raw_http import RawClient
 
 Start = Callable[..., RunningGateway]
@@ -231,7 +231,7 @@ def test_bodies_that_are_too_much_together_are_refused_until_others_have_gone(
 
 def test_a_prompt_token_counts_as_an_id_in_json_however_it_came() -> None:
     limits = RequestLimits(max_body_bytes=100, max_concurrent_requests=1, max_total_bytes=100)
-    guard = Guard(FastAPI(), None, limits, Metrics().http_refused)
+    guard = Guard(FastAPI(), None, limits, held_answers(), Metrics().http_refused)
     hold = RequestBytes(guard)
     hold.body(20)
     hold.prompt(2)

@@ -1,6 +1,7 @@
-"""A chunk that is made of the bytes of the one before equals one that is made anew."""
+"""How answers become JSON: a chunk that is made of the bytes of the one before equals one that is made anew."""
 
 import copy
+import json
 from collections.abc import Sequence
 
 import pytest
@@ -9,12 +10,15 @@ from control.messages import FinishReason, Generate, Token
 from gateway.answers.answer import Answer
 from gateway.answers.chat import ChatAnswer
 from gateway.answers.completions import CompletionAnswer
+from gateway.answers.kept import Column
+from gateway.answers.streamed import rendered
 from gateway.attempt import TokenizedRequest
 from gateway.choice import Delta, TextOptions
 from gateway.formats import ToolSet
 from gateway.prepared import ApiRequest, ChatReading, Prepared
 from gateway.requests.chat import ChatCompletionRequest
 from gateway.requests.completions import CompletionRequest
+from tests.gateway.fakes import held_answers
 from tests.gateway.formats.examples import TOOLS, parsing_format
 
 PIECES = [
@@ -34,6 +38,7 @@ PIECES = [
     "</think>",
     ".",
 ]
+HELD = held_answers().account()
 FIELDS = [
     {},
     {"stream_options": {"include_usage": True}},
@@ -51,7 +56,7 @@ def prepared(request: ApiRequest, reading: ChatReading | None = None) -> Prepare
 
 def assert_same_bytes(answer: Answer, pieces: Sequence[str]) -> None:
     """Both choices, each piece with a token of its own."""
-    anew = copy.deepcopy(answer)
+    anew = copy.deepcopy(answer, {id(HELD): HELD})
     for number, piece in enumerate(pieces):
         finish_reason: FinishReason | None = "stop" if number == len(pieces) - 1 else None
         delta = Delta(piece, (Token(token_id=number),), (0,), finish_reason, first=number == 0)
@@ -63,7 +68,7 @@ def assert_same_bytes(answer: Answer, pieces: Sequence[str]) -> None:
 @pytest.mark.parametrize("fields", [*FIELDS, {"echo": True}])
 def test_of_completions(fields: dict[str, object]) -> None:
     request = CompletionRequest.model_validate({"prompt": ["text of a choice", "b"], "stream": True, **fields})
-    assert_same_bytes(CompletionAnswer(prepared(request), "text of a choice", None), PIECES)  # type: ignore[arg-type]
+    assert_same_bytes(CompletionAnswer(prepared(request), "text of a choice", None, HELD), PIECES)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("fields", FIELDS)
@@ -74,5 +79,31 @@ def test_of_chats(reasoning: bool, tools: Sequence[dict[str, object]], fields: d
         {"messages": [{"role": "user", "content": "a"}], "n": 2, "stream": True, **fields}
     )
     reading = ChatReading(parsing_format("glm"), ToolSet(tools), reasoning)
-    answer = ChatAnswer(prepared(request, reading), "text of a choice", None)  # type: ignore[arg-type]
+    answer = ChatAnswer(prepared(request, reading), "text of a choice", None, HELD)  # type: ignore[arg-type]
     assert_same_bytes(answer, PIECES)
+
+
+@pytest.mark.parametrize("number", [1, 2**70])
+def test_columns_are_lists_of_their_document(number: int) -> None:
+    column = Column([1, "x"])
+    column.append_json(b"[]")
+    column.append_json(b"[null]")
+    column.extend({"i": i} for i in range(3000))
+    document = {"a": Column(), "number": number, "b": [column, {"c": Column([""])}]}
+    expected = {"a": [], "number": number, "b": [[1, "x", None, *({"i": i} for i in range(3000))], {"c": [""]}]}
+    assert json.loads(rendered(document)) == expected
+
+
+def test_an_answer_that_begins_anew_forgets_what_it_had() -> None:
+    request = CompletionRequest.model_validate({"prompt": ["a", "b"], "return_token_ids": True})
+    held = held_answers().account()
+    answer = CompletionAnswer(prepared(request), "m", None, held)  # type: ignore[arg-type]
+    for index in (0, 1):
+        answer.keep(index, Delta("lost", (Token(token_id=7),), (0,), None, first=True))
+        once = held.held
+        answer.keep(index, Delta("kept", (Token(token_id=8),), (0,), None, first=True))
+        assert held.held == once
+        answer.keep(index, Delta(".", (Token(token_id=9),), (4,), "stop"))
+    whole = json.loads(rendered(answer.whole()))
+    assert [(choice["text"], choice["token_ids"]) for choice in whole["choices"]] == [("kept.", [8, 9])] * 2
+    assert whole["usage"]["completion_tokens"] == 4

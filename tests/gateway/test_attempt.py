@@ -8,6 +8,7 @@ import pytest
 from control.messages import FinishReason, Generate, Output, Peer, Token
 from gateway.attempt import Attempt, Shortcut, TokenizedRequest
 from gateway.choice import Delta
+from tests.gateway.fakes import held_answers
 
 REQUEST = TokenizedRequest(
     Generate(request_id="r", prompt_ids=(1,), max_new_tokens=99), streams=True, arrived=0.0, deadline=9e9
@@ -24,7 +25,7 @@ def read(output: Output) -> Delta:
 
 
 def attempt_with(take: Callable[[Delta], bool] | None = None) -> Attempt:
-    return Attempt(REQUEST, NODE, 0.0, read, Shortcut(take))
+    return Attempt(REQUEST, NODE, 0.0, read, held_answers().account(), Shortcut(take))
 
 
 def say(attempt: Attempt, *ids: int, ends: FinishReason | None = None) -> None:

@@ -8,6 +8,7 @@ from gateway.answers.streamed import Json, StreamedAnswer
 from gateway.attempt import Attempt, Shortcut
 from gateway.choice import Delta
 from gateway.streaming import EventStream
+from tests.gateway.fakes import held_answers
 from tests.gateway.test_attempt import NODE, REQUEST, read, run, say
 
 
@@ -17,7 +18,10 @@ class TextAnswer(StreamedAnswer):
     def __init__(self) -> None:
         pass
 
-    def whole(self, answers: Sequence[Sequence[Delta]], unused: Sequence[Sequence[Delta]] = ()) -> Json:
+    def keep(self, index: int, delta: Delta) -> None:
+        raise AssertionError("this answer streams")
+
+    def whole(self) -> Json:
         raise AssertionError("this answer streams")
 
     def begin(self) -> list[Json]:
@@ -76,7 +80,7 @@ async def settle() -> None:
 def test_events_come_once_and_in_order_whatever_the_client_does() -> None:
     async def test() -> None:
         shortcut, chunks, sent = Shortcut(), Chunks(), []
-        attempt = Attempt(REQUEST, NODE, 0.0, read, shortcut)
+        attempt = Attempt(REQUEST, NODE, 0.0, read, held_answers().account(), shortcut)
         say(attempt, 10)
         deltas = deltas_of(attempt)
         stream = EventStream(TextAnswer(), "r", await anext(deltas), deltas, shortcut)

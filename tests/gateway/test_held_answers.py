@@ -1,0 +1,226 @@
+"""What answers take in a gateway is bounded, and costs only the request that takes it."""
+
+import asyncio
+import gc
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from base.errors import StartupError
+from control.messages import Output
+from gateway.errors import ApiError
+from tests.gateway.fakes import MODEL, FakeDecodeNode, RunningGateway, held_answers, wait_until, write_checkpoint
+from tests.gateway.scripted import CONTEXT, Service
+from tests.service.raw_http import RawClient
+
+TOKENS = 4096
+CHOICES = 8
+CHUNKS = [list(b"abcdefgh" * 8)] * (TOKENS // 64)
+HOSTILE: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "a", "n": CHOICES, "logprobs": 20},
+    "/v1/chat/completions": {
+        "messages": [{"role": "user", "content": "a"}],
+        "n": CHOICES,
+        "logprobs": True,
+        "top_logprobs": 20,
+    },
+    "/v1/responses": {"input": "a", "top_logprobs": 20},
+}
+
+
+class SlowestCallback:
+    """The longest processor time of one callback of a gateway's loop."""
+
+    def __init__(self, gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seconds = 0.0
+        run = asyncio.Handle._run
+
+        def timed(handle: asyncio.Handle) -> None:
+            began = time.thread_time()
+            run(handle)
+            if handle._loop is gateway._loop:  # type: ignore[attr-defined]
+                self.seconds = max(self.seconds, time.thread_time() - began)
+
+        monkeypatch.setattr(asyncio.Handle, "_run", timed)
+
+
+@pytest.fixture
+def no_collections() -> Iterator[None]:
+    """A gateway has few of them, but here other tests have left much to look at."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    service = Service(write_checkpoint(tmp_path_factory.mktemp("checkpoint"), None, CONTEXT), max_answer_mib=64)
+    yield service
+    service.close()
+
+
+def ended(gateway: RunningGateway, reason: str) -> float:
+    metrics = httpx.get(f"{gateway.url}/metrics").text
+    found = re.search(rf'answers_ended_total{{reason="{reason}"}} (\S+)$', metrics, flags=re.MULTILINE)
+    return 0.0 if found is None else float(found[1])
+
+
+@pytest.mark.parametrize(
+    ("path", "stream"), [*((path, False) for path in HOSTILE), ("/v1/responses", True)], ids=lambda value: str(value)
+)
+def test_many_log_probabilities_do_not_hold_up_the_loop(
+    service: Service, no_collections: None, monkeypatch: pytest.MonkeyPatch, path: str, stream: bool
+) -> None:
+    service.decode.reset()
+    service.decode.chunks = CHUNKS if "n" in HOSTILE[path] else CHUNKS * (CONTEXT // TOKENS - 1)
+    limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+    body = {"model": MODEL, limit: CONTEXT - TOKENS, "stream": stream, **HOSTILE[path]}
+    slowest = SlowestCallback(service.gateway, monkeypatch)
+    answer = httpx.post(f"{service.gateway.url}{path}", json=body, timeout=120)
+    assert answer.status_code == 200
+    assert slowest.seconds < 0.25
+    assert len(answer.content) > 1 << 22
+
+
+def test_others_are_answered_while_a_large_answer_is_made(service: Service) -> None:
+    service.decode.reset()
+    service.decode.chunks = CHUNKS
+    url = f"{service.gateway.url}/v1/completions"
+    body = {"model": MODEL, "max_tokens": TOKENS, **HOSTILE["/v1/completions"]}
+    hostile: list[httpx.Response] = []
+    thread = threading.Thread(target=lambda: hostile.append(httpx.post(url, json=body, timeout=120)))
+    thread.start()
+    wait_until(lambda: service.decode.generated)
+    answered = 0
+    while thread.is_alive():
+        answered += httpx.get(f"{service.gateway.url}/v1/models", timeout=60).status_code == 200
+    thread.join()
+    assert answered
+    choices = hostile[0].json()["choices"]
+    assert [len(choice["logprobs"]["tokens"]) for choice in choices] == [TOKENS] * CHOICES
+    wait_until(lambda: service.gateway.gateway._answers.held == 0)
+
+
+LARGE = {"model": MODEL, "prompt": "a", "max_tokens": 500, "logprobs": 20}
+LARGE_CHAT = {**HOSTILE["/v1/chat/completions"], "model": MODEL, "max_tokens": 500}
+
+
+@pytest.mark.parametrize("gateway", [{"max_answer_mib": 1}], indirect=True)
+def test_a_request_whose_answers_take_too_much_ends_alone(
+    gateway: RunningGateway, decode: FakeDecodeNode, client: openai.OpenAI
+) -> None:
+    decode.hold_after = 400
+    url = f"{gateway.url}/v1/completions"
+    answer = httpx.post(url, json=LARGE | {"n": 16}, timeout=60)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (400, "answer_too_large")
+    assert "1048576 bytes" in error["message"]
+    assert "logprobs" in error["message"]
+    assert ended(gateway, "too_large") == 1
+    wait_until(lambda: len(decode.cancelled) == 16)
+    wait_until(lambda: gateway.gateway._answers.held == 0)
+    decode.hold_after = None
+    assert client.completions.create(**LARGE).choices[0].logprobs is not None
+
+
+@pytest.mark.parametrize("gateway", [{"max_answer_mib": 1, "max_total_answer_mib": 1}], indirect=True)
+def test_where_all_answers_take_too_much_the_largest_ends(gateway: RunningGateway, decode: FakeDecodeNode) -> None:
+    decode.hold_after = 400
+    url = f"{gateway.url}/v1/completions"
+    answers: dict[int, httpx.Response] = {}
+
+    def ask(choices: int) -> None:
+        answers[choices] = httpx.post(url, json=LARGE | {"n": choices}, timeout=60)
+
+    threads = [threading.Thread(target=ask, args=(choices,)) for choices in (4, 3)]
+    for thread, number in zip(threads, (4, 7), strict=True):
+        thread.start()
+        wait_until(lambda number=number: len(decode.generated) == number)
+    wait_until(lambda: gateway.gateway._answers.held > 500_000)
+    ask(8)
+    assert (answers[8].status_code, answers[8].headers["Retry-After"]) == (503, "1")
+    assert ended(gateway, "too_many_bytes") == 1
+    assert not set(answers) - {8}, "the others go on"
+    for request in decode.generated[:7]:
+        decode.send(gateway.gateway.control.me, Output(request_id=request.request_id, start=400, finish_reason="stop"))
+    for thread in threads:
+        thread.join()
+    assert [answers[choices].status_code for choices in (3, 4)] == [200, 200]
+
+
+@pytest.mark.parametrize("gateway", [{"max_answer_mib": 1}], indirect=True)
+def test_a_stream_that_its_client_does_not_read_is_bounded(gateway: RunningGateway, decode: FakeDecodeNode) -> None:
+    decode.chunks = [[number % 256] * 16 for number in range(25)]
+    body = json.dumps(LARGE | {"n": 128, "max_tokens": 400, "stream": True})
+    with RawClient(gateway.gateway.port) as client:
+        client.post("/v1/completions", f"Content-Length: {len(body)}", body=body)
+        wait_until(lambda: ended(gateway, "too_large") == 1, timeout=60)
+        assert gateway.gateway._answers.held < 2 << 20
+    wait_until(lambda: gateway.gateway._answers.held == 0)
+
+
+@pytest.mark.parametrize("gateway", [{"max_answer_mib": 12, "max_total_answer_mib": 12}], indirect=True)
+def test_an_answer_that_its_client_does_not_read_gives_way(gateway: RunningGateway, decode: FakeDecodeNode) -> None:
+    body = json.dumps(LARGE_CHAT | {"n": 16})
+    with RawClient(gateway.gateway.port) as client:
+        client.post("/v1/chat/completions", f"Content-Length: {len(body)}", body=body)
+        wait_until(lambda: len(decode.ended) == 16 and gateway.gateway._answers.held > 6 << 20, timeout=60)
+        other = httpx.post(f"{gateway.url}/v1/chat/completions", json=LARGE_CHAT | {"n": 15}, timeout=60)
+        assert other.status_code == 200
+        assert ended(gateway, "too_many_bytes") == 1
+    wait_until(lambda: gateway.gateway._answers.held == 0)
+
+
+def test_the_limit_of_all_is_not_below_that_of_one(start_gateway: Callable[..., RunningGateway]) -> None:
+    with pytest.raises(StartupError, match=r"--max-total-answer-mib 1 is less than what one request may take, 2"):
+        start_gateway(max_answer_mib=2, max_total_answer_mib=1)
+
+
+def test_the_largest_request_ends_and_others_go_on() -> None:
+    answers = held_answers(per_request=80, total=100)
+    large, small = answers.account(), answers.account()
+    large.take(70)
+    small.take(30)
+    small.take(10)
+    small.take(30)
+    assert answers.held == 140, "that of the large one is about to be gone"
+    with pytest.raises(ApiError, match="as many bytes of answers as it may") as busy:
+        large.take(1)
+    assert (busy.value.status, busy.value.retry_after) == (503, 1.0)
+    large.close()
+    assert answers.held == 70
+    with pytest.raises(ApiError, match="more than 80 bytes") as too_large:
+        answers.account().take(81)
+    assert too_large.value.status == 400
+
+
+def test_a_request_that_is_to_end_counts_no_more_and_ends_once() -> None:
+    answers = held_answers(per_request=10)
+    account = answers.account()
+    for _ in range(3):
+        with pytest.raises(ApiError):
+            account.take(11)
+    assert answers.held == account.held == 0
+
+
+def test_complete_answers_that_are_sent_are_ended_too() -> None:
+    answers = held_answers(total=100)
+    sent, growing = answers.account(), answers.account()
+    aborted: list[bool] = []
+    sent.take(40)
+    sent.settle(60)
+    assert answers.held == 60
+    sent.abort = lambda: aborted.append(True)
+    growing.take(50)
+    assert aborted
+    with pytest.raises(ApiError, match="as many bytes of answers as it may"):
+        sent.settle(70)
+    sent.close()
+    assert answers.held == 50
