@@ -22,7 +22,7 @@ from decode_node.operator_api import LoopCall
 from decode_node.remote_prefill import PrefillMessage, RemotePrefill
 from decode_node.request import RequestState
 from decode_node.scheduler import Scheduler
-from decode_node.verifier import Digested, Verified
+from decode_node.verifier import Digesting, Task, Verification
 from engine.device import DeviceFailed
 from hisparse.coordinator import HiSparseCoordinator
 from hisparse.swap_in import SwapInCounters
@@ -38,7 +38,7 @@ _GATEWAY_SILENCE_S = 30.0
 _FAREWELL_S = 0.5
 """How long an empty node still refuses requests before it ends: gateways may not know yet that it leaves."""
 
-Event = Verified | Digested | LoopCall
+Event = Task | LoopCall
 """What other threads put into the loop's inbox."""
 
 
@@ -79,12 +79,12 @@ class DecodeNode:
             self._run()
         except GroupFailed as failure:
             self._shell.leave()
-            self._scheduler.abandon_all(str(failure))
+            self._scheduler.end_streams("abort", str(failure))
             self._ranks.report(str(failure))
             raise
         except DeviceFailed as failure:
             self._shell.leave()
-            self._scheduler.fail_all(str(failure))
+            self._scheduler.end_streams("error", str(failure))
             raise
 
     def _run(self) -> None:
@@ -151,9 +151,9 @@ class DecodeNode:
 
     def _take(self, item: tuple[Peer, Message] | Event) -> None:
         match item:
-            case Verified():
+            case Verification():
                 self._remote.verified(item)
-            case Digested():
+            case Digesting():
                 self._remote.reads.digested(item)
             case LoopCall():
                 item.run()

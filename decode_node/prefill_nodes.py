@@ -15,12 +15,12 @@ from decode_node.request import Request
 SILENCE_S = 2.5
 """A node that has work and was not heard for so long counts as unhealthy, though not as dead."""
 FAILURES = 3
-"""A node that failed so many different requests in a row is passed over."""
+"""A node that failed this number of different requests in a row is passed over."""
 TRIAL_AFTER_S = 10.0
 """So long after its last failure such a node gets one request on trial."""
 _REMEMBERED = 4096
 _FORGOTTEN_AFTER_S = 30.0
-"""A gateway's list is dropped when the gateway was silent for so long while others still send theirs every second."""
+"""A gateway's list is dropped if the gateway is silent for this time while others send theirs every second."""
 
 _NO_RANKS: Mapping[str, tuple[Peer, ...]] = MappingProxyType({})
 
@@ -97,7 +97,7 @@ class PrefillNodes:
         self._longest_prompts = {boot: most for listed in lists for boot, most in listed.longest_prompts.items()}
 
     def retire(self, *boot_ids: str) -> None:
-        """Never ask these processes again, whoever still lists them: they are shutting down."""
+        """Never ask these processes again, even if a gateway lists them: they are shutting down."""
         for boot_id in boot_ids:
             self._retired.add(boot_id)
 

@@ -18,7 +18,7 @@ from control.messages import FetchGrant, FetchRefused, FetchRequest, Peer
 from control.plane import ControlPlane
 from decode_node.attempt import Attempt, AttemptTable, ReadLease
 from decode_node.prefill_nodes import PrefillNodes
-from decode_node.verifier import Digested, Digesting, Verification
+from decode_node.verifier import Digesting, Task
 from kvcache.extents import NO_SLOTS, HostSlots
 from kvcache.host_pool import HostKVPool
 
@@ -37,7 +37,7 @@ class PrefixReads:
         attempts: AttemptTable,
         nodes: PrefillNodes,
         host: HostKVPool,
-        submit: Callable[[Verification | Digesting], bool],
+        submit: Callable[[Task], bool],
     ) -> None:
         self._control = control
         self._attempts = attempts
@@ -62,7 +62,7 @@ class PrefixReads:
         else:
             self._lease(sender, message, attempt)
 
-    def digested(self, result: Digested) -> None:
+    def digested(self, result: Digesting) -> None:
         """Take digests from the verifier. They change nothing if the lease or the attempt has ended meanwhile."""
         attempt, lease = result.attempt, result.attempt.lease
         if lease is None or not attempt.is_live:
@@ -78,7 +78,7 @@ class PrefixReads:
             start=lease.start,
             stop=lease.stop,
             extents=tuple((extent.start, extent.length) for extent in extents),
-            checksums=result.checksums,
+            checksums=result.digests,
         )
         self._control.send(attempt.node, lease.grant)
 

@@ -14,10 +14,9 @@ from pydantic import BaseModel
 
 from control.messages import Abort, AttemptId, Peer, PrefillFailed
 from control.plane import ControlPlane
-from decode_node.attempt import Attempt, ReadLease
 from decode_node.prefill_nodes import SILENCE_S, PrefillNodes
 from decode_node.prefix_reads import PrefixReads
-from transfer.fencing import Reservation, ReservationTable, Writer
+from transfer.fencing import ReservationTable
 
 log = structlog.get_logger(__name__)
 
@@ -144,9 +143,13 @@ class Quarantine:
         So, too, prefixes that are leased to attempts that have ended.
         """
         now = time.monotonic()
-        found = [self._written(r, writer, now) for r in self._reservations.quarantined for writer in r.writers]
+        found = [
+            self._entry(r.key, r.num_slots, r.quarantined_at, writer.peer, now, free_after=writer.free_after)
+            for r in self._reservations.quarantined
+            for writer in r.writers
+        ]
         found += [
-            self._read(attempt, lease, reader, now)
+            self._entry(attempt.id, len(lease.slots), attempt.ended_at, reader, now, "reads")
             for attempt, lease in self._reads.orphaned
             for reader in lease.readers
         ]
@@ -187,34 +190,25 @@ class Quarantine:
         log.warning("evicted by an operator", forced=force, **eviction.model_dump(exclude={"warning"}))
         return eviction
 
-    def _written(
-        self, reservation: Reservation[AttemptId, Peer, Any], writer: Writer[Peer], now: float
+    def _entry(
+        self,
+        key: AttemptId,
+        num_slots: int,
+        since: float | None,
+        peer: Peer,
+        now: float,
+        access: Literal["writes", "reads"] = "writes",
+        free_after: float | None = None,
     ) -> QuarantinedReservation:
-        free_after = writer.free_after
+        heard = self._control.last_heard(peer.boot_id)
         return QuarantinedReservation(
-            request_id=reservation.key.request_id,
-            epoch=reservation.key.epoch,
-            slots=reservation.num_slots,
-            quarantined_s=now - (reservation.quarantined_at or now),
-            writer=writer.peer.address,
-            boot_id=writer.peer.boot_id,
-            last_heard_s=self._last_heard_s(writer.peer, now),
+            request_id=key.request_id,
+            epoch=key.epoch,
+            slots=num_slots,
+            quarantined_s=now - (since or now),
+            writer=peer.address,
+            boot_id=peer.boot_id,
+            access=access,
+            last_heard_s=None if heard is None else now - heard,
             free_in_s=None if free_after is None else max(0.0, free_after - now),
         )
-
-    def _read(self, attempt: Attempt, lease: ReadLease, reader: Peer, now: float) -> QuarantinedReservation:
-        return QuarantinedReservation(
-            request_id=attempt.id.request_id,
-            epoch=attempt.id.epoch,
-            slots=len(lease.slots),
-            quarantined_s=now - (attempt.ended_at or now),
-            writer=reader.address,
-            boot_id=reader.boot_id,
-            access="reads",
-            last_heard_s=self._last_heard_s(reader, now),
-            free_in_s=None,
-        )
-
-    def _last_heard_s(self, peer: Peer, now: float) -> float | None:
-        heard = self._control.last_heard(peer.boot_id)
-        return None if heard is None else now - heard

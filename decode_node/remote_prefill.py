@@ -34,7 +34,7 @@ from decode_node.prefill_nodes import PrefillNodes
 from decode_node.prefix_reads import PrefixReads
 from decode_node.quarantine import Quarantine
 from decode_node.request import Request, RequestState
-from decode_node.verifier import Digesting, Verification, Verified
+from decode_node.verifier import Task, Verification
 from kvcache.extents import NO_SLOTS, HostSlots
 from kvcache.host_pool import HostKVPool
 from transfer.fencing import Fence, ReservationTable
@@ -65,7 +65,7 @@ class RemotePrefill:
         destination: Destination,
         host: HostKVPool,
         cut: Callable[[], Fence],
-        verify: Callable[[Verification | Digesting], bool],
+        verify: Callable[[Task], bool],
         metrics: Metrics,
         patience: float,
         on_lost: Callable[[Request, str], None],
@@ -140,7 +140,7 @@ class RemotePrefill:
         self._control.answered(("prefill", attempt.id))
 
     def _land(self, attempt: Attempt, done: PrefillDone) -> None:
-        """The request gets the slots. If a write may linger, their next owner gets them only behind a fence."""
+        """The request gets the slots. If a write may linger, their next owner gets them only after a fence."""
         request = attempt.request
         self._end(attempt, AttemptState.LANDED)
         landed = self._reservations.landed(attempt.id, time.monotonic(), done.lingering)
@@ -269,27 +269,27 @@ class RemotePrefill:
         attempt.take(message, time.monotonic())
         return True
 
-    def verified(self, result: Verified) -> None:
+    def verified(self, result: Verification) -> None:
         """Take the result of a verification. It changes nothing if the attempt was given up meanwhile."""
         attempt = result.attempt
         if not attempt.is_live:
             return
-        if result.reason is None:
+        if result.failure_reason is None:
             attempt.verified(result.chunk)
             self._land_if_verified(attempt)
         elif not result.mismatches:
-            self._fail(attempt, result.reason, "verification")
+            self._fail(attempt, result.failure_reason, "verification")
         else:
             log.error(
                 "transferred KV is not what was sent",
                 node=attempt.node.address,
                 mismatches=len(result.mismatches),
-                checksums=result.num_checksums,
+                checksums=len(result.checksums),
                 first=result.examples(),
                 **attempt.id.log_fields,
             )
             self.nodes.failed(attempt.node, attempt.id.request_id)
-            self._fail(attempt, result.reason, "checksum")
+            self._fail(attempt, result.failure_reason, "checksum")
 
     def _land_if_verified(self, attempt: Attempt) -> None:
         if attempt.done is None or not attempt.is_verified:

@@ -140,7 +140,7 @@ class Request:
     def shared_token_ids(self) -> npt.NDArray[np.int32]:
         """The tokens whose KV may be cached once it has landed: int32 [n].
 
-        Requests of a group share slots behind the last whole block of their prompt, too. A slot can be in one cached
+        Requests of a group share slots after the last whole block of their prompt, too. A slot can be in one cached
         block only, so of a group nothing but the prompt is cached.
         """
         return self.generate.prompt[:-1] if self.generate.group else self.kv_token_ids
@@ -190,9 +190,9 @@ class RequestTable(dict[str, Request]):
 
     def add(self, request: Request) -> None:
         """Put a new request at its place."""
-        behind = [other for other in self.values() if other.generate.priority > request.generate.priority]
+        later = [other for other in self.values() if other.generate.priority > request.generate.priority]
         self[request.request_id] = request
-        for other in behind:
+        for other in later:
             self[other.request_id] = self.pop(other.request_id)
 
     def donors(self) -> dict[str, Request]:

@@ -261,20 +261,17 @@ class Scheduler:
                 self.end(request, "abort", reason)
         self.outputs.flush()
 
-    def abandon_all(self, reason: str) -> None:
-        """Tell every gateway to try its requests elsewhere. Nothing is released: this process ends."""
-        for request in self.requests.values():
-            self.outputs.end(request, "abort", reason)
-        self.outputs.flush()
+    def end_streams(self, reason: FinishReason, error: str) -> None:
+        """Tell every gateway how its requests end. Nothing is released: this process ends.
 
-    def fail_all(self, error: str) -> None:
-        """Tell every gateway that its requests failed. Nothing is released: the device does not work any more."""
+        reason: `abort` has gateways try another node, `error` does not.
+        """
         for request in self.requests.values():
-            self.outputs.end(request, "error", error)
+            self.outputs.end(request, reason, error)
         self.outputs.flush()
 
     def _close(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
-        # What a failed step has left behind may be wrong.
+        # What a failed step has left may be wrong.
         self._slots.release(request, keep=reason != "error")
         request.move(RequestState.FINISHED)
         self._grammars.forget(request)

@@ -20,7 +20,7 @@ _FRESH_S = 10.0
 
 @dataclass(frozen=True)
 class _Shortage:
-    """A request got no slots for so many tokens that were not cached. Unless more was inserted, it needs no fewer."""
+    """A request got no slots for the tokens of it that were not cached. Unless more was inserted, it needs no fewer."""
 
     request_id: str
     num_tokens: int
@@ -163,7 +163,7 @@ class SlotManager:
         """The running requests that get another token and have room for it, in order.
 
         The last give way until the others have room. Requests whose room is about to become free, from quarantine
-        or behind a step, sit this step out.
+        or after a step, sit this step out.
         """
         while True:
             wanting = [request for request in self._requests.in_state(RequestState.RUNNING) if request.wants_step]

@@ -51,7 +51,7 @@ class Meeting:
 
 
 def meet(place: RankPlace, secret: bytes, patience: float = MEETING_S) -> Meeting:
-    """Find the other ranks. Connects to those of other hosts: waits for all of them, for so many seconds.
+    """Find the other ranks. Connects to those of other hosts: waits for all of them, for `patience` seconds.
 
     secret: what only processes of this cluster know. Raises GroupFailed if they do not come, as when another host is
     started later, and StartupError if they cannot be a group: other keys, another shape, or one rank twice.

@@ -17,7 +17,7 @@ log = structlog.get_logger(__name__)
 
 _LONGEST_BEAT_S = 0.5
 _STOPPED_BEATS = 4
-"""A rank that shows no sign of life for so many beats is stopped, or its machine is."""
+"""A rank without this number of beats is stopped, or its machine is."""
 _STARTING_S = 2.0
 """How long a rank that starts may take to end by itself, with a reason of its own, when one of another host has."""
 
@@ -72,7 +72,7 @@ class RankWatch:
         return None if dead is None or self._status.all_done() else dead
 
     def find_dead(self, patience: float) -> int | None:
-        """Which rank ended, if one did or does within so many seconds: after a failed collective."""
+        """Which rank ended, if one did or does within `patience` seconds: after a failed collective."""
         until = time.monotonic() + patience
         while self.dead() is None and time.monotonic() < until:
             time.sleep(0.01)

@@ -16,7 +16,7 @@ from decode_node.attempt import ChunkNumber, chunk_of
 from decode_node.pools import destination_of
 from decode_node.remote_prefill import PrefillMessage, RemotePrefill
 from decode_node.request import Request, RequestState
-from decode_node.verifier import Digested, Verified, Verifier
+from decode_node.verifier import Task, Verification, Verifier
 from engine.identity import identity_of
 from hisparse.config import HiSparseConfig
 from hisparse.coordinator import HiSparseCoordinator
@@ -49,7 +49,7 @@ class DecodeSide:
     def __init__(self, host: str, transports: Transports, prefill: Peer, tokens: int) -> None:
         self._prefill = prefill
         self._tokens = tokens
-        self._inbox: queue.SimpleQueue[tuple[Peer, Message] | Verified | Digested] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[Peer, Message] | Task] = queue.SimpleQueue()
         self._requests = 0
         self._at_end = ExitStack()
         self._coordinator = _tiers(tokens, "shm" in transports.offered)
@@ -108,7 +108,7 @@ class DecodeSide:
             except queue.Empty:
                 continue
             match item:
-                case Verified():
+                case Verification():
                     self._remote.verified(item)
                 case (sender, message):
                     if isinstance(message, ChunkDone | PrefillDone):

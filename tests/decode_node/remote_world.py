@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -22,7 +22,7 @@ from control.messages import (
 from decode_node.attempt import Attempt
 from decode_node.remote_prefill import PrefillMessage, RemotePrefill
 from decode_node.request import Request, RequestState
-from decode_node.verifier import Digesting, Verification, Verified
+from decode_node.verifier import Task, Verification
 from kvcache.extents import NO_SLOTS, Extent, HostSlots
 from tests.decode_node.world import GATEWAY, PREFILL, destination
 from tests.prefill_node.fakes import FakeControl
@@ -75,9 +75,9 @@ class HeldVerifier:
     """Keeps what is to be verified until the test says what came of it; takes no more than `room`."""
 
     room: int = 8
-    waiting: list[Verification | Digesting] = field(default_factory=list)
+    waiting: list[Task] = field(default_factory=list)
 
-    def submit(self, task: Verification | Digesting) -> bool:
+    def submit(self, task: Task) -> bool:
         if len(self.waiting) >= self.room:
             return False
         self.waiting.append(task)
@@ -178,8 +178,8 @@ class RemoteWorld:
         """What came of the oldest verification."""
         oldest = self.verifier.waiting.pop(0)
         assert isinstance(oldest, Verification)
-        verified = Verified(oldest.attempt, oldest.chunk, len(CHECKSUMS), mismatches, error)
-        return self.outcomes(lambda: self.remote.verified(verified))
+        result = replace(oldest, mismatches=mismatches, error=error)
+        return self.outcomes(lambda: self.remote.verified(result))
 
     def accepted(self) -> None:
         self.take(FIRST, PrefillAccepted(attempt=R))

@@ -8,7 +8,7 @@ import torch
 
 from control.messages import AttemptId, Outputs, PrefillDone, Quiesced, Sampling
 from decode_node.request import RequestState
-from decode_node.verifier import Verified
+from decode_node.verifier import Verification
 from engine.device import DeviceFailed
 from tests.decode_node.world import GATEWAY, HOT, PREFILL, World, counted
 from transfer.checksum import Mismatch
@@ -146,7 +146,7 @@ def test_a_mismatch_is_never_served() -> None:
         h.remote.take(PREFILL, done)
         h.scheduler.turn()
         assert h.state("a") is RequestState.PREFILLING
-        verified = Verified(h.remote._attempts[attempt], None, 1, (Mismatch(Checksum(0, 0, 2, 1), 2),))
+        verified = Verification(h.remote._attempts[attempt], None, checksums, (Mismatch(Checksum(0, 0, 2, 1), 2),))
         h.remote.verified(verified)
         h.remote.take(PREFILL, Quiesced(attempt=attempt))
     h.turn()
@@ -236,7 +236,7 @@ def test_a_device_that_is_lost_ends_the_node_and_not_one_request_after_the_other
     h.model.error = RuntimeError("an illegal memory access was encountered")
     with pytest.raises(DeviceFailed) as failure:
         h.turn()
-    h.scheduler.fail_all(str(failure.value))
+    h.scheduler.end_streams("error", str(failure.value))
     ends = {output.request_id: output.error for output in h.control.outputs() if output.finish_reason == "error"}
     assert ends == dict.fromkeys(("a", "waits"), str(failure.value))
 

@@ -1,5 +1,7 @@
 """A decode node lends cached prefixes to prefill nodes that read them, and keeps them until nobody reads any more."""
 
+from dataclasses import replace
+
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -22,7 +24,7 @@ from decode_node.prefill_nodes import SILENCE_S
 from decode_node.quarantine import Quarantine
 from decode_node.remote_prefill import PrefillMessage
 from decode_node.request import Request, RequestState
-from decode_node.verifier import Digested, Digesting
+from decode_node.verifier import Digesting
 from kvcache.extents import NO_SLOTS, Extent, HostSlots
 from tests.decode_node.remote_world import FIRST, SECOND, SLOTS, Clock, R, RemoteWorld
 from tests.decode_node.world import GATEWAY
@@ -69,7 +71,7 @@ class Lending(RemoteWorld):
         [task] = self.verifier.waiting
         assert isinstance(task, Digesting)
         self.verifier.waiting.clear()
-        self.remote.reads.digested(Digested(task.attempt, Checksums() if error else DIGESTS, error))
+        self.remote.reads.digested(replace(task, digests=Checksums() if error else DIGESTS, error=error))
 
     def grants(self) -> list[FetchGrant]:
         return [message for message in self.control.take(FetchGrant) if isinstance(message, FetchGrant)]
