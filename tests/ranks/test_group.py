@@ -14,6 +14,7 @@ from model.fp8 import quantise_activations
 from model.shard import ALONE
 from model.tiny import write_tiny_checkpoint
 from ranks.barrier import GroupFailed
+from ranks.group import SingleRank
 from ranks.place import RankPlace
 from tests.gpu import ranks_program
 from tests.model.fp8_cases import randn, routed
@@ -92,25 +93,30 @@ def test_layers_whose_experts_are_divided_compute_what_whole_ones_do(
         assert [ranks.wait(rank, 60) for rank in range(size)] == [0] * size, ranks.said(0) + ranks.said(1)
 
 
-def test_ranks_with_other_checkpoints_refuse_each_other_by_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_ranks_with_other_checkpoints_refuse_each_other_by_name(tmp_path: Path, hosts: int) -> None:
     def body(place: RankPlace) -> None:
-        join(place).check_same_config({"version": "1", "fingerprint": "abc" if place.rank else "def"})
+        group = join(place)
+        group.check_same_config({"version": "1", "sizes": (1, 2)})
+        assert group.share(place.rank) == [0, 1]
+        group.check_same_config({"version": "1", "fingerprint": "abc" if place.rank else "def"})
 
-    with forked(2, tmp_path, body) as ranks:
+    with forked(2, tmp_path, body, hosts) as ranks:
         assert [ranks.wait(rank) for rank in range(2)] == [1, 1]
         expected = "StartupError: rank {} has fingerprint {}, rank {} has {}: all ranks of a group need the same"
         assert ranks.said(0) == expected.format(1, "abc", 0, "def")
         assert ranks.said(1) == expected.format(0, "def", 1, "abc")
 
 
-def test_ranks_that_are_alike_go_on(tmp_path: Path) -> None:
-    def body(place: RankPlace) -> None:
-        group = join(place)
-        group.check_same_config({"version": "1", "sizes": (1, 2)})
-        assert group.share(place.rank) == [0, 1, 2]
-
-    with forked(3, tmp_path, body) as ranks:
-        assert [ranks.wait(rank) for rank in range(3)] == [0, 0, 0], ranks.said(0)
+def test_a_process_alone_waits_for_nobody_and_fails_by_itself() -> None:
+    ranks = SingleRank(torch.device("cpu"))
+    assert [ranks.barrier.wait(batch) for batch in (0, 3)] == [0, 3]
+    assert not ranks.barrier.spin_before_sleep(lambda: True)
+    assert ranks.share("own") == ["own"]
+    assert ranks.connect() is ALONE
+    assert ranks.sync_phase(Phase.DRAINING) is Phase.DRAINING
+    assert ranks.failure(error := ValueError("own")) is error
+    assert ranks.done()
 
 
 def test_the_others_notice_a_rank_that_is_killed_whether_they_step_or_sleep(tmp_path: Path) -> None:

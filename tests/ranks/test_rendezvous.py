@@ -25,7 +25,6 @@ from ranks.rank_line import line_to_first, lines_to_others
 from ranks.rendezvous import interface_of, local_address, meet
 from ranks.replicated_status import ReplicatedStatus
 from ranks.sealed_socket import INHERITED, SealedSocket
-from ranks.status import SharedStatus
 from tests.ranks.ranks_harness import JSON, FakeWatch, forked, join
 
 STEPS = 50
@@ -215,17 +214,6 @@ def test_a_rank_of_another_host_that_is_stopped_in_peace_is_named(tmp_path: Path
         assert ranks.status.reported(1) == ("rank 1 on host 1 was not heard for 1 s", 1)
 
 
-def test_hosts_with_another_checkpoint_refuse_each_other_by_name(tmp_path: Path) -> None:
-    def body(place: RankPlace) -> None:
-        join(place).check_same_config({"version": "1", "fingerprint": "abc" if place.rank else "def"})
-
-    with forked(2, tmp_path, body, hosts=2) as ranks:
-        assert [ranks.wait(rank) for rank in range(2)] == [1, 1]
-        expected = "StartupError: rank {} has fingerprint {}, rank {} has {}: all ranks of a group need the same"
-        assert ranks.said(0) == expected.format(1, "abc", 0, "def")
-        assert ranks.said(1) == expected.format(0, "def", 1, "abc")
-
-
 def test_a_rank_that_ends_while_the_group_starts_ends_the_others_that_wait_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -332,24 +320,3 @@ def test_the_interface_towards_the_meeting() -> None:
     assert local_address("127.0.0.1:5000") == "127.0.0.1"
     assert interface_of("127.0.0.1") == "lo"
     assert interface_of("203.0.113.9") is None
-
-
-def test_a_table_says_who_was_reported_first() -> None:
-    status = SharedStatus(fd := SharedStatus.create(3), 3)
-    assert status.first_reported([0, 1, 2]) is None
-    status.report(2, "rank 2 on host 1 closed its connection")
-    status.report(1, "rank 1 on host 0 closed its connection")
-    assert status.first_reported([0, 1, 2]) == 2
-    assert status.first_reported([0, 1]) == 1
-    status.close()
-    os.close(fd)
-
-
-def test_a_table_says_what_a_rank_said_of_itself() -> None:
-    status = SharedStatus(fd := SharedStatus.create(2), 2)
-    assert not status.done(0)
-    status.set_done(0)
-    assert status.done(0)
-    assert status.phase_of(1) is Phase.SERVING
-    status.close()
-    os.close(fd)
