@@ -43,7 +43,7 @@ class RankWatch:
         reason."""
         self._status = status
         self._rank = rank
-        self._bell = wakeup_fd
+        self._wakeup_fd = wakeup_fd
         self._step_timeout = step_timeout
         self._wake = wake
         self._give_up = give_up
@@ -92,22 +92,22 @@ class RankWatch:
 
     def stop(self) -> None:
         self._stopping = True
-        os.eventfd_write(self._bell, 1)
+        os.eventfd_write(self._wakeup_fd, 1)
         self._thread.join()
         for pidfd in self._ends:
             os.close(pidfd)
 
     def _run(self) -> None:
         poll = select.poll()
-        for descriptor in (self._bell, *self._ends):
+        for descriptor in (self._wakeup_fd, *self._ends):
             poll.register(descriptor, select.POLLIN)
         while not self._stopping:
             rung = poll.poll(self._beat_s * 1000)
             # First: one of another host, for whose sake those of this host end.
             self._look_at_far_ranks()
             for descriptor, _ in rung:
-                if descriptor == self._bell:
-                    os.eventfd_read(self._bell)
+                if descriptor == self._wakeup_fd:
+                    os.eventfd_read(self._wakeup_fd)
                 else:
                     poll.unregister(descriptor)
                     if self._lost_at is None:
