@@ -26,7 +26,7 @@ from benchmarks.transfer.pools import buffers_of, fill
 from control.messages import Destination
 from transfer.planner import Descriptors, Int64s
 from transfer.reader import Reader, batches_of
-from transfer.routes import Transports
+from transfer.transports import Transports
 from transfer.writer import Channel, Outcome, Pipeline, Write
 
 _HOST = "127.0.0.1"

@@ -11,7 +11,7 @@ from typing import Annotated
 import msgpack
 from pydantic import Field, ValidationError
 
-from base.wire import UInt, WireModel
+from base.wire import UInt, WireModel, first_error
 from control.messages import SENT_BY, Address, Message, Peer, Ping, Pong, Refused, Registered
 
 PROTOCOL_VERSION = 9
@@ -74,7 +74,7 @@ def decode(data: bytes) -> tuple[Frame, Message | Greeting | None]:
             raise MalformedMessage(f"a {frame.sender.role} process does not send {frame.kind}")
         return frame, kind.model_validate(frame.body)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
+        first = first_error(error)
         place = ".".join(map(str, first["loc"]))
         raise MalformedMessage(f"{error.title}: {place}: {first['msg']}") from error
     except MalformedMessage:

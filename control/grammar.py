@@ -9,13 +9,14 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
-    BaseModel,
     ConfigDict,
     Field,
     SerializerFunctionWrapHandler,
     model_serializer,
     model_validator,
 )
+
+from base.wire import FailFastModel
 
 MAX_TEXT = 2**20
 """Characters of all strings of a grammar together."""
@@ -26,7 +27,7 @@ MAX_DEPTH = 16
 Short = Annotated[str, Field(max_length=1024)]
 
 
-class _Model(BaseModel):
+class _Model(FailFastModel):
     """Frozen and strict, as all that is in messages, but an unknown field is an error: it may be a constraint."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)

@@ -20,7 +20,7 @@ from model.sparse_model import SparseModel
 from model.spec import ModelSpec
 from ranks.group import Ranks
 from transfer.memory import SharedMemory
-from transfer.routes import Transports
+from transfer.transports import Transports
 
 log = structlog.get_logger(__name__)
 

@@ -41,7 +41,7 @@ def run_decode_node(config: DecodeConfig, place: RankPlace | None = None) -> Non
             plan_pools(config, hisparse, spec, ranks),
             device,
             verify=config.debug_verify_swap_in,
-            shareable="shm" in transports.offered,
+            shareable=transports.share_memory,
         )
         at_end.callback(coordinator.close)
         destination = destination_of(coordinator.host, transports, identity_of(spec))

@@ -8,6 +8,7 @@ from pydantic import ValidationError
 
 from base.block_hashes import BlockHasher
 from base.errors import StartupError
+from base.wire import first_error
 from control.grammar import Grammar, Lark
 from control.messages import Generate
 from gateway.attempt import TokenizedRequest
@@ -210,7 +211,7 @@ def _grammar(request: ApiRequest, reading: ChatReading | None, added_ids: Mappin
     try:
         return None if structure is None else Grammar(root=structure, after=after)
     except ValidationError as error:
-        raise ApiError(400, f"the structure of the answer: {error.errors()[0]['msg']}") from error
+        raise ApiError(400, f"the structure of the answer: {first_error(error)['msg']}") from error
 
 
 def chat_format_of(config: GatewayConfig, tokenizer: CheckpointTokenizer) -> ChatFormat | None:

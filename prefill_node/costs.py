@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from transfer.memory import Transport
+from transfer.choices import Transport
+from transfer.transports import TRANSPORTS
 
 Floats = npt.NDArray[np.float64]
 
@@ -16,8 +17,6 @@ _FORGETS = 0.95
 _HALF_LIFE_S = 300.0
 """After so long an observation counts half: a link that was slow once is tried again."""
 _PRIOR = 0.01
-_FIRST_GUESSES: dict[Transport, float] = {"shm": 1.5e9, "rdma": 8e9, "tcp": 8e8}
-"""Bytes a second, read and verified."""
 _FIRST_LATENCY_S = 0.01
 
 
@@ -122,7 +121,7 @@ class FetchCosts:
 
     def _model(self, boot_id: str, transport: Transport) -> LinearCost:
         if boot_id not in self._models:
-            a_gigabyte = 1e9 / _FIRST_GUESSES[transport]
+            a_gigabyte = 1e9 / TRANSPORTS[transport].bytes_per_second
             prior = (((1.0, 0.0), _FIRST_LATENCY_S), ((1.0, 1e9), a_gigabyte))
             self._models[boot_id] = LinearCost(sizes=(1e5, 1.0), ridge=(1e-6, 1e-6), prior=prior)
         self._models.move_to_end(boot_id)

@@ -14,7 +14,7 @@ from prefill_node.fetch import Fetch, FetchReport, RunningFetch
 from prefill_node.landing import KVSink
 from prefill_node.lease import await_lease
 from transfer.reader import Reader
-from transfer.routes import NoRoute
+from transfer.transports import NoRoute
 from transfer.writer import Channel
 
 log = structlog.get_logger(__name__)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from control.messages import Destination, ModelIdentity, Peer, PrefillRequest
 from control.prompt_logprobs import too_many
-from transfer.memory import Transport
+from transfer.choices import Transport
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,14 @@ from dataclasses import dataclass, field, replace
 import structlog
 
 from control.messages import AttemptId, Destination, Peer
-from prefill_node.plan import ChunkPart, ChunkPlan, gather_policy
+from prefill_node.plan import ChunkPart, ChunkPlan
 from prefill_node.progress import ForwardProgress, NotComputed
 from prefill_node.ring import BUFFER_BYTES, SendBuffer, SendRing
 from prefill_node.source import Reading
 from transfer.checksum import digest, sampled
 from transfer.memory import Checksum
 from transfer.planner import Descriptors, Int64s
+from transfer.transports import packing_of
 from transfer.writer import Outcome, Pipeline, TransferError, Write
 
 log = structlog.get_logger(__name__)
@@ -171,8 +172,7 @@ class OutgoingChunk:
         chunk, reading = self._chunk, self._reading
         channel = self._pipeline.channel
         plan = ChunkPlan(chunk.pages, reading.page_size, chunk.own_slots, chunk.start, chunk.stop, channel.max_bytes)
-        policy = gather_policy(channel.transport, reading.source.in_host_memory)
-        if policy == "always" or (policy == "where it pays" and plan.gathering_pays):
+        if plan.should_pack(packing_of(channel.transport, reading.source.in_host_memory)):
             yield from self._packed(plan, self._lend_ring())
         else:
             for batch in self._in_place(plan):

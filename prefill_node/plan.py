@@ -1,12 +1,11 @@
 """Plans how a chunk is sent: positions paired with slots, cut into parts, once for all layers."""
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 
-from transfer.memory import Transport
 from transfer.planner import NO_LIMIT, Descriptors, Int64s, Runs, expand_pages, plan_runs
+from transfer.transport import Packing
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,12 +57,14 @@ class ChunkPlan:
         self._parts: dict[int, list[ChunkPart]] = {}
         """By the most items that a part has."""
 
-    @property
-    def gathering_pays(self) -> bool:
-        """Whether sending a packed copy takes at most half as many descriptors as sending in place.
+    def should_pack(self, packing: Packing) -> bool:
+        """Whether the chunk is packed into send buffers.
 
-        So it is where source pages are scattered and destination slots are not.
+        `where it pays`: if that at least halves the descriptors, as it does if source pages are scattered and
+        destination slots are not.
         """
+        if packing != "where it pays":
+            return packing == "always"
         destination_runs = 1 + np.count_nonzero(np.diff(self._slots) != 1)
         return bool(2 * destination_runs <= len(self._runs))
 
@@ -79,18 +80,3 @@ class ChunkPlan:
                 for stop in [start + runs.num_items]
             ]
         return self._parts[most_items]
-
-
-Gather = Literal["never", "where it pays", "always"]
-"""When items are packed into send buffers before they are sent (`ChunkPlan.gathering_pays`)."""
-
-
-def gather_policy(transport: Transport, source_in_host_memory: bool) -> Gather:
-    """A NIC reads any memory in place. A processor copies. It reads device memory slowly, so the device packs first.
-    Over TCP each descriptor costs time, so fewer are faster; into shared memory scattered copies cost nothing.
-    """
-    if transport == "rdma":
-        return "never"
-    if not source_in_host_memory:
-        return "always"
-    return "where it pays" if transport == "tcp" else "never"

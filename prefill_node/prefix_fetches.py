@@ -30,7 +30,7 @@ from prefill_node.fetch import Fetch, FetchFailure, FetchReport
 from prefill_node.fetcher import PrefixFetcher
 from prefill_node.job import ArrivingPrefix, JobState, TransferJob
 from prefill_node.outgoing import Chunk
-from transfer.memory import Transport
+from transfer.choices import Transport
 from transfer.planner import expand_extents
 
 log = structlog.get_logger(__name__)

@@ -13,10 +13,9 @@ import structlog
 from control.messages import Destination, Peer
 from prefill_node.lease import await_lease
 from prefill_node.outgoing import Chunk, OutgoingChunk, SendReport
-from prefill_node.plan import gather_policy
 from prefill_node.ring import SendRing, SendRings
 from prefill_node.source import Reading
-from transfer.routes import NoRoute
+from transfer.transports import NoRoute, packing_of
 from transfer.writer import Channel, Pipeline
 
 log = structlog.get_logger(__name__)
@@ -163,8 +162,8 @@ class _Lane:
         if self._pipeline is None:
             channel = self._resources.connect(destination)
             self._pipeline = Pipeline(channel)
-            policy = gather_policy(channel.transport, self._resources.reading.source.in_host_memory)
-            log.info("route", decode=self._decode.address, transport=channel.transport, gathers=policy)
+            packing = packing_of(channel.transport, self._resources.reading.source.in_host_memory)
+            log.info("route", decode=self._decode.address, transport=channel.transport, gathers=packing)
         return self._pipeline
 
     def _lent_ring(self) -> SendRing:

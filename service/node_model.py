@@ -30,7 +30,7 @@ from service.checkpoint import identify
 from service.config import NodeConfig
 from service.shell import NodeShell
 from service.start import check, claim_transfer_ports, use_device
-from transfer.routes import Transports
+from transfer.transports import Transports
 
 log = structlog.get_logger(__name__)
 

@@ -24,7 +24,7 @@ from service.config import NodeConfig
 from service.lifecycle import STOP_SIGNALS, Lifecycle
 from service.status import StatusServer, bind_http, status_router
 from transfer.ports import reachable_addresses
-from transfer.routes import Transports
+from transfer.transports import Transports
 
 log = structlog.get_logger(__name__)
 

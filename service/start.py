@@ -10,7 +10,7 @@ from control.messages import ADDRESS_PATTERN
 from service.config import NodeConfig
 from service.exposure import check_processes
 from transfer.ports import ClaimedPorts, parse_ports
-from transfer.routes import choose_transports, engines_among
+from transfer.transports import choose_transports, num_engines
 
 _WILDCARDS = ("0.0.0.0", "::")
 
@@ -63,4 +63,4 @@ def claim_transfer_ports(config: NodeConfig) -> ClaimedPorts | None:
 
 def _num_engines(config: NodeConfig) -> int:
     """Raises StartupError for a transport that this machine lacks."""
-    return len(engines_among(choose_transports(config.transfer_protocol, config.ib_device)))
+    return num_engines(choose_transports(config.transfer_protocol, config.ib_device))

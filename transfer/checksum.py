@@ -1,7 +1,7 @@
-"""Checksums over what was transferred: both sides hash their bytes where they lie.
+"""Checksums of transferred bytes, which both sides hash in place.
 
-A checksum covers positions of one buffer in their order, so it does not matter how either side scatters them. `sample`
-finds a write that did not land, landed elsewhere or came from another request. Only `full` finds every flipped byte.
+A checksum covers positions of one buffer in order, however either side scatters them. `sample` finds writes that did
+not land, landed elsewhere or came from another request. Only `full` finds every flipped byte.
 """
 
 import ctypes
@@ -24,7 +24,7 @@ SAMPLE_POSITIONS = 8
 
 @dataclass(frozen=True)
 class Mismatch:
-    """A checksum that does not match. found: None, with no ranges, if it covers what does not exist."""
+    """A checksum that does not match. found: None, with no ranges, if its positions do not exist."""
 
     checksum: Checksum
     found: int | None = None
@@ -32,7 +32,7 @@ class Mismatch:
 
 
 def item_ranges(buffers: BufferInfo, buffer: int, items: Int64s) -> list[Range]:
-    """The memory of these items of a buffer in their order, neighbours joined. items: int64 [n]."""
+    """The memory of these items of a buffer, in order, neighbours joined. items: int64 [n]."""
     base, item_bytes = buffers.ptrs[buffer], buffers.item_lengths[buffer]
     begins = np.ones(len(items) + 1, dtype=bool)
     np.not_equal(items[1:], items[:-1] + 1, out=begins[1:-1])
@@ -43,9 +43,9 @@ def item_ranges(buffers: BufferInfo, buffer: int, items: Int64s) -> list[Range]:
 
 
 def sampled(mode: ChecksumMode, start: int, stop: int, buffer: int) -> tuple[int, int] | None:
-    """The positions of a piece [start, stop) of a buffer that are hashed, as (start, stop), or None.
+    """The hashed positions (start, stop) of a piece [start, stop) of a buffer, or None.
 
-    `sample` takes at most SAMPLE_POSITIONS consecutive ones, at a pseudo-random place that `start` and `buffer` decide.
+    `sample`: at most SAMPLE_POSITIONS consecutive ones, at a pseudo-random place that depends on `start` and `buffer`.
     """
     if mode == "off" or start >= stop:
         return None
@@ -57,10 +57,10 @@ def sampled(mode: ChecksumMode, start: int, stop: int, buffer: int) -> tuple[int
 
 
 def digest(ranges: Iterable[Range]) -> int:
-    """xxh3 (64 bits) of the ranges' bytes one after another, read in place: the memory must stay mapped."""
+    """xxh3 (64 bits) of the ranges' bytes in order. The memory must stay mapped."""
     hasher = xxhash.xxh3_64()
     for address, length in ranges:
-        # The GIL is free while more than 64 KiB are hashed at once (by xxhash before 4.1, always).
+        # Releases the GIL for more than 64 KiB (xxhash before 4.1: always).
         hasher.update((ctypes.c_char * length).from_address(address))
     return hasher.intdigest()
 
@@ -72,9 +72,9 @@ GROUP_POSITIONS = 1024
 def digests(
     buffers: BufferInfo, slots: Int64s, start: int, go_on: Callable[[], bool] = lambda: True
 ) -> Iterator[Checksum]:
-    """Checksums of all that lies in `slots`, int64 [n], whose first one has position `start`: buffer by buffer.
+    """Checksums of all buffers' items in `slots`, int64 [n]. start: position of the first slot.
 
-    go_on: asked before each; when it says no, the rest is left out.
+    go_on: asked before each checksum; False leaves out the rest.
     """
     for buffer in range(len(buffers.ptrs)):
         for first in range(0, len(slots), GROUP_POSITIONS):
@@ -92,10 +92,10 @@ def verify(
     num_tokens: int,
     go_on: Callable[[], bool] = lambda: True,
 ) -> list[Mismatch]:
-    """The checksums that do not match, for a sequence of `num_tokens` tokens whose position p lies in slots[p].
+    """The checksums that do not match, for `num_tokens` positions. Position p lies in slots[p].
 
-    A checksum of a buffer or of positions that do not exist does not match. go_on: asked before each; when it says no,
-    the rest is left out. Raises ValueError if the slots are not within the buffers.
+    A checksum of a buffer or of positions that do not exist does not match. go_on: see `digests`. Raises ValueError if
+    the slots are not within the buffers.
     """
     if num_tokens > len(slots):
         raise ValueError(f"{num_tokens} tokens in {len(slots)} slots")

@@ -1,12 +1,7 @@
-"""Copies scattered pieces of memory within this process, as fast as memory allows.
+"""Copies of scattered pieces of memory within this process, as loops that are compiled at the first import (seconds).
 
-The loops are compiled when this module is first imported, which takes seconds: only processes that copy import it.
-NumPy has no one-pass copy of runs that are scattered on both sides, and its gathers and scatters of rows reach a
-quarter of this.
-
-Two things make small pieces as fast as large ones. The processor does not guess where the next piece begins, so it is
-prefetched some pieces ahead. And a store to memory that is not in the cache first reads it, so what this process will
-not read soon is written past the cache, by non-temporal stores.
+NumPy's gathers and scatters of rows reach a quarter of this speed. Small pieces are as fast as large ones for two
+reasons: each is prefetched some pieces ahead, and non-temporal stores do not first read the line that they overwrite.
 """
 
 import threading
@@ -24,14 +19,14 @@ from numba.extending import intrinsic
 from transfer.planner import Descriptors
 
 _AHEAD = 4
-"""Pieces between the one that is prefetched and the one that is copied."""
+"""Distance in pieces from the copied piece to the prefetched one."""
 _PREFETCHED_BYTES = 2048
-"""Of a piece, at most: the processor prefetches the rest of it by itself."""
+"""Per piece. The processor prefetches the rest by itself."""
 _SHARES = 32
-"""Of a batch: few, so that threads seldom ask for one; enough for them to end at about the same time."""
+"""Per batch: few atomic additions, and threads that end at about the same time."""
 _LINE = 64
 _VECTOR = 32
-"""Bytes of a vector store, to which its destination must be aligned."""
+"""Bytes, and alignment of the destination, of a vector store."""
 
 
 def _pointer(builder: Any, address: Any, to: Any) -> Any:
@@ -103,17 +98,13 @@ def _fetch_and_add(context: Any, address: Any, number: Any) -> Any:
 
 
 def _compiled(signature: str, **options: bool) -> Callable[[Callable[..., Any]], Any]:
-    """numba's decorator for a function of this signature, whose machine code is kept on disk if that can be written to.
-
-    Beside this file, or where numba keeps such code for the user. From there it takes a quarter of the time. Where that
-    cannot be, a warning says why.
-    """
+    """numba's decorator for a function of this signature. Machine code is kept on disk, or a warning says why not."""
 
     def compiled(function: Callable[..., Any]) -> Any:
         try:
             return numba.njit(signature, cache=True, **options)(function)
         except Exception as error:
-            # There is no such place, no room in it, or it was damaged. What is wrong with the function is raised below.
+            # No such place, no room in it, or damaged. An error of the function is raised again below.
             warnings.warn(f"compiled loops are not kept on disk: {error!r}", RuntimeWarning, stacklevel=1)
             return numba.njit(signature, **options)(function)
 
@@ -142,7 +133,7 @@ def _stream_pieces(sources: Any, destinations: Any, lengths: Any, shift: int, fi
     for i in range(first, last):
         if i + _AHEAD < last:
             _prefetch_piece(sources[i + _AHEAD], lengths[i + _AHEAD])
-            # So that it is known where the pages of the destination lie, for which a store would wait.
+            # Loads the page table entries of the destination, for which a store would wait.
             _prefetch(destinations[i + _AHEAD] + shift)
             _prefetch(destinations[i + _AHEAD] + shift + lengths[i + _AHEAD] - 1)
         _stream(destinations[i] + shift, sources[i], lengths[i])
@@ -176,46 +167,37 @@ def _copy_shares(sources: Any, destinations: Any, lengths: Any, shift: int, take
     return copied
 
 
-def all_within(batch: Descriptors, base: int, length: int) -> bool:
-    """Whether every destination lies within [base, base + length)."""
-    offsets = batch.destinations - base
-    return bool(np.all((offsets >= 0) & (offsets <= length - batch.lengths)))
-
-
 def copy_runs(batch: Descriptors) -> None:
-    """Copy every piece through the cache, for what a processor reads next.
-
-    The addresses are this process's own, and the pieces do not overlap. Releases the GIL.
-    """
+    """Copy every piece through the cache, for the next reader. Pieces do not overlap. Releases the GIL."""
     _copy_all(*batch)
 
 
 def stream_runs(batch: Descriptors) -> None:
-    """The same past the cache: the copy takes less time, and the next reader more."""
+    """`copy_runs` past the cache: the copy takes less time, and the next reader more."""
     _stream_all(*batch)
 
 
 class JointCopy:
-    """A copy of pieces, which do not overlap, past the cache, by several threads that take shares of it.
+    """A copy past the cache by several threads, which take shares of it. Pieces do not overlap.
 
-    Destinations are addresses of another process, whose memory lies `shift` bytes further on here.
+    Destinations are addresses of another process. Its memory is mapped `shift` bytes further on here.
     """
 
     def __init__(self, batch: Descriptors, shift: int) -> None:
         self._batch = batch
         self._shift = shift
         self._taken = np.zeros(1, dtype=np.int64)
-        """Pieces that threads have taken so far."""
+        """Pieces taken by threads."""
         self._changed = threading.Condition()
-        """Guards the rest."""
+        """Guards the fields below."""
         self._copying = 0
-        """Threads that are copying."""
+        """Threads that copy."""
         self._copied = 0
         """Pieces copied by threads that have ended."""
         self._over = False
 
     def help(self) -> None:
-        """Copy shares until none is left. Does nothing if the copy is over. Releases the GIL."""
+        """Copy shares until none is left or the copy is over. Releases the GIL."""
         with self._changed:
             if self._over:
                 return
@@ -230,7 +212,7 @@ class JointCopy:
                 self._changed.notify_all()
 
     def finish(self) -> None:
-        """Copy what is left, and return when no thread copies any more. Raises RuntimeError if one failed."""
+        """Copy the rest, and return when no thread copies. Raises RuntimeError if a thread failed."""
         try:
             self.help()
         finally:

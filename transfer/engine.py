@@ -1,21 +1,22 @@
-"""One Mooncake engine of one transport: registers memory and writes to other engines.
+"""RDMA and TCP: Mooncake engines of one transport each.
 
-Mooncake ignores the protocol that it is given: it silently takes RDMA where it finds devices and TCP where it does not.
-So the choice is made here, before it starts.
+Mooncake ignores the protocol argument: it takes RDMA if it finds devices, else TCP. `_start` makes the choice.
 """
 
 import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import structlog
 
 from base.errors import StartupError
-from transfer.memory import BufferInfo, Session, Transport
+from transfer.choices import EngineTransport, Transport
+from transfer.memory import BufferInfo, RemotePool, Session
 from transfer.planner import NO_LIMIT, Descriptors
 from transfer.ports import listening_ports
+from transfer.transport import Endpoint, TransportKind
 from transfer.writer import Outcome
 
 log = structlog.get_logger(__name__)
@@ -23,15 +24,14 @@ log = structlog.get_logger(__name__)
 _INFINIBAND = Path("/sys/class/infiniband")
 _DONE, _FAILED = 1, -1
 _MAX_BATCH = 32
-"""Descriptors per batch. Some 100 in flight keep the TCP transport busy; it refuses 2000."""
+"""Descriptors. Some 100 in flight keep the TCP transport busy; it refuses 2000."""
 _TCP_CONNECTIONS = 16
-"""To a peer: the most that Mooncake takes. Each carries one descriptor at a time and waits until it is acknowledged."""
+"""To a peer: Mooncake's maximum. Each carries one descriptor at a time, until it is acknowledged."""
 _TCP_DESCRIPTOR_BYTES = 1 << 20
-"""At most, so that a layer of a chunk uses several connections."""
+"""Maximum, so that a layer of a chunk uses several connections."""
 _POLL_S = 0.0005
 _DEADLINES = ("MC_TCP_STATUS_TIMEOUT_SEC", "MC_TCP_PROGRESS_TIMEOUT_SEC")
-"""After so many seconds without a sign from the receiver, Mooncake closes a connection and calls its writes failed. The
-kernel goes on delivering what it has taken."""
+"""Seconds of silence after which Mooncake closes a connection and fails its writes. The kernel goes on delivering."""
 _DEADLINE_S = 30
 
 
@@ -44,8 +44,8 @@ def rdma_devices(wanted: str = "") -> list[str]:
     return devices
 
 
-def _start(host: str, transport: Literal["rdma", "tcp"], ib_device: str) -> Any:
-    """A started `mooncake.engine.TransferEngine`. Settings in the environment come before this project's."""
+def _start(host: str, transport: EngineTransport, ib_device: str) -> Any:
+    """A started `mooncake.engine.TransferEngine`. Settings in the environment take precedence."""
     if transport == "tcp":
         os.environ["MC_FORCE_TCP"] = "1"
     else:
@@ -64,28 +64,28 @@ def _start(host: str, transport: Literal["rdma", "tcp"], ib_device: str) -> Any:
     return engine
 
 
-class KVTransferEngine:
-    """Registers local buffers and writes into those of other processes.
+class KVTransferEngine(Endpoint):
+    """An engine, which listens at every address of the machine. Threads may use different channels concurrently.
 
-    session: names this engine to others. ports: where it listens, at every address of the machine. Threads may use
-    different channels at the same time. Raises StartupError if Mooncake is missing or does not start.
+    session: the engine's name to others. Raises StartupError if Mooncake is missing or does not start.
     """
 
-    def __init__(self, host: str, transport: Literal["rdma", "tcp"], ib_device: str = "") -> None:
+    def __init__(self, host: str, transport: EngineTransport, ib_device: str = "") -> None:
         before = listening_ports()
         self.mooncake = _start(host, transport, ib_device)
         self.session = Session(transport=transport, name=f"{host}:{self.mooncake.get_rpc_port()}")
+        self.sessions = (self.session,)
         self.ports = tuple(sorted(listening_ports() - before))
-        self.data_ports = tuple(port for port in self.ports if port != self.mooncake.get_rpc_port())
-        """Where bytes come in."""
-        if transport == "tcp" and not self.data_ports:
-            raise StartupError(
-                f"Mooncake takes data on no port of its own (it has {self.ports}): late writes could not be cut off"
-            )
+        # A NIC that reports a failure writes no more.
+        if transport == "tcp":
+            self.fenced_ports = tuple(port for port in self.ports if port != self.mooncake.get_rpc_port())
+            if not self.fenced_ports:
+                raise StartupError(
+                    f"Mooncake takes data on no port of its own (it has {self.ports}): late writes could not be cut off"
+                )
         self._patience_s = min(_seconds(os.environ.get(name, "")) for name in _DEADLINES)
 
     def register(self, buffers: BufferInfo) -> None:
-        """Let these buffers be written to and from. Raises StartupError if the engine refuses one."""
         for ptr, length in zip(buffers.ptrs, buffers.lengths, strict=True):
             if length and self.mooncake.register_memory(ptr, length) != 0:
                 raise StartupError(f"Mooncake did not register {length} bytes; check `ulimit -l` for RDMA")
@@ -95,71 +95,68 @@ class KVTransferEngine:
             if length and self.mooncake.unregister_memory(ptr) != 0:
                 log.warning("Mooncake did not unregister a buffer", bytes=length)
 
-    def channel(self, session: Session) -> "MooncakeChannel":
-        """The way to another engine of the same transport, which connects with the first write."""
-        return MooncakeChannel(self.mooncake, session, self._patience_s)
+    def connect(self, pool: RemotePool, reading: bool) -> "MooncakeChannel | None":
+        """The channel connects to the other engine with its first descriptor."""
+        for session in pool.sessions:
+            if session.transport == self.session.transport:
+                return self.channel(session, reading)
+        return None
 
-    def reading_channel(self, session: Session) -> "MooncakeReads":
-        """The way from another engine of the same transport, which connects with the first read."""
-        return MooncakeReads(self.mooncake, session, self._patience_s)
+    def channel(self, session: Session, reading: bool = False) -> "MooncakeChannel":
+        """A channel to another engine of the same transport."""
+        return MooncakeChannel(self.mooncake, session, self._patience_s, reading)
 
 
 class MooncakeChannel:
-    """Writes to one session, each descriptor submitted and polled on its own.
+    """Writes to one session, or reads from it (`reading`). Each descriptor is submitted and polled on its own.
 
-    A batch call that fails proves nothing about its other descriptors, which may land later. Mooncake's synchronous
-    calls and its batch status also spin on a core: they took 1.4 times as long on two cores.
+    A failed batch call proves nothing about its other descriptors, which may land later. Mooncake's synchronous calls
+    and its batch status also spin on a core: they took 1.4 times as long on two cores.
+
+    Mooncake has no call for a single read, so each is a list of one. The handler of a read's last socket operation sets
+    the final status, so nothing lands afterwards. Mooncake's other read calls free lists of which something may land.
     """
 
     max_batch = _MAX_BATCH
     attempts = 1 + _TCP_CONNECTIONS
-    """Once more per connection: that one was closed is noticed when it is used."""
+    """One more per connection: a closed connection shows when it is used."""
 
-    def __init__(self, engine: Any, session: Session, patience_s: float) -> None:
-        """patience_s: Mooncake gives no write up earlier."""
+    def __init__(self, engine: Any, session: Session, patience_s: float, reading: bool) -> None:
+        """patience_s: Mooncake does not give a write up earlier."""
         self.transport: Transport = session.transport
         self.max_bytes = _TCP_DESCRIPTOR_BYTES if session.transport == "tcp" else NO_LIMIT
         self._engine = engine
         self._name = session.name
         self._patience_s = patience_s
+        self._reading = reading
 
     def submit(self, batch: Descriptors) -> "_Posted":
         posted = _Posted(self._engine, given_up_after=time.monotonic() + self._patience_s)
         for source, destination, length in zip(*(column.tolist() for column in batch), strict=True):
             handle = self._submit_one(source, destination, length)
             if handle <= 0:
-                # The other side cannot be reached or refuses: so it would the rest.
+                # The peer cannot be reached or refuses. The rest would fail, too.
                 posted.refused = True
                 break
             posted.handles.append(handle)
         return posted
 
     def _submit_one(self, source: int, destination: int, length: int) -> int:
-        """A handle to poll; 0 or less if it was refused."""
+        """A handle to poll; at most 0 if it was refused."""
+        if self._reading:
+            return int(self._engine.batch_transfer_async_read(self._name, [destination], [source], [length]))
         return int(self._engine.transfer_submit_write(self._name, source, destination, length))
 
     def check(self) -> None:
-        """Nothing to do: what ended well was acknowledged, or given, by the process on the other side."""
+        """Nothing to do: what ended well was acknowledged by the other process."""
 
     def close(self) -> None:
         """Nothing to do: Mooncake keeps its own connections."""
 
 
-class MooncakeReads(MooncakeChannel):
-    """Reads from one session, likewise: sources are addresses there, destinations addresses here.
-
-    Mooncake has no call for a single read, so each is a list of one. Its other calls to read free lists of which
-    something may still land. A read has its final status from the handler of its last socket operation, so nothing
-    lands afterwards, whatever the status is.
-    """
-
-    def _submit_one(self, source: int, destination: int, length: int) -> int:
-        return int(self._engine.batch_transfer_async_read(self._name, [destination], [source], [length]))
-
-
 @dataclass
 class _Posted:
-    """given_up_after: an earlier failure means that the connection was closed."""
+    """given_up_after: a failure before that time (time.monotonic) means that the connection was closed."""
 
     engine: Any
     given_up_after: float
@@ -174,15 +171,36 @@ class _Posted:
         return Outcome.FAILED if self.refused else Outcome.LANDED
 
     def _await(self, handle: int) -> int:
-        """Poll one descriptor until it is done or failed. Other states, a timeout included, are no end."""
+        """Poll until done or failed. No other state is final, not even a timeout."""
         while (status := int(self.engine.transfer_check_status(handle))) not in (_DONE, _FAILED):
             time.sleep(_POLL_S)
         return status
 
 
 def _seconds(deadline: str) -> int:
-    """The seconds of a deadline in the environment; 0 if it is no number, which Mooncake may understand otherwise."""
+    """The seconds of a deadline; 0 if it is no number, which Mooncake may read otherwise."""
     try:
         return int(deadline or _DEADLINE_S)
     except ValueError:
         return 0
+
+
+RDMA = TransportKind(
+    name="rdma",
+    start=lambda host, devices: KVTransferEngine(host, "rdma", devices),
+    bytes_per_second=8e9,
+    # A NIC reads any memory in place.
+    pack_host="never",
+    pack_device="never",
+    unavailable=lambda devices: None if rdma_devices(devices) else f"no RDMA device under {_INFINIBAND}",
+    needs_engine=True,
+)
+TCP = TransportKind(
+    name="tcp",
+    start=lambda host, devices: KVTransferEngine(host, "tcp"),
+    bytes_per_second=8e8,
+    # Each descriptor costs time. A processor reads device memory slowly.
+    pack_host="where it pays",
+    pack_device="always",
+    needs_engine=True,
+)

@@ -1,19 +1,20 @@
-"""Slots that another process may write to, and when they may be used again.
+"""Memory that other processes may write to, and when it may be used again.
 
-A slot is never reused while a remote write to it may be in flight. A reservation is WRITABLE from before its slots are
-named to a prefill node until either all has landed, and the slots go on with the request, or the request gives them up,
-and they are QUARANTINED until nothing can write to them any more: the writer says so (`quiesced`), or it says that it
-posts nothing more but that something may still arrive (`quiesced` with `lingering`), or it is proved dead
-(`writer_died`) or an operator vouches that it is gone (`evict`). In the last three cases a grace passes and then a
-fence. Silence proves nothing.
+A resource is never reused while a remote write to it may be in flight. Its reservation is WRITABLE from before the
+resource is named to another node until all has landed, or until the owner gives it up. Then it is QUARANTINED until
+nothing can write to it:
 
-A prefill node of several ranks is as many writers, each of which has to be done. What the node says of an attempt it
-says for all of its ranks, since each has told it so; that a process is dead or gone counts for that process alone.
+- each writer says that it is quiet (`quiesced`), which releases the resource at once; or
+- it says that it posts nothing more but that bytes may linger (`quiesced` with `lingering`), is proved dead
+  (`writer_died`), or is gone by an operator's word (`evict`). Then a grace passes, and then a fence.
 
-What landed may linger too: the first copy of a batch that was cut and posted again arrives later, with the same bytes
-for the same slots. That harms only the next owner of the slots, so the request has them and the table holds them beside
-it (LINGERING) until a fence has passed. Such slots wait a while for a fence that others need: a fence cuts connections,
-and what it cuts is posted again and lingers, so fences would follow each other as fast as prompts land.
+Silence proves nothing. A node of several processes is as many writers. The node speaks for all of them. The death of a
+process counts for that process alone.
+
+Landed bytes may linger, too: a batch that was cut and posted again may arrive a second time, with the same bytes at the
+same place. Only the next owner would be harmed. So the request uses the resource, and the table holds it as well
+(LINGERING) until a fence has passed. It waits a while for a fence that others need: a fence cuts connections, what it
+cuts is posted again and lingers, so fences would follow each other as fast as data lands.
 """
 
 import math
@@ -23,68 +24,60 @@ from enum import Enum
 from typing import Generic, Protocol, TypeVar
 
 DRAIN_GRACE_S = 5.0
-"""Most of what lingers has arrived by then. The fence keeps out the rest."""
+"""Most lingering bytes have arrived by then. The fence keeps out the rest."""
 LANDED_CAN_WAIT_S = 25.0
-"""How long, after the grace, slots that went on with a request wait for a fence that others need."""
+"""How long after the grace a LINGERING resource waits for a fence that others need."""
 
 KeyT = TypeVar("KeyT", bound=Hashable)
-"""What a reservation is known by, such as an attempt."""
 ResourceT = TypeVar("ResourceT")
 
 
 class Process(Protocol):
-    """A process of another node."""
-
     @property
     def boot_id(self) -> str:
         """Drawn anew at each start of the process."""
-        ...
 
 
 ProcessT = TypeVar("ProcessT", bound=Process)
 
 
 class Fence(Protocol):
-    """Separates the writes that were under way when it was made from what comes later."""
+    """Separates the writes that were in flight when it was made from later ones."""
 
     def passed(self) -> bool:
-        """Whether none of them can land any more. Takes no time: a loop asks in every turn."""
-        ...
+        """Whether none of them can land any more. Does not block."""
 
 
 class ReservationState(Enum):
     WRITABLE = "writable"
-    """The slots were named to a writer, and a request wants what it writes."""
+    """Named to writers, and what they write is wanted."""
     QUARANTINED = "quarantined"
-    """The slots were named to a writer, and nobody wants what it writes."""
+    """Named to writers, and what they write is not wanted."""
     LINGERING = "lingering"
-    """All has landed and a request has the slots. A first copy of some of it may still arrive."""
+    """All has landed and is used. A first copy of some of it may still arrive."""
 
 
 @dataclass
 class Writer(Generic[ProcessT]):
-    """A process that slots were named to, of which it is not known that nothing of it is under way."""
+    """A process that the resource was named to, and that may have writes in flight."""
 
     peer: ProcessT
     free_after: float | None = None
-    """When its grace ends (time.monotonic); None while it may still post."""
+    """The end of its grace (time.monotonic); None while it may post."""
 
     @property
     def may_post(self) -> bool:
         return self.free_after is None
 
     def end(self, now: float) -> None:
-        """It posts nothing more. The first call counts."""
+        """The process posts nothing more. The first call counts."""
         if self.free_after is None:
             self.free_after = now + DRAIN_GRACE_S
 
 
 @dataclass
 class Reservation(Generic[KeyT, ProcessT, ResourceT]):
-    """Slots named under a key to `node`, and so to its ranks.
-
-    writers: the node and its ranks, without those that are known to be quiet.
-    """
+    """A resource named to `node`. writers: the node's processes, without those that are known to be quiet."""
 
     key: KeyT
     node: ProcessT
@@ -93,34 +86,29 @@ class Reservation(Generic[KeyT, ProcessT, ResourceT]):
     num_slots: int
     state: ReservationState = ReservationState.WRITABLE
     quarantined_at: float | None = None
-    """time.monotonic."""
     can_wait_s: float = 0.0
-    """How long after the grace it waits for a fence that others need."""
 
     @property
     def may_be_posted_to(self) -> bool:
-        """Whether a writer may still post something."""
         return any(writer.may_post for writer in self.writers)
 
     def writers_of(self, boot_id: str) -> list[Writer[ProcessT]]:
-        """The writer that is that process, if one is."""
         return [writer for writer in self.writers if writer.peer.boot_id == boot_id]
 
     def writers_spoken_for_by(self, boot_id: str) -> list[Writer[ProcessT]]:
-        """All if that process is the node, otherwise `writers_of` it."""
         return list(self.writers) if boot_id == self.node.boot_id else self.writers_of(boot_id)
 
     def waiting_for_fence(self, now: float) -> float:
-        """Seconds since the grace of the last writer ended; negative if it has not."""
+        """Seconds since the last writer's grace ended; negative before that."""
         ends = [math.inf if writer.free_after is None else writer.free_after for writer in self.writers]
         return now - max(ends, default=now)
 
 
 class ReservationTable(Generic[KeyT, ProcessT, ResourceT]):
-    """Owns every resource that a remote writer may touch.
+    """Owns every resource that another process may write to.
 
-    release: takes back what is safe to use again. retain: adds an owner to a resource that a request has, so that it
-    takes one release more. fence: makes one; there is one at a time, for all reservations whose grace ended before.
+    release: frees a resource that is safe to use again. retain: adds an owner, so that the resource takes one release
+    more. fence: makes a fence. There is one at a time, for all reservations whose grace ended before.
     """
 
     def __init__(
@@ -134,8 +122,8 @@ class ReservationTable(Generic[KeyT, ProcessT, ResourceT]):
         self._make_fence = fence
         self._table: dict[KeyT, Reservation[KeyT, ProcessT, ResourceT]] = {}
         self._fence: Fence | None = None
-        self._behind: list[Reservation[KeyT, ProcessT, ResourceT]] = []
-        """What becomes free when the fence has passed."""
+        self._fenced: list[Reservation[KeyT, ProcessT, ResourceT]] = []
+        """Free when the fence has passed."""
 
     def __len__(self) -> int:
         return len(self._table)
@@ -162,16 +150,16 @@ class ReservationTable(Generic[KeyT, ProcessT, ResourceT]):
     def open(
         self, key: KeyT, node: ProcessT, resource: ResourceT, num_slots: int, ranks: Sequence[ProcessT] = ()
     ) -> None:
-        """Take ownership of a resource that is about to be named to `node`. ranks: the node's other processes."""
+        """Own a resource before it is named to `node`. ranks: the node's other processes."""
         if key in self._table:
             raise ValueError(f"reservation {key} is open already")
         writers = [Writer(peer) for peer in (node, *ranks)]
         self._table[key] = Reservation(key, node, writers, resource, num_slots)
 
     def landed(self, key: KeyT, now: float, lingering: bool = False) -> ResourceT:
-        """The node confirmed the last write of all writers: the resource goes on with its request.
+        """All writes have landed. Returns the resource, which the caller owns.
 
-        lingering: something may land again, so the table stays an owner, too, until a fence has passed.
+        lingering: bytes may land again, so the table stays an owner, too, until a fence has passed.
         """
         if not self.is_writable(key):
             raise ValueError(f"reservation {key} is not writable")
@@ -187,7 +175,7 @@ class ReservationTable(Generic[KeyT, ProcessT, ResourceT]):
         return reservation.resource
 
     def quarantine(self, key: KeyT, now: float) -> ProcessT:
-        """The request gives the resource up, and its writers may still write. Returns the node that was asked."""
+        """Give the resource up while writers may still write. Returns the node that it was named to."""
         reservation = self._table[key]
         if reservation.state is ReservationState.WRITABLE:
             reservation.state = ReservationState.QUARANTINED
@@ -195,11 +183,10 @@ class ReservationTable(Generic[KeyT, ProcessT, ResourceT]):
         return reservation.node
 
     def quiesced(self, key: KeyT, boot_id: str, now: float, lingering: bool = False) -> bool:
-        """That process says that nothing is in flight and nothing will follow.
+        """That process posts nothing more, and has nothing in flight except what is `lingering` in the network.
 
-        It counts for all writers if that is the node that was asked, and for itself if it is another of them. When
-        nothing can come from any, the resource is released: at once, or, if the network may still carry something
-        (`lingering`), behind a fence. Returns whether it is about a quarantined resource that nobody posts to any more.
+        The node speaks for all writers, any other process for itself. The resource is released when no writer is left.
+        Returns whether the call was about a quarantined resource to which no process posts any more.
         """
         reservation = self._table.get(key)
         if reservation is None or reservation.state is not ReservationState.QUARANTINED:
@@ -216,7 +203,7 @@ class ReservationTable(Generic[KeyT, ProcessT, ResourceT]):
         return bool(spoken_for) and not reservation.may_be_posted_to
 
     def writer_died(self, boot_id: str, now: float) -> list[KeyT]:
-        """That process is proved dead. Returns the attempts that were waiting for it."""
+        """That process is proved dead. Returns the keys of WRITABLE reservations that it might have posted to."""
         lost = []
         for reservation in self:
             for writer in reservation.writers_of(boot_id):
@@ -226,10 +213,9 @@ class ReservationTable(Generic[KeyT, ProcessT, ResourceT]):
         return lost
 
     def evict(self, boot_id: str, now: float) -> list[KeyT]:
-        """An operator vouches that this process is gone for good. Returns the attempts that it was a writer of.
+        """An operator states that this process is gone for good. Returns its quarantined keys.
 
-        Only those that are quarantined; a grace that has begun goes on. If the process lives and writes after the
-        fence, it corrupts whatever uses the slots then.
+        A grace that has begun goes on. If the process writes after the fence, it corrupts the next owner's data.
         """
         evicted = [(r, writer) for r in self.quarantined for writer in r.writers_of(boot_id)]
         for _, writer in evicted:
@@ -237,19 +223,19 @@ class ReservationTable(Generic[KeyT, ProcessT, ResourceT]):
         return [reservation.key for reservation, _ in evicted]
 
     def release_expired(self, now: float) -> list[KeyT]:
-        """Release what nothing can write to any more, and return its attempts. To be called again and again."""
+        """Release what nothing can write to any more. Returns the keys. Call it repeatedly."""
         if self._fence is None:
-            self._behind = [
+            self._fenced = [
                 r for r in self if r.state is not ReservationState.WRITABLE and r.waiting_for_fence(now) >= 0
             ]
-            if not any(r.waiting_for_fence(now) >= r.can_wait_s for r in self._behind):
+            if not any(r.waiting_for_fence(now) >= r.can_wait_s for r in self._fenced):
                 return []
             self._fence = self._make_fence()
         if not self._fence.passed():
             return []
         self._fence = None
-        # Some may have been released meanwhile, at their writer's word.
-        freed = [r for r in self._behind if self._table.get(r.key) is r]
+        # Some may have been released meanwhile by `quiesced`.
+        freed = [r for r in self._fenced if self._table.get(r.key) is r]
         for reservation in freed:
             del self._table[reservation.key]
             self._release(reservation.resource)

@@ -1,8 +1,7 @@
-"""Cuts the connections by which others write to the memory of this process: a proof that nothing old lands any more.
+"""A fence that closes the connections through which other processes write to this one's memory.
 
-A sender that calls a write failed, or that has died, may leave bytes behind: its kernel goes on sending what it has
-taken, for minutes after a partition, and the kernel here keeps what has arrived until Mooncake reads it. They land only
-through connections that Mooncake reads, and these can be closed.
+After a write failed or its sender died, the sender's kernel goes on sending for minutes, and the kernel here keeps what
+has arrived until Mooncake reads it. These bytes land only through connections, which this process can close.
 """
 
 import errno
@@ -22,21 +21,18 @@ log = structlog.get_logger(__name__)
 _FDS = "/proc/self/fd"
 _TABLES = (Path("/proc/self/net/tcp"), Path("/proc/self/net/tcp6"))
 _OPEN, _LISTEN = ("01", "03", "08"), "0A"
-"""Linux's numbers (include/net/tcp_states.h) of the states in which bytes may come (ESTABLISHED, SYN_RECV, CLOSE_WAIT),
-and of the listening state."""
+"""Of include/net/tcp_states.h: bytes may come (ESTABLISHED, SYN_RECV, CLOSE_WAIT); listening."""
 _NOT_THERE = (errno.ENOENT, errno.EBADF, errno.ENOTSOCK)
-"""A descriptor was closed, or given to something else, since it was listed."""
+"""The descriptor was closed or reused since it was listed."""
 _LOOK_S = 0.05
 _AFTER_ERROR_S = 1.0
 
 
 class IncomingCut:
-    """A fence (`transfer.fencing.Fence`): closes every connection that there is to some ports of this process.
+    """A `transfer.fencing.Fence` that closes every connection to some ports of this process.
 
-    When it has `passed`, nothing lands any more of what was sent over those connections. They do not say whose they
-    are, so whoever writes at the time connects again and repeats what was cut (`transfer.writer.Outcome.CUT`).
-
-    A thread does it, since the tables in /proc are as long as the machine has connections. It ends with the cut.
+    A connection does not tell its owner, so live writers connect again and repeat what was cut
+    (`transfer.writer.Outcome.CUT`). A thread works, since /proc lists all connections of the machine.
     """
 
     def __init__(self, ports: Collection[int]) -> None:
@@ -47,7 +43,6 @@ class IncomingCut:
             self._passed.set()
 
     def passed(self) -> bool:
-        """See Fence."""
         return self._passed.is_set()
 
     def _work(self, connections: "CutConnections") -> None:
@@ -59,7 +54,7 @@ class IncomingCut:
                 else:
                     time.sleep(_LOOK_S)
             except Exception:
-                # Whatever it is: were the thread to end, the cut would never pass and its slots never be free.
+                # If the thread ended, the fence would never pass and its slots never be free.
                 if not failing:
                     log.exception("cannot see which connections bring KV; slots stay in quarantine until that works")
                 failing = True
@@ -67,29 +62,29 @@ class IncomingCut:
 
 
 class CutConnections:
-    """Cuts the connections to some ports of this process, step by step."""
+    """The steps of a cut of the connections to some ports of this process."""
 
     def __init__(self, ports: Collection[int]) -> None:
         self._ports = frozenset(ports)
         self._closing: frozenset[int] | None = None
-        """Inodes of the sockets that were shut down; None while Mooncake has yet to accept one."""
+        """Inodes of the sockets that were shut down; None until Mooncake has accepted all."""
 
     def advance(self) -> bool:
-        """Do what takes no waiting. Returns whether all are closed. Raises OSError if they cannot be looked at."""
+        """Take a step that does not block. Returns whether all are closed. Raises OSError if one cannot be examined."""
         with _accepted(self._ports) as accepted:
             if self._closing is None and not _has_others(self._ports, accepted.keys()):
                 for connection in accepted.values():
-                    # One that has ended cannot be shut down, but may have bytes to read.
+                    # An ended connection cannot be shut down, but may have bytes to read.
                     with suppress(OSError):
                         connection.shutdown(socket.SHUT_RDWR)
                 self._closing = frozenset(accepted)
-            # The kernel refuses what arrives from now on. Mooncake reads what came before, then closes the socket.
+            # The kernel refuses later bytes. Mooncake reads the earlier ones and closes the socket.
             return self._closing is not None and self._closing.isdisjoint(accepted)
 
 
 @contextmanager
 def _accepted(ports: frozenset[int]) -> Iterator[Mapping[int, socket.socket]]:
-    """This process's connections to these ports, by inode: all of them. Raises OSError if one cannot be looked at."""
+    """All connections of this process to these ports, by inode. Raises OSError if one cannot be examined."""
     with ExitStack() as held:
         connections = {}
         for name in os.listdir(_FDS):
@@ -103,7 +98,7 @@ def _accepted(ports: frozenset[int]) -> Iterator[Mapping[int, socket.socket]]:
                 if _is_connection_to(ports, connection):
                     connections[os.fstat(fd).st_ino] = connection
             except OSError as error:
-                # One that is gone does not matter. One that cannot be looked at may be such a connection.
+                # A socket that cannot be examined may be such a connection.
                 if error.errno not in _NOT_THERE:
                     raise
         yield connections
@@ -119,7 +114,7 @@ def _is_connection_to(ports: frozenset[int], candidate: socket.socket) -> bool:
 
 
 def _has_others(ports: frozenset[int], accepted: Collection[int]) -> bool:
-    """Whether the kernel has connections to these ports that the process may still accept."""
+    """Whether the kernel has connections to these ports that the process has not accepted."""
     endings = tuple(f":{port:04X}" for port in ports)
     for table in _TABLES:
         # Without IPv6 there is only one.

@@ -1,15 +1,15 @@
-"""Memory that another process may write to or read, the ways there, and checksums of what lies there."""
+"""Memory that other processes write to or read, how to reach it, and checksums of its content."""
 
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Literal, NamedTuple, Self
+from typing import Annotated, ClassVar, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
 from base.wire import Identifier, UInt, WireModel
+from transfer.choices import EngineTransport, Transport
 
-Transport = Literal["shm", "rdma", "tcp"]
 ADDRESS_LIMIT = 2**63
-"""No memory may end past it: address arithmetic is in signed integers of 64 bits."""
+"""Address arithmetic uses signed integers of 64 bits."""
 
 
 class BufferInfo(WireModel):
@@ -35,17 +35,19 @@ class BufferInfo(WireModel):
 
 
 class Session(WireModel):
-    """A Mooncake engine that takes writes. name: the HOST:PORT by which other engines of its transport find it."""
+    """A Mooncake engine that takes writes. name: its HOST:PORT for other engines."""
 
-    transport: Literal["rdma", "tcp"]
+    transport: EngineTransport
     name: Identifier
 
 
 class SharedMemory(WireModel):
-    """Memory that processes of the same host may map: descriptor `fd` of process `pid`, a memfd named `name`.
+    """A memfd that processes of the same host may map: descriptor `fd` of process `pid`.
 
-    The name is random, so that no other memory has it. base: the owner's address of its first byte. length: in bytes.
+    name: random and unique. base: the owner's address of its first byte. length: in bytes.
     """
+
+    transport: ClassVar[Transport] = "shm"
 
     pid: Annotated[int, Field(ge=1, lt=2**31)]
     fd: Annotated[int, Field(ge=0, lt=2**31)]
@@ -61,7 +63,7 @@ class SharedMemory(WireModel):
 
 
 class RemotePool(WireModel):
-    """Buffers of another process, and the ways to reach them. `shared` holds them all."""
+    """Buffers of another process, and how to reach them. `shared` contains them all."""
 
     buffers: BufferInfo
     sessions: tuple[Session, ...] = ()
@@ -78,8 +80,7 @@ class RemotePool(WireModel):
 
     @property
     def transports(self) -> tuple[Transport, ...]:
-        shared: tuple[Transport, ...] = () if self.shared is None else ("shm",)
-        return *shared, *(session.transport for session in self.sessions)
+        return tuple(way.transport for way in (self.shared, *self.sessions) if way is not None)
 
 
 class Checksum(NamedTuple):
@@ -92,7 +93,7 @@ class Checksum(NamedTuple):
 
 
 class Checksums(WireModel):
-    """Checksums as columns: a long prompt has thousands, and reading objects would take longer than verifying."""
+    """Checksums as columns: parsing thousands of objects would take longer than verifying them."""
 
     buffers: tuple[UInt, ...] = ()
     starts: tuple[UInt, ...] = ()

@@ -1,8 +1,4 @@
-"""Plans which items go where, in as few pieces as neighbours allow.
-
-A prefill node keeps KV in pages, a decode node in slots. The planner expands pages to items, pairs them with slots and
-joins what is contiguous on both sides. Pure NumPy; knows neither layers nor memory.
-"""
+"""Pairs items of pages (prefill) with slots (decode) and joins what is contiguous on both sides. Pure NumPy."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,11 +22,11 @@ class Descriptors(NamedTuple):
     lengths: Int64s
 
     def at(self, source_base: int, destination_base: int) -> "Descriptors":
-        """The same, with addresses that were offsets from these bases."""
+        """Addresses, from offsets to these bases."""
         return Descriptors(source_base + self.sources, destination_base + self.destinations, self.lengths)
 
     def at_each(self, source_bases: Sequence[int], destination_bases: Sequence[int]) -> "Descriptors":
-        """The same for each of these pairs of bases, one pair after another."""
+        """`at` for each of these pairs of bases, one after another."""
         return Descriptors(
             np.add.outer(source_bases, self.sources).ravel(),
             np.add.outer(destination_bases, self.destinations).ravel(),
@@ -38,7 +34,7 @@ class Descriptors(NamedTuple):
         )
 
     def cut(self, most_bytes: int) -> "Descriptors":
-        """The same with none longer than that: longer ones are cut into as few equal pieces as possible."""
+        """Descriptors of at most that length: longer ones are cut into as few equal pieces as possible."""
         if not len(self.lengths) or self.lengths.max() <= most_bytes:
             return self
         pieces = -(-self.lengths // most_bytes)
@@ -50,7 +46,7 @@ class Descriptors(NamedTuple):
         return Descriptors(self.sources[whole] + begins, self.destinations[whole] + begins, lengths)
 
     def split(self, most: int) -> "list[Descriptors]":
-        """The same in batches of at most that many."""
+        """Batches of at most that many descriptors."""
         if len(self.lengths) <= most:
             return [self]
         return [
@@ -61,7 +57,7 @@ class Descriptors(NamedTuple):
 
 @dataclass(frozen=True)
 class Runs:
-    """Maximal pieces that are contiguous on both sides, in items, int64 [n] each. All layers share them."""
+    """Maximal pieces that are contiguous on both sides, in items, int64 [n] each. The same for all layers."""
 
     sources: Int64s
     destinations: Int64s
@@ -78,7 +74,7 @@ class Runs:
         return int(self.lengths.sum())
 
     def split(self, every: int) -> list["Runs"]:
-        """The same pairs, cut after each `every` items; the last piece may have fewer."""
+        """Runs of the same pairs, cut after each `every` items; the last piece may have fewer."""
         stops = np.cumsum(self.lengths)
         total = int(stops[-1]) if len(stops) else 0
         if total <= every:
@@ -97,15 +93,11 @@ class Runs:
         return [whole[first:last] for first, last in pairwise(bounds)]
 
     def in_order_of_destinations(self) -> "Runs":
-        """The same runs, sorted by destination."""
         order = self.destinations.argsort()
         return Runs(self.sources[order], self.destinations[order], self.lengths[order])
 
     def pack(self) -> tuple["Runs", "Runs"]:
-        """The same by way of a buffer of `num_items` items: (runs into the buffer, runs out of it).
-
-        Runs out of it end only where the destination does not continue.
-        """
+        """Runs into a buffer of `num_items` items, and out of it. The latter end only where the destination does."""
         stops = np.cumsum(self.lengths)
         packed = stops - self.lengths
         breaks = np.flatnonzero(self.destinations[1:] != self.destinations[:-1] + self.lengths[:-1])
@@ -117,12 +109,12 @@ class Runs:
         return Runs(self.sources, packed, self.lengths), out
 
     def descriptors(self, item_bytes: int) -> Descriptors:
-        """The same in bytes, as offsets in buffers of that item size."""
+        """Descriptors as offsets in buffers of that item size."""
         return Descriptors(self.sources * item_bytes, self.destinations * item_bytes, self.lengths * item_bytes)
 
 
 def expand_extents(extents: tuple[tuple[int, int], ...], num_positions: int | None = None) -> Int64s:
-    """The slot of every position, or of the first `num_positions`, from (start, length) extents in their order."""
+    """The slot of every position, or of the first `num_positions`, from (start, length) extents in order."""
     if not extents:
         return np.empty(0, dtype=np.int64)
     # Flat, since NumPy takes three times as long for nested tuples.
@@ -130,7 +122,7 @@ def expand_extents(extents: tuple[tuple[int, int], ...], num_positions: int | No
     starts, lengths = flat.reshape(-1, 2).T
     first_of = np.cumsum(lengths) - lengths
     if num_positions is not None:
-        # Before expanding: a message may name more slots than there is memory for.
+        # Before expanding: a message may name more slots than fit into memory.
         lengths = np.clip(num_positions - first_of, 0, lengths)
     slots: Int64s = np.arange(int(lengths.sum()), dtype=np.int64) + np.repeat(starts - first_of, lengths)
     return slots
@@ -150,10 +142,7 @@ def expand_pages(pages: Int64s, page_size: int, start: int, stop: int) -> Int64s
 
 
 def plan_runs(sources: Int64s, destinations: Int64s) -> Runs:
-    """Join pairs of items, in their order, into runs, which end where either side does not continue.
-
-    sources, destinations: item indices, int64 [n], pair by pair.
-    """
+    """Join pairs of items, in order, into runs. sources, destinations: item indices, int64 [n]."""
     if len(sources) != len(destinations):
         raise ValueError(f"{len(sources)} source items for {len(destinations)} destination slots")
     if len(sources) == 0:
@@ -161,3 +150,9 @@ def plan_runs(sources: Int64s, destinations: Int64s) -> Runs:
     breaks = np.flatnonzero((np.diff(sources) != 1) | (np.diff(destinations) != 1)) + 1
     first = np.concatenate(([0], breaks))
     return Runs(sources[first], destinations[first], np.diff(np.append(first, len(sources))))
+
+
+def all_within(addresses: Int64s, lengths: Int64s, base: int, size: int) -> bool:
+    """Whether every [address, address + length) lies within [base, base + size)."""
+    offsets = addresses - base
+    return bool(np.all((offsets >= 0) & (offsets <= size - lengths)))

@@ -1,9 +1,8 @@
-"""The ports that a process's Mooncake engines listen on: two each, claimed before Mooncake starts.
+"""Two ports for each Mooncake engine of a process, claimed before Mooncake is loaded.
 
-Mooncake draws an engine's two ports at random from one range per process, which it reads when it is loaded: one for the
-handshake, which names the session, and one for data. It never forgets which data port a session had. If a restarted
-process got the same session with another data port, its peers would write to where nobody listens. So every engine gets
-exactly two ports to choose from: the one decides the other.
+Mooncake draws a handshake port, which names the session, and a data port at random from one range per process. Peers
+never forget a session's data port. If a restarted process had the same session with another data port, they would write
+to a port without a listener. So every engine has exactly two ports to choose from: the one decides the other.
 """
 
 import os
@@ -19,12 +18,12 @@ from base.errors import StartupError
 
 PORTS_PER_ENGINE = 2
 _HANDED_OUT = range(32768, 61000)
-"""To outgoing connections. Mooncake silently takes its default range where the given one touches these."""
+"""To outgoing connections. Mooncake takes its default range, without a word, if the given one touches these."""
 _UNPRIVILEGED = range(1024, 65536)
 
 
 def parse_ports(text: str, engines: int) -> range:
-    """Read MIN-MAX, both included, for that many engines. Raises StartupError if it cannot work."""
+    """Parse MIN-MAX, both included, for that many engines. Raises StartupError."""
     match = re.fullmatch(r"(\d{1,5})-(\d{1,5})", text)
     if match is None:
         raise StartupError(f"--transfer-ports {text}: expected MIN-MAX, as in 15000-15015")
@@ -46,9 +45,9 @@ def parse_ports(text: str, engines: int) -> range:
 
 
 class ClaimedPorts:
-    """Neighbouring ports for the engines of this process, which bind them later. Mooncake must not be loaded before.
+    """Neighbouring ports for the engines of this process, until it ends. Mooncake must not be loaded before.
 
-    Until this process ends, no other that claims ports gets them. Raises StartupError if the range has none left.
+    Raises StartupError if the range has none left.
     """
 
     def __init__(self, within: range, engines: int) -> None:
@@ -57,12 +56,12 @@ class ClaimedPorts:
         os.environ["MC_MAX_RPC_PORT"] = str(self._ports[-1])
 
     def release(self, engine: int) -> None:
-        """Free an engine's two ports when it starts: it finds no others, since those of the others are held."""
+        """Free an engine's two ports right before it starts. It finds no others, since those are held."""
         for port in self._ports[engine * PORTS_PER_ENGINE : (engine + 1) * PORTS_PER_ENGINE]:
             self._held.pop(port).close()
 
     def check(self, taken: Iterable[int]) -> None:
-        """Raises StartupError if Mooncake took other ports, which no firewall rule expects."""
+        """Raises StartupError if Mooncake took other ports, which firewall rules do not expect."""
         if others := set(taken) - set(self._ports):
             raise StartupError(
                 f"Mooncake listens on {', '.join(map(str, sorted(others)))}, outside --transfer-ports: this version "
@@ -89,11 +88,11 @@ def reachable_addresses() -> list[str]:
 
 
 def _claim(within: range, count: int) -> tuple[range, socket.socket, dict[int, socket.socket]]:
-    """That many neighbouring ports, the socket whose name claims them, and the sockets that hold them, by port."""
+    """That many ports, the socket whose name claims them, and the sockets that hold them, by port."""
     starts = within[: len(within) - count + 1 : count]
-    # At random: the ports of a process that has just ended are not free for a minute.
+    # At random: the ports of an ended process stay taken for a minute.
     for first in random.sample(starts, len(starts)):
-        # A name that one process per network namespace can have.
+        # One process per network namespace can have this name.
         claim = _bound(socket.AF_UNIX, f"\0hisparse-pd/transfer-ports/{first}")
         if claim is None:
             continue

@@ -1,14 +1,10 @@
-"""Reads the memory of another process into this one's, and knows when nothing lands any more.
+"""Reads the memory of another process over a `Pipeline`, as writes do. Three things differ from writes.
 
-A `Pipeline` does it, like writing: a bounded number of batches in flight, each descriptor polled to its end, what was
-cut posted again, and a question before each post whether it may be posted, which is where a reader waits for its lease.
-Three things differ:
-
-- What lands, lands here. Memory that is read into is written until the read has ended, so it is used for nothing else
-  before; after that nothing is written, whatever became of the read (`MooncakeReads`). So a read lingers nowhere.
-- What is read is not to change meanwhile: its owner holds it until it hears that the read has ended.
-- Bytes prove nothing. Another process may have the address by now, or the owner may have given the memory to somebody
-  else. The owner's digests tell; nobody uses bytes that were not compared with them.
+- The destination is here. It is used for nothing else until the read has ended. Afterwards nothing lands, whatever the
+  outcome is (`MooncakeChannel`), so reads do not linger.
+- The owner holds the source unchanged until it hears that the read has ended.
+- Another process may have the address by now, or the owner may have reused the memory. Bytes are used only after
+  they were compared with the owner's digests.
 """
 
 import time
@@ -29,10 +25,10 @@ _WHAT_FAILED = {
 
 @dataclass(frozen=True)
 class ReadReport:
-    """A read has ended. All of it has landed if there is no `error`.
+    """The end of a read. All of it has landed if `error` is None.
 
-    num_bytes, num_descriptors: that were posted. seconds: from its beginning to its end. in_flight: it is not known of
-    something whether it has ended; it may land for as long as this process lives, so its memory must be left alone.
+    num_bytes, num_descriptors: posted ones. in_flight: some of it may land for as long as this process lives, so its
+    memory must not be used.
     """
 
     num_bytes: int
@@ -43,7 +39,7 @@ class ReadReport:
 
 
 class Reader:
-    """Reads over one channel that reads (`Transports.connect_to_read`). One thread uses it."""
+    """Reads over one channel (`Transports.connect_to_read`). One thread uses it."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -51,12 +47,12 @@ class Reader:
 
     @property
     def lost_track(self) -> bool:
-        """Whether something may be in flight for good: the channel must stay open, and its memory as it is."""
+        """Whether something may be in flight for good, so that channel and memory must stay."""
         return self._pipeline.lost_track
 
     @property
     def pipeline(self) -> Pipeline:
-        """What is in flight, for whoever lends the buffers that are read into."""
+        """What is in flight, for the owner of the buffers that are read into."""
         return self._pipeline
 
     def post(
@@ -66,11 +62,10 @@ class Reader:
         on_end: Callable[[ReadReport], None],
         buffer: object = None,
     ) -> None:
-        """Post a read, and return when all of it is posted or it is no longer wanted.
+        """Post a read. Returns when all of it is posted, or when it is no longer wanted.
 
-        batches: sources are addresses in the other process, destinations addresses here. may_post: asked before each
-        post; it may wait. on_end: called once, on this thread, here or in a later call, when the read has ended.
-        buffer: what it reads into, if that was lent; held until the read has ended.
+        may_post: asked before each post; may wait for a lease. on_end: called once, on this thread, here or in a later
+        call. buffer: the lent buffer that is read into, if any; held until the read has ended.
         """
         started, posted = time.monotonic(), [0, 0]
         is_whole = False
@@ -98,13 +93,12 @@ class Reader:
         self._pipeline.drain()
 
     def close(self) -> None:
-        """Wait for everything that was posted, and give the channel back, unless something may use it for good."""
+        """Wait for everything that was posted, and close the channel unless it `lost_track`."""
         self.drain()
         if not self.lost_track:
             self._channel.close()
 
     def read(self, batches: Iterable[Descriptors], may_post: Callable[[], bool] = lambda: True) -> ReadReport:
-        """Post a read, and wait for its end."""
         reports: list[ReadReport] = []
         self.post(batches, may_post, reports.append)
         self.drain()
@@ -112,7 +106,6 @@ class Reader:
         return report
 
     def _gone(self) -> str | None:
-        """What tells that the other process has ended."""
         try:
             self._channel.check()
         except TransferError as error:
@@ -121,9 +114,9 @@ class Reader:
 
 
 def batches_of(slots: Int64s, rows: Int64s, there: BufferInfo, here: BufferInfo) -> Iterator[Descriptors]:
-    """What reads item `slots[i]` of each buffer there into item `rows[i]` of the same buffer here, buffer by buffer.
+    """Descriptors that read item `slots[i]` of each buffer there into item `rows[i]` of the same buffer here.
 
-    slots, rows: int64 [n]. Raises ValueError if the buffers do not have items of the same sizes.
+    slots, rows: int64 [n]. Raises ValueError if item sizes differ.
     """
     if there.item_lengths != here.item_lengths:
         raise ValueError(f"items of {there.item_lengths} bytes there and of {here.item_lengths} here")

@@ -1,4 +1,4 @@
-"""Writes into the memory of another process of the same host, and reads it, through a mapping of it."""
+"""Shared memory: copies into and out of a mapping of another process's memory, on the same host."""
 
 import ctypes
 import mmap
@@ -6,52 +6,54 @@ import os
 import select
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from functools import cache
+from typing import TYPE_CHECKING
 
 import structlog
 
-from transfer.copy_runs import JointCopy, all_within
-from transfer.memory import SharedMemory, Transport
-from transfer.planner import NO_LIMIT, Descriptors
+from transfer.memory import RemotePool, SharedMemory
+from transfer.planner import NO_LIMIT, Descriptors, all_within
+from transfer.transport import Endpoint, TransportKind, Unreachable
 from transfer.writer import Outcome, Pending, TransferError
+
+if TYPE_CHECKING:
+    from transfer.copy_runs import JointCopy
 
 log = structlog.get_logger(__name__)
 
 COPY_THREADS = min(4, os.cpu_count() or 1)
-"""Threads that copy a batch, the one that waits for it included."""
-
-
-class NotShared(Exception):
-    """The memory cannot be mapped from here: another host, another container, another user."""
+"""Threads per batch, including the one that waits for it."""
 
 
 @cache
 def _helpers() -> ThreadPoolExecutor:
-    """The other threads, shared by all channels."""
     return ThreadPoolExecutor(max(1, COPY_THREADS - 1), thread_name_prefix="shm-copy")
 
 
 class SharedMemoryChannel:
-    """Copies into a mapping of the owner's memory. Raises NotShared if it cannot be mapped.
+    """Copies into a mapping of the owner's memory, or out of it (`reading`).
 
-    The random name of the memory tells whether it is the right one: process numbers of containers may coincide.
+    Raises Unreachable if another host, container or user owns it. The memory's random name identifies it, since process
+    numbers of containers may coincide.
     """
 
-    transport: Transport = "shm"
+    transport = SharedMemory.transport
     max_batch = NO_LIMIT
     max_bytes = NO_LIMIT
     attempts = 1
 
-    def __init__(self, memory: SharedMemory) -> None:
+    def __init__(self, memory: SharedMemory, reading: bool = False) -> None:
         self._memory = memory
+        self._reading = reading
         with ExitStack() as on_refusal:
             try:
-                # First, so that it stands for the process whose descriptor is opened next.
+                # First, so that it names the process whose descriptor is opened next.
                 self._process = os.pidfd_open(memory.pid)
                 on_refusal.callback(os.close, self._process)
                 self._mapping = self._map(memory)
             except OSError as error:
-                raise NotShared(error.strerror) from error
+                raise Unreachable(error.strerror) from error
             on_refusal.pop_all()
         self._here = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
 
@@ -59,38 +61,41 @@ class SharedMemoryChannel:
     def _map(memory: SharedMemory) -> mmap.mmap:
         path = f"/proc/{memory.pid}/fd/{memory.fd}"
         if not os.readlink(path).startswith(f"/memfd:{memory.name} "):
-            raise NotShared("the process of that number here has no such memory")
+            raise Unreachable("the process of that number here has no such memory")
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             if os.fstat(descriptor).st_size != memory.length:
-                raise NotShared(f"the memory has {os.fstat(descriptor).st_size} bytes, not {memory.length}")
+                raise Unreachable(f"the memory has {os.fstat(descriptor).st_size} bytes, not {memory.length}")
             mapping = mmap.mmap(descriptor, memory.length)
         finally:
             os.close(descriptor)
         with suppress(OSError):
-            # Whoever touches a page first decides its size.
+            # The first process that touches a page decides its size.
             mapping.madvise(mmap.MADV_HUGEPAGE)
         return mapping
 
     def submit(self, batch: Descriptors) -> Pending:
-        if not all_within(batch, self._memory.base, self._memory.length):
+        # Imported here: the import compiles the copies, which a process that only offers memory does not need.
+        from transfer.copy_runs import JointCopy
+
+        sources, destinations, lengths = batch
+        owners = sources if self._reading else destinations
+        if not all_within(owners, lengths, self._memory.base, self._memory.length):
             return _Refused()
-        return self._started(_Copy(batch, shift=self._shift))
-
-    @property
-    def _shift(self) -> int:
-        """By how much further on the owner's memory lies here."""
-        return self._here - self._memory.base
-
-    def _started(self, copy: "_Copy") -> Pending:
+        shift = self._here - self._memory.base
+        copy = (
+            JointCopy(Descriptors(sources + shift, destinations, lengths), shift=0)
+            if self._reading
+            else JointCopy(batch, shift)
+        )
         # If no thread can be started, the thread that waits copies all of it.
         with suppress(RuntimeError):
             for _ in range(COPY_THREADS - 1):
                 _helpers().submit(copy.help)
-        return copy
+        return _Copy(copy)
 
     def check(self) -> None:
-        """The mapping outlives its owner: what was copied after the owner's end is lost."""
+        """The mapping outlives its owner. Bytes copied after the owner's end are lost."""
         poller = select.poll()
         poller.register(self._process, select.POLLIN)
         if poller.poll(0):
@@ -101,22 +106,15 @@ class SharedMemoryChannel:
         os.close(self._process)
 
 
-class SharedMemoryReads(SharedMemoryChannel):
-    """Copies out of a mapping of the owner's memory, likewise: sources are addresses of the owner."""
+@dataclass(frozen=True)
+class _Copy:
+    copy: "JointCopy"
 
-    def submit(self, batch: Descriptors) -> Pending:
-        sources, destinations, lengths = batch
-        if not all_within(Descriptors(destinations, sources, lengths), self._memory.base, self._memory.length):
-            return _Refused()
-        return self._started(_Copy(Descriptors(sources + self._shift, destinations, lengths), shift=0))
-
-
-class _Copy(JointCopy):
     def wait(self) -> Outcome:
         try:
-            self.finish()
+            self.copy.finish()
         except Exception:
-            # Whatever it is: `finish` raises when no thread copies any more, so nothing is in flight.
+            # `finish` raises when no thread copies any more, so nothing is in flight.
             log.exception("a copy into shared memory failed")
             return Outcome.FAILED
         return Outcome.LANDED
@@ -125,3 +123,19 @@ class _Copy(JointCopy):
 class _Refused:
     def wait(self) -> Outcome:
         return Outcome.FAILED
+
+
+class _SharedMemoryEndpoint(Endpoint):
+    def connect(self, pool: RemotePool, reading: bool) -> SharedMemoryChannel | None:
+        return None if pool.shared is None else SharedMemoryChannel(pool.shared, reading)
+
+
+SHM = TransportKind(
+    name=SharedMemory.transport,
+    start=lambda host, devices: _SharedMemoryEndpoint(),
+    bytes_per_second=1.5e9,
+    # Scattered copies into shared memory cost nothing extra. A processor reads device memory slowly.
+    pack_host="never",
+    pack_device="always",
+    shares_memory=True,
+)

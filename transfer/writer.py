@@ -1,6 +1,6 @@
-"""Keeps batches in flight to a decode node, over any transport, and knows when they have ended.
+"""Batches in flight over any transport, and their end.
 
-Fencing rests on this: a write has ended when its transport knows of nothing more of it, and its `Outcome` says whether
+Fencing rests on this rule: a write has ended when its transport has nothing of it in flight. Its `Outcome` says whether
 the network may still hold some.
 """
 
@@ -12,13 +12,13 @@ from typing import Protocol
 
 import structlog
 
-from transfer.memory import Transport
+from transfer.choices import Transport
 from transfer.planner import Descriptors
 
 log = structlog.get_logger(__name__)
 
 BATCHES_IN_FLIGHT = 8
-"""Enough to keep a transport busy, and few enough that the send buffers stay in the processor's cache."""
+"""Keeps a transport busy, while the send buffers stay in the processor's cache."""
 
 
 class TransferError(Exception):
@@ -26,54 +26,53 @@ class TransferError(Exception):
 
 
 class Outcome(IntEnum):
-    """How what was posted ended, the best first. Of several, the worst counts."""
+    """How a batch or a write ended, the best first. Of several, the worst counts."""
 
     LANDED = 0
     FAILED = 1
-    """Refused: nothing of it is on its way."""
+    """Refused: nothing of it is in flight."""
     CUT = 2
-    """Its connection was closed. Another one may carry it."""
+    """The connection was closed. Another one may carry it."""
     GIVEN_UP = 3
-    """The transport heard nothing for too long and stopped waiting."""
+    """The transport heard nothing for too long."""
     UNKNOWN = 4
-    """Posting it or waiting for its end raised: it counts as in flight for as long as this process runs.
+    """Posting or waiting raised: it counts as in flight for as long as this process runs.
 
-    A fence does not help: Mooncake may have queued descriptors that go out over a connection that does not exist yet.
-    So what the batch reads stays in place, and the receiver's slots are free when this process is proved dead. Shared
-    memory has no such outcome: when all threads have left a copy nothing is in flight, even if one raised (FAILED).
+    A fence does not help: Mooncake may send queued descriptors over a later connection. So the source stays in place,
+    and the receiver's slots are free when this process is proved dead. Shared memory has no such outcome.
     """
 
     @property
     def lingers(self) -> bool:
-        """Whether bytes of it may land later: the network and both kernels keep what they have taken."""
+        """Whether bytes may land later: the network and both kernels keep what they have taken."""
         return self >= Outcome.CUT
 
 
 class Pending(Protocol):
-    """A batch that was posted."""
+    """A posted batch."""
 
     def wait(self) -> Outcome:
-        """Return when all of its descriptors have ended. If this raises, nobody knows how they ended."""
+        """Return when all descriptors have ended. If this raises, the outcome is UNKNOWN."""
         ...
 
 
 class Channel(Protocol):
-    """The way to one decode node. Used by one thread."""
+    """A connection to one decode node. Used by one thread."""
 
     transport: Transport
     max_batch: int
-    """Descriptors of one batch, of which BATCHES_IN_FLIGHT are posted at a time."""
+    """Descriptors of one batch. BATCHES_IN_FLIGHT batches are posted at a time."""
     max_bytes: int
     """Bytes of one descriptor."""
     attempts: int
-    """How often a batch is posted that is cut again and again."""
+    """Posts of a batch that is cut each time."""
 
     def submit(self, batch: Descriptors) -> Pending:
-        """Post a batch. What cannot be posted has failed. If this raises, nobody knows what was posted."""
+        """Post a batch. If this raises, the outcome is UNKNOWN."""
         ...
 
     def check(self) -> None:
-        """Raise TransferError if the process that was written to has ended."""
+        """Raise TransferError if the process on the other side has ended."""
         ...
 
     def close(self) -> None: ...
@@ -83,17 +82,16 @@ class Channel(Protocol):
 class Write:
     """Batches that belong together.
 
-    on_end: called once, when the write is closed and all of it has ended or is UNKNOWN. go_on: asked before each post;
-    it may wait, and says whether the write is still wanted.
+    on_end: called once, when the write is closed and all of it has ended or is UNKNOWN. go_on: whether the write is
+    still wanted; asked before each post; may wait.
     """
 
     on_end: Callable[[], None]
     go_on: Callable[[], bool]
     outcome: Outcome = Outcome.LANDED
-    """Of what has ended so far. What was cut, posted again and landed counts as landed."""
+    """Of what has ended. A batch that was cut, posted again and landed counts as landed."""
     lingers: bool = False
-    """Whether bytes of it may still land, also if all of it has landed: the first copy of what was cut may arrive
-    later, with the same bytes at the same place."""
+    """Whether bytes may still land, such as the first copy of a batch that was cut and posted again."""
     in_flight: int = 0
     closed: bool = False
 
@@ -115,17 +113,17 @@ class _Posted:
 
 
 class Pipeline:
-    """The batches in flight over one channel, oldest first, of one write after another.
+    """The batches in flight over one channel, oldest first.
 
-    The next write is posted before the last has ended, so the transport never runs dry. One thread uses it, and all
-    callbacks are called there. If a channel raises, the outcome of that batch is UNKNOWN.
+    The next write is posted before the last has ended, so the transport stays busy. One thread uses it and runs all
+    callbacks. If a channel raises, the outcome of that batch is UNKNOWN.
     """
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
         self._posted: deque[_Posted] = deque()
         self._unknown: list[_Posted] = []
-        """Batches whose outcome is UNKNOWN: the buffers that they were posted from are held for good."""
+        """Batches whose outcome is UNKNOWN. Their buffers are held for good."""
 
     @property
     def is_empty(self) -> bool:
@@ -133,19 +131,18 @@ class Pipeline:
 
     @property
     def held(self) -> set[object]:
-        """The send buffers of what is in flight, and None if something is that was posted from elsewhere."""
+        """The send buffers in use, and None if a batch without one is in flight."""
         return {posted.buffer for posted in (*self._posted, *self._unknown)}
 
     @property
     def lost_track(self) -> bool:
-        """Whether something may be in flight for good: its memory and the channel must stay."""
+        """Whether something may be in flight for good, so that its memory and the channel must stay."""
         return bool(self._unknown)
 
     def post(self, write: Write, batch: Descriptors, buffer: object = None) -> bool:
         """Post a batch, in pieces that the channel takes, while its write goes on and nothing of it has failed.
 
-        buffer: the send buffer that it is read from, if any; held until the batch has ended.
-        Returns whether all of it was posted.
+        buffer: its send buffer, if any; held until the batch has ended. Returns whether all of it was posted.
         """
         for piece in batch.split(self.channel.max_batch):
             while len(self._posted) >= BATCHES_IN_FLIGHT:
@@ -157,12 +154,11 @@ class Pipeline:
         return True
 
     def close(self, write: Write) -> None:
-        """Nothing more will be posted of the write."""
         write.closed = True
         write.end_if_over()
 
     def settle_oldest(self) -> None:
-        """Wait for the oldest batch to end. One that was cut is posted again: the same bytes to the same place."""
+        """Wait for the oldest batch to end. A batch that was cut is posted again."""
         oldest = self._posted[0]
         write = oldest.write
         outcome = _awaited(oldest.pending)
@@ -185,11 +181,11 @@ class Pipeline:
             self.settle_oldest()
 
     def _submitted(self, batch: Descriptors) -> Pending | None:
-        """The batch as posted, or None if nobody knows what of it was."""
+        """The posted batch, or None if it is unknown what was posted."""
         try:
             return self.channel.submit(batch)
         except Exception:
-            # Whatever it is: were it raised, the write would seem to have ended, and its slots would be given away.
+            # If it were raised, the write would seem to have ended, and its slots would be reused.
             log.exception("posting a batch failed: nobody knows what of it was posted")
             return None
 
@@ -198,7 +194,6 @@ def _awaited(pending: Pending | None) -> Outcome:
     try:
         return Outcome.UNKNOWN if pending is None else pending.wait()
     except Exception:
-        # Likewise.
         log.exception("waiting for a batch failed: nobody knows whether it has ended")
         return Outcome.UNKNOWN
 

@@ -13,7 +13,7 @@ from kvcache.layout import KVLayout
 from transfer.checksum import digests
 from transfer.choices import TransferProtocol
 from transfer.memory import Checksums
-from transfer.routes import Transports
+from transfer.transports import Transports
 
 _EXTENT = 2048
 """Slots that lie together; the order of these pieces is random."""

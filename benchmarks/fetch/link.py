@@ -3,7 +3,7 @@
 import time
 from dataclasses import dataclass
 
-from transfer.memory import Transport
+from transfer.choices import Transport
 from transfer.planner import Descriptors
 from transfer.writer import Channel, Outcome, Pending
 

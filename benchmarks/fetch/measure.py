@@ -29,11 +29,10 @@ from prefill_node.arrival import AwaitedPrefixes, PrefixArrival
 from prefill_node.costs import ComputeCost, FetchCosts
 from prefill_node.fetch import Fetch, RunningFetch
 from prefill_node.landing import HostSink
-from transfer.choices import TransferProtocol
-from transfer.memory import Transport
+from transfer.choices import TransferProtocol, Transport
 from transfer.planner import Int64s
 from transfer.reader import Reader
-from transfer.routes import Transports
+from transfer.transports import Transports
 
 PAGE_SIZE = 64
 _CPU = torch.device("cpu")

@@ -23,12 +23,13 @@ from prefill_node.progress import ForwardProgress
 from prefill_node.ring import SendBuffer, SendRings
 from prefill_node.sender import Sender, SendResources
 from prefill_node.source import HostSource, Reading
-from transfer.choices import ChecksumMode
+from transfer.choices import ChecksumMode, Transport
 from transfer.copy_runs import stream_runs
-from transfer.memory import BufferInfo, SharedMemory, Transport
+from transfer.engine import KVTransferEngine
+from transfer.memory import BufferInfo, SharedMemory
 from transfer.planner import NO_LIMIT, Descriptors
-from transfer.routes import Transports
 from transfer.shm import COPY_THREADS
+from transfer.transports import Transports
 from transfer.writer import Channel, Outcome
 
 __all__ = ["COPY_THREADS", "ReceivingPool", "Sending", "source_pool", "stream_runs"]
@@ -54,7 +55,7 @@ class ReceivingPool:
         self.kv = self._pool.kv
         self.buffers = buffers_of(self.kv)
         transports.register(self.buffers)
-        region = self._pool.shared() if "shm" in transports.offered else None
+        region = self._pool.shared() if transports.share_memory else None
         self.destination = Destination(
             identity=_identity(layers, item_bytes),
             buffers=self.buffers,
@@ -80,7 +81,8 @@ class Sending:
     @property
     def mooncake(self) -> Any:
         """The engine that carries what is sent. Shared memory takes none."""
-        [engine] = self._transports.engines.values()
+        [engine] = self._transports.endpoints.values()
+        assert isinstance(engine, KVTransferEngine), "shared memory has none"
         return engine.mooncake
 
     def register(self, buffers: BufferInfo) -> None:

@@ -22,7 +22,7 @@ from hisparse.config import HiSparseConfig
 from hisparse.coordinator import HiSparseCoordinator
 from hisparse.sizing import plan_sizes
 from hisparse.tiers import build_tiers
-from transfer.routes import Transports
+from transfer.transports import Transports
 
 _PLENTY = 1 << 40
 _PATIENCE_S = 0.02
@@ -52,7 +52,7 @@ class DecodeSide:
         self._inbox: queue.SimpleQueue[tuple[Peer, Message] | Task] = queue.SimpleQueue()
         self._requests = 0
         self._at_end = ExitStack()
-        self._coordinator = _tiers(tokens, "shm" in transports.offered)
+        self._coordinator = _tiers(tokens, transports.share_memory)
         self._at_end.callback(self._coordinator.close)
         pool = self._coordinator.host
         destination = destination_of(pool, transports, identity_of(spec(tokens)))

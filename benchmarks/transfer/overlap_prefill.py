@@ -29,7 +29,7 @@ from prefill_node.source import HostSource, Reading
 from service.config import NodeConfig
 from service.shell import NodeShell
 from transfer.choices import ChecksumMode
-from transfer.routes import Transports
+from transfer.transports import Transports
 
 PAGE_SIZE = 64
 CHUNK_TOKENS = 2048

@@ -17,7 +17,7 @@ from benchmarks.transfer.overlap_decode import DecodeSide
 from benchmarks.transfer.pools import digests
 from control.messages import Destination
 from transfer.choices import TransferProtocol
-from transfer.routes import Transports
+from transfer.transports import Transports
 
 log = structlog.get_logger(__name__)
 

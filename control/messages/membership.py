@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field
 from base.block_hashes import BlockHashes
 from base.wire import Identifier, UInt
 from control.messages.common import Address, CheckpointIdentity, Message, ModelIdentity, Peer, Ranks
-from transfer.memory import Transport
+from transfer.choices import Transport
 
 
 class Register(Message):

@@ -1,8 +1,9 @@
 """Between decode nodes and prefill nodes: attempts to prefill a request."""
 
-from typing import Annotated, NamedTuple, Self
+from typing import Annotated, Any, NamedTuple, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, GetCoreSchemaHandler, model_validator
+from pydantic_core import CoreSchema, core_schema
 
 from base.wire import Identifier, UInt
 from control.messages.common import MAX_RANKS, CacheSalt, Message, TokenId, TokenIds
@@ -17,6 +18,12 @@ class AttemptId(NamedTuple):
     decode: Identifier
     request_id: Identifier
     epoch: UInt
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Another number of elements is one error; by default, each element beyond is one."""
+        three = core_schema.tuple_schema([core_schema.any_schema()] * len(cls._fields))
+        return core_schema.chain_schema([three, handler(source)])
 
     @property
     def log_fields(self) -> dict[str, object]:

@@ -8,9 +8,10 @@ import json
 from abc import ABC, abstractmethod
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Tag, ValidationError
+from pydantic import AfterValidator, ConfigDict, Discriminator, Tag, ValidationError
 from pydantic_core import PydanticCustomError
 
+from base.wire import FailFastModel, first_error
 from gateway.errors import ApiError, shown
 from gateway.requests.unsupported import FieldPolicy
 
@@ -18,7 +19,7 @@ OTHER_KIND = "other_kind"
 """The type of the error of an element whose `type` is not one of those expected."""
 
 
-class Piece(BaseModel):
+class Piece(FailFastModel):
     """A piece of a body."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="allow")
@@ -91,7 +92,7 @@ def parse(kind: type[_Body], body: bytes, policy: FieldPolicy) -> _Body:
 
 def invalid(error: ValidationError) -> ApiError:
     """The first error of a validation, as clients are told."""
-    first = error.errors(include_url=False)[0]
+    first = first_error(error)
     # Tags of unions are no part of a field's name.
     field = ".".join(str(part) for part in first["loc"] if not str(part).startswith("<"))
     found = first["input"]

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
+from base.wire import first_error
 from control.grammar import JSON_OBJECT, JsonSchema, Lark, Node, Regex, TextChoice
 from gateway.errors import ApiError
 from gateway.requests.body import JsonObject, Piece
@@ -58,8 +59,8 @@ class StructureFields(Piece):
         try:
             wanted = {name: node for name, node in self._structures().items() if node is not None}
         except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            raise ApiError(400, f"the structure of the answer cannot be used: {first['msg']}") from error
+            message = f"the structure of the answer cannot be used: {first_error(error)['msg']}"
+            raise ApiError(400, message) from error
         if len(wanted) > 1:
             raise ApiError(400, f"{' and '.join(wanted)}: expected one of them", param=next(iter(wanted)))
         return next(iter(wanted.values()), None)

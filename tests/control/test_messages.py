@@ -6,6 +6,7 @@ import msgpack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from control.codec import PROTOCOL_VERSION, MalformedMessage, decode, encode
 from control.messages import (
@@ -195,6 +196,15 @@ def test_what_is_wrong_is_named(change: dict[str, Any], complaint: str) -> None:
     frame = {**msgpack.unpackb(encode(Cancel(request_id="r"), GATEWAY)), **change}
     with pytest.raises(MalformedMessage, match=complaint):
         decode(msgpack.packb(frame))
+
+
+def test_a_frame_of_wrong_elements_has_one_error_per_list() -> None:
+    frame = msgpack.unpackb(encode(prefill_request(), ME))
+    frame["body"].update(attempt=[0] * 10_000, extents=[0] * 10_000)
+    with pytest.raises(MalformedMessage, match="attempt") as refused:
+        decode(msgpack.packb(frame))
+    assert isinstance(refused.value.__cause__, ValidationError)
+    assert refused.value.__cause__.error_count() == 2
 
 
 @pytest.mark.parametrize("message", sample_messages(), ids=lambda m: type(m).__name__)

@@ -43,7 +43,7 @@ from service.shell import NodeShell
 from tests.decode_node.world import GATEWAY, HOT, World
 from tests.e2e.cluster import wait_until
 from tests.prefill_node.fakes import FakeControl
-from tests.transfer.slots import slot_digest
+from tests.transfer.world import slot_digest
 from transfer.memory import Checksum, Checksums
 from transfer.planner import expand_extents
 

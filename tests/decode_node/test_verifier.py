@@ -9,7 +9,7 @@ import pytest
 from decode_node.verifier import Verification, Verifier
 from kvcache.extents import Extent, HostSlots, expand
 from tests.decode_node.remote_world import attempt_to_fill
-from tests.transfer.slots import slot_digest
+from tests.transfer.world import slot_digest
 from transfer.checksum import Mismatch, verify
 from transfer.memory import BufferInfo, Checksum, Checksums
 from transfer.planner import Int64s

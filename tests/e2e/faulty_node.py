@@ -27,9 +27,9 @@ from control.messages import Destination
 from control.plane import ControlPlane
 from prefill_node import decode_nodes
 from tests.e2e import chaos_audit
-from transfer.memory import Transport
+from transfer.choices import Transport
 from transfer.planner import Descriptors
-from transfer.routes import Transports
+from transfer.transports import Transports
 from transfer.writer import BATCHES_IN_FLIGHT, Channel, Outcome, Pending
 
 MODULE = "tests.e2e.faulty_node"

@@ -10,7 +10,7 @@ from prefill_node.ring import BUFFER_BYTES, SendBuffer
 from prefill_node.source import DeviceSource, HostSource
 from tests.prefill_node.sending import NUM_PAGES, PAGE_SIZE, Sending, wait_until
 from transfer.checksum import verify
-from transfer.memory import Transport
+from transfer.choices import Transport
 
 CUDA = torch.device("cuda")
 _LONG = 400_000_000

@@ -16,11 +16,11 @@ from prefill_node.ring import SendRings
 from prefill_node.sender import Sender, SendResources
 from prefill_node.source import DeviceSource, HostSource, Reading
 from tests.identity import IDENTITY
-from transfer.choices import ChecksumMode
+from transfer.choices import ChecksumMode, Transport
 from transfer.copy_runs import copy_runs
-from transfer.memory import BufferInfo, Transport
+from transfer.memory import BufferInfo
 from transfer.planner import NO_LIMIT, Descriptors
-from transfer.routes import NoRoute
+from transfer.transports import NoRoute
 from transfer.writer import Outcome
 
 PAGE_SIZE, NUM_PAGES, NUM_SLOTS = 4, 600, 2600

@@ -19,7 +19,7 @@ from tests.prefill_node.sequences import TOKEN_BYTES, UNTOUCHED, PrefillHarness,
 from transfer.checksum import GROUP_POSITIONS, digests
 from transfer.memory import Checksum, Checksums
 from transfer.planner import expand_extents
-from transfer.routes import NoRoute
+from transfer.transports import NoRoute
 from transfer.writer import Outcome
 
 FIRST = [(7 * i + i // 10) % 100 for i in range(200)]

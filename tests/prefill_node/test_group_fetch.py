@@ -20,7 +20,7 @@ from tests.prefill_node.sequences import TOKEN_BYTES, states_of
 from tests.prefill_node.test_fetch import FIRST, PREFIX, SENT_TO
 from transfer.memory import Checksum, Checksums
 from transfer.planner import expand_extents, expand_pages
-from transfer.routes import NoRoute
+from transfer.transports import NoRoute
 from transfer.writer import Outcome
 
 BLOCKS = (48, 48, 32)

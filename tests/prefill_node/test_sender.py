@@ -28,7 +28,7 @@ from tests.prefill_node.sending import (
     wait_until,
 )
 from transfer.checksum import verify
-from transfer.memory import Transport
+from transfer.choices import Transport
 from transfer.planner import NO_LIMIT, Descriptors
 from transfer.writer import BATCHES_IN_FLIGHT, Outcome, Pipeline, TransferError
 

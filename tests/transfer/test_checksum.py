@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.transfer.slots import slot_digest
+from tests.transfer.world import slot_digest
 from transfer.checksum import SAMPLE_POSITIONS, Mismatch, item_ranges, sampled, verify
 from transfer.choices import ChecksumMode
 from transfer.memory import BufferInfo, Checksum

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from tests.prefill_node.sending import wait_until
 from transfer import copy_runs as copy_runs_module
-from transfer.copy_runs import JointCopy, all_within, copy_runs, stream_runs
-from transfer.planner import Descriptors
+from transfer.copy_runs import JointCopy, copy_runs, stream_runs
+from transfer.planner import Descriptors, all_within
 
 
 def byte_by_byte(source: np.ndarray, destination: np.ndarray) -> Descriptors:
@@ -143,7 +143,7 @@ def test_a_copy_of_which_a_helper_fails_is_no_copy(monkeypatch: pytest.MonkeyPat
 )
 def test_destinations_within_a_piece_of_memory(start: int, length: int, within: bool) -> None:
     batch = Descriptors(*np.array([(0, 1000, 10), (0, 1000 + start, length)], dtype=np.int64).T)
-    assert all_within(batch, 1000, 100) is within
+    assert all_within(batch.destinations, batch.lengths, 1000, 100) is within
 
 
 def import_with_cache(directory: Path) -> list[int]:

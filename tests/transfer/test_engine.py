@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 import numpy as np
 import pytest
 
-from tests.transfer.writing import write
+from tests.transfer.world import write
 from transfer.engine import KVTransferEngine
 from transfer.memory import BufferInfo, Session
 from transfer.planner import Descriptors

@@ -43,11 +43,11 @@ class Receiving:
         self.engine, self.buffer = start_engine(host)
 
     def where(self) -> tuple[Any, int, int]:
-        [port] = self.engine.data_ports
+        [port] = self.engine.fenced_ports
         return self.engine.session, self.buffer.ctypes.data, port
 
     def cut(self) -> None:
-        wait_until(IncomingCut(self.engine.data_ports).passed)
+        wait_until(IncomingCut(self.engine.fenced_ports).passed)
 
     def use_for_something_else(self) -> None:
         self.buffer[:] = 1

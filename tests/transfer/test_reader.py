@@ -17,7 +17,7 @@ from transfer.incoming import IncomingCut
 from transfer.memory import BufferInfo, SharedMemory
 from transfer.planner import Descriptors
 from transfer.reader import Reader, ReadReport, batches_of
-from transfer.shm import SharedMemoryReads
+from transfer.shm import SharedMemoryChannel
 
 SIZE = 4 << 20
 CONTENT = np.random.default_rng(0).integers(1, 256, SIZE, dtype=np.uint8)
@@ -34,7 +34,7 @@ class Serving:
         return self.engine.session, self.buffer.ctypes.data
 
     def cut(self) -> None:
-        wait_until(IncomingCut(self.engine.data_ports).passed)
+        wait_until(IncomingCut(self.engine.fenced_ports).passed)
 
 
 def descriptors(source: int, destination: int, pieces: list[tuple[int, int, int]]) -> Descriptors:
@@ -50,7 +50,7 @@ class Remote:
         self.process = Process(Serving, "127.0.0.1")  # type: ignore[arg-type]
         session, self.address = self.process.do("where")
         self.engine, self.here = start_engine("127.0.0.1")
-        self.reader = Reader(self.engine.reading_channel(session))
+        self.reader = Reader(self.engine.channel(session, reading=True))
 
     def batch(self, pieces: list[tuple[int, int, int]]) -> Descriptors:
         return descriptors(self.address, self.here.ctypes.data, pieces)
@@ -139,7 +139,7 @@ class Reading:
 
     def begin(self, session: Any, address: int) -> None:
         """Read again and again until a read fails, on a thread; then use the memory for something else at once."""
-        reader = Reader(self.engine.reading_channel(session))
+        reader = Reader(self.engine.channel(session, reading=True))
         everything = descriptors(address, self.buffer.ctypes.data, [(0, 0, SIZE)])
 
         def read() -> None:
@@ -206,7 +206,7 @@ def test_a_mapping_is_read_within_its_bounds_and_while_its_owner_lives() -> None
     assert owner.stdout is not None
     pid, fd, name, base, length = owner.stdout.readline().split()
     memory = SharedMemory(pid=int(pid), fd=int(fd), name=name, base=int(base), length=int(length))
-    reader = Reader(SharedMemoryReads(memory))
+    reader = Reader(SharedMemoryChannel(memory, reading=True))
     here = np.zeros(SIZE, dtype=np.uint8)
     order = np.random.default_rng(2).permutation(SIZE // 1000).tolist()
     pieces = [(i * 1000 + 3, j * 1000, 997) for i, j in enumerate(order)]

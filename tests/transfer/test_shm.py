@@ -10,10 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.transfer.writing import write
+from tests.transfer.world import write
 from transfer.memory import SharedMemory
 from transfer.planner import Descriptors
-from transfer.shm import NotShared, SharedMemoryChannel
+from transfer.shm import SharedMemoryChannel
+from transfer.transport import Unreachable
 from transfer.writer import TransferError
 
 SIZE = 1 << 20
@@ -94,7 +95,7 @@ def test_a_process_number_that_means_another_process_here_is_not_mapped(
     owner: Owner, change: dict[str, object]
 ) -> None:
     """Two containers have processes of the same number: only the mapping proves that the host is shared."""
-    with pytest.raises(NotShared):
+    with pytest.raises(Unreachable):
         SharedMemoryChannel(owner.memory.model_copy(update=change))
 
 
@@ -103,7 +104,7 @@ def test_a_refusal_leaves_no_descriptor_behind(owner: Owner, change: dict[str, o
     """A prefill node in a container of its own meets with one for each decode node, again and again."""
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(100):
-        with pytest.raises(NotShared):
+        with pytest.raises(Unreachable):
             SharedMemoryChannel(owner.memory.model_copy(update=change))
     assert len(os.listdir("/proc/self/fd")) == before
 
@@ -116,5 +117,5 @@ def test_a_write_to_an_owner_that_ended_is_an_error() -> None:
     with pytest.raises(TransferError, match="has ended"):
         write(channel, [batch(np.ones(10, dtype=np.uint8), owner.memory.base, [(0, 0, 10)])])
     channel.close()
-    with pytest.raises(NotShared):
+    with pytest.raises(Unreachable):
         SharedMemoryChannel(owner.memory)

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from tests.transfer.writing import write
-from transfer.memory import Transport
+from tests.transfer.world import write
+from transfer.choices import Transport
 from transfer.planner import Descriptors
 from transfer.writer import BATCHES_IN_FLIGHT, Outcome, Pipeline, TransferError, Write
 

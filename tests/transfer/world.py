@@ -1,8 +1,10 @@
-"""One write over a channel, from its first batch to its end."""
+"""What tests of transfer share: one write over a channel, and the digest of slots."""
 
 from collections.abc import Callable, Iterable
 
-from transfer.planner import Descriptors
+from transfer.checksum import digest, item_ranges
+from transfer.memory import BufferInfo
+from transfer.planner import Descriptors, Int64s
 from transfer.writer import Channel, Outcome, Pipeline, TransferError, Write
 
 
@@ -19,3 +21,8 @@ def write(channel: Channel, batches: Iterable[Descriptors], go_on: Callable[[], 
         raise TransferError(write.outcome.name)
     channel.check()
     return complete
+
+
+def slot_digest(buffers: BufferInfo, buffer: int, slots: Int64s) -> int:
+    """The digest of these slots, as a sender computes it."""
+    return digest(item_ranges(buffers, buffer, slots))
