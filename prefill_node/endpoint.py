@@ -8,6 +8,7 @@ from collections.abc import Hashable, Iterable
 
 import structlog
 
+from base.phase import Phase
 from control.messages import (
     Abort,
     Admitted,
@@ -35,11 +36,9 @@ from prefill_node.attempt import HeldAttempt, Update
 from prefill_node.decode_nodes import DecodeNodes
 from prefill_node.finished import FinishedAttempts
 from prefill_node.planner import PrefillPlanner
-from ranks.agreement import GroupFailed
+from ranks.barrier import GroupFailed
 from ranks.group import Ranks
-from service.lifecycle import Phase
 from service.shell import NodeShell
-from service.standing import stand_with_group
 
 log = structlog.get_logger(__name__)
 
@@ -113,7 +112,8 @@ class PrefillEndpoint:
     def _turn(self) -> None:
         for item in self._shell.receive(_IDLE_WAIT_S):
             self._take(*item)
-        stand_with_group(self._shell.lifecycle, self._ranks)
+        lifecycle = self._shell.lifecycle
+        lifecycle.follow(self._ranks.sync_phase(lifecycle.phase))
         self._housekeep(time.monotonic())
         self._send_updates()
 

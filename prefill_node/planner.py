@@ -18,7 +18,7 @@ from prefill_node.dispatch import Dispatch, Transfer
 from prefill_node.offer import Destinations, Offer
 from prefill_node.orders import End, LayersRead, Order, Report, StepEnded, TransferReport
 from prefill_node.prefixes import PrefixFetches
-from ranks.agreement import GroupFailed
+from ranks.barrier import GroupFailed
 from ranks.executor import Executor
 
 log = structlog.get_logger(__name__)

@@ -9,7 +9,6 @@ import torch
 
 from base.block_hashes import BLOCK_TOKENS
 from base.errors import StartupError
-from base.logs import configure_logging
 from base.memory import device_split, human, pool_bytes
 from control.membership import Membership
 from control.messages import Heartbeat, Peer, Register
@@ -36,12 +35,11 @@ from prefill_node.sender import SendResources
 from prefill_node.source import DeviceSource, HostSource, Reading
 from prefill_node.worker import PrefillWorker
 from ranks.executor import Executor, Reports
-from ranks.group import Ranks, SingleRank
+from ranks.group import Ranks
+from ranks.place import RankPlace
 from ranks.rank_line import lines_to_others
-from ranks.rank_place import RankPlace
-from service.node_model import NodeModel, common_to_ranks
+from service.node_model import NodeModel
 from service.shell import NodeShell
-from service.start import check, claim_transfer_ports
 from transfer.transports import Transports
 
 log = structlog.get_logger(__name__)
@@ -54,24 +52,14 @@ def run_prefill_node(config: PrefillConfig, place: RankPlace | None = None) -> N
 
     Raises StartupError if it cannot start; cheap checks come first.
     """
-    name = "prefill" if place is None else f"prefill-rank-{place.rank}"
-    configure_logging(config.log_level, config.log_format, name)
-    check(config)
-    described = NodeModel.of(config)
+    described = NodeModel.of("prefill", config, place)
     device, spec = described.device, described.spec
     with ExitStack() as at_end:
-        shell: NodeShell[Any] = NodeShell("prefill", config)
-        at_end.callback(shell.close)
-        ports = claim_transfer_ports(config)
-        log.info("attention backend", backend=described.backend.name)
-        ranks = SingleRank(device) if place is None else described.join(place, shell)
-        at_end.callback(ranks.close)
-        check_same_config(ranks, config, spec)
-        model, exchange = described.load(ranks)
+        node = at_end.enter_context(described.start(common_to_ranks(config)))
+        shell, ranks, model, exchange, transports = node.shell, node.ranks, node.model, node.exchange, node.transports
         if ranks.world_size > 1:
             model = SplitModel(model.network, spec, described.backend, ranks.shard, exchange.gather)
         pool = PagedKVPool(spec.kv_layout, _num_pages(config, spec, device, ranks), config.page_size, device)
-        transports = Transports(config.data_host, config.transfer_protocol, config.ib_device, ports)
         transports.register(pool.get_contiguous_buf_infos())
         if ranks.world_size > 1:
             warm_up(model, pool, config.chunked_prefill_size if device.type == "cuda" else 1)
@@ -127,18 +115,6 @@ def run_prefill_node(config: PrefillConfig, place: RankPlace | None = None) -> N
         planner.leave()
 
 
-def check_same_config(ranks: Ranks, config: PrefillConfig, spec: ModelSpec) -> None:
-    """Raises StartupError if ranks are of other versions or checkpoints, or would compute or send otherwise."""
-    ranks.check_same_config(
-        {
-            **common_to_ranks(ranks, config, spec),
-            "page_size": config.page_size,
-            "attention_backend": config.attention_backend,
-            "transfer_protocol": config.transfer_protocol,
-        }
-    )
-
-
 def _resources(
     config: PrefillConfig, pool: PagedKVPool, transports: Transports, shell: NodeShell[Any]
 ) -> tuple[SendResources, FetchResources]:
@@ -158,6 +134,15 @@ def _resources(
         page_size=config.page_size,
     )
     return SendResources(reading, rings, transports.connect, shell.control.silence), fetching
+
+
+def common_to_ranks(config: PrefillConfig) -> dict[str, object]:
+    """What decides how steps are computed and sent, and so has to be alike in all ranks."""
+    return {
+        "page_size": config.page_size,
+        "attention_backend": config.attention_backend,
+        "transfer_protocol": config.transfer_protocol,
+    }
 
 
 def _is_caching(config: PrefillConfig) -> bool:

@@ -10,7 +10,6 @@ from ranks.executor import Worker
 from ranks.group import Ranks
 from ranks.rank_line import line_to_first
 from service.shell import NodeShell
-from service.standing import stand_with_group
 
 _IDLE_WAIT_S = 0.2
 _CLOSE_S = 1.0
@@ -42,7 +41,8 @@ class RankLoop:
         while not self._has_ended:
             for item in self._shell.receive(_IDLE_WAIT_S):
                 self.take(item)
-            stand_with_group(self._shell.lifecycle, self._ranks)
+            lifecycle = self._shell.lifecycle
+            lifecycle.follow(self._ranks.sync_phase(lifecycle.phase))
             self._ranks.check()
             if time.monotonic() >= self._watch_at:
                 self._watch()

@@ -8,7 +8,7 @@ import queue
 from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, Protocol, TypeVar
 
-from ranks.agreement import GroupFailed
+from ranks.barrier import GroupFailed
 from ranks.group import Ranks
 
 OrderT = TypeVar("OrderT")

@@ -15,7 +15,7 @@ import msgpack
 import structlog
 from pydantic import TypeAdapter
 
-from ranks.rank_place import NO_LINE, RankPlace
+from ranks.place import NO_LINE, RankPlace
 from ranks.sealed_socket import INHERITED, FrameRefused, SealedSocket
 
 log = structlog.get_logger(__name__)

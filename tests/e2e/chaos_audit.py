@@ -121,7 +121,7 @@ def _blocks_of(prefill: "ChunkedPrefill[HeldAttempt]", job: "HeldAttempt", stop:
 def watch_decode(journal: Journal) -> None:
     """Note what of a prompt has landed, and what a request has then and when it gives its slots back."""
     from control.messages import PrefillDone
-    from decode_node.attempt import PrefillAttempt
+    from decode_node.attempt import Attempt
     from decode_node.remote_prefill import RemotePrefill
     from decode_node.request import Request, RequestState
     from decode_node.slots import SlotManager
@@ -134,7 +134,7 @@ def watch_decode(journal: Journal) -> None:
     had: dict[str, int] = {}
     """How many tokens of a request had KV when it was about to run: it computes what follows itself."""
     begin, land = HiSparseCoordinator.__init__, RemotePrefill._land
-    share, release = SlotManager.share, SlotManager.release
+    landed, release = SlotManager.landed, SlotManager.release
 
     def buffers() -> list[torch.Tensor]:
         [pool] = pools
@@ -153,17 +153,17 @@ def watch_decode(journal: Journal) -> None:
         pools.append(backend.host)
         begin(coordinator, backend, *args, **kwargs)
 
-    def noting_land(remote: RemotePrefill, attempt: PrefillAttempt, done: PrefillDone) -> None:
+    def noting_land(remote: RemotePrefill, attempt: Attempt, done: PrefillDone) -> None:
         new = attempt.slots.slots()[: attempt.num_tokens - len(attempt.prefix)].tolist()
         line = {"stage": "landed", "attempt": attempt.id, "num_tokens": done.num_tokens}
         journal.append({**line, "digests": digests(buffers(), new)})
         land(remote, attempt, done)
 
-    def noting_share(manager: SlotManager, request: Request) -> None:
+    def noting_landed(manager: SlotManager, request: Request, cached_tokens: int) -> None:
         had[request.request_id] = request.kv_tokens
         assert request.host_slots is not None
         note("begun", request, request.host_slots)
-        share(manager, request)
+        landed(manager, request, cached_tokens)
 
     def noting_release(manager: SlotManager, request: Request, keep: bool = True) -> None:
         if request.state is RequestState.RUNNING:
@@ -175,7 +175,7 @@ def watch_decode(journal: Journal) -> None:
 
     HiSparseCoordinator.__init__ = remembering_begin  # type: ignore[assignment,method-assign]
     RemotePrefill._land = noting_land  # type: ignore[method-assign]
-    SlotManager.share = noting_share  # type: ignore[method-assign]
+    SlotManager.landed = noting_landed  # type: ignore[method-assign]
     SlotManager.release = noting_release  # type: ignore[method-assign]
 
 

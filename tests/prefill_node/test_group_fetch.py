@@ -13,7 +13,7 @@ from prefill_node.attempt import HeldState
 from prefill_node.division import checksums_of_blocks, divide
 from prefill_node.fetch import WrongGrant, pieces
 from prefill_node.gathering import cut
-from ranks.agreement import GroupFailed
+from ranks.barrier import GroupFailed
 from tests.prefill_node.sending import LateChannel
 from tests.prefill_node.test_fetch import FIRST, PREFIX, SENT_TO, Fetching
 from tests.prefill_node.world import TOKEN_BYTES, live, states_of

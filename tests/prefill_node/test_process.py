@@ -12,7 +12,7 @@ from prefill_node import process
 from prefill_node.config import PrefillConfig
 from prefill_node.process import _num_pages
 from ranks.group import SingleRank
-from tests.decode_node.test_group import AlikeRanks
+from tests.decode_node.test_process import AlikeRanks
 
 
 def test_a_pool_holds_a_full_context_or_the_node_does_not_start(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from prefill_node.orders import (
     merged,
 )
 from prefill_node.rank_loop import RankLoop
-from ranks.agreement import GroupFailed
+from ranks.barrier import GroupFailed
 from ranks.rank_line import lines_to_others
 from ranks.sealed_socket import INHERITED, SealedSocket
 from tests.prefill_node.fakes import FakeControl

@@ -59,7 +59,7 @@ from prefill_node.ring import SendRings
 from prefill_node.sender import SendResources
 from prefill_node.source import HostSource, Reading
 from prefill_node.worker import PrefillWorker
-from ranks.agreement import GroupFailed
+from ranks.barrier import GroupFailed
 from ranks.executor import Executor, Line, Reports, Worker
 from ranks.group import SingleRank
 from service.lifecycle import Lifecycle
@@ -112,7 +112,7 @@ class FakeRanks(SingleRank):
         if self.ended is not None:
             raise GroupFailed(f"rank {self.ended} ended")
 
-    def failure(self, error: object) -> GroupFailed:
+    def failure(self, error: Exception) -> Exception:
         return GroupFailed(f"rank {self.rank} failed in step 1: {error}")
 
     def report(self, reason: str) -> None:

@@ -1,21 +1,22 @@
-"""The memory by which the ranks of one host see each other: what each wants, how far it is, and why it ended.
+"""Shared memory in which each rank of a host writes its status: what it wants, its phase, and why it ended.
 
 A memfd that the ranks inherit from the process that started them: nothing of it stays behind, however they end. Each
 rank writes to its own entry only. Numbers are written whole (aligned, 64 bits), so a reader sees the old one or the new
 one. What a step depends on is one number of each rank, since two may become visible in another order than they were
-written in. Of a group on several hosts each host has a table: `LinkedTable` keeps them alike.
+written in. Of a group on several hosts each host has a copy: `ReplicatedStatus` keeps them alike.
 """
 
 import mmap
 import os
 import time
 from collections.abc import Iterable
-from enum import IntEnum
+
+from base.phase import Phase
 
 _ENTRY_BYTES = 1024
 _LINE = 8
 """Numbers in a cache line: what a rank writes for every step has a line of its own."""
-_POSTS, _PID, _BEAT, _ASLEEP, _STANDING, _DONE, _TURNS = 0, *range(_LINE, _LINE + 6)
+_POSTS, _PID, _BEAT, _ASLEEP, _PHASE, _DONE, _TURNS = 0, *range(_LINE, _LINE + 6)
 _TEXT, _CODE, _REPORTED_AT = 2 * _LINE, 2 * _LINE + 1, 2 * _LINE + 2
 """The length of the text that follows, an exit code, and when that was reported (time.monotonic_ns)."""
 _TEXT_BYTES = _ENTRY_BYTES - 8 * (_REPORTED_AT + 1)
@@ -23,16 +24,8 @@ _BATCH_BITS = 20
 _BATCH_MASK = (1 << _BATCH_BITS) - 1
 
 
-class Standing(IntEnum):
-    """How far a rank is on its way out. The group is as far as any of its ranks."""
-
-    SERVING = 0
-    DRAINING = 1
-    ENDING = 2
-
-
-class GroupTable:
-    """An entry for each rank of a group."""
+class SharedStatus:
+    """The status of each rank of a group."""
 
     def __init__(self, fd: int, size: int) -> None:
         """fd: of a memfd that `create` returned, for a group of that size."""
@@ -42,18 +35,24 @@ class GroupTable:
         self._numbers = self._bytes.cast("q")
         # Over all ranks, for what is looked at in every turn: min and max of these take a fraction of a microsecond.
         self._posts = tuple(self._of_all(_POSTS + parity) for parity in range(2))
-        self._standings = self._of_all(_STANDING)
+        self._phases = self._of_all(_PHASE)
         self._dones = self._of_all(_DONE)
 
     @classmethod
     def create(cls, size: int) -> int:
-        """The descriptor of an empty table, which the caller owns."""
+        """The descriptor of an empty one, which the caller owns."""
         fd = os.memfd_create("hisparse-pd-group")
         os.ftruncate(fd, size * _ENTRY_BYTES)
         return fd
 
+    def be_patient(self, seconds: float) -> None:
+        """How long ranks of other hosts may be silent from now on. On one host their ends are seen at once."""
+
+    def leave(self) -> None:
+        """Tell other hosts nothing more."""
+
     def close(self) -> None:
-        for numbers in (*self._posts, self._standings, self._dones, self._numbers):
+        for numbers in (*self._posts, self._phases, self._dones, self._numbers):
             numbers.release()
         self._bytes.release()
         self._memory.close()
@@ -96,7 +95,7 @@ class GroupTable:
         return self._get(rank, _BEAT)
 
     def turn(self, rank: int) -> None:
-        """Show that its loop turns, to its own host: `ranks/hung_ranks.py`."""
+        """Show that its loop turns (`Watchdog`)."""
         self._set(rank, _TURNS, self._get(rank, _TURNS) + 1)
 
     def turns(self, rank: int) -> int:
@@ -110,15 +109,15 @@ class GroupTable:
     def asleep(self, rank: int) -> bool:
         return bool(self._get(rank, _ASLEEP))
 
-    def set_standing(self, rank: int, standing: Standing) -> None:
-        self._set(rank, _STANDING, standing)
+    def set_phase(self, rank: int, phase: Phase) -> None:
+        self._set(rank, _PHASE, phase)
 
-    def standing(self) -> Standing:
+    def phase(self) -> Phase:
         """That of the group."""
-        return Standing(max(self._standings))
+        return Phase(max(self._phases))
 
-    def standing_of(self, rank: int) -> Standing:
-        return Standing(self._get(rank, _STANDING))
+    def phase_of(self, rank: int) -> Phase:
+        return Phase(self._get(rank, _PHASE))
 
     def set_done(self, rank: int) -> None:
         """It will not ask for another step."""

@@ -1,27 +1,27 @@
 """Finds a rank that hangs although no other rank waits for it: its process is stopped, or its loop is stuck.
 
-The process that started the ranks of a host looks, since it sees all of them, also when there is only one or when all
-hang. It does not compute, so it can look in peace, too, when ranks wait for nothing of each other.
+The process that started the ranks of a host uses it. That process sees all of them, also if all hang or if there is
+only one. What ranks see of each other is the work of `RankWatch`.
 """
 
 from collections.abc import Iterable
 
-from ranks.group_table import GroupTable
+from ranks.status import SharedStatus
 
 GRACE_S = 2.0
 """How long a rank may hang beyond the step timeout: ranks that wait for it notice it first, and know in which step."""
 
 
-class HungRanks:
-    """Looks at how often the loops of some ranks have turned (`GroupTable.turn`).
+class Watchdog:
+    """Counts how often the loops of some ranks turn (`SharedStatus.turn`).
 
     Time counts only as far as this process looks: while the whole machine was paused no loop could turn.
     """
 
-    def __init__(self, table: GroupTable, ranks: Iterable[int], step_timeout: float, look_every: float) -> None:
+    def __init__(self, status: SharedStatus, ranks: Iterable[int], step_timeout: float, look_every: float) -> None:
         """look_every: seconds between calls of `look` at most, as long as nothing is paused."""
         self.patience = step_timeout + GRACE_S
-        self._table = table
+        self._status = status
         self._look_every = look_every
         self._looked_at: float | None = None
         self._still = dict.fromkeys(ranks, (0, 0.0))
@@ -35,7 +35,7 @@ class HungRanks:
         passed = 0.0 if self._looked_at is None else min(now - self._looked_at, 2 * self._look_every)
         self._looked_at = now
         for rank, (before, still) in self._still.items():
-            turns = self._table.turns(rank)
-            is_still = turns == before and turns > 0 and not self._table.done(rank)
+            turns = self._status.turns(rank)
+            is_still = turns == before and turns > 0 and not self._status.done(rank)
             self._still[rank] = turns, still + passed if is_still else 0.0
         return next((rank for rank, (_, still) in self._still.items() if still > self.patience), None)

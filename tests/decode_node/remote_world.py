@@ -1,35 +1,51 @@
-"""What tests of remote prefills share: two prefill nodes, a request, and a clock that the test moves."""
+"""The world around remote prefills: prefill nodes whose messages the test sends, slots without memory, and a clock."""
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import pytest
 
 from base.metrics import Metrics
 from control.liveness import AnsweredPing
-from control.messages import AttemptId, ChunkDone, ChunkTaken, Generate, Peer, PrefillAccepted, PrefillDone, Progress
+from control.messages import (
+    AttemptId,
+    ChunkDone,
+    ChunkTaken,
+    Generate,
+    Peer,
+    PrefillAccepted,
+    PrefillDone,
+    Progress,
+)
+from decode_node.attempt import Attempt
 from decode_node.remote_prefill import PrefillMessage, RemotePrefill
 from decode_node.request import Request, RequestState
-from decode_node.verifier import Verified
-from kvcache.extents import Extent, HostSlots
-from tests.decode_node.fakes import GATEWAY, HeldVerifier, Lost, destination
+from decode_node.verifier import Task, Verification
+from kvcache.extents import NO_SLOTS, Extent, HostSlots
+from tests.decode_node.world import GATEWAY, PREFILL, destination
 from tests.prefill_node.fakes import FakeControl
 from transfer.checksum import Mismatch
-from transfer.fencing import ReservationTable
 from transfer.incoming import IncomingCut
 from transfer.memory import Checksum, Checksums
 
-FIRST = Peer(role="prefill", address="127.0.0.1:2", boot_id="first")
-SECOND = Peer(role="prefill", address="127.0.0.1:3", boot_id="second")
-SLOTS = HostSlots((Extent(4, 3),))
 R = AttemptId("decode", "r", 1)
+SECOND = Peer(role="prefill", address="127.0.0.1:3", boot_id="second")
+FIRST = Peer(role="prefill", address="127.0.0.1:2", boot_id="first")
+SLOTS = HostSlots((Extent(4, 3),))
 PATIENCE_S = 60.0
 CHECKSUMS = Checksums.of(
     [Checksum(buffer=0, start=0, stop=3, digest=11), Checksum(buffer=1, start=0, stop=3, digest=12)]
 )
 CHUNK_CHECKSUMS = Checksums.of([Checksum(buffer=0, start=0, stop=1, digest=13)])
 NO_CHECKSUMS = Checksums()
+
+
+def attempt_to_fill(slots: HostSlots, num_tokens: int, epoch: int = 1) -> Attempt:
+    """An attempt to have these slots filled with the KV of that many tokens."""
+    request = Request(Generate(request_id="r", prompt_ids=(1,) * (num_tokens + 1), max_new_tokens=4), GATEWAY)
+    return Attempt(AttemptId("decode", "r", epoch), request, PREFILL, slots, 0.0, num_tokens)
 
 
 class Clock:
@@ -47,28 +63,67 @@ class Landed:
     request: Request
 
 
-class Harness:
-    def __init__(self, clock: Clock) -> None:
+class Lost(NamedTuple):
+    """A request has lost its prefill attempt."""
+
+    request: Request
+    reason: str
+
+
+@dataclass
+class HeldVerifier:
+    """Keeps what is to be verified until the test says what came of it; takes no more than `room`."""
+
+    room: int = 8
+    waiting: list[Task] = field(default_factory=list)
+
+    def submit(self, task: Task) -> bool:
+        if len(self.waiting) >= self.room:
+            return False
+        self.waiting.append(task)
+        return True
+
+
+class FakeHost:
+    """The owner of host slots that name no memory. prefixes: stands for the cached prefixes, if there are any."""
+
+    def __init__(self) -> None:
+        self.freed: list[HostSlots] = []
+        self.retained: list[HostSlots] = []
+        self.prefixes: Any = None
+
+    def release(self, slots: HostSlots) -> None:
+        if slots != NO_SLOTS:
+            self.freed.append(slots)
+
+    def retain(self, slots: HostSlots) -> None:
+        self.retained.append(slots)
+
+
+class RemoteWorld:
+    """Remote prefills of request `r`, which names FIRST and SECOND, into SLOTS."""
+
+    def __init__(self, clock: Any = None) -> None:
+        """clock: a Clock, where the test has one."""
         self.clock = clock
         self.control = FakeControl()
-        self.freed: list[HostSlots] = []
+        self.host = FakeHost()
+        self.freed, self.retained = self.host.freed, self.host.retained
         self.lost: list[Lost] = []
-        self.retained: list[HostSlots] = []
-        self.table: ReservationTable[AttemptId, Peer, HostSlots] = ReservationTable(
-            self.freed.append, self.retained.append, lambda: IncomingCut(())
-        )
         self.verifier = HeldVerifier()
         self.metrics = Metrics()
         self.destination = destination(num_slots=100)
         self.remote = RemotePrefill(
             self.control,  # type: ignore[arg-type]
             self.destination,
-            self.table,
+            self.host,  # type: ignore[arg-type]
+            lambda: IncomingCut(()),
             self.verifier.submit,
             self.metrics,
             patience=PATIENCE_S,
             on_lost=lambda request, reason: self.lost.append(Lost(request, reason)),
         )
+        self.table = self.remote._reservations
         generate = Generate(request_id="r", prompt_ids=(1, 2, 3, 4), max_new_tokens=4, prefill_nodes=(FIRST, SECOND))
         self.request = Request(generate, GATEWAY)
 
@@ -122,8 +177,9 @@ class Harness:
     def verified(self, *mismatches: Mismatch, error: str | None = None) -> list[Landed | Lost]:
         """What came of the oldest verification."""
         oldest = self.verifier.waiting.pop(0)
-        verified = Verified(oldest.attempt.id, oldest.chunk, len(CHECKSUMS), mismatches, error)
-        return self.outcomes(lambda: self.remote.verified(verified))
+        assert isinstance(oldest, Verification)
+        result = replace(oldest, mismatches=mismatches, error=error)
+        return self.outcomes(lambda: self.remote.verified(result))
 
     def accepted(self) -> None:
         self.take(FIRST, PrefillAccepted(attempt=R))

@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from base.phase import Phase
 from model.fp8 import quantise_activations
 from model.shard import ALONE
 from model.tiny import write_tiny_checkpoint
-from ranks.agreement import GroupFailed
-from ranks.group_table import Standing
-from ranks.rank_place import RankPlace
+from ranks.barrier import GroupFailed
+from ranks.group import SingleRank
+from ranks.place import RankPlace
 from tests.gpu import ranks_program
 from tests.model.fp8_cases import randn, routed
 from tests.ranks.ranks_harness import forked, join
@@ -92,25 +93,30 @@ def test_layers_whose_experts_are_divided_compute_what_whole_ones_do(
         assert [ranks.wait(rank, 60) for rank in range(size)] == [0] * size, ranks.said(0) + ranks.said(1)
 
 
-def test_ranks_with_other_checkpoints_refuse_each_other_by_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_ranks_with_other_checkpoints_refuse_each_other_by_name(tmp_path: Path, hosts: int) -> None:
     def body(place: RankPlace) -> None:
-        join(place).check_same_config({"version": "1", "fingerprint": "abc" if place.rank else "def"})
+        group = join(place)
+        group.check_same_config({"version": "1", "sizes": (1, 2)})
+        assert group.share(place.rank) == [0, 1]
+        group.check_same_config({"version": "1", "fingerprint": "abc" if place.rank else "def"})
 
-    with forked(2, tmp_path, body) as ranks:
+    with forked(2, tmp_path, body, hosts) as ranks:
         assert [ranks.wait(rank) for rank in range(2)] == [1, 1]
         expected = "StartupError: rank {} has fingerprint {}, rank {} has {}: all ranks of a group need the same"
         assert ranks.said(0) == expected.format(1, "abc", 0, "def")
         assert ranks.said(1) == expected.format(0, "def", 1, "abc")
 
 
-def test_ranks_that_are_alike_go_on(tmp_path: Path) -> None:
-    def body(place: RankPlace) -> None:
-        group = join(place)
-        group.check_same_config({"version": "1", "sizes": (1, 2)})
-        assert group.share(place.rank) == [0, 1, 2]
-
-    with forked(3, tmp_path, body) as ranks:
-        assert [ranks.wait(rank) for rank in range(3)] == [0, 0, 0], ranks.said(0)
+def test_a_process_alone_waits_for_nobody_and_fails_by_itself() -> None:
+    ranks = SingleRank(torch.device("cpu"))
+    assert [ranks.barrier.wait(batch) for batch in (0, 3)] == [0, 3]
+    assert not ranks.barrier.spin_before_sleep(lambda: True)
+    assert ranks.share("own") == ["own"]
+    assert ranks.connect() is ALONE
+    assert ranks.sync_phase(Phase.DRAINING) is Phase.DRAINING
+    assert ranks.failure(error := ValueError("own")) is error
+    assert ranks.done()
 
 
 def test_the_others_notice_a_rank_that_is_killed_whether_they_step_or_sleep(tmp_path: Path) -> None:
@@ -122,12 +128,12 @@ def test_the_others_notice_a_rank_that_is_killed_whether_they_step_or_sleep(tmp_
         group.watch_steps()
         steps = 0
         while True:
-            if place.rank and not group.linger(lambda: False):
+            if place.rank and not group.barrier.spin_before_sleep(lambda: False):
                 woken.wait(0.1)
                 woken.clear()
             if place.rank == 2 and steps >= STEPS:
                 os.kill(os.getpid(), signal.SIGKILL)
-            steps += bool(group.agree(0 if place.rank else 1).batch)
+            steps += bool(group.barrier.wait(0 if place.rank else 1))
 
     with forked(3, tmp_path, body) as ranks:
         assert ranks.wait(2) == -signal.SIGKILL
@@ -144,7 +150,7 @@ def test_a_rank_that_is_stopped_before_a_step_is_named(tmp_path: Path) -> None:
         for step in range(STEPS):
             if place.rank == 1 and step == 20:
                 os.kill(os.getpid(), signal.SIGSTOP)
-            group.agree(1)
+            group.barrier.wait(1)
 
     with forked(2, tmp_path, body) as ranks:
         assert ranks.wait(0) == 1
@@ -158,14 +164,14 @@ def test_a_step_that_hangs_in_a_collective_ends_the_process_that_hangs(tmp_path:
         group = join(place, step_timeout=1.0)
         exchange = group.connect()
         group.watch_steps()
-        group.agree(1)
+        group.barrier.wait(1)
         if place.rank == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
         exchange.gather(torch.zeros(1, 4))
 
     with forked(2, tmp_path, body) as ranks:
         assert ranks.wait(0, timeout=5) == 1
-        assert ranks.table.reported(0) == ("rank 1 is stopped: step 1 did not end within 1 s", 1)
+        assert ranks.status.reported(0) == ("rank 1 is stopped: step 1 did not end within 1 s", 1)
 
 
 def test_ranks_leave_when_all_are_done_and_then_nobody_is_missed(tmp_path: Path) -> None:
@@ -173,17 +179,17 @@ def test_ranks_leave_when_all_are_done_and_then_nobody_is_missed(tmp_path: Path)
         group = join(place)
         group.watch_steps()
         if place.rank == 0:
-            assert group.stand(Standing.DRAINING) is Standing.DRAINING
-        while group.stand(Standing.SERVING if place.rank else Standing.DRAINING) is Standing.SERVING:
+            assert group.sync_phase(Phase.DRAINING) is Phase.DRAINING
+        while group.sync_phase(Phase.SERVING if place.rank else Phase.DRAINING) is Phase.SERVING:
             time.sleep(0.01)
         left = 50 if place.rank else 0
         while left or not group.done():
-            left -= bool(left and group.agree(1).batch)
-            group.agree(0)
+            left -= bool(left and group.barrier.wait(1))
+            group.barrier.wait(0)
         time.sleep(0.2 * place.rank)
-        assert group.agree(0).batch == 0
+        assert group.barrier.wait(0) == 0
         group.close()
 
     with forked(3, tmp_path, body) as ranks:
         assert [ranks.wait(rank) for rank in range(3)] == [0, 0, 0], ranks.said(0) + ranks.said(1)
-        assert all(ranks.table.turns(rank) > 50 for rank in range(3)), "who started them saw their loops turn"
+        assert all(ranks.status.turns(rank) > 50 for rank in range(3)), "who started them saw their loops turn"

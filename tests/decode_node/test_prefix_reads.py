@@ -1,8 +1,9 @@
 """A decode node lends cached prefixes to prefill nodes that read them, and keeps them until nobody reads any more."""
 
-from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from control.liveness import AnsweredPing
@@ -19,14 +20,14 @@ from control.messages import (
     PrefillFailed,
     Quiesced,
 )
-from decode_node.health import SILENCE_S
+from decode_node.prefill_nodes import SILENCE_S
 from decode_node.quarantine import Quarantine
-from decode_node.remote_prefill import PrefillMessage, RemotePrefill
+from decode_node.remote_prefill import PrefillMessage
 from decode_node.request import Request, RequestState
-from decode_node.verifier import Digested, Digesting
-from kvcache.extents import Extent, HostSlots
-from tests.decode_node.fakes import GATEWAY
-from tests.decode_node.remote_harness import FIRST, PATIENCE_S, SECOND, SLOTS, Clock, Harness, R
+from decode_node.verifier import Digesting
+from kvcache.extents import NO_SLOTS, Extent, HostSlots
+from tests.decode_node.remote_world import FIRST, SECOND, SLOTS, Clock, R, RemoteWorld
+from tests.decode_node.world import GATEWAY
 from transfer.memory import Checksum, Checksums
 
 PREFIX = HostSlots((Extent(20, 40), Extent(70, 24)))
@@ -35,36 +36,33 @@ ASK = FetchRequest(attempt=R, start=30, stop=64)
 DIGESTS = Checksums.of([Checksum(0, 30, 64, 1), Checksum(1, 30, 64, 2), Checksum(2, 30, 64, 3)])
 
 
-class Lending(Harness):
+class Lending(RemoteWorld):
     """A prefill node was asked for three tokens behind a cached prefix."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__(clock)
         self.lent: list[HostSlots] = []
-        self.returned: list[HostSlots] = []
-        self.remote = RemotePrefill(
-            self.control,  # type: ignore[arg-type]
-            self.destination,
-            self.table,
-            self.verifier.submit,  # type: ignore[arg-type]
-            self.metrics,
-            patience=PATIENCE_S,
-            on_lost=lambda request, reason: None,
-            lend=self._lend,
-            take_back=lambda slots: self.returned.append(slots) if slots.extents else None,
-        )
+        self.host.prefixes = self
         generate = self.request.generate.model_copy(update={"prompt_ids": tuple(range(68))})
         self.request = Request(generate, self.request.gateway, host_slots=PREFIX)
         self.dispatch()
         self.remote.take(FIRST, PrefillAccepted(attempt=R))
         self.control.sent.clear()
 
-    def _lend(self, request: Request, stop: int) -> HostSlots:
+    def hold(self, token_ids: npt.NDArray[np.int32], salt: str) -> HostSlots:
         """Whole blocks only, as the cache has them."""
-        slots = PREFIX if stop >= 64 else HostSlots(())
-        if slots.extents:
-            self.lent.append(slots)
-        return slots
+        if len(token_ids) < 64:
+            return NO_SLOTS
+        self.lent.append(PREFIX)
+        return PREFIX
+
+    @property
+    def returned(self) -> list[HostSlots]:
+        return [slots for slots in self.host.freed if slots == PREFIX]
+
+    @property
+    def freed_slots(self) -> list[HostSlots]:
+        return [slots for slots in self.host.freed if slots == SLOTS]
 
     def ask(self, message: FetchRequest = ASK) -> None:
         self.remote.take(FIRST, message)
@@ -73,7 +71,7 @@ class Lending(Harness):
         [task] = self.verifier.waiting
         assert isinstance(task, Digesting)
         self.verifier.waiting.clear()
-        self.remote.digested(Digested(task.attempt_id, Checksums() if error else DIGESTS, error))
+        self.remote.reads.digested(replace(task, digests=Checksums() if error else DIGESTS, error=error))
 
     def grants(self) -> list[FetchGrant]:
         return [message for message in self.control.take(FetchGrant) if isinstance(message, FetchGrant)]
@@ -156,7 +154,7 @@ def test_an_attempt_reads_once_and_only_what_is_there(h: Lending) -> None:
     assert "is over" in h.refusal()
     assert h.lent == h.returned == [PREFIX]
     h.remote.take(FIRST, Quiesced(attempt=R))
-    assert h.freed == [SLOTS]
+    assert h.freed_slots == [SLOTS]
     assert h.remote.is_idle
 
 
@@ -203,11 +201,11 @@ def test_the_slots_of_a_dead_reader_are_free_at_once_when_it_is_proved_dead(h: L
     h.control.answers[FIRST.address] = AnsweredPing("another", h.clock.now)
     h.tick(h.clock.now + 1)
     assert h.returned == [PREFIX]
-    assert h.freed == [], "what it could write to has a grace"
+    assert h.freed_slots == [], "what it could write to has a grace"
 
 
 def test_an_operator_sees_what_is_read_for_nobody_and_can_evict_it(h: Lending) -> None:
-    quarantine = Quarantine(h.table, h.control, h.remote.lent)  # type: ignore[arg-type]
+    quarantine = h.remote.quarantine
     h.ask()
     h.digested()
     assert quarantine.list().reservations == [], "a request wants it"
@@ -237,8 +235,8 @@ def lend_to_a_group(h: Lending) -> Quarantine:
     h.ask(ASK.model_copy(update={"attempt": attempt}))
     h.digested()
     h.remote.abandon(h.request)
-    h.returned.clear()
-    return Quarantine(h.table, h.control, h.remote.lent)  # type: ignore[arg-type]
+    h.host.freed.clear()
+    return h.remote.quarantine
 
 
 def prove_dead(h: Lending, reader: Peer) -> None:
@@ -281,8 +279,7 @@ def test_an_operator_evicts_each_rank_that_may_read(h: Lending) -> None:
     assert h.returned == [PREFIX]
 
 
-def test_lending_is_refused_by_a_node_that_keeps_nothing(h: Lending, monkeypatch: pytest.MonkeyPatch) -> None:
-    nothing: Callable[[Request, int], HostSlots] = lambda *_: HostSlots(())  # noqa: E731
-    monkeypatch.setattr(h.remote.lent, "_hold", nothing)
+def test_lending_is_refused_by_a_node_that_keeps_nothing(h: Lending) -> None:
+    h.host.prefixes = None
     h.ask()
     assert "only 0 positions" in h.refusal()

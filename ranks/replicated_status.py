@@ -1,9 +1,9 @@
-"""The table of a group on several hosts: each has one, and what a rank writes to its own goes to those of the others.
+"""The status of a group on several hosts: each host has a copy, and what a rank writes to its own goes to the others.
 
 A rank is connected to its counterpart on every other host (`RankPlace.counterparts`), which writes what it is told into
-the table that its own host shares. So a rank sends as many messages for a step as there are other hosts, and everything
-that reads the table (the agreement, the watch) is the same on one host and on several. What a rank sends comes in
-order, as the table needs it: a post is in the other table before the next one.
+the copy of its own host. So a rank sends as many messages for a step as there are other hosts, and everything that
+reads the status (step barrier, watch) is the same on one host and on several. What a rank sends comes in order, as
+readers need it: a post is in the other copy before the next one.
 
 A connection and not a collective, since a sleeping rank is woken by what another one does on its own, and the end of a
 rank, or the loss of its host, is seen by a thread that waits for nothing else.
@@ -14,9 +14,10 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
-from ranks.group_table import GroupTable, Standing
-from ranks.rank_place import RankPlace
+from base.phase import Phase
+from ranks.place import RankPlace
 from ranks.sealed_socket import FrameRefused, SealedSocket
+from ranks.status import SharedStatus
 
 _MESSAGE = struct.Struct("<3q")
 _POST, _STATE, _LEFT = range(3)
@@ -24,8 +25,8 @@ _STARTING_S = 600.0
 """How long a rank that starts may be silent: pinning hundreds of GB of host memory may stop all of its threads."""
 
 
-class LinkedTable(GroupTable):
-    """A GroupTable whose entry of this process's rank is kept alike on all hosts.
+class ReplicatedStatus(SharedStatus):
+    """A SharedStatus whose entry of this rank is copied to all hosts.
 
     A counterpart that ends, or is silent for longer than its patience, before all are done is reported in its own
     entry, with the reason.
@@ -40,7 +41,7 @@ class LinkedTable(GroupTable):
         lost: Callable[[], None],
     ) -> None:
         """links: to each counterpart, by its rank. called: another host wants a step that this rank has not come to.
-        lost: a counterpart was reported. Both are called on threads of the table."""
+        lost: a counterpart was reported. Both are called on threads of this object."""
         super().__init__(fd, place.size)
         self._place = place
         self._links = links
@@ -85,10 +86,10 @@ class LinkedTable(GroupTable):
         super().beat(rank)
         self._send_state()
 
-    def set_standing(self, rank: int, standing: Standing) -> None:
-        before = self.standing_of(rank)
-        super().set_standing(rank, standing)
-        if standing != before:
+    def set_phase(self, rank: int, phase: Phase) -> None:
+        before = self.phase_of(rank)
+        super().set_phase(rank, phase)
+        if phase != before:
             self._send_state()
 
     def set_done(self, rank: int) -> None:
@@ -98,7 +99,7 @@ class LinkedTable(GroupTable):
             self._send_state()
 
     def _send_state(self) -> None:
-        self._send(_STATE, self.standing_of(self._place.rank), int(self.done(self._place.rank)))
+        self._send(_STATE, self.phase_of(self._place.rank), int(self.done(self._place.rank)))
 
     def _send(self, kind: int, first: int = 0, second: int = 0) -> None:
         message = _MESSAGE.pack(kind, first, second)
@@ -126,7 +127,7 @@ class LinkedTable(GroupTable):
                     self._called()
             elif kind == _STATE:
                 super().beat(other)
-                super().set_standing(other, Standing(first))
+                super().set_phase(other, Phase(first))
                 if second:
                     super().set_done(other)
             else:

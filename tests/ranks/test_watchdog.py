@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from ranks.group_table import GroupTable
-from ranks.hung_ranks import GRACE_S, HungRanks
+from ranks.status import SharedStatus
+from ranks.watchdog import GRACE_S, Watchdog
 
 STEP_TIMEOUT_S = 3.0
 LOOK_EVERY_S = 0.25
@@ -17,17 +17,17 @@ PATIENCE = round((STEP_TIMEOUT_S + GRACE_S) / LOOK_EVERY_S)
 class Host:
     """Ranks 1 and 2 of three, looked at again and again by a clock of its own."""
 
-    def __init__(self, table: GroupTable) -> None:
-        self.table = table
+    def __init__(self, status: SharedStatus) -> None:
+        self.status = status
         self.now = 1000.0
-        self._hung = HungRanks(table, (1, 2), STEP_TIMEOUT_S, LOOK_EVERY_S)
+        self._hung = Watchdog(status, (1, 2), STEP_TIMEOUT_S, LOOK_EVERY_S)
 
     def look(self, times: int, *turning: int, seconds: float = LOOK_EVERY_S) -> int | None:
         """So many looks, before each of which these ranks turn."""
         found = None
         for _ in range(times):
             for rank in turning:
-                self.table.turn(rank)
+                self.status.turn(rank)
             self.now += seconds
             found = self._hung.look(self.now)
         return found
@@ -35,10 +35,10 @@ class Host:
 
 @pytest.fixture
 def host() -> Iterator[Host]:
-    fd = GroupTable.create(3)
-    table = GroupTable(fd, 3)
-    yield Host(table)
-    table.close()
+    fd = SharedStatus.create(3)
+    status = SharedStatus(fd, 3)
+    yield Host(status)
+    status.close()
     os.close(fd)
 
 
@@ -49,9 +49,9 @@ def test_a_rank_whose_loop_does_not_turn_is_found_behind_the_step_timeout(host: 
 
 
 def test_ranks_that_start_are_done_or_on_another_host_are_not_expected_to_turn(host: Host) -> None:
-    host.table.turn(0)
-    host.table.turn(1)
-    host.table.set_done(1)
+    host.status.turn(0)
+    host.status.turn(1)
+    host.status.set_done(1)
     assert host.look(10 * PATIENCE) is None, "rank 2 has not begun to serve"
 
 

@@ -1,4 +1,4 @@
-"""Ranks of two hosts, which share no table and no line. Here both have the loopback interface."""
+"""Ranks of two hosts, which share no memory and no line. Here both have the loopback interface."""
 
 import json
 import os
@@ -17,15 +17,15 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from base.errors import StartupError
-from ranks import rank_watch
-from ranks.agreement import Agreement
-from ranks.far_ranks import interface_of, local_address, meet
-from ranks.group_table import GroupTable, Standing
-from ranks.linked_table import LinkedTable
+from base.phase import Phase
+from ranks import watch
+from ranks.barrier import GroupBarrier
+from ranks.place import NO_LINE, RankPlace, create_places
 from ranks.rank_line import line_to_first, lines_to_others
-from ranks.rank_place import NO_LINE, RankPlace, create_places
+from ranks.rendezvous import interface_of, local_address, meet
+from ranks.replicated_status import ReplicatedStatus
 from ranks.sealed_socket import INHERITED, SealedSocket
-from tests.ranks.ranks_harness import JSON, forked, join
+from tests.ranks.ranks_harness import JSON, FakeWatch, forked, join
 
 STEPS = 50
 
@@ -56,21 +56,21 @@ def test_places_of_a_host() -> None:
 
 
 class Linked:
-    """Rank `rank` of two hosts with a rank each: its table, and what it was called for."""
+    """Rank `rank` of two hosts with a rank each: its status, and what it was called for."""
 
     def __init__(self, rank: int, link: socket.socket) -> None:
         [self.place] = create_places(2, hosts=2, host=rank, meeting="nowhere:1")
         self.called, self.lost = threading.Event(), threading.Event()
-        self.table = LinkedTable(
-            self.place.table, self.place, {1 - rank: SealedSocket(link, INHERITED)}, self.called.set, self.lost.set
+        self.status = ReplicatedStatus(
+            self.place.status, self.place, {1 - rank: SealedSocket(link, INHERITED)}, self.called.set, self.lost.set
         )
 
-    def agreement(self) -> Agreement:
-        return Agreement(self.table, self.place.rank, self.place.bells, lambda: None, 20)
+    def barrier(self) -> GroupBarrier:
+        return GroupBarrier(self.status, self.place.rank, self.place.wakeup_fds, FakeWatch(), 20)
 
     def close(self) -> None:
-        self.table.leave()
-        self.table.close()
+        self.status.leave()
+        self.status.close()
         for descriptor in self.place.descriptors:
             os.close(descriptor)
 
@@ -85,21 +85,21 @@ def pair() -> Iterator[tuple[Linked, Linked]]:
 
 def test_what_a_rank_writes_of_itself_is_in_the_table_of_the_other_host(pair: tuple[Linked, Linked]) -> None:
     first, second = pair
-    first.table.post(0, 1, 7)
+    first.status.post(0, 1, 7)
     assert second.called.wait(30), "it has not come to that round"
-    assert second.table.posted(0, 1) == 7
-    first.table.set_standing(0, Standing.DRAINING)
-    until(lambda: second.table.standing() is Standing.DRAINING, "the standing")
-    beats = second.table.beats(0)
-    first.table.beat(0)
-    until(lambda: second.table.beats(0) > beats, "the beat")
-    assert not second.table.all_done()
-    second.table.set_done(1)
-    first.table.set_done(0)
-    until(second.table.all_done, "both to be done")
-    until(first.table.all_done, "both to be done")
-    first.table.leave()
-    second.table.leave()
+    assert second.status.posted(0, 1) == 7
+    first.status.set_phase(0, Phase.DRAINING)
+    until(lambda: second.status.phase() is Phase.DRAINING, "the phase")
+    beats = second.status.beats(0)
+    first.status.beat(0)
+    until(lambda: second.status.beats(0) > beats, "the beat")
+    assert not second.status.all_done()
+    second.status.set_done(1)
+    first.status.set_done(0)
+    until(second.status.all_done, "both to be done")
+    until(first.status.all_done, "both to be done")
+    first.status.leave()
+    second.status.leave()
     assert [first.lost.is_set(), second.lost.is_set()] == [False, False], "who leaves in peace is not missed"
 
 
@@ -107,8 +107,8 @@ def test_ranks_of_two_hosts_agree_on_each_step(pair: tuple[Linked, Linked]) -> N
     agreed: list[list[int]] = [[], []]
 
     def run(rank: int) -> None:
-        agreement = pair[rank].agreement()
-        agreed[rank] = [agreement.agree(step % (5 + rank) + 1).batch for step in range(STEPS)]
+        barrier = pair[rank].barrier()
+        agreed[rank] = [barrier.wait(step % (5 + rank) + 1) for step in range(STEPS)]
 
     threads = [threading.Thread(target=run, args=[rank]) for rank in range(2)]
     for thread in threads:
@@ -120,18 +120,18 @@ def test_ranks_of_two_hosts_agree_on_each_step(pair: tuple[Linked, Linked]) -> N
 
 def test_a_rank_whose_connection_ends_is_reported_with_the_reason(pair: tuple[Linked, Linked]) -> None:
     first, second = pair
-    first.table.leave()  # without being done: as if it was killed
+    first.status.leave()  # without being done: as if it was killed
     assert second.lost.wait(30)
-    assert second.table.reported(0) == ("rank 0 on host 0 closed its connection", 1)
+    assert second.status.reported(0) == ("rank 0 on host 0 closed its connection", 1)
 
 
 def test_a_rank_that_is_silent_for_too_long_is_reported(pair: tuple[Linked, Linked]) -> None:
     """As if the cable was cut: nothing is closed."""
     first, second = pair
-    second.table.be_patient(0.05)
-    first.table.beat(0)  # the reader's wait of before ends with what comes next
+    second.status.be_patient(0.05)
+    first.status.beat(0)  # the reader's wait of before ends with what comes next
     assert second.lost.wait(30)
-    assert second.table.reported(0) == ("rank 0 on host 0 was not heard for 0.05 s", 1)
+    assert second.status.reported(0) == ("rank 0 on host 0 was not heard for 0.05 s", 1)
 
 
 def test_ranks_of_two_hosts_compare_exchange_step_and_leave(tmp_path: Path) -> None:
@@ -160,15 +160,15 @@ def test_ranks_of_two_hosts_compare_exchange_step_and_leave(tmp_path: Path) -> N
         group.watch_steps()
         steps = 0
         while steps < STEPS:
-            if place.rank != 2 and not group.linger(lambda: False):
+            if place.rank != 2 and not group.barrier.spin_before_sleep(lambda: False):
                 woken.wait(5)
                 woken.clear()
             if place.rank == 2 and steps == STEPS // 2:
                 time.sleep(0.1)  # longer than others linger
-            steps += bool(group.agree(3 if place.rank == 2 else 0).batch)
-        assert group.agree(0).batch == 0, "nobody has work any more"
-        own = Standing.DRAINING if place.rank == 3 else Standing.SERVING
-        until(lambda: group.stand(own) is Standing.DRAINING, "rank 3 to drain")
+            steps += bool(group.barrier.wait(3 if place.rank == 2 else 0))
+        assert group.barrier.wait(0) == 0, "nobody has work any more"
+        own = Phase.DRAINING if place.rank == 3 else Phase.SERVING
+        until(lambda: group.sync_phase(own) is Phase.DRAINING, "rank 3 to drain")
         until(group.done, "all to be done")
         group.close()
 
@@ -185,14 +185,14 @@ def test_the_ranks_of_one_host_end_when_one_of_another_is_killed(tmp_path: Path)
         for step in range(100_000):
             if place.rank == 3 and step == 20:
                 os.kill(os.getpid(), signal.SIGKILL)
-            group.agree(1)
+            group.barrier.wait(1)
 
     with forked(4, tmp_path, body, hosts=2) as ranks:
         assert [ranks.wait(rank) for rank in range(4)] == [1, 1, 1, -signal.SIGKILL]
         for rank in range(3):
             # Of several that end for the sake of one, the first that is seen is named.
             assert re.fullmatch(r"GroupFailed: rank \d ended", ranks.said(rank))
-        assert ranks.table.first_reported([2, 3]) is not None
+        assert ranks.status.first_reported([2, 3]) is not None
 
 
 def test_a_rank_of_another_host_that_is_stopped_in_peace_is_named(tmp_path: Path) -> None:
@@ -203,33 +203,22 @@ def test_a_rank_of_another_host_that_is_stopped_in_peace_is_named(tmp_path: Path
         group.watch_steps()
         group.share(None)
         if place.rank == 1:
-            beats = group._table.beats(1)
-            until(lambda: group._table.beats(1) > beats + 1, "a beat with which the patience of the start ends")
+            beats = group._status.beats(1)
+            until(lambda: group._status.beats(1) > beats + 1, "a beat with which the patience of the start ends")
             os.kill(os.getpid(), signal.SIGSTOP)
-        until(lambda: group.agree(0).batch, "a rank to end")
+        until(lambda: group.barrier.wait(0), "a rank to end")
 
     with forked(2, tmp_path, body, hosts=2) as ranks:
         assert ranks.wait(0) == 1
         assert ranks.said(0) == "GroupFailed: rank 1 ended"
-        assert ranks.table.reported(1) == ("rank 1 on host 1 was not heard for 1 s", 1)
-
-
-def test_hosts_with_another_checkpoint_refuse_each_other_by_name(tmp_path: Path) -> None:
-    def body(place: RankPlace) -> None:
-        join(place).check_same_config({"version": "1", "fingerprint": "abc" if place.rank else "def"})
-
-    with forked(2, tmp_path, body, hosts=2) as ranks:
-        assert [ranks.wait(rank) for rank in range(2)] == [1, 1]
-        expected = "StartupError: rank {} has fingerprint {}, rank {} has {}: all ranks of a group need the same"
-        assert ranks.said(0) == expected.format(1, "abc", 0, "def")
-        assert ranks.said(1) == expected.format(0, "def", 1, "abc")
+        assert ranks.status.reported(1) == ("rank 1 on host 1 was not heard for 1 s", 1)
 
 
 def test_a_rank_that_ends_while_the_group_starts_ends_the_others_that_wait_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They wait in the store, for as long as weights may take to load."""
-    monkeypatch.setattr(rank_watch, "_STARTING_S", 0.1)
+    monkeypatch.setattr(watch, "_STARTING_S", 0.1)
 
     def body(place: RankPlace) -> None:
         group = join(place)
@@ -239,8 +228,8 @@ def test_a_rank_that_ends_while_the_group_starts_ends_the_others_that_wait_for_i
 
     with forked(2, tmp_path, body, hosts=2) as ranks:
         assert [ranks.wait(rank) for rank in range(2)] == [1, 3]
-        assert ranks.table.reported(0) == ("rank 1 ended while the group started", 1)
-        assert ranks.table.reported(1) == ("rank 1 on host 1 closed its connection", 1)
+        assert ranks.status.reported(0) == ("rank 1 ended while the group started", 1)
+        assert ranks.status.reported(1) == ("rank 1 on host 1 closed its connection", 1)
 
 
 def test_hosts_that_have_other_keys_do_not_meet(tmp_path: Path) -> None:
@@ -304,9 +293,9 @@ def test_a_group_whose_line_has_failed_ends_with_the_reason(tmp_path: Path) -> N
 
 def test_a_frame_that_nobody_of_the_group_has_sent_ends_a_link(pair: tuple[Linked, Linked]) -> None:
     first, second = pair
-    first.table._links[1]._connection.sendall(bytes(100))
+    first.status._links[1]._connection.sendall(bytes(100))
     assert second.lost.wait(30)
-    reason, _ = second.table.reported(0) or ("", 0)
+    reason, _ = second.status.reported(0) or ("", 0)
     assert reason.startswith("rank 0 on host 0 lost its connection (frame 0 does not come from the other end")
 
 
@@ -331,24 +320,3 @@ def test_the_interface_towards_the_meeting() -> None:
     assert local_address("127.0.0.1:5000") == "127.0.0.1"
     assert interface_of("127.0.0.1") == "lo"
     assert interface_of("203.0.113.9") is None
-
-
-def test_a_table_says_who_was_reported_first() -> None:
-    table = GroupTable(fd := GroupTable.create(3), 3)
-    assert table.first_reported([0, 1, 2]) is None
-    table.report(2, "rank 2 on host 1 closed its connection")
-    table.report(1, "rank 1 on host 0 closed its connection")
-    assert table.first_reported([0, 1, 2]) == 2
-    assert table.first_reported([0, 1]) == 1
-    table.close()
-    os.close(fd)
-
-
-def test_a_table_says_what_a_rank_said_of_itself() -> None:
-    table = GroupTable(fd := GroupTable.create(2), 2)
-    assert not table.done(0)
-    table.set_done(0)
-    assert table.done(0)
-    assert table.standing_of(1) is Standing.SERVING
-    table.close()
-    os.close(fd)

@@ -1,9 +1,10 @@
-"""How ranks of several hosts find each other, and the connections between them.
+"""How the ranks of a group find each other, and the connections between those of several hosts.
 
-They meet at a store of torch.distributed, which rank 0 serves at the address that all were given. It asks for no key,
-as the collectives' own connections do not: who reaches them can disturb the group. What ranks send each other beside
-collectives goes over connections of which both ends have shown that they know the secret (`ranks/handshake.py`), and
-whose frames nobody else can make (`ranks/sealed_socket.py`). Without keys there is no secret, and anybody can do both.
+Ranks of one host share what they inherit. Those of several hosts meet at a store of torch.distributed, which rank 0
+serves at the address that all were given. It asks for no key, as the collectives' own connections do not: who reaches
+them can disturb the group. What ranks send each other beside collectives goes over connections of which both ends have
+shown that they know the secret (`ranks/handshake.py`), and whose frames nobody else can make
+(`ranks/sealed_socket.py`). Without keys there is no secret, and anybody can do both.
 """
 
 import hashlib
@@ -18,12 +19,12 @@ from datetime import timedelta
 
 import psutil
 import structlog
-from torch.distributed import DistError, DistNetworkError, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistError, DistNetworkError, FileStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from base.errors import StartupError
-from ranks.agreement import GroupFailed
+from ranks.barrier import GroupFailed
 from ranks.handshake import PATIENCE_S, Caller, HandshakeFailed, Purpose, accept, call
-from ranks.rank_place import RankPlace
+from ranks.place import RankPlace
 from ranks.sealed_socket import SealedSocket
 
 log = structlog.get_logger(__name__)
@@ -34,8 +35,8 @@ _AGAIN_S = 1.0
 
 
 @dataclass(frozen=True)
-class FarRanks:
-    """What connects a rank with those of other hosts.
+class Meeting:
+    """What connects a rank with the others.
 
     links: to the counterparts, by rank. lines: between rank 0 and every rank of another host, by the other rank, if
     ranks have lines. interface: the name of the network interface that leads to the others. clock_ahead: seconds by
@@ -49,12 +50,14 @@ class FarRanks:
     clock_ahead: float
 
 
-def meet(place: RankPlace, secret: bytes, patience: float = MEETING_S) -> FarRanks:
-    """Find the ranks of the other hosts, and connect. Waits for all of them, for so many seconds.
+def meet(place: RankPlace, secret: bytes, patience: float = MEETING_S) -> Meeting:
+    """Find the other ranks. Connects to those of other hosts: waits for all of them, for `patience` seconds.
 
     secret: what only processes of this cluster know. Raises GroupFailed if they do not come, as when another host is
     started later, and StartupError if they cannot be a group: other keys, another shape, or one rank twice.
     """
+    if place.hosts == 1:
+        return Meeting(FileStore(f"/proc/self/fd/{place.store}", place.size), {}, {}, "lo", 0.0)
     until = time.monotonic() + patience
     try:
         store = _join(place, until)
@@ -117,7 +120,7 @@ def _check_shape(place: RankPlace, store: Store) -> None:
         raise StartupError(f"the group at {place.meeting} has {first}, rank {place.rank} has {mine}")
 
 
-def _connect(place: RankPlace, store: Store, secret: bytes, until: float) -> FarRanks:
+def _connect(place: RankPlace, store: Store, secret: bytes, until: float) -> Meeting:
     """Ranks of later hosts connect to those of earlier ones, which accept."""
     if place.rank == 0:
         store.set("nonce", secrets.token_hex(32))
@@ -155,7 +158,7 @@ def _connect(place: RankPlace, store: Store, secret: bytes, until: float) -> Far
         {others[caller]: session for caller, session in found.items() if caller.purpose is purpose}
         for purpose in Purpose
     )
-    return FarRanks(store, links, lines, interface_of(address), ahead)
+    return Meeting(store, links, lines, interface_of(address), ahead)
 
 
 def _called(store: Store, key: bytes, caller: Caller) -> tuple[SealedSocket, float]:

@@ -6,7 +6,7 @@ import socket
 from collections.abc import MutableMapping
 from dataclasses import asdict, dataclass
 
-from ranks.group_table import GroupTable
+from ranks.status import SharedStatus
 
 VARIABLE = "HISPARSE_PD_RANK"
 NO_LINE = (-1, -1)
@@ -16,7 +16,8 @@ NO_LINE = (-1, -1)
 class RankPlace:
     """Rank `rank` of `size`, with descriptors that all ranks of its host inherit.
 
-    table: memory of a GroupTable. store: an empty file by which ranks find each other. bells: an eventfd of each rank.
+    status: memory of a SharedStatus. store: an empty file by which ranks find each other. wakeup_fds: an eventfd of
+    each rank.
     lines: two ends of a connection for every rank but 0, that of rank 0 and that rank's own; none if ranks need none.
 
     hosts: how many share the group, each with as many ranks, in order. meeting: HOST:PORT at which their ranks find
@@ -25,9 +26,9 @@ class RankPlace:
 
     rank: int
     size: int
-    table: int
+    status: int
     store: int
-    bells: tuple[int, ...]
+    wakeup_fds: tuple[int, ...]
     lines: tuple[tuple[int, int], ...] = ()
     hosts: int = 1
     meeting: str = ""
@@ -56,7 +57,7 @@ class RankPlace:
     @property
     def descriptors(self) -> tuple[int, ...]:
         ends = (end for line in self.lines if line != NO_LINE for end in line)
-        return (self.table, self.store, *self.bells, *ends)
+        return (self.status, self.store, *self.wakeup_fds, *ends)
 
     def variables(self) -> dict[str, str]:
         """The environment variable that tells a process its place."""
@@ -70,7 +71,7 @@ class RankPlace:
             return None
         values = json.loads(text)
         lines = tuple((first, own) for first, own in values["lines"])
-        place = cls(**{**values, "bells": tuple(values["bells"]), "lines": lines})
+        place = cls(**{**values, "wakeup_fds": tuple(values["wakeup_fds"]), "lines": lines})
         for descriptor in place.descriptors:
             os.set_inheritable(descriptor, False)
         return place
@@ -81,11 +82,14 @@ def create_places(size: int, lines: bool = False, hosts: int = 1, host: int = 0,
 
     size: ranks of all hosts. lines: whether rank 0 has one to each other. hosts, meeting: see RankPlace.
     """
-    table, store = GroupTable.create(size), os.memfd_create("hisparse-pd-store")
-    bells = tuple(os.eventfd(0, os.EFD_CLOEXEC) for _ in range(size))
+    status, store = SharedStatus.create(size), os.memfd_create("hisparse-pd-store")
+    wakeup_fds = tuple(os.eventfd(0, os.EFD_CLOEXEC) for _ in range(size))
     first, per_host = host * (size // hosts), size // hosts
     ends = tuple(_line() if max(first, rank) < per_host else NO_LINE for rank in range(1, size if lines else 1))
-    return [RankPlace(rank, size, table, store, bells, ends, hosts, meeting) for rank in range(first, first + per_host)]
+    return [
+        RankPlace(rank, size, status, store, wakeup_fds, ends, hosts, meeting)
+        for rank in range(first, first + per_host)
+    ]
 
 
 def _line() -> tuple[int, int]:
