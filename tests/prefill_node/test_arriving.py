@@ -258,7 +258,7 @@ def test_what_was_given_up_stays_given_up() -> None:
         assert not coming.wait(0, 1000)
 
 
-def test_a_prefix_is_in_time_if_all_is_expected_before_the_last_layer_computes() -> None:
+def test_a_prefix_is_in_time_if_all_is_expected_before_the_last_layer() -> None:
     one_of_four = LayersRead(work=1, layers=1, began_at=0.0, at=2.0)
     # Three more take 6 s; the last one is needed after three quarters of the pass.
     assert arrives_in_time(one_of_four, 4, 8.0, now=2.0)

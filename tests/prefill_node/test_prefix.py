@@ -64,7 +64,7 @@ def test_a_prompt_that_is_cached_whole_is_only_sent(node: LiveWorld) -> None:
     assert node.metric("prefill_pages", state="used") == 0
 
 
-def test_cached_positions_are_sent_while_the_pass_of_another_prompt_computes(node: LiveWorld) -> None:
+def test_cached_positions_are_sent_while_another_prompt_computes(node: LiveWorld) -> None:
     node.run(FIRST[:128])
     slow = node.ask(sharing(FIRST, 0, 32))
     node.model.before_pass = lambda: node.hold.wait(10)
@@ -144,7 +144,7 @@ def test_a_node_that_has_room_for_one_prompt_gives_up_what_it_cached_for_the_nex
     node.close()
 
 
-def test_a_prompt_that_is_cached_whole_and_stopped_goes_through_the_same_states(node: LiveWorld) -> None:
+def test_a_prompt_cached_whole_and_stopped_goes_through_the_same_states(node: LiveWorld) -> None:
     node.run(FIRST[:128])
     node.channel.hold = node.hold
     attempt = node.ask(FIRST[:128])

@@ -76,7 +76,7 @@ def test_done_is_said_with_what_all_ranks_have_sent_when_all_have_said_so(h: Wor
     assert h.free_pages == 8
 
 
-def test_an_abort_goes_to_all_ranks_and_quiesced_is_said_when_all_are_quiet(h: World) -> None:
+def test_an_abort_goes_to_all_ranks_and_quiesced_waits_for_all(h: World) -> None:
     """A late write of any rank would corrupt another request."""
     h.receive(request())
     h.compute()

@@ -28,7 +28,7 @@ def test_positions_from_the_start_on_are_sent_and_all_are_computed(node: LiveWor
     assert node.pool.free_pages == node.pool.num_pages
 
 
-def test_a_request_that_is_stopped_while_nothing_is_sent_ends_with_its_pass(node: LiveWorld) -> None:
+def test_a_request_stopped_while_nothing_is_sent_ends_with_its_pass(node: LiveWorld) -> None:
     attempt = node.ask(TOKENS, start=99)
     node.tell()
     assert node.held[attempt].has_begun
