@@ -4,22 +4,16 @@ import math
 import os
 import signal
 import time
-from enum import Enum
+
+import structlog
+
+from base.phase import Phase
+
+log = structlog.get_logger(__name__)
 
 DRAIN_TIMEOUT_S = 30.0
 """Enough for a prompt and an answer of ordinary length; longer answers need more."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-
-
-class Phase(Enum):
-    """What a process does with requests. A process never goes back to an earlier phase."""
-
-    SERVING = "serving"
-    """Takes new requests."""
-    DRAINING = "draining"
-    """Takes none, hands over those that have not begun, and finishes the others until the drain timeout."""
-    ENDING = "ending"
-    """Gives up those that are left."""
 
 
 class Lifecycle:
@@ -53,6 +47,15 @@ class Lifecycle:
     def end(self) -> None:
         """Give up the requests that are left."""
         self._deadline = -math.inf
+
+    def follow(self, phase: Phase) -> None:
+        """Go on to the phase of the group, if that is a later one."""
+        if phase > self.phase:
+            log.info("stopping with the other ranks", phase=phase.name.lower())
+        if phase is Phase.ENDING:
+            self.end()
+        elif phase is Phase.DRAINING:
+            self.drain()
 
     def signalled(self, number: int) -> None:
         """A stop signal arrived."""
