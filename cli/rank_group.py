@@ -21,7 +21,7 @@ from prefill_node.config import PrefillConfig
 from ranks.barrier import GroupFailed
 from ranks.place import RankPlace, create_places
 from ranks.status import SharedStatus
-from ranks.watchdog import Watchdog
+from ranks.watch import Watchdog
 from service.exposure import check_processes
 from service.lifecycle import STOP_SIGNALS
 

@@ -81,13 +81,19 @@ class PrefillStep(Generic[JobT]):
 
     chunks: list[tuple[JobT, PrefillChunk]]
 
+    def compute(self, model: SparseModel) -> dict[JobT, QueuedLogprobs]:
+        """Queue the forward pass. Returns the log probabilities that its jobs ask for."""
+        wanted = [job.wanted_logprobs(chunk) for job, chunk in self.chunks]
+        queued = compute_chunks(model, [chunk for _, chunk in self.chunks], wanted)
+        return {self.chunks[number][0]: found for number, found in queued.items()}
+
 
 class ChunkedPrefill(Generic[JobT]):
-    """Computes jobs first come, first served: `chunk_size` tokens per step, of as many jobs as that takes.
+    """Plans steps of jobs, first come, first served: `chunk_size` tokens per step, of as many jobs as that takes.
 
     A job gets the pages of all its tokens before its first chunk, so a started job always ends. It keeps them until
-    `release`. A step is planned, computed and completed. One thread owns the jobs; only `compute` may run on another,
-    as long as no job of the step is released before it ends.
+    `release`. A step is planned, computed and completed. One thread owns the jobs; a step may be computed on another,
+    as long as none of its jobs is released before it ends.
 
     With a cache, a job begins after the longest prefix of its tokens that has KV: at its start, and once more before
     its first chunk, since jobs before it may have computed the same tokens meanwhile. A job of which nothing is left
@@ -98,9 +104,8 @@ class ChunkedPrefill(Generic[JobT]):
     the step wait for each layer, and leaves the job out of what it completes if that KV did not come.
     """
 
-    def __init__(self, model: SparseModel, pool: PagedKVPool, chunk_size: int, cache: PageCache | None = None) -> None:
+    def __init__(self, pool: PagedKVPool, chunk_size: int, cache: PageCache | None = None) -> None:
         """cache: of that pool; none by default."""
-        self._model = model
         self.chunk_size = chunk_size
         self.pool = pool
         self.pages = cache or PageCache(pool)
@@ -170,12 +175,6 @@ class ChunkedPrefill(Generic[JobT]):
         another."""
         chunks = self._take_chunks()
         return PrefillStep(chunks) if chunks else None
-
-    def compute(self, step: PrefillStep[JobT]) -> dict[JobT, QueuedLogprobs]:
-        """Queue the step's forward pass. Returns the log probabilities that its jobs ask for."""
-        wanted = [job.wanted_logprobs(chunk) for job, chunk in step.chunks]
-        queued = compute_chunks(self._model, [chunk for _, chunk in step.chunks], wanted)
-        return {step.chunks[number][0]: found for number, found in queued.items()}
 
     def complete(self, step: PrefillStep[JobT], without: Set[JobT] = frozenset()) -> None:
         """Count a step's tokens as computed, and cache them, but for those of these jobs."""

@@ -4,11 +4,13 @@ The protocol is in docs/protocol.md. The endpoint sends and repeats messages; th
 """
 
 import time
-from collections.abc import Hashable, Iterable
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Sequence
 
 import structlog
 
 from base.phase import Phase
+from base.tombstones import remember
 from control.messages import (
     Abort,
     Admitted,
@@ -22,6 +24,7 @@ from control.messages import (
     HeartbeatAck,
     Holding,
     Message,
+    NotHeld,
     Peer,
     PrefillAccepted,
     PrefillDone,
@@ -33,14 +36,46 @@ from control.messages import (
 )
 from engine.device import DeviceFailed
 from prefill_node.attempt import HeldAttempt, Update
-from prefill_node.decode_nodes import DecodeNodes
-from prefill_node.finished import FinishedAttempts
+from prefill_node.lanes import DecodeNodes
 from prefill_node.planner import PrefillPlanner
 from ranks.barrier import GroupFailed
 from ranks.group import Ranks
 from service.shell import NodeShell
 
 log = structlog.get_logger(__name__)
+
+_LIMIT = 65536
+
+
+class FinishedAttempts:
+    """Attempts of which nothing is in flight, and whether their writes may linger in the network. One loop calls it.
+
+    Every answer repeats that writes may linger, since each answer may be lost.
+    """
+
+    def __init__(self) -> None:
+        self._lingering: OrderedDict[AttemptId, bool] = OrderedDict()
+
+    def __contains__(self, attempt: AttemptId) -> bool:
+        return attempt in self._lingering
+
+    def add(self, attempt: AttemptId, lingering: bool = False) -> None:
+        remember(self._lingering, attempt, lingering or self._lingers(attempt), _LIMIT)
+
+    def quiesced(self, attempt: AttemptId) -> Quiesced:
+        """The answer to a message that would stop a finished attempt, or start it again."""
+        return Quiesced(attempt=attempt, lingering=self._lingers(attempt))
+
+    def not_held(self, attempts: Sequence[AttemptId]) -> list[Quiesced | NotHeld]:
+        """The answer to a question about attempts that the node does not hold."""
+        answers: list[Quiesced | NotHeld] = [self.quiesced(attempt) for attempt in attempts if self._lingers(attempt)]
+        if quiet := tuple(attempt for attempt in attempts if not self._lingers(attempt)):
+            answers.append(NotHeld(attempts=quiet))
+        return answers
+
+    def _lingers(self, attempt: AttemptId) -> bool:
+        return self._lingering.get(attempt, False)
+
 
 _IDLE_WAIT_S = 0.2
 _FAREWELL_S = 2.5

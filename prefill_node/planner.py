@@ -13,7 +13,7 @@ from base.metrics import Metrics
 from control.messages import AttemptId, FetchGrant, FetchRefused, Peer, PrefillRequest, Progress, Quiesced
 from engine.chunked import ChunkedPrefill, PrefillStep
 from prefill_node.attempt import HeldAttempt, HeldState, Update
-from prefill_node.choices import FetchPolicy
+from prefill_node.config import FetchPolicy
 from prefill_node.dispatch import Dispatch, Transfer
 from prefill_node.offer import Destinations, Offer
 from prefill_node.orders import End, LayersRead, Order, Report, StepEnded, TransferReport

@@ -26,7 +26,7 @@ from control.messages import AttemptId, FetchDone, FetchGrant, FetchRefused, Fet
 from engine.chunked import ChunkedPrefill
 from prefill_node.arrival import arrives_in_time, pass_patience
 from prefill_node.attempt import HeldAttempt, HeldState, PrefixFetch
-from prefill_node.choices import FetchPolicy
+from prefill_node.config import FetchPolicy
 from prefill_node.costs import ComputeCost, FetchCosts
 from prefill_node.division import checksums_of_blocks, divide
 from prefill_node.orders import BlockToRead, DividedPrefix, FetchFailure, LayersRead, TransferReport

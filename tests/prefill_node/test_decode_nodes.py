@@ -3,7 +3,7 @@
 import pytest
 
 from control.messages import Peer
-from prefill_node.decode_nodes import DecodeNodes
+from prefill_node.lanes import DecodeNodes
 from tests.prefill_node.fakes import FakeControl
 
 FIRST, SECOND = (Peer(role="decode", address=f"127.0.0.1:{port}", boot_id=f"{port}") for port in (1, 2))
@@ -13,7 +13,7 @@ def test_a_decode_node_is_watched_for_a_minute_after_the_last_thing_that_it_had_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = 1000.0
-    monkeypatch.setattr("prefill_node.decode_nodes.time.monotonic", lambda: now)
+    monkeypatch.setattr("prefill_node.lanes.time.monotonic", lambda: now)
     control = FakeControl()
     nodes = DecodeNodes(control)  # type: ignore[arg-type]
     nodes.watch([FIRST, FIRST])

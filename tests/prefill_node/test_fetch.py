@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from control.messages import AttemptId, FetchDone, FetchGrant, FetchRefused, FetchRequest, PrefillFailed, Quiesced
-from prefill_node.choices import FetchPolicy
+from prefill_node.config import FetchPolicy
 from prefill_node.costs import ComputeCost, FetchCosts
 from prefill_node.fetch import WrongGrant, pieces
 from prefill_node.prefixes import LEAST_TOKENS
@@ -226,6 +226,7 @@ def no_lease(node: Fetching, asked: FetchRequest) -> None:
     time.sleep(0.1)
     assert node.reads.posted == [], "its address may be another process's"
     node.be_late()
+    node.first.silence = 0.0
 
 
 @pytest.mark.parametrize(

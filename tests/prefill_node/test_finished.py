@@ -1,7 +1,7 @@
 """What a prefill node says of finished attempts, again and again, since each answer may be lost."""
 
 from control.messages import AttemptId, NotHeld, Quiesced
-from prefill_node.finished import FinishedAttempts
+from prefill_node.endpoint import FinishedAttempts
 
 R = AttemptId("decode", "r", 1)
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from control.messages import AttemptId, FetchDone, FetchRequest, PrefillFailed, Quiesced
+from prefill_node import division
 from prefill_node.attempt import HeldState
-from prefill_node.division import checksums_of_blocks, divide
+from prefill_node.division import checksums_of_blocks, cut, divide
 from prefill_node.fetch import WrongGrant, pieces
-from prefill_node.gathering import cut
 from ranks.barrier import GroupFailed
 from tests.prefill_node.sending import LateChannel
 from tests.prefill_node.test_fetch import FIRST, PREFIX, SENT_TO, Fetching
@@ -58,7 +58,8 @@ class GroupFetching(Fetching):
 
 
 @pytest.fixture
-def node() -> Iterator[GroupFetching]:
+def node(monkeypatch: pytest.MonkeyPatch) -> Iterator[GroupFetching]:
+    monkeypatch.setattr(division, "_MOST_ROWS", 30)
     yield from live(GroupFetching())
 
 
@@ -239,7 +240,7 @@ def test_ranks_that_cannot_gather_end_the_node(node: GroupFetching) -> None:
         raise RuntimeError("a lost connection")
 
     for each in node.all:
-        each.worker._gather.run = fail  # type: ignore[method-assign]
+        each.worker._gather = fail  # type: ignore[assignment]
     _, asked = node.ask_fetching()
     node.planner.fetch_answered(node.grant(asked))
     with pytest.raises(GroupFailed, match="rank 0 failed in step 1: gathering failed: a lost connection"):
