@@ -140,9 +140,8 @@ class PrefillPlanner:
         """The decode node lends what `FetchRequest` has asked for, or does not. The attempt may have ended."""
         if isinstance(answer, FetchRefused):
             self._fetches.refused(answer)
-            return
-        if blocks := self._fetches.granted(answer, self._dispatch.new_number(), self._steps_ended):
-            self._dispatch.read(self.held[answer.attempt], answer.stop, blocks)
+        elif (fetch := self._fetches.granted(answer)) is not None:
+            fetch.work, fetch.bounds = self._dispatch.read(fetch.by, answer, self._steps_ended)
 
     def poll(self) -> list[Update]:
         """Do what can be done now, and return what has happened since the last call. Never waits.

@@ -16,7 +16,6 @@ Of attempts that lack the same prefix at the same time one fetches it. The other
 
 import time
 from collections.abc import Callable, Mapping
-from itertools import pairwise
 
 import structlog
 import torch
@@ -28,10 +27,8 @@ from prefill_node.arrival import arrives_in_time, pass_patience
 from prefill_node.attempt import HeldAttempt, HeldState, PrefixFetch
 from prefill_node.config import FetchPolicy
 from prefill_node.costs import ComputeCost, FetchCosts
-from prefill_node.division import checksums_of_blocks, divide
-from prefill_node.orders import BlockToRead, DividedPrefix, FetchFailure, LayersRead, TransferReport
+from prefill_node.orders import DividedPrefix, FetchFailure, LayersRead, TransferReport
 from transfer.choices import Transport
-from transfer.planner import expand_extents
 
 log = structlog.get_logger(__name__)
 
@@ -100,38 +97,17 @@ class PrefixFetches:
         if attempt is not None and attempt.state is HeldState.ASKING:
             self._end(attempt, message.reason, "refused")
 
-    def granted(self, grant: FetchGrant, work: int, steps_ended: int) -> dict[int, BlockToRead]:
-        """What ranks are to read of what the decode node lends, under this number: nothing if that is not wanted."""
+    def granted(self, grant: FetchGrant) -> PrefixFetch | None:
+        """The fetch for which the decode node lends what it was asked for; None if that is not to be read."""
         attempt = self._held.get(grant.attempt)
         if attempt is None or attempt.state is not HeldState.ASKING:
-            return {}
-        fetch, pages = _fetch_of(attempt), attempt.pages
-        assert pages is not None
+            return None
+        fetch = _fetch_of(attempt)
         if (wrong := _grant_error(fetch, grant, attempt.destination.buffers.num_items)) is not None:
             self._end(attempt, wrong, "refused")
-            return {}
+            return None
         attempt.move(HeldState.READING)
-        fetch.work = work
-        fetch.bounds = divide(grant.checksums, grant.start, grant.stop, self._world_size)
-        checksums = checksums_of_blocks(grant.checksums, fetch.bounds)
-        slots = expand_extents(grant.extents)
-        return {
-            rank: BlockToRead(
-                work=work,
-                attempt=attempt.id,
-                decode=attempt.decode,
-                destination=attempt.destination,
-                start=start,
-                stop=stop,
-                pages=pages,
-                slots=slots[start - grant.start : stop - grant.start],
-                checksums=checksums[rank],
-                after=steps_ended,
-                reports_layers=self._world_size == 1,
-            )
-            for rank, (start, stop) in enumerate(pairwise(fetch.bounds))
-            if start < stop
-        }
+        return fetch
 
     def join(self) -> None:
         """Let attempts into the next step whose prefix comes faster than a step computes. No step is under way."""

@@ -15,7 +15,7 @@ from model.passes import PrefillChunk
 from model.sparse_model import SparseModel
 from model.split import GatherRows
 from prefill_node.arrival import AllJobsVoid, AwaitedPrefixes, PrefixArrival
-from prefill_node.compute import ComputeThread, ForwardProgress, Task
+from prefill_node.compute import ComputeThread, ForwardProgress
 from prefill_node.division import gather_prefixes
 from prefill_node.fetch import Fetch, Fetcher
 from prefill_node.lanes import DecodeNodes
@@ -108,7 +108,7 @@ class PrefillWorker:
             case BlockToRead():
                 self._read(order)
             case Gather():
-                self._compute.start(Task(order.number, "gathering", lambda: self._exchange(order)))
+                self._compute.start(order.number, "gathering", lambda: self._exchange(order))
             case CancelTransfers(works=works):
                 for block in filter(None, map(self._blocks.get, works)):
                     block.is_cancelled = True
@@ -144,7 +144,7 @@ class PrefillWorker:
             if block is not None and block.arrival is not None:
                 arrivals[number] = block.arrival
         awaited = AwaitedPrefixes(arrivals, len(step.chunks), step.patience)
-        self._compute.start(Task(step.number, "prefill", lambda: self._queue(step, progress, awaited), progress.fail))
+        self._compute.start(step.number, "prefill", lambda: self._queue(step, progress, awaited), progress.fail)
         for write in step.writes:
             self._send(write, progress)
 
