@@ -8,7 +8,6 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 
 from engine.prompt_logprobs import QueuedLogprobs
-from kvcache.block_cache import PromptIds
 from kvcache.page_cache import PageCache, PageLease
 from kvcache.paged_pool import PagedKVPool, PagedSequence
 from model.passes import PrefillChunk
@@ -124,7 +123,7 @@ class ChunkedPrefill(Generic[JobT]):
         return self.pool.pages_for(num_tokens) <= self.pool.num_pages
 
     def add(self, job: JobT) -> None:
-        job.cached = self.pages.find(_ids(job), job.salt) if job.reuse else 0
+        job.cached = self.pages.find(job.token_ids.numpy(), job.salt) if job.reuse else 0
         self._waiting.append(job)
 
     def forget(self, job: JobT) -> None:
@@ -145,7 +144,7 @@ class ChunkedPrefill(Generic[JobT]):
         started = []
         while self._waiting:
             job = self._waiting[0]
-            job.lease = self.pages.lend(_ids(job), job.salt, job.reuse)
+            job.lease = self.pages.lend(job.token_ids.numpy(), job.salt, job.reuse)
             if job.lease is None:
                 break
             self._waiting.popleft()
@@ -173,26 +172,6 @@ class ChunkedPrefill(Generic[JobT]):
     def plan(self) -> PrefillStep[JobT] | None:
         """The next step of started jobs, or None if none can go on. Complete it, or release its jobs, before planning
         another."""
-        chunks = self._take_chunks()
-        return PrefillStep(chunks) if chunks else None
-
-    def complete(self, step: PrefillStep[JobT], without: Set[JobT] = frozenset()) -> None:
-        """Count a step's tokens as computed, and cache them, but for those of these jobs."""
-        for job, chunk in step.chunks:
-            if job in without:
-                continue
-            job.computed = chunk.stop
-            if job.lease is not None:
-                self.pages.insert(job.lease, chunk.stop)
-            if not job.remaining and job in self._running:
-                self._running.remove(job)
-
-    def _use_cached(self, job: JobT, lease: PageLease) -> None:
-        """The job goes on after the prefix that its lease has found."""
-        job.computed = job.cached = lease.cached
-        job.pages, job.cache = lease.pages, PagedSequence(self.pool, lease.pages)
-
-    def _take_chunks(self) -> list[tuple[JobT, PrefillChunk]]:
         budget = self.chunk_size
         taken = []
         for job in list(self._running):
@@ -209,7 +188,23 @@ class ChunkedPrefill(Generic[JobT]):
             budget -= length
             ids = job.token_ids[job.computed : job.computed + length]
             taken.append((job, PrefillChunk(ids, job.computed, job.num_tokens + 1, job.cache)))
-        return taken
+        return PrefillStep(taken) if taken else None
+
+    def complete(self, step: PrefillStep[JobT], without: Set[JobT] = frozenset()) -> None:
+        """Count a step's tokens as computed, and cache them, but for those of these jobs."""
+        for job, chunk in step.chunks:
+            if job in without:
+                continue
+            job.computed = chunk.stop
+            if job.lease is not None:
+                self.pages.insert(job.lease, chunk.stop)
+            if not job.remaining and job in self._running:
+                self._running.remove(job)
+
+    def _use_cached(self, job: JobT, lease: PageLease) -> None:
+        """The job goes on after the prefix that its lease has found."""
+        job.computed = job.cached = lease.cached
+        job.pages, job.cache = lease.pages, PagedSequence(self.pool, lease.pages)
 
 
 @torch.inference_mode()
@@ -233,8 +228,3 @@ def compute_chunks(
         for number, (chunk, states, asked) in enumerate(zip(chunks, hidden, wanted, strict=True))
         if asked is not None
     }
-
-
-def _ids(job: PrefillJob) -> PromptIds:
-    ids: PromptIds = job.token_ids.numpy()
-    return ids

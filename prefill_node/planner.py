@@ -138,9 +138,8 @@ class PrefillPlanner:
 
     def fetch_answered(self, answer: FetchGrant | FetchRefused) -> None:
         """The decode node lends what `FetchRequest` has asked for, or does not. The attempt may have ended."""
-        if isinstance(answer, FetchRefused):
-            self._fetches.refused(answer)
-        elif (fetch := self._fetches.granted(answer)) is not None:
+        fetch = self._fetches.answered(answer)
+        if fetch is not None and isinstance(answer, FetchGrant):
             fetch.work, fetch.bounds = self._dispatch.read(fetch.by, answer, self._steps_ended)
 
     def poll(self) -> list[Update]:
@@ -258,8 +257,9 @@ class PrefillPlanner:
             case StepEnded():
                 self._on_step_ended(report)
             case LayersRead():
-                if (attempt := self._dispatch.attempt_of(report.work)) is not None:
-                    self._fetches.on_layers(attempt, report)
+                attempt = self._dispatch.attempt_of(report.work)
+                if attempt is not None and attempt.fetch is not None:
+                    attempt.fetch.layers = report
             case TransferReport():
                 if (ended := self._dispatch.block_ended(rank, report)) is not None:
                     self._on_transferred(*ended)

@@ -87,11 +87,9 @@ class KVSource(Protocol):
 
     def gather(self, buffer: int, part: ChunkPart, into: SendBuffer) -> None:
         """Pack a part's items into a send buffer, in the order of positions. Complete on return."""
-        ...
 
     def digest(self, buffer: int, part: ChunkPart, start: int, stop: int) -> int:
         """Checksum of positions [start, stop) of a part, read in place."""
-        ...
 
 
 class HostSource:

@@ -120,11 +120,9 @@ class Worker(Protocol[OrderT_contra]):
 
     def take(self, order: OrderT_contra) -> None:
         """Begin with an order. Never waits."""
-        ...
 
     def close(self, timeout: float) -> bool:
         """End once what was ordered has ended. Whether it has within so many seconds."""
-        ...
 
 
 class Executor(Generic[OrderT, ReportT]):

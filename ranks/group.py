@@ -23,7 +23,7 @@ from ranks.place import RankPlace
 from ranks.rendezvous import MEETING_S, meet
 from ranks.sealed_socket import SealedSocket
 from ranks.status import ReplicatedStatus, SharedStatus
-from ranks.watch import RankWatch, end_process
+from ranks.watch import RankWatch
 
 log = structlog.get_logger(__name__)
 
@@ -171,7 +171,6 @@ class RankGroup(Ranks):
             tuple(map(self._status.pid, range(self.world_size))),
             step_timeout,
             wake,
-            lambda reason: end_process(self._status, self.rank, reason),
         )
         self.barrier = GroupBarrier(self._status, self.rank, place.wakeup_fds, self._watch, step_timeout, self._spin())
 

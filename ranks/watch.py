@@ -26,7 +26,7 @@ class RankWatch:
     """Waits for the wakeup_fd and for the ends of the other ranks, and shows that this process runs.
 
     A step is watched by a thread, since its own may wait in a collective for a rank that never comes, for which there
-    is no time limit on a GPU. Nothing can be told to anyone then: `give_up` ends the process.
+    is no time limit on a GPU. Nothing can be told to anyone then: the process ends.
     """
 
     def __init__(
@@ -37,16 +37,13 @@ class RankWatch:
         pids: tuple[int, ...],
         step_timeout: float,
         wake: Callable[[], None],
-        give_up: Callable[[str], None],
     ) -> None:
-        """pids: of all ranks; 0: it is on another host. wake: has the loop take its next turn. give_up: called with the
-        reason."""
+        """pids: of all ranks; 0: it is on another host. wake: has the loop take its next turn."""
         self._status = status
         self._rank = rank
         self._wakeup_fd = wakeup_fd
         self._step_timeout = step_timeout
         self._wake = wake
-        self._give_up = give_up
         self._beat_s = min(_LONGEST_BEAT_S, step_timeout / 8)
         self._ends = {os.pidfd_open(pid): other for other, pid in enumerate(pids) if pid and other != rank}
         self._far = [other for other, pid in enumerate(pids) if not pid]
@@ -145,12 +142,11 @@ class RankWatch:
                 return f"rank {other} is stopped: {limit}"
         return f"rank {self._rank}: {limit}"
 
-
-def end_process(status: SharedStatus, rank: int, reason: str) -> None:
-    """End this process at once, whatever its other threads wait for. The process that started it says why."""
-    log.critical("the group failed", reason=reason)
-    status.report(rank, reason)
-    os._exit(1)
+    def _give_up(self, reason: str) -> None:
+        """End this process at once, whatever its other threads wait for. The process that started it says why."""
+        log.critical("the group failed", reason=reason)
+        self._status.report(self._rank, reason)
+        os._exit(1)
 
 
 GRACE_S = 2.0

@@ -258,13 +258,6 @@ def test_a_decode_node_without_a_route_costs_its_requests(sending: Sending) -> N
     assert sending.send(sending.chunk()).error is None
 
 
-def test_a_bug_while_sending_costs_the_chunk_and_not_the_thread(sending: Sending) -> None:
-    chunk = sending.chunk()
-    impossible = dataclasses.replace(chunk, block=dataclasses.replace(chunk.block, slots=np.arange(3)))
-    assert "sending failed" in (sending.send(impossible).error or "")
-    assert sending.send(sending.chunk()).error is None
-
-
 @pytest.mark.parametrize("broken", ["submit", "wait", "check", "connect", "ring"])
 def test_whatever_fails_every_chunk_is_reported_once_and_the_next_ones_are_sent(sending: Sending, broken: str) -> None:
     """The thread ended, and all that its decode node had here kept its pages for ever."""

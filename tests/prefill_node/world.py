@@ -71,6 +71,7 @@ VOCAB = 100
 NUM_SLOTS = 1024
 UNTOUCHED = 255
 TOKEN_BYTES = LAYOUT.token_bytes
+UpdateT = TypeVar("UpdateT", bound=Message)
 
 
 def request(**changes: Any) -> PrefillRequest:
@@ -182,6 +183,12 @@ class Node:
     def repeated(self) -> list[Message]:
         """What is said to the decode node again and again."""
         return [message for _, message in self.control.repeated.values()]
+
+    def only(self, kind: type[UpdateT]) -> UpdateT:
+        """The one message that is said again and again."""
+        [message] = self.repeated
+        assert isinstance(message, kind)
+        return message
 
     @property
     def free_pages(self) -> int:
@@ -299,6 +306,15 @@ class World(Node):
         self.endpoint._housekeep(now)
         self.planner._stop_late_transfers(now)
         self.tell()
+
+    @classmethod
+    def sending(cls, **changes: Any) -> "World":
+        """A prompt is computed, in two steps, and is being sent."""
+        world = cls()
+        world.receive(request(**changes))
+        world.compute()
+        world.compute()
+        return world
 
     def script(self, *turns: Callable[[], object]) -> list[Callable[[], object]]:
         """What happens in the turns of `endpoint.run`, one after another; the list is empty when all of it has."""
@@ -455,9 +471,6 @@ class LiveRank:
 
     def send(self, order: Order) -> None:
         self.worker.take(OF_OTHERS.decode(OF_FIRST.encode(order)))
-
-
-UpdateT = TypeVar("UpdateT", bound=Message)
 
 
 class LiveWorld(Node):
