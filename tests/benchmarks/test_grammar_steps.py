@@ -3,6 +3,7 @@
 import torch
 
 from benchmarks.grammar.steps import GrammarSteps, PairedTimes, StepTimes
+from benchmarks.kernel_times import exclusive_times
 from control.grammar import TextChoice
 from tests.engine.grammar.small import PADDED, compiled, encode
 
@@ -13,6 +14,11 @@ def test_the_median_of_pairs_knows_nothing_of_the_speed_of_the_moment() -> None:
     pairs = PairedTimes(free, bound)
     assert pairs.cells(lambda step: step.ms) == ["10.00", "10.50", "+5.0%", "+5.0% to +5.0%"]
     assert pairs.cells(lambda step: step.processor_ms)[2] == "+100.0%"
+
+
+def test_a_kernel_that_waits_for_the_one_before_counts_from_its_end() -> None:
+    ran = [(10.0, 14.0, "second"), (0.0, 12.0, "first"), (11.0, 11.5, "hidden"), (20.0, 21.0, "later")]
+    assert exclusive_times(ran) == [("first", 0.012), ("second", 0.002), ("hidden", 0.0), ("later", 0.001)]
 
 
 def test_answers_that_end_begin_again() -> None:

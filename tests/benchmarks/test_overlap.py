@@ -7,35 +7,21 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.overlap.node import LONG_GAP_US, WaitClock, gaps
+from benchmarks.overlap.node import LONG_GAP_US, gaps
 
 US = 1000
 LONG = round(LONG_GAP_US * US)
 
 
-def test_gaps_between_kernels_are_added_up_and_long_ones_by_themselves() -> None:
-    kernels = [(0, 5 * US), (6 * US, 10 * US), (10 * US + 2 * LONG, 11 * US + 2 * LONG)]
-    assert gaps(kernels) == (1 * US + 2 * LONG, 2 * LONG)
-
-
-def test_kernels_that_run_side_by_side_leave_no_gap() -> None:
-    """The longest of them decides when the device is idle again."""
-    kernels = [(0, 50 * US), (10 * US, 20 * US), (30 * US, 40 * US), (51 * US, 60 * US)]
-    assert gaps(kernels) == (1 * US, 0)
-
-
-def test_waiting_is_added_up_also_when_it_fails() -> None:
-    clock = WaitClock()
-
-    def fail() -> None:
-        raise RuntimeError("no device")
-
-    assert clock.timed(max)(1, 2) == 2
-    once = clock.seconds
-    assert once > 0
-    with pytest.raises(RuntimeError, match="no device"):
-        clock.timed(fail)()
-    assert clock.seconds > once
+@pytest.mark.parametrize(
+    ("kernels", "all_and_long"),
+    [
+        ([(0, 5 * US), (6 * US, 10 * US), (10 * US + 2 * LONG, 11 * US + 2 * LONG)], (1 * US + 2 * LONG, 2 * LONG)),
+        ([(0, 50 * US), (10 * US, 20 * US), (30 * US, 40 * US), (51 * US, 60 * US)], (1 * US, 0)),  # side by side
+    ],
+)
+def test_gaps_between_kernels_are_added_up(kernels: list[tuple[int, int]], all_and_long: tuple[int, int]) -> None:
+    assert gaps(kernels) == all_and_long
 
 
 @pytest.mark.slow

@@ -1,10 +1,8 @@
 """What is said of measurements follows from them."""
 
-import io
 import json
 
 import pytest
-from rich.console import Console
 
 from benchmarks.machine import this_machine
 from benchmarks.percentiles import Percentiles
@@ -12,7 +10,7 @@ from benchmarks.transfer.cases import Case, Protocol
 from benchmarks.transfer.groups import Group
 from benchmarks.transfer.methods import Run
 from benchmarks.transfer.overlap import Overlap
-from benchmarks.transfer.report import Report, document, print_report
+from benchmarks.transfer.report import Report, document
 from benchmarks.transfer.results import CaseResult, MethodResult
 
 
@@ -66,14 +64,3 @@ def test_the_document_has_every_run_and_the_machine() -> None:
     assert ours["speed_relative_to"] == {"ours": 1.0, "token": 20.0, "ceiling": 0.5}
     assert (polled["is_ceiling"], token["is_ceiling"]) == (True, False)
     assert content["overlaps"][0]["ratio"] == pytest.approx(0.1)
-
-
-def test_the_report_shows_every_method_and_marks_the_ceiling() -> None:
-    console = Console(width=120, record=True, file=io.StringIO())
-    print_report(Report([RESULT], [OVERLAP], {"initiator": this_machine()}, {}, others=1.25), console)
-    text = console.export_text()
-    assert "polled *" in text
-    assert "20.0 x" in text
-    assert "50%" in text
-    assert "other processes kept 1.2 cores busy" in text
-    assert "20.0 ms after its last chunk: 10.0%" in text

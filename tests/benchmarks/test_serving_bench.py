@@ -5,7 +5,6 @@ import json
 import signal
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,9 +33,7 @@ def bench(directory: Path, *words: str, code: int = 0) -> Json:
     return content
 
 
-def test_every_load_is_measured_at_every_service_and_warm_up_is_not_counted(
-    stub: Callable[..., str], tmp_path: Path
-) -> None:
+def test_every_load_is_measured_at_every_service_without_warm_up(stub: Callable[..., str], tmp_path: Path) -> None:
     asked: list[Json] = []
 
     async def answer(request: Json, reply: Reply) -> None:
@@ -66,40 +63,6 @@ def test_every_load_is_measured_at_every_service_and_warm_up_is_not_counted(
     }
 
 
-def test_a_closed_loop_has_as_many_connections_as_clients(stub: Callable[..., str], tmp_path: Path) -> None:
-    under_way, most = Counter[str](), []
-    together = asyncio.Event()
-
-    async def answer(request: Json, reply: Reply) -> None:
-        under_way["now"] += 1
-        most.append(under_way["now"])
-        if under_way["now"] == 3:
-            together.set()
-        await together.wait()
-        await in_full(request, reply)
-        under_way["now"] -= 1
-
-    bench(tmp_path, "--base-url", stub(answer), "--concurrency", "3", "--num-requests", "9", "--warmup-requests", "0")
-    assert max(most) == 3
-
-
-def test_an_open_loop_sends_all_at_once_at_an_infinite_rate(stub: Callable[..., str], tmp_path: Path) -> None:
-    arrived: list[Json] = []
-    all_there = asyncio.Event()
-
-    async def answer(request: Json, reply: Reply) -> None:
-        arrived.append(request)
-        if len(arrived) == 12:
-            all_there.set()
-        await all_there.wait()
-        await in_full(request, reply)
-
-    words = ["--request-rate", "inf", "--num-requests", "12", "--warmup-requests", "0", "--slo-ttft-ms", "1e9"]
-    (point,) = bench(tmp_path, "--base-url", stub(answer), *words)["points"]
-    assert point["load"] == {"kind": "open", "value": "inf"}
-    assert point["goodput"] == point["requests_per_s"]
-
-
 def test_what_was_asked_for_is_written_down_without_the_key(stub: Callable[..., str], tmp_path: Path) -> None:
     users: list[str] = []
 
@@ -123,38 +86,19 @@ def test_failures_are_counted_by_kind_and_the_others_are_measured(
 
     async def answer(request: Json, reply: Reply) -> None:
         served.append(request)
-        match len(served):
-            case 1:
-                reply.whole(429, {"error": {"message": "all queues are full"}})
-            case 2:
-                reply.start()
-                reply.event({"error": {"message": "no node is left"}})
-                reply.event("[DONE]")
-                reply.end()
-            case 3:
-                reply.start()
-                reply.event(token_event())
-                reply.drop()
-            case 4:
-                reply.start()
-                reply.event(token_event())
-                reply.end()
-            case 5:
-                reply.start()
-                reply.event("{")
-                reply.end()
-            case _:
-                await in_full(request, reply)
+        events: dict[int, Json | str] = {2: {"error": {"message": "no node is left"}}, 5: "{"}
+        if len(served) == 1:
+            return reply.whole(429, {"error": {"message": "all queues are full"}})
+        if len(served) > 5:
+            return await in_full(request, reply)
+        reply.start()
+        reply.event(events.get(len(served), token_event()))
+        return reply.drop() if len(served) == 3 else reply.end()
 
     words = ["--concurrency", "1", "--num-requests", "7", "--warmup-requests", "0"]
     (point,) = bench(tmp_path, "--base-url", stub(answer), *words)["points"]
-    assert point["failed"] == {
-        "HTTP 429": 1,
-        "error event": 1,
-        "broken connection": 1,
-        "broken off": 1,
-        "malformed event": 1,
-    }
+    kinds = ("HTTP 429", "error event", "broken connection", "broken off", "malformed event")
+    assert point["failed"] == dict.fromkeys(kinds, 1)
     assert point["answered"] == 2
     assert "1 failed: HTTP 429: all queues are full" in capsys.readouterr().out
 
@@ -240,12 +184,8 @@ def test_what_cannot_be_measured_is_one_line(
 def test_a_tiny_model_is_served_measured_and_stopped(tmp_path: Path) -> None:
     files = ["--json", str(tmp_path / "out.json"), "--png", str(tmp_path / "out.png")]
     small = ["--input-tokens", "100", "--output-tokens", "8", "--concurrency", "2", "--num-requests", "4"]
-    configs = [
-        "--hisparse-config",
-        '{"device_buffer_size": 64}',
-        "--compare-hisparse-config",
-        '{"device_buffer_size": 96}',
-    ]
+    sizes = ['{"device_buffer_size": 64}', '{"device_buffer_size": 96}']
+    configs = ["--hisparse-config", sizes[0], "--compare-hisparse-config", sizes[1]]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     services: set[psutil.Process] = set()
     with started([*BENCH, *small, *configs, *files], **pipes) as process:
@@ -259,7 +199,7 @@ def test_a_tiny_model_is_served_measured_and_stopped(tmp_path: Path) -> None:
     assert len(services) >= 2 * 4, "serve and its three processes, twice"
     assert all_gone(services)
     first, second = json.loads((tmp_path / "out.json").read_text())["points"]
-    assert (first["service"], second["service"]) == ('{"device_buffer_size": 64}', '{"device_buffer_size": 96}')
+    assert [first["service"], second["service"]] == sizes
     for point in (first, second):
         assert point["answered"] == 4
         assert point["counts"] == {"no_usage": 0, "miscounted": 0, "short": 0, "other_prompt": 0}

@@ -11,13 +11,11 @@ from typing import Any
 import pytest
 
 from base.errors import StartupError
-from benchmarks.prefix.trace import TRACE_BLOCK_TOKENS
 from benchmarks.serving import processes
 from benchmarks.serving.config import ServingBench
-from benchmarks.serving.conversation import Conversations
 from benchmarks.serving.replay import Scale, TraceReplay, read_replay
 from benchmarks.serving.services import local_services
-from benchmarks.serving.workload import Prompt, RandomPrompts
+from benchmarks.serving.workload import Prompt
 from cli.main import main
 from tests.benchmarks.caching import CachingStub
 from tests.benchmarks.conftest import in_full
@@ -38,10 +36,6 @@ def trace(tmp_path: Path) -> Path:
     path = tmp_path / "trace.jsonl"
     path.write_text("".join(json.dumps(request) + "\n" for request in TRACE))
     return path
-
-
-def test_a_block_is_sent_whole_by_default() -> None:
-    assert ServingBench().block_tokens == TRACE_BLOCK_TOKENS
 
 
 def replay(trace: Path, limit: int | None = None, **scale: int) -> TraceReplay:
@@ -136,15 +130,6 @@ def test_a_conversation_needs_to_know_what_was_answered(stub: Callable[..., str]
     words = ["--turns", "2", "--concurrency", "1", "--num-requests", "2"]
     (point,) = bench(tmp_path, "--base-url", stub(in_full), *words, code=1)["points"]
     assert point["failed"] == {"no token ids": 2}
-
-
-def test_conversations_of_all_loads_begin_alike_and_are_drawn_again() -> None:
-    workload = Conversations(RandomPrompts(10, 5), turns=2, shared_prefix=20)
-    first, second = ([session.turns for session in workload.draw(point, 3, ahead=1)] for point in (0, 1))
-    assert [len(turns) for turns in first] == [1, 2, 2, 2]
-    assert len({tuple(ids(turns[0])[:20]) for turns in first + second}) == 1
-    assert first == [session.turns for session in workload.draw(0, 3, ahead=1)] != second
-    assert workload.longest == 20 + 2 * 15
 
 
 @pytest.mark.parametrize(

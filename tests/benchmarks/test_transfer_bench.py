@@ -16,19 +16,8 @@ from tests.benchmarks.started import all_gone, descendants, started
 from tests.e2e.cluster import wait_until
 
 BENCH = [sys.executable, "-m", "cli.main", "bench", "transfer"]
-SMALL = [
-    "--tokens",
-    "300",
-    "--layers",
-    "2",
-    "--page-size",
-    "16",
-    "--rounds",
-    "2",
-    "--methods",
-    "ours,token,page,ceiling",
-]
-
+METHODS = "ours,token,page,ceiling"
+SMALL = ["--tokens", "300", "--layers", "2", "--page-size", "16", "--rounds", "2", "--methods", METHODS]
 ENDLESS = [*BENCH, "--tokens", "32K", "--rounds", "1000"]
 
 

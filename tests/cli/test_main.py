@@ -11,9 +11,7 @@ import decode_node.process
 import gateway.process
 import prefill_node.process
 from base.version import VERSION
-from cli.config import ServeConfig
 from cli.main import main, title
-from cli.serve import ServePlan
 from control.codec import PROTOCOL_VERSION
 from decode_node.config import DecodeConfig
 from gateway.config import GatewayConfig
@@ -149,13 +147,6 @@ def test_help_loads_none_of_what_takes_long(words: list[str]) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("words", [["decode"], ["prefill", "--model-path", "/m", "--dtype", "int4"], ["no-such"]])
-def test_usage_errors_end_with_2(words: list[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(words)
-    assert ended.value.code == 2
-
-
 @pytest.mark.parametrize(
     ("words", "shown"),
     [
@@ -167,22 +158,3 @@ def test_usage_errors_end_with_2(words: list[str]) -> None:
 )
 def test_a_process_is_listed_with_its_flags_and_without_its_keys(words: str, shown: str) -> None:
     assert title(words.split()) == f"hisparse-pd {shown}".rstrip()
-
-
-def test_keys_are_given_by_flag_or_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ["prefill", "--model-path", "/m", "--host", "10.0.0.2"]
-    assert run(monkeypatch, *words, "--key-dir", "/k").key_dir == Path("/k")
-    assert run(monkeypatch, *words, "--insecure").insecure is True
-    monkeypatch.setenv("HISPARSE_PD_KEY_DIR", "/e")
-    assert run(monkeypatch, *words).key_dir == Path("/e")
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", "10.0.0.1", "0.0.0.0"])
-def test_serve_opens_nothing_but_the_api_to_other_machines(host: str) -> None:
-    config = ServeConfig(model_path=Path("/m"), host=host, api_keys=("k",))
-    gateway, *nodes = ServePlan(config, port=1, devices=("cpu",)).children()
-    assert gateway.words[gateway.words.index("--host") + 1] == host
-    assert gateway.words[gateway.words.index("--control-host") + 1] == "127.0.0.1"
-    for node in nodes:
-        assert "--host" not in node.words, "loopback is the default"
-        assert node.words[node.words.index("--gateway") + 1].startswith("127.0.0.1:")

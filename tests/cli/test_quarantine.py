@@ -71,27 +71,6 @@ def run(*words: str) -> int:
     return ended.value.code
 
 
-def test_list(quarantined: Node, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "160")
-    assert run("list", "--url", quarantined.url + "/") == 0
-    output = capsys.readouterr().out
-    for expected in ("640 slots in quarantine", "cmpl-1", "10.0.0.1:8011", "0123456789abcdef", "60.", "unknown"):
-        assert expected in output
-
-
-def test_a_list_that_goes_through_a_pipe_has_a_line_per_reservation(
-    node: Node, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Whatever the width of the terminal, for there is none."""
-    request_id = "cmpl-" + "0123456789abcdef" * 8
-    writer = Peer(role="prefill", address="a-long-name.of-a-prefill-node.in-some-cluster.example.com:8011", boot_id="b")
-    node.table.open(AttemptId("decode", request_id, 3), writer, "slots", num_slots=640)
-    node.table.quarantine(AttemptId("decode", request_id, 3), time.monotonic() - 60)
-    assert run("list", "--url", node.url) == 0
-    [line] = [line for line in capsys.readouterr().out.splitlines() if request_id in line]
-    assert writer.address in line
-
-
 def test_a_list_on_a_terminal_fits_80_columns(
     node: Node, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -68,7 +68,7 @@ class Node:
 
     def __init__(self, addresses: GatewayAddresses) -> None:
         self.control = ControlPlane("decode", "127.0.0.1", 0, "127.0.0.1", self._deliver)
-        self.membership = Membership(self.control, addresses, self._offer, self._beat)
+        self.membership = Membership(self.control, addresses, self.offer, self.beat)
         self.control.start()
         self.control.periodically(0.02, self.membership.tick)
 
@@ -77,13 +77,13 @@ class Node:
             self.membership.receive(sender, message)
 
     @staticmethod
-    def _offer(via: str) -> Register:
+    def offer(via: str) -> Register:
         return Register(
             via=via, role="decode", identity=IDENTITY, transports=("tcp",), page_size=1, max_request_tokens=1
         )
 
     @staticmethod
-    def _beat(via: str) -> Heartbeat:
+    def beat(via: str) -> Heartbeat:
         return Heartbeat(via=via, ready=True, queued_tokens=0)
 
 
@@ -113,7 +113,7 @@ def node() -> Iterator[Callable[[GatewayAddresses], Node]]:
         one.control.stop()
 
 
-def test_a_node_registers_with_every_gateway_and_with_those_that_come_later(
+def test_a_node_registers_with_every_gateway_also_with_later_ones(
     gateway: Callable[..., Gateway], node: Callable[[GatewayAddresses], Node]
 ) -> None:
     first, second, late = gateway(), gateway(), gateway()
@@ -126,16 +126,6 @@ def test_a_node_registers_with_every_gateway_and_with_those_that_come_later(
     wait_until(lambda: boot in late.known)
     me.membership.leave()
     wait_until(lambda: all(Leaving() in one.seen for one in (first, second, late)))
-
-
-def test_a_node_whose_gateways_are_not_found_yet_is_no_member(
-    gateway: Callable[..., Gateway], node: Callable[[GatewayAddresses], Node]
-) -> None:
-    addresses = Listed()
-    me = node(addresses)
-    assert not me.membership.is_member
-    addresses.list(gateway())
-    wait_until(lambda: me.membership.is_member)
 
 
 def test_a_gateway_that_is_listed_no_more_is_kept_while_it_answers(
@@ -158,7 +148,7 @@ def test_a_gateway_that_is_listed_no_more_is_kept_while_it_answers(
     assert not me.membership.gateway_lost(staying.control.me, 0.0, 0.0)
 
 
-def test_who_takes_the_address_of_a_gateway_that_is_listed_no_more_gets_no_node(
+def test_who_takes_the_address_of_a_forgotten_gateway_gets_no_node(
     gateway: Callable[..., Gateway], node: Callable[[GatewayAddresses], Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Addresses of pods are used again, also by others."""

@@ -3,7 +3,6 @@
 import math
 import queue
 import time
-from collections.abc import Callable, Iterator
 
 import pytest
 import structlog
@@ -12,44 +11,20 @@ import zmq
 from base.errors import StartupError
 from control import connections
 from control.codec import encode
-from control.messages import Cancel, Leaving, Message, Peer, Ping, Pong, Role
+from control.messages import Cancel, Leaving, Message, Peer, Pong
 from control.plane import ControlPlane, ControlPlaneFailed
+from tests.control.harness import Start
 from tests.e2e.cluster import wait_until
 
 Inbox = queue.SimpleQueue[tuple[Peer, Message]]
 WORD = Cancel(request_id="word")
 """What any gateway may say."""
 
-Start = Callable[..., tuple[ControlPlane, Inbox]]
-
-
-@pytest.fixture
-def start() -> Iterator[Start]:
-    planes: list[ControlPlane] = []
-
-    def make(role: Role = "gateway", port: int = 0) -> tuple[ControlPlane, Inbox]:
-        inbox: Inbox = queue.SimpleQueue()
-        plane = ControlPlane(role, "127.0.0.1", port, "127.0.0.1", lambda peer, message: inbox.put((peer, message)))
-        planes.append(plane)
-        plane.start()
-        return plane, inbox
-
-    yield make
-    for plane in planes:
-        plane.stop()
-
 
 def raw_sender(plane: ControlPlane) -> "zmq.Socket[bytes]":
     socket = zmq.Context.instance().socket(zmq.PUSH)
     socket.connect(f"tcp://{plane.me.address}")
     return socket
-
-
-def test_a_message_arrives_with_its_sender(start: Start) -> None:
-    (a, _), (b, inbox) = start("gateway"), start("decode")
-    a.send(b.me, Cancel(request_id="r"))
-    assert inbox.get(timeout=5) == (a.me, Cancel(request_id="r"))
-    assert b.last_heard(a.me.boot_id) is not None
 
 
 def test_messages_of_one_sender_keep_their_order(start: Start) -> None:
@@ -209,29 +184,6 @@ def test_what_a_process_said_before_it_died_is_no_sign_of_life(start: Start) -> 
     assert a.silence(dead) > read_at - asked_at, "it counts from when the ping was sent"
     assert (a.alive_after("dead") or 0) < asked_at
     socket.close(linger=0)
-
-
-def test_a_ping_is_answered_with_its_nonce_and_nobody_elses_handler_sees_it(start: Start) -> None:
-    (a, a_inbox), (b, b_inbox) = start("decode"), start("prefill")
-    a.send(b.me, Ping(nonce=7))
-    a.watch([b.me])
-    wait_until(lambda: a.alive_after(b.me.boot_id), what="an answer")
-    b.send(a.me, Leaving())
-    assert a_inbox.get(timeout=5) == (b.me, Leaving())
-    assert b_inbox.empty()
-
-
-def test_periodic_actions_run_until_the_end_and_survive_their_errors(start: Start) -> None:
-    a, _ = start()
-    ran: queue.SimpleQueue[int] = queue.SimpleQueue()
-
-    def action() -> None:
-        ran.put(1)
-        raise RuntimeError("a bug")
-
-    a.periodically(0.02, action)
-    for _ in range(3):
-        ran.get(timeout=5)
 
 
 def test_a_connection_that_sat_idle_and_was_closed_works_at_once(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:

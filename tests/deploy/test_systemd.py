@@ -91,22 +91,6 @@ def test_a_unit_has_time_to_drain(role: str) -> None:
     assert float(Unit(role)["TimeoutStopSec"]) >= float(command_line(role).raw["--drain-timeout"]) + 20
 
 
-@every_role
-def test_a_process_that_died_comes_back_unless_it_was_configured_wrongly(role: str) -> None:
-    unit = Unit(role)
-    assert unit["Restart"] == "on-failure"
-    assert unit["RestartPreventExitStatus"] == "2"
-    assert unit.get("Unit", "StartLimitIntervalSec") == "0", "systemd would give up on it"
-
-
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_nodes_may_pin_memory_and_reach_their_device(role: str) -> None:
-    unit = Unit(role)
-    assert unit["LimitMEMLOCK"] == "infinity"
-    # Each of these takes /dev/nvidia* away, the last by what it lets in.
-    assert not re.search(r"^(PrivateDevices|DevicePolicy|DeviceAllow|ProtectClock)=", unit.text, re.MULTILINE)
-
-
 def test_eight_nodes_of_each_kind_fit_on_a_machine() -> None:
     taken: list[int] = [default("gateway", "port"), default("gateway", "control_port")]
     for role in ("prefill", "decode"):

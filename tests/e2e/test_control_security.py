@@ -147,38 +147,6 @@ def test_revoked_nodes_are_dropped_and_the_others_serve_on(
     assert_serves(cluster, references["deepseek_v32"])
 
 
-def test_a_key_of_another_role_registers_nothing(cluster: Cluster, keys: Path) -> None:
-    """A process that has a prefill node's key says that it is a decode node."""
-    loaded = load_keys(keys, "prefill")
-    gateway = cluster.nodes["gateway"]
-    context = zmq.Context()
-    push = context.socket(zmq.PUSH)
-    push.curve_publickey, push.curve_secretkey = loaded.own.public.encode(), loaded.own.secret.encode()
-    push.curve_serverkey = loaded.cluster.public.encode()
-    push.connect(f"tcp://127.0.0.1:{gateway.control_port}")
-    push.send(registration("decode"))
-    wait_until(lambda: refused(gateway, "role") == 1)
-    assert members(cluster) == (1, 1)
-    context.destroy(linger=0)
-
-
-def registration(role: str) -> bytes:
-    from control.codec import encode
-    from control.messages import Peer, Register
-    from tests.identity import IDENTITY
-
-    me = Peer(role=role, address="127.0.0.1:9", boot_id="forged")  # type: ignore[arg-type]
-    offer = Register(
-        via="127.0.0.1:9",
-        role=role,  # type: ignore[arg-type]
-        identity=IDENTITY,
-        transports=("tcp",),
-        page_size=64,
-        max_request_tokens=100,
-    )
-    return encode(offer, me)
-
-
 @pytest.mark.slow
 def test_a_storm_on_the_control_ports_costs_no_request(
     cluster: Cluster, keys: Path, references: dict[str, Reference]

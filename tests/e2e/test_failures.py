@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
-import zmq
 
 from tests.e2e.cluster import HOT_BUFFER, Cluster, Job, complete, leave_when, wait_until
 from tests.e2e.conftest import TOKEN_BYTES, Reference
@@ -151,26 +150,6 @@ def test_a_full_queue_is_429_with_retry_after_and_reopens(start_cluster: Callabl
     assert int(refused.headers["retry-after"]) >= 1
     assert refused.json()["error"]["type"]
     assert post(0).status_code == 200
-
-
-def test_garbage_on_the_control_ports_harms_nobody(
-    start_cluster: Callable[..., Cluster], references: dict[str, Reference]
-) -> None:
-    cluster = start_cluster()
-    cluster.prefill()
-    cluster.decode(hisparse_config=HOT_BUFFER)
-    cluster.wait_ready()
-    context = zmq.Context()
-    for node in cluster.nodes.values():
-        socket = context.socket(zmq.PUSH)
-        socket.connect(f"tcp://127.0.0.1:{node.control_port}")
-        for number in range(200):
-            socket.send(bytes([number % 256]) * (number + 1))
-        socket.close()
-    context.term()
-    for node in cluster.nodes.values():
-        wait_until(lambda node=node: node.metric("control_malformed") >= 200, what=f"{node.name} to count garbage")
-    assert complete(cluster.url, [Job(PROMPT, 8)]) == [references["deepseek_v32"].generate(PROMPT, 8)]
 
 
 def test_a_decode_node_killed_while_it_is_written_to_costs_the_prefill_node_nothing(

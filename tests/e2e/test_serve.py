@@ -122,16 +122,6 @@ def test_the_demo_finds_the_pass_keys_says_what_that_cost_and_leaves_nothing_beh
     assert all_gone(children)
 
 
-@pytest.mark.slow
-def test_the_demo_can_be_stopped() -> None:
-    demo = subprocess.Popen(DEMO, stdout=subprocess.DEVNULL, env=ENVIRONMENT)
-    wait_until(lambda: len(children_of(demo)) == 3, what="the demo's processes")  # type: ignore[arg-type]
-    children = children_of(demo)  # type: ignore[arg-type]
-    demo.send_signal(signal.SIGINT)
-    assert demo.wait(timeout=30) == 130
-    wait_until(lambda: all_gone(children), what="the processes to be gone")
-
-
 def test_three_hosts_with_their_own_addresses(
     start_cluster: Callable[..., Cluster], references: dict[str, Reference]
 ) -> None:

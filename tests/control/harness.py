@@ -1,25 +1,22 @@
-"""What tests of mailboxes with keys share."""
+"""Mailboxes on the loopback interface, and what strangers do to them."""
 
 import queue
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
-import pytest
 import zmq
 
-from control import access
-from control.keys import KeyPair, Keys, generate, load_keys
+from control.keys import KeyPair, Keys, load_keys
 from control.messages import Cancel, Message, Peer, Role
 from control.plane import ControlPlane
 from tests.e2e.cluster import wait_until
 
 
-@dataclass
-class Mailbox:
+class Mailbox(NamedTuple):
     plane: ControlPlane
     inbox: "queue.SimpleQueue[tuple[Peer, Message]]"
 
@@ -41,27 +38,21 @@ class Mailbox:
 Start = Callable[..., Mailbox]
 
 
-@pytest.fixture
-def directory(tmp_path: Path) -> Path:
-    generate(tmp_path / "keys")
-    return tmp_path / "keys"
-
-
-@pytest.fixture
-def start(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    monkeypatch.setattr(access, "HANDSHAKE_S", 1.0)
-    monkeypatch.setattr("control.plane._KEYS_S", 0.05)
+@contextmanager
+def mailboxes(key_directory: Path | None = None) -> Iterator[Start]:
+    """A function that starts a mailbox on the loopback interface, with the keys of its role if there are keys."""
     planes: list[ControlPlane] = []
 
-    def make(role: Role = "gateway", keys: Keys | None = None, port: int = 0, encrypted: bool = True) -> Mailbox:
+    def start(role: Role = "gateway", keys: Keys | None = None, port: int = 0, encrypted: bool = True) -> Mailbox:
         inbox: queue.SimpleQueue[tuple[Peer, Message]] = queue.SimpleQueue()
-        keys = keys or load_keys(directory, role) if encrypted else None
+        if encrypted and keys is None and key_directory is not None:
+            keys = load_keys(key_directory, role)
         plane = ControlPlane(role, "127.0.0.1", port, "127.0.0.1", lambda *item: inbox.put(item), keys)
         planes.append(plane)
         plane.start()
         return Mailbox(plane, inbox)
 
-    yield make
+    yield start
     for plane in planes:
         plane.stop()
 
