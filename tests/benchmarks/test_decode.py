@@ -1,18 +1,14 @@
 """Which part of a decode step a kernel belongs to, what the hardware takes for it, and that the requests decode."""
 
-import dataclasses
 from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 from transformers import AutoConfig, PreTrainedConfig
 
-from base.errors import StartupError
-from benchmarks.decode.bench import run_decode_bench
 from benchmarks.decode.config import DecodeBench
 from benchmarks.decode.timing import StepTiming, part_of
-from benchmarks.decode.workload import GivenSelection, Requests, Strangers, build_model, model_of
+from benchmarks.decode.workload import GivenSelection, Requests, Strangers, model_of
 from benchmarks.stepping import GREEDY, launch, next_tokens
 from engine.runner import ModelRunner
 from model.backends.choice import choose_backend
@@ -186,25 +182,3 @@ def test_a_part_takes_the_larger_of_memory_and_arithmetic_then_the_link() -> Non
     assert Work(num_bytes=HBM_BYTES_PER_MS, operations=800e9 * 3).ms(50) == 3
     assert Work(num_bytes=HBM_BYTES_PER_MS, operations=800e9 * 3, in_fp8=True).ms(50) == 1.5
     assert Work(num_bytes=HBM_BYTES_PER_MS, link_bytes=100e6).ms(50) == 3
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"batches": ("x",)}, "--batch x: expected whole numbers from 1"),
-        ({"new_positions": ("-1",)}, "--new-positions -1: expected whole numbers from 0"),
-        ({"rank_of": 3}, "256 experts cannot be divided among 3 processes"),
-    ],
-)
-def test_what_cannot_be_measured_is_refused(
-    changes: dict[str, object], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr("benchmarks.decode.bench.build_model", lambda config, _: small_of_published(config))
-    with pytest.raises(StartupError, match=message):
-        run_decode_bench(dataclasses.replace(DecodeBench(), **changes), Console())  # type: ignore[arg-type]
-
-
-def small_of_published(config: DecodeBench) -> RankModel:
-    return build_model(dataclasses.replace(config, layers=4, quantization="none"), torch.device("meta"))

@@ -1,6 +1,5 @@
 """Cases are as scattered as they say, and every method is given the same bytes."""
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -37,14 +36,6 @@ def pairs(batch: Descriptors) -> set[tuple[int, int]]:
     found = [(source + i, to + i) for source, to, length in columns for i in range(length)]
     assert len(found) == len(set(found)), "no byte is written twice"
     return set(found)
-
-
-@given(CASES)
-def test_requests_share_no_item_and_no_slot_and_fit_the_pools(case: Case) -> None:
-    placement = place(case)
-    for rows in (placement.items, placement.slots):
-        assert len(rows) == len(np.unique(rows)) == case.concurrency * case.tokens
-        assert 0 <= rows.min() <= rows.max() < case.rows
 
 
 @given(CASES)

@@ -38,16 +38,6 @@ def sessions(count: int, seed: int = 0) -> list[TracedPrompt]:
     return prompts
 
 
-def test_made_up_blocks_are_equal_exactly_if_their_ids_are() -> None:
-    one, other = prompt(1024, 3, 4), prompt(1024, 3, 2**17 + 4)
-    both = np.concatenate([one.tokens(), other.tokens()]).reshape(-1, 64)
-    distinct = {tuple(block) for block in both.tolist()}
-    assert len(distinct) == 24
-    assert len(set(one.blocks()) | set(other.blocks())) == 24
-    assert len(prompt(700, 3, 4).tokens()) == 700
-    assert prompt(700, 3, 4).blocks() == one.blocks()[:10]
-
-
 def test_by_hand() -> None:
     prompts = [prompt(512, 1), prompt(512, 2), prompt(1024, 1, 3), prompt(512, 2)]
     assert play_ideal(prompts) == 1024

@@ -7,30 +7,17 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 from benchmarks.serving.stub import Reply, token_event, usage_event
 from cli.main import main
-from tests.benchmarks.conftest import in_full
-from tests.benchmarks.started import all_gone, descendants, started
-from tests.e2e.cluster import wait_until
+from tests.benchmarks.conftest import Json, bench, in_full, started
+from tests.e2e.cluster import all_gone, children_of, wait_until
 
+TOKENS = ("--input-tokens", "5", "--output-tokens", "4")
 BENCH = [sys.executable, "-m", "cli.main", "bench", "serving"]
-Json = dict[str, Any]
-
-
-def bench(directory: Path, *words: str, code: int = 0) -> Json:
-    """Run the benchmark in this process; what it wrote."""
-    files = ["--json", str(directory / "out.json"), "--png", str(directory / "out.png")]
-    with pytest.raises(SystemExit) as ended:
-        main(["bench", "serving", "--input-tokens", "5", "--output-tokens", "4", *words, *files])
-    assert ended.value.code == code
-    assert (directory / "out.png").read_bytes().startswith(b"\x89PNG")
-    content: Json = json.loads((directory / "out.json").read_text())
-    return content
 
 
 def test_every_load_is_measured_at_every_service_without_warm_up(stub: Callable[..., str], tmp_path: Path) -> None:
@@ -41,7 +28,7 @@ def test_every_load_is_measured_at_every_service_without_warm_up(stub: Callable[
         await in_full(request, reply)
 
     urls = ["--base-url", f"one={stub(answer)}", "--base-url", stub() + "/v1/"]
-    content = bench(tmp_path, *urls, "--concurrency", "1,3", "--num-requests", "6", "--warmup-requests", "2")
+    content = bench(tmp_path, *TOKENS, *urls, "--concurrency", "1,3", "--num-requests", "6", "--warmup-requests", "2")
     points = content["points"]
     assert [(point["service"], point["load"]["value"]) for point in points[:2]] == [("one", "1"), ("one", "3")]
     assert len(points) == 4
@@ -71,7 +58,7 @@ def test_what_was_asked_for_is_written_down_without_the_key(stub: Callable[..., 
         await in_full(request, reply)
 
     words = ["--quick", "--request-rate", "inf", "--num-requests", "1", "--api-key", "sk-secret"]
-    content = bench(tmp_path, "--base-url", stub(answer), *words, "--extra-body", '{"user": "me"}')
+    content = bench(tmp_path, *TOKENS, "--base-url", stub(answer), *words, "--extra-body", '{"user": "me"}')
     assert set(users) == {"me"}
     assert (content["options"]["input_tokens"], content["options"]["output_tokens"]) == (5, 4)
     text = (tmp_path / "out.json").read_text()
@@ -96,7 +83,7 @@ def test_failures_are_counted_by_kind_and_the_others_are_measured(
         return reply.drop() if len(served) == 3 else reply.end()
 
     words = ["--concurrency", "1", "--num-requests", "7", "--warmup-requests", "0"]
-    (point,) = bench(tmp_path, "--base-url", stub(answer), *words)["points"]
+    (point,) = bench(tmp_path, *TOKENS, "--base-url", stub(answer), *words)["points"]
     kinds = ("HTTP 429", "error event", "broken connection", "broken off", "malformed event")
     assert point["failed"] == dict.fromkeys(kinds, 1)
     assert point["answered"] == 2
@@ -112,7 +99,7 @@ def test_a_request_that_takes_too_long_is_given_up(stub: Callable[..., str], tmp
     prompts = tmp_path / "prompts"
     prompts.write_text('{"prompt": [1]}\n{"prompt": [1], "output_tokens": 1}\n')
     words = ["--concurrency", "1", "--num-requests", "2", "--warmup-requests", "0", "--request-timeout", "2"]
-    (point,) = bench(tmp_path, "--base-url", stub(answer), "--prompts", str(prompts), *words)["points"]
+    (point,) = bench(tmp_path, *TOKENS, "--base-url", stub(answer), "--prompts", str(prompts), *words)["points"]
     assert point["failed"] == {"timeout": 1}
     assert point["answered"] == 1
 
@@ -126,7 +113,7 @@ def test_tokens_that_do_not_agree_are_remarked_on(stub: Callable[..., str], tmp_
         reply.end()
 
     words = ["--concurrency", "1", "--num-requests", "2"]
-    (point,) = bench(tmp_path, "--base-url", stub(answer), *words)["points"]
+    (point,) = bench(tmp_path, *TOKENS, "--base-url", stub(answer), *words)["points"]
     assert point["counts"] == {"no_usage": 0, "miscounted": 2, "short": 2, "other_prompt": 2}
     assert point["remarks"][0] == "2 of 2 answers have other tokens in their usage than were counted in events"
 
@@ -138,7 +125,7 @@ def test_a_load_that_is_not_answered_at_all_is_an_error(
         reply.whole(500, {"error": {"message": "out of order"}})
 
     words = ["--base-url", stub(answer), "--concurrency", "2", "--num-requests", "2"]
-    bench(tmp_path, *words, "--warmup-requests", "0", code=1)
+    bench(tmp_path, *TOKENS, *words, "--warmup-requests", "0", code=1)
     assert "answered no request at 2" in capsys.readouterr().err
     with pytest.raises(SystemExit) as ended:
         main(["bench", "serving", *words])
@@ -190,7 +177,7 @@ def test_a_tiny_model_is_served_measured_and_stopped(tmp_path: Path) -> None:
     services: set[psutil.Process] = set()
     with started([*BENCH, *small, *configs, *files], **pipes) as process:
         while process.poll() is None:
-            services.update(descendants(process.pid))
+            services.update(children_of(process))
             try:
                 out, err = process.communicate(timeout=0.2)
             except subprocess.TimeoutExpired:
@@ -212,8 +199,8 @@ def test_a_tiny_model_is_served_measured_and_stopped(tmp_path: Path) -> None:
 def test_an_interrupt_leaves_no_process_behind(tmp_path: Path) -> None:
     command = [*BENCH, "--quick", "--num-requests", "100000"]
     with started(command, stderr=subprocess.DEVNULL, start_new_session=True) as process:
-        wait_until(lambda: len(descendants(process.pid)) >= 4, timeout=90, what="the service to start")
-        services = descendants(process.pid)
+        wait_until(lambda: len(children_of(process)) >= 4, timeout=90, what="the service to start")
+        services = children_of(process)
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=60) == 130
         assert all_gone(services)

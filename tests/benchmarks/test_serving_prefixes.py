@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,10 +17,8 @@ from benchmarks.serving.services import local_services
 from benchmarks.serving.workload import Prompt
 from cli.main import main
 from tests.benchmarks.caching import CachingStub
-from tests.benchmarks.conftest import in_full
-from tests.benchmarks.started import started
+from tests.benchmarks.conftest import bench, in_full, started
 
-Json = dict[str, Any]
 TRACE = [
     {"timestamp": 1000, "input_length": 1100, "output_length": 40, "hash_ids": [5, 6, 7]},
     {"timestamp": 1000, "input_length": 100_000, "output_length": 1, "hash_ids": [5, *range(10, 205)]},
@@ -45,17 +42,6 @@ def replay(trace: Path, limit: int | None = None, **scale: int) -> TraceReplay:
 def ids(prompt: Prompt) -> list[int]:
     assert isinstance(prompt.content, list)
     return prompt.content
-
-
-def bench(directory: Path, *words: str, code: int = 0) -> Json:
-    """Run the benchmark in this process; what it wrote."""
-    files = ["--json", str(directory / "out.json"), "--png", str(directory / "out.png")]
-    with pytest.raises(SystemExit) as ended:
-        main(["bench", "serving", *words, *files])
-    assert ended.value.code == code
-    assert (directory / "out.png").read_bytes().startswith(b"\x89PNG")
-    content: Json = json.loads((directory / "out.json").read_text())
-    return content
 
 
 def test_equal_hash_ids_are_equal_tokens_whatever_the_size_of_a_block(trace: Path) -> None:

@@ -2,20 +2,27 @@
 
 import asyncio
 import json
+import random
 import re
 import select
+import subprocess
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from http.client import HTTPConnection
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 import httpx
+import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
+from base.block_hashes import BLOCK_TOKENS
 from cli.serve import RANK_PORTS, arguments, free_port
 from tests.e2e.spawn import Command, Process, Spawn, execute
 
@@ -35,6 +42,22 @@ def wait_until(condition: Callable[[], Any], timeout: float = 30.0, what: str = 
         assert waited < timeout, f"timed out waiting for {what or condition}"
         time.sleep(min(max(0.02, waited / 20), 0.05))
     return value
+
+
+def children_of(process: Process | subprocess.Popen[Any]) -> list[psutil.Process]:
+    """All processes below it; none if it has ended."""
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(process.pid).children(recursive=True)
+    return []
+
+
+def all_gone(processes: Iterable[psutil.Process]) -> bool:
+    def runs(process: psutil.Process) -> bool:
+        with suppress(psutil.NoSuchProcess):  # it may end between the two questions
+            return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return False
+
+    return not any(map(runs, processes))
 
 
 def metric_value(exposition: str, name: str, labels: Mapping[str, str]) -> float:
@@ -166,13 +189,18 @@ class Cluster:
         node.process = self._spawn(node.words, node.log_path, node.module, node.environment, node.place)
         return node
 
-    def wait_ready(self, timeout: float = START_TIMEOUT_S) -> "Cluster":
+    def wait_ready(self, timeout: float = START_TIMEOUT_S, **roles: int) -> "Cluster":
+        """All processes are ready, and the gateway knows so many nodes of each role: to it, each decode rank is one."""
+
         def all_up() -> bool:
             for node in self.nodes.values():
                 node.check_alive()
             return all(node.is_up() for node in self.nodes.values())
 
         wait_until(all_up, timeout, "all processes to be ready")
+        for role, number in roles.items():
+            known = partial(self.nodes["gateway"].metric, "nodes", role=role)
+            wait_until(lambda known=known, number=number: known() == number, 60, f"{number} {role} nodes")
         return self
 
     @property
@@ -215,16 +243,35 @@ class Job:
     abort_after: int | None = None
 
 
+def greedy(prompt: Sequence[int], max_tokens: int, **fields: object) -> dict[str, Any]:
+    """The body of a request for exactly so many tokens, and their ids."""
+    exact = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    return {"model": "tiny", "prompt": list(prompt), "max_tokens": max_tokens, **exact, **fields}
+
+
+def ask(url: str, prompt: Sequence[int], max_tokens: int, **fields: object) -> dict[str, Any]:
+    """The whole answer to a request that is not streamed."""
+    body = greedy(prompt, max_tokens, **fields)
+    answer: dict[str, Any] = httpx.post(f"{url}/v1/completions", json=body, timeout=120).raise_for_status().json()
+    return answer
+
+
+def ids_of(answer: dict[str, Any]) -> list[int]:
+    """The token ids of an answer's first choice."""
+    ids: list[int] = answer["choices"][0]["token_ids"]
+    return ids
+
+
+@contextmanager
+def streamed(url: str, prompt: Sequence[int], max_tokens: int) -> Iterator[Iterator[str]]:
+    """The lines of a stream, while they come."""
+    body = greedy(prompt, max_tokens, stream=True)
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=120) as response:
+        yield response.iter_lines()
+
+
 async def _run_job(client: httpx.AsyncClient, url: str, job: Job) -> list[int]:
-    body = {
-        "model": "tiny",
-        "prompt": list(job.prompt_ids),
-        "max_tokens": job.max_tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "return_token_ids": True,
-        "stream": True,
-    }
+    body = greedy(job.prompt_ids, job.max_tokens, stream=True)
     ids: list[int] = []
     async with client.stream("POST", f"{url}/v1/completions", json=body) as response:
         if response.status_code != 200:
@@ -257,6 +304,60 @@ def complete(url: str, jobs: Sequence[Job], concurrency: int = 1) -> list[list[i
             return await asyncio.gather(*(one(job) for job in jobs))
 
     return asyncio.run(run_all())
+
+
+def random_prompts(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(256) for _ in range(length)] for length in lengths]
+
+
+def whole_blocks(tokens: int) -> int:
+    """Tokens of whole blocks: what of a sequence may be cached."""
+    return tokens // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+class Oracle(Protocol):
+    """What says which tokens are right."""
+
+    def likeliest(self, prompt_ids: Sequence[int], answer: Sequence[int]) -> list[int]: ...
+
+
+def assert_exact(url: str, reference: Oracle, jobs: Sequence[Job], concurrency: int = 1) -> None:
+    """Every client that stays gets what the reference would generate; one that leaves, the beginning of it."""
+    for job, answer in zip(jobs, complete(url, jobs, concurrency), strict=True):
+        assert answer == reference.likeliest(job.prompt_ids, answer), f"prompt of {len(job.prompt_ids)} tokens"
+        assert len(answer) == job.max_tokens or job.abort_after is not None
+
+
+class Load:
+    """Clients that ask one thing after another; each answer is compared with the reference."""
+
+    def __init__(self, url: str, reference: Oracle, jobs: Sequence[Job]) -> None:
+        self.answered = 0
+        self._url, self._reference, self._jobs = url, reference, jobs
+        self._over = threading.Event()
+
+    def wait_for_more(self, count: int) -> None:
+        enough = self.answered + count
+        wait_until(lambda: self.answered >= enough, timeout=120, what="more answers")
+
+    @contextmanager
+    def running(self, clients: int) -> Iterator["Load"]:
+        """So many are at work meanwhile. AssertionError if one of them saw an error or a wrong token."""
+        with ThreadPoolExecutor(clients) as pool:
+            running = [pool.submit(self._run, number) for number in range(clients)]
+            try:
+                yield self
+            finally:
+                self._over.set()
+            for one in running:
+                one.result()
+
+    def _run(self, number: int) -> None:
+        while not self._over.is_set():
+            assert_exact(self._url, self._reference, [self._jobs[number % len(self._jobs)]])
+            self.answered += 1
+            number += 1
 
 
 def leave_when(condition: Callable[[], Any], url: str, body: Mapping[str, Any]) -> None:

@@ -2,20 +2,19 @@
 
 import json
 import signal
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
 
-from tests.e2e.cluster import HOT_BUFFER, Cluster, Job, complete, leave_when, wait_until
-from tests.e2e.conftest import TOKEN_BYTES, Reference
+from tests.e2e.cluster import HOT_BUFFER, Job, assert_exact, complete, leave_when, streamed, wait_until
+from tests.e2e.conftest import TOKEN_BYTES, References, StartCluster
 
 PROMPT = [7, 3, 9, 200, 41] * 60
 
 
 def test_a_killed_prefill_node_costs_its_requests_a_retry_and_nothing_else(
-    start_cluster: Callable[..., Cluster], references: dict[str, Reference]
+    start_cluster: StartCluster, references: References
 ) -> None:
     """sglang 12779, 16903: a dead prefill node failed the decode node's health check, which had to be restarted."""
     cluster = start_cluster()
@@ -40,8 +39,8 @@ def test_a_killed_prefill_node_costs_its_requests_a_retry_and_nothing_else(
     assert complete(cluster.url, [Job(PROMPT, 16)]) == [expected]
 
 
-def test_a_prefill_node_that_is_told_to_stop_at_once_hands_its_requests_back(
-    start_cluster: Callable[..., Cluster], references: dict[str, Reference]
+def test_a_prefill_node_that_stops_at_once_hands_its_requests_back(
+    start_cluster: StartCluster, references: References
 ) -> None:
     cluster = start_cluster()
     first = cluster.prefill("prefill-0", chunked_prefill_size=16)
@@ -62,8 +61,8 @@ def test_a_prefill_node_that_is_told_to_stop_at_once_hands_its_requests_back(
     assert decode.metric("host_slots", state="quarantined") == 0
 
 
-def test_slots_of_a_silent_prefill_node_stay_in_quarantine_until_it_answers(
-    start_cluster: Callable[..., Cluster], references: dict[str, Reference]
+def test_slots_of_a_silent_prefill_node_are_quarantined_until_it_answers(
+    start_cluster: StartCluster, references: References
 ) -> None:
     """Silence is no proof of death: the node may wake up and write."""
     cluster = start_cluster()
@@ -77,21 +76,18 @@ def test_slots_of_a_silent_prefill_node_stay_in_quarantine_until_it_answers(
     wait_until(lambda: decode.metric("host_slots", state="quarantined") == len(PROMPT) - 1, what="quarantine")
     prefill.signal(signal.SIGCONT)
     wait_until(lambda: decode.metric("host_slots", state="quarantined") == 0, what="Quiesced")
-    expected = references["deepseek_v32"].generate(PROMPT, 16)
-    assert complete(cluster.url, [Job(PROMPT, 16)]) == [expected]
+    assert_exact(cluster.url, references["deepseek_v32"], [Job(PROMPT, 16)])
 
 
-def test_a_restarted_gateway_finds_its_nodes_again_and_nobody_decodes_for_the_dead_one(
-    start_cluster: Callable[..., Cluster], references: dict[str, Reference]
+def test_a_restarted_gateway_finds_its_nodes_and_old_requests_end(
+    start_cluster: StartCluster, references: References
 ) -> None:
     cluster = start_cluster()
     cluster.prefill()
     decode = cluster.decode(hisparse_config=HOT_BUFFER)
     cluster.wait_ready()
     gateway = cluster.nodes["gateway"]
-    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 7000, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", f"{cluster.url}/v1/completions", json=body, timeout=60) as response:
-        lines = response.iter_lines()
+    with streamed(cluster.url, PROMPT, 7000) as lines:
         next(lines)
         gateway.kill()
         with pytest.raises(httpx.RemoteProtocolError):
@@ -100,11 +96,11 @@ def test_a_restarted_gateway_finds_its_nodes_again_and_nobody_decodes_for_the_de
     cluster.restart(gateway)
     cluster.wait_ready()
     decode.wait_unused("host_slots")
-    assert complete(cluster.url, [Job(PROMPT, 8)]) == [references["deepseek_v32"].generate(PROMPT, 8)]
+    assert_exact(cluster.url, references["deepseek_v32"], [Job(PROMPT, 8)])
 
 
-def test_a_killed_decode_node_is_an_error_for_its_streams_and_new_requests_go_to_another(
-    start_cluster: Callable[..., Cluster], references: dict[str, Reference]
+def test_a_killed_decode_node_costs_its_streams_and_another_takes_over(
+    start_cluster: StartCluster, references: References
 ) -> None:
     cluster = start_cluster()
     prefill = cluster.prefill()
@@ -112,13 +108,7 @@ def test_a_killed_decode_node_is_an_error_for_its_streams_and_new_requests_go_to
     second = cluster.decode("decode-1", hisparse_config=HOT_BUFFER)
     cluster.wait_ready()
 
-    with httpx.stream(
-        "POST",
-        f"{cluster.url}/v1/completions",
-        json={"model": "tiny", "prompt": PROMPT, "max_tokens": 4000, "ignore_eos": True, "stream": True},
-        timeout=60,
-    ) as response:
-        lines = response.iter_lines()
+    with streamed(cluster.url, PROMPT, 4000) as lines:
         next(lines)
         busy = wait_until(
             lambda: next((node for node in (first, second) if node.metric("requests", state="running")), None)
@@ -127,10 +117,10 @@ def test_a_killed_decode_node_is_an_error_for_its_streams_and_new_requests_go_to
         assert any('"error"' in line for line in lines)
     assert prefill.get("/health").status_code == 200
 
-    assert complete(cluster.url, [Job(PROMPT, 8)]) == [references["deepseek_v32"].generate(PROMPT, 8)]
+    assert_exact(cluster.url, references["deepseek_v32"], [Job(PROMPT, 8)])
 
 
-def test_a_full_queue_is_429_with_retry_after_and_reopens(start_cluster: Callable[..., Cluster]) -> None:
+def test_a_full_queue_is_429_with_retry_after_and_reopens(start_cluster: StartCluster) -> None:
     cluster = start_cluster()
     cluster.prefill()
     config = json.dumps({"device_buffer_size": 128, "host_pool_gib": 1100 * TOKEN_BYTES / 2**30})
@@ -152,8 +142,8 @@ def test_a_full_queue_is_429_with_retry_after_and_reopens(start_cluster: Callabl
     assert post(0).status_code == 200
 
 
-def test_a_decode_node_killed_while_it_is_written_to_costs_the_prefill_node_nothing(
-    start_cluster: Callable[..., Cluster], references: dict[str, Reference]
+def test_a_decode_node_killed_while_it_is_written_to_costs_only_itself(
+    start_cluster: StartCluster, references: References
 ) -> None:
     cluster = start_cluster()
     prefill = cluster.prefill(chunked_prefill_size=50)
@@ -168,4 +158,4 @@ def test_a_decode_node_killed_while_it_is_written_to_costs_the_prefill_node_noth
     prefill.wait_unused("prefill_pages")
     cluster.restart(first)
     cluster.wait_ready()
-    assert complete(cluster.url, [Job(PROMPT, 8)]) == [references["deepseek_v32"].generate(PROMPT, 8)]
+    assert_exact(cluster.url, references["deepseek_v32"], [Job(PROMPT, 8)])

@@ -7,7 +7,7 @@ import openai
 import pytest
 
 from tests.e2e.cluster import Cluster, wait_until
-from tests.e2e.conftest import Reference
+from tests.e2e.conftest import References
 from tests.e2e.spawn import fork
 
 
@@ -28,7 +28,7 @@ def client(cluster: Cluster) -> openai.OpenAI:
 GREEDY = {"ignore_eos": True, "return_token_ids": True}
 
 
-def test_completion_of_text(client: openai.OpenAI, references: dict[str, Reference]) -> None:
+def test_completion_of_text(client: openai.OpenAI, references: References) -> None:
     completion = client.completions.create(
         model="tiny", prompt="Once upon a time", max_tokens=20, temperature=0, extra_body=GREEDY
     )

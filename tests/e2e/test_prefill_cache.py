@@ -2,12 +2,11 @@
 
 import random
 import time
-from collections.abc import Callable
 
 import pytest
 
-from tests.e2e.cluster import Cluster, Job, complete
-from tests.e2e.conftest import FAMILIES, Reference
+from tests.e2e.cluster import Job, complete
+from tests.e2e.conftest import FAMILIES, References, StartCluster
 
 LENGTH = 200
 SHARED = (0, 1, 63, 64, 65, LENGTH - 1)
@@ -33,12 +32,7 @@ def prompts() -> list[list[int]]:
     ],
 )
 def test_tokens_are_the_same_whether_a_prefix_was_cached_or_computed(
-    start_cluster: Callable[..., Cluster],
-    references: dict[str, Reference],
-    device: str,
-    family: str,
-    page_size: int,
-    chunk: int,
+    start_cluster: StartCluster, references: References, device: str, family: str, page_size: int, chunk: int
 ) -> None:
     """A node with room for everything, cold and warm."""
     cluster = start_cluster(family)
@@ -70,7 +64,7 @@ def test_tokens_are_the_same_whether_a_prefix_was_cached_or_computed(
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "page_size"), [(FAMILIES[0], 64), (FAMILIES[1], 16)])
 def test_tokens_are_the_same_where_each_prompt_displaces_what_is_cached(
-    start_cluster: Callable[..., Cluster], references: dict[str, Reference], device: str, family: str, page_size: int
+    start_cluster: StartCluster, references: References, device: str, family: str, page_size: int
 ) -> None:
     cluster = start_cluster(family)
     common = {"device": device, "context_length": 256}
@@ -89,7 +83,7 @@ def test_tokens_are_the_same_where_each_prompt_displaces_what_is_cached(
 
 
 @pytest.mark.slow
-def test_a_prompt_comes_to_the_prefill_node_that_has_its_prefix(start_cluster: Callable[..., Cluster]) -> None:
+def test_a_prompt_comes_to_the_prefill_node_that_has_its_prefix(start_cluster: StartCluster) -> None:
     """Nodes tell the gateway what they have cached, and hear nothing of each other."""
     cluster = start_cluster()
     common = {"chunked_prefill_size": 512, "context_length": 512, "max_total_tokens": 4096}

@@ -3,13 +3,14 @@
 import asyncio
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import httpx
 import pytest
 
 from base.block_hashes import BLOCK_TOKENS
-from tests.e2e.cluster import Cluster, Node
+from tests.e2e.cluster import Node
+from tests.e2e.conftest import StartCluster
 
 SESSIONS, TURNS = 60, 4
 NEW_TOKENS = 40
@@ -43,7 +44,7 @@ async def watch(nodes: Sequence[Node], loads: list[list[float]]) -> None:
 
 
 @pytest.mark.slow
-def test_sessions_find_what_is_cached_and_fill_nodes_evenly(start_cluster: Callable[..., Cluster]) -> None:
+def test_sessions_find_what_is_cached_and_fill_nodes_evenly(start_cluster: StartCluster) -> None:
     cluster = start_cluster("deepseek_v32")
     cluster.prefill(context_length=1024)
     tiers = json.dumps({"device_buffer_size": 64, "host_pool_gib": 0.05})

@@ -14,15 +14,18 @@ import pytest
 from decode_node.health import SILENCE_S
 from prefill_node.lease import LEASE_S
 from tests.e2e.chaos_audit import Audit, read_journal
-from tests.e2e.cluster import Cluster, Job, Node, complete, wait_until
-from tests.e2e.conftest import TOKEN_BYTES, Reference
+from tests.e2e.cluster import Cluster, Job, Node, complete, random_prompts, wait_until
+from tests.e2e.conftest import TOKEN_BYTES, References
 from tests.e2e.faulty_node import MODULE, Faults, Switches, journal_path
 from tests.e2e.spawn import execute, fork
-from tests.e2e.test_parity import prompts
 
-PROMPT, OTHER, SHORT = prompts((800, 750, 300), seed=8)
+PROMPT, OTHER, SHORT = random_prompts((800, 750, 300), seed=8)
 TCP_FIRST = ("tcp", pytest.param("shm", marks=pytest.mark.slow))
 SHM_FIRST = ("shm", pytest.param("tcp", marks=pytest.mark.slow))
+
+
+Ask = Callable[[list[int], int], "Future[list[list[int]]]"]
+Expected = Callable[[list[int], int], list[int]]
 
 
 class Surroundings:
@@ -103,20 +106,18 @@ def surroundings(checkpoints: dict[str, Path], tmp_path: Path) -> Iterator[Surro
 
 
 @pytest.fixture
-def expected(references: dict[str, Reference]) -> Callable[[list[int], int], list[int]]:
+def expected(references: References) -> Expected:
     return references["deepseek_v32"].generate
 
 
 @pytest.fixture
-def ask(surroundings: Surroundings) -> Iterator[Callable[[list[int], int], "Future[list[list[int]]]"]]:
+def ask(surroundings: Surroundings) -> Iterator[Ask]:
     """Ask for a completion in the background."""
     with ThreadPoolExecutor(4) as pool:
         yield lambda prompt, tokens: pool.submit(complete, surroundings.cluster.url, [Job(prompt, tokens)])
 
 
-def stop_in_the_middle_of_a_transfer(
-    surroundings: Surroundings, ask: Callable[[list[int], int], "Future[list[list[int]]]"]
-) -> tuple["Future[list[list[int]]]", Node]:
+def stop_in_the_middle_of_a_transfer(surroundings: Surroundings, ask: Ask) -> tuple["Future[list[list[int]]]", Node]:
     """Ask for a completion of PROMPT, and stop the prefill node that has begun to write: (the answer, that node).
 
     Other writes are under way, and land when it goes on.
@@ -131,12 +132,8 @@ def stop_in_the_middle_of_a_transfer(
 
 
 @pytest.mark.parametrize("transport", TCP_FIRST)
-def test_late_writes_of_a_node_that_was_stopped_and_goes_on_hit_only_quarantined_slots(
-    surroundings: Surroundings,
-    expected: Callable[[list[int], int], list[int]],
-    references: dict[str, Reference],
-    ask: Callable[[list[int], int], "Future[list[list[int]]]"],
-    transport: str,
+def test_late_writes_of_a_stopped_node_hit_only_quarantined_slots(
+    surroundings: Surroundings, expected: Expected, references: References, ask: Ask, transport: str
 ) -> None:
     """sglang PRs 24580, 31357: pages were freed while the prefill node was still writing to them."""
     # Far apart, so that some are under way when the first has landed.
@@ -163,11 +160,8 @@ def test_late_writes_of_a_node_that_was_stopped_and_goes_on_hit_only_quarantined
 
 
 @pytest.mark.parametrize("transport", TCP_FIRST)
-def test_writes_to_a_decode_node_that_was_restarted_meanwhile_do_not_reach_the_new_process(
-    surroundings: Surroundings,
-    expected: Callable[[list[int], int], list[int]],
-    ask: Callable[[list[int], int], "Future[list[list[int]]]"],
-    transport: str,
+def test_writes_to_a_restarted_decode_node_do_not_reach_the_new_process(
+    surroundings: Surroundings, expected: Expected, ask: Ask, transport: str
 ) -> None:
     """sglang 16903: after its peer's restart a node went on with what it knew of the old one."""
     surroundings.faults = replace(surroundings.faults, slow=1.0, slow_s=(0.4, 0.5))
@@ -197,10 +191,8 @@ def test_writes_to_a_decode_node_that_was_restarted_meanwhile_do_not_reach_the_n
     surroundings.assert_nothing_is_left()
 
 
-def test_a_request_whose_decode_node_falls_silent_during_the_transfer_is_served_by_another_one(
-    surroundings: Surroundings,
-    expected: Callable[[list[int], int], list[int]],
-    ask: Callable[[list[int], int], "Future[list[list[int]]]"],
+def test_another_node_serves_a_request_whose_decode_node_falls_silent(
+    surroundings: Surroundings, expected: Expected, ask: Ask
 ) -> None:
     """The prefill node works on it for both: over TCP, its writes to the silent one take a minute to fail."""
     surroundings.faults = replace(surroundings.faults, slow=1.0, slow_s=(0.4, 0.5))
@@ -226,8 +218,8 @@ def test_a_request_whose_decode_node_falls_silent_during_the_transfer_is_served_
 
 
 @pytest.mark.parametrize("transport", SHM_FIRST)
-def test_a_torn_transfer_is_never_served_and_the_pair_of_nodes_is_used_again(
-    surroundings: Surroundings, expected: Callable[[list[int], int], list[int]], transport: str
+def test_a_torn_transfer_is_never_served_and_its_nodes_are_used_again(
+    surroundings: Surroundings, expected: Expected, transport: str
 ) -> None:
     """vllm 44238, sglang 23020: concurrent transfers corrupted KV; sglang 13054: one error failed a pair for ever."""
     surroundings.start(transport, prefill_nodes=2)
@@ -247,7 +239,7 @@ def test_a_torn_transfer_is_never_served_and_the_pair_of_nodes_is_used_again(
 
 @pytest.mark.parametrize("transport", TCP_FIRST)
 def test_after_idleness_a_request_is_served_as_at_first(
-    surroundings: Surroundings, expected: Callable[[list[int], int], list[int]], transport: str
+    surroundings: Surroundings, expected: Expected, transport: str
 ) -> None:
     """sglang 9266: requests failed after hours of idleness. Here, connections are closed after a moment of it."""
     surroundings.faults = replace(surroundings.faults, idle_close_s=0.1)
@@ -266,8 +258,8 @@ def test_after_idleness_a_request_is_served_as_at_first(
     surroundings.assert_nothing_is_left()
 
 
-def test_a_prefill_node_that_hears_nobody_is_passed_over_and_used_again_when_it_does(
-    surroundings: Surroundings, expected: Callable[[list[int], int], list[int]]
+def test_a_prefill_node_that_hears_nobody_is_passed_over_until_it_does(
+    surroundings: Surroundings, expected: Expected
 ) -> None:
     """A partition in one direction: it still says that it lives.
 
