@@ -13,9 +13,7 @@ import prefill_node.process
 from base.version import VERSION
 from cli.main import main, title
 from control.codec import PROTOCOL_VERSION
-from decode_node.config import DecodeConfig
 from gateway.config import GatewayConfig
-from prefill_node.config import PrefillConfig
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> Any:
@@ -28,38 +26,6 @@ def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> Any:
         main(list(words))
     assert ended.value.code == 0
     return configs[0]
-
-
-def test_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
-    words = "--model-path /m --gateway a:1 --gateway b:2 --dtype float32 --page-size 16 --transfer-protocol tcp"
-    config = run(monkeypatch, "prefill", *words.split(), "--log-level", "DEBUG")
-    assert config == PrefillConfig(
-        model_path=Path("/m"),
-        gateways=("a:1", "b:2"),
-        port=8010,
-        control_port=8011,
-        dtype="float32",
-        page_size=16,
-        transfer_protocol="tcp",
-        log_level="debug",
-    )
-
-
-def test_decode(monkeypatch: pytest.MonkeyPatch) -> None:
-    words = "--model-path /m --hisparse-config {} --allow-local-prefill --max-running-requests 3 --log-format json"
-    network = "--transfer-host 10.1.0.3 --transfer-ports 15000-15015"
-    config = run(monkeypatch, "decode", *words.split(), *network.split())
-    assert config == DecodeConfig(
-        model_path=Path("/m"),
-        port=8020,
-        control_port=8021,
-        hisparse_config="{}",
-        allow_local_prefill=True,
-        max_running_requests=3,
-        transfer_host="10.1.0.3",
-        transfer_ports="15000-15015",
-        log_format="json",
-    )
 
 
 def test_gateway(monkeypatch: pytest.MonkeyPatch) -> None:

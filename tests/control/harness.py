@@ -1,10 +1,8 @@
 """Mailboxes on the loopback interface, and what strangers do to them."""
 
 import queue
-import socket
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -60,7 +58,7 @@ def mailboxes(key_directory: Path | None = None) -> Iterator[Start]:
 class Stranger:
     """A PUSH socket that connects to a mailbox with the keys it is given, or none."""
 
-    def __init__(self, to: Mailbox, own: KeyPair | None = None, cluster: str | None = None) -> None:
+    def __init__(self, to: Mailbox | ControlPlane, own: KeyPair | None = None, cluster: str | None = None) -> None:
         self.socket = zmq.Context.instance().socket(zmq.PUSH)
         self.socket.setsockopt(zmq.LINGER, 0)
         if own is not None and cluster is not None:
@@ -84,41 +82,3 @@ def assert_serves(sender: Mailbox, receiver: Mailbox) -> None:
     """The next message to arrive is one of the legitimate sender's."""
     sender.plane.send(receiver.me, Cancel(request_id="legitimate"))
     assert receiver.take() == (sender.me, Cancel(request_id="legitimate"))
-
-
-class Recorder:
-    """Passes connections on to a port and keeps what clients sent."""
-
-    def __init__(self, to: int) -> None:
-        self._to = to
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port = self._listener.getsockname()[1]
-        self.to_server: list[bytearray] = []
-        self._sockets: list[socket.socket] = []
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def __enter__(self) -> "Recorder":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for each in (self._listener, *self._sockets):
-            with suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
-            each.close()
-
-    def _accept(self) -> None:
-        with suppress(OSError):
-            while True:
-                client, _ = self._listener.accept()
-                server = socket.create_connection(("127.0.0.1", self._to))
-                self._sockets += [client, server]
-                self.to_server.append(bytearray())
-                threading.Thread(target=self._pump, args=(client, server, self.to_server[-1]), daemon=True).start()
-                threading.Thread(target=self._pump, args=(server, client, bytearray()), daemon=True).start()
-
-    @staticmethod
-    def _pump(source: socket.socket, to: socket.socket, record: bytearray) -> None:
-        with suppress(OSError):
-            while data := source.recv(1 << 16):
-                record += data
-                to.sendall(data)

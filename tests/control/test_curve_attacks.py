@@ -12,7 +12,7 @@ from control.codec import encode
 from control.keys import load_keys
 from control.messages import Cancel
 from control.plane import MAX_FRAME_BYTES
-from tests.control.harness import Recorder, Start, Stranger, assert_serves
+from tests.control.harness import Start, Stranger, assert_serves
 from tests.e2e.cluster import wait_until
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
@@ -102,23 +102,3 @@ def test_an_oversized_message_is_not_even_sent(secure: Start, monkeypatch: pytes
     assert decode.take()[1] == Cancel(request_id="next")
     assert decode.take()[1] == Cancel(request_id="last")
     assert gateway.plane.undeliverable == 1
-
-
-def test_recorded_traffic_is_worthless_when_it_is_replayed(secure: Start) -> None:
-    """A handshake's keys are of one connection: neither all of a recording nor a part of it is taken again."""
-    gateway, decode = secure("gateway"), secure("decode")
-    with Recorder(decode.port) as recorder:
-        through = decode.me.model_copy(update={"address": f"127.0.0.1:{recorder.port}"})
-        for number in range(20):
-            gateway.plane.send(through, Cancel(request_id=str(number)))
-            assert decode.take() == (gateway.me, Cancel(request_id=str(number)))
-        recording = bytes(recorder.to_server[0])
-    for part in (recording, recording[: len(recording) // 2], recording[:-1], GREETING + recording[-200:]):
-        for _ in range(5):
-            with closing(socket.create_connection(("127.0.0.1", decode.port), timeout=10)) as raw, suppress(OSError):
-                raw.sendall(part)
-                while raw.recv(4096):
-                    pass
-            assert_serves(gateway, decode)
-    decode.wait_refused("handshake", 20)
-    assert decode.inbox.empty()

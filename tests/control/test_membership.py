@@ -87,8 +87,12 @@ class Node:
         return Heartbeat(via=via, ready=True, queued_tokens=0)
 
 
+StartGateway = Callable[..., Gateway]
+StartNode = Callable[[GatewayAddresses], Node]
+
+
 @pytest.fixture
-def gateway() -> Iterator[Callable[..., Gateway]]:
+def gateway() -> Iterator[StartGateway]:
     started: list[Gateway] = []
 
     def start(**options: object) -> Gateway:
@@ -101,7 +105,7 @@ def gateway() -> Iterator[Callable[..., Gateway]]:
 
 
 @pytest.fixture
-def node() -> Iterator[Callable[[GatewayAddresses], Node]]:
+def node() -> Iterator[StartNode]:
     started: list[Node] = []
 
     def start(addresses: GatewayAddresses) -> Node:
@@ -113,9 +117,7 @@ def node() -> Iterator[Callable[[GatewayAddresses], Node]]:
         one.control.stop()
 
 
-def test_a_node_registers_with_every_gateway_also_with_later_ones(
-    gateway: Callable[..., Gateway], node: Callable[[GatewayAddresses], Node]
-) -> None:
+def test_a_node_registers_with_every_gateway_also_with_later_ones(gateway: StartGateway, node: StartNode) -> None:
     first, second, late = gateway(), gateway(), gateway()
     addresses = Listed(first, second)
     me = node(addresses)
@@ -129,7 +131,7 @@ def test_a_node_registers_with_every_gateway_also_with_later_ones(
 
 
 def test_a_gateway_that_is_listed_no_more_is_kept_while_it_answers(
-    gateway: Callable[..., Gateway], node: Callable[[GatewayAddresses], Node], monkeypatch: pytest.MonkeyPatch
+    gateway: StartGateway, node: StartNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It drains; to forget it would be to end its requests."""
     monkeypatch.setattr(membership, "FORGOTTEN_AFTER_S", 0.6)
@@ -149,7 +151,7 @@ def test_a_gateway_that_is_listed_no_more_is_kept_while_it_answers(
 
 
 def test_who_takes_the_address_of_a_forgotten_gateway_gets_no_node(
-    gateway: Callable[..., Gateway], node: Callable[[GatewayAddresses], Node], monkeypatch: pytest.MonkeyPatch
+    gateway: StartGateway, node: StartNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Addresses of pods are used again, also by others."""
     monkeypatch.setattr(membership, "FORGOTTEN_AFTER_S", 0.5)
@@ -165,7 +167,7 @@ def test_who_takes_the_address_of_a_forgotten_gateway_gets_no_node(
 
 
 def test_a_gateway_that_comes_later_and_refuses_the_node_does_not_stop_it(
-    gateway: Callable[..., Gateway], node: Callable[[GatewayAddresses], Node]
+    gateway: StartGateway, node: StartNode
 ) -> None:
     """Or the first gateway of a new release would stop every node of the old one."""
     first, other = gateway(), gateway(refuses="another model")
@@ -179,16 +181,12 @@ def test_a_gateway_that_comes_later_and_refuses_the_node_does_not_stop_it(
     assert me.membership.refusal is None
 
 
-def test_a_node_that_no_gateway_takes_should_not_have_been_started(
-    gateway: Callable[..., Gateway], node: Callable[[GatewayAddresses], Node]
-) -> None:
+def test_a_node_that_no_gateway_takes_should_not_have_been_started(gateway: StartGateway, node: StartNode) -> None:
     me = node(Listed(gateway(refuses="another model")))
     assert "another model" in wait_until(lambda: me.membership.refusal)
 
 
-def test_a_node_that_nobody_answers_says_so(
-    node: Callable[[GatewayAddresses], Node], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_that_nobody_answers_says_so(node: StartNode, monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrong address, or a key that the gateway does not know: the node itself sees nothing but silence."""
     monkeypatch.setattr(membership, "MISSED_AFTER_S", 0.2)
     log = CapturingLogger()

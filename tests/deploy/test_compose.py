@@ -33,7 +33,7 @@ def test_the_program_accepts_the_command_line(role: str) -> None:
     line = command_line(role)
     assert line.command == role
     assert line.values["advertise_host"] == role
-    assert "port" not in line.raw
+    assert line.values["port"] == default(role, "port")
     if role != "gateway":
         assert line.values["gateways"] == [f"gateway:{default('gateway', 'control_port')}"]
         # Each container has its own process ids: none can map the memory of another.
@@ -50,7 +50,7 @@ def test_what_is_prepared_is_what_is_used() -> None:
             read(words[1:])
     for role in ROLES:
         assert str(command_line(role).values["model_path"]) == made["tiny-model"]
-        assert command_line(role).raw["--key-dir"] == made["keygen"]
+        assert str(command_line(role).values["key_dir"]) == made["keygen"]
         assert {f"model:{made['tiny-model']}:ro", f"keys:{made['keygen']}:ro"} == set(SERVICES[role]["volumes"])
 
 
@@ -58,10 +58,10 @@ def test_what_is_prepared_is_what_is_used() -> None:
 def test_a_container_has_time_to_drain(role: str) -> None:
     assert (
         int(SERVICES[role]["stop_grace_period"].removesuffix("s"))
-        >= int(command_line(role).raw["--drain-timeout"]) + 20
+        >= int(command_line(role).values["drain_timeout"]) + 20
     )
 
 
 def test_the_host_pool_fits_the_decode_nodes_memory() -> None:
-    pool = json.loads(command_line("decode").raw["--hisparse-config"])["host_pool_gib"]
+    pool = json.loads(command_line("decode").values["hisparse_config"])["host_pool_gib"]
     assert int(SERVICES["decode"]["mem_limit"].removesuffix("m")) == 1024 * (pool + 1.25)

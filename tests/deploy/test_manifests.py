@@ -26,7 +26,6 @@ from tests.deploy.rendered import (
     mounts,
     named,
     objects,
-    of_kind,
     pod,
     ports,
     template,
@@ -160,7 +159,9 @@ def test_memory_follows_from_the_host_pool(overlay: str, role: str) -> None:
     assert resources["requests"]["memory"] == resources["limits"]["memory"]
     annotations = template(overlay, role)["metadata"]["annotations"]
     overhead = float(annotations["hisparse-pd/memory-overhead-gib"])
-    pool = json.loads(command_line(container(overlay, role)).raw.get("--hisparse-config", "{}")).get("host_pool_gib", 0)
+    pool = json.loads(command_line(container(overlay, role)).values.get("hisparse_config") or "{}").get(
+        "host_pool_gib", 0
+    )
     assert (pool > 0) == (role == "decode"), "a pool in proportion to device memory has no size that could be asked for"
     assert gib(resources["requests"]["memory"]) == pool + overhead
 
@@ -180,12 +181,12 @@ def test_a_gateway_has_memory_for_the_requests_that_it_may_hold(overlay: str) ->
 @every_overlay
 def test_a_pod_has_time_to_drain(overlay: str, role: str) -> None:
     each = container(overlay, role)
-    flags = command_line(each).raw
-    drain = float(flags["--drain-timeout"])
+    flags = command_line(each).values
+    drain = float(flags["drain_timeout"])
     before = float(each.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", [0, 0])[1])
     assert pod(overlay, role)["terminationGracePeriodSeconds"] >= before + drain + 20
     if role == "gateway":
-        assert drain >= float(flags["--request-timeout"])
+        assert drain >= float(flags["request_timeout"])
         assert before > 0, "connections still come until every node knows that the pod is leaving"
 
 
@@ -196,7 +197,7 @@ def test_a_pod_has_time_to_drain(overlay: str, role: str) -> None:
 @every_gpu_overlay
 def test_each_process_gets_its_own_secret_keys_and_no_other(overlay: str, role: str) -> None:
     each = container(overlay, role)
-    keys = Path(command_line(each).raw["--key-dir"])
+    keys = Path(command_line(each).values["key_dir"])
     mounted = {Path(mount["mountPath"]).relative_to(keys) for mount in mounts(overlay, role, keys)}
     expected = {"cluster.key_secret", f"{role}.key_secret", "allowed"} | (
         {"operator.token"} if role == "decode" else set()
@@ -210,7 +211,7 @@ def test_each_process_gets_its_own_secret_keys_and_no_other(overlay: str, role: 
 @every_gpu_overlay
 def test_what_is_revoked_while_a_process_runs_is_mounted_as_a_folder(overlay: str) -> None:
     """A file that is mounted by itself (subPath) does not follow its Secret."""
-    clients = Path(command_line(container(overlay, "gateway")).raw["--api-key-file"])
+    clients = Path(command_line(container(overlay, "gateway")).values["api_key_file"])
     (mount,) = mounts(overlay, "gateway", clients.parent)
     assert "subPath" not in mount
     for role in ROLES:
@@ -235,7 +236,7 @@ def test_the_secrets_are_made_as_they_are_mounted(tmp_path: Path) -> None:
         for mount in container("gpu-tcp", role)["volumeMounts"]:
             if mount["name"] in names and "subPath" in mount:
                 assert mount["subPath"] in made[names[mount["name"]]]["data"]
-    clients = Path(command_line(container("gpu-tcp", "gateway")).raw["--api-key-file"])
+    clients = Path(command_line(container("gpu-tcp", "gateway")).values["api_key_file"])
     assert clients.name in made["hisparse-pd-api-keys"]["data"]
     assert used == made.keys()
     assert made["hisparse-pd-allowed"]["data"].keys() == {f"{role}.key" for role in ROLES}
@@ -251,9 +252,9 @@ def test_tls_can_be_added(tmp_path: Path) -> None:
     (gateway,) = [item for item in yaml.safe_load_all(text) if item["kind"] == "Deployment"]
     kubernetes_validate.validate(gateway, VERSIONS[0], strict=True)
     (each,) = gateway["spec"]["template"]["spec"]["containers"]
-    flags = command_line(each).raw
+    flags = command_line(each).values
     (mount,) = [mount for mount in each["volumeMounts"] if mount["name"] == "tls"]
-    assert {flags["--ssl-certfile"], flags["--ssl-keyfile"]} == {
+    assert {str(flags["ssl_certfile"]), str(flags["ssl_keyfile"])} == {
         f"{mount['mountPath']}/tls.{kind}" for kind in ("crt", "key")
     }
     for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
@@ -261,22 +262,3 @@ def test_tls_can_be_added(tmp_path: Path) -> None:
 
 
 # --- autoscaling ---
-
-
-@pytest.mark.parametrize("overlay", ["gpu-tcp", "gpu-rdma"])
-def test_prefill_and_decode_scale_separately_by_their_own_queues(overlay: str) -> None:
-    scalers = {
-        scaler["spec"]["scaleTargetRef"]["name"]: scaler["spec"]
-        for scaler in of_kind(overlay, "HorizontalPodAutoscaler")
-    }
-    assert scalers.keys() == {"hisparse-pd-prefill", "hisparse-pd-decode"}
-    metrics = set()
-    for name, scaler in scalers.items():
-        assert "replicas" not in named(overlay, "StatefulSet", name)["spec"], "applying would undo the scaler's work"
-        (metric,) = scaler["metrics"]
-        metrics.add(metric["pods"]["metric"]["name"])
-        down = scaler["behavior"]["scaleDown"]
-        assert down["policies"] == [{"type": "Pods", "value": 1, "periodSeconds": down["policies"][0]["periodSeconds"]}]
-        drain = pod(overlay, name.rpartition("-")[2])["terminationGracePeriodSeconds"]
-        assert down["policies"][0]["periodSeconds"] >= drain, "the next one leaves when the last has left"
-    assert len(metrics) == 2

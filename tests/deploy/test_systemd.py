@@ -88,7 +88,7 @@ def test_every_variable_of_the_unit_is_in_its_example(role: str) -> None:
 
 @every_role
 def test_a_unit_has_time_to_drain(role: str) -> None:
-    assert float(Unit(role)["TimeoutStopSec"]) >= float(command_line(role).raw["--drain-timeout"]) + 20
+    assert float(Unit(role)["TimeoutStopSec"]) >= float(command_line(role).values["drain_timeout"]) + 20
 
 
 def test_eight_nodes_of_each_kind_fit_on_a_machine() -> None:
@@ -96,7 +96,7 @@ def test_eight_nodes_of_each_kind_fit_on_a_machine() -> None:
     for role in ("prefill", "decode"):
         for instance in range(8):
             line = command_line(role, instance)
-            least, _, most = line.raw["--transfer-ports"].partition("-")
+            least, _, most = line.values["transfer_ports"].partition("-")
             taken += [line.values["port"], line.values["control_port"], *range(int(least), int(most) + 1)]
     assert len(taken) == len(set(taken))
     assert max(taken) < 32768, "systems hand out the ports above for outgoing connections"

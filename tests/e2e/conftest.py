@@ -14,7 +14,7 @@ from cli.serve import free_port, is_ready
 from model.quantization import BlockFp8
 from model.tiny import write_tiny_checkpoint
 from tests.dequantised import write_dequantised
-from tests.e2e.cluster import Cluster, wait_until
+from tests.e2e.cluster import HOT_BUFFER, Cluster, Node, wait_until
 from tests.e2e.spawn import Command, execute, fork
 from tests.greedy import generate, likeliest, logprobs
 
@@ -115,6 +115,7 @@ def disable_cuda_graph() -> bool:
 
 
 StartCluster = Callable[..., Cluster]
+StartPair = Callable[..., tuple[Cluster, Node, Node]]
 Serve = Callable[..., tuple["subprocess.Popen[bytes]", str]]
 
 
@@ -144,6 +145,19 @@ def serve(checkpoints: dict[str, Path], log: Path) -> Iterator[Serve]:
     for process in running:
         process.kill()
         process.wait()
+
+
+@pytest.fixture
+def start_pair(start_cluster: StartCluster) -> StartPair:
+    """A function that starts a cluster with one node of each kind, ready: it, the prefill node, and the decode node."""
+
+    def start(prefill: dict[str, object] | None = None, **decode: object) -> tuple[Cluster, Node, Node]:
+        cluster = start_cluster()
+        nodes = cluster.prefill(**(prefill or {})), cluster.decode(**{"hisparse_config": HOT_BUFFER, **decode})
+        cluster.wait_ready()
+        return cluster, *nodes
+
+    return start
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from tests.e2e.cluster import HOT_BUFFER, Job, Load, Node, complete, random_prompts, streamed, wait_until
-from tests.e2e.conftest import References, StartCluster
+from tests.e2e.conftest import References, StartCluster, StartPair
 
 JOBS = [Job(prompt, tokens) for prompt in random_prompts((30, 129, 200, 400), seed=3) for tokens in (8, 32)]
 
@@ -57,11 +57,8 @@ def streamed_ids(lines: Iterator[str]) -> list[int]:
     return [token_id for event in events for choice in event["choices"] for token_id in choice["token_ids"]]
 
 
-def test_a_process_that_drains_says_so_and_a_second_signal_ends_it(start_cluster: StartCluster) -> None:
-    cluster = start_cluster()
-    cluster.prefill()
-    decode = cluster.decode(hisparse_config=HOT_BUFFER)
-    cluster.wait_ready()
+def test_a_process_that_drains_says_so_and_a_second_signal_ends_it(start_pair: StartPair) -> None:
+    cluster, _, decode = start_pair()
     with streamed(cluster.url, [1] * 50, 8000) as lines:
         next(lines)
         decode.signal(signal.SIGTERM)
@@ -77,11 +74,8 @@ def test_a_process_that_drains_says_so_and_a_second_signal_ends_it(start_cluster
 
 
 @pytest.mark.parametrize("role", ["gateway", "decode"])
-def test_what_streams_is_finished(start_cluster: StartCluster, references: References, role: str) -> None:
-    cluster = start_cluster()
-    cluster.prefill()
-    cluster.decode(hisparse_config=HOT_BUFFER)
-    cluster.wait_ready()
+def test_what_streams_is_finished(start_pair: StartPair, references: References, role: str) -> None:
+    cluster, _, _ = start_pair()
     prompt = [5, 6, 7] * 40
     with streamed(cluster.url, prompt, 300) as lines:
         first = streamed_ids(iter([next(lines)]))
@@ -92,11 +86,8 @@ def test_what_streams_is_finished(start_cluster: StartCluster, references: Refer
     assert cluster.nodes[role].process.wait(timeout=30) == 0
 
 
-def test_what_is_left_at_the_drain_timeout_is_ended(start_cluster: StartCluster) -> None:
-    cluster = start_cluster()
-    cluster.prefill()
-    decode = cluster.decode(hisparse_config=HOT_BUFFER, drain_timeout=1)
-    cluster.wait_ready()
+def test_what_is_left_at_the_drain_timeout_is_ended(start_pair: StartPair) -> None:
+    cluster, _, decode = start_pair(drain_timeout=1)
     with streamed(cluster.url, [1] * 50, 8000) as lines:
         next(lines)
         decode.signal(signal.SIGTERM)
@@ -105,14 +96,9 @@ def test_what_is_left_at_the_drain_timeout_is_ended(start_cluster: StartCluster)
     assert "the decode node is stopping" in decode.log
 
 
-def test_a_prefill_node_finishes_the_prompt_that_it_computes(
-    start_cluster: StartCluster, references: References
-) -> None:
+def test_a_prefill_node_finishes_the_prompt_that_it_computes(start_pair: StartPair, references: References) -> None:
     """It is the only one: handed back, the request would wait for another."""
-    cluster = start_cluster()
-    prefill = cluster.prefill(chunked_prefill_size=64)
-    decode = cluster.decode(hisparse_config=HOT_BUFFER)
-    cluster.wait_ready()
+    cluster, prefill, decode = start_pair({"chunked_prefill_size": 64})
     prompt = [7, 3, 9, 200, 41] * 240
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(complete, cluster.url, [Job(prompt, 8)])
@@ -125,13 +111,12 @@ def test_a_prefill_node_finishes_the_prompt_that_it_computes(
 
 
 def test_a_request_waits_for_the_successor_of_a_prefill_node_that_left(
-    start_cluster: StartCluster, references: References
+    start_pair: StartPair, references: References
 ) -> None:
     """A rolling update of a single prefill node: what it had not begun is computed by the process that replaces it."""
-    cluster = start_cluster()
-    prefill = cluster.prefill(chunked_prefill_size=16, context_length=1216, max_total_tokens=1216)
-    decode = cluster.decode(hisparse_config=HOT_BUFFER, prefill_retries=0)
-    cluster.wait_ready()
+    cluster, prefill, decode = start_pair(
+        {"chunked_prefill_size": 16, "context_length": 1216, "max_total_tokens": 1216}, prefill_retries=0
+    )
     jobs = [Job([number, 3, 9, 200, 41] * 240, 8) for number in range(3)]
     with ThreadPoolExecutor(1) as pool:
         answers = pool.submit(complete, cluster.url, jobs, concurrency=len(jobs))

@@ -8,19 +8,16 @@ import httpx
 import pytest
 
 from tests.e2e.cluster import HOT_BUFFER, Job, assert_exact, complete, leave_when, streamed, wait_until
-from tests.e2e.conftest import TOKEN_BYTES, References, StartCluster
+from tests.e2e.conftest import TOKEN_BYTES, References, StartCluster, StartPair
 
 PROMPT = [7, 3, 9, 200, 41] * 60
 
 
 def test_a_killed_prefill_node_costs_its_requests_a_retry_and_nothing_else(
-    start_cluster: StartCluster, references: References
+    start_pair: StartPair, references: References
 ) -> None:
     """sglang 12779, 16903: a dead prefill node failed the decode node's health check, which had to be restarted."""
-    cluster = start_cluster()
-    prefill = cluster.prefill()
-    decode = cluster.decode(hisparse_config=HOT_BUFFER)
-    cluster.wait_ready()
+    cluster, prefill, decode = start_pair()
     expected = references["deepseek_v32"].generate(PROMPT, 16)
     prefill.signal(signal.SIGSTOP)
 
@@ -62,13 +59,10 @@ def test_a_prefill_node_that_stops_at_once_hands_its_requests_back(
 
 
 def test_slots_of_a_silent_prefill_node_are_quarantined_until_it_answers(
-    start_cluster: StartCluster, references: References
+    start_pair: StartPair, references: References
 ) -> None:
     """Silence is no proof of death: the node may wake up and write."""
-    cluster = start_cluster()
-    prefill = cluster.prefill()
-    decode = cluster.decode(hisparse_config=HOT_BUFFER)
-    cluster.wait_ready()
+    cluster, prefill, decode = start_pair()
     prefill.signal(signal.SIGSTOP)
 
     body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 16}
@@ -80,12 +74,9 @@ def test_slots_of_a_silent_prefill_node_are_quarantined_until_it_answers(
 
 
 def test_a_restarted_gateway_finds_its_nodes_and_old_requests_end(
-    start_cluster: StartCluster, references: References
+    start_pair: StartPair, references: References
 ) -> None:
-    cluster = start_cluster()
-    cluster.prefill()
-    decode = cluster.decode(hisparse_config=HOT_BUFFER)
-    cluster.wait_ready()
+    cluster, _, decode = start_pair()
     gateway = cluster.nodes["gateway"]
     with streamed(cluster.url, PROMPT, 7000) as lines:
         next(lines)

@@ -81,7 +81,7 @@ def test_a_prefix_that_comes_back_with_another_byte_is_computed(
     checkpoints: dict[str, Path], references: References, tmp_path: Path
 ) -> None:
     """The answer's blocks are at the decode node only."""
-    surroundings = Surroundings(checkpoints[FAMILIES[0]], tmp_path)
+    surroundings = Surroundings(checkpoints[FAMILIES[0]], tmp_path, references[FAMILIES[0]])
     cluster = surroundings.cluster
     with cluster:
         surroundings.start("tcp", fetch_prefixes="always")
@@ -102,7 +102,7 @@ def test_prefixes_come_back_although_messages_are_lost_and_readers_die(
     checkpoints: dict[str, Path], references: References, tmp_path: Path
 ) -> None:
     """A conversation whose prefill node is killed in every turn but the last, while it may be reading."""
-    surroundings = Surroundings(checkpoints[FAMILIES[0]], tmp_path)
+    surroundings = Surroundings(checkpoints[FAMILIES[0]], tmp_path, references[FAMILIES[0]])
     surroundings.faults = replace(surroundings.faults, drop=0.08, delay=0.15, slow=0.3, slow_s=(0.0, 1.0))
     cluster, rng = surroundings.cluster, random.Random(3)
     with cluster, ThreadPoolExecutor() as asking:

@@ -48,32 +48,6 @@ def test_streaming_says_the_same_as_waiting(client: openai.OpenAI) -> None:
     assert "".join(pieces) == whole
 
 
-def test_chat(client: openai.OpenAI) -> None:
-    answer = client.chat.completions.create(
-        model="tiny", messages=[{"role": "user", "content": "Hello"}], max_tokens=12, temperature=0
-    )
-    assert answer.choices[0].message.role == "assistant"
-    assert answer.usage is not None
-    assert answer.usage.completion_tokens <= 12
-
-
-def test_streamed_chat_with_usage(client: openai.OpenAI) -> None:
-    chunks = list(
-        client.chat.completions.create(
-            model="tiny",
-            messages=[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}],
-            max_completion_tokens=12,
-            temperature=0,
-            stream=True,
-            stream_options={"include_usage": True},
-            extra_body=GREEDY,
-        )
-    )
-    assert chunks[0].choices[0].delta.role == "assistant"
-    assert chunks[-1].usage is not None
-    assert chunks[-1].usage.completion_tokens == 12
-
-
 def test_a_stop_string_ends_the_text_before_it(client: openai.OpenAI, cluster: Cluster) -> None:
     arguments = {"model": "tiny", "prompt": "abc", "max_tokens": 60, "temperature": 0, "extra_body": GREEDY}
     text = client.completions.create(**arguments).choices[0].text

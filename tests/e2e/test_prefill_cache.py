@@ -1,7 +1,6 @@
 """What a prefill node has, it does not compute again, and the tokens are those of transformers all the same."""
 
 import random
-import time
 
 import pytest
 
@@ -80,22 +79,3 @@ def test_tokens_are_the_same_where_each_prompt_displaces_what_is_cached(
     free, cached = (prefill.metric("prefill_pages", state=state) for state in ("free", "cached"))
     assert free + cached == 320 // page_size
     decode.wait_unused("host_slots")
-
-
-@pytest.mark.slow
-def test_a_prompt_comes_to_the_prefill_node_that_has_its_prefix(start_cluster: StartCluster) -> None:
-    """Nodes tell the gateway what they have cached, and hear nothing of each other."""
-    cluster = start_cluster()
-    common = {"chunked_prefill_size": 512, "context_length": 512, "max_total_tokens": 4096}
-    nodes = [cluster.prefill(name, **common) for name in ("one", "two")]
-    cluster.decode(context_length=512, no_enable_prefix_caching=True)
-    cluster.wait_ready()
-    rng = random.Random(8)
-    firsts = [[rng.randrange(256) for _ in range(129)] for _ in range(4)]
-    complete(cluster.url, [Job(prompt, 2) for prompt in firsts], concurrency=4)
-    assert all(node.metric("prompt_tokens_total") for node in nodes), "both have computed some"
-    time.sleep(3.0)  # What came before a node's first heartbeat was answered, the gateway learns 2.5 s later.
-    for prompt in reversed(firsts):
-        time.sleep(1.5)  # By then a heartbeat says that nothing is queued, and updates have arrived.
-        complete(cluster.url, [Job([*prompt, *range(40)], 2)])
-    assert sum(node.metric("prefix_cache_hits_total", side="prefill") for node in nodes) == 4 * 128

@@ -1,7 +1,5 @@
 """What a server's connections may take of its time, its memory and its file descriptors."""
 
-import asyncio
-import socket
 import ssl
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -198,23 +196,6 @@ def test_a_slow_reader_that_goes_on_reading_gets_everything(serve: Callable[...,
         wait_until(lambda: not served.writable(), what="the server to wait for its reader")
         assert len(client.answer()) > HUGE
     assert served.refused("reader_timeout") == 0
-
-
-def test_what_is_written_is_sent_at_once(serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A token does not wait until the client has acknowledged the one before."""
-    accepted: list[socket.socket] = []
-    connected = GuardedConnection.connection_made
-
-    def connection_made(self: GuardedConnection, transport: asyncio.Transport) -> None:
-        accepted.append(transport.get_extra_info("socket"))
-        connected(self, transport)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(GuardedConnection, "connection_made", connection_made)
-    served = serve()
-    with RawClient(served.port) as client:
-        client.get("/health")
-        client.answer()
-        assert [each.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for each in accepted] == [1]
 
 
 def test_connections_beyond_the_bound_are_closed_at_once_and_places_come_back(serve: Callable[..., Served]) -> None:
