@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks.fetch.__main__ import main
 from benchmarks.fetch.measure import Case
+from benchmarks.reading import Shape, measured
 
 
 def test_the_choice_is_right_if_it_is_the_faster_way() -> None:
@@ -28,3 +29,10 @@ def test_it_writes_what_it_has_measured(tmp_path: Path) -> None:
         ("shm", 0), ("shm", 0), ("tcp", 0), ("tcp", 0), ("tcp", 1e6), ("tcp", 1e6)
     ]  # fmt: skip
     assert [each["stop"] for each in written["passes"]] == [256, 512]
+
+
+@pytest.mark.slow
+def test_every_case_of_reading_is_read_and_written() -> None:
+    rates = list(measured(Shape(tokens=200, layers=2, item_bytes=40), rounds=1))
+    assert [(each.protocol, each.run) for each in rates] == [(p, run) for p in ("tcp", "shm") for run in (200, 64, 1)]
+    assert all(each.read > 0 and each.written > 0 for each in rates)

@@ -8,11 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from base.errors import StartupError
 from benchmarks.prefix import timing
 from benchmarks.prefix.__main__ import main, simulate
 from benchmarks.prefix.policies import play_cache, play_ideal, play_lru
-from benchmarks.prefix.trace import TracedPrompt, load_trace
+from benchmarks.prefix.trace import TracedPrompt
 
 
 def prompt(length: int, *ids: int) -> TracedPrompt:
@@ -72,25 +71,3 @@ def test_the_command_writes_tables_json_and_a_figure(
     assert len(document["operations"]) == 5
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
     assert "never worse than LRU over blocks" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("line", "error"),
-    [
-        ("no json", "line 1: no request of a trace"),
-        ("{}", "line 1: no request of a trace: KeyError"),
-        ('{"input_length": 600, "hash_ids": [1]}', "line 1: 1 hash_ids for 600 tokens, expected one for each 512"),
-        ("", "no requests"),
-    ],
-)
-def test_files_that_are_no_traces_are_refused(line: str, error: str, tmp_path: Path) -> None:
-    path = tmp_path / "trace.jsonl"
-    path.write_text(line)
-    with pytest.raises(StartupError, match=error):
-        load_trace(path)
-
-
-@pytest.mark.parametrize("size", ["many", "x%", "0", "0%", "63"])
-def test_sizes_that_hold_nothing_are_refused(size: str) -> None:
-    with pytest.raises(StartupError, match=f"--slots {size}: "):
-        simulate("sessions", sessions(5), [size])

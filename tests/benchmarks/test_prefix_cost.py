@@ -10,9 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from base.errors import StartupError
 from benchmarks.prefix_cost import subject
-from benchmarks.prefix_cost.__main__ import main
 from benchmarks.prefix_cost.measure import CostPlan, measure
 from benchmarks.prefix_cost.report import print_costs, write_json
 from benchmarks.serving.client import Endpoint
@@ -72,17 +70,3 @@ def test_both_services_are_asked_the_same_and_what_was_cached_is_reported(
     assert [figure for figure in figures if figure not in words] == []
     write_json(tmp_path / "out.json", report)
     assert json.loads((tmp_path / "out.json").read_text())["processor"]["labels"] == ["on", "off"]
-
-
-def test_a_prompt_that_is_not_answered_ends_it(stub: Callable[..., str]) -> None:
-    async def refuse(request: Json, reply: Reply) -> None:
-        reply.whole(400, {"error": {"message": "too long"}})
-
-    service = Stubbed("on", stub(refuse))
-    with pytest.raises(StartupError, match="on: 64 tokens are not answered: HTTP 400: too long"):
-        measure(service, service, CostPlan(10, 5, 1, 10, 1), vocab_size=256, timeout=30.0)
-
-
-def test_two_services_need_two_names() -> None:
-    with pytest.raises(StartupError, match="both services are called 'default'"):
-        main(on="", off="", prompt_tokens=64, pair_tokens=64)

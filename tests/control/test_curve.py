@@ -29,10 +29,13 @@ def test_processes_with_keys_understand_each_other(secure: Start) -> None:
 # --- no key, wrong keys ---
 
 
-def test_without_a_key_nothing_is_delivered(secure: Start) -> None:
+@pytest.mark.parametrize("key", ["none", "of another cluster"])
+def test_without_the_clusters_key_nothing_is_delivered(secure: Start, keys: Path, tmp_path: Path, key: str) -> None:
     gateway, decode = secure("gateway"), secure("decode")
-    stranger = Stranger(decode)
-    stranger.send(encode(Cancel(request_id="plain"), gateway.me))
+    generate(tmp_path / "other")
+    other = load_keys(tmp_path / "other", "gateway").cluster.public
+    stranger = Stranger(decode) if key == "none" else Stranger(decode, load_keys(keys, "gateway").own, other)
+    stranger.send(encode(Cancel(request_id="wrong"), gateway.me))
     decode.wait_refused("handshake")
     assert_serves(gateway, decode)
     stranger.close()
@@ -49,17 +52,6 @@ def test_a_key_that_is_not_allowed_is_refused_until_it_is(secure: Start, keys: P
     assert_serves(gateway, decode)
     (keys / "allowed" / "new.key").write_text(f'metadata\n    role = gateway\ncurve\n    public-key = "{own.public}"')
     assert decode.take() == (sender, Cancel(request_id="late"))
-    stranger.close()
-
-
-def test_the_key_of_another_cluster_is_refused(secure: Start, keys: Path, tmp_path: Path) -> None:
-    gateway, decode = secure("gateway"), secure("decode")
-    generate(tmp_path / "other")
-    other = load_keys(tmp_path / "other", "gateway")
-    stranger = Stranger(decode, load_keys(keys, "gateway").own, other.cluster.public)
-    stranger.send(encode(Cancel(request_id="wrong"), gateway.me))
-    decode.wait_refused("handshake")
-    assert_serves(gateway, decode)
     stranger.close()
 
 

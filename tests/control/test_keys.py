@@ -87,17 +87,13 @@ def test_a_damaged_key_is_one_line_that_does_not_tell_it(keys: Path, name: str, 
     text = path.read_text()
     secret = text.split('"')[3]
     other = zmq.curve_keypair()[1].decode()
-    match damage:
-        case "gone":
-            path.unlink()
-        case "empty":
-            path.write_bytes(b"")
-        case "not text":
-            path.write_bytes(os.urandom(200))
-        case "short":
-            path.write_text(text.replace(secret, secret[:-1]))
-        case "another secret":
-            path.write_text(text.replace(secret, other))
+    contents = {
+        "empty": b"",
+        "not text": os.urandom(200),
+        "short": text.replace(secret, secret[:-1]).encode(),
+        "another secret": text.replace(secret, other).encode(),
+    }
+    path.unlink() if damage == "gone" else path.write_bytes(contents[damage])
     role = "gateway" if name.startswith("cluster") else name.split(".")[0]
     with pytest.raises(StartupError, match=name) as caught:
         load_keys(keys, role)  # type: ignore[arg-type]

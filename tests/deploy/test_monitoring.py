@@ -84,7 +84,7 @@ def test_every_series_that_is_asked_for_exists_with_these_labels(expression: str
     assert set(re.findall(r"hisparse_pd:[\w:]+", expression)) <= RECORDED
 
 
-def test_each_alert_fires_on_what_it_is_for_and_is_quiet_on_what_is_harmless() -> None:
+def test_each_alert_fires_on_what_it_is_for_and_not_on_what_is_harmless() -> None:
     done = subprocess.run(
         [promtool(), "test", "rules", "alerts_test.yaml"], cwd=HERE, capture_output=True, text=True, timeout=120
     )

@@ -113,7 +113,7 @@ def _env(role: str) -> dict[str, str]:
     return dict(line.partition("=")[::2] for line in _settings(SYSTEMD / f"{role}.env"))
 
 
-def test_the_firewall_recipe_as_it_is_confines_the_ports_of_every_unit_and_of_every_default() -> None:
+def test_the_firewall_recipe_confines_the_ports_of_units_and_defaults() -> None:
     """Whoever loads it without setting the range must not leave a port open."""
     recipe = (DEPLOY / "nftables/hisparse-pd.nft").read_text()
     first, last = map(int, re.findall(r"^define transfer_ports = (\d+)-(\d+)$", recipe, flags=re.MULTILINE)[0])

@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from tests.e2e.cluster import Job, complete, greedy, random_prompts
+from tests.e2e.asking import Job, complete, greedy, random_prompts
 
 SECONDS = float(os.environ.get("HISPARSE_PD_CHAOS_SECONDS", "20"))
 SEED = int(os.environ.get("HISPARSE_PD_CHAOS_SEED", random.randrange(1_000_000)))

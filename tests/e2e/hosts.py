@@ -10,7 +10,6 @@ import random
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,7 +17,6 @@ from pathlib import Path
 
 import psutil
 
-from tests.e2e.wire import finish_packets
 from tests.skips import impossible
 
 _CLONE_NEWNET, _CLONE_NEWNS = 0x40000000, 0x20000
@@ -128,7 +126,6 @@ class Network:
         self._networks = networks
         self._id = f"{_PREFIX}-{os.getpid()}-{random.randrange(16**4):04x}"
         self._switch = f"{self._id}-switch"
-        self._wire: subprocess.Popen[str] | None = None
         self.hosts: dict[str, Host] = {}
 
     def __enter__(self) -> "Network":
@@ -145,7 +142,6 @@ class Network:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stop_wire()
         for namespace in (*(host.namespace for host in self.hosts.values()), self._switch):
             subprocess.run(["ip", "netns", "del", namespace], capture_output=True)
 
@@ -175,47 +171,6 @@ class Network:
         """Undo `part`."""
         for here, network, address in _between(one, other, networks):
             here.run("ip", "neigh", "del", address, "dev", network)
-
-    @contextmanager
-    def impaired(self, delay_ms: float, loss: float) -> Iterator[None]:
-        """Meanwhile, what any host sends is delayed and some of it lost, by tests/e2e/wire.py."""
-        ends = [(host, network) for host in self.hosts.values() for network in host.addresses]
-        self._insert_wire(ends, delay_ms, loss)
-        try:
-            yield
-        finally:
-            self._remove_wire(ends)
-
-    def _insert_wire(self, ends: Sequence[tuple[Host, str]], delay_ms: float, loss: float) -> None:
-        """Between each port and its bridge, there is now a process that carries the frames."""
-        pairs = []
-        for host, network in ends:
-            with host.entered():
-                finish_packets(network)
-            port = host.ports[network]
-            self._in_switch("link", "add", f"{port}-w", "type", "veth", "peer", "name", f"{port}-b")
-            self._in_switch("link", "set", port, "nomaster")
-            self._in_switch("link", "set", f"{port}-w", "up")
-            self._in_switch("link", "set", f"{port}-b", "master", network, "up")
-            pairs.append(f"{port}:{port}-w")
-        words = ["-m", "tests.e2e.wire", "--delay-ms", str(delay_ms), "--loss", str(loss), *pairs]
-        self._wire = subprocess.Popen(
-            ["ip", "netns", "exec", self._switch, sys.executable, *words], stdout=subprocess.PIPE, text=True
-        )
-        assert self._wire.stdout is not None
-        assert self._wire.stdout.readline() == "ready\n"
-
-    def _remove_wire(self, ends: Sequence[tuple[Host, str]]) -> None:
-        self._stop_wire()
-        for host, network in ends:
-            self._in_switch("link", "del", f"{host.ports[network]}-w")
-            self._in_switch("link", "set", host.ports[network], "master", network)
-
-    def _stop_wire(self) -> None:
-        if self._wire is not None:
-            self._wire.kill()
-            self._wire.wait()
-            self._wire = None
 
     def _in_switch(self, *words: str) -> None:
         _run("ip", "-n", self._switch, *words)

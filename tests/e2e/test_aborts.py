@@ -3,7 +3,8 @@
 import json
 import random
 
-from tests.e2e.cluster import Job, Node, complete, wait_until
+from tests.e2e.asking import Job, complete
+from tests.e2e.cluster import Node, wait_until
 from tests.e2e.conftest import References, StartCluster
 
 REQUESTS = 200

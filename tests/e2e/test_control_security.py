@@ -14,7 +14,8 @@ import pytest
 
 from control import access
 from control.keys import generate, generate_node, load_keys, load_token
-from tests.e2e.cluster import Cluster, Job, Node, complete, wait_until
+from tests.e2e.asking import Job, complete
+from tests.e2e.cluster import Cluster, Node, wait_until
 from tests.e2e.conftest import Reference, References
 from tests.e2e.spawn import fork
 

@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from tests.e2e.cluster import HOT_BUFFER, Job, Load, Node, complete, random_prompts, streamed, wait_until
+from tests.e2e.asking import Job, Load, complete, random_prompts, streamed
+from tests.e2e.cluster import HOT_BUFFER, Node, wait_until
 from tests.e2e.conftest import References, StartCluster, StartPair
 
 JOBS = [Job(prompt, tokens) for prompt in random_prompts((30, 129, 200, 400), seed=3) for tokens in (8, 32)]

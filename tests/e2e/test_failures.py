@@ -7,7 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from tests.e2e.cluster import HOT_BUFFER, Job, assert_exact, complete, leave_when, streamed, wait_until
+from tests.e2e.asking import Job, assert_exact, complete, leave_when, streamed
+from tests.e2e.cluster import HOT_BUFFER, wait_until
 from tests.e2e.conftest import TOKEN_BYTES, References, StartCluster, StartPair
 
 PROMPT = [7, 3, 9, 200, 41] * 60

@@ -1,17 +1,13 @@
 """What a decode node has, no prefill node computes again, and the tokens are those of transformers all the same."""
 
-import random
 import signal
-import time
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from base.block_hashes import BLOCK_TOKENS
-from tests.e2e.chaos_audit import Audit
-from tests.e2e.cluster import Job, Node, ask, complete, ids_of, random_prompts, whole_blocks
+from tests.e2e.asking import Job, ask, complete, ids_of, random_prompts, whole_blocks
+from tests.e2e.cluster import Node
 from tests.e2e.conftest import FAMILIES, TOKEN_BYTES, References, StartCluster
 from tests.e2e.test_transfer_faults import SHORT, Surroundings
 
@@ -95,30 +91,3 @@ def test_a_prefix_that_comes_back_with_another_byte_is_computed(
         assert prefill.metric("prefix_fetch_failures_total", reason="checksum") == 1
         assert prefill.metric("prefix_fetched_tokens_total") == 0
         surroundings.assert_nothing_is_left()
-
-
-@pytest.mark.slow
-def test_prefixes_come_back_although_messages_are_lost_and_readers_die(
-    checkpoints: dict[str, Path], references: References, tmp_path: Path
-) -> None:
-    """A conversation whose prefill node is killed in every turn but the last, while it may be reading."""
-    surroundings = Surroundings(checkpoints[FAMILIES[0]], tmp_path, references[FAMILIES[0]])
-    surroundings.faults = replace(surroundings.faults, drop=0.08, delay=0.15, slow=0.3, slow_s=(0.0, 1.0))
-    cluster, rng = surroundings.cluster, random.Random(3)
-    with cluster, ThreadPoolExecutor() as asking:
-        surroundings.start("tcp", prefill_nodes=2, fetch_prefixes="always")
-        surroundings.switches.chaos.touch()
-        text = list(SHORT)
-        for turn in range(5):
-            answering = asking.submit(complete, cluster.url, [Job(text, 66)])
-            if turn < 4:
-                time.sleep(rng.uniform(0.1, 1.0))
-                victim = surroundings.prefill[turn % 2]
-                victim.kill()
-                cluster.restart(victim)
-            [new] = answering.result()
-            assert new == references[FAMILIES[0]].likeliest(text, new)
-            text += [*new, turn]
-        surroundings.switches.chaos.unlink()
-        surroundings.assert_nothing_is_left()
-    assert Audit.of(surroundings.directory).seen["fetched"] > 0

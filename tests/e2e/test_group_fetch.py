@@ -6,7 +6,8 @@ import signal
 
 import pytest
 
-from tests.e2e.cluster import Cluster, ask, ids_of, whole_blocks
+from tests.e2e.asking import ask, ids_of, whole_blocks
+from tests.e2e.cluster import Cluster
 from tests.e2e.conftest import TOKEN_BYTES, Reference, References, StartCluster
 from tests.e2e.test_fetch import Rises
 from transfer.checksum import GROUP_POSITIONS

@@ -9,7 +9,8 @@ import pytest
 from cli.serve import free_port
 from control.keys import generate
 from ranks.hung_ranks import GRACE_S
-from tests.e2e.cluster import Cluster, Job, Node, Place, assert_exact, wait_until
+from tests.e2e.asking import Job, assert_exact
+from tests.e2e.cluster import Cluster, Node, Place, wait_until
 from tests.e2e.conftest import References
 from tests.e2e.hosts import Network, why_not
 from tests.e2e.spawn import fork, start_fork_server

@@ -16,7 +16,8 @@ import httpx
 import pytest
 
 from control.keys import generate, load_token
-from tests.e2e.cluster import Cluster, Job, Load, Node, Place, assert_exact, random_prompts, wait_until
+from tests.e2e.asking import Job, Load, assert_exact, random_prompts
+from tests.e2e.cluster import Cluster, Node, Place, wait_until
 from tests.e2e.conftest import TOKEN_BYTES, Reference, References
 from tests.e2e.hosts import Host, Network, why_not
 from tests.e2e.spawn import fork, start_fork_server
@@ -164,12 +165,6 @@ def test_kv_travels_on_the_data_network_and_not_on_the_control_network(site: Sit
     assert moved >= sum(len(prompt) - 1 for prompt in PROMPTS) * TOKEN_BYTES
     assert moved < data < 1.3 * moved
     assert control < moved / 10
-
-
-def test_with_10_ms_of_delay_and_1_percent_of_loss_requests_are_exact(site: Site) -> None:
-    with site.network.impaired(delay_ms=10, loss=0.01):
-        site.assert_serves()
-    site.assert_serves()
 
 
 @pytest.mark.slow

@@ -5,7 +5,8 @@ import signal
 import pytest
 
 from ranks.hung_ranks import GRACE_S
-from tests.e2e.cluster import HOT_BUFFER, Job, all_gone, assert_exact
+from tests.e2e.asking import Job, assert_exact
+from tests.e2e.cluster import HOT_BUFFER, all_gone
 from tests.e2e.conftest import References, StartCluster
 from tests.e2e.test_ranks import PROMPT, ranks_of
 

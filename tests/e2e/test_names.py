@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from cli.serve import free_port
-from tests.e2e.cluster import HOT_BUFFER, Cluster, Job, Place, complete, wait_until
+from tests.e2e.asking import Job, complete
+from tests.e2e.cluster import HOT_BUFFER, Cluster, Place, wait_until
 from tests.e2e.conftest import References
 from tests.e2e.hosts import HostsFile
 from tests.e2e.spawn import fork

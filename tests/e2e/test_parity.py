@@ -9,8 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.cluster import HOT_BUFFER, Cluster, Job, random_prompts
-from tests.e2e.cluster import assert_exact as assert_answers
+from tests.e2e.asking import Job, random_prompts
+from tests.e2e.asking import assert_exact as assert_answers
+from tests.e2e.cluster import HOT_BUFFER, Cluster
 from tests.e2e.conftest import FAMILIES, SCALE_FORMATS, Reference, References, StartCluster
 from tests.fp8_reference import Fp8Cache
 
@@ -160,16 +161,3 @@ def test_fp8_kv_gives_the_tokens_of_a_plain_encoding_and_decoding(
     tokens = sum(len(prompt) - 1 for prompt in TOGETHER)
     layers, index_layers = (4, 4) if family == "deepseek_v32" else (4, 3)
     assert prefill.metric("transfer_bytes_total") == tokens * (layers * (48 + 4 + 32) + index_layers * 36)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_prompt_of_many_chunks_equals_transformers(
-    start_cluster: StartCluster, references: References, device: str, family: str
-) -> None:
-    cluster = start_cluster(family)
-    cluster.prefill(device=device, chunked_prefill_size=100, transfer_checksum="full")
-    cluster.decode(device=device, hisparse_config=HOT_BUFFER, debug_verify_swap_in=True)
-    cluster.wait_ready()
-
-    assert_exact(cluster, references[family], random_prompts((3000, 2999), seed=6), concurrency=2)

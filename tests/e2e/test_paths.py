@@ -5,7 +5,8 @@ import time
 
 import pytest
 
-from tests.e2e.cluster import HOT_BUFFER, leave_when, random_prompts, wait_until
+from tests.e2e.asking import leave_when, random_prompts
+from tests.e2e.cluster import HOT_BUFFER, wait_until
 from tests.e2e.conftest import FAMILIES, TOKEN_BYTES, References, StartCluster
 from tests.e2e.test_parity import ALONE, TOGETHER, assert_exact, assert_same_logprobs
 

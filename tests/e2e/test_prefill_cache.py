@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from tests.e2e.cluster import Job, complete
+from tests.e2e.asking import Job, complete
 from tests.e2e.conftest import FAMILIES, References, StartCluster
 
 LENGTH = 200

@@ -19,20 +19,8 @@ from cli.rank_group import plan_ranks
 from cli.serve import RANK_PORTS, free_port
 from prefill_node.config import PrefillConfig
 from ranks.rank_place import create_places
-from tests.e2e.cluster import (
-    HOT_BUFFER,
-    Job,
-    all_gone,
-    ask,
-    assert_exact,
-    children_of,
-    greedy,
-    ids_of,
-    leave_when,
-    metric_value,
-    random_prompts,
-    wait_until,
-)
+from tests.e2e.asking import Job, ask, assert_exact, greedy, ids_of, leave_when, random_prompts
+from tests.e2e.cluster import HOT_BUFFER, all_gone, children_of, metric_value, wait_until
 from tests.e2e.conftest import FAMILIES, Reference, References, Serve, StartCluster
 from tests.e2e.test_ranks import NOTICED_S, break_collectives, kill, ranks_of, stop
 

@@ -6,7 +6,8 @@ import time
 
 import pytest
 
-from tests.e2e.cluster import Job, ask, complete, ids_of, wait_until, whole_blocks
+from tests.e2e.asking import Job, ask, complete, ids_of, whole_blocks
+from tests.e2e.cluster import wait_until
 from tests.e2e.conftest import FAMILIES, TOKEN_BYTES, References, StartCluster
 
 LENGTH = 200
@@ -25,7 +26,7 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.mark.parametrize("family", [FAMILIES[1], pytest.param(FAMILIES[0], marks=pytest.mark.slow)])
-def test_tokens_are_the_same_whatever_was_cached_and_only_what_lacked_was_sent(
+def test_tokens_are_the_same_and_only_what_lacked_was_sent(
     start_cluster: StartCluster, references: References, device: str, family: str
 ) -> None:
     """A node with room for everything, cold and warm, and one that gives up what it has for each request."""

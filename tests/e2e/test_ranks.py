@@ -23,21 +23,9 @@ from cli.serve import RANK_PORTS, free_port
 from decode_node.config import DecodeConfig
 from ranks.group_table import GroupTable
 from ranks.rank_place import create_places
-from tests.e2e.cluster import (
-    HOT_BUFFER,
-    Cluster,
-    Job,
-    Node,
-    all_gone,
-    ask,
-    assert_exact,
-    children_of,
-    complete,
-    ids_of,
-    random_prompts,
-    wait_until,
-)
-from tests.e2e.conftest import FAMILIES, Reference, References, Serve, StartCluster
+from tests.e2e.asking import Job, ask, assert_exact, complete, ids_of, random_prompts
+from tests.e2e.cluster import HOT_BUFFER, Cluster, Node, all_gone, wait_until
+from tests.e2e.conftest import FAMILIES, Reference, References, StartCluster
 
 LENGTHS = (300, 17, 150, 64, 1, 500, 2, 200, 130, 400, 65, 257)
 JOBS = [
@@ -223,19 +211,6 @@ def test_a_rank_that_cannot_start_is_refused_by_name(
         assert rank_group.supervise(children, table, drain_timeout=1, step_timeout=30) == 2
     *_, last = capfd.readouterr().err.splitlines()
     assert re.fullmatch(f"error: {reason}", last)
-
-
-@pytest.mark.slow
-def test_serve_runs_decode_nodes_of_several_ranks(serve: Serve, references: References) -> None:
-    process, url = serve("--decode-ranks", "2")
-    children = children_of(process)
-    assert len(children) == 5
-    assert_exact(url, references["deepseek_v32"], JOBS[:6], concurrency=6)
-    ranks = [child for child in children if "--ranks" in " ".join(child.cmdline())]
-    assert len(ranks) == 3
-    max(ranks, key=lambda child: child.create_time()).kill()
-    assert process.wait(timeout=30) == 1
-    wait_until(lambda: all_gone(children), what="the processes to be gone")
 
 
 @pytest.mark.slow

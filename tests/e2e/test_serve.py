@@ -15,7 +15,8 @@ import pytest
 import trustme
 
 from cli.serve import is_ready
-from tests.e2e.cluster import Job, all_gone, children_of, complete, wait_until
+from tests.e2e.asking import Job, complete
+from tests.e2e.cluster import all_gone, children_of, wait_until
 from tests.e2e.conftest import References, Serve, StartCluster
 
 

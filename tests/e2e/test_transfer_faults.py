@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from decode_node.health import SILENCE_S
 from prefill_node.lease import LEASE_S
+from tests.e2e.asking import Job, assert_exact, complete, random_prompts
 from tests.e2e.chaos_audit import Audit, read_journal
-from tests.e2e.cluster import Cluster, Job, Node, assert_exact, complete, random_prompts, wait_until
+from tests.e2e.cluster import Cluster, Node, wait_until
 from tests.e2e.conftest import TOKEN_BYTES, Reference, References
 from tests.e2e.faulty_node import MODULE, Faults, Switches, journal_path
 from tests.e2e.spawn import execute, fork
@@ -222,24 +222,6 @@ def test_a_torn_transfer_is_never_served_and_its_nodes_are_used_again(
 
     surroundings.assert_serves(PROMPT, OTHER)
     assert surroundings.decode.metric("prefill_retries_total") == 2
-    surroundings.assert_nothing_is_left()
-
-
-@pytest.mark.parametrize("transport", TCP_FIRST)
-def test_after_idleness_a_request_is_served_as_at_first(surroundings: Surroundings, transport: str) -> None:
-    """sglang 9266: requests failed after hours of idleness. Here, connections are closed after a moment of it."""
-    surroundings.faults = replace(surroundings.faults, idle_close_s=0.1)
-    surroundings.start(transport)
-    seconds = []
-    # Longer than anybody takes for silence, or for the end of a thread or a connection that nobody needs.
-    for idle in (0.0, SILENCE_S + 1):
-        time.sleep(idle)
-        started = time.monotonic()
-        complete(surroundings.cluster.url, [Job(SHORT, 16)])
-        seconds.append(time.monotonic() - started)
-    surroundings.assert_serves(SHORT)
-    assert seconds[1] < seconds[0] + 1, "no time-out had to pass first"
-    assert surroundings.decode.metric("prefill_retries_total") == 0
     surroundings.assert_nothing_is_left()
 
 

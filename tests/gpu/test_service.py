@@ -21,7 +21,7 @@ from tests.e2e.test_paths import (
     test_a_node_that_prefills_for_itself_says_the_same,
     test_requests_that_were_retracted_say_the_same,
 )
-from tests.e2e.test_prefixes import test_tokens_are_the_same_whatever_was_cached_and_only_what_lacked_was_sent
+from tests.e2e.test_prefixes import test_tokens_are_the_same_and_only_what_lacked_was_sent
 
 __all__ = [
     "checkpoints",
@@ -30,7 +30,7 @@ __all__ = [
     "test_a_node_that_prefills_for_itself_says_the_same",
     "test_greedy_tokens_equal_transformers",
     "test_requests_that_were_retracted_say_the_same",
-    "test_tokens_are_the_same_whatever_was_cached_and_only_what_lacked_was_sent",
+    "test_tokens_are_the_same_and_only_what_lacked_was_sent",
     "test_two_hundred_requests_a_third_of_them_aborted",
 ]
 

@@ -161,7 +161,7 @@ def test_a_body_that_nobody_asked_for_is_not_read_to_its_end(serve: Callable[...
     assert served.hellos == 1
 
 
-def test_an_answer_that_came_before_the_body_reaches_a_client_that_still_sends(serve: Callable[..., Served]) -> None:
+def test_an_early_answer_reaches_a_client_that_still_sends(serve: Callable[..., Served]) -> None:
     served = serve()
     with RawClient(served.port) as client:
         client.post("/hello", "Transfer-Encoding: chunked")
@@ -198,7 +198,7 @@ def test_a_slow_reader_that_goes_on_reading_gets_everything(serve: Callable[...,
     assert served.refused("reader_timeout") == 0
 
 
-def test_connections_beyond_the_bound_are_closed_at_once_and_places_come_back(serve: Callable[..., Served]) -> None:
+def test_connections_beyond_the_bound_are_closed_and_places_come_back(serve: Callable[..., Served]) -> None:
     served = serve(max_connections=3)
     inside = [RawClient(served.port) for _ in range(3)]
     wait_until(lambda: served.connections == 3, what="three connections")
