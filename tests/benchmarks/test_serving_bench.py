@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,7 +13,7 @@ import pytest
 from benchmarks.serving.stub import Reply, token_event, usage_event
 from cli.main import main
 from tests.benchmarks.conftest import Json, bench, in_full, started
-from tests.e2e.cluster import all_gone, children_of, wait_until
+from tests.e2e.cluster import all_gone, children_of
 
 TOKENS = ("--input-tokens", "5", "--output-tokens", "4")
 BENCH = [sys.executable, "-m", "cli.main", "bench", "serving"]
@@ -193,22 +192,3 @@ def test_a_tiny_model_is_served_measured_and_stopped(tmp_path: Path) -> None:
         assert point["counted_by_nodes"]["prompt_tokens_total"] == 4 * 99, "the decode node computes the last one"
         assert point["counted_by_nodes"]["transfer_bytes_total"] > 0
     assert "rates, per second" in out
-
-
-@pytest.mark.slow
-def test_an_interrupt_leaves_no_process_behind(tmp_path: Path) -> None:
-    command = [*BENCH, "--quick", "--num-requests", "100000"]
-    with started(command, stderr=subprocess.DEVNULL, start_new_session=True) as process:
-        wait_until(lambda: len(children_of(process)) >= 4, timeout=90, what="the service to start")
-        services = children_of(process)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=60) == 130
-        assert all_gone(services)
-
-
-@pytest.mark.slow
-def test_a_service_that_does_not_start_is_quoted(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["bench", "serving", "--hisparse-config", '{"device_buffer_size": 1}'])
-    assert ended.value.code == 2
-    assert "device_buffer_size" in capsys.readouterr().err.splitlines()[-1]

@@ -72,14 +72,6 @@ def test_rates_are_of_what_was_answered_until_the_last_end() -> None:
     assert summary.ttft == Percentiles.of([1.0, 1.5])
 
 
-def test_percentiles_of_gaps_are_over_the_tokens_of_all_requests() -> None:
-    slow = outcome((1.0, 1), (2.0, 1))
-    summary = summarize([STEADY, slow], Slo())
-    assert summary.itl is not None
-    assert summary.itl.p50 == pytest.approx(0.1)
-    assert summary.itl.p99 == pytest.approx(Percentiles.of([0.1, 0.1, 0.1, 1.0]).p99)
-
-
 @pytest.mark.parametrize(
     ("slo", "good"),
     [

@@ -14,10 +14,9 @@ import psutil
 import pytest
 import trustme
 
-from cli.serve import is_ready
 from tests.e2e.asking import Job, complete
 from tests.e2e.cluster import all_gone, children_of, wait_until
-from tests.e2e.conftest import References, Serve, StartCluster
+from tests.e2e.conftest import References, Serve
 
 
 @pytest.mark.parametrize(
@@ -110,20 +109,6 @@ def test_the_demo_finds_the_pass_keys_and_leaves_nothing_behind() -> None:
     for line in ("context", "hot buffer", "hit rate", "time to first token", "time between tokens", "transfer rate"):
         assert re.search(rf"^{line}( +\S+){{3,}}$", output, re.MULTILINE), line
     assert all_gone(children)
-
-
-def test_three_hosts_with_their_own_addresses(start_cluster: StartCluster, references: References) -> None:
-    """As the README starts them by hand; addresses of the loopback network stand for the machines."""
-    cluster = start_cluster(host="127.0.0.1")
-    gateway = f"127.0.0.1:{cluster.nodes['gateway'].control_port}"
-    prefill = cluster.prefill(host="127.0.0.2", gateway=gateway)
-    decode = cluster.decode(host="127.0.0.3", gateway=gateway)
-    wait_until(lambda: is_ready(cluster.url), timeout=60, what="the gateway to be ready")
-    prompt = [9, 8, 7] * 50
-    assert complete(cluster.url, [Job(prompt, 8)]) == [references["deepseek_v32"].generate(prompt, 8)]
-    assert "session=127.0.0.3:" in decode.log
-    assert f"control=127.0.0.2:{prefill.control_port}" in prefill.log
-    assert httpx.get(f"http://127.0.0.2:{prefill.http_port}/health", timeout=5).status_code == 200
 
 
 def test_serve_that_is_asked_to_end_finishes_what_its_clients_wait_for(serve: Serve, references: References) -> None:

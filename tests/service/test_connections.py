@@ -170,16 +170,6 @@ def test_an_early_answer_reaches_a_client_that_still_sends(serve: Callable[..., 
         assert client.rest().startswith("HTTP/1.1 200")
 
 
-def test_a_small_body_that_nobody_asked_for_leaves_the_connection_usable(serve: Callable[..., Served]) -> None:
-    served = serve()
-    with RawClient(served.port) as client:
-        for _ in range(3):
-            client.post("/hello", "Content-Length: 50000")
-            assert client.answer().startswith("HTTP/1.1 200")
-            client.send("x" * 50000)
-    assert served.hellos == 3
-
-
 def test_a_client_that_does_not_read_its_answer_is_given_up(serve: Callable[..., Served]) -> None:
     served = serve(reader_timeout=0.5)
     with RawClient(served.port, receive_buffer=4096) as client:
