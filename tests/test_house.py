@@ -21,8 +21,8 @@ LIMITS = {
 BANNED: dict[str, tuple[str, tuple[str, ...]]] = {
     # A pattern of a line, and the packages that it must not be in; with `-`, those that it may be in; with none, all.
     "a group that may be missing": (r"\bRankGroup \| None\b", ()),
-    "a branch for nodes of one rank": (r"\branks is (not )?None\b", NODES),
-    "a branch for a KV format": (r"\bisinstance\([^()]*, (\([^()]*)?Fp8Format\b", ("-kvcache",)),
+    "a branch for nodes of one rank": (r"ranks is (not )?None\b", NODES),
+    "a branch for a KV format": (r"\bisinstance\(.*\bFp8Format\b", ("-kvcache",)),
     "state beside its owner": (r"\bWeakKeyDictionary\b", ("prefill_node",)),
     "pickle": (r"^\s*(import|from) c?[pP]ickle\b", ()),
 }
