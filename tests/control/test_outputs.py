@@ -89,11 +89,3 @@ def test_columns_that_contradict_each_other_are_refused(changes: dict[str, Any],
     frame["body"] |= changes
     with pytest.raises(MalformedMessage, match=reason):
         decode(msgpack.packb(frame))
-
-
-@pytest.mark.parametrize("missing", ["request_ids", "starts", "counts", "token_ids"])
-def test_no_column_may_be_missing(missing: str) -> None:
-    frame = as_sent([])
-    del frame["body"][missing]
-    with pytest.raises(MalformedMessage, match=missing):
-        decode(msgpack.packb(frame))
