@@ -12,7 +12,7 @@ import msgpack
 from pydantic import Field, ValidationError
 
 from base.wire import UInt, WireModel, first_error
-from control.messages import SENT_BY, Address, Message, Peer, Ping, Pong, Refused, Registered
+from control.messages import Address, Message, Peer, Ping, Pong, Refused, Registered
 
 PROTOCOL_VERSION = 9
 
@@ -70,7 +70,7 @@ def decode(data: bytes) -> tuple[Frame, Message | Greeting | None]:
             raise MalformedMessage(f"unknown message kind {frame.kind[:64]!r}")
         if kind is None:
             return frame, None
-        if Message.kinds[frame.kind] not in SENT_BY[frame.sender.role]:
+        if frame.sender.role not in Message.kinds[frame.kind].sent_by:
             raise MalformedMessage(f"a {frame.sender.role} process does not send {frame.kind}")
         return frame, kind.model_validate(frame.body)
     except ValidationError as error:

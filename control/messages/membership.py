@@ -7,11 +7,11 @@ from pydantic import AfterValidator, Field
 
 from base.block_hashes import BlockHashes
 from base.wire import Identifier, UInt
-from control.messages.common import Address, CheckpointIdentity, Message, ModelIdentity, Peer, Ranks
+from control.messages.common import GATEWAY, NODES, Address, CheckpointIdentity, Message, ModelIdentity, Peer, Ranks
 from transfer.choices import Transport
 
 
-class Register(Message):
+class Register(Message, sent_by=NODES):
     """Node to gateway, at start and whenever the gateway does not know it. Registered or Refused answers it.
 
     via: where the node was told to find the gateway, which may name itself otherwise; stable. max_request_tokens: the
@@ -30,20 +30,20 @@ class Register(Message):
     ranks: Ranks = ()
 
 
-class Registered(Message):
+class Registered(Message, sent_by=GATEWAY):
     """Gateway to node: it may take requests. In another wire version it counts as a refusal. Stable."""
 
     via: Address
 
 
-class Refused(Message):
+class Refused(Message, sent_by=GATEWAY):
     """Gateway to node: it may not join. The reason names both values. Stable."""
 
     via: Address
     reason: str
 
 
-class Heartbeat(Message):
+class Heartbeat(Message, sent_by=NODES):
     """Node to gateway, every second. HeartbeatAck answers it, or Refused from another wire version. via: stable.
 
     queued_tokens: prompt tokens that wait (prefill), or KV tokens that requests hold or may come to hold (decode).
@@ -55,7 +55,7 @@ class Heartbeat(Message):
     running_requests: UInt = 0
 
 
-class HeartbeatAck(Message):
+class HeartbeatAck(Message, sent_by=GATEWAY):
     """Gateway to node. A node that is not `known` registers again.
 
     prefill_nodes: the least loaded first. longest_prompts, prefill_ranks: see Generate. leaving: boot ids of prefill
@@ -72,7 +72,7 @@ class HeartbeatAck(Message):
     cache_serial: UInt | None = None
 
 
-class Leaving(Message):
+class Leaving(Message, sent_by=NODES):
     """Node to gateway: it stops and takes no more requests."""
 
 
@@ -90,7 +90,7 @@ HashColumn = Annotated[bytes, Field(max_length=8 * MAX_CACHE_BLOCKS), AfterValid
 """Hashes of blocks (`base.block_hashes`), 8 bytes each, little-endian."""
 
 
-class CacheUpdate(Message):
+class CacheUpdate(Message, sent_by=NODES):
     """Node to gateway: what changed in the node's prefix cache. Sent once; `HeartbeatAck.cache_serial` shows a loss.
 
     serial: 1 for the first update of a boot, one more for each further one. gained, lost: blocks, the ones that were

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from pydantic import model_validator
 
 from base.wire import Identifier, UInt, WireModel
-from control.messages.common import Message, TokenId
+from control.messages.common import DECODE, Message, TokenId
 from control.prompt_logprobs import PromptLogprobs
 
 FinishReason = Literal["stop", "length", "abort", "error", "invalid"]
@@ -105,7 +105,7 @@ class RowDetails(WireModel):
         )
 
 
-class Outputs(Message):
+class Outputs(Message, sent_by=DECODE):
     """Decode node to gateway: new tokens of its requests. One that ends a request is repeated until Ended.
 
     starts, counts: for each request, the index of its first token and the number of its tokens. token_ids: those of all

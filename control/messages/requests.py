@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field
 
 from base.wire import Identifier, UInt, WireModel
 from control.grammar import Grammar
-from control.messages.common import CacheSalt, Message, Peer, Ranks, TokenId, TokenIds
+from control.messages.common import DECODE, GATEWAY, CacheSalt, Message, Peer, Ranks, TokenId, TokenIds
 from control.prompt_logprobs import Alternatives
 
 MAX_BIASES = 1024
@@ -69,7 +69,7 @@ class FurtherChoice(WireModel):
     seed: UInt
 
 
-class Generate(Message):
+class Generate(Message, sent_by=GATEWAY):
     """Gateway to decode node: take these requests. Repeated until Accepted, Rejected or Outputs answers each of them.
 
     further: other answers to the same prompt, as requests of their own. They share all fields but their ids and seeds,
@@ -123,13 +123,13 @@ class Generate(Message):
             yield self.model_copy(update=own)
 
 
-class Accepted(Message):
+class Accepted(Message, sent_by=DECODE):
     """Decode node to gateway: it has the request."""
 
     request_id: Identifier
 
 
-class Rejected(Message):
+class Rejected(Message, sent_by=DECODE):
     """Decode node to gateway: it has not taken the request. retry_after: seconds."""
 
     request_id: Identifier
@@ -138,13 +138,13 @@ class Rejected(Message):
     retry_after: Annotated[float, Field(ge=0)] = 0.0
 
 
-class Ended(Message):
+class Ended(Message, sent_by=GATEWAY):
     """Gateway to decode node: the Output with a finish reason has arrived, and all tokens before it."""
 
     request_id: Identifier
 
 
-class Resend(Message):
+class Resend(Message, sent_by=GATEWAY):
     """Gateway to decode node: send the tokens from index `start` on again. Repeated until the gap is closed.
 
     With `start` 0 the log probabilities of the prompt come again, too.
@@ -154,7 +154,7 @@ class Resend(Message):
     start: UInt
 
 
-class Cancel(Message):
+class Cancel(Message, sent_by=GATEWAY):
     """Gateway to decode node: the client left. Repeated until an Output with a finish reason answers it."""
 
     request_id: Identifier
