@@ -10,11 +10,10 @@ import torch
 
 from control.messages import Sampling, Token
 from engine.adjustments import Ban, LogitAdjustments
-from engine.batch import Batch
 from engine.device import Download, check_device
 from engine.graphs import StepGraphs
 from engine.sampling import SETTINGS, NoToken, SamplingNeeds, draw, settings_of, tokens_of
-from hisparse.coordinator import HiSparseCoordinator
+from hisparse.coordinator import HiSparseCoordinator, StepPlaces
 from hisparse.device_pool import upload
 from model.sparse_model import SparseModel
 
@@ -22,6 +21,22 @@ log = structlog.get_logger(__name__)
 
 _NO_TOKEN = 0
 """The token id of padding: any id that has an embedding."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The requests of one step; entry i of every field is the same request.
+
+    places: of `HiSparseCoordinator.begin_step`. uniforms: float64 [n] in [0, 1), the random number of each next token.
+    """
+
+    request_ids: tuple[str, ...]
+    places: StepPlaces
+    sampling: tuple[Sampling, ...]
+    uniforms: npt.NDArray[np.float64]
+
+    def __len__(self) -> int:
+        return len(self.request_ids)
 
 
 @dataclass(eq=False)
@@ -112,7 +127,7 @@ class ModelRunner:
         """Queue the drawing of a step's tokens, which are the input of each request's next step.
 
         bans: tokens that requests may not get now. masks: the tokens that each request may get, int32 [batch,
-        ceil(vocab / 32)], see `engine.masking`, in pinned memory if the device is another; None: all. They
+        ceil(vocab / 32)], see `engine.grammar.masks`, in pinned memory if the device is another; None: all. They
         may be changed once the step is collected.
         """
         rows, _, uniforms = self._inputs[:, : len(step.batch)]

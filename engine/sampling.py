@@ -17,7 +17,7 @@ import torch
 
 from control.messages import Sampling, Token
 from engine.adjustments import adjusts
-from engine.masking import few_allowed, masked
+from engine.grammar.masks import few_allowed, masked
 from engine.thresholds import Threshold, find_threshold
 
 _NUMBERS_AHEAD = 64
@@ -102,7 +102,7 @@ def draw(
     logits: float32 [n, vocab], those of the model, which are reported. changed: what tokens are drawn from, the same
     shape, -inf for those that may not come. settings: float64 [SETTINGS, n], the columns of
     `settings_of`. uniforms: float64 [n] in [0, 1). masks: which tokens may come, int32 [n, ceil(vocab / 32)] in host
-    memory (`engine.masking`); None: all. Returns float64 [n, 1 + (0 or 1 + 2 k)], which `tokens_of` reads:
+    memory (`engine.grammar.masks`); None: all. Returns float64 [n, 1 + (0 or 1 + 2 k)], which `tokens_of` reads:
     the token, or a NoToken; where any request reports log probabilities, the token's, those of the k likeliest tokens,
     and these tokens. A token is always one of the vocabulary: tables and embeddings are indexed with it.
     """

@@ -38,10 +38,9 @@ from gateway.registry import NodeRegistry
 from gateway.server import ApiServer
 from gateway.tokenizer import CheckpointTokenizer
 from service.connection import ConnectionLimits
-from service.descriptors import raise_file_limit
 from service.exposure import check_clients, check_processes
 from service.http_server import HttpServer
-from service.lifecycle import STOP_SIGNALS, Lifecycle, Phase
+from service.lifecycle import STOP_SIGNALS, Lifecycle, Phase, raise_file_limit
 from service.status import bind_http, status_router
 from service.tls import server_tls
 

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Protocol
 
+import torch
+
 
 class CopyEvent(Protocol):
     """The end of one submitted copy; a `concurrent.futures.Future` is one."""
@@ -22,3 +24,47 @@ class CopyStream(Protocol):
 
     def shutdown(self) -> None:
         """Finish what is queued and stop."""
+
+
+class CudaCopyEvent:
+    """A CopyEvent recorded behind a copy. error: what kept the copy, or a part of it, from being queued."""
+
+    def __init__(self, error: Exception | None) -> None:
+        self._error = error
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event.record()
+
+    def done(self) -> bool:
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def result(self) -> None:
+        self._event.synchronize()
+        if self._error is not None:
+            raise self._error
+
+
+class CudaCopyStream:
+    """A CopyStream of one CUDA stream.
+
+    A copy waits on the device for the work that was queued on its caller's stream before, because it reads pages and
+    lists of rows that kernels there may still have to write. The caller's stream does not wait for the copy: whoever
+    reuses what the copy touches must ask its event first.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def submit(self, copy: Callable[[], None], /) -> CudaCopyEvent:
+        """Queue a copy: `copy` is called at once and must not wait for the device."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        error = None
+        with torch.cuda.stream(self._stream):
+            try:
+                copy()
+            except Exception as raised:  # whatever it is, it belongs to whoever waits for the event
+                error = raised
+            return CudaCopyEvent(error)
+
+    def shutdown(self) -> None:
+        self._stream.synchronize()

@@ -1,13 +1,16 @@
-"""The phases of a process: serving, draining, ending."""
+"""A process: what it needs before it starts, and its phases: serving, draining, ending."""
 
 import math
 import os
+import resource
 import signal
 import time
 from enum import Enum
 
 DRAIN_TIMEOUT_S = 30.0
 """Enough for a prompt and an answer of ordinary length; longer answers need more."""
+_OPEN_FILES = 1 << 16
+"""Some systems allow a billion, and code that closes or scans all descriptors would take minutes."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -70,3 +73,16 @@ def end_on_sigterm_until_served() -> None:
     """
     if os.getpid() == 1:
         signal.signal(signal.SIGTERM, lambda number, frame: os._exit(128 + number))
+
+
+def raise_file_limit() -> int:
+    """Raise the soft limit of open files to the hard limit, 65536 at most. Returns the limit in force.
+
+    A process without file descriptors accepts no connection and cannot log why.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        soft = wanted
+    return _OPEN_FILES if soft == resource.RLIM_INFINITY else soft

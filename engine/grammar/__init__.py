@@ -21,5 +21,5 @@ xgrammar knows the tool formats of DeepSeek and GLM; here chat formats write the
 
 **Why proofs.** llguidance bounds the fuel of its lexer and parser, their states and the size of a grammar. It does not
 bound everything: a chain of 20,000 rules overflows its stack, which ends the process, and whether the intersection of
-17 patterns is empty takes it longer than anyone waits. So `prover.py` tries each grammar first.
+17 patterns is empty takes it longer than anyone waits. So `proofs.py` tries each grammar first.
 """

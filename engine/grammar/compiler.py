@@ -12,7 +12,7 @@ import structlog
 
 from control.grammar import Grammar
 from engine.grammar.errors import CompilerBusy, GrammarError
-from engine.grammar.proving import Prover, ProverStopped, TooSlow
+from engine.grammar.prover import Prover, ProverStopped, TooSlow
 from engine.grammar.state import CompiledGrammar
 from engine.grammar.vocabulary import Vocabulary
 

@@ -7,7 +7,7 @@ import numpy.typing as npt
 from llguidance import LLMatcher
 
 from engine.grammar.errors import GrammarError, GrammarViolation
-from engine.grammar.limits import parser_limits
+from engine.grammar.proofs import parser_limits
 from engine.grammar.vocabulary import Vocabulary
 
 _FAILURES = ("ParserTooComplex", "LexerTooComplex", "InternalError")

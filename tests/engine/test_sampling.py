@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from control.messages import Sampling, Token
 from engine import thresholds
-from engine.masking import few_allowed, masked, unpacked
+from engine.grammar.masks import few_allowed, masked, unpacked
 from engine.sampling import NoToken, RandomStream, SamplingNeeds, _choose, draw, settings_of, tokens_of
 from engine.thresholds import CANDIDATES
 

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from hisparse.cuda_copy_stream import CudaCopyStream
+from hisparse.copy_stream import CudaCopyStream
+from hisparse.step import SwapInMismatchError
 from hisparse.swap_in import StagedKV
-from hisparse.verify import SwapInMismatchError
 from kernels.specialization import default_block_size
 from kvcache.extents import HostSlots
 from kvcache.host_pool import HostKVPool

@@ -7,8 +7,7 @@ import numpy as np
 import torch
 
 from control.messages import Sampling
-from engine.batch import Batch
-from engine.runner import LaunchedStep, ModelRunner
+from engine.runner import Batch, LaunchedStep, ModelRunner
 from hisparse.config import HiSparseConfig
 from hisparse.sizing import plan_sizes
 from hisparse.swap_in import StagedKV
