@@ -22,7 +22,7 @@ from ranks.agreement import GroupFailed
 from ranks.group_table import GroupTable
 from ranks.hung_ranks import HungRanks
 from ranks.rank_place import RankPlace, create_places
-from service.exposure import check_processes
+from service.config import check_processes
 from service.lifecycle import STOP_SIGNALS
 
 _LAST_WORDS_S = 2.0

@@ -256,18 +256,6 @@ def is_ready(base_url: str, certfile: Path | None = None) -> bool:
         return False
 
 
-def wait_ready(base_url: str, children: Mapping[str, "subprocess.Popen[bytes]"], timeout: float) -> None:
-    """Wait until the gateway can serve. Raises StartupError if a process ends first, or on timeout."""
-    deadline = time.monotonic() + timeout
-    while not is_ready(base_url):
-        for name, child in children.items():
-            if child.poll() is not None:
-                raise StartupError(f"{name} ended with code {child.returncode} before the service was ready")
-        if time.monotonic() > deadline:
-            raise StartupError(f"the service at {base_url} was not ready within {timeout:.0f} s")
-        time.sleep(_POLL_S)
-
-
 def _only(certfile: Path) -> ssl.SSLContext:
     """Trusts this certificate alone, whoever signed it and whatever its name: the process is asked by its address."""
     trust = ssl.create_default_context(cafile=str(certfile))

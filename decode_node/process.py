@@ -28,7 +28,6 @@ from decode_node.scheduler import Scheduler
 from decode_node.verifier import Verifier
 from engine.chunked import ChunkedPrefill
 from engine.grammar.vocabulary import Vocabulary
-from engine.identity import identity_of
 from engine.runner import ModelRunner
 from hisparse.config import HiSparseConfig, parse_config
 from hisparse.coordinator import HiSparseCoordinator
@@ -40,7 +39,7 @@ from model.sparse_model import SparseModel
 from model.spec import ModelSpec
 from ranks.group import RankGroup
 from ranks.rank_place import RankPlace
-from service.checkpoint import stop_token_ids
+from service.checkpoint import identity_of, stop_token_ids
 from service.node_model import NodeModel
 from service.shell import NodeShell
 from service.start import check, claim_transfer_ports

@@ -14,7 +14,6 @@ from base.memory import device_split, human, pool_bytes
 from control.membership import Membership
 from control.messages import Heartbeat, Peer, Register
 from engine.chunked import ChunkedPrefill
-from engine.identity import identity_of
 from kvcache.page_cache import PageCache, can_cache
 from kvcache.paged_pool import PagedKVPool, PagedSequence
 from model.passes import PrefillChunk
@@ -37,6 +36,7 @@ from prefill_node.sender import SendResources
 from prefill_node.source import DeviceSource, HostSource, Reading
 from ranks.group import RankGroup
 from ranks.rank_place import RankPlace
+from service.checkpoint import identity_of
 from service.node_model import NodeModel
 from service.shell import NodeShell
 from service.start import check, claim_transfer_ports

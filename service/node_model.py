@@ -9,7 +9,6 @@ import torch
 from base.version import VERSION
 from control.codec import PROTOCOL_VERSION
 from control.messages import CheckpointIdentity
-from engine.identity import identity_of
 from model.backends.choice import choose_backend
 from model.backends.device import fp8_obstacle
 from model.backends.protocol import AttentionBackend
@@ -19,7 +18,7 @@ from model.sparse_model import SparseModel
 from model.spec import ModelSpec
 from ranks.group import RankGroup
 from ranks.rank_place import RankPlace
-from service.checkpoint import identify
+from service.checkpoint import identify, identity_of
 from service.config import NodeConfig
 from service.shell import NodeShell
 from service.start import use_device

@@ -14,7 +14,6 @@ from benchmarks.transfer.overlap_model import SleepingModel, spec
 from benchmarks.transfer.pools import fill
 from control.messages import Message, Peer
 from engine.chunked import ChunkedPrefill
-from engine.identity import identity_of
 from kvcache.paged_pool import PagedKVPool
 from model.sparse_model import SparseModel
 from prefill_node.endpoint import PrefillEndpoint
@@ -26,6 +25,7 @@ from prefill_node.offer import Offer
 from prefill_node.ring import SendRings
 from prefill_node.sender import SendResources
 from prefill_node.source import HostSource, Reading
+from service.checkpoint import identity_of
 from service.config import NodeConfig
 from service.shell import NodeShell
 from transfer.choices import ChecksumMode

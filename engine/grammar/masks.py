@@ -20,19 +20,17 @@ MAX_THREADS = 8
 
 @dataclass(frozen=True)
 class Masks:
-    """words: int32 [n, words] in pinned memory, bit i of word i // 32 allows token i; None: no request is constrained.
-    It is the writer's, and valid until its next call. failed: why requests cannot go on, by their index in the batch;
-    their rows allow everything."""
+    """words: int32 [n, words], valid until the writer's next call; None: no request is constrained. failed: why
+    requests cannot go on, by index in the batch; their rows allow everything."""
 
     words: torch.Tensor | None
     failed: dict[int, str]
 
 
 class MaskWriter:
-    """Fills the masks of a batch on the CPU, while the device computes the forward pass.
+    """Fills the masks of a batch on the CPU, while the device computes the forward pass. One thread uses it.
 
-    It reuses one buffer: the copy of the masks of one step must be over before the masks of the next are written. It
-    is, where a step's tokens are collected before the next step's are sampled (`Stepper`). One thread uses it.
+    It reuses one buffer: a step must be collected before the masks of the next are written (`Stepper` does).
     """
 
     def __init__(self, max_running: int, words: int, pinned: bool, threads: int | None = None) -> None:
@@ -47,7 +45,7 @@ class MaskWriter:
         self._executor = LLExecutor(threads) if threads > 1 else None
 
     def write(self, states: Sequence[GrammarState | None]) -> Masks:
-        """The masks of a batch. None stands for a request without a grammar, whose row is all ones."""
+        """The masks of a batch. None: a request without a grammar, whose row is all ones."""
         constrained = [(index, state) for index, state in enumerate(states) if state is not None]
         if not constrained:
             return Masks(None, {})

@@ -1,14 +1,12 @@
 """Proves grammars harmless, in a process that may die of them: `python -m engine.grammar.proofs`.
 
 A hostile grammar can overflow the library's stack, take all memory or never end. This process translates and compiles
-each grammar, and walks some steps of it at random, under limits that are stricter than the decode node's: a stack of
-1 MiB, bounded memory, and an alarm. Its vocabulary is small (the bytes and the added tokens), but ids and width are the
-model's. `Prover` (`prover.py`) talks to it.
+each grammar, and walks some steps of it at random, with a stack of 1 MiB, bounded memory, and an alarm. Its vocabulary
+has the bytes and the added tokens, with the model's ids. `Prover` (`prover.py`) talks to it.
 
 It reads one JSON object per line: first {"vocab_size", "added_tokens": [[id, text], ...], "stop_token_ids", "nice"},
-then {"grammar": a control.grammar.Grammar, "seconds"} for each proof. It answers the first line by an empty object, and
-each proof by {"text": what llguidance is to compile, "held_bytes": what that holds} or {"error": why it cannot be
-compiled}.
+answered by {}; then {"grammar": a control.grammar.Grammar, "seconds"} for each proof, answered by {"text": for
+llguidance, "held_bytes"} or {"error": the reason}.
 """
 
 import ctypes

@@ -44,9 +44,8 @@ class Proof:
 
 
 class Prover:
-    """A process that proves one grammar at a time (`proofs.py`), and one that replaces it when it did not survive one.
-
-    One thread uses it; `close` may be called by another.
+    """A process that proves one grammar at a time (`proofs.py`), and a spare one. Only `close` may come from another
+    thread.
     """
 
     def __init__(self, vocabulary: Vocabulary, nice: int = 0) -> None:
@@ -68,10 +67,7 @@ class Prover:
         self._closed = False
 
     def start(self) -> None:
-        """Start a process unless one runs, and another that can take its place at once.
-
-        They are ready in some tenths of a second; nobody waits for that here.
-        """
+        """Start the process and the spare one, unless they run. Does not wait until they are ready."""
         with self._lock:
             while not self._closed and len(self._processes) < 2:
                 command = [sys.executable, "-m", "engine.grammar.proofs"]
