@@ -109,12 +109,11 @@ def draw(
 ) -> torch.Tensor:
     """Queue the sampling of a batch on the logits' device.
 
-    logits: float32 [n, vocab], of the model, which are reported. changed: the logits that tokens are drawn from, -inf for
-    tokens that may not come. settings: float64 [fields of Settings, n]. uniforms: float64 [n] in [0, 1). masks: int32
-    [n, ceil(vocab / 32)] in host memory (`engine.grammar.masks`); None: all tokens may come. Returns float64
+    logits: float32 [n, vocab], of the model, which are reported. changed: the logits that tokens are drawn from, -inf
+    for tokens that may not come. settings: float64 [fields of Settings, n]. uniforms: float64 [n] in [0, 1). masks:
+    int32 [n, ceil(vocab / 32)] in host memory (`engine.grammar.masks`); None: all tokens may come. Returns float64
     [n, 1 + (0 or 1 + 2 k)], which `tokens_of` reads: the token, or a NoToken; if any request reports log probabilities,
-    the token's, those of the k likeliest tokens, and these tokens. A token is always one of the vocabulary: tables and
-    embeddings are indexed with it.
+    the token's, those of the k likeliest tokens, and these tokens. A token is always one of the vocabulary.
     """
     if logits.device.type == "cpu":
         token_ids = _choose_by_rows(changed, settings, uniforms, needs, masks)

@@ -121,27 +121,23 @@ class HiSparseCoordinator:
     def admit_request_into_staging(
         self, request_id: str, host_slots: HostSlots, staged: StagedKV, num_tokens: int, first: int = 0
     ) -> None:
-        """Start to copy a prompt that was computed on this node to the host, beside the step loop.
+        """Start to copy a prompt that was computed on this node to the host, in parallel to the step loop.
 
-        first: positions before it are in host memory already, and `staged` begins with it. Takes over `host_slots` and
-        the staged pages until `poll_staging` names the request or it is aborted.
+        first: the position that `staged` begins with; the host has those before it. Takes over `host_slots` and the
+        staged pages until `poll_staging` names the request or it is aborted.
         """
         self._check_admission(request_id, host_slots, num_tokens)
         self._staging.start(request_id, host_slots, staged, num_tokens, first)
 
     def poll_staging(self) -> Staged:
-        """Requests whose prompt is on the host now, and those whose copy failed.
+        """Requests whose prompt is on the host now, and those whose copy failed. Call it in every turn of the loop.
 
-        The host slots of the former are the caller's again, for `admit_request_direct`; the latter hold nothing. Call
-        it in every turn of the loop: it also frees what aborted requests held.
+        The caller owns the host slots of the former again; the latter hold nothing.
         """
         return self._staging.poll()
 
     def abort_staging_request(self, request_id: str) -> bool:
-        """Give up a request in staging: its pages and host slots are released when its copy is over.
-
-        False if it is not in staging, or not any more.
-        """
+        """Give up a request: its pages and host slots are released after its copy. False if it is not in staging."""
         return self._staging.abort(request_id)
 
     # Decoding
@@ -149,18 +145,17 @@ class HiSparseCoordinator:
     def append_tokens(self, request_ids: Sequence[str]) -> dict[str, Tier]:
         """Give every request room for its next token: a host slot, an index page, a hot slot.
 
-        All or nothing per request, in the given order. Nothing changes for a request that has the room already.
-        Returns the requests that got no room, with the tier that was short. Raises ValueError for a request that is at
-        the context's end.
+        All or nothing per request, in the given order. Returns the requests that got no room, with the tier that was
+        short. Raises ValueError for a request at the end of the context.
         """
         tiers = {request_id: self._grow(self._request(request_id)) for request_id in request_ids}
         return {request_id: tier for request_id, tier in tiers.items() if tier is not None}
 
     def begin_step(self, request_ids: Sequence[str]) -> StepPlaces:
-        """Count one more token of each request, all of which must have room for it (`append_tokens`).
+        """Count one more token of each request. Raises StepError for a request that has no room (`append_tokens`).
 
-        The caller then queues the step that computes these tokens (`cache`), before it calls anything else here, and
-        calls `step_over` when the device has finished it. Raises StepError for a request that has no room.
+        The caller queues the step (`cache`) before it calls anything else here, and calls `step_over` when the device
+        has finished it.
         """
         if not request_ids or len(set(request_ids)) != len(request_ids):
             raise ValueError(f"a step needs distinct requests, found {list(request_ids)}")
@@ -193,10 +188,9 @@ class HiSparseCoordinator:
     # Leaving
 
     def retract_request(self, request_id: str) -> HostSlots:
-        """Free all that a running request has on the device, and return the host slots, which hold all its tokens.
+        """Free what a running request has on the device. Returns its host slots, which the caller owns.
 
-        The caller owns them; there may be more of them than tokens. It resumes the request with
-        `admit_request_direct` and the same `num_tokens`, or gives the slots to `release_host`.
+        The caller resumes the request by `admit_request_direct` with the same `num_tokens`, or calls `release_host`.
         """
         return self._leave(request_id).host_slots
 
@@ -240,7 +234,7 @@ class HiSparseCoordinator:
         return self._backend.counters()
 
     def is_idle(self) -> bool:
-        """Whether no request is here, and every pool is exactly as full as at start, but for what the prefix cache has.
+        """Whether no request is here and every pool, apart from the prefix cache, is as full as at start.
 
         False while the caller holds host slots. Raises SlotAccountingError if something leaked on the device.
         """
@@ -252,8 +246,7 @@ class HiSparseCoordinator:
     def check_integrity(self) -> None:
         """Raise SlotAccountingError unless rows, slots and pages in use are exactly those of running requests.
 
-        Waits for the device, and raises what it failed at. Swap-in violations raise nothing: their count never falls,
-        and says nothing about the pools.
+        Waits for the device, and raises its errors.
         """
         self._backend.drain()
         self.host.check_integrity()
@@ -264,10 +257,7 @@ class HiSparseCoordinator:
             self._residency.check_integrity(request.row)
 
     def close(self) -> None:
-        """Stop the copy stream and unpin the host pool, which nobody else may read or write any more.
-
-        Errors of a device that has failed are logged.
-        """
+        """Stop the copy stream and unpin the host pool. Errors of a device that has failed are logged."""
         for end in (self._copy_stream.shutdown, self._backend.drain, self.host.close):
             try:
                 end()

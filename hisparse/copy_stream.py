@@ -1,4 +1,4 @@
-"""Copies that run in order beside the step loop, and events that say when each is over."""
+"""Copies that run in order, in parallel to the step loop, and an event for the end of each."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -17,7 +17,7 @@ class CopyEvent(Protocol):
 
 
 class CopyStream(Protocol):
-    """Runs copies one after the other, beside its caller; a `ThreadPoolExecutor` of one thread is one."""
+    """Runs copies one after the other; a `ThreadPoolExecutor` of one thread is one."""
 
     def submit(self, copy: Callable[[], None], /) -> CopyEvent:
         """Queue a copy and return at once."""
@@ -46,9 +46,8 @@ class CudaCopyEvent:
 class CudaCopyStream:
     """A CopyStream of one CUDA stream.
 
-    A copy waits on the device for the work that was queued on its caller's stream before, because it reads pages and
-    lists of rows that kernels there may still have to write. The caller's stream does not wait for the copy: whoever
-    reuses what the copy touches must ask its event first.
+    On the device, a copy waits for what its caller's stream was given before: kernels there write the pages that it
+    reads. The caller's stream does not wait for the copy: ask its event before reusing what it touches.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -26,8 +26,7 @@ class Staged:
 class StagingArea:
     """Owns the pages and host slots that a copy may touch, and releases them exactly once.
 
-    A copy is never interrupted: an aborted request keeps its pages and slots until its copy is over. Its id is free
-    for another request at once.
+    A copy is never interrupted: an aborted request keeps its pages and slots until then. Its id is free at once.
     """
 
     def __init__(self, backend: SwapInBackend, stream: CopyStream) -> None:

@@ -34,15 +34,15 @@ class IndexPages:
 
 @dataclass(eq=False)
 class DecodeStep:
-    """The KV tiers as one decode step sees them: the decode cache that the model runs against.
+    """The decode cache that the model runs against in one step.
 
-    The model stores the new tokens' items and index keys in each layer and swaps in what it selected; `finish` copies
-    the new tokens to the host. On a device everything is queued in the order of the calls. A recorded step is carried
+    In each layer the model stores the new tokens' items and index keys and swaps in what it selected; `finish` copies
+    the new tokens to the host. A device carries everything out in the order of the calls. A recorded step is carried
     out again at each replay, for the values that `rows` and `newest` hold then; its tensors must stay.
 
     to_be_verified: check every swap-in against the host copy, which is slow. rows, newest: int64 [batch] on the device,
-    below 0 for padding. max_tokens: of the longest sequence, the newest included. lengths: sequence lengths on the
-    host, None where only the device knows them.
+    below 0 for padding. max_tokens: of the longest sequence, the newest included. lengths: of sequences, on the host;
+    None if only the device knows them.
     """
 
     backend: SwapInBackend
@@ -117,10 +117,10 @@ class DecodeStep:
         self._plans.clear()  # a recorded step lives on, and plans are large
 
     def verify(self) -> None:
-        """Compare what was swapped in, by the last replay if the step is recorded, with the host copy.
+        """If the step is to be verified: compare what was swapped in (by the last replay) with the host copy.
 
-        A layer's hot buffer is changed by its own swap-in only, so what it holds now is what attention read. Waits for
-        the device. Does nothing unless the step is to be verified. Raises SwapInMismatchError.
+        Only a layer's own swap-in changes its hot buffer, so it holds what attention read. Waits for the device. Raises
+        SwapInMismatchError.
         """
         for layer, positions, slots in self._to_verify:
             verify_swap_in(self.backend.host, self.backend.device, self.batch, layer, positions, slots)

@@ -68,8 +68,8 @@ class Lifecycle:
 def end_on_sigterm_until_served() -> None:
     """Let SIGTERM end a starting process that is process 1 of a container.
 
-    The kernel delivers process 1 no signal that lacks a handler: a pod that loads its model would outlive SIGTERM for
-    its whole grace period. Other processes keep the kernel's default, which does not wait for Python.
+    The kernel delivers process 1 no signal that lacks a handler. Other processes keep the kernel's default, which does
+    not wait for Python.
     """
     if os.getpid() == 1:
         signal.signal(signal.SIGTERM, lambda number, frame: os._exit(128 + number))

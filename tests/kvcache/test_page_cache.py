@@ -151,7 +151,7 @@ def test_a_page_that_is_free_is_not_freed_again() -> None:
     pool.free(pages)
     assert pool.free_pages == 3
     for act in (pool.free, pool.retain):
-        with pytest.raises(SlotAccountingError, match=f"page {pages[1]} is free"):
+        with pytest.raises(SlotAccountingError, match=f"slot {pages[1]} is free"):
             act(pages)
     pool.free(pages[:1])
     assert pool.free_pages == 4
@@ -227,7 +227,7 @@ class _Walk:
         stop = min(len(prompt.tokens), prompt.computed + self.random.randrange(1, 150))
         for position in range(prompt.computed, stop):
             page = int(prompt.lease.pages[position // self.page_size])
-            assert self.cache.pool._owners[page] == 1, "a page is written that others read"
+            assert self.cache.pool._pages._references[page] == 1, "a page is written that others read"
             self.rows[page * self.page_size + position % self.page_size] = prompt.name(position + 1)
         prompt.computed = stop
         self.cache.insert(prompt.lease, stop)
