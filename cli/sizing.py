@@ -74,7 +74,7 @@ class NodeSizing:
 
     @property
     def pool_bytes(self) -> int:
-        """Device memory that pools may take, beside the weights."""
+        """Device memory that pools may take, in addition to the weights."""
         free = self.config.device_gib * GIB - self.model.num_bytes
         if free <= 0:
             raise StartupError(
@@ -90,7 +90,7 @@ class NodeSizing:
         return int(free / (1 + BLOCK_BYTES / BLOCK_TOKENS / self.token_bytes) / GIB)
 
     def sizes(self, running: int, pool_gib: float) -> Sizes:
-        """A rank's pools for so many running requests. Raises StartupError if not one fits."""
+        """A rank's pools for `running` requests. Raises StartupError if not one fits."""
         config = HiSparseConfig(
             self.buffer_size, self.model.spec.index_topk, host_to_device_ratio=None, host_pool_gib=pool_gib
         )

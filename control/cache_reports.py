@@ -10,9 +10,9 @@ from control.membership import Membership
 from control.messages import MAX_CACHE_BLOCKS, CacheUpdate
 
 _EVERY_S = 0.1
-"""Changes are collected for so long. The next turn of a conversation comes later."""
+"""Changes are collected for this long: less than until the next turn of a conversation."""
 _PATIENCE_S = 2.5
-"""A gateway that has not acknowledged an update after so long, two heartbeats, has missed one."""
+"""A gateway that has not acknowledged an update by then, two heartbeats, has missed one."""
 
 
 class CacheReports:

@@ -1,6 +1,6 @@
-"""Log probabilities of the tokens of a prompt: how they travel, and where they are collected.
+"""Log probabilities of a prompt's tokens, in messages and in the table that collects them.
 
-A prompt of n tokens has those of positions 1 to n - 1. Nothing says how likely its first token is.
+A prompt of n tokens has those of positions 1 to n - 1: the first token has none.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ _IN_PIECE = 2**15
 _INT, _FLOAT = np.dtype("<i4"), np.dtype("<f4")
 
 Alternatives = Annotated[int, Field(ge=0, le=20)]
-"""How many of the likeliest tokens are reported beside each token."""
+"""How many of the likeliest tokens are reported with each token."""
 Int32s = npt.NDArray[np.int32]
 Float32s = npt.NDArray[np.float32]
 
@@ -35,7 +35,7 @@ def too_many(num_tokens: int, alternatives: int) -> str | None:
 
 
 class PromptLogprobs(BaseModel):
-    """Those of consecutive positions from `start` on, row by row, little-endian.
+    """Log probabilities of consecutive positions from `start` on, row by row, little-endian.
 
     ints: int32 [rows, 1 + alternatives], the rank of the position's token (1: the likeliest) and the ids of the
     likeliest tokens. floats: float32 of the same shape, the token's log probability and theirs.

@@ -12,7 +12,7 @@ SLOWEST_S = 5.0
 
 @dataclass
 class Repeated:
-    """A message to a peer, every so many seconds from `since` until `until` (time.monotonic)."""
+    """A message to a peer, every `every` seconds from `since` until `until` (time.monotonic)."""
 
     peer: Peer
     message: Message

@@ -27,7 +27,7 @@ class CopyStream(Protocol):
 
 
 class CudaCopyEvent:
-    """A CopyEvent recorded behind a copy. error: what kept the copy, or a part of it, from being queued."""
+    """A CopyEvent recorded after a copy. error: why the copy, or a part of it, was not queued."""
 
     def __init__(self, error: Exception | None) -> None:
         self._error = error
@@ -61,7 +61,7 @@ class CudaCopyStream:
         with torch.cuda.stream(self._stream):
             try:
                 copy()
-            except Exception as raised:  # whatever it is, it belongs to whoever waits for the event
+            except Exception as raised:  # `result` raises it
                 error = raised
             return CudaCopyEvent(error)
 

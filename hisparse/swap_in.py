@@ -17,8 +17,7 @@ from kvcache.host_pool import HostKVPool
 class StepBatch:
     """The requests of one step and where their newest token goes. All int64 [batch], on the device.
 
-    An entry that is below 0 in all of them is padding: nothing is stored, selected or copied for it. Recorded steps
-    have padding, and those of a rank that has fewer requests than others of its group.
+    An entry that is below 0 in all of them is padding: nothing is stored, selected or copied for it.
 
     rows: rows of the device pool, distinct. newest: the newest position. newest_slots: its slot in the device pool.
     newest_index_rows: its place in `index_keys.flatten(1, 2)`. newest_host_slots: its slot in the host pool.
@@ -48,10 +47,9 @@ class SwapInPlan:
 class SwapInCounters:
     """Monotonic totals. Hits and misses are counted once per index layer, bytes once per layer.
 
-    violations: what a resolve could not serve because an invariant was broken. These are selected positions beyond the
-    newest or below -1, which are taken for -1, and misses without a host slot or a device slot, for which nothing is
-    copied. Tokens of some running request are wrong then. No backend raises for them: a device finds them when the
-    caller has gone on, and does not say whose they were.
+    violations: broken invariants. These are selected positions beyond the newest or below -1, which are taken for -1,
+    and misses without a host slot or a device slot, for which nothing is copied. Tokens of some running request are
+    wrong then. No backend raises for them: a device finds them after the caller has gone on.
     """
 
     hits: int
@@ -77,8 +75,8 @@ class StagedKV:
 class SwapInBackend(ABC):
     """Carries out what the coordinator decides. All backends agree on every hit, victim and slot.
 
-    Calls other than `stage` take effect on the device in the order in which they are made. Remote writers do not know
-    that order: nobody else may read or write the host tier before a `drain`.
+    Calls other than `stage` take effect on the device in their order. Others may read or write the host tier only after
+    a `drain`.
     """
 
     def __init__(self, host: HostKVPool, device: DeviceKVPool, residency: Residency) -> None:
@@ -142,7 +140,7 @@ class SwapInBackend(ABC):
     def stage(self, staged: StagedKV, host_slots: npt.NDArray[np.int64]) -> None:
         """Copy a prompt's items and index keys from device pages to host slots (int64 [num_tokens]).
 
-        Runs on the copy stream, beside the other calls.
+        Runs on the copy stream, in parallel to the other calls.
         """
         to_slots = upload(host_slots, torch.empty_like(staged.rows))
         for tier, pages in ((self.host.kv, staged.kv_rows), (self.host.index_keys, staged.index_rows)):

@@ -9,7 +9,7 @@ A block has *values*, which say where its KV is: 64 host slots on a decode node,
 them from `insert` until `evict` returns them. It reads no KV and frees nothing: the caller inserts only verified KV.
 
 **Holders.** `hold` and `insert` count one holder for each block of the prefix, until `release`. A held block is not
-evicted. Whoever holds a block holds its parents, too.
+evicted. A holder of a block holds its parents, too.
 
 **Eviction** is LRU over blocks without holders. `find` uses the blocks that it finds, and `release` those that it
 leaves without a holder. Of one use, a block counts as older than its parent, so the oldest block of all has no child:

@@ -89,7 +89,7 @@ class HostSlots:
         return replace(self, extents=tuple(joined))
 
     def cut(self, first: int) -> tuple[tuple[Extent, ...], tuple[Extent, ...]]:
-        """The extents of the first so many slots, and those of the others."""
+        """The extents of the first `first` slots, and those of the others."""
         head: list[Extent] = []
         tail: list[Extent] = []
         for extent in self.extents:

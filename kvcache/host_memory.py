@@ -32,7 +32,7 @@ _MADV_POPULATE_WRITE = 23
 _PIECE = 256 << 20
 """Bytes per madvise call: large enough to keep a thread in the kernel, small enough to notice an interrupt."""
 _MAX_THREADS = 16
-"""Clearing pages is bound by memory bandwidth, which so many processors use up."""
+"""Clearing pages is bound by memory bandwidth, which this many processors use up."""
 _WORTH_SHOWING = 1 << 30
 
 
@@ -52,8 +52,8 @@ class SharedRegion:
 class HostMemory:
     """A piece of memory cut into tensors.
 
-    Shareable memory is a memfd rather than a file in /dev/shm: no name of it can stay behind or collide, and the kernel
-    frees it with the last process that maps it, however that process ends.
+    Shareable memory is a memfd, not a file in /dev/shm: its name cannot collide or outlive it, and the kernel frees it
+    with the last process that maps it.
     """
 
     def __init__(

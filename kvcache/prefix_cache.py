@@ -2,14 +2,13 @@
 
 `BlockCache` knows which tokens have KV and which blocks are evicted first. Here its blocks own host slots, by the
 reference counts of `SlotAllocator`: the cache owns each slot of its blocks once, and every request that has a slot owns
-it once, shared or not. So a request gives back all of its slots in one way, and slots that the cache owns, too, stay.
-The KV of a position never changes, so nothing is copied.
+it once, shared or not. So a request releases all of its slots alike. The KV of a position never changes, so nothing is
+copied.
 
-A request also holds the blocks that it has slots of (`HostSlots.held`), from `hold` or `insert` until its slots are
-released: evicting such a block would free nothing. Blocks without holders are the cache's alone, and their slots count
-as free (`evictable_slots`).
+A request also holds the blocks that it has slots of (`HostSlots.held`) until its slots are released: evicting such a
+block would free nothing. Slots of blocks without holders count as free (`evictable_slots`).
 
-Whoever inserts answers for the KV: it is complete and verified, and nobody writes to it any more.
+The caller inserts only KV that is complete and verified, and that nobody writes to any more.
 """
 
 from dataclasses import replace
@@ -25,8 +24,7 @@ _CHECKED_BLOCKS = 256
 
 
 class PrefixCache:
-    """Owns slots of the pool whose allocator it gets. One thread uses both. blocks: reports to, and is asked for, what
-    is cached."""
+    """Owns slots of the allocator that it gets. One thread uses both."""
 
     def __init__(self, slots: SlotAllocator) -> None:
         self._slots = slots

@@ -33,7 +33,7 @@ class Message(WireModel):
 
 
 class Peer(WireModel):
-    """A process on the control plane: HOST:PORT of its mailbox, and an id that each start draws anew. Stable."""
+    """A process on the control plane: HOST:PORT of its mailbox, and an id that each start draws. Stable."""
 
     role: Role
     address: Address

@@ -128,7 +128,7 @@ class Outputs(Message, sent_by=DECODE):
         before = -1
         for details in self.details:
             if not before < details.row < len(counts):
-                raise ValueError(f"details of row {details.row} behind row {before}, of {len(counts)} rows")
+                raise ValueError(f"details of row {details.row} after row {before}, of {len(counts)} rows")
             if details.logprobs and len(details.logprobs) != counts[details.row]:
                 raise ValueError(f"{len(details.logprobs)} log probabilities of {counts[details.row]} tokens")
             before = details.row

@@ -49,11 +49,10 @@ class PrefillRequest(Message, sent_by=DECODE):
     """Decode node to prefill node: compute these tokens and write their KV, from position `start` on, to these slots.
 
     token_ids: all tokens of the sequence but the last, which the decode node computes. start: the decode node has the
-    KV of the positions before it. extents: (start, length) runs of slots in the order of positions, for `start` and
-    those behind it. hisparse: whether the slots are in host memory. cache_salt: requests with different ones share no
-    cached KV. prompt_logprobs: as in Generate; then last_token_id is the token that `token_ids` leaves out, and every
-    token is computed, whatever is cached. ranks: boot ids of the node's other ranks, for which the slots are reserved,
-    too: no others may write. Repeated until PrefillAccepted.
+    KV of the positions before it. extents: (start, length) runs of slots for the positions from `start` on. hisparse:
+    whether the slots are in host memory. cache_salt: requests with different ones share no cached KV. prompt_logprobs:
+    as in Generate; then last_token_id is the token that `token_ids` leaves out. ranks: boot ids of the prefill node's
+    other ranks, which may write to the slots, too. Repeated until PrefillAccepted.
     """
 
     attempt: AttemptId
@@ -140,8 +139,8 @@ class PrefillFailed(Message, sent_by=PREFILL):
     """Prefill node to decode node: the attempt will not be completed here.
 
     in_flight: posted writes have not all ended; then it is repeated until Abort, and Quiesced follows when they have.
-    Otherwise it says as much as Quiesced. lingering: as in Quiesced. leaving: the node is about to stop and takes no
-    other request. refused: the node cannot do what was asked for, which is no sign that something is wrong with it.
+    Otherwise it implies Quiesced. lingering: as in Quiesced. leaving: the node stops and takes no other request.
+    refused: the node cannot do what was asked for, and is healthy.
     """
 
     attempt: AttemptId
@@ -183,8 +182,7 @@ class Holding(Message, sent_by=DECODE):
 class Progress(Message, sent_by=PREFILL):
     """Prefill node to decode node: how far it is with the attempts that it was asked about and holds.
 
-    computed: the number of computed tokens of each. current_pass: the number of the forward pass that is under way,
-    whatever it computes; None if none is.
+    computed: the number of computed tokens of each. current_pass: the number of the forward pass under way, or None.
     """
 
     computed: tuple[tuple[AttemptId, UInt], ...] = ()
@@ -217,8 +215,7 @@ class FetchRequest(Message, sent_by=PREFILL):
 class FetchGrant(Message, sent_by=DECODE):
     """Decode node to prefill node: positions [start, stop) are here, and stay until the node has said FetchDone.
 
-    extents: (start, length) runs of slots in the order of positions, for `start` and those behind it. checksums: of
-    what lies there, all positions of all buffers.
+    extents: (start, length) runs of slots for the positions from `start` on. checksums: of these, in all buffers.
     """
 
     attempt: AttemptId

@@ -38,13 +38,12 @@ def _few_tokens(words: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ..
 class Sampling(WireModel):
     """How the next token is drawn. `top_logprobs` None: no log probabilities; 0: the chosen token's only.
 
-    min_p: tokens less likely than so much of the likeliest one are not drawn. Penalties are as in vLLM: frequency and
-    presence count generated tokens, repetition those of the prompt, too. logit_bias: what is added to logits, by token.
-    allowed_token_ids: None allows all. bad_words: sequences of tokens of which the last is not drawn behind the others.
-    min_tokens: the first so many tokens are none of `Generate.stop_token_ids`.
+    min_p: least probability of a drawn token, as a part of the likeliest one's. Penalties are as in vLLM: frequency and
+    presence count generated tokens, repetition also those of the prompt. logit_bias: added to logits, by token.
+    allowed_token_ids: None allows all. bad_words: sequences of tokens whose last is not drawn after the others.
+    min_tokens: how many tokens come before any of `Generate.stop_token_ids`.
 
-    The bounds keep changed logits finite, and what one request adds to a decode step small. A gateway checks its
-    clients' values against the same bounds.
+    The bounds keep changed logits finite, and the work of one request in a decode step small. Gateways use them, too.
     """
 
     temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
@@ -72,14 +71,12 @@ class FurtherChoice(WireModel):
 class Generate(Message, sent_by=GATEWAY):
     """Gateway to decode node: take these requests. Repeated until Accepted, Rejected or Outputs answers each of them.
 
-    further: other answers to the same prompt, as requests of their own. They share all fields but their ids and seeds,
-    so that a prompt and its settings travel, and are validated, once however many answers are asked for.
-    prefill_nodes: in order of preference. longest_prompts: the most tokens that each takes, by its boot id.
-    prefill_ranks: by boot id, the other ranks of those that have some. priority: a request with a lower one goes first,
-    then that which came first. grammar: what the answer has to look like. cache_salt: requests with different ones
-    share no cached KV. group: requests of one group have the same prompt, whose KV is prefilled once if they are at one
-    node together. prompt_logprobs: log probabilities of the prompt's tokens are asked for, with so many alternatives
-    each; they take a prompt that is computed whole, whatever is cached.
+    further: requests for other answers to the same prompt. They share all fields but ids and seeds, so that the prompt
+    and its settings travel, and are validated, once. prefill_nodes: in order of preference. longest_prompts: the most
+    tokens that each takes, by boot id. prefill_ranks: by boot id, their other ranks. priority: the lowest goes first,
+    then the oldest. cache_salt: requests with different ones share no cached KV. group: requests of one group have the
+    same prompt, which is prefilled once while they are at one node. prompt_logprobs: number of alternatives to report
+    for each token of the prompt, which is then computed whole.
     """
 
     request_id: Identifier
@@ -111,10 +108,7 @@ class Generate(Message, sent_by=GATEWAY):
         return np.frombuffer(self.packed_prompt, dtype=np.int32)
 
     def each(self) -> Iterator["Generate"]:
-        """One message for each request. They share the prompt, packed too, and the settings.
-
-        The log probabilities of the prompt are those of the first.
-        """
+        """One message for each request, with the prompt and the settings shared. The first has `prompt_logprobs`."""
         _ = self.packed_prompt
         yield self.model_copy(update={"further": ()})
         for choice in self.further:

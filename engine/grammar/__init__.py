@@ -1,7 +1,7 @@
 """Grammars: which tokens may come next, so that what a request generates has the form that its client asked for.
 
     Vocabulary       the checkpoint's tokens as bytes
-    GrammarCompiler  compiles `control.grammar.Grammar` on threads, once it was proved harmless in a process of its own
+    GrammarCompiler  compiles `control.grammar.Grammar` on threads, after a proof of harmlessness in another process
     CompiledGrammar  what requests with the same grammar share
     GrammarState     where one request is in its grammar
     MaskWriter       the masks of a step's requests, for the sampler
