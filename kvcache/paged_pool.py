@@ -23,33 +23,29 @@ class PagedKVPool:
         rows = num_pages * page_size
         self.layout = layout
         self.page_size = page_size
-        self._pages = SlotAllocator(num_pages)
+        self.slots = SlotAllocator(num_pages)
         self.kv = _zeros((layout.num_layers, rows, layout.item_bytes), device)
         self.index_keys = _zeros((layout.num_index_layers, rows, layout.index_key_bytes), device)
 
     @property
     def num_pages(self) -> int:
-        return self._pages.num_slots
+        return self.slots.num_slots
 
     @property
     def free_pages(self) -> int:
-        return self._pages.free
+        return self.slots.free
 
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
 
     def allocate(self, num_tokens: int) -> Int64s | None:
         """Pages for `num_tokens` tokens, int64, with one owner, or None if there are not enough."""
-        extents = self._pages.allocate(self.pages_for(num_tokens))
+        extents = self.slots.allocate(self.pages_for(num_tokens))
         return None if extents is None else expand(extents)
-
-    def retain(self, pages: Int64s) -> None:
-        """One more owner for each of these different pages. Raises SlotAccountingError if one is free."""
-        self._pages.retain(extents_of(pages))
 
     def free(self, pages: Int64s) -> None:
         """One owner less for each of these different pages. Raises SlotAccountingError if one is free."""
-        self._pages.release(extents_of(pages))
+        self.slots.release(extents_of(pages))
 
     def get_contiguous_buf_infos(self) -> BufferInfo:
         """The buffers of the layout; an item is one token in one of them."""
