@@ -131,7 +131,7 @@ def _take_logprobs(job: LocalJob) -> str | None:
         return None
     for queued in job.queued:
         piece = queued.wait()
-        if problem := job.logprobs.problem(piece):
+        if problem := job.logprobs.rejection_reason(piece):
             return problem
         job.logprobs.add(piece)
     job.request.prompt_logprobs = job.logprobs

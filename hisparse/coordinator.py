@@ -10,8 +10,7 @@ import numpy.typing as npt
 import structlog
 import torch
 
-from hisparse.copy_stream import CopyStream
-from hisparse.staging import Staged, StagingArea
+from hisparse.staging import CopyStream, Staged, StagingArea
 from hisparse.step import DecodeStep, StepError
 from hisparse.swap_in import StagedKV, SwapInBackend, SwapInCounters
 from kvcache.extents import HostSlots, SlotAccountingError

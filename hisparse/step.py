@@ -73,11 +73,11 @@ class DecodeStep:
 
     def append(self, layer: int, items: torch.Tensor) -> None:
         """Store the new tokens' KV items of one layer, uint8 [batch, item_bytes], in their hot slots."""
-        self.backend.store_items(layer, self.batch, items)
+        self.backend.store(items, self.backend.device.kv[layer], self.batch.newest_slots)
 
     def append_index_keys(self, index_layer: int, keys: torch.Tensor) -> None:
         """Store the new tokens' index keys of one index layer, uint8 [batch, index_key_bytes]."""
-        self.backend.store_index_keys(index_layer, self.batch, keys)
+        self.backend.store(keys, self.backend.device_index_keys[index_layer], self.batch.newest_index_rows)
 
     def index_pages(self, index_layer: int) -> IndexPages:
         """The index keys to score against, new tokens included."""

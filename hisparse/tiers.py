@@ -9,10 +9,10 @@ from base.errors import StartupError
 from base.memory import cpus_near
 from hisparse.config import HiSparseConfig
 from hisparse.coordinator import HiSparseCoordinator
-from hisparse.copy_stream import CopyStream, CudaCopyStream
 from hisparse.device_pool import DeviceKVPool
 from hisparse.residency import Residency
 from hisparse.sizing import Sizes
+from hisparse.staging import CopyStream, CudaCopyStream
 from hisparse.swap_in import CpuSwapIn, SwapInBackend
 from kvcache.host_pool import HostKVPool
 

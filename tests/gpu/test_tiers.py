@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from hisparse.copy_stream import CudaCopyStream
+from hisparse.staging import CudaCopyStream
 from hisparse.step import SwapInMismatchError
 from hisparse.swap_in import StagedKV
 from kernels.specialization import default_block_size
