@@ -12,12 +12,7 @@ from transfer.choices import Transport
 
 
 class Register(Message, sent_by=NODES):
-    """Node to gateway, at start and whenever the gateway does not know it. Registered or Refused answers it.
-
-    via: where the node was told to find the gateway, which may name itself otherwise; stable. max_request_tokens: the
-    longest prompt (prefill), or prompt and output (decode). local_prefill: whether a decode node computes prompts.
-    ranks: the other processes of a prefill node that has several; they write to slots that are named to the node.
-    """
+    """Node to gateway, at start and whenever the gateway does not know it. Registered or Refused answers it."""
 
     via: Address
     role: Literal["prefill", "decode"]
@@ -44,10 +39,7 @@ class Refused(Message, sent_by=GATEWAY):
 
 
 class Heartbeat(Message, sent_by=NODES):
-    """Node to gateway, every second. HeartbeatAck answers it, or Refused from another wire version. via: stable.
-
-    queued_tokens: prompt tokens that wait (prefill), or KV tokens that requests hold or may come to hold (decode).
-    """
+    """Node to gateway, every second. HeartbeatAck answers it, or Refused from another wire version. via: stable."""
 
     via: Address
     ready: bool
@@ -56,12 +48,7 @@ class Heartbeat(Message, sent_by=NODES):
 
 
 class HeartbeatAck(Message, sent_by=GATEWAY):
-    """Gateway to node. A node that is not `known` registers again.
-
-    prefill_nodes: the least loaded first. longest_prompts, prefill_ranks: see Generate. leaving: boot ids of prefill
-    nodes. cache_serial: of the last CacheUpdate of this boot before which none is missing, 0 if there is none; None if
-    the gateway wants none.
-    """
+    """Gateway to node. A node that is not `known` registers again."""
 
     via: Address
     known: bool
@@ -91,12 +78,7 @@ HashColumn = Annotated[bytes, Field(max_length=8 * MAX_CACHE_BLOCKS), AfterValid
 
 
 class CacheUpdate(Message, sent_by=NODES):
-    """Node to gateway: what changed in the node's prefix cache. Sent once; `HeartbeatAck.cache_serial` shows a loss.
-
-    serial: 1 for the first update of a boot, one more for each further one. gained, lost: blocks, the ones that were
-    used last first; lost ones left before the gained ones came. whole: `gained` is all that the node has, or the part
-    of it that was used last.
-    """
+    """Node to gateway: what changed in the prefix cache. Sent once; `HeartbeatAck.cache_serial` shows a loss."""
 
     serial: Annotated[int, Field(ge=1, lt=2**63)]
     gained: HashColumn = b""

@@ -94,9 +94,8 @@ class RowDetails(WireModel):
 class Outputs(Message, sent_by=DECODE):
     """Decode node to gateway: new tokens of its requests. One that ends a request is repeated until Ended.
 
-    starts, counts: for each request, the index of its first token and the number of its tokens. token_ids: those of all
-    requests, one request after the other. All three are int32, little-endian, and not negative. details: by row, in
-    order, each row at most once.
+    starts, counts: of each request's tokens. token_ids: of all requests, one after the other. All three are int32,
+    little-endian, and not negative. details: by row, in order, each row at most once.
     """
 
     request_ids: tuple[Identifier, ...]

@@ -48,11 +48,7 @@ class Destination(RemotePool):
 class PrefillRequest(Message, sent_by=DECODE):
     """Decode node to prefill node: compute these tokens and write their KV, from position `start` on, to these slots.
 
-    token_ids: all tokens of the sequence but the last, which the decode node computes. start: the decode node has the
-    KV of the positions before it. extents: (start, length) runs of slots for the positions from `start` on. hisparse:
-    whether the slots are in host memory. cache_salt: requests with different ones share no cached KV. prompt_logprobs:
-    as in Generate; then last_token_id is the token that `token_ids` leaves out. ranks: boot ids of the prefill node's
-    other ranks, which may write to the slots, too. Repeated until PrefillAccepted.
+    Repeated until PrefillAccepted.
     """
 
     attempt: AttemptId
@@ -96,9 +92,7 @@ class PrefillAccepted(Message, sent_by=PREFILL):
 class ChunkDone(Message, sent_by=PREFILL):
     """Prefill node to decode node: every write of a chunk before the last was confirmed. Repeated until ChunkTaken.
 
-    Only chunks with checksums have one, which the decode node verifies while later chunks compute, and those that were
-    asked for log probabilities. number: counts these messages of the attempt from 0, in the order in which their chunks
-    landed. prompt_logprobs: those that no message before it has, of this chunk and of others.
+    Only chunks with checksums or log probabilities have one.
     """
 
     attempt: AttemptId
@@ -115,13 +109,7 @@ class ChunkTaken(Message, sent_by=DECODE):
 
 
 class PrefillDone(Message, sent_by=PREFILL):
-    """Prefill node to decode node: every write was confirmed, and nothing is in flight. Repeated until Admitted.
-
-    chunks: how many ChunkDone the attempt has; they may come later. checksums, prompt_logprobs: the rest.
-    transfer_seconds: how long something of it was being written, without waits for layers or for a lease. lingering: a
-    write was cut and posted again; the second copy has landed, and the first may still land, with the same bytes at the
-    same place. cached_tokens: those whose KV the node had and did not compute.
-    """
+    """Prefill node to decode node: every write was confirmed, and nothing is in flight. Repeated until Admitted."""
 
     attempt: AttemptId
     num_tokens: UInt
@@ -138,9 +126,7 @@ class PrefillDone(Message, sent_by=PREFILL):
 class PrefillFailed(Message, sent_by=PREFILL):
     """Prefill node to decode node: the attempt will not be completed here.
 
-    in_flight: posted writes have not all ended; then it is repeated until Abort, and Quiesced follows when they have.
-    Otherwise it implies Quiesced. lingering: as in Quiesced. leaving: the node stops and takes no other request.
-    refused: the node cannot do what was asked for, and is healthy.
+    With `in_flight` it is repeated until Abort, and Quiesced follows. Otherwise it implies Quiesced.
     """
 
     attempt: AttemptId
@@ -164,10 +150,7 @@ class Abort(Message, sent_by=DECODE):
 
 
 class Quiesced(Message, sent_by=PREFILL):
-    """Prefill node to decode node: no write of this attempt is in flight, and none will follow.
-
-    lingering: a write failed without an answer, and what the network holds of it may still land.
-    """
+    """Prefill node to decode node: no write of this attempt is in flight, and none will follow."""
 
     attempt: AttemptId
     lingering: bool = False
@@ -180,10 +163,7 @@ class Holding(Message, sent_by=DECODE):
 
 
 class Progress(Message, sent_by=PREFILL):
-    """Prefill node to decode node: how far it is with the attempts that it was asked about and holds.
-
-    computed: the number of computed tokens of each. current_pass: the number of the forward pass under way, or None.
-    """
+    """Prefill node to decode node: how far it is with the attempts that it was asked about and holds."""
 
     computed: tuple[tuple[AttemptId, UInt], ...] = ()
     current_pass: UInt | None = None
@@ -213,10 +193,7 @@ class FetchRequest(Message, sent_by=PREFILL):
 
 
 class FetchGrant(Message, sent_by=DECODE):
-    """Decode node to prefill node: positions [start, stop) are here, and stay until the node has said FetchDone.
-
-    extents: (start, length) runs of slots for the positions from `start` on. checksums: of these, in all buffers.
-    """
+    """Decode node to prefill node: positions [start, stop) are here, and stay until the node has said FetchDone."""
 
     attempt: AttemptId
     start: UInt

@@ -36,12 +36,7 @@ def _few_tokens(words: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ..
 
 
 class Sampling(WireModel):
-    """How the next token is drawn. `top_logprobs` None: no log probabilities; 0: the chosen token's only.
-
-    min_p: least probability of a drawn token, as a part of the likeliest one's. Penalties are as in vLLM: frequency and
-    presence count generated tokens, repetition also those of the prompt. logit_bias: added to logits, by token.
-    allowed_token_ids: None allows all. bad_words: sequences of tokens whose last is not drawn after the others.
-    min_tokens: how many tokens come before any of `Generate.stop_token_ids`.
+    """How the next token is drawn.
 
     The bounds keep changed logits finite, and the work of one request in a decode step small. Gateways use them, too.
     """
@@ -69,15 +64,7 @@ class FurtherChoice(WireModel):
 
 
 class Generate(Message, sent_by=GATEWAY):
-    """Gateway to decode node: take these requests. Repeated until Accepted, Rejected or Outputs answers each of them.
-
-    further: requests for other answers to the same prompt. They share all fields but ids and seeds, so that the prompt
-    and its settings travel, and are validated, once. prefill_nodes: in order of preference. longest_prompts: the most
-    tokens that each takes, by boot id. prefill_ranks: by boot id, their other ranks. priority: the lowest goes first,
-    then the oldest. cache_salt: requests with different ones share no cached KV. group: requests of one group have the
-    same prompt, which is prefilled once while they are at one node. prompt_logprobs: number of alternatives to report
-    for each token of the prompt, which is then computed whole.
-    """
+    """Gateway to decode node: take these requests. Repeated until Accepted, Rejected or Outputs answers each."""
 
     request_id: Identifier
     prompt_ids: Annotated[TokenIds, Field(min_length=1)]
