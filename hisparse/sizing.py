@@ -71,17 +71,11 @@ def plan_sizes(
 ) -> Sizes:
     """Size the tiers. has_prefix_cache: whether the host pool keeps one.
 
-    Wanted are a full hot buffer for every running request, or `max_device_slots` if that is less, and index pages for
-    every token that the host pool holds or that the running requests may have, whichever is less. Where device memory
-    is short, there are fewer hot slots, and with `host_to_device_ratio` fewer host slots and index pages in proportion.
-    Raises StartupError if the host pool exceeds the available memory, or if the pools cannot serve even one request of
-    `context_length` tokens.
+    Wanted are a full hot buffer for every running request, at most `max_device_slots`, and index pages for every token
+    of the host pool, at most those of all running requests. If device memory is short, there are fewer hot slots, and
+    with `host_to_device_ratio` fewer host slots and index pages in proportion. Raises StartupError if the host pool
+    exceeds the available memory, or if the pools cannot serve one request of `context_length` tokens.
     """
-    if min(max_running_requests, context_length, index_page_size) < 1:
-        raise StartupError(
-            f"max-running-requests ({max_running_requests}), context-length ({context_length}) and page-size "
-            f"({index_page_size}) must be at least 1"
-        )
     granule = hot_granule(config.device_buffer_size)
     per_request = _slots_per_request(config, context_length)
     asked = max_running_requests * per_request

@@ -51,14 +51,11 @@ class BlockCache:
     insertions: how often blocks were added. Until that changes, a prefix that was not found is not there.
     """
 
-    def __init__(self, capacity: int, width: int, seed: int = 0) -> None:
-        """seed: of the hashes. Raises ValueError for a capacity below 1."""
-        if capacity < 1:
-            raise ValueError(f"a prefix cache for {capacity} blocks: it must have room for at least 1")
+    def __init__(self, capacity: int, width: int) -> None:
         self.capacity = capacity
         self.width = width
         self.insertions = 0
-        self._hasher = BlockHasher(seed)
+        self._hasher = BlockHasher(seed=0)
         self._events: BlockEvents | None = None
         self._number_of: dict[int, int] = {}
         """By hash."""
