@@ -76,6 +76,11 @@ def plan_sizes(
     with `host_to_device_ratio` fewer host slots and index pages in proportion. Raises StartupError if the host pool
     exceeds the available memory, or if the pools cannot serve one request of `context_length` tokens.
     """
+    if min(max_running_requests, context_length, index_page_size) < 1:
+        raise StartupError(
+            f"max-running-requests ({max_running_requests}), context-length ({context_length}) and page-size "
+            f"({index_page_size}) must be at least 1"
+        )
     granule = hot_granule(config.device_buffer_size)
     per_request = _slots_per_request(config, context_length)
     asked = max_running_requests * per_request
