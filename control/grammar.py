@@ -8,13 +8,7 @@ node compiles it (`engine/grammar`). Sizes are bounded here; what a grammar cost
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    ConfigDict,
-    Field,
-    SerializerFunctionWrapHandler,
-    model_serializer,
-    model_validator,
-)
+from pydantic import ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from base.wire import FailFastModel
 

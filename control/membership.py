@@ -90,25 +90,24 @@ class Membership:
             return
         gateway.peer = sender
         gateway.last_heard = time.monotonic()
-        if isinstance(message, Registered):
-            if not gateway.registered:
-                log.info("registered", gateway=sender.address)
-            gateway.registered = self._ever_registered = True
-            gateway.rejection_reason = None
-        elif isinstance(message, Refused):
-            gateway.registered = False
-            if not self._ever_registered:
-                self.rejection_reason = f"gateway {sender.address}: {message.reason}"
-            if gateway.rejection_reason != message.reason:
-                # The node asks every second. This is logged once.
-                log.error("refused by the gateway", gateway=sender.address, reason=message.reason)
-            gateway.rejection_reason = message.reason
-        else:
-            gateway.cache_serial = message.cache_serial
-        if isinstance(message, HeartbeatAck) and not message.known:
-            gateway.registered = False
-            if not self._leaving:
-                self._tell(message.via, gateway, self._register(message.via))
+        match message:
+            case Registered():
+                if not gateway.registered:
+                    log.info("registered", gateway=sender.address)
+                gateway.registered = self._ever_registered = True
+                gateway.rejection_reason = None
+            case Refused(reason=reason):
+                gateway.registered = False
+                if not self._ever_registered:
+                    self.rejection_reason = f"gateway {sender.address}: {reason}"
+                if gateway.rejection_reason != reason:  # the node asks every second
+                    log.error("refused by the gateway", gateway=sender.address, reason=reason)
+                gateway.rejection_reason = reason
+            case HeartbeatAck():
+                gateway.cache_serial = message.cache_serial
+                gateway.registered &= message.known
+                if not message.known and not self._leaving:
+                    self._tell(message.via, gateway, self._register(message.via))
 
     def gateway_lost(self, peer: Peer, now: float, silence_s: float) -> bool:
         """Whether that gateway process is gone: another boot answers in its place, or it was silent for `silence_s`."""

@@ -6,16 +6,7 @@ from pydantic import Field, GetCoreSchemaHandler, model_validator
 from pydantic_core import CoreSchema, core_schema
 
 from base.wire import Identifier, UInt
-from control.messages.common import (
-    DECODE,
-    MAX_RANKS,
-    PREFILL,
-    CacheSalt,
-    Message,
-    ModelIdentity,
-    TokenId,
-    TokenIds,
-)
+from control.messages.common import DECODE, MAX_RANKS, PREFILL, CacheSalt, Message, ModelIdentity, TokenId, TokenIds
 from control.prompt_logprobs import Alternatives, PromptLogprobs
 from transfer.memory import Checksums, RemotePool
 
