@@ -23,13 +23,13 @@ from benchmarks.attention_extras import deep_gemm_scores, flash_mla
 from benchmarks.graph_timing import Work, copy_gb_per_s, median_us
 from benchmarks.machine import this_machine
 from benchmarks.program import run
+from kernels import torch_ops
+from kernels.attention import TorchBackend
+from kernels.dispatch import triton_backend
+from kernels.operands import IndexQueries, LayerNorm, RmsNorm, Rope
+from kernels.ops import AttentionBackend
 from kvcache.format import DenseFormat
 from kvcache.fp8_format import Fp8Format
-from model.backends.protocol import AttentionBackend
-from model.backends.torch_backend import TorchBackend
-from model.indexer import IndexQueries
-from model.norm import LayerNorm, RmsNorm
-from model.rope import Rope
 
 SCHEMA = 3
 LATENT_DIM, ITEM_DIM, TOPK = 512, 576, 2048
@@ -155,15 +155,12 @@ def cases(context_length: int) -> Iterator[Made]:
 
 def backends() -> dict[str, AttentionBackend]:
     """What each column attends and selects with."""
-    # Here, since a machine without CUDA need not have Triton.
-    from model.backends.triton_backend import TritonBackend
-
-    return {"torch": TorchBackend(DENSE), "triton": TritonBackend(DENSE), "fp8": TritonBackend(FP8)}
+    return {"torch": TorchBackend(DENSE), "triton": triton_backend(DENSE), "fp8": triton_backend(FP8)}
 
 
 def attend_case(name: str, heads: int, queries: int, graph: bool) -> Case:
     """Attention of queries to TOPK rows each."""
-    from model.backends.triton_attend import attend_fp8_rows
+    from kernels.triton.attend import attend_fp8_rows
 
     num_bytes = (queries * TOPK * DENSE.item_bytes, queries * TOPK * FP8.item_bytes)
     turns = max(2, -(-_UNCACHED_BYTES // num_bytes[1])) if graph else 0
@@ -177,7 +174,7 @@ def attend_case(name: str, heads: int, queries: int, graph: bool) -> Case:
         return lambda turn: backend.attend_rows(query, kv, rows[turn], _SCALING, LATENT_DIM)
 
     def plain(turn: int) -> torch.Tensor:
-        return attend_fp8_rows(query, stored["fp8"], rows[turn], _SCALING, FP8, by_hand=False)
+        return attend_fp8_rows(query, stored["fp8"], rows[turn], _SCALING, FP8, use_cuda_kernel=False)
 
     columns = {key: work(by, stored[key]) for key, by in backends().items()}
     columns["plain"] = plain
@@ -240,8 +237,8 @@ def decode_selection_case(name: str, batch: int, context_length: int) -> Case:
 
 def score_case(name: str, batch: int, context_length: int) -> Case:
     """Scores alone, of queries that are encoded already."""
-    from model.backends.triton_encode import encode_index_queries
-    from model.backends.triton_index import StoredKeys, decode_scores
+    from kernels.triton.encode import encode_index_queries
+    from kernels.triton.index_scores import StoredKeys, decode_scores
 
     given, index = Sequences.random(batch, context_length), index_inputs(batch)
     encoded = encode_index_queries(index)
@@ -249,7 +246,7 @@ def score_case(name: str, batch: int, context_length: int) -> Case:
     work: dict[str, Work] = {
         "triton": lambda turn: decode_scores(index, given.pages("triton", turn), dense),
         "fp8": lambda turn: decode_scores(encoded, given.pages("fp8", turn), fp8),
-        "plain": lambda turn: decode_scores(encoded, given.pages("fp8", turn), fp8, by_hand=False),
+        "plain": lambda turn: decode_scores(encoded, given.pages("fp8", turn), fp8, use_cuda_kernel=False),
     }
     if extra := deep_gemm_scores(encoded, given.keys["fp8"], given.tables, given.seq_lens):
         work["extra"] = extra
@@ -263,8 +260,8 @@ def score_us(products: int) -> float:
 
 def prompt_score_case(name: str, context_length: int) -> Case:
     """Scores alone of the last tokens of a prompt, of queries that are encoded already."""
-    from model.backends.triton_encode import encode_index_queries
-    from model.backends.triton_index import StoredKeys, prompt_scores
+    from kernels.triton.encode import encode_index_queries
+    from kernels.triton.index_scores import StoredKeys, prompt_scores
 
     start = context_length - SCORED_TOGETHER
     encoded = encode_index_queries(index_inputs(SCORED_TOGETHER))
@@ -273,7 +270,7 @@ def prompt_score_case(name: str, context_length: int) -> Case:
     written = 4 * SCORED_TOGETHER * context_length
     work: dict[str, Work] = {
         "fp8": lambda _: prompt_scores(encoded, keys, start),
-        "plain": lambda _: prompt_scores(encoded, keys, start, by_hand=False),
+        "plain": lambda _: prompt_scores(encoded, keys, start, use_cuda_kernel=False),
     }
     num_bytes = (0, stored.nbytes + encoded.queries.nbytes + written)
     return Case(name, SCORED_TOGETHER, num_bytes, 4, work, score_us(SCORED_TOGETHER * context_length))
@@ -295,7 +292,7 @@ def prompt_selection_case(name: str, context_length: int) -> Case:
 
 def encode_items_case(name: str, tokens: int) -> Case:
     """Norm, rotation and bytes of fp8 items: torch operation by operation, and the kernel."""
-    from model.backends.triton_encode import encode_items
+    from kernels.triton.encode import encode_items
 
     compressed, weight = torch.randn(tokens, ITEM_DIM).bfloat16(), torch.randn(LATENT_DIM).bfloat16()
     rope = _rope(tokens)
@@ -303,20 +300,20 @@ def encode_items_case(name: str, tokens: int) -> Case:
     def by_torch(_: int) -> torch.Tensor:
         latent, key = compressed[:, :LATENT_DIM], compressed[:, LATENT_DIM:]
         normed = torch.nn.functional.rms_norm(latent, weight.shape, weight, 1e-6)
-        items = rope.rotate(key.unsqueeze(1), normed.unsqueeze(1), interleaved=True, beside_first=True)
+        items = torch_ops.rotate(key.unsqueeze(1), normed.unsqueeze(1), rope, interleaved=True, beside_first=True)
         return FP8.encode_items(items.squeeze(1))
 
     norm = RmsNorm(weight, 1e-6)
     work: dict[str, Work] = {
         "torch": by_torch,
-        "fp8": lambda _: encode_items(compressed, norm, rope.cos, rope.sin, FP8),
+        "fp8": lambda _: encode_items(compressed, norm, rope, FP8),
     }
     return Case(name, tokens, (compressed.nbytes, tokens * FP8.item_bytes), 20, work)
 
 
 def encode_index_keys_case(name: str, tokens: int) -> Case:
     """Norm, rotation, Hadamard and bytes of fp8 index keys, as above."""
-    from model.backends.triton_encode import encode_index_keys
+    from kernels.triton.encode import encode_index_keys
 
     projected = torch.randn(tokens, INDEX_DIM).bfloat16()
     norm = LayerNorm(torch.randn(INDEX_DIM).bfloat16(), torch.randn(INDEX_DIM).bfloat16(), 1e-6)
@@ -325,15 +322,13 @@ def encode_index_keys_case(name: str, tokens: int) -> Case:
     def by_torch(_: int) -> torch.Tensor:
         normed = torch.nn.functional.layer_norm(projected, (INDEX_DIM,), norm.weight, norm.bias, norm.eps).unsqueeze(1)
         rope_dim = ITEM_DIM - LATENT_DIM
-        return FP8.encode_index_keys(
-            rope.rotate(normed[..., :rope_dim], normed[..., rope_dim:], interleaved=False, beside_first=False).squeeze(
-                1
-            )
-        )
+        rotated, rest = normed.tensor_split((rope_dim,), dim=-1)
+        keys = torch_ops.rotate(rotated, rest, rope, interleaved=False, beside_first=False)
+        return FP8.encode_index_keys(keys.squeeze(1))
 
     work: dict[str, Work] = {
         "torch": by_torch,
-        "fp8": lambda _: encode_index_keys(projected, norm, rope.cos, rope.sin, False, FP8),
+        "fp8": lambda _: encode_index_keys(projected, norm, rope, False, FP8),
     }
     return Case(name, tokens, (projected.nbytes, tokens * FP8.index_key_bytes), 20, work)
 

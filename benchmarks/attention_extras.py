@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from rich.console import Console
 
-from model.indexer import IndexQueries
+from kernels.operands import IndexQueries
 
 _PAGE_SIZE = 64
 _LATENT_DIM = 512

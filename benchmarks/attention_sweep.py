@@ -18,7 +18,7 @@ from benchmarks.attention import (
     index_inputs,
 )
 from benchmarks.graph_timing import Work, median_us
-from model.indexer import IndexQueries
+from kernels.operands import IndexQueries
 
 _PROMPT_CONTEXTS = (8192, 32768)
 _HEADS = 128
@@ -43,9 +43,9 @@ Sweeping = Iterator[tuple[str, int, dict[str, Work]]]
 
 
 def _scores() -> Sweeping:
-    from kernels.score_pages import PagesToScore, score_pages
-    from model.backends.triton_encode import encode_index_queries
-    from model.backends.triton_index import StoredKeys, decode_scores
+    from kernels.score_keys import PagesToScore, score_pages
+    from kernels.triton.encode import encode_index_queries
+    from kernels.triton.index_scores import StoredKeys, decode_scores
 
     for batch, context in SCORED:
         given, encoded = Sequences.random(batch, context), encode_index_queries(index_inputs(batch))
@@ -65,15 +65,15 @@ def _scores() -> Sweeping:
 
         def by_triton(turn: int, waves: int, given: Sequences = given, encoded: IndexQueries = encoded) -> object:
             keys = StoredKeys.fp8(given.keys["fp8"], INDEX_DIM)
-            return decode_scores(encoded, given.pages("fp8", turn), keys, by_hand=False, waves=waves)
+            return decode_scores(encoded, given.pages("fp8", turn), keys, use_cuda_kernel=False, waves=waves)
 
         ways |= {f"Triton, {waves} a processor": partial(by_triton, waves=waves) for waves in (2, 3)}
         yield f"{batch} x {context}", given.turns, ways
 
 
 def _prompts() -> Sweeping:
-    from kernels.score_prompt import PromptToScore, score_prompt
-    from model.backends.triton_encode import encode_index_queries
+    from kernels.score_keys import PromptToScore, score_prompt
+    from kernels.triton.encode import encode_index_queries
 
     encoded = encode_index_queries(index_inputs(SCORED_TOGETHER))
     for context in _PROMPT_CONTEXTS:
@@ -92,7 +92,7 @@ def _prompts() -> Sweeping:
 
 
 def _attention() -> Sweeping:
-    from model.backends.triton_attend import Splits, attend_fp8_rows
+    from kernels.triton.attend import Splits, attend_fp8_rows
 
     stored = FP8.encode_items(torch.randn(_NUM_ROWS, ITEM_DIM, dtype=torch.bfloat16))
     for batch in (1, 4, 16, 32, 64):
@@ -117,7 +117,7 @@ def _attention() -> Sweeping:
 
 def _combinations() -> Sweeping:
     """Of results that the device still caches, as they are behind the kernel that wrote them."""
-    from model.backends.triton_attend import combine
+    from kernels.triton.attend import combine
 
     for batch, splits in _SPLIT:
         log_sums = torch.randn(batch, _HEADS, splits)

@@ -18,7 +18,7 @@ def kernel_times(profiled: profile) -> list[tuple[str, float]]:
 def exclusive_times(ran: Iterable[tuple[float, float, str]]) -> list[tuple[str, float]]:
     """Names and milliseconds from start, end (microseconds) and name of each, ordered by start.
 
-    What comes while something before it still runs waits for that (`model.backends.triton_chain`) or shares the device
+    What comes while something before it still runs waits for that (`kernels.triton.launch`) or shares the device
     with it. It counts from the end of that, so that no time counts twice.
     """
     times, over = [], 0.0

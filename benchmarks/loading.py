@@ -26,14 +26,14 @@ from transformers import AutoConfig
 from base.memory import human
 from benchmarks.machine import this_machine
 from benchmarks.program import run
+from kernels.fp8 import FP8, blocks
+from kernels.operands import BlockFp8
 from model.checkpoint import INDEX_FILE
 from model.config import network_config
 from model.families import ShapeName
-from model.fp8 import FP8, blocks
 from model.linear import Linear
 from model.loader import load_model, read_spec
 from model.network import Network
-from model.quantization import BlockFp8
 from model.shapes import published_config
 from model.stored_weights import SCALES
 from model.tiny import write_without_weights

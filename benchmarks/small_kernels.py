@@ -18,12 +18,8 @@ from rich.table import Table
 from base.errors import StartupError
 from benchmarks.graph_timing import Work, copy_gb_per_s, median_us
 from benchmarks.program import run
+from kernels.operands import IndexQueries, LayerNorm, PartialSums, Rope, RouterConfig
 from kvcache.fp8_format import Fp8Format
-from model.config import RouterConfig
-from model.indexer import IndexQueries
-from model.norm import LayerNorm
-from model.partial_sums import PartialSums
-from model.rope import Rope
 
 HIDDEN, EXPERTS, HEADS, DIM = 7168, 256, 64, 128
 TOKENS = (1, 8, 16, 128)
@@ -74,8 +70,7 @@ def _results(bandwidth: float) -> Table:
 
 def router_cases(tokens: int) -> Iterator[Case]:
     """The product alone, the choice alone, and both."""
-    from model.backends.triton_choose import choose_experts
-    from model.backends.triton_few_rows import partial_products
+    from kernels.triton.router import choose_experts, partial_products
 
     x, weights, bias = _x(tokens), _weights(EXPERTS), torch.zeros(EXPERTS)
 
@@ -105,8 +100,8 @@ def router_cases(tokens: int) -> Iterator[Case]:
 
 def indexer_cases(tokens: int) -> Iterator[Case]:
     """The product alone, of a weight in bfloat16 and in float32; the queries alone; and both."""
-    from model.backends.triton_encode import encode_index_queries
-    from model.backends.triton_few_rows import partial_products
+    from kernels.triton.encode import encode_index_queries
+    from kernels.triton.router import partial_products
 
     x, weights, scale = _x(tokens), _weights(HEADS), HEADS**-0.5
     queries = torch.randn(tokens, HEADS, DIM, dtype=torch.bfloat16)
@@ -152,7 +147,7 @@ def indexer_cases(tokens: int) -> Iterator[Case]:
 
 def key_case(tokens: int) -> Case:
     """Norm, rotation, Hadamard matrix and bytes of index keys; no turn has a norm of its own."""
-    from model.backends.triton_encode import encode_index_keys
+    from kernels.triton.encode import encode_index_keys
 
     projected = torch.randn(tokens, DIM, dtype=torch.bfloat16)
     norm = LayerNorm(torch.randn(DIM).bfloat16(), torch.randn(DIM).bfloat16(), 1e-6)
@@ -165,15 +160,14 @@ def key_case(tokens: int) -> Case:
         num_bytes,
         50,
         None,
-        lambda _: encode_index_keys(projected, norm, rope.cos, rope.sin, False, FORMAT),
+        lambda _: encode_index_keys(projected, norm, rope, False, FORMAT),
     )
 
 
 def _swept() -> Table:
     """A line per reader and number of tokens, of products and what reads them; a column per cut."""
-    from model.backends.triton_choose import choose_experts
-    from model.backends.triton_encode import encode_index_queries
-    from model.backends.triton_few_rows import partial_products
+    from kernels.triton.encode import encode_index_queries
+    from kernels.triton.router import choose_experts, partial_products
 
     table = _table("", "tokens", *(f"{rows}x{channels}" for rows, channels in CUTS))
     bias = torch.zeros(EXPERTS)

@@ -2,11 +2,8 @@
 
 import torch
 
-from model.backends.protocol import AttentionBackend
-from model.cache import PagedKeys
-from model.indexer import IndexQueries
-from model.norm import LayerNorm, RmsNorm
-from model.rope import Rope
+from kernels.operands import IndexQueries, LayerNorm, PagedKeys, RmsNorm, Rope
+from kernels.ops import AttentionBackend
 
 
 class WrappedBackend:
@@ -14,7 +11,6 @@ class WrappedBackend:
 
     def __init__(self, inner: AttentionBackend) -> None:
         self.name = inner.name
-        self.format = inner.format
         self.inner = inner
 
     def encode_items(self, compressed: torch.Tensor, norm: RmsNorm, rope: Rope) -> torch.Tensor:

@@ -162,7 +162,7 @@ def tiny_model(
     ] = False,
 ) -> None:
     """Write a complete random checkpoint, to try things out with, or the directory for a model with dummy weights."""
-    from model.quantization import BlockFp8
+    from kernels.operands import BlockFp8
     from model.shapes import published_config
     from model.tiny import write_tiny_checkpoint, write_without_weights
     from model.tiny_tokenizer import BYTE_VOCAB_SIZE

@@ -1,6 +1,6 @@
 // What every kernel here uses: integer types, lanes, warps and thread block clusters.
 //
-// Compile-time constants come from kernels/specialization.py as macros: THREADS for all kernels, others for each.
+// Compile-time constants come from the `Specialization` of each kernel (kernels/) as macros: THREADS for all, others for each.
 #pragma once
 
 typedef unsigned char u8;
@@ -31,7 +31,7 @@ __device__ __forceinline__ u32 shared_address(const void* in_shared) {
     return static_cast<u32>(__cvta_generic_to_shared(in_shared));
 }
 
-// Wait for the kernel before, and let the one behind come, as model/backends/triton_chain.py says. Every kernel calls it, and
+// Wait for the kernel before, and let the one behind come, as kernels/triton/launch.py says. Every kernel calls it, and
 // before it writes global memory or reads what the kernel before may have written.
 __device__ __forceinline__ void follow() {
 #if __CUDA_ARCH__ >= 900

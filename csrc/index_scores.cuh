@@ -5,11 +5,7 @@
 #pragma once
 #include "warpgroup.cuh"
 
-constexpr int DIM = 128;
-constexpr int KEY_WORDS = DIM / 4 + 1;
-constexpr int KEY_BYTES = 4 * KEY_WORDS;
-constexpr int TILE = 64;   // keys of a warpgroup
-constexpr int PIECE = 16;  // of these, keys of a warp
+constexpr int KEY_WORDS = KEY_BYTES / 4;
 constexpr int GROUPS = THREADS / WARPGROUP;
 constexpr int STEPS = DIM / STEP_BYTES;
 constexpr float HALF_SCALE = 0.044194173824159225f;  // DIM^-0.5 / 2

@@ -4,11 +4,9 @@
 // read by 4 neighbouring lanes, so that what they store of two items at a time meets all banks of shared memory.
 #pragma once
 #include "bf16_products.cuh"
-#include "gate.cuh"
 
-constexpr int LATENT = 512, ROPE = 64, SCALED_TOGETHER = 128, SCALES = LATENT / SCALED_TOGETHER;
-constexpr int ITEM_BYTES = LATENT + 4 * SCALES + 2 * ROPE;
-constexpr int TILE_ITEMS = 64, HALF_ITEMS = TILE_ITEMS / 2;
+constexpr int SCALES = LATENT / SCALED_TOGETHER;
+constexpr int HALF_ITEMS = TILE_ITEMS / 2;
 constexpr int LATENT_PANELS = LATENT / PANEL_COLUMNS, PANELS = LATENT_PANELS + ROPE / PANEL_COLUMNS;
 constexpr int TILE_BYTES = PANELS * PANEL_BYTES;
 constexpr int LANES_OF_ITEM = 4;
@@ -48,6 +46,41 @@ __device__ __forceinline__ void scaled(u32 numbers, u32 factors, u32& first, u32
         : "=r"(first), "=r"(second)
         : "r"(numbers), "r"(factors));
 }
+
+// A barrier in shared memory (`mbarrier`) at which some of a block's threads arrive, and others wait. Needs Hopper.
+//
+// Opens for the next phase when as many threads have arrived as it was made for. Phase 0 is its first use, and the phase before
+// counts as over.
+class Gate {
+    u64* gate_;
+
+  public:
+    __device__ __forceinline__ explicit Gate(u64* gate) : gate_(gate) {}
+
+    // One thread calls this before any use, and a barrier of the block follows.
+    __device__ __forceinline__ void make(int threads) const {
+        asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(gate_)), "r"(threads) : "memory");
+    }
+
+    // What this thread did before is seen by those who wait.
+    __device__ __forceinline__ void arrive() const {
+        asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(gate_)) : "memory");
+    }
+
+    __device__ __forceinline__ void wait(u32 phase) const {
+        for (u32 open = 0; !open;) {
+            asm volatile(
+                "{\n"
+                ".reg .pred open;\n"
+                "mbarrier.try_wait.parity.shared::cta.b64 open, [%1], %2;\n"
+                "selp.u32 %0, 1, 0, open;\n"
+                "}"
+                : "=r"(open)
+                : "r"(shared_address(gate_)), "r"(phase & 1)
+                : "memory");
+        }
+    }
+};
 
 // A tile in shared memory, and what is added to the scores of its items: 0, or NEVER where there is none.
 struct Tile {

@@ -1,4 +1,4 @@
-// Radix selection over a cluster: which key is the k-th largest of those that its blocks hold, digit by digit.
+// Radix select (11 + 11 + 10 bits) over a cluster: which key is the k-th largest of those that its blocks hold.
 //
 // Each block counts its keys by their next digit. In the sum of all blocks' counts one warp of each block finds the digit
 // of the k-th largest key, first by groups of 32 digits and then within one group, so that little is exchanged. All blocks

@@ -61,7 +61,7 @@ struct Selected {
     __device__ __forceinline__ i32 last_hot() const { return static_cast<i32>(packed >> 32); }
 };
 
-// Dynamic shared memory, at the offsets of kernels/specialization.py. Some arrays lie over others: they are written
+// Dynamic shared memory, at the offsets of kernels/swap_in.py. Some arrays lie over others: they are written
 // only when those have been read.
 struct Shared {
     u8* memory;

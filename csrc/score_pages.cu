@@ -26,7 +26,7 @@ constexpr int PIECE_WORDS = PIECE * KEY_WORDS;
 constexpr int QUERY_CHUNKS = HEADS * DIM / 16;
 constexpr int CHUNKS_PER_THREAD = ceil_div(QUERY_CHUNKS, THREADS);
 static_assert(SWIZZLED_BYTES + HEADS * DIM + WARPS * STAGES * (4 * PIECE_WORDS + 8) + 4 * WARPS <= FIXED_BYTES,
-              "kernels/specialization.py reserves less");
+              "kernels/score_keys.py reserves less");
 
 struct Shared {
     u8* queries;      // [HEADS, DIM], as the tensor cores read them

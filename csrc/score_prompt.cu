@@ -15,14 +15,13 @@ struct ScorePromptParams {
     i64 queries_per_block;
 };
 
-constexpr int QUERIES = 4;
 constexpr int QUERY_BYTES = HEADS * DIM;
 constexpr int WEIGHT_BYTES = 4 * HEADS;
 constexpr int QUERY_CHUNKS = QUERY_BYTES / 16, WEIGHT_CHUNKS = WEIGHT_BYTES / 16;
 static_assert(QUERIES * QUERY_CHUNKS % THREADS == 0 && THREADS * 16 % SWIZZLED_BYTES == 0, "threads copy whole rows");
 static_assert(QUERIES * WEIGHT_CHUNKS <= THREADS, "a thread copies one chunk of weights");
 static_assert(SWIZZLED_BYTES + STAGES * QUERIES * (QUERY_BYTES + WEIGHT_BYTES) <= FIXED_BYTES,
-              "kernels/specialization.py reserves less");
+              "kernels/score_keys.py reserves less");
 
 // The queries of a block on their way to shared memory, in rounds.
 class Rounds {

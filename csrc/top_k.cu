@@ -1,4 +1,4 @@
-// The positions of the k largest scores of each row, ascending; of equal scores the lower positions.
+// The positions of the k largest scores of each row, ascending; of equal scores the lower positions. Radix select.
 //
 // A cluster of blocks serves one row; each block has consecutive positions of it, and keeps as many of their keys in shared
 // memory as fit, so that a row is read once. When the k-th largest key is known (radix.cuh), every block also knows how
@@ -24,7 +24,7 @@ struct Shared {
     u32 totals[WARPS];
 };
 constexpr int KEYS_AT = ceil_div(sizeof(Shared), 16) * 16;  // in shared memory, behind Shared
-static_assert(KEYS_AT <= FIXED_BYTES, "kernels/specialization.py reserves less");
+static_assert(KEYS_AT <= FIXED_BYTES, "kernels/top_k.py reserves less");
 
 // One block's part of a row.
 struct Part {

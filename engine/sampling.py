@@ -17,7 +17,8 @@ import torch
 from control.messages import Sampling, Token
 from engine.adjustments import adjusts
 from engine.grammar.masks import few_allowed, masked
-from engine.thresholds import Threshold, find_threshold
+from kernels.dispatch import ops_on
+from kernels.operands import Threshold
 
 T = TypeVar("T")
 
@@ -146,7 +147,7 @@ def _choose(
         if needs.floored:
             scaled = scaled.masked_fill(scaled < log_min_p, float("-inf"))
         if needs.restricted:
-            scaled = _restrict(scaled, find_threshold(scaled, top_k, top_p))
+            scaled = _restrict(scaled, ops_on(scaled.device).find_threshold(scaled, top_k, top_p))
         token_ids = _invert(scaled, uniforms.unsqueeze(1))
         if needs.greedy:
             token_ids = torch.where(temperature.squeeze(1) > 0, token_ids, changed.argmax(dim=-1))

@@ -11,20 +11,10 @@ from hisparse.residency import Residency
 from hisparse.swap_in import StepBatch, SwapInBackend, SwapInCounters, SwapInPlan
 from kernels.copy_items import ItemCopier, are_aligned
 from kernels.launch import DeviceKernel, reads_registered_memory, shared_memory_limit
-from kernels.specialization import IndexType, SwapInSpecialization, default_block_size, seen_bits
+from kernels.swap_in import IndexType, SwapInParams, SwapInSpecialization, default_block_size, seen_bits
 from kvcache.host_pool import HostKVPool
 
 _INDEX_TYPES: dict[torch.dtype, IndexType] = {torch.int32: "int32", torch.int64: "int64"}
-_FIELDS = (
-    "positions rows newest position_at hot_of referenced hand hot_granules host_slot_of host_items device_items "
-    "slots miss_host_slots miss_device_slots miss_counts counters max_context k"
-)
-
-
-class _Params(ctypes.Structure):
-    """SwapInParams of csrc/request.cuh."""
-
-    _fields_ = [(name, ctypes.c_int64) for name in _FIELDS.split()]
 
 
 @dataclass(frozen=True)
@@ -181,11 +171,11 @@ class CudaSwapIn(SwapInBackend):
             self._kernels[key] = DeviceKernel(specialization.fitted(shared_memory_limit(self._on)), self._on)
         return self._kernels[key]
 
-    def _static_params(self, index_layer: int) -> _Params:
+    def _static_params(self, index_layer: int) -> ctypes.Structure:
         """The parameters that are the same in every launch for an index layer: where its state and items are."""
         layer = self._layout.index_layer_of.index(index_layer)
         residency, device = self.residency, self.device
-        return _Params(
+        return SwapInParams(
             position_at=residency.position_at[index_layer].data_ptr(),
             hot_of=residency.hot_of[index_layer].data_ptr(),
             referenced=residency.referenced[index_layer].data_ptr(),

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kernels.specialization import hot_granule
+from kernels.swap_in import hot_granule
 from kvcache.extents import Extent, SlotAccountingError, SlotAllocator, expand
 from kvcache.layout import KVLayout
 

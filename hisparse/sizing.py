@@ -7,7 +7,7 @@ from base.block_hashes import BLOCK_TOKENS
 from base.errors import StartupError
 from base.memory import human
 from hisparse.config import HiSparseConfig
-from kernels.specialization import hot_granule
+from kernels.swap_in import hot_granule
 from kvcache.block_cache import BLOCK_BYTES
 from kvcache.layout import KVLayout
 

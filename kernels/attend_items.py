@@ -1,4 +1,5 @@
-"""Attention to fp8 items of 512 + 64 elements on Hopper, by 64 heads at a time, with csrc/attend_items.cu."""
+"""Attention to fp8 items of 512 + 64 elements on Hopper, by 64 heads at a time, with csrc/attend_items.cu: split-K with
+an online softmax."""
 
 import ctypes
 import functools
@@ -7,28 +8,49 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.fp8_kv import PUBLISHED, SCALED_TOGETHER
 from kernels.launch import DeviceKernel
-from kernels.specialization import AttendSpecialization
+from kernels.specialization import Specialization, params_of
 
-LATENT_DIM, ROPE_DIM, ITEM_BYTES = 512, 64, 656
 TILE_HEADS = 64
 """Of a tile, which a block computes."""
 TILE_ITEMS = 64
 """Of a tile; splits are whole tiles."""
-_FIELDS = "queries items rows partial log_sums partial_bytes heads k rows_per_split scale"
+AttendItemsParams = params_of("attend_part.cuh", "AttendItemsParams")
 
 
-class _Params(ctypes.Structure):
-    """AttendItemsParams of csrc/attend_items.cu."""
+@dataclass(frozen=True)
+class AttendSpecialization(Specialization):
+    """csrc/attend_items.cu."""
 
-    _fields_ = [(name, ctypes.c_int64) for name in _FIELDS.split()]
+    block_size: int = 384
+
+    entry = "attend_items"
+    architecture_features = "a"
+
+    @property
+    def shared_bytes(self) -> int:
+        """Queries, two tiles of items, three numbers for each of their rows or heads, gates, and alignment."""
+        tile, alignment = TILE_ITEMS * 2 * (PUBLISHED.latent_dim + PUBLISHED.rope_dim), 1024
+        return 3 * tile + 3 * 2 * TILE_ITEMS * 4 + 6 * 8 + alignment
+
+    def constants(self) -> dict[str, int | str]:
+        return {
+            "LATENT": PUBLISHED.latent_dim,
+            "ROPE": PUBLISHED.rope_dim,
+            "ITEM_BYTES": PUBLISHED.item_bytes,
+            "SCALED_TOGETHER": SCALED_TOGETHER,
+            "TILE_HEADS": TILE_HEADS,
+            "TILE_ITEMS": TILE_ITEMS,
+            "FIXED_BYTES": self.shared_bytes,
+        }
 
 
 @dataclass(frozen=True)
 class ItemsToAttend:
     """What the kernel reads and writes, all on one CUDA device, contiguous.
 
-    queries: bfloat16 [N, heads, 576]. items: uint8 [M, 656], see `kvcache.fp8_format`, M below 2**31. rows: int64
+    queries: bfloat16 [N, heads, 576]. items: uint8 [M, 656], see `kernels.fp8_kv`, M below 2**31. rows: int64
     [N, k], -1 for none. partial: bfloat16 or float32 [N, heads, splits, 512], of each split of `rows_per_split` rows,
     a multiple of 64, the mean latent by the split's own weights. log_sums: float32 [N, heads, splits], the base-2
     logarithms of the sums of those weights. scale: of scores, in units of log2(e).
@@ -43,12 +65,8 @@ class ItemsToAttend:
     scale: float
 
     @property
-    def tiles_of_heads(self) -> int:
-        return -(-self.queries.shape[1] // TILE_HEADS)
-
-    @property
     def grid(self) -> tuple[int, int, int]:
-        return len(self.queries) * self.tiles_of_heads, self.partial.shape[2], 1
+        return len(self.queries) * -(-self.queries.shape[1] // TILE_HEADS), self.partial.shape[2], 1
 
 
 def attend_items(given: ItemsToAttend) -> None:
@@ -60,17 +78,17 @@ def attend_items(given: ItemsToAttend) -> None:
 
 def launch_params(given: ItemsToAttend) -> ctypes.Structure:
     """The kernel's parameters."""
-    return _Params(
-        given.queries.data_ptr(),
-        given.items.data_ptr(),
-        given.rows.data_ptr(),
-        given.partial.data_ptr(),
-        given.log_sums.data_ptr(),
-        given.partial.element_size(),
-        given.queries.shape[1],
-        given.rows.shape[1],
-        given.rows_per_split,
-        struct.unpack("I", struct.pack("f", given.scale))[0],
+    return AttendItemsParams(
+        queries=given.queries.data_ptr(),
+        items=given.items.data_ptr(),
+        rows=given.rows.data_ptr(),
+        partial=given.partial.data_ptr(),
+        log_sums=given.log_sums.data_ptr(),
+        partial_bytes=given.partial.element_size(),
+        heads=given.queries.shape[1],
+        k=given.rows.shape[1],
+        rows_per_split=given.rows_per_split,
+        scale=struct.unpack("I", struct.pack("f", given.scale))[0],
     )
 
 

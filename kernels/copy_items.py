@@ -1,19 +1,27 @@
 """Copying items between the tiers by lists of slots, with csrc/copy_items.cu."""
 
-import ctypes
+from dataclasses import dataclass
 
 import torch
 
 from kernels.launch import DeviceKernel
-from kernels.specialization import VECTOR_BYTES, CopySpecialization
+from kernels.specialization import VECTOR_BYTES, Specialization, params_of
 
-_FIELDS = "from_items to_items from_layer_bytes to_layer_bytes from_slots to_slots counts bytes width"
+CopyItemsParams = params_of("copy_items.cu", "CopyItemsParams")
 
 
-class _Params(ctypes.Structure):
-    """CopyItemsParams of csrc/copy_items.cu."""
+@dataclass(frozen=True)
+class CopySpecialization(Specialization):
+    """csrc/copy_items.cu. aligned: item size and all bases are multiples of 16 bytes."""
 
-    _fields_ = [(name, ctypes.c_int64) for name in _FIELDS.split()]
+    item_bytes: int
+    aligned: bool
+    block_size: int = 256
+
+    entry = "copy_items"
+
+    def constants(self) -> dict[str, int | str]:
+        return {"ITEM_BYTES": self.item_bytes, "ALIGNED": int(self.aligned)}
 
 
 def are_aligned(*pools: torch.Tensor) -> bool:
@@ -55,7 +63,7 @@ class ItemCopier:
         kernel = self.kernel(source, target)
         warps = kernel.specialization.block_size // 32
         blocks = min(-(-width // warps), max(1, 2 * self._processors // (rows * num_layers)))
-        params = _Params(
+        params = CopyItemsParams(
             source.data_ptr(),
             target.data_ptr(),
             source.stride(0),

@@ -22,7 +22,7 @@ class DeviceKernel:
 
     Its parameters are one struct by value, passed as a ctypes.Structure. Construct and launch it in a thread that has
     used torch on the device, so that the device's primary context is current. From Hopper on, launches are chained, as
-    `model.backends.triton_chain` says.
+    `kernels.triton.launch` says.
     """
 
     def __init__(self, specialization: Specialization, device: torch.device) -> None:
@@ -98,6 +98,11 @@ class DeviceKernel:
             config.attrs = attributes
             config.numAttrs = len(attributes)
         return config
+
+
+def is_hopper(device: torch.device) -> bool:
+    """Whether the device has what some kernels use: warpgroup products and a copy engine, as Hopper has them."""
+    return torch.cuda.get_device_capability(device)[0] == 9
 
 
 def shared_memory_limit(device: torch.device) -> int:

@@ -9,11 +9,10 @@ import structlog
 from cuda.bindings import nvrtc
 from cuda.core import Program, ProgramOptions
 
-from kernels.specialization import Specialization
+from kernels.specialization import CSRC, Specialization
 
 log = structlog.get_logger(__name__)
 
-CSRC = Path(__file__).resolve().parents[1] / "csrc"
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 

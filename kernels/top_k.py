@@ -1,34 +1,73 @@
-"""The positions of the largest scores of each row, with csrc/top_k.cu."""
+"""The positions of the largest scores of each row, with csrc/top_k.cu: radix select (11 + 11 + 10 bits)."""
 
 import ctypes
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from kernels.launch import DeviceKernel, shared_memory_limit
-from kernels.specialization import MAX_BLOCK_SIZE, PORTABLE_CLUSTER, TopKSpecialization
+from kernels.specialization import MAX_BLOCK_SIZE, PORTABLE_CLUSTER, Specialization, params_of
 
 MAX_WIDTH = 2**30
 _LEAST_PART = 4096
 """Scores of a row that are worth a block of their own: exchanging counts takes longer than counting fewer."""
 _MANY_ROWS_PART = 16384
 """Scores of a block where rows are many: several such blocks fit a processor, so that one reads while others wait."""
-_FIELDS = "scores lengths positions row_stride length_bytes width k kept"
 _LENGTH_TYPES = (torch.int64, torch.int32)
+KEPT_STEP = 1024
+"""What a block keeps is a multiple of this, so that there are few different launches."""
+TopKParams = params_of("top_k.cu", "TopKParams")
 
 
-class _Params(ctypes.Structure):
-    """TopKParams of csrc/top_k.cu."""
+@dataclass(frozen=True)
+class TopKSpecialization(Specialization):
+    """csrc/top_k.cu. kept: the most keys that a launch may keep in the shared memory of a block. max_cluster: the most
+    blocks of a row, a power of two. blocks_per_processor: how many of them a processor must have registers for.
+    """
 
-    _fields_ = [(name, ctypes.c_int64) for name in _FIELDS.split()]
+    kept: int
+    block_size: int
+    max_cluster: int = field()
+    blocks_per_processor: int
+
+    entry = "top_k"
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Shared memory beside the keys: `Counters` of csrc/radix.cuh, and a counter for each warp."""
+        bins, groups_and_bins_of_a_group, arrived, threshold, totals = 2048, 64 + 32, 4, 8, 32
+        return 4 * (bins + self.max_cluster * groups_and_bins_of_a_group + arrived + threshold + totals)
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.shared_bytes_for(self.kept)
+
+    def fitted(self, available: int) -> "TopKSpecialization":
+        """This, keeping as many keys as `available` bytes of shared memory per block have room for."""
+        return replace(self, kept=(available - self.fixed_bytes) // 4 // KEPT_STEP * KEPT_STEP)
+
+    def kept_of(self, width: int, cluster: int) -> int:
+        """Keys that each block of a cluster keeps of rows so wide: its whole part if it can."""
+        return min(self.kept, -(-width // (cluster * KEPT_STEP)) * KEPT_STEP)
+
+    def shared_bytes_for(self, kept: int) -> int:
+        """Shared memory of a launch that keeps so many keys in each block."""
+        return self.fixed_bytes + 4 * kept
+
+    def constants(self) -> dict[str, int | str]:
+        return {
+            "MAX_CLUSTER": self.max_cluster,
+            "BLOCKS_PER_PROCESSOR": self.blocks_per_processor,
+            "FIXED_BYTES": self.fixed_bytes,
+        }
 
 
 def top_positions(scores: torch.Tensor, k: int, lengths: torch.Tensor | None = None) -> torch.Tensor:
     """Where the largest scores of each row are: int64 [rows, min(k, width)], ascending, of equal scores the first.
 
     scores: float32 [rows, width] on a CUDA device; rows may be further apart than `width`. lengths: int64 or int32
-    [rows] on the device, how many scores of each row count, all if None; what lies behind a row's length is not read.
+    [rows] on the device, how many scores of each row count, all if None; what lies past a row's length is not read.
     -1 follows where a row is shorter than k. NaN counts as larger than every number, and both zeros as equal.
 
     One launch, which depends on shapes alone and waits for nothing. The first call for a device loads kernels: make one
@@ -139,13 +178,13 @@ def launch_params(
     scores: torch.Tensor, lengths: torch.Tensor | None, positions: torch.Tensor, kept: int
 ) -> ctypes.Structure:
     """The kernel's parameters."""
-    return _Params(
-        scores.data_ptr(),
-        0 if lengths is None else lengths.data_ptr(),
-        positions.data_ptr(),
-        scores.stride(0),
-        0 if lengths is None else lengths.itemsize,
-        scores.shape[1],
-        positions.shape[1],
-        kept,
+    return TopKParams(
+        scores=scores.data_ptr(),
+        lengths=0 if lengths is None else lengths.data_ptr(),
+        positions=positions.data_ptr(),
+        row_stride=scores.stride(0),
+        length_bytes=0 if lengths is None else lengths.itemsize,
+        width=scores.shape[1],
+        k=positions.shape[1],
+        kept=kept,
     )

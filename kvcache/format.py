@@ -4,23 +4,20 @@ Pools, transfers, checksums and swap-in only move bytes. A format defines what t
 computed, and attention and the indexer read it through the same format.
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
+from kernels.ops import KVCodec
+
 KVCacheDtype = Literal["auto", "float32", "bfloat16", "fp8_e4m3"]
 """`--kv-cache-dtype`; auto: the type that the model computes in."""
 
 
-class KVFormat(ABC):
-    """What the bytes of items and index keys mean."""
-
-    @property
-    @abstractmethod
-    def name(self) -> str:
-        """What nodes compare before KV passes between them."""
+class KVFormat(KVCodec):
+    """What the bytes of items and index keys mean, and how many there are."""
 
     @property
     @abstractmethod
@@ -31,36 +28,6 @@ class KVFormat(ABC):
     @abstractmethod
     def index_key_bytes(self) -> int:
         """Of one token in one index layer."""
-
-    @abstractmethod
-    def encode_items(self, items: torch.Tensor) -> torch.Tensor:
-        """items: [N, item_dim] as the network computes them. Returns uint8 [N, item_bytes]."""
-
-    @abstractmethod
-    def encode_index_keys(self, keys: torch.Tensor) -> torch.Tensor:
-        """keys: [N, index_dim] as the network computes them. Returns uint8 [N, index_key_bytes]."""
-
-    @abstractmethod
-    def items(self, stored: torch.Tensor) -> torch.Tensor:
-        """What attention reads, in a floating-point type of the format's choice.
-
-        stored: uint8 [..., item_bytes]. Returns [..., item_dim].
-        """
-
-    @abstractmethod
-    def items_at(self, stored: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """`items` of some rows. stored: uint8 [num_rows, item_bytes]. rows: int64. Returns [*rows.shape, item_dim]."""
-
-    @abstractmethod
-    def index_keys(self, stored: torch.Tensor) -> torch.Tensor:
-        """What the indexer reads: keys that are to be multiplied by `index_queries`.
-
-        stored: uint8 [..., index_key_bytes]. Returns [..., index_dim] in a floating-point type of the format's choice.
-        """
-
-    def index_queries(self, queries: torch.Tensor) -> torch.Tensor:
-        """Index queries [..., index_dim] in the coordinates in which index keys are stored."""
-        return queries
 
 
 @dataclass(frozen=True)

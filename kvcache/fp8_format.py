@@ -1,14 +1,13 @@
 """KV in fp8: the layout, the scales and the rotation of index keys, in plain torch.
 
-An *item* is the latent's float8_e4m3 bytes, then float32 scales, one per started 128 elements of the latent, then the
-RoPE part in bfloat16: 512 + 16 + 128 = 656 bytes for kv_lora_rank 512 and qk_rope_head_dim 64. It is the layout that
-FlashMLA's sparse decode reads ("V32_FP8Sparse" in `tests/quant.py` and README of github.com/deepseek-ai/FlashMLA) and
-that vLLM writes (`concat_and_cache_ds_mla_kernel` in its `csrc/cache_kernels.cu`).
+`kernels.fp8_kv` says where the bytes lie. Items have the layout that FlashMLA's sparse decode reads ("V32_FP8Sparse" in
+`tests/quant.py` and README of github.com/deepseek-ai/FlashMLA) and that vLLM writes (`concat_and_cache_ds_mla_kernel`
+in its `csrc/cache_kernels.cu`).
 
-An *index key* is the key's float8_e4m3 bytes, then one float32 scale: 132 bytes for index_head_dim 128. Before that it
-is multiplied by the orthonormal Hadamard matrix of Sylvester's order, as queries are, which leaves products as they are
-and spreads outliers over all elements, so that one scale serves them all. DeepSeek-V3.2's published inference code
-does so (`rotate_activation`, `Indexer.forward` in `inference/model.py` of the checkpoint's repository).
+An index key is multiplied by the orthonormal Hadamard matrix of Sylvester's order before it is quantised, as queries
+are, which leaves products as they are and spreads outliers over all elements, so that one scale serves them all.
+DeepSeek-V3.2's published inference code does so (`rotate_activation`, `Indexer.forward` in `inference/model.py` of the
+checkpoint's repository).
 
 A scale is max(largest magnitude, 1e-4) / 448 in float32, and 448 is the largest float8_e4m3. Those of items are rounded
 up to powers of two, as in FlashMLA's test: a number that is read is then exact in bfloat16, and reading it takes one
@@ -16,37 +15,25 @@ multiplication (csrc/item_tiles.cuh). Others differ in details that do not chang
 takes max(largest magnitude / 448, FLT_MIN) for items; for index keys (`indexer_k_quant_and_cache_kernel`) it takes this
 rule, and rounds up to a power of two for checkpoints with `scale_fmt: ue8m0`.
 
-All parts begin at multiples of 4 bytes. An item of 656 bytes is 41 times 16 bytes, so that 16-byte copies are aligned.
+An item of 656 bytes is 41 times 16 bytes, so that 16-byte copies are aligned.
 """
 
 from dataclasses import dataclass
 
 import torch
 
+from kernels.fp8 import LEAST_AMAX, MAX
+from kernels.fp8_kv import SCALED_TOGETHER, Fp8Layout
 from kvcache.format import KVFormat
-
-SCALED_TOGETHER = 128
-"""Elements of a latent that share a scale."""
-LARGEST = 448.0
-"""The largest float8_e4m3 number."""
-LEAST_AMAX = 1e-4
-"""The least magnitude that a scale is made for, so that a vector of zeros has a scale."""
-
-_SCALE_BYTES = 4
-_ROPE_BYTES = 2
 
 
 @dataclass(frozen=True)
-class Fp8Format(KVFormat):
+class Fp8Format(Fp8Layout, KVFormat):
     """float8_e4m3 with float32 scales, see above; reading gives float32.
 
     Raises ValueError for widths that the layout has no room for: latent_dim must be a multiple of 4, rope_dim of 2, and
     index_dim a power of two of at least 4.
     """
-
-    latent_dim: int
-    rope_dim: int
-    index_dim: int
 
     def __post_init__(self) -> None:
         index_dim = self.index_dim
@@ -61,17 +48,8 @@ class Fp8Format(KVFormat):
         return "fp8_e4m3"
 
     @property
-    def num_scales(self) -> int:
-        """Of an item."""
-        return -(-self.latent_dim // SCALED_TOGETHER)
-
-    @property
-    def item_bytes(self) -> int:
-        return self._rope_at + self.rope_dim * _ROPE_BYTES
-
-    @property
-    def index_key_bytes(self) -> int:
-        return self.index_dim + _SCALE_BYTES
+    def fp8_layout(self) -> Fp8Layout:
+        return self
 
     def encode_items(self, items: torch.Tensor) -> torch.Tensor:
         latents, ropes = items[..., : self.latent_dim], items[..., self.latent_dim :]
@@ -84,8 +62,8 @@ class Fp8Format(KVFormat):
 
     def items(self, stored: torch.Tensor) -> torch.Tensor:
         latents = _part(stored, 0, self.latent_dim, torch.float8_e4m3fn).float()
-        scales = _part(stored, self.latent_dim, self._rope_at, torch.float32)
-        ropes = _part(stored, self._rope_at, self.item_bytes, torch.bfloat16).float()
+        scales = _part(stored, self.latent_dim, self.rope_at, torch.float32)
+        ropes = _part(stored, self.rope_at, self.item_bytes, torch.bfloat16).float()
         each = scales.repeat_interleave(SCALED_TOGETHER, dim=-1)[..., : self.latent_dim]
         return torch.cat((latents * each, ropes), dim=-1)
 
@@ -100,10 +78,6 @@ class Fp8Format(KVFormat):
     def index_queries(self, queries: torch.Tensor) -> torch.Tensor:
         return rotate(queries)
 
-    @property
-    def _rope_at(self) -> int:
-        return self.latent_dim + self.num_scales * _SCALE_BYTES
-
 
 def quantise(x: torch.Tensor, together: int, power_of_two: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """x, [..., dim], as float8_e4m3 [..., dim] and float32 scales [..., ceil(dim / together)], rounded to nearest.
@@ -114,12 +88,12 @@ def quantise(x: torch.Tensor, together: int, power_of_two: bool = False) -> tupl
     dim = x.shape[-1]
     groups = -(-dim // together)
     padded = torch.nn.functional.pad(x.float(), (0, groups * together - dim)).view(*x.shape[:-1], groups, together)
-    scales = padded.abs().amax(-1, keepdim=True).clamp(min=LEAST_AMAX) / LARGEST
+    scales = padded.abs().amax(-1, keepdim=True).clamp(min=LEAST_AMAX) / MAX
     if power_of_two:
         # A mantissa that is not zero carries into the exponent.
         rounded = ((scales.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
         scales = torch.where(scales.isfinite(), rounded, scales)
-    quantised = (padded / scales).clamp(-LARGEST, LARGEST).flatten(-2)[..., :dim].to(torch.float8_e4m3fn)
+    quantised = (padded / scales).clamp(-MAX, MAX).flatten(-2)[..., :dim].to(torch.float8_e4m3fn)
     return quantised.contiguous(), scales.squeeze(-1)
 
 

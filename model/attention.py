@@ -9,18 +9,14 @@ from dataclasses import dataclass
 
 import torch
 
-from model.backends.device import fuses
+from kernels.dispatch import ops_for
+from kernels.operands import RmsNorm, Rope
 from model.config import NetworkConfig
 from model.linear import Linear
-from model.norm import RmsNorm
-from model.rope import Rope
 from model.weights import Weights
 
 _LATENT_NORM_EPS = 1e-6
 """Of the norms of both latents, in transformers and in DeepSeek's code, whatever `rms_norm_eps` is."""
-
-_MANY = 1024
-"""Tokens whose absorbed queries cost more to copy than a launch does: 8192 with 128 heads of 512 have 1 GB of them."""
 
 
 @dataclass(frozen=True)
@@ -59,30 +55,11 @@ class LatentAttention:
         heads, nope_dim, _ = self.key_map.shape
         queries = projected.view(len(projected), heads, -1)
         query_nope, query_rope = queries.tensor_split((nope_dim,), dim=-1)
-        if fuses(queries) and len(queries) >= _MANY:
-            return self._absorbed_in_place(query_nope, query_rope, rope)
-        absorbed = torch.einsum("nhd,hdr->nhr", query_nope, self.key_map)
-        return rope.rotate(query_rope, absorbed, interleaved=True, beside_first=True)
-
-    def _absorbed_in_place(self, query_nope: torch.Tensor, query_rope: torch.Tensor, rope: Rope) -> torch.Tensor:
-        """What `queries` returns, in one launch more and without a copy of what is absorbed."""
-        tokens, heads, rope_dim = query_rope.shape
-        latent_dim = self.key_map.shape[2]
-        queries = query_nope.new_empty(tokens, heads, latent_dim + rope_dim)
-        absorbed, rotated = queries.tensor_split((latent_dim,), dim=-1)
-        torch.bmm(query_nope.transpose(0, 1), self.key_map, out=absorbed.transpose(0, 1))
-        rotated.copy_(rope.rotate(query_rope, query_rope[..., :0], interleaved=True, beside_first=True))
-        return queries
+        return ops_for(queries).absorb(query_nope, query_rope, self.key_map, rope)
 
     def output(self, latents: torch.Tensor) -> torch.Tensor:
         """Map each head's attended latent, [N, heads, latent_dim], to hidden states [N, hidden_size], which may be in
-        parts (`Linear.in_parts`)."""
+        parts (`Linear.forward_split_k`)."""
         values = latents.new_empty(*latents.shape[:2], self.value_map.shape[1])
         torch.bmm(latents.transpose(0, 1), self.value_map.transpose(1, 2), out=values.transpose(0, 1))
-        return self.out.in_parts(values.flatten(1))
-
-
-def items_of(compressed: torch.Tensor, norm: RmsNorm, rope: Rope) -> torch.Tensor:
-    """The KV items [N, item_dim] of compressed keys and values of the same shape (kv_a_proj_with_mqa)."""
-    latent, key_rope = compressed.unsqueeze(1).tensor_split((norm.weight.numel(),), dim=-1)
-    return rope.rotate(key_rope, norm(latent), interleaved=True, beside_first=True).squeeze(1)
+        return self.out.forward_split_k(values.flatten(1))

@@ -5,10 +5,11 @@ maps positions to rows, a decode cache swaps positions in and returns their rows
 `kvcache.format.KVFormat`.
 """
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import torch
+
+from kernels.operands import PagedKeys
 
 
 class PrefillCache(Protocol):
@@ -16,36 +17,12 @@ class PrefillCache(Protocol):
 
     def rows(self, start: int, stop: int) -> torch.Tensor:
         """Pool rows of the positions [start, stop), int64, shape [stop - start]."""
-        ...
 
     def kv(self, layer: int) -> torch.Tensor:
         """The layer's KV items, uint8 [num_rows, item_bytes]; the model writes new items into it in place."""
-        ...
 
     def index_keys(self, index_layer: int) -> torch.Tensor:
         """The index layer's keys, uint8 [num_rows, index_key_bytes]; the model writes new keys into it in place."""
-        ...
-
-
-class PagedKeys(Protocol):
-    """Paged index keys of a decode batch in one index layer.
-
-    keys: uint8 [num_pages, page_size, index_key_bytes]. page_table: int64 [batch, max_pages]; entries past a row's
-    length are arbitrary valid pages. seq_lens: int64 [batch], counting the newest token, whose key is already stored;
-    0 for padding. lengths: `seq_lens` on the host; None where only the device knows them.
-    """
-
-    @property
-    def keys(self) -> torch.Tensor: ...
-
-    @property
-    def page_table(self) -> torch.Tensor: ...
-
-    @property
-    def seq_lens(self) -> torch.Tensor: ...
-
-    @property
-    def lengths(self) -> Sequence[int] | None: ...
 
 
 class DecodeCache(Protocol):
@@ -53,23 +30,18 @@ class DecodeCache(Protocol):
 
     def append(self, layer: int, items: torch.Tensor) -> None:
         """Store the new tokens' KV items, uint8 [batch, item_bytes], as the newest position of each request."""
-        ...
 
     def append_index_keys(self, index_layer: int, keys: torch.Tensor) -> None:
         """Store the new tokens' index keys, uint8 [batch, index_key_bytes]."""
-        ...
 
     def index_pages(self, index_layer: int) -> PagedKeys:
         """The index keys to score against, new tokens included."""
-        ...
 
     def swap_in(self, layer: int, positions: torch.Tensor) -> torch.Tensor:
         """Make the selected positions resident and return their rows.
 
         positions: int64 [batch, k], -1 where there is none. Returns int64 rows of `kv(layer)`, same shape, -1 for -1.
         """
-        ...
 
     def kv(self, layer: int) -> torch.Tensor:
         """The layer's KV items, uint8 [num_rows, item_bytes], to be read at the rows that `swap_in` returned."""
-        ...

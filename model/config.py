@@ -1,5 +1,6 @@
 """Sizes and kinds of a network's parts, read from a checkpoint's config.json."""
 
+import functools
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,11 +11,10 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from base.errors import StartupError
+from kernels.operands import BlockFp8, Rope, RouterConfig
 from kvcache.format import KVCacheDtype
-from model.checkpoint import read_json
+from model.checkpoint import read_json, read_quantization
 from model.families import FAMILIES, LayerKind
-from model.quantization import BlockFp8, read_quantization
-from model.rope import RopeAngles
 from model.spec import ModelSpec
 
 _ROPE_TYPES = ("default", "linear", "yarn", "llama3")
@@ -24,15 +24,24 @@ _AS_PUBLISHED = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu
 
 
 @dataclass(frozen=True)
-class RouterConfig:
-    """How a token's experts are chosen: see model.router.Router."""
+class RopeAngles:
+    """The angles of all positions: position times frequency for each of the rope_dim / 2 pairs.
 
-    experts: int
-    top_k: int
-    groups: int
-    top_groups: int
-    normalise: bool
+    scale: factor of cos and sin, which yarn has.
+    """
+
+    frequencies: tuple[float, ...]
     scale: float
+
+    def at(self, positions: torch.Tensor, dtype: torch.dtype) -> "Rope":
+        """The rotation of tokens at int64 positions [N], computed in float32."""
+        frequencies = self._frequencies_on(positions.device)
+        angles = (positions.unsqueeze(-1).float() * frequencies).unsqueeze(1)
+        return Rope((angles.cos() * self.scale).to(dtype), (angles.sin() * self.scale).to(dtype))
+
+    @functools.cache  # noqa: B019 a network has one, on one device
+    def _frequencies_on(self, device: torch.device) -> torch.Tensor:
+        return torch.tensor(self.frequencies, device=device)
 
 
 @dataclass(frozen=True)

@@ -4,38 +4,12 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.dispatch import ops_for
+from kernels.operands import IndexQueries, LayerNorm, Rope
 from model.config import NetworkConfig
-from model.norm import LayerNorm
-from model.partial_sums import PartialSums, float32_product
-from model.rope import Rope
 from model.weights import Weights
 
 _KEY_NORM_EPS = 1e-6
-
-
-@dataclass(frozen=True)
-class IndexQueries:
-    """The indexer's queries of N tokens.
-
-    queries: [N, index_heads, index_dim]. weight_sums: the weights of the heads, float32 [N, index_heads].
-    """
-
-    queries: torch.Tensor
-    weight_sums: PartialSums
-
-    @classmethod
-    def of(cls, queries: torch.Tensor, head_weights: torch.Tensor) -> "IndexQueries":
-        """Queries whose heads' weights are complete, float32 [N, index_heads]."""
-        return cls(queries, PartialSums.of(head_weights))
-
-    @property
-    def head_weights(self) -> torch.Tensor:
-        """The weights of the heads, float32 [N, index_heads], which may have to be added up first."""
-        return self.weight_sums.whole()
-
-    def __getitem__(self, tokens: slice) -> "IndexQueries":
-        """The queries of some of the tokens."""
-        return IndexQueries(self.queries[tokens], self.weight_sums[tokens])
 
 
 @dataclass(frozen=True)
@@ -71,17 +45,8 @@ class Indexer:
 
     def queries(self, hidden: torch.Tensor, projected: torch.Tensor, rope: Rope) -> IndexQueries:
         """Queries, of what `wq_b` makes [N, index_heads * index_dim], and head weights, of normed hidden states."""
-        heads = len(self.head_weights)
-        queries = projected.view(len(projected), heads, -1)
-        weights = float32_product(hidden, self.head_weights, heads**-0.5)
-        return IndexQueries(_rotated(queries, rope, self.interleaved), weights)
-
-
-def index_keys_of(projected: torch.Tensor, norm: LayerNorm, rope: Rope, interleaved: bool) -> torch.Tensor:
-    """The index keys of projected hidden states (wk), both [N, index_dim]."""
-    return _rotated(norm(projected).unsqueeze(1), rope, interleaved).squeeze(1)
-
-
-def _rotated(x: torch.Tensor, rope: Rope, interleaved: bool) -> torch.Tensor:
-    """Rotates the first elements of x, [N, heads, index_dim]."""
-    return rope.rotate(x[..., : rope.dim], x[..., rope.dim :], interleaved=interleaved, beside_first=False)
+        heads, ops = len(self.head_weights), ops_for(hidden)
+        weights = ops.float32_product(hidden, self.head_weights, heads**-0.5)
+        rotated, rest = projected.view(len(projected), heads, -1).tensor_split((rope.dim,), dim=-1)
+        queries = ops.rotate(rotated, rest, rope, interleaved=self.interleaved, beside_first=False)
+        return IndexQueries(queries, weights)

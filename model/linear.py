@@ -1,34 +1,12 @@
-"""Linear maps whose weights are in the network's dtype or in block-fp8, and what they are applied to."""
+"""Linear maps whose weights are in the network's dtype or in block-fp8."""
 
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
-from model.quantization import BlockFp8
-
-
-@dataclass(frozen=True)
-class Activations:
-    """The input of linear maps: [N, in] in the network's dtype, and in block-fp8 if somebody has quantised it.
-
-    values: float8_e4m3 [N, in]. scales: float32 [N, ceil(in / 128)] with strides (1, N). Both as
-    `model.fp8.quantise_activations` says. If they lie in wider rows (`model.routed.RoutedTokens`), linear maps do not
-    take them.
-    """
-
-    dense: torch.Tensor
-    values: torch.Tensor | None = None
-    scales: torch.Tensor | None = None
-
-    def quantised(self, power_of_two: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Values and scales, computed here if nobody has before."""
-        if self.values is not None and self.scales is not None:
-            return self.values, self.scales
-        # Here, since a machine without a GPU need not have Triton.
-        from model.backends.triton_fp8 import quantise
-
-        return quantise(self.dense, power_of_two)
+from kernels.dispatch import ops_for
+from kernels.operands import Activations, BlockFp8, SwiGluWeights
 
 
 @dataclass(frozen=True)
@@ -54,20 +32,31 @@ class Linear:
 
     def __call__(self, x: torch.Tensor | Activations) -> torch.Tensor:
         """x: [N, in]. Returns [N, out]."""
-        product = self.in_parts(x)
-        if product.dim() == 2:
-            return product
-        # Here, since a machine without a GPU need not have Triton.
-        from model.backends.triton_fp8_linear import reduced
+        product = self.forward_split_k(x)
+        return product if self.scales is None else ops_for(given(x).dense).reduce_fp8(product)
 
-        return reduced(product)
-
-    def in_parts(self, x: torch.Tensor | Activations) -> torch.Tensor:
+    def forward_split_k(self, x: torch.Tensor | Activations) -> torch.Tensor:
         """The map for a reader that adds up: [N, out], or float32 [parts, N, out], whose sum over the parts, in order
         and rounded, it is."""
-        given = Activations(x) if isinstance(x, torch.Tensor) else x
+        x = given(x)
         if self.scales is None:
-            return F.linear(given.dense, self.weight)
-        from model.backends.triton_fp8_linear import linear_in_parts
+            return F.linear(x.dense, self.weight)
+        return ops_for(x.dense).linear_fp8(*quantised(x, self.power_of_two), self.weight, self.scales)
 
-        return linear_in_parts(*given.quantised(self.power_of_two), self.weight, self.scales)
+
+def swiglu_weights(gate_up: Linear, down: Linear, first: int = 0) -> SwiGluWeights:
+    """Of maps in block-fp8."""
+    assert gate_up.scales is not None, "in block-fp8"
+    assert down.scales is not None, "as gate_up is"
+    return SwiGluWeights(gate_up.weight, gate_up.scales, down.weight, down.scales, gate_up.power_of_two, first)
+
+
+def given(x: torch.Tensor | Activations) -> Activations:
+    return Activations(x) if isinstance(x, torch.Tensor) else x
+
+
+def quantised(x: Activations, power_of_two: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values and scales, computed here unless they are known."""
+    if x.values is not None and x.scales is not None:
+        return x.values, x.scales
+    return ops_for(x.dense).quantise(x.dense, power_of_two)

@@ -10,16 +10,16 @@ import torch
 
 from base.errors import StartupError
 from base.memory import available_host_bytes, human
+from kernels.attention import TorchBackend
+from kernels.dispatch import fp8_unavailable_reason
+from kernels.operands import BlockFp8
+from kernels.ops import AttentionBackend
 from kvcache.format import KVCacheDtype
-from model.backends.device import fp8_obstacle
-from model.backends.protocol import AttentionBackend
-from model.backends.torch_backend import TorchBackend
 from model.checkpoint import fingerprint, read_json, weight_files
 from model.config import read_config
 from model.network import Network
 from model.progress import LoadProgress
-from model.quantization import BlockFp8
-from model.shard import ALONE, WHOLE, Exchange, Shard
+from model.shard import NO_EXCHANGE, SINGLE_RANK, Exchange, Shard
 from model.sparse_model import SparseModel
 from model.spec import ModelSpec
 from model.stored_weights import SCALES, StoredWeights
@@ -92,10 +92,10 @@ def load_model(
     context_length: int | None = None,
     backend: AttentionBackend | None = None,
     load_format: LoadFormat = "auto",
-    shard: Shard = WHOLE,
+    shard: Shard = SINGLE_RANK,
     quantization: Quantization = "auto",
     kv_cache_dtype: KVCacheDtype = "auto",
-    exchange: Exchange = ALONE,
+    exchange: Exchange = NO_EXCHANGE,
 ) -> SparseModel:
     """Load a checkpoint's weights, converted to `dtype`, onto a device. Never reaches the network.
 
@@ -111,13 +111,13 @@ def load_model(
     """
     spec = read_spec(path, dtype, context_length, load_format, kv_cache_dtype)
     config = read_config(path)
-    obstacle = fp8_obstacle(device, dtype)
-    if quantization == "fp8" and obstacle:
-        raise StartupError(f"--quantization fp8: {obstacle}")
+    reason = fp8_unavailable_reason(device, dtype)
+    if quantization == "fp8" and reason:
+        raise StartupError(f"--quantization fp8: {reason}")
     fp8 = config.quantization or (BlockFp8() if quantization == "fp8" else None)
-    keeps = None if obstacle else fp8
-    if fp8 and obstacle:
-        log.info("fp8 weights are dequantised", dtype=str(dtype).removeprefix("torch."), reason=obstacle)
+    keeps = None if reason else fp8
+    if fp8 and reason:
+        log.info("fp8 weights are dequantised", dtype=str(dtype).removeprefix("torch."), reason=reason)
     stored = {} if load_format == "dummy" else find_tensors(weight_files(path))
 
     def weights(where: torch.device) -> RandomWeights | StoredWeights:

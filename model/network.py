@@ -5,16 +5,15 @@ from typing import NamedTuple
 
 import torch
 
+from kernels.dispatch import ops_for
+from kernels.operands import Activations, RmsNorm, Rope
 from model.attention import LatentAttention
 from model.config import NetworkConfig
-from model.experts import MixtureOfExperts
 from model.families import LayerKind
-from model.feed_forward import FeedForward
+from model.feed_forward import FeedForward, MixtureOfExperts
 from model.indexer import Indexer
-from model.linear import Activations, Linear
-from model.norm import RmsNorm
-from model.rope import Rope
-from model.shard import ALONE, WHOLE, Exchange, Shard
+from model.linear import Linear
+from model.shard import NO_EXCHANGE, SINGLE_RANK, Exchange, Shard
 from model.weights import Weights
 
 
@@ -75,7 +74,7 @@ class Layer:
     def project_queries(self, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Of latents [N, query_rank], before their norm: queries [N, heads * head_dim] and those of the indexer [N,
         index_heads * index_dim], of no width where the layer has none."""
-        normed = self.attention.query_norm.input_of(latents, self.query_b.fp8)
+        _, normed = ops_for(latents).add_rms_norm(latents, None, self.attention.query_norm, self.query_b.fp8)
         index_rows = self.indexer.query_rows if self.indexer else 0
         products = self.query_b(normed)
         queries, index_queries = products.tensor_split((products.shape[1] - index_rows,), dim=-1)
@@ -94,7 +93,7 @@ class Network:
 
     @classmethod
     def load(
-        cls, weights: Weights, config: NetworkConfig, shard: Shard = WHOLE, exchange: Exchange = ALONE
+        cls, weights: Weights, config: NetworkConfig, shard: Shard = SINGLE_RANK, exchange: Exchange = NO_EXCHANGE
     ) -> "Network":
         """The part of the network that a process computes. Raises ValueError for a shard that is not possible."""
         vocabulary = config.vocab_size, config.hidden_size

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from model.backends.protocol import AttentionBackend
+from kernels.operands import IndexQueries
+from kernels.ops import AttentionBackend
 from model.cache import DecodeCache, PrefillCache
-from model.indexer import IndexQueries
 from model.spec import ModelSpec
 
 

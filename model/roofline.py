@@ -6,13 +6,13 @@ from enum import StrEnum
 
 import torch
 
+from kernels.operands import BlockFp8
 from kvcache.format import KVCacheDtype
 from model.config import NetworkConfig
-from model.experts import MixtureOfExperts
+from model.feed_forward import MixtureOfExperts
 from model.linear import Linear
 from model.network import Layer, Network
-from model.quantization import BlockFp8
-from model.shard import ALONE, Exchange, Shard
+from model.shard import NO_EXCHANGE, Exchange, Shard
 from model.spec import ModelSpec
 from model.weights import RandomWeights
 
@@ -80,7 +80,7 @@ class RankModel:
         context_length: int,
         kv_cache_dtype: KVCacheDtype,
         device: torch.device,
-        exchange: Exchange = ALONE,
+        exchange: Exchange = NO_EXCHANGE,
     ) -> "RankModel":
         """The first of `ranks` ranks, in bfloat16. fp8: weights in block-fp8. On the meta device it takes no memory.
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from model.fp8 import FP8, blocks
+from kernels.fp8 import FP8, blocks
 from model.shard import Exchange
 
 _ROW_MULTIPLE = 128
@@ -51,7 +51,7 @@ class RoutedTokens:
 
     @property
     def scales(self) -> torch.Tensor:
-        """float32 [N, ceil(hidden_size / 128)] of the values, as `model.fp8.quantise_activations` says."""
+        """float32 [N, ceil(hidden_size / 128)] of the values, as `kernels.fp8.quantise_activations` says."""
         return self._numbers(0, blocks(self.hidden_size), torch.float32)
 
     @property

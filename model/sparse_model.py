@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 
-from model.backends.protocol import AttentionBackend
+from kernels.dispatch import ops_for
+from kernels.ops import AttentionBackend
 from model.cache import DecodeCache
 from model.logprobs import TokenLogprobs, token_logprobs
 from model.network import Network
@@ -74,9 +75,10 @@ class SparseModel:
         """
         network, backend = self.network, self._backend
         hidden, addend = F.embedding(token_ids, network.embedding), None
+        ops = ops_for(hidden)
         rope = network.config.rope.at(positions, hidden.dtype)
         for number, layer in enumerate(network.layers):
-            hidden, normed = layer.input_norm.of_sum(hidden, addend, layer.down.fp8)
+            hidden, normed = ops.add_rms_norm(hidden, addend, layer.input_norm, layer.down.fp8)
             projected = layer.project(normed, rope)
             attention, indexer = layer.attention, layer.indexer
             forward_pass.store(number, backend.encode_items(projected.compressed, attention.latent_norm, rope))
@@ -90,5 +92,5 @@ class SparseModel:
             queries = attention.queries(projected_queries, rope)
             index = indexer.queries(normed.dense, index_queries, rope) if indexer else None
             attended = forward_pass.attend(number, queries, index, network.config.scaling)
-            hidden, addend = layer.mlp.of_norm(layer.mlp_norm, hidden, attention.output(attended))
+            hidden, addend = layer.mlp.forward_normed(layer.mlp_norm, hidden, attention.output(attended))
         return hidden if addend is None else hidden + addend

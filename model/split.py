@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 
-from model.backends.protocol import AttentionBackend
-from model.indexer import IndexQueries
+from kernels.operands import IndexQueries
+from kernels.ops import AttentionBackend
 from model.network import Network
 from model.passes import PrefillChunk, PrefillPass
 from model.shard import Shard
@@ -55,7 +55,7 @@ class SplitPass(PrefillPass):
             self.positions[: self._num_own] = torch.cat([torch.arange(part.start, part.stop) for part in own]).to(
                 device
             )
-        self._not_padding = _tokens_among_gathered(shard.of, sum(lengths), width, device)
+        self._not_padding = _tokens_among_gathered(shard.world_size, sum(lengths), width, device)
 
     def store(self, layer: int, items: torch.Tensor) -> None:
         """See PrefillPass; items: of the block."""

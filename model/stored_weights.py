@@ -14,10 +14,10 @@ from threading import local
 import torch
 
 from base.errors import StartupError
-from model.fp8 import BLOCK, FP8, blocks, dequantise, quantise_weight
+from kernels.fp8 import BLOCK, FP8, blocks, dequantise, quantise_weight
+from kernels.operands import BlockFp8
 from model.linear import Linear
 from model.progress import LoadProgress
-from model.quantization import BlockFp8
 from model.tensor_files import StoredTensor
 from model.weights import FP8_COLUMNS, Parts, Weights, can_be_fp8
 

@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from kernels.operands import BlockFp8
 from model.families import FAMILIES, FamilyName
-from model.quantization import BlockFp8
 from model.tiny_fp8 import quantization_config, write_fp8
 from model.tiny_tokenizer import BEGIN_ID, BYTE_VOCAB_SIZE, END_ID, tiny_tokenizer, with_template
 

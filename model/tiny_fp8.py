@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from kernels.fp8 import BLOCK, quantise_weight
+from kernels.operands import BlockFp8
 from model.checkpoint import INDEX_FILE
-from model.fp8 import BLOCK, quantise_weight
-from model.quantization import BlockFp8
 from model.stored_weights import SCALES
 
 _SHARDS = 3

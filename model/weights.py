@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from model.fp8 import BLOCK, FP8, MAX, blocks
+from kernels.fp8 import BLOCK, FP8, MAX, blocks
+from kernels.operands import BlockFp8
 from model.linear import Linear
-from model.quantization import BlockFp8
 
 Parts = Mapping[str, int]
 """Published weights that make one, row after row: names, without `.weight`, and the rows of each."""

@@ -9,11 +9,11 @@ import torch
 from base.version import VERSION
 from control.codec import PROTOCOL_VERSION
 from control.messages import CheckpointIdentity
-from model.backends.choice import choose_backend
-from model.backends.device import fp8_obstacle
-from model.backends.protocol import AttentionBackend
+from kernels.attention import choose_backend
+from kernels.dispatch import fp8_unavailable_reason
+from kernels.ops import AttentionBackend
 from model.loader import load_model, read_spec, resolve_dtype
-from model.shard import ALONE, WHOLE, Exchange
+from model.shard import NO_EXCHANGE, SINGLE_RANK, Exchange
 from model.sparse_model import SparseModel
 from model.spec import ModelSpec
 from ranks.group import RankGroup
@@ -57,7 +57,7 @@ class NodeModel:
         Raises StartupError for a checkpoint that cannot be served.
         """
         config = self.config
-        exchange = ALONE if ranks is None else ranks.connect()
+        exchange = NO_EXCHANGE if ranks is None else ranks.connect()
         model = load_model(
             config.model_path,
             self.spec.dtype,
@@ -65,7 +65,7 @@ class NodeModel:
             config.context_length,
             self.backend,
             config.load_format,
-            shard=WHOLE if ranks is None else ranks.shard,
+            shard=SINGLE_RANK if ranks is None else ranks.shard,
             quantization=config.quantization,
             kv_cache_dtype=config.kv_cache_dtype,
             exchange=exchange,
@@ -81,6 +81,6 @@ def common_to_ranks(ranks: RankGroup, config: NodeConfig, spec: ModelSpec) -> di
         "context_length": spec.context_length,
         "quantization": config.quantization,
         "device": ranks.device.type,
-        "computes_in_fp8": fp8_obstacle(ranks.device, spec.dtype) is None,
+        "computes_in_fp8": fp8_unavailable_reason(ranks.device, spec.dtype) is None,
         "ranks": config.ranks,
     }

@@ -11,17 +11,16 @@ from hisparse.config import HiSparseConfig
 from hisparse.coordinator import HiSparseCoordinator
 from hisparse.sizing import plan_sizes
 from hisparse.tiers import build_tiers
+from kernels.fp8 import quantise_activations
+from kernels.operands import IndexQueries, PagedKeys, RouterConfig
+from kernels.ops import AttentionBackend
 from kvcache.format import KVCacheDtype
-from model.backends.protocol import AttentionBackend
-from model.cache import PagedKeys
-from model.config import NetworkConfig, RouterConfig, network_config
+from model.config import NetworkConfig, network_config
 from model.families import ShapeName
-from model.fp8 import quantise_activations
-from model.indexer import IndexQueries
 from model.roofline import RankModel
 from model.routed import RoutedTokens
 from model.shapes import published_config
-from model.shard import ALONE, Exchange
+from model.shard import NO_EXCHANGE, Exchange
 from model.spec import ModelSpec
 
 GIB = 2**30
@@ -112,7 +111,7 @@ def model_of(
 ) -> RankModel:
     """The same, of these sizes."""
     group = config.rank_of > 1
-    exchange = cast(Exchange, Strangers(config.rank_of, sizes.hidden_size, sizes.router)) if group else ALONE
+    exchange = cast(Exchange, Strangers(config.rank_of, sizes.hidden_size, sizes.router)) if group else NO_EXCHANGE
     return RankModel.build(
         sizes,
         ranks=config.rank_of,

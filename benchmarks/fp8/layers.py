@@ -8,12 +8,11 @@ from functools import partial
 import torch
 
 from benchmarks.graph_timing import median_us
-from model.config import RouterConfig
-from model.fp8 import FP8, blocks
-from model.norm import RmsNorm
-from model.quantization import BlockFp8
+from kernels.dispatch import ops_for
+from kernels.fp8 import FP8, blocks
+from kernels.operands import BlockFp8, RmsNorm, RouterConfig, SwiGluWeights
+from model.feed_forward import Router
 from model.routed import RoutedTokens
-from model.router import Router
 
 LINEAR = {
     "V3.2 q_a, kv_a, index wk": (2240, 7168),
@@ -38,7 +37,6 @@ BYTES_PER_US, OPERATIONS_PER_US = 4.8e6, 1.6e9
 _UNCACHED_BYTES = 256 << 20
 
 Weight = tuple[torch.Tensor, torch.Tensor]
-Projections = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 Routed = tuple[torch.Tensor, torch.Tensor]
 """Weights and ids of chosen experts."""
 
@@ -75,16 +73,16 @@ def random_layers(n: int, k: int) -> list[Weight]:
 
 def linear_results(name: str, n: int, k: int) -> Iterator[Result]:
     """One layer: from bfloat16 (with quantisation), from quantised activations, and by torch's kernel from these."""
-    from model.backends.triton_fp8 import quantise
-    from model.backends.triton_fp8_linear import linear, linear_quantised, torch_product
+    from kernels.triton import linear_fp8, quantise, reduce_fp8
+    from kernels.triton.fp8_linear import torch_product
 
     layers = random_layers(n, k)
 
     def whole(turn: int, x: torch.Tensor) -> object:
-        return linear(x, *layers[turn], True)
+        return product(turn, quantise(x, True))
 
     def product(turn: int, quantised: Weight) -> object:
-        return linear_quantised(*quantised, *layers[turn])
+        return reduce_fp8(linear_fp8(*quantised, *layers[turn]))
 
     def torchs(turn: int, quantised: Weight) -> object:
         return torch_product(*quantised, *layers[turn])
@@ -106,7 +104,7 @@ class MoELayer:
 
     norm: RmsNorm
     router: Router
-    projections: Projections
+    projections: SwiGluWeights
 
     @classmethod
     def random(cls, by_column: bool = False) -> "MoELayer":
@@ -114,13 +112,14 @@ class MoELayer:
         chooser = 0.05 * torch.randn(EXPERTS, HIDDEN, dtype=torch.bfloat16)
         router = Router(chooser, torch.zeros(EXPERTS), RouterConfig(EXPERTS, TOP_K, 8, 4, True, 2.5))
         count, width = (EXPERTS, WIDTH // RANKS) if by_column else (EXPERTS // RANKS, WIDTH)
-        projections = (*random_weight(count + 1, 2 * width, HIDDEN), *random_weight(count + 1, HIDDEN, width))
-        return cls(RmsNorm(torch.ones(HIDDEN, dtype=torch.bfloat16), 1e-6), router, projections)
+        weights = (*random_weight(count + 1, 2 * width, HIDDEN), *random_weight(count + 1, HIDDEN, width))
+        norm = RmsNorm(torch.ones(HIDDEN, dtype=torch.bfloat16), 1e-6)
+        return cls(norm, router, SwiGluWeights(*weights, power_of_two=True))
 
     @property
     def count(self) -> int:
         """Experts that tokens choose."""
-        return len(self.projections[0]) - 1
+        return len(self.projections.down) - 1
 
     @staticmethod
     def own(tokens: int) -> int:
@@ -133,14 +132,13 @@ class MoELayer:
 
     def routed(self, hidden: torch.Tensor, routed: Routed) -> torch.Tensor:
         """The routed experts alone."""
-        from model.backends.triton_fp8_experts import experts
-
-        weights, ids = routed
-        return experts(hidden, ids, weights, *self.projections, True, shared=range(0))
+        ops, (weights, ids) = ops_for(hidden), routed
+        return ops.experts_fp8(*ops.quantise(hidden, True), ids, weights, self.projections, shared=range(0))
 
     def route(self, hidden: torch.Tensor, tokens: RoutedTokens) -> None:
         """Norm, quantise and route hidden states, and write all that into their rows."""
-        _, normed = self.norm.of_sum(hidden, None, BlockFp8(power_of_two=True), tokens.quantised)
+        fp8 = BlockFp8(power_of_two=True)
+        _, normed = ops_for(hidden).add_rms_norm(hidden, None, self.norm, fp8, tokens.quantised)
         self.router.route(normed.dense, tokens.choice)
 
     def whole(self, hidden: torch.Tensor, tokens: RoutedTokens) -> torch.Tensor:
@@ -148,12 +146,11 @@ class MoELayer:
 
         tokens: of the group, of which the others' have been routed. The shared expert is one of the kernels' experts.
         """
-        from model.backends.triton_fp8_experts import experts_quantised
-
         own = self.own(len(hidden))
         self.route(hidden[:own], tokens[:own])
         shared = range(self.shared(len(hidden)))
-        return experts_quantised(*tokens.quantised, tokens.ids, tokens.weights, *self.projections, True, shared=shared)
+        computed = ops_for(hidden).experts_fp8
+        return computed(*tokens.quantised, tokens.ids, tokens.weights, self.projections, shared)
 
 
 def expert_results() -> Iterator[Result]:
@@ -211,7 +208,7 @@ class ExpertCase:
     @property
     def limit(self) -> float:
         """Microseconds that the hardware needs at least for the experts, the shared one included."""
-        size = 3 * HIDDEN * self.layers[0].projections[2].shape[2]
+        size = 3 * HIDDEN * self.layers[0].projections.down.shape[2]
         rows = self.rows + self.layers[0].shared(self.hidden.shape[1])
         return limit((self.used + 1) * size + 4 * self.hidden[0].numel(), 2 * rows * size)
 

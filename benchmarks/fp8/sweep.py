@@ -10,19 +10,19 @@ from benchmarks.fp8.layers import LINEAR, ExpertCase, Weight, limit, random_laye
 from benchmarks.graph_timing import Work, median_us
 
 if TYPE_CHECKING:
-    from model.backends.triton_fp8_tile import Tiling
+    from kernels.triton.fp8_tile import Tiling
 
 _BEST = 6
 
 
 def sweep_linear(console: Console) -> None:
     """Of few tokens: every way."""
-    from model.backends import triton_fp8_linear as ours
-    from model.backends.triton_fp8 import quantise
-    from model.backends.triton_fp8_tile import Tiling
+    from kernels.triton import fp8_linear as ours
+    from kernels.triton.fp8_quantise import quantise
+    from kernels.triton.fp8_tile import Tiling
 
     def work(turn: int, inputs: tuple[torch.Tensor, torch.Tensor], layers: list[Weight], cut: Tiling) -> object:
-        return ours.reduced(ours.partial_product(*inputs, *layers[turn], cut))
+        return ours.reduce_fp8(ours.partial_product(*inputs, *layers[turn], cut))
 
     for name in ("V3.2 q_a, kv_a, index wk", "V3.2 q_b, index wq_b", "V3.2 o_proj"):
         layers = random_layers(*LINEAR[name])
@@ -45,7 +45,7 @@ def sweep_experts(console: Console) -> None:
 
 def sweep_prefill(console: Console) -> None:
     """Of a prompt's tokens."""
-    from model.backends.triton_fp8_tile import Tiling
+    from kernels.triton.fp8_tile import Tiling
 
     many = [
         Tiling(m, n, warps, stages, per_sm, 1, left, registers)
@@ -65,7 +65,7 @@ def sweep_prefill(console: Console) -> None:
 
 
 def _few() -> list["Tiling"]:
-    from model.backends.triton_fp8_tile import Tiling
+    from kernels.triton.fp8_tile import Tiling
 
     ways = (
         (64, 4, 4, 1),
@@ -82,7 +82,7 @@ def _few() -> list["Tiling"]:
 
 
 def _sweep(console: Console, tilings: list["Tiling"], counts: tuple[int, ...]) -> None:
-    from model.backends import triton_fp8_experts as ours
+    from kernels.triton import fp8_experts as ours
 
     layers = random_moe_layers()
     usual = ours.tiling

@@ -15,7 +15,7 @@ from control.messages import Sampling
 from engine.grammar.masks import MaskWriter
 from engine.grammar.state import CompiledGrammar
 from engine.runner import LaunchedStep, ModelRunner
-from model.backends.choice import choose_backend
+from kernels.attention import choose_backend
 from model.config import network_config
 from model.network import Network
 from model.sparse_model import SparseModel

@@ -11,10 +11,10 @@ from safetensors.torch import save_file
 from transformers import AutoConfig
 
 from benchmarks.loading import Wanted
+from kernels.fp8 import FP8, quantise_weight
+from kernels.operands import BlockFp8
 from model.config import NetworkConfig, network_config
-from model.fp8 import FP8, quantise_weight
 from model.network import Network
-from model.quantization import BlockFp8
 from model.shapes import published_config
 from model.stored_weights import SCALES
 from model.tiny import write_without_weights

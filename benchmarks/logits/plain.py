@@ -1,7 +1,7 @@
 """A sparse-attention network in plain torch, in float32 or in the arithmetic of published inference code.
 
 Written for comparison, from the names of the published checkpoints, without the network and the kernels of this
-project. What it shares with them are definitions: the configuration, products in block-fp8 (`model.fp8`), and the
+project. What it shares with them are definitions: the configuration, products in block-fp8 (`kernels.fp8`), and the
 bytes of KV in fp8 (`kvcache.fp8_format`).
 
 The published arithmetic is that of inference/model.py and kernel.py of DeepSeek-V3.2-Exp: activations in bfloat16,
@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from kernels import fp8
 from kvcache.fp8_format import Fp8Format
-from model import fp8
 from model.config import NetworkConfig
 from model.families import LayerKind
 

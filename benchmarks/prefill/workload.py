@@ -2,8 +2,8 @@
 
 import torch
 
+from kernels.attention import choose_backend
 from kvcache.paged_pool import PagedKVPool, PagedSequence
-from model.backends.choice import choose_backend
 from model.passes import PrefillChunk
 from model.roofline import RankModel
 from model.shard import Exchange

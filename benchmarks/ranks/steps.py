@@ -11,8 +11,8 @@ import torch
 from benchmarks.decode.workload import Requests
 from benchmarks.stepping import GREEDY, launch
 from engine.runner import ModelRunner
-from model.backends.choice import choose_backend
-from model.experts import MixtureOfExperts
+from kernels.attention import choose_backend
+from model.feed_forward import MixtureOfExperts
 from model.network import Network
 from model.roofline import RankModel, work_of_step
 from model.shard import Exchange

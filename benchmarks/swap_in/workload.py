@@ -7,7 +7,7 @@ import torch
 from base.memory import cpus_near
 from hisparse.device_pool import DeviceKVPool
 from hisparse.residency import Residency
-from kernels.specialization import hot_granule
+from kernels.swap_in import hot_granule
 from kvcache.host_pool import HostKVPool
 from kvcache.layout import KVLayout
 

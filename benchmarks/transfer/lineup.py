@@ -9,10 +9,11 @@ from benchmarks.transfer.cases import Case, Fragmentation, Protocol
 from benchmarks.transfer.groups import Group
 from benchmarks.transfer.memcpy import CopyThreads, memmove
 from benchmarks.transfer.methods import Method, MethodFailed, Posting
-from benchmarks.transfer.ours import COPY_THREADS, stream_runs
 from benchmarks.transfer.placement import Placement, coalesced, in_one_piece, per_page, per_token, pieces
 from benchmarks.transfer.raw_engine import RawEngine
 from benchmarks.transfer.workbench import Pools, Workbench
+from transfer.copy_runs import stream_runs
+from transfer.shm import COPY_THREADS
 
 
 def has_whole_pages(case: Case) -> bool:

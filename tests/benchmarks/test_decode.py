@@ -15,8 +15,9 @@ from benchmarks.decode.timing import StepTiming, part_of
 from benchmarks.decode.workload import GivenSelection, Requests, Strangers, build_model, model_of
 from benchmarks.stepping import GREEDY, launch, next_tokens
 from engine.runner import ModelRunner
-from model.backends.choice import choose_backend
-from model.config import RouterConfig, network_config
+from kernels.attention import choose_backend
+from kernels.operands import RouterConfig
+from model.config import network_config
 from model.roofline import HBM_BYTES_PER_MS, RankModel, StepPart, Work, work_of_step
 from model.routed import RoutedTokens
 from model.sparse_model import SparseModel
@@ -24,23 +25,23 @@ from model.sparse_model import SparseModel
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 OURS = {
-    "_score_pages": (StepPart.INDEX, "model/backends/triton_index.py"),
+    "_score_pages": (StepPart.INDEX, "kernels/triton/index_scores.py"),
     "score_pages": (StepPart.INDEX, "csrc/score_pages.cu"),
-    "_score_prompt": (StepPart.INDEX, "model/backends/triton_index.py"),
-    "_encode_index_queries": (StepPart.INDEX, "model/backends/triton_encode.py"),
+    "_score_prompt": (StepPart.INDEX, "kernels/triton/index_scores.py"),
+    "_encode_index_queries": (StepPart.INDEX, "kernels/triton/encode.py"),
     "swap_in": (StepPart.SWAP_IN, "csrc/swap_in.cu"),
     "top_k": (StepPart.TOP_K, "csrc/top_k.cu"),
-    "_attend_split": (StepPart.ATTENTION, "model/backends/triton_attend.py"),
+    "_attend_split": (StepPart.ATTENTION, "kernels/triton/attend.py"),
     "attend_items": (StepPart.ATTENTION, "csrc/attend_items.cu"),
-    "_linear": (StepPart.PROJECTIONS, "model/backends/triton_fp8_linear.py"),
-    "_add_up": (StepPart.PROJECTIONS, "model/backends/triton_fp8_linear.py"),
-    "_partial_products": (StepPart.PROJECTIONS, "model/backends/triton_few_rows.py"),
-    "_quantise": (StepPart.PROJECTIONS, "model/backends/triton_fp8.py"),
-    "_swiglu_quantise": (StepPart.EXPERTS, "model/backends/triton_fp8.py"),
-    "_experts": (StepPart.EXPERTS, "model/backends/triton_fp8_experts.py"),
-    "_weigh": (StepPart.EXPERTS, "model/backends/triton_fp8_sum.py"),
-    "_sort": (StepPart.EXPERTS, "model/backends/triton_fp8_sort.py"),
-    "_choose": (StepPart.EXPERTS, "model/backends/triton_choose.py"),
+    "_linear": (StepPart.PROJECTIONS, "kernels/triton/fp8_linear.py"),
+    "_add_up": (StepPart.PROJECTIONS, "kernels/triton/fp8_linear.py"),
+    "_partial_products": (StepPart.PROJECTIONS, "kernels/triton/router.py"),
+    "_quantise": (StepPart.PROJECTIONS, "kernels/triton/fp8_quantise.py"),
+    "_swiglu_quantise": (StepPart.EXPERTS, "kernels/triton/fp8_quantise.py"),
+    "_experts": (StepPart.EXPERTS, "kernels/triton/fp8_experts.py"),
+    "_weigh": (StepPart.EXPERTS, "kernels/triton/routing.py"),
+    "_sort": (StepPart.EXPERTS, "kernels/triton/routing.py"),
+    "_choose": (StepPart.EXPERTS, "kernels/triton/router.py"),
 }
 
 

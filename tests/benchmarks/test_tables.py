@@ -24,7 +24,8 @@ from benchmarks.swap_in import report as swap_in
 from benchmarks.swap_in.workload import Shape
 from benchmarks.transfer import report as transfer
 from benchmarks.transfer.cases import Case, Fragmentation, Protocol
-from benchmarks.transfer.methods import Group, Run
+from benchmarks.transfer.groups import Group
+from benchmarks.transfer.methods import Run
 from benchmarks.transfer.results import CaseResult, MethodResult
 from model.roofline import HBM_BYTES_PER_MS, StepPart, Work
 from tests.benchmarks.narrow import not_whole, printed

@@ -12,9 +12,10 @@ from benchmarks.transfer.cases import Case, Fragmentation
 from benchmarks.transfer.groups import Group
 from benchmarks.transfer.initiator import Initiator, Plan
 from benchmarks.transfer.methods import MethodFailed, Posting
-from benchmarks.transfer.ours import source_pool, stream_runs
+from benchmarks.transfer.ours import source_pool
 from benchmarks.transfer.placement import per_token, place
 from benchmarks.transfer.pools import buffers_of, digests, fill
+from transfer.copy_runs import stream_runs
 from transfer.planner import Descriptors
 
 CASE = Case(tokens=50, layers=3, item_bytes=24, page_size=4, destination=Fragmentation.ITEMS)

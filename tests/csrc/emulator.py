@@ -8,8 +8,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from kernels.nvrtc import CSRC
-from kernels.specialization import Specialization
+from kernels.specialization import CSRC, Specialization
 
 COMPILER = shutil.which("g++")
 _HERE = Path(__file__).parent

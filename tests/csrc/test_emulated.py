@@ -5,10 +5,9 @@ import random
 import pytest
 import torch
 
-from hisparse.cuda_swap_in import _Params as SwapInParams
 from hisparse.residency import Residency
-from kernels.copy_items import _Params as CopyParams
-from kernels.specialization import CopySpecialization, SwapInSpecialization, hot_granule, seen_bits
+from kernels.copy_items import CopyItemsParams, CopySpecialization
+from kernels.swap_in import SwapInParams, SwapInSpecialization, hot_granule, seen_bits
 from tests.csrc.emulator import COMPILER, EmulatedKernel
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
@@ -144,7 +143,7 @@ def test_items_of_any_size_are_copied_whole_and_nothing_else(item_bytes: int, of
     total = torch.zeros(1, dtype=torch.int64)
     aligned = item_bytes % 16 == 0 and offset == 0
     EmulatedKernel(CopySpecialization(item_bytes, aligned, block_size=64)).launch(
-        CopyParams(
+        CopyItemsParams(
             source.data_ptr(),
             target.data_ptr() + offset,
             source.stride(0),

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from kernels.attend_items import ITEM_BYTES, TILE_HEADS, ItemsToAttend, launch_params
-from kernels.specialization import AttendSpecialization
+from kernels.attend_items import TILE_HEADS, AttendSpecialization, ItemsToAttend, launch_params
+from kernels.fp8_kv import PUBLISHED
 from kvcache.fp8_format import Fp8Format
 from tests.csrc.emulator import COMPILER, EmulatedKernel
 
@@ -52,7 +52,7 @@ def made(
 
 
 def test_items_are_those_of_the_format() -> None:
-    assert FORMAT.item_bytes == ITEM_BYTES
+    assert FORMAT.item_bytes == PUBLISHED.item_bytes
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,15 @@
 import pytest
 import torch
 
-from kernels import score_prompt
-from kernels.score_pages import PagesToScore, launch_params
-from kernels.score_prompt import PromptToScore
-from kernels.specialization import PromptScoreSpecialization, ScoreSpecialization
+from kernels.score_keys import (
+    PageScoreSpecialization,
+    PagesToScore,
+    PromptScoreSpecialization,
+    PromptToScore,
+    _cut,
+    page_params,
+    prompt_params,
+)
 from kvcache.fp8_format import Fp8Format, quantise
 from tests.csrc.emulator import COMPILER, EmulatedKernel
 
@@ -49,18 +54,18 @@ def test_scores(lengths: list[int], max_pages: int, page_size: int, heads: int, 
     given, exact = pages_of(lengths, max_pages, page_size, heads)
     assert given.fits()
     scores = torch.full(exact.shape, UNTOUCHED)
-    specialization = ScoreSpecialization(heads, stages, block_size=128 if len(lengths) > 100 else 256)
+    specialization = PageScoreSpecialization(heads, stages, block_size=128 if len(lengths) > 100 else 256)
     shared_bytes = specialization.shared_bytes_for(len(lengths))
-    EmulatedKernel(specialization).launch(launch_params(given, scores), (blocks, 1, 1), shared_bytes=shared_bytes)
+    EmulatedKernel(specialization).launch(page_params(given, scores), (blocks, 1, 1), shared_bytes=shared_bytes)
     torch.testing.assert_close(scores.double(), exact, rtol=1e-3, atol=1e-3)
 
 
 def test_long_sequences_whose_pages_are_looked_up_several_times() -> None:
     given, exact = pages_of([9000, 5001], 141, 64, 32)
     scores = torch.full(exact.shape, UNTOUCHED)
-    specialization = ScoreSpecialization(32, 3, block_size=128)
+    specialization = PageScoreSpecialization(32, 3, block_size=128)
     shared_bytes = specialization.shared_bytes_for(2)
-    EmulatedKernel(specialization).launch(launch_params(given, scores), (2, 1, 1), shared_bytes=shared_bytes)
+    EmulatedKernel(specialization).launch(page_params(given, scores), (2, 1, 1), shared_bytes=shared_bytes)
     torch.testing.assert_close(scores.double(), exact, rtol=1e-3, atol=1e-3)
 
 
@@ -80,14 +85,14 @@ def test_scores_of_a_prompt(start: int, num_queries: int, heads: int, per_block:
     assert given.fits()
     scores = torch.full(exact.shape, UNTOUCHED)
     grid = (-(-len(keys) // 128), -(-num_queries // per_block), 1)  # 64 keys for each of two warpgroups
-    params = score_prompt.launch_params(given, scores, per_block)
+    params = prompt_params(given, scores, per_block)
     EmulatedKernel(PromptScoreSpecialization(heads, stages, block_size=256)).launch(params, grid)
     torch.testing.assert_close(scores.double(), exact, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize(("num_queries", "num_keys"), [(1, 1), (5, 300), (512, 32768), (8192, 8192), (3, 1000000)])
 def test_all_queries_and_keys_of_a_prompt_have_a_block(num_queries: int, num_keys: int) -> None:
-    (of_keys, of_queries), per_block = score_prompt._cut(num_queries, num_keys, 528)
+    (of_keys, of_queries), per_block = _cut(num_queries, num_keys, 528)
     assert 256 * (of_keys - 1) < num_keys <= 256 * of_keys
     assert per_block * (of_queries - 1) < num_queries <= per_block * of_queries
     assert per_block % 4 == 0

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels import top_k
-from kernels.specialization import Specialization, TopKSpecialization
-from kernels.top_k import TopK, launch_params
+from kernels.specialization import Specialization
+from kernels.top_k import TopK, TopKSpecialization, launch_params
 from tests.csrc.emulator import COMPILER, EmulatedKernel
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")

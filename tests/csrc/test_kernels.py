@@ -1,7 +1,5 @@
 """Every kernel compiles without a GPU, and what was compiled is found again."""
 
-import ctypes
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
@@ -11,28 +9,21 @@ from typing import Any
 import pytest
 
 from base.errors import StartupError
-from hisparse import cuda_swap_in as swap_in
-from kernels import copy_items, nvrtc, score_pages, score_prompt, top_k
-from kernels.nvrtc import CSRC, KernelCompileError, compile_kernel, cubin
-from kernels.specialization import (
-    AttendSpecialization,
-    CopySpecialization,
-    IndexType,
-    PromptScoreSpecialization,
-    ScoreSpecialization,
-    Specialization,
-    SwapInSpecialization,
-    default_block_size,
-    seen_bits,
-)
+from kernels import nvrtc, score_keys, top_k
+from kernels.attend_items import AttendSpecialization
+from kernels.copy_items import CopySpecialization
+from kernels.nvrtc import KernelCompileError, compile_kernel, cubin
+from kernels.score_keys import PageScoreSpecialization, PromptScoreSpecialization
+from kernels.specialization import CSRC, Specialization, params_of
+from kernels.swap_in import IndexType, SwapInSpecialization, default_block_size, seen_bits
 
 H100_SHARED_MEMORY = 232448
 ON_HOPPER: list[Specialization] = [
     kind(heads, stages)
-    for heads in score_pages.HEADS
+    for heads in score_keys.HEADS
     for kind, stages in (
-        (ScoreSpecialization, score_pages.STAGES),
-        (PromptScoreSpecialization, score_prompt.STAGES),
+        (PageScoreSpecialization, score_keys.PAGE_STAGES),
+        (PromptScoreSpecialization, score_keys.PROMPT_STAGES),
     )
 ]
 ON_HOPPER.append(AttendSpecialization())
@@ -197,20 +188,17 @@ def test_long_contexts_share_bits_where_shared_memory_is_short() -> None:
     assert crowded.shared_bytes <= H100_SHARED_MEMORY < replace(crowded, seen_bits=crowded.seen_bits + 1).shared_bytes
 
 
-@pytest.mark.parametrize(
-    ("source", "struct", "params"),
-    [
-        ("request.cuh", "SwapInParams", swap_in._Params),
-        ("copy_items.cu", "CopyItemsParams", copy_items._Params),
-        ("top_k.cu", "TopKParams", top_k._Params),
-        ("score_pages.cu", "ScorePagesParams", score_pages._Params),
-        ("score_prompt.cu", "ScorePromptParams", score_prompt._Params),
-    ],
-)
-def test_parameters_are_the_same_on_both_sides(source: str, struct: str, params: type[ctypes.Structure]) -> None:
-    body = (CSRC / source).read_text().partition(f"struct {struct} {{")[2].partition("};")[0]
-    names = re.findall(r"^\s*(?:const )?\w+\*? (\w+);", body, re.MULTILINE)
-    assert all("*" in line or "i64" in line for line in body.splitlines() if ";" in line), "a field is not 8 bytes wide"
-    given = [name for name, *_ in params._fields_]
-    renamed = {"from_items": "from", "to_items": "to"}
-    assert [renamed.get(name, name) for name in given] == names
+def test_parameters_are_those_of_the_source_in_its_order() -> None:
+    fields = [name for name, *_ in params_of("copy_items.cu", "CopyItemsParams")._fields_]
+    expected = "from to from_layer_bytes to_layer_bytes from_slots to_slots counts bytes width"
+    assert fields == expected.split()
+
+
+@pytest.mark.parametrize("struct", ["struct P {\n    i64 a;\n    i32 b;  // half; as wide\n};", "struct Q {\n};"])
+def test_a_parameter_that_is_not_8_bytes_wide_is_refused(
+    struct: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kernels.specialization.CSRC", tmp_path)
+    (tmp_path / "kernel.cu").write_text(struct)
+    with pytest.raises(TypeError, match="expected pointers and i64 as fields of P"):
+        params_of("kernel.cu", "P")

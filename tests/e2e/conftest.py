@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from model.quantization import BlockFp8
+from kernels.operands import BlockFp8
 from model.tiny import write_tiny_checkpoint
 from tests.dequantised import write_dequantised
 from tests.e2e.cluster import Cluster

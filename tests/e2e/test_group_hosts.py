@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.demo.__main__ import HOT_BUFFER
 from cli.serve import free_port
 from control.keys import generate
 from ranks.hung_ranks import GRACE_S
@@ -13,7 +14,7 @@ from tests.e2e.cluster import Cluster, Job, Node, Place, complete, wait_until
 from tests.e2e.conftest import Reference
 from tests.e2e.hosts import Network, why_not
 from tests.e2e.spawn import fork, start_fork_server
-from tests.e2e.test_ranks import HOT_BUFFER, JOBS, ranks_of
+from tests.e2e.test_ranks import JOBS, ranks_of
 
 WHY_NOT = why_not()
 pytestmark = [pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or ""), pytest.mark.slow]

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from control.messages import Sampling, Token
-from engine import thresholds
 from engine.grammar.masks import few_allowed, masked, unpacked
 from engine.sampling import NoToken, RandomStream, SamplingNeeds, _choose, draw, settings_of, tokens_of
-from engine.thresholds import CANDIDATES
+from kernels import torch_ops
+from kernels.torch_ops import CANDIDATES
 
 VOCAB = 50
 
@@ -281,8 +281,8 @@ def test_what_few_candidates_do_not_decide_is_decided_by_all(monkeypatch: pytest
     logits = random_logits(40)
     requests = [Sampling(seed=seed, top_k=seed % 30, top_p=0.5 + 0.01 * seed) for seed in range(40)]
     expected = sample(logits, requests, range(40))
-    find = thresholds.find_threshold
-    monkeypatch.setattr("engine.sampling.find_threshold", lambda *arguments: find(*arguments, candidates=4))
+    find = torch_ops.find_threshold
+    monkeypatch.setattr("kernels.torch_ops.find_threshold", lambda *arguments: find(*arguments, candidates=4))
     assert sample(logits, requests, range(40)) == expected
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from model.experts import MixtureOfExperts
+from kernels.operands import RmsNorm
+from model.feed_forward import MixtureOfExperts
 from model.loader import DTYPES, load_model
-from model.norm import RmsNorm
 from ranks.group import RankGroup
 from ranks.rank_place import RankPlace
 from service.start import use_device
@@ -46,21 +46,21 @@ def check(group: RankGroup, whole: MixtureOfExperts, part: MixtureOfExperts, nor
     hidden_size = whole.router.weight.shape[1]
     for count in COUNTS:
         static = torch.zeros(count, hidden_size, dtype=dtype, device=group.device)
-        part.of_norm(norm, static, None)
+        part.forward_normed(norm, static, None)
         graphs = []
         if group.device.type == "cuda":
             torch.cuda.synchronize()
             for _ in range(2):
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                    _, output = part.of_norm(norm, static, None)
+                    _, output = part.forward_normed(norm, static, None)
                 graphs.append((graph, output))
         for seed in range(6):
             generator = torch.Generator().manual_seed(100 * seed + group.rank)
             hidden = torch.randn(count, hidden_size, generator=generator).to(group.device, dtype)
-            expected = whole.of_norm(norm, hidden, None)[1].double()
+            expected = whole.forward_normed(norm, hidden, None)[1].double()
             static.copy_(hidden)
-            results = [part.of_norm(norm, static, None)[1]]
+            results = [part.forward_normed(norm, static, None)[1]]
             if graphs:
                 graph, output = graphs[(seed + group.rank) % 2]
                 output.fill_(float("nan"))

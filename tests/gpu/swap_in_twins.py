@@ -9,7 +9,7 @@ from hisparse.cuda_swap_in import CudaSwapIn, CudaSwapInPlan
 from hisparse.device_pool import DeviceKVPool
 from hisparse.residency import Residency
 from hisparse.swap_in import CpuSwapIn, StepBatch
-from kernels.specialization import hot_granule
+from kernels.swap_in import hot_granule
 from kvcache.extents import HostSlots
 from kvcache.host_pool import HostKVPool
 from kvcache.layout import KVLayout

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from kernels.attention import TorchBackend
+from kernels.dispatch import triton_backend
+from kernels.operands import IndexQueries
+from kernels.ops import AttentionBackend
 from kvcache.format import DenseFormat, KVFormat
-from model.backends.protocol import AttentionBackend
-from model.backends.torch_backend import TorchBackend
 from model.families import FamilyName
-from model.indexer import IndexQueries
 from model.loader import load_model
 from model.passes import PrefillChunk
 from model.sparse_model import SparseModel
@@ -20,8 +21,7 @@ from model.tiny import write_tiny_checkpoint
 
 pytest.importorskip("triton")
 
-from model.backends.triton_attend import attend_rows
-from model.backends.triton_backend import TritonBackend
+from kernels.triton.attend import attend_rows
 
 CUDA = torch.device("cuda", 0)
 SCALING = 0.1
@@ -89,14 +89,14 @@ def random_rows(num_queries: int, dims: tuple[int, int, int], k: int, dtype: tor
 @pytest.mark.parametrize(("num_queries", "dims", "k"), SHAPES)
 def test_float32_agrees_with_torch(num_queries: int, dims: tuple[int, int, int], k: int) -> None:
     given = random_rows(num_queries, dims, k, torch.float32)
-    torch.testing.assert_close(given.attend(TritonBackend), given.attend(TorchBackend), rtol=1e-5, atol=2e-5)
+    torch.testing.assert_close(given.attend(triton_backend), given.attend(TorchBackend), rtol=1e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize(("num_queries", "dims", "k"), SHAPES)
 def test_bfloat16_is_as_exact_as_torch(num_queries: int, dims: tuple[int, int, int], k: int) -> None:
     given = random_rows(num_queries, dims, k, torch.bfloat16)
     exact = given.exact()
-    ours, torchs = (given.attend(backend) for backend in (TritonBackend, TorchBackend))
+    ours, torchs = (given.attend(backend) for backend in (triton_backend, TorchBackend))
     assert ours.dtype == torch.bfloat16
     our_error, torch_error = ((result.double() - exact).abs() for result in (ours, torchs))
     assert our_error.mean() <= 1.2 * torch_error.mean() + 1e-9
@@ -106,7 +106,7 @@ def test_bfloat16_is_as_exact_as_torch(num_queries: int, dims: tuple[int, int, i
 def test_a_query_without_rows_is_finite() -> None:
     given = random_rows(3, SMALL_SHARD, 200, torch.bfloat16)
     given.rows[1] = -1
-    attended = given.attend(TritonBackend)
+    attended = given.attend(triton_backend)
     assert attended.isfinite().all()
     assert (attended[1] == 0).all()
 
@@ -114,7 +114,7 @@ def test_a_query_without_rows_is_finite() -> None:
 def test_no_queries() -> None:
     given = random_rows(1, TINY, 10, torch.bfloat16)
     none = Rows(given.queries[:0], given.kv, given.rows[:0], given.latent_dim)
-    assert none.attend(TritonBackend).shape == (0, 4, 24)
+    assert none.attend(triton_backend).shape == (0, 4, 24)
 
 
 def test_pools_of_more_than_two_to_the_31_elements() -> None:
@@ -123,7 +123,7 @@ def test_pools_of_more_than_two_to_the_31_elements() -> None:
     kv = torch.empty(last + NUM_ROWS, 576, dtype=torch.bfloat16, device=CUDA)
     kv[last:] = given.kv
     far = Rows(given.queries, kv, torch.where(given.rows < 0, -1, given.rows + last), given.latent_dim)
-    assert torch.equal(far.attend(TritonBackend), given.attend(TritonBackend))
+    assert torch.equal(far.attend(triton_backend), given.attend(triton_backend))
 
 
 def test_tensors_that_do_not_fit_together_are_refused() -> None:
@@ -201,7 +201,7 @@ def test_a_decoded_token_selects_the_best_of_its_own_sequence(
 ) -> None:
     index = index_queries(len(lengths), heads, dim, dtype)
     pages = random_pages(lengths, width, page_size, dim, dtype)
-    selected = TritonBackend(dense(dtype)).select_for_decode(index, pages, topk)
+    selected = triton_backend(dense(dtype)).select_for_decode(index, pages, topk)
     assert selected.shape == (len(lengths), min(topk, width))
     assert selected.dtype == torch.int64
     for row, length in enumerate(lengths):
@@ -222,7 +222,7 @@ def test_a_prompt_token_selects_the_best_up_to_its_own(
 ) -> None:
     index = index_queries(tokens, heads, dim, dtype)
     keys = randn(start + tokens, dim, dtype=dtype, seed=9)
-    selected = TritonBackend(dense(dtype)).select_for_prompt(
+    selected = triton_backend(dense(dtype)).select_for_prompt(
         index, keys.view(torch.uint8), start, start + tokens + 50, topk
     )
     assert selected.shape == (tokens, min(topk, start + tokens))
@@ -231,11 +231,11 @@ def test_a_prompt_token_selects_the_best_up_to_its_own(
 
 
 def test_a_prompt_may_be_scored_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    backend = TritonBackend(dense(torch.bfloat16))
+    backend = triton_backend(dense(torch.bfloat16))
     index = index_queries(100, 16, 32, torch.bfloat16)
     keys = randn(300, 32, dtype=torch.bfloat16, seed=9).view(torch.uint8)
     whole = backend.select_for_prompt(index, keys, 200, 300, 64)
-    monkeypatch.setattr("model.backends.triton_backend.SCORE_BLOCK_BYTES", 33 * 4 * 300)
+    monkeypatch.setattr("kernels.triton.attention.SCORE_BLOCK_BYTES", 33 * 4 * 300)
     assert torch.equal(backend.select_for_prompt(index, keys, 200, 300, 64), whole)
 
 
@@ -255,17 +255,17 @@ def captured(work: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, to
 def test_a_replay_attends_as_an_eager_call_does(num_queries: int) -> None:
     given = random_rows(num_queries, SMALL_SHARD, 2048, torch.bfloat16)
     rows = given.rows.clone()
-    graph, result = captured(lambda: given.attend(TritonBackend))
+    graph, result = captured(lambda: given.attend(triton_backend))
     given.rows.copy_(rows.roll(1, dims=1).flip(0))
     given.queries.copy_(given.queries.flip(0))
     graph.replay()
-    assert torch.equal(result, given.attend(TritonBackend))
+    assert torch.equal(result, given.attend(triton_backend))
 
 
 def test_a_replay_selects_for_the_lengths_of_the_moment() -> None:
     lengths = [3000, 1200, 64]
     index, pages = index_queries(3, 64, 128, torch.bfloat16), random_pages(lengths, 4096, 64, 128, torch.bfloat16)
-    backend = TritonBackend(dense(torch.bfloat16))
+    backend = triton_backend(dense(torch.bfloat16))
     graph, result = captured(lambda: backend.select_for_decode(index, pages, 256))
     for shorter in (0, 5, 64):
         pages.seq_lens.copy_(torch.tensor(lengths) - shorter)
@@ -332,7 +332,7 @@ def test_a_bfloat16_model_is_as_exact_by_either_backend(family: FamilyName, tmp_
     exact = load_model(tmp_path / "tiny", torch.float32, CUDA)
     by_torch, by_triton = (
         load_model(tmp_path / "tiny", torch.bfloat16, CUDA, backend=backend)
-        for backend in (TorchBackend(dense(torch.bfloat16)), TritonBackend(dense(torch.bfloat16)))
+        for backend in (TorchBackend(dense(torch.bfloat16)), triton_backend(dense(torch.bfloat16)))
     )
     torch_errors, triton_errors = [], []
     for seed in range(8):

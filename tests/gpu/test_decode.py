@@ -14,7 +14,7 @@ from control.messages import Sampling
 from engine.graphs import batch_ladder, context_ladder
 from engine.runner import LaunchedStep
 from hisparse.step import SwapInMismatchError
-from model.backends.choice import choose_backend
+from kernels.attention import choose_backend
 from model.families import FamilyName
 from model.loader import load_model, read_spec
 from model.tiny import write_tiny_checkpoint

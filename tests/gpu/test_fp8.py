@@ -1,28 +1,28 @@
 """Kernels of block-fp8 weights against the plain-torch reference, from the same quantised numbers."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from model import fp8
-from model.config import RouterConfig
-from model.experts import MixtureOfExperts
+from kernels import fp8
+from kernels.operands import RmsNorm, RouterConfig, SwiGluWeights
+from model.feed_forward import MixtureOfExperts, Router
 from model.linear import Linear
-from model.norm import RmsNorm
-from model.router import Router
-from tests.model.fp8_cases import close, expert_case, randn, routed, weight
+from tests.model.fp8_cases import close, expert_case, part_of, randn, routed, weight
 
 pytest.importorskip("triton")
 
-from model.backends import triton_fp8_experts
-from model.backends.device import fp8_obstacle
-from model.backends.triton_fp8 import quantise, swiglu_quantise
-from model.backends.triton_fp8_experts import experts, experts_quantised
-from model.backends.triton_fp8_linear import FEW, linear, linear_quantised, mlp
+from kernels.dispatch import fp8_unavailable_reason
+from kernels.triton import add_rms_norm, experts_fp8, fp8_experts, linear_fp8, quantise, reduce_fp8
+from kernels.triton.fp8_linear import FEW
+from kernels.triton.fp8_quantise import swiglu_quantise
 from tests.gpu.test_attention_backends import captured
+from tests.model.fp8_kernels import experts, linear, mlp
 
 CUDA = "cuda"
 pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() or fp8_obstacle(torch.device(CUDA, 0), torch.bfloat16) is not None,
+    not torch.cuda.is_available() or fp8_unavailable_reason(torch.device(CUDA, 0), torch.bfloat16) is not None,
     reason="needs a GPU that multiplies fp8",
 )
 
@@ -58,7 +58,7 @@ def test_a_linear_layer(m: int, n: int, k: int) -> None:
     for power_of_two in (False, True):
         product = linear(x, values, scales, power_of_two)
         close(product, fp8.linear(x, values, scales, power_of_two))
-        again = linear_quantised(*quantise(x, power_of_two), values, scales)
+        again = reduce_fp8(linear_fp8(*quantise(x, power_of_two), values, scales))
         assert torch.equal(product, again)
 
 
@@ -90,7 +90,7 @@ def test_a_feed_forward_layer(m: int) -> None:
         weight(7168, 2048, device=CUDA),
     )
     inner = fp8.swiglu(fp8.linear(x, *gate_up, True))
-    close(mlp(x, *gate_up, *down, True), fp8.linear(inner, *down, True), 0.01)
+    close(mlp(x, SwiGluWeights(*gate_up, *down, True)), fp8.linear(inner, *down, True), 0.01)
 
 
 def test_swiglu_of_sums() -> None:
@@ -110,39 +110,38 @@ def test_swiglu_of_sums() -> None:
 def test_experts(
     tokens: int, top_k: int, count: int, of: int, hidden: int, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(triton_fp8_experts, "_MOST", 4096)
-    case = expert_case(tokens, top_k, count, hidden, width, of, device=CUDA)
+    monkeypatch.setattr(fp8_experts, "_MOST", 4096)
     first = min(2, of - count)
-    beside = randn(tokens, hidden, device=CUDA, seed=9).bfloat16()
-    close(experts(*case, False, first), fp8.experts(*case, False, first), 0.01)
+    case = expert_case(tokens, top_k, count, hidden, width, of, first, power_of_two=False, device=CUDA)
+    close(experts(*case), fp8.experts(*case), 0.01)
+    case = (*case[:3], replace(case[3], power_of_two=True))
     rows = routed(*case[:3], True)
-    apart = experts_quantised(*rows.quantised, rows.ids, rows.weights, *case[3:], True, first)
-    assert torch.equal(apart, experts(*case, True, first)), "wherever rows lie"
-    close(experts(*case, True, first, beside), fp8.experts(*case, True, first, beside), 0.01)
+    apart = experts_fp8(*rows.quantised, rows.ids, rows.weights, case[3])
+    assert torch.equal(apart, experts(*case)), "wherever rows lie"
+    close(apart, fp8.experts(*case), 0.01)
 
 
 @pytest.mark.parametrize("tokens", [8, 128, 2048])
 def test_experts_of_real_shapes(tokens: int) -> None:
-    case = expert_case(tokens, 8, 32, 7168, 2048, 256, device=CUDA)
-    close(experts(*case, True, 64), fp8.experts(*case, True, 64), 0.01)
+    case = expert_case(tokens, 8, 32, 7168, 2048, 256, first=64, device=CUDA)
+    close(experts(*case), fp8.experts(*case), 0.01)
 
 
 def test_a_token_gets_the_same_from_experts_among_few_whoever_they_are() -> None:
-    x, ids, weights, *projections = expert_case(1000, 8, 32, 7168, 2048, 256, device=CUDA)
-    among = experts(x, ids, weights, *projections, True, 64)
+    x, ids, weights, of = expert_case(1000, 8, 32, 7168, 2048, 256, first=64, device=CUDA)
+    among = experts(x, ids, weights, of)
     for count in (1, 4, 5, 16, 17, 130, 513):
-        assert torch.equal(experts(x[:count], ids[:count], weights[:count], *projections, True, 64), among[:count])
+        assert torch.equal(experts(x[:count], ids[:count], weights[:count], of), among[:count])
 
 
 @pytest.mark.parametrize("tokens", [1, 40, 9000])
 def test_an_expert_that_all_share_may_be_one_of_them(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_fp8_experts, "_MOST", 4096)
-    x, ids, weights, *projections = expert_case(tokens, 2, 5, 512, 256, 4, device=CUDA)
+    monkeypatch.setattr(fp8_experts, "_MOST", 4096)
+    x, ids, weights, of = expert_case(tokens, 2, 5, 512, 256, 4, device=CUDA)
     own = range(tokens // 2, tokens)
-    beside = torch.zeros_like(x)
-    beside[own.start :] = mlp(x[own.start :], *(tensor[4] for tensor in projections), True)
-    routed = experts(x, ids, weights, *(tensor[:4] for tensor in projections), True, 0, beside)
-    close(experts(x, ids, weights, *projections, True, shared=own), routed)
+    routed = experts(x, ids, weights, part_of(of, slice(0, 4))).float()
+    routed[own.start :] += mlp(x[own.start :], of[4]).float()
+    close(experts(x, ids, weights, of, own), routed.bfloat16(), 0.005)
 
 
 @pytest.mark.parametrize("tokens", [1, 64, 700])
@@ -153,10 +152,10 @@ def test_a_mixture_reads_what_its_norm_and_router_write(tokens: int) -> None:
     router = Router(chooser, 0.1 * randn(32, device=CUDA, seed=4), RouterConfig(32, 8, 8, 4, True, 2.5))
     gate_up, down = weight(33, 512, 1024, device=CUDA), weight(33, 1024, 256, device=CUDA)
     mixture = MixtureOfExperts(router, Linear(*gate_up, True), Linear(*down, True), 0, 32, None)
-    normed = norm.of_sum(hidden, addend)[1].dense
+    normed = add_rms_norm(hidden, addend, norm)[1].dense
     weights, ids = router.route(normed)
-    expected = fp8.experts(normed, ids, weights, *gate_up, *down, True, shared=range(tokens))
-    graph, (summed, output) = captured(lambda: mixture.of_norm(norm, hidden, addend))
+    expected = fp8.experts(normed, ids, weights, SwiGluWeights(*gate_up, *down, True), range(tokens))
+    graph, (summed, output) = captured(lambda: mixture.forward_normed(norm, hidden, addend))
     output.zero_()
     graph.replay()
     assert torch.equal(summed, hidden + addend)
@@ -164,39 +163,36 @@ def test_a_mixture_reads_what_its_norm_and_router_write(tokens: int) -> None:
 
 
 def test_tokens_that_chose_no_expert_here_get_zeros() -> None:
-    x, ids, weights, *projections = expert_case(9, 2, 4, 512, 256, 8, device=CUDA)
-    assert not experts(x, ids, weights, *projections, True, 100).any()
+    assert not experts(*expert_case(9, 2, 4, 512, 256, 8, first=100, device=CUDA)).any()
 
 
 def test_a_replay_computes_what_is_there_at_the_moment() -> None:
-    x, ids, weights, *projections = expert_case(33, 8, 32, 1024, 256, 256, device=CUDA)
+    x, ids, weights, of = expert_case(33, 8, 32, 1024, 256, 256, device=CUDA)
     layer = weight(2240, 1024, device=CUDA)
-    graph, (routed, product) = captured(lambda: (experts(x, ids, weights, *projections, True), linear(x, *layer, True)))
+    graph, (routed, product) = captured(lambda: (experts(x, ids, weights, of), linear(x, *layer, True)))
     x.copy_(x.flip(0) * 2)
     ids.copy_((ids + 40) % 256)
     graph.replay()
-    assert torch.equal(routed, experts(x, ids, weights, *projections, True))
+    assert torch.equal(routed, experts(x, ids, weights, of))
     assert torch.equal(product, linear(x, *layer, True))
 
 
 @pytest.mark.parametrize("m", [3, 20, 100])
 def test_what_is_no_number_stays_with_its_token(m: int) -> None:
-    x, ids, weights, *projections = expert_case(m, 2, 4, 512, 256, 4, device=CUDA)
+    x, ids, weights, of = expert_case(m, 2, 4, 512, 256, 4, power_of_two=False, device=CUDA)
     x[1, 7] = float("nan")
     x[2, 9] = float("inf")
-    for result in (linear(x, *weight(384, 512, device=CUDA), False), experts(x, ids, weights, *projections, False)):
+    for result in (linear(x, *weight(384, 512, device=CUDA), False), experts(x, ids, weights, of)):
         assert not result[1].isfinite().any()
         assert not result[2].isfinite().any()
         assert result[[0, *range(3, m)]].isfinite().all()
 
 
 def test_tensors_that_do_not_fit_together_are_refused() -> None:
-    x, ids, weights, gate_up, gate_up_scales, down, down_scales = expert_case(4, 2, 3, 512, 256, device=CUDA)
+    x, ids, weights, of = expert_case(4, 2, 3, 512, 256, device=CUDA)
     with pytest.raises(ValueError, match="expected contiguous x"):
-        linear(x[:, :256], gate_up[0], gate_up_scales[0], True)
-    with pytest.raises(ValueError, match="bfloat16"):
-        linear(x.float(), gate_up[0], gate_up_scales[0], True)
+        linear(x[:, :256], of.gate_up[0], of.gate_up_scales[0], True)
     with pytest.raises(ValueError, match="expected x"):
-        experts_quantised(*quantise(x, True), ids[:3], weights, gate_up, gate_up_scales, down, down_scales, True)
+        experts_fp8(*quantise(x, True), ids[:3], weights, of)
     with pytest.raises(ValueError, match="multiple of 16 channels"):
         linear(x[:, :24], *weight(64, 24, device=CUDA), True)

@@ -8,24 +8,22 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kernels.score_pages import PagesToScore, score_pages
+from kernels import torch_ops
+from kernels.attention import TorchBackend
+from kernels.dispatch import triton_backend
+from kernels.operands import IndexQueries, LayerNorm, PartialSums, RmsNorm, Rope
+from kernels.score_keys import PagesToScore, score_pages
 from kvcache.fp8_format import Fp8Format, quantise, rotate
-from model.backends.torch_backend import TorchBackend
 from model.families import FamilyName
-from model.indexer import IndexQueries
 from model.loader import load_model
-from model.norm import LayerNorm, RmsNorm
-from model.partial_sums import PartialSums
-from model.rope import Rope
 from model.tiny import write_tiny_checkpoint
 
 pytest.importorskip("triton")
 pytest.importorskip("cuda.bindings")
 
-from model.backends.triton_attend import Splits, attend_fp8_rows
-from model.backends.triton_backend import TritonBackend
-from model.backends.triton_encode import encode_index_keys, encode_index_queries, encode_items
-from model.backends.triton_index import StoredKeys, decode_scores, prompt_scores
+from kernels.triton.attend import Splits, attend_fp8_rows
+from kernels.triton.encode import encode_index_keys, encode_index_queries, encode_items
+from kernels.triton.index_scores import StoredKeys, decode_scores, prompt_scores
 from tests.gpu.test_attention_backends import (
     CUDA,
     NUM_ROWS,
@@ -61,11 +59,13 @@ def test_items_are_the_formats_bytes_of_the_exact_ones(tokens: int, kv_format: F
     latent_dim, rope_dim = kv_format.latent_dim, kv_format.rope_dim
     compressed = (3 * randn(tokens, latent_dim + rope_dim + 8, dtype=dtype))[:, 8:]
     weight, rope = 1 + 0.1 * randn(latent_dim, dtype=dtype, seed=1), rope_of(tokens, rope_dim, dtype)
-    written = encode_items(compressed, RmsNorm(weight, 1e-6), rope.cos, rope.sin, kv_format)
+    written = encode_items(compressed, RmsNorm(weight, 1e-6), rope, kv_format)
 
     latent, key = compressed.double().split((latent_dim, rope_dim), -1)
     normed = F.rms_norm(latent, (latent_dim,), weight.double(), 1e-6)
-    items = exactly(rope).rotate(key.unsqueeze(1), normed.unsqueeze(1), interleaved=True, beside_first=True).squeeze(1)
+    items = torch_ops.rotate(
+        key.unsqueeze(1), normed.unsqueeze(1), exactly(rope), interleaved=True, beside_first=True
+    ).squeeze(1)
     read, expected = kv_format.items(written), kv_format.items(kv_format.encode_items(items.float()))
     # A number between two of float8_e4m3 may be rounded to either, and a scale may differ in its last bits.
     same = (read - expected).abs() <= 1e-5 * expected.abs() + 1e-6
@@ -82,11 +82,11 @@ def test_index_keys_are_the_formats_bytes(tokens: int, kv_format: Fp8Format, int
     weight = 1 + 0.1 * randn(dim, dtype=torch.bfloat16, seed=1)
     bias = 0.1 * randn(dim, dtype=torch.bfloat16, seed=2)
     rope = rope_of(tokens, rope_dim, torch.bfloat16)
-    written = encode_index_keys(projected, LayerNorm(weight, bias, 1e-6), rope.cos, rope.sin, interleaved, kv_format)
+    written = encode_index_keys(projected, LayerNorm(weight, bias, 1e-6), rope, interleaved, kv_format)
 
     normed = F.layer_norm(projected.double(), (dim,), weight.double(), bias.double(), 1e-6).unsqueeze(1)
     turned, passed = normed.split((rope_dim, dim - rope_dim), -1)
-    keys = exactly(rope).rotate(turned, passed, interleaved=interleaved, beside_first=False).squeeze(1)
+    keys = torch_ops.rotate(turned, passed, exactly(rope), interleaved=interleaved, beside_first=False).squeeze(1)
     read, expected = (
         kv_format.index_keys(stored) for stored in (written, kv_format.encode_index_keys(keys.bfloat16()))
     )
@@ -111,7 +111,7 @@ def test_parts_of_head_weights_are_added_up() -> None:
     whole = index_queries(6, 64, 128, torch.bfloat16)
     parts = PartialSums(randn(28, 6, 64, seed=6), 64**-0.5)
     encoded = encode_index_queries(IndexQueries(whole.queries, parts))
-    expected = encode_index_queries(IndexQueries.of(whole.queries, parts.whole()))
+    expected = encode_index_queries(IndexQueries.of(whole.queries, parts.reduce()))
     assert torch.equal(encoded.queries.view(torch.uint8), expected.queries.view(torch.uint8))
     torch.testing.assert_close(encoded.head_weights, expected.head_weights, rtol=1e-4, atol=1e-6)
     later = encode_index_queries(IndexQueries(whole.queries, parts)[4:])
@@ -123,13 +123,13 @@ def test_nan_stays_nan() -> None:
     compressed[1, 7] = float("nan")
     rope = rope_of(2, 64, torch.bfloat16)
     norm = RmsNorm(torch.ones(512, dtype=torch.bfloat16, device=CUDA), 1e-6)
-    stored = encode_items(compressed, norm, rope.cos, rope.sin, PUBLISHED)
+    stored = encode_items(compressed, norm, rope, PUBLISHED)
     items = PUBLISHED.items(stored)
     assert items[0].isfinite().all()
     assert items[1].isnan().any()
     queries, rows = randn(2, 128, 576, dtype=torch.bfloat16), torch.tensor([[0], [1]], device=CUDA)
-    for by_hand in (True, False):
-        attended = attend_fp8_rows(queries, stored, rows, SCALING, PUBLISHED, by_hand)
+    for use_cuda_kernel in (True, False):
+        attended = attend_fp8_rows(queries, stored, rows, SCALING, PUBLISHED, use_cuda_kernel)
         assert attended[0].isfinite().all()
         assert attended[1].isnan().all()
 
@@ -138,12 +138,12 @@ def test_tensors_that_do_not_fit_together_are_refused() -> None:
     rope = rope_of(2, 64, torch.bfloat16)
     norm = RmsNorm(torch.ones(512, device=CUDA), 1e-6)
     with pytest.raises(ValueError, match="expected"):
-        encode_items(randn(2, 575), norm, rope.cos, rope.sin, PUBLISHED)
+        encode_items(randn(2, 575), norm, rope, PUBLISHED)
     with pytest.raises(ValueError, match="expected"):
-        encode_items(randn(3, 576), norm, rope.cos, rope.sin, PUBLISHED)
+        encode_items(randn(3, 576), norm, rope, PUBLISHED)
     key_norm = LayerNorm(torch.ones(128, device=CUDA), torch.zeros(128, device=CUDA), 1e-6)
     with pytest.raises(ValueError, match="expected"):
-        encode_index_keys(randn(2, 127), key_norm, rope.cos, rope.sin, False, PUBLISHED)
+        encode_index_keys(randn(2, 127), key_norm, rope, False, PUBLISHED)
     queries, rows = randn(2, 16, 576, dtype=torch.bfloat16), torch.zeros((2, 4), dtype=torch.int64, device=CUDA)
     with pytest.raises(ValueError, match="contiguous kv"):
         attend_fp8_rows(queries, torch.zeros((9, 652), dtype=torch.uint8, device=CUDA), rows, SCALING, PUBLISHED)
@@ -191,10 +191,10 @@ def test_attention_is_as_exact_as_torch(num_queries: int, heads: int, kv_format:
     truth = torch.stack(exact)
     ours, torchs = (
         backend(kv_format).attend_rows(queries, kv, rows, SCALING, kv_format.latent_dim)
-        for backend in (TritonBackend, TorchBackend)
+        for backend in (triton_backend, TorchBackend)
     )
     assert ours.dtype == torch.bfloat16
-    plain = attend_fp8_rows(queries, kv, rows, SCALING, kv_format, by_hand=False)
+    plain = attend_fp8_rows(queries, kv, rows, SCALING, kv_format, use_cuda_kernel=False)
     our_error, plain_error, torch_error = ((result.double() - truth).norm() for result in (ours, plain, torchs))
     assert our_error <= 1.2 * torch_error + 1e-9
     assert plain_error <= 1.2 * torch_error + 1e-9
@@ -291,14 +291,14 @@ def fp8_pages(lengths: list[int], width: int, page_size: int, kv_format: Fp8Form
         ([300], 320, 32, 20, ODD),
     ],
 )
-@pytest.mark.parametrize("by_hand", [True, False])
+@pytest.mark.parametrize("use_cuda_kernel", [True, False])
 def test_decode_scores(
-    lengths: list[int], width: int, page_size: int, heads: int, kv_format: Fp8Format, by_hand: bool
+    lengths: list[int], width: int, page_size: int, heads: int, kv_format: Fp8Format, use_cuda_kernel: bool
 ) -> None:
     dim = kv_format.index_dim
     encoded = encode_index_queries(index_queries(len(lengths), heads, dim, torch.bfloat16))
     pages, decoded = fp8_pages(lengths, width, page_size, kv_format)
-    scores = decode_scores(encoded, pages, StoredKeys.fp8(pages.keys, dim), by_hand)
+    scores = decode_scores(encoded, pages, StoredKeys.fp8(pages.keys, dim), use_cuda_kernel)
     assert scores.shape == (len(lengths), width)
     for row, length in enumerate(lengths):
         if length:
@@ -346,12 +346,12 @@ def test_a_replay_scores_sequences_that_have_grown() -> None:
         (20000, 2048, 64, PUBLISHED),
     ],
 )
-@pytest.mark.parametrize("by_hand", [True, False])
-def test_prompt_scores(start: int, tokens: int, heads: int, kv_format: Fp8Format, by_hand: bool) -> None:
+@pytest.mark.parametrize("use_cuda_kernel", [True, False])
+def test_prompt_scores(start: int, tokens: int, heads: int, kv_format: Fp8Format, use_cuda_kernel: bool) -> None:
     dim = kv_format.index_dim
     encoded = encode_index_queries(index_queries(tokens, heads, dim, torch.bfloat16))
     stored = kv_format.encode_index_keys(randn(start + tokens, dim, seed=9))
-    scores = prompt_scores(encoded, StoredKeys.fp8(stored, dim), start, by_hand)
+    scores = prompt_scores(encoded, StoredKeys.fp8(stored, dim), start, use_cuda_kernel)
     behind = torch.arange(start + tokens, device=CUDA) > torch.arange(start, start + tokens, device=CUDA)[:, None]
     exact = exact_scores(encoded, kv_format.index_keys(stored), dim)
     assert_scores(scores.masked_fill(behind, 0), exact.masked_fill(behind, 0))
@@ -373,13 +373,13 @@ def test_selections_agree_with_torch_on_most_positions(host_knows: bool) -> None
     lengths, topk = [3000, 700], 256
     index = index_queries(2, 64, 128, torch.bfloat16)
     pages, _ = fp8_pages(lengths, 3072, 64, PUBLISHED)
-    by_triton = TritonBackend(PUBLISHED).select_for_decode(index, pages, topk)
+    by_triton = triton_backend(PUBLISHED).select_for_decode(index, pages, topk)
     known = KnownPages(pages.keys, pages.page_table, pages.seq_lens, lengths) if host_knows else pages
     by_torch = TorchBackend(PUBLISHED).select_for_decode(index, known, topk)
     for ours, theirs in zip(by_triton.tolist(), by_torch.tolist(), strict=True):
         assert len(set(ours) & set(theirs)) >= 0.9 * topk
     stored = PUBLISHED.encode_index_keys(randn(900, 128, seed=9))
-    ours = TritonBackend(PUBLISHED).select_for_prompt(index, stored, 898, 900, topk)
+    ours = triton_backend(PUBLISHED).select_for_prompt(index, stored, 898, 900, topk)
     theirs = TorchBackend(PUBLISHED).select_for_prompt(index, stored, 898, 900, topk)
     for row in range(2):
         assert len(set(ours[row].tolist()) & set(theirs[row].tolist())) >= 0.9 * topk
@@ -395,7 +395,7 @@ def test_a_bfloat16_model_with_fp8_kv_is_as_exact_by_either_backend(family: Fami
     kv_format = Fp8Format(exact.spec.latent_dim, exact.spec.item_dim - exact.spec.latent_dim, exact.spec.index_dim)
     by_torch, by_triton = (
         load_model(tmp_path / "tiny", torch.bfloat16, CUDA, backend=backend(kv_format), kv_cache_dtype="fp8_e4m3")
-        for backend in (TorchBackend, TritonBackend)
+        for backend in (TorchBackend, triton_backend)
     )
     torch_errors, triton_errors = [], []
     for seed in range(8):

@@ -6,19 +6,14 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
-from model.backends.triton_choose import choose_experts
-from model.backends.triton_few_rows import partial_products
-from model.backends.triton_rope import rotate
-from model.config import RouterConfig
-from model.experts import MixtureOfExperts
-from model.fp8 import quantise_activations
+from kernels import torch_ops
+from kernels.fp8 import quantise_activations
+from kernels.operands import BlockFp8, PartialSums, RmsNorm, Rope, RouterConfig
+from kernels.triton import add_rms_norm, choose_experts, float32_product, rotate
+from kernels.triton.router import partial_products
+from model.feed_forward import MixtureOfExperts, Router
 from model.linear import Linear
-from model.norm import RmsNorm
-from model.partial_sums import PartialSums, float32_product
-from model.quantization import BlockFp8
-from model.rope import Rope
 from model.routed import RoutedTokens
-from model.router import Router
 from tests.gpu.test_attention_backends import CUDA, generator, randn
 from tests.model.test_attention import random_attention
 
@@ -40,10 +35,9 @@ def test_rotation_is_that_of_torch_rounded_once(
     rope = Rope(angles.cos().to(dtype).unsqueeze(1), angles.sin().to(dtype).unsqueeze(1))
     x = randn(tokens, heads, rope_dim + 6, dtype=dtype, seed=1)[..., 6:]
     beside = randn(heads, tokens, width, dtype=dtype, seed=2).transpose(0, 1)
-    rotated = rotate(x, beside, rope.cos, rope.sin, interleaved, beside_first)
-    exact = Rope(rope.cos.double(), rope.sin.double()).rotate(
-        x.double(), beside.double(), interleaved=interleaved, beside_first=beside_first
-    )
+    rotated = rotate(x, beside, rope, interleaved=interleaved, beside_first=beside_first)
+    exactly = Rope(rope.cos.double(), rope.sin.double())
+    exact = torch_ops.rotate(x.double(), beside.double(), exactly, interleaved=interleaved, beside_first=beside_first)
     step = 2**-8 if dtype == torch.bfloat16 else 1e-6
     torch.testing.assert_close(rotated.double(), exact, rtol=step, atol=1e-6)
 
@@ -64,7 +58,7 @@ def test_parts_that_do_not_fit_together_are_refused() -> None:
     x, beside, angles = randn(2, 3, 8), randn(2, 3, 5), randn(2, 1, 4)
     for wrong in ((x, beside[:1], angles), (x, beside.bfloat16(), angles), (x, beside, angles[..., :2])):
         with pytest.raises(ValueError, match="expected x and beside"):
-            rotate(*wrong, wrong[2], True, True)
+            rotate(*wrong[:2], Rope(wrong[2], wrong[2]), interleaved=True, beside_first=True)
 
 
 # Norms
@@ -80,7 +74,7 @@ def test_a_norm_adds_before_and_quantises_behind(count: int, dim: int, fp8: Bloc
     whole = (parts[0] + parts[1] + parts[2]).bfloat16()
     for addend in (None, whole, parts):
         hidden = wide[:, :dim]
-        summed, normed = norm.of_sum(hidden, addend, fp8)
+        summed, normed = add_rms_norm(hidden, addend, norm, fp8)
         assert torch.equal(summed, hidden if addend is None else hidden + whole)
         exact = F.rms_norm(summed.double(), (dim,), norm.weight.double(), norm.eps)
         torch.testing.assert_close(normed.dense.double(), exact, rtol=2**-8, atol=1e-6)
@@ -94,7 +88,7 @@ def test_a_norm_adds_before_and_quantises_behind(count: int, dim: int, fp8: Bloc
         assert torch.equal(normed.scales, scales)
         assert count == 1 or normed.scales.stride(0) == 1
         tokens = RoutedTokens.empty(count, dim, 8, hidden.device)
-        in_rows = norm.of_sum(hidden, addend, fp8, tokens.quantised)[1]
+        in_rows = add_rms_norm(hidden, addend, norm, fp8, tokens.quantised)[1]
         assert torch.equal(in_rows.dense, normed.dense)
         assert torch.equal(tokens.values.view(torch.uint8), values.view(torch.uint8))
         assert torch.equal(tokens.scales, scales)
@@ -120,7 +114,7 @@ def test_a_token_gets_the_experts_that_torch_chooses(
     rule = router(experts, top_k, groups, top_groups, normalise)
     logits = randn(tokens, experts, seed=5)
     weights, ids = choose_experts(PartialSums.of(logits), rule.bias, rule.config)
-    their_weights, their_ids = rule.choose(logits)
+    their_weights, their_ids = torch_ops.choose_experts(PartialSums.of(logits), rule.bias, rule.config)
     assert ids.dtype == torch.int64
     same = (ids.sort(-1).values == their_ids.sort(-1).values).all(-1)
     assert same.float().mean() >= 0.99, "but for scores that differ in the last bit of a sigmoid"
@@ -137,7 +131,8 @@ def test_bfloat16_is_routed_by_float32_logits() -> None:
     rule = router(256, 8, 8, 4)
     hidden = randn(200, 1024, dtype=torch.bfloat16, seed=6)
     weights, ids = rule.route(hidden)
-    their_weights, their_ids = rule.choose(F.linear(hidden.float(), rule.weight.float()))
+    logits = torch_ops.float32_product(hidden, rule.weight)
+    their_weights, their_ids = torch_ops.choose_experts(logits, rule.bias, rule.config)
     same = (ids.sort(-1).values == their_ids.sort(-1).values).all(-1)
     assert same.float().mean() >= 0.98, "but for scores that are equal as far as sums are exact"
     assert weights.dtype == torch.float32
@@ -168,7 +163,7 @@ def test_parts_add_up_to_a_product_in_float32(tokens: int, rows: int, channels: 
     theirs = (F.linear(x.float(), weight.float()).double() - exact).abs().max()
     assert off <= 4 * theirs + 1e-7, "no worse than float32 allows"
     sums = float32_product(x, weight, 0.5)
-    torch.testing.assert_close(sums.whole().double(), 0.5 * exact, rtol=1e-5, atol=float(8 * theirs + 1e-6))
+    torch.testing.assert_close(sums.reduce().double(), 0.5 * exact, rtol=1e-5, atol=float(8 * theirs + 1e-6))
 
 
 @pytest.mark.parametrize("rows", [256, 64])
@@ -183,7 +178,7 @@ def test_a_token_gets_the_same_sums_whoever_else_is_there(rows: int, dtype: torc
 def test_the_choice_adds_up_parts() -> None:
     rule, parts = router(256, 8, 8, 4), PartialSums(randn(28, 40, 256, seed=7) / 28**0.5, 0.5)
     weights, ids = choose_experts(parts, rule.bias, rule.config)
-    their_weights, their_ids = choose_experts(PartialSums.of(parts.whole()), rule.bias, rule.config)
+    their_weights, their_ids = choose_experts(PartialSums.of(parts.reduce()), rule.bias, rule.config)
     same = (ids == their_ids).all(-1)
     assert same.float().mean() >= 0.95, "but for scores that differ in the last bit"
     torch.testing.assert_close(weights[same], their_weights[same], rtol=1e-5, atol=1e-6)

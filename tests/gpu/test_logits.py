@@ -5,11 +5,11 @@ import torch
 
 from benchmarks.logits.checkpoint import PublishedShape
 from benchmarks.logits.compare import compare
-from model.backends.device import fp8_obstacle
+from kernels.dispatch import fp8_unavailable_reason
 
 CUDA = torch.device("cuda", 0)
 pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() or fp8_obstacle(CUDA, torch.bfloat16) is not None,
+    not torch.cuda.is_available() or fp8_unavailable_reason(CUDA, torch.bfloat16) is not None,
     reason="needs a GPU that multiplies fp8",
 )
 

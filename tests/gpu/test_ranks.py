@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cli.serve import die_with_parent
-from model.quantization import BlockFp8
+from kernels.operands import BlockFp8
 from model.tiny import write_tiny_checkpoint
 from ranks.rank_place import create_places
 from tests.e2e.cluster import HOT_BUFFER, Cluster, wait_until

@@ -6,7 +6,8 @@ import torch
 from control.messages import Sampling, Token
 from engine.adjustments import LogitAdjustments
 from engine.sampling import NoToken, RandomStream, SamplingNeeds, draw, settings_of, tokens_of
-from engine.thresholds import CANDIDATES, find_threshold
+from kernels.dispatch import ops_on
+from kernels.torch_ops import CANDIDATES
 
 pytest.importorskip("triton")
 
@@ -40,8 +41,8 @@ def test_thresholds_are_those_of_a_sorted_vocabulary(scale: float, bfloat16: boo
     logits = random_logits(scale, bfloat16)
     scaled = logits - logits.amax(-1, keepdim=True)
     _, top_p, top_k, _ = settings().unsqueeze(2)
-    exact = find_threshold(scaled, top_k, top_p, candidates=VOCAB)
-    found = find_threshold(scaled.to(CUDA), top_k.to(CUDA), top_p.to(CUDA))
+    exact = ops_on(scaled.device).find_threshold(scaled, top_k, top_p, candidates=VOCAB)
+    found = ops_on(CUDA).find_threshold(scaled.to(CUDA), top_k.to(CUDA), top_p.to(CUDA))
     for row, request in enumerate(REQUESTS):
         kept = [(scaled[row] > t.least[row].cpu()).sum() + t.equals[row].cpu() for t in (exact, found)]
         if request.top_k == 0 and request.top_p == 1:

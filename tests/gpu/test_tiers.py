@@ -11,7 +11,7 @@ import torch
 from hisparse.staging import CudaCopyStream
 from hisparse.step import SwapInMismatchError
 from hisparse.swap_in import StagedKV
-from kernels.specialization import default_block_size
+from kernels.swap_in import default_block_size
 from kvcache.extents import HostSlots
 from kvcache.host_pool import HostKVPool
 from tests.hisparse.test_coordinator import violate_and_count, walk_and_leave_nothing

@@ -2,7 +2,8 @@
 
 import torch
 
-from model import fp8
+from kernels import fp8
+from kernels.operands import SwiGluWeights
 from model.routed import RoutedTokens
 
 
@@ -20,15 +21,29 @@ def weight(
 
 
 def expert_case(
-    tokens: int, top_k: int, count: int, hidden: int, width: int, of: int = 0, first: int = 2, device: str = "cpu"
-) -> tuple[torch.Tensor, ...]:
-    """hidden, ids, weights, and projections of `count` experts of `of`, which choose from all."""
+    tokens: int,
+    top_k: int,
+    count: int,
+    hidden: int,
+    width: int,
+    of: int = 0,
+    first: int = 0,
+    power_of_two: bool = True,
+    device: str = "cpu",
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, SwiGluWeights]:
+    """hidden, ids and weights of tokens that choose from `of` experts, and `count` of these from `first` on."""
     ids = torch.rand(tokens, of or count + 3, generator=torch.Generator().manual_seed(2)).topk(top_k).indices
     x = randn(tokens, hidden, device=device, seed=3).bfloat16()
     weights = randn(tokens, top_k, device=device, seed=4).sigmoid()
     gate_up = weight(count, 2 * width, hidden, device=device, seed=5)
     down = weight(count, hidden, width, device=device, seed=6)
-    return x, ids.to(device), weights, *gate_up, *down
+    return x, ids.to(device), weights, SwiGluWeights(*gate_up, *down, power_of_two, first)
+
+
+def part_of(experts: SwiGluWeights, own: slice) -> SwiGluWeights:
+    """Some of the experts."""
+    parts = (experts.gate_up, experts.gate_up_scales, experts.down, experts.down_scales)
+    return SwiGluWeights(*(part[own] for part in parts), experts.power_of_two, own.start)
 
 
 def routed(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, power_of_two: bool) -> RoutedTokens:

@@ -1,22 +1,19 @@
-"""The kernels of block-fp8 weights in Triton's interpreter, against `model.fp8`. `test_fp8.py` runs this file."""
+"""The kernels of block-fp8 weights in Triton's interpreter, against `kernels.fp8`. `test_fp8.py` runs this file."""
 
 import tests.model.triton_interpreter  # isort: skip
 
 import pytest
 import torch
 
-from model import fp8
-from model.backends import triton_fp8_experts
-from model.backends.triton_fp8 import quantise, swiglu_quantise
-from model.backends.triton_fp8_experts import experts, experts_quantised
-from model.backends.triton_fp8_linear import linear, linear_quantised, mlp, reduced
-from model.backends.triton_fp8_sort import sort_pairs
-from model.backends.triton_fp8_tile import Tiling
-from model.backends.triton_norm import rms_norm
-from model.norm import RmsNorm
-from model.quantization import BlockFp8
+from kernels import fp8
+from kernels.operands import BlockFp8, RmsNorm, SwiGluWeights
+from kernels.triton import add_rms_norm, experts_fp8, fp8_experts, linear_fp8, reduce_fp8
+from kernels.triton.fp8_quantise import quantise, swiglu_quantise
+from kernels.triton.fp8_tile import Tiling
+from kernels.triton.routing import sort_pairs
 from model.routed import RoutedTokens
 from tests.model.fp8_cases import close, expert_case, randn, routed, weight
+from tests.model.fp8_kernels import experts, linear, mlp
 
 assert tests.model.triton_interpreter
 
@@ -38,7 +35,7 @@ def test_a_linear_layer(m: int, n: int, k: int) -> None:
     x, (values, scales) = randn(m, k).bfloat16(), weight(n, k)
     product = linear(x, values, scales, True)
     close(product, fp8.linear(x, values, scales, True))
-    assert torch.equal(product, linear_quantised(*quantise(x, True), values, scales))
+    assert torch.equal(product, reduce_fp8(linear_fp8(*quantise(x, True), values, scales)))
 
 
 @pytest.mark.parametrize("adds", [None, 0, 3])
@@ -50,8 +47,8 @@ def test_a_norm_adds_before_and_quantises_behind(
     wide = 3 * randn(count, dim + 16).bfloat16()
     hidden, norm = wide[:, :dim], RmsNorm(1 + randn(dim).bfloat16(), 1e-6)
     addend = None if adds is None else randn(adds, count, dim) if adds else randn(count, dim).bfloat16()
-    summed, normed = rms_norm(hidden, addend, norm.weight, norm.eps, fp8_of)
-    expected = hidden if addend is None else hidden + (reduced(addend) if adds else addend)
+    summed, normed = add_rms_norm(hidden, addend, norm, fp8_of)
+    expected = hidden if addend is None else hidden + (reduce_fp8(addend) if adds else addend)
     assert torch.equal(summed, expected)
     close(normed.dense, norm(expected), 0.01)
     if fp8_of is None:
@@ -70,19 +67,20 @@ def test_a_norm_quantises_into_rows(count: int, dim: int) -> None:
     hidden, weights = randn(count, dim).bfloat16(), 1 + randn(dim).bfloat16()
     tokens = RoutedTokens.empty(count + 2, dim, 3, hidden.device)
     tokens.rows.fill_(0x55)
-    _, normed = rms_norm(hidden, None, weights, 1e-6, BlockFp8(True), tokens[1:-1].quantised)
+    norm = RmsNorm(weights, 1e-6)
+    _, normed = add_rms_norm(hidden, None, norm, BlockFp8(True), tokens[1:-1].quantised)
     values, scales = fp8.quantise_activations(normed.dense, True)
     expected = torch.full_like(tokens.rows, 0x55)
     expected[1:-1, : dim + 4 * fp8.blocks(dim)] = torch.cat([values.view(torch.uint8), scales.view(torch.uint8)], 1)
     assert torch.equal(tokens.rows, expected)
     with pytest.raises(ValueError, match="expected room for values"):
-        rms_norm(hidden, None, weights, 1e-6, BlockFp8(True), tokens.quantised)
+        add_rms_norm(hidden, None, norm, BlockFp8(True), tokens.quantised)
 
 
 def test_a_feed_forward_layer() -> None:
     x, gate_up, down = randn(18, 256).bfloat16(), weight(512, 256), weight(192, 256)
     inner = fp8.swiglu(fp8.linear(x, *gate_up, False))
-    close(mlp(x, *gate_up, *down, False), fp8.linear(inner, *down, False), 0.01)
+    close(mlp(x, SwiGluWeights(*gate_up, *down)), fp8.linear(inner, *down, False), 0.01)
 
 
 def test_swiglu_of_sums() -> None:
@@ -123,32 +121,28 @@ def test_pairs_are_sorted_by_expert(tokens: int, block_m: int) -> None:
     ("tokens", "top_k", "count", "hidden", "width"), [(1, 2, 3, 272, 128), (9, 4, 4, 256, 256), (40, 2, 3, 1280, 128)]
 )
 def test_experts(tokens: int, top_k: int, count: int, hidden: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = expert_case(tokens, top_k, count, hidden, width)
-    whole = experts(*case, True, 2)
-    close(whole, fp8.experts(*case, True, 2), 0.01)
-    monkeypatch.setattr(triton_fp8_experts, "_SPLIT_PAIRS", 0 if tokens * top_k <= 64 else 1 << 20)
-    assert torch.equal(experts(*case, True, 2), whole), "however the channels are shared"
+    case = expert_case(tokens, top_k, count, hidden, width, first=2)
+    whole = experts(*case)
+    close(whole, fp8.experts(*case), 0.01)
+    monkeypatch.setattr(fp8_experts, "_SPLIT_PAIRS", 0 if tokens * top_k <= 64 else 1 << 20)
+    assert torch.equal(experts(*case), whole), "however the channels are shared"
     shared = range(tokens // 3, tokens)
-    close(experts(*case, True, 2, shared=shared), fp8.experts(*case, True, 2, shared=shared), 0.01)
+    close(experts(*case, shared), fp8.experts(*case, shared), 0.01)
     rows = routed(*case[:3], True)
-    assert torch.equal(experts_quantised(*rows.quantised, rows.ids, rows.weights, *case[3:], True, 2), whole)
-    beside = randn(tokens, hidden).bfloat16()
-    close(experts(*case, True, 2, beside), fp8.experts(*case, True, 2, beside), 0.01)
+    assert torch.equal(experts_fp8(*rows.quantised, rows.ids, rows.weights, case[3]), whole)
 
 
 @pytest.mark.parametrize("n", [128, 256])
 def test_experts_of_many_tokens(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_fp8_experts, "FEW", 0)
-    monkeypatch.setattr(triton_fp8_experts, "_MOST", 24)
-    monkeypatch.setattr(triton_fp8_experts, "tiling", lambda tokens: Tiling(32, n, 4, 2, 1, tokens_left=True))
-    case = expert_case(40, 2, 3, 272, 128)
-    close(experts(*case, False, 2), fp8.experts(*case, False, 2), 0.01)
+    monkeypatch.setattr(fp8_experts, "FEW", 0)
+    monkeypatch.setattr(fp8_experts, "_MOST", 24)
+    monkeypatch.setattr(fp8_experts, "tiling", lambda tokens: Tiling(32, n, 4, 2, 1, tokens_left=True))
+    case = expert_case(40, 2, 3, 272, 128, first=2, power_of_two=False)
+    close(experts(*case), fp8.experts(*case), 0.01)
     rows = routed(*case[:3], False)
-    apart = experts_quantised(*rows.quantised, rows.ids, rows.weights, *case[3:], False, 2)
-    close(apart, fp8.experts(*case, False, 2), 0.01)
+    close(experts_fp8(*rows.quantised, rows.ids, rows.weights, case[3]), fp8.experts(*case), 0.01)
     for shared in (range(3, 30), range(30, 40), range(0)):
-        ours, theirs = (compute(*case, False, 2, shared=shared) for compute in (experts, fp8.experts))
-        close(ours, theirs, 0.01)
+        close(experts(*case, shared), fp8.experts(*case, shared), 0.01)
 
 
 def test_what_is_no_number_stays_none() -> None:

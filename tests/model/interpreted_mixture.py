@@ -10,14 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from model import fp8
-from model.config import RouterConfig
-from model.experts import MixtureOfExperts
-from model.feed_forward import FeedForward
+import kernels.triton
+from kernels import dispatch, fp8, torch_ops
+from kernels.operands import PartialSums, RmsNorm, RouterConfig, SwiGluWeights
+from model.feed_forward import FeedForward, MixtureOfExperts, Router
 from model.linear import Linear
-from model.norm import RmsNorm
-from model.router import Router
-from model.shard import ALONE, WHOLE, Exchange, Shard
+from model.shard import NO_EXCHANGE, SINGLE_RANK, Exchange, Shard
 from tests.model.fp8_cases import close, randn, weight
 
 assert tests.model.triton_interpreter
@@ -25,6 +23,11 @@ assert tests.model.triton_interpreter
 HIDDEN, WIDTH, EXPERTS, TOP_K = 272, 128, 8, 3
 TOKENS = 8
 """Of all processes."""
+
+
+@pytest.fixture(autouse=True)
+def triton_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "ops_on", lambda device: kernels.triton)
 
 
 @dataclass
@@ -82,7 +85,9 @@ class Case:
         self.hidden = (2 * randn(TOKENS, HIDDEN, seed=6)).bfloat16()
         self.addend = randn(TOKENS, HIDDEN, seed=7).bfloat16()
 
-    def mixture(self, shard: Shard = WHOLE, exchange: Exchange = ALONE, apart: bool = False) -> MixtureOfExperts:
+    def mixture(
+        self, shard: Shard = SINGLE_RANK, exchange: Exchange = NO_EXCHANGE, apart: bool = False
+    ) -> MixtureOfExperts:
         """A process's part. apart: the shared expert is not one of the kernels' experts."""
         own = shard.experts(EXPERTS)
         here = [*own] if apart else [*own, EXPERTS]
@@ -97,9 +102,10 @@ class Case:
         """By plain torch, of all tokens and by all experts."""
         summed = self.hidden + self.addend
         normed = F.rms_norm(summed, (HIDDEN,), self.norm.weight, self.norm.eps)
-        weights, ids = self.router.choose(normed.float() @ self.router.weight.float().t())
+        logits = PartialSums.of(normed.float() @ self.router.weight.float().t())
+        weights, ids = torch_ops.choose_experts(logits, self.router.bias, self.router.config)
         everybody = range(TOKENS)
-        return summed, fp8.experts(normed, ids, weights, *self.gate_up, *self.down, True, shared=everybody)
+        return summed, fp8.experts(normed, ids, weights, SwiGluWeights(*self.gate_up, *self.down, True), everybody)
 
 
 @pytest.mark.parametrize("apart", [False, True])
@@ -111,14 +117,14 @@ def test_processes_that_route_their_own_tokens_compute_the_mixture_of_all(size: 
         own = slice(rank * share, (rank + 1) * share)
         part = case.mixture(Shard(rank, size), ThreadsExchange(threads, rank), apart)
         with threads.turn:
-            return part.of_norm(case.norm, case.hidden[own], case.addend[own])
+            return part.forward_normed(case.norm, case.hidden[own], case.addend[own])
 
     with ThreadPoolExecutor(size) as pool:
         summed, outputs = (torch.cat(parts) for parts in zip(*pool.map(computed, range(size)), strict=True))
     expected_sum, expected = case.expected()
     assert torch.equal(summed, expected_sum)
     close(outputs, expected, 0.01)
-    close(outputs, case.mixture().of_norm(case.norm, case.hidden, case.addend)[1], 0.01)
+    close(outputs, case.mixture().forward_normed(case.norm, case.hidden, case.addend)[1], 0.01)
     assert all(rows.dtype == torch.uint8 and len(rows) == TOKENS for rows in threads.gathered)
     assert len(threads.gathered) == size, "one collective brings all that experts need"
 
@@ -127,7 +133,7 @@ def test_a_feed_forward_layer_takes_what_the_norm_has_quantised() -> None:
     case = Case()
     gate_up, down = weight(512, HIDDEN), weight(HIDDEN, 256)
     layer = FeedForward(Linear(*gate_up, True), Linear(*down, True))
-    summed, output = layer.of_norm(case.norm, case.hidden, case.addend)
+    summed, output = layer.forward_normed(case.norm, case.hidden, case.addend)
     assert torch.equal(summed, case.hidden + case.addend)
     inner = fp8.swiglu(fp8.linear(case.norm(summed), *gate_up, True))
     close(output, fp8.linear(inner, *down, True), 0.01)

@@ -6,18 +6,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import kernels.triton
+from kernels import dispatch, torch_ops
+from kernels.operands import IndexQueries, LayerNorm, PartialSums, RmsNorm, Rope, RouterConfig
+from kernels.triton.encode import encode_index_keys, encode_index_queries, encode_items
+from kernels.triton.router import choose_experts, partial_products
 from kvcache.fp8_format import Fp8Format, quantise, rotate
-from model.backends.triton_choose import choose_experts
-from model.backends.triton_encode import encode_index_keys, encode_index_queries, encode_items
-from model.backends.triton_few_rows import partial_products
-from model.config import RouterConfig
-from model.indexer import IndexQueries
-from model.norm import LayerNorm, RmsNorm
-from model.partial_sums import PartialSums
-from model.rope import Rope
+from model.feed_forward import Router
 from model.routed import RoutedTokens
-from model.router import Router
 from tests.model.fp8_cases import randn
+from tests.model.test_attention import random_attention
 
 assert tests.model.triton_interpreter
 
@@ -52,11 +50,11 @@ def test_the_choice_adds_up_logits(experts: int, top_k: int, groups: int, top_gr
     rule = Router(torch.empty(0), 0.1 * randn(experts, seed=1), config)
     logits = PartialSums(randn(3, 9, experts), 0.5)
     weights, ids = choose_experts(logits, rule.bias, config)
-    their_weights, their_ids = rule.choose(logits.whole())
+    their_weights, their_ids = torch_ops.choose_experts(logits, rule.bias, config)
     assert torch.equal(ids.sort(-1).values, their_ids.sort(-1).values)
     empty = torch.zeros(9, experts)
     torch.testing.assert_close(empty.scatter(1, ids, weights), empty.scatter(1, their_ids, their_weights))
-    ranks = (logits.whole().sigmoid() + rule.bias).gather(1, ids)
+    ranks = (logits.reduce().sigmoid() + rule.bias).gather(1, ids)
     assert (ranks.diff() <= 1e-6).all(), "the best come first"
 
 
@@ -65,7 +63,7 @@ def test_the_choice_is_written_into_rows() -> None:
     logits, tokens = PartialSums(randn(3, 5, 32)), RoutedTokens.empty(7, 128, 3, torch.device("cpu"))
     tokens.rows.fill_(0x55)
     choose_experts(logits, rule.bias, rule.config, tokens[1:-1].choice)
-    weights, ids = rule.choose(logits.whole())
+    weights, ids = torch_ops.choose_experts(logits, rule.bias, rule.config)
     written, empty = tokens[1:-1], torch.zeros(5, 32)
     ours = empty.scatter(1, written.ids.long(), written.weights)
     torch.testing.assert_close(ours, empty.scatter(1, ids, weights))
@@ -83,8 +81,7 @@ def test_a_router_makes_and_adds_up_parts(tokens: int, monkeypatch: pytest.Monke
     rule = Router(weight, 0.1 * randn(32, seed=2), config)
     hidden = randn(tokens, 600).bfloat16()
     their_weights, their_ids = rule.route(hidden)
-    for module in ("model.partial_sums", "model.router"):
-        monkeypatch.setattr(f"{module}.fuses", lambda _: True)
+    monkeypatch.setattr(dispatch, "ops_on", lambda device: kernels.triton)
     weights, ids = rule.route(hidden)
     empty = torch.zeros(tokens, 32)
     torch.testing.assert_close(empty.scatter(1, ids, weights), empty.scatter(1, their_ids, their_weights))
@@ -118,12 +115,13 @@ def test_items_are_the_formats_bytes(latent_dim: int, rope_dim: int) -> None:
     angles = 6 * torch.rand(tokens, 1, rope_dim // 2)
     rope = Rope(angles.cos().bfloat16(), angles.sin().bfloat16())
     compressed[5, 3], compressed[6, 3] = float("nan"), float("inf")
-    written = encode_items(compressed, RmsNorm(weight, 1e-6), rope.cos, rope.sin, kv_format)
+    written = encode_items(compressed, RmsNorm(weight, 1e-6), rope, kv_format)
 
     latent, key = compressed.double().split((latent_dim, rope_dim), -1)
     normed = F.rms_norm(latent, (latent_dim,), weight.double(), 1e-6).float()
     exact = Rope(rope.cos.double(), rope.sin.double())
-    roped = exact.rotate(key.unsqueeze(1), normed.unsqueeze(1), interleaved=True, beside_first=True).squeeze(1).float()
+    roped = torch_ops.rotate(key.unsqueeze(1), normed.unsqueeze(1), exact, interleaved=True, beside_first=True)
+    roped = roped.squeeze(1).float()
     read, expected = kv_format.items(written), kv_format.items(kv_format.encode_items(roped))
     # A number between two of float8_e4m3 may be rounded to either.
     assert (read[:5] == expected[:5]).float().mean() > 0.998
@@ -140,9 +138,20 @@ def test_index_keys_are_the_formats_bytes(dim: int, interleaved: bool) -> None:
     projected, weight = randn(tokens, dim).bfloat16(), 1 + 0.1 * randn(dim, seed=1).bfloat16()
     bias, angles = 0.1 * randn(dim, seed=2).bfloat16(), 6 * torch.rand(tokens, 1, rope_dim // 2)
     rope = Rope(angles.cos().bfloat16(), angles.sin().bfloat16())
-    written = encode_index_keys(projected, LayerNorm(weight, bias, 1e-6), rope.cos, rope.sin, interleaved, kv_format)
+    written = encode_index_keys(projected, LayerNorm(weight, bias, 1e-6), rope, interleaved, kv_format)
     normed = F.layer_norm(projected.double(), (dim,), weight.double(), bias.double(), 1e-6).unsqueeze(1)
     exact = Rope(rope.cos.double(), rope.sin.double())
-    keys = exact.rotate(normed[..., :rope_dim], normed[..., rope_dim:], interleaved=interleaved, beside_first=False)
+    rotated, rest = normed.tensor_split((rope_dim,), -1)
+    keys = torch_ops.rotate(rotated, rest, exact, interleaved=interleaved, beside_first=False)
     expected = kv_format.index_keys(kv_format.encode_index_keys(keys.squeeze(1).bfloat16()))
     assert (kv_format.index_keys(written) - expected).norm() <= 0.02 * expected.norm()
+
+
+def test_many_queries_are_absorbed_in_place_to_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    attention, latents, rope = random_attention(torch.device("cpu"), torch.float32, tokens=10)
+    query_nope, query_rope = latents.view(10, 4, -1).tensor_split((128,), -1)
+    expected = torch_ops.absorb(query_nope, query_rope, attention.key_map, rope)
+    monkeypatch.setattr(kernels.triton, "MANY_QUERIES", 10)
+    queries = kernels.triton.absorb(query_nope, query_rope, attention.key_map, rope)
+    assert queries.is_contiguous()
+    torch.testing.assert_close(queries, expected)

@@ -6,11 +6,9 @@ from typing import Any
 
 import torch
 
-from model.config import RouterConfig
-from model.experts import MixtureOfExperts
-from model.feed_forward import FeedForward
+from kernels.operands import RouterConfig
+from model.feed_forward import FeedForward, MixtureOfExperts, Router
 from model.linear import Linear
-from model.router import Router
 
 
 def router_of(gate: Any) -> Router:

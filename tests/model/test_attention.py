@@ -1,12 +1,11 @@
-import pytest
 import torch
 
+from kernels.attention import TorchBackend
+from kernels.operands import RmsNorm, Rope
+from kernels.torch_ops import rotate
 from kvcache.format import DenseFormat
 from model.attention import LatentAttention
-from model.backends.torch_backend import TorchBackend
 from model.linear import Linear
-from model.norm import RmsNorm
-from model.rope import Rope
 
 
 def test_absent_rows_have_no_influence_even_if_unused_rows_hold_nan() -> None:
@@ -32,22 +31,12 @@ def test_the_two_rope_layouts_differ_only_in_the_order_of_their_input() -> None:
 
     beside = torch.randn(5, 2, 3, generator=generator)
 
-    interleaved = rope.rotate(pairs.flatten(-2), beside, interleaved=True, beside_first=True)
-    half_split = rope.rotate(pairs.transpose(-1, -2).flatten(-2), beside, interleaved=False, beside_first=False)
+    interleaved = rotate(pairs.flatten(-2), beside, rope, interleaved=True, beside_first=True)
+    half_split = rotate(pairs.transpose(-1, -2).flatten(-2), beside, rope, interleaved=False, beside_first=False)
     rotated = torch.view_as_complex(pairs) * torch.polar(torch.ones_like(angles), angles).unsqueeze(1)
 
     torch.testing.assert_close(interleaved, torch.cat((beside, rotated.real, rotated.imag), -1))
     torch.testing.assert_close(half_split, torch.cat((rotated.real, rotated.imag, beside), -1))
-
-
-def test_many_queries_are_absorbed_in_place_to_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    attention, latents, rope = random_attention(torch.device("cpu"), torch.float32, tokens=10)
-    expected = attention.queries(latents, rope)
-    monkeypatch.setattr("model.attention.fuses", lambda _: True)
-    monkeypatch.setattr("model.attention._MANY", 10)
-    queries = attention.queries(latents, rope)
-    assert queries.is_contiguous()
-    torch.testing.assert_close(queries, expected)
 
 
 def random_attention(

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from base.errors import StartupError
-from model.backends.choice import choose_backend
-from model.backends.torch_backend import TorchBackend
+from kernels.attention import TorchBackend, choose_backend
 from model.loader import read_spec
 from model.spec import ModelSpec
 
@@ -30,8 +29,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch, lacking: str = "") -> None:
     monkeypatch.setitem(sys.modules, "triton", None if lacking == "triton" else types.ModuleType("triton"))
     monkeypatch.setattr(shutil, "which", lambda name: None if lacking == "compiler" else f"/usr/bin/{name}")
     if lacking == "kernels":
-        for name in [name for name in sys.modules if name.split(".")[:2] == ["hisparse", "cuda"]]:
-            monkeypatch.delitem(sys.modules, name)
+        for name in ("kernels.top_k", "kernels.launch", "kernels.nvrtc"):
+            monkeypatch.delitem(sys.modules, name, raising=False)
         monkeypatch.setitem(sys.modules, "cuda.bindings", None)
 
 

@@ -5,8 +5,8 @@ import importlib.util
 import pytest
 import torch
 
-from model import fp8
-from tests.model.fp8_cases import close, expert_case, randn, weight
+from kernels import fp8
+from tests.model.fp8_cases import close, expert_case, part_of, randn, weight
 from tests.model.interpreting import assert_passes_in_interpreter
 
 
@@ -73,29 +73,16 @@ def test_a_product_is_that_of_what_values_and_scales_stand_for() -> None:
 
 def test_experts_are_summed_by_weight_wherever_they_are() -> None:
     """Two processes with two experts each compute the halves of what one with four computes."""
-    hidden, ids, weights, gate_up, gate_up_scales, down, down_scales = expert_case(6, 3, 4, 256, 128, of=4)
-    whole = fp8.experts(hidden.float(), ids, weights, gate_up, gate_up_scales, down, down_scales, True)
-    parts = [
-        fp8.experts(
-            hidden.float(),
-            ids,
-            weights,
-            gate_up[own],
-            gate_up_scales[own],
-            down[own],
-            down_scales[own],
-            True,
-            own.start,
-        )
-        for own in (slice(0, 2), slice(2, 4))
-    ]
+    hidden, ids, weights, of = expert_case(6, 3, 4, 256, 128, of=4)
+    whole = fp8.experts(hidden.float(), ids, weights, of)
+    parts = [fp8.experts(hidden.float(), ids, weights, part_of(of, own)) for own in (slice(0, 2), slice(2, 4))]
     torch.testing.assert_close(parts[0] + parts[1], whole)
-    token = fp8.experts(hidden[:1], ids[:1], weights[:1], gate_up, gate_up_scales, down, down_scales, True)
+    token = fp8.experts(hidden[:1], ids[:1], weights[:1], of)
     expected = 0
     for expert, by in zip(ids[0], weights[0], strict=True):
-        gate, up = fp8.linear(hidden[:1], gate_up[expert], gate_up_scales[expert], True).float().chunk(2, -1)
+        gate, up = fp8.linear(hidden[:1], of.gate_up[expert], of.gate_up_scales[expert], True).float().chunk(2, -1)
         inner = (gate * gate.sigmoid() * up).bfloat16()
-        expected += by * fp8.linear(inner, down[expert], down_scales[expert], True).float()
+        expected += by * fp8.linear(inner, of.down[expert], of.down_scales[expert], True).float()
     close(token, expected.bfloat16())
 
 

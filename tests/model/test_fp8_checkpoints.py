@@ -15,18 +15,17 @@ from safetensors.torch import load_file, save_file
 
 from base.errors import StartupError
 from base.memory import human
+from kernels.fp8 import dequantise
+from kernels.operands import BlockFp8
 from model import loader
 from model.config import read_config
-from model.experts import MixtureOfExperts
 from model.families import FamilyName
-from model.feed_forward import FeedForward
-from model.fp8 import dequantise
+from model.feed_forward import FeedForward, MixtureOfExperts
 from model.linear import Linear
 from model.loader import load_model
 from model.network import Network
 from model.progress import LoadProgress
-from model.quantization import BlockFp8
-from model.shard import WHOLE, Shard
+from model.shard import SINGLE_RANK, Shard
 from model.stored_weights import StoredWeights
 from model.tensor_files import find_tensors
 from model.tiny import write_tiny_checkpoint
@@ -188,7 +187,7 @@ def test_quantising_needs_a_device_that_computes_in_fp8(one: Path) -> None:
 # What a device that computes in fp8 gets
 
 
-def network(path: Path, shard: Shard = WHOLE, quantises: bool = False) -> Network:
+def network(path: Path, shard: Shard = SINGLE_RANK, quantises: bool = False) -> Network:
     weights = StoredWeights(
         find_tensors(sorted(path.glob("*.safetensors"))), CPU, torch.bfloat16, keeps=BlockFp8(), quantises=quantises
     )
@@ -225,7 +224,7 @@ def scales_of(linear: Linear) -> torch.Tensor:
 
 def test_a_process_loads_its_experts_only(tmp_path: Path) -> None:
     write_tiny_checkpoint(tmp_path, "glm_moe_dsa", seed=3, layers=2, hidden_size=256, fp8=BlockFp8())
-    whole, part = (network(tmp_path, shard).layers[1].mlp for shard in (WHOLE, Shard(3, 4)))
+    whole, part = (network(tmp_path, shard).layers[1].mlp for shard in (SINGLE_RANK, Shard(3, 4)))
     assert isinstance(whole, MixtureOfExperts)
     assert isinstance(part, MixtureOfExperts)
     assert part.first == 6

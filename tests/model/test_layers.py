@@ -1,5 +1,6 @@
 """The parts of a layer against the modules of transformers whose weights they use."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,7 +10,9 @@ from transformers import AutoConfig
 from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32MoE, DeepseekV32RMSNorm
 from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaMoE
 
-from model.norm import RmsNorm
+from kernels.operands import RmsNorm
+from kernels.torch_ops import experts_all_at_once, experts_grouped
+from model.feed_forward import MixtureOfExperts
 
 # experts, of which a token gets, groups, of which a token gets, weights are normalised
 ROUTERS = [(32, 8, 8, 4, True), (256, 8, 8, 4, True), (256, 8, 1, 1, True), (12, 3, 4, 2, False), (8, 8, 1, 1, True)]
@@ -63,7 +66,7 @@ def test_a_mixture_of_experts_computes_what_the_reference_computes(module: type)
     weights, ids = ours.router.route(hidden)
     assert torch.equal(ours.routed(hidden, ids, weights), reference.experts(hidden, ids, weights))
     norm = RmsNorm(1 + 0.1 * randn(48, seed=1), 1e-6)
-    summed, output = ours.of_norm(norm, hidden, hidden)
+    summed, output = ours.forward_normed(norm, hidden, hidden)
     assert torch.equal(summed, 2 * hidden)
     torch.testing.assert_close(output, reference(norm(summed)[None])[0], rtol=1e-5, atol=1e-5)
 
@@ -74,22 +77,26 @@ def test_processes_that_share_the_experts_add_up_to_the_reference() -> None:
     weights, ids = router_of(reference.gate).route(hidden)
     parts = [mixture_of(reference, range(8 * rank, 8 * rank + 8)) for rank in range(4)]
     expected = reference.experts(hidden, ids, weights)
-    for name in ("routed", "_all_at_once", "_grouped"):
-        if name == "_grouped":
-            parts = [mixture_of(reference.bfloat16(), range(8 * rank, 8 * rank + 8)) for rank in range(4)]
-            hidden = hidden.bfloat16()
-        local = [ids - (0 if name == "routed" else part.first) for part in parts]
-        computed = [getattr(part, name)(hidden, own, weights) for part, own in zip(parts, local, strict=True)]
-        tolerance = {"rtol": 0.02, "atol": 0.05} if name == "_grouped" else {"rtol": 1e-5, "atol": 1e-5}
-        torch.testing.assert_close(sum(computed).float(), expected, **tolerance)
+    close = partial(torch.testing.assert_close, expected=expected)
+    close(sum(part.routed(hidden, ids, weights) for part in parts), rtol=1e-5, atol=1e-5)
+    computed = [experts_all_at_once(hidden, ids - part.first, weights, *weights_of(part)) for part in parts]
+    close(sum(computed), rtol=1e-5, atol=1e-5)
+    parts = [mixture_of(reference.bfloat16(), range(8 * rank, 8 * rank + 8)) for rank in range(4)]
+    hidden = hidden.bfloat16()
+    computed = [experts_grouped(hidden, ids - part.first, weights, *weights_of(part), True) for part in parts]
+    close(sum(computed).float(), rtol=0.02, atol=0.05)
+
+
+def weights_of(part: MixtureOfExperts) -> tuple[torch.Tensor, torch.Tensor]:
+    return part.gate_up.weight, part.down.weight
 
 
 def test_grouped_experts_are_the_references() -> None:
     reference = mixture(DeepseekV32MoE, 32, 8, 8, 4, True).bfloat16()
     hidden = randn(20, 48).bfloat16()
     weights, ids = router_of(reference.gate).route(hidden)
-    expected = reference.experts(hidden, ids, weights)
-    torch.testing.assert_close(mixture_of(reference)._grouped(hidden, ids, weights), expected, rtol=0.02, atol=0.05)
+    computed = experts_grouped(hidden, ids, weights, *weights_of(mixture_of(reference)), False)
+    torch.testing.assert_close(computed, reference.experts(hidden, ids, weights), rtol=0.02, atol=0.05)
 
 
 def test_a_norm_is_the_references_in_float32() -> None:

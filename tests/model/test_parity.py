@@ -10,7 +10,7 @@ import torch
 from model_caches import Session
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from model.backends import torch_backend
+from kernels import attention
 from model.loader import load_model
 from model.sparse_model import SparseModel
 
@@ -77,7 +77,7 @@ def test_one_call_may_hold_chunks_at_different_places_of_their_prompts(
 def test_results_do_not_depend_on_the_memory_budget(
     model: SparseModel, prompts: list[torch.Tensor], expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch_backend, "CPU_BLOCK_BYTES", 100_000)
+    monkeypatch.setattr(attention, "CPU_BLOCK_BYTES", 100_000)
     assert Session(model, prompts[-3:-1], 4).generate(4, 128) == [tokens[:4] for tokens in expected[-3:-1]]
 
 

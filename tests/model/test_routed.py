@@ -5,7 +5,7 @@ import importlib.util
 import pytest
 import torch
 
-from model.fp8 import quantise_activations
+from kernels.fp8 import quantise_activations
 from model.routed import RoutedTokens
 from tests.model.fp8_cases import randn
 from tests.model.interpreting import assert_passes_in_interpreter

@@ -5,9 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_caches import BatchIndexPages
 
+from kernels.attention import TorchBackend
+from kernels.operands import IndexQueries
 from kvcache.format import DenseFormat
-from model.backends.torch_backend import TorchBackend
-from model.indexer import IndexQueries
 
 HEADS, DIM = 16, 8
 BACKEND = TorchBackend(DenseFormat(torch.float32, item_dim=DIM, index_dim=DIM))

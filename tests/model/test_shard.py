@@ -4,13 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model.shard import WHOLE, Shard
+from model.shard import SINGLE_RANK, Shard
 
 
 def test_one_process_computes_everything() -> None:
-    assert Shard(0, 1) == WHOLE
-    assert list(WHOLE.experts(256)) == list(range(256))
-    assert list(WHOLE.tokens(7)) == list(range(7))
+    assert Shard(0, 1) == SINGLE_RANK
+    assert list(SINGLE_RANK.experts(256)) == list(range(256))
+    assert list(SINGLE_RANK.tokens(7)) == list(range(7))
 
 
 @given(st.integers(1, 16), st.integers(0, 100))

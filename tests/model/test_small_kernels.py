@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from model.partial_sums import PartialSums, float32_product
+from kernels.operands import PartialSums
+from kernels.torch_ops import float32_product
 from model.stored_weights import StoredWeights
 from model.tensor_files import StoredTensor
 from model.weights import RandomWeights
@@ -20,15 +21,15 @@ CPU = torch.device("cpu")
 def test_parts_are_added_up_and_scaled() -> None:
     parts = randn(3, 5, 4)
     sums = PartialSums(parts, 0.5)
-    assert torch.equal(sums.whole(), parts.sum(0) * 0.5)
-    assert torch.equal(sums[1:3].whole(), sums.whole()[1:3])
-    assert torch.equal(PartialSums.of(parts[0]).whole(), parts[0])
+    assert torch.equal(sums.reduce(), parts.sum(0) * 0.5)
+    assert torch.equal(sums[1:3].reduce(), sums.reduce()[1:3])
+    assert torch.equal(PartialSums.of(parts[0]).reduce(), parts[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_cpu_multiplies_in_float32(dtype: torch.dtype) -> None:
     x, weight = randn(3, 40).to(dtype), randn(8, 40, seed=1).to(dtype)
-    assert torch.equal(float32_product(x, weight, 0.25).whole(), F.linear(x.float(), weight.float()) * 0.25)
+    assert torch.equal(float32_product(x, weight, 0.25).reduce(), F.linear(x.float(), weight.float()) * 0.25)
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,9 @@ from model_caches import Session
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from kernels.attention import TorchBackend
+from kernels.operands import IndexQueries, PagedKeys
 from kvcache.format import KVFormat
-from model.backends.torch_backend import TorchBackend
-from model.cache import PagedKeys
-from model.indexer import IndexQueries
 from model.loader import load_model, resolve_dtype
 from model.sparse_model import SparseModel
 from model.tiny import write_tiny_checkpoint

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from model.fp8 import quantise_activations
-from model.shard import ALONE
+from kernels.fp8 import quantise_activations
+from model.shard import NO_EXCHANGE
 from model.tiny import write_tiny_checkpoint
 from ranks.agreement import GroupFailed
 from ranks.group_table import Standing
@@ -64,7 +64,7 @@ def test_ranks_exchange_tokens_and_partial_sums(tmp_path: Path, size: int) -> No
             assert torch.equal(tokens.scales, scales)
             assert torch.equal(tokens.ids.long(), ids)
             assert torch.equal(tokens.weights, weights)
-        assert torch.equal(ALONE.reduce(ALONE.gather(brought[0])), brought[0])
+        assert torch.equal(NO_EXCHANGE.reduce(NO_EXCHANGE.gather(brought[0])), brought[0])
         while not group.done():
             time.sleep(0.01)
         group.close()

@@ -1,0 +1,220 @@
+"""Attention backends: which of them a node runs, and the one in plain torch.
+
+The torch backend runs anywhere, and in float32 selects what transformers selects.
+
+Equal scores do occur (ReLU gives exact zeros), and torch.topk breaks ties in an order that depends on the length of
+the row. To select the same positions as the reference, a row has the length that it has there: the whole prompt for a
+query of the prompt, the sequence so far for a decoded token.
+"""
+
+import importlib
+from typing import Literal, Protocol
+
+import structlog
+import torch
+
+from base.errors import StartupError
+from kernels.dispatch import ops_for, triton_backend, triton_unavailable_reason
+from kernels.operands import IndexQueries, LayerNorm, PagedKeys, RmsNorm, Rope
+from kernels.ops import AttentionBackend, KVCodec
+
+log = structlog.get_logger(__name__)
+
+BackendName = Literal["auto", "triton", "torch"]
+_MIN_INDEX_DIM = 16
+"""The least that a tensor core multiplies in fp8."""
+
+
+class AttentionShapes(Protocol):
+    """What a backend has to fit, see `model.spec.ModelSpec`."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def kv_format(self) -> KVCodec: ...
+
+    @property
+    def latent_dim(self) -> int: ...
+
+    @property
+    def item_dim(self) -> int: ...
+
+    @property
+    def index_dim(self) -> int: ...
+
+
+def choose_backend(name: BackendName, device: torch.device, shapes: AttentionShapes) -> AttentionBackend:
+    """The backend called `name`; `auto` is triton for bfloat16 on CUDA where it can run, else torch.
+
+    float32 is for reproducing the reference token by token, which takes the order in which torch breaks ties among
+    index scores. Raises StartupError for a backend that cannot run this model on this device.
+    """
+    if name == "torch" or (name == "auto" and not (device.type == "cuda" and shapes.dtype == torch.bfloat16)):
+        return TorchBackend(shapes.kv_format)
+    reason = _triton_reason(device, shapes)
+    if reason is None:
+        return triton_backend(shapes.kv_format)
+    if name == "triton":
+        raise StartupError(f"--attention-backend triton {reason}; give --attention-backend torch or auto")
+    log.warning("attention is computed by torch, which is slower", why=f"triton {reason}")
+    return TorchBackend(shapes.kv_format)
+
+
+def _triton_reason(device: torch.device, shapes: AttentionShapes) -> str | None:
+    """Why the Triton backend cannot compute this model on this device; None if it can."""
+    if device.type != "cuda":
+        return f"runs on CUDA devices, not on {device}"
+    if reason := triton_unavailable_reason():
+        return reason
+    try:
+        importlib.import_module("kernels.top_k")
+    except ImportError as error:
+        return f"needs {error.name}, which compiles its top-k kernel: install hisparse-pd[kernels]"
+    if shapes.kv_format.fp8_layout:
+        if shapes.dtype != torch.bfloat16:
+            return f"reads fp8 KV in bfloat16 models, not in {shapes.dtype}"
+        if shapes.index_dim < _MIN_INDEX_DIM:
+            return f"reads fp8 index keys with an index_head_dim of {_MIN_INDEX_DIM} or more, not {shapes.index_dim}"
+    elif shapes.kv_format.name != (computed := str(shapes.dtype).removeprefix("torch.")):
+        return f"reads KV of the type that it computes in, {computed}, or fp8_e4m3, not {shapes.kv_format.name}"
+    # What the registers and the shared memory of one program of the Triton kernels hold.
+    for what, size, limit in (
+        ("kv_lora_rank", shapes.latent_dim, 512),
+        ("qk_rope_head_dim", shapes.item_dim - shapes.latent_dim, 64),
+        ("index_head_dim", shapes.index_dim, 128),
+    ):
+        if size > limit:
+            return f"takes a {what} of at most {limit}, not {size}"
+    return None
+
+
+CPU_BLOCK_BYTES = 8 << 20
+"""Of gathered items or per-head scores that are computed at once on a CPU: they stay in its cache, and the allocator
+keeps their memory, where the operating system would clear that of larger ones for each block."""
+GPU_BLOCK_BYTES = 64 << 20
+"""The same on a GPU, so that memory is linear in the length of the context."""
+
+
+class TorchBackend:
+    """Gathers rows and multiplies them; scores each sequence on its own. See `kernels.ops.AttentionBackend`."""
+
+    name = "torch"
+
+    def __init__(self, kv_format: KVCodec) -> None:
+        self.format = kv_format
+
+    def encode_items(self, compressed: torch.Tensor, norm: RmsNorm, rope: Rope) -> torch.Tensor:
+        return self.format.encode_items(items_of(compressed, norm, rope))
+
+    def encode_index_keys(
+        self, projected: torch.Tensor, norm: LayerNorm, rope: Rope, interleaved: bool
+    ) -> torch.Tensor:
+        return self.format.encode_index_keys(index_keys_of(projected, norm, rope, interleaved))
+
+    def attend_rows(
+        self, queries: torch.Tensor, kv: torch.Tensor, rows: torch.Tensor, scaling: float, latent_dim: int
+    ) -> torch.Tensor:
+        block = _queries_at_once(rows.shape[1] * queries.shape[2] * queries.element_size(), queries.device)
+        attended = [
+            self._attend_block(queries[begin : begin + block], kv, rows[begin : begin + block], scaling, latent_dim)
+            for begin in range(0, len(rows), block)
+        ]
+        return torch.cat(attended) if attended else queries[..., :latent_dim]
+
+    def select_for_prompt(
+        self, index: IndexQueries, keys: torch.Tensor, start: int, sequence_length: int, topk: int
+    ) -> torch.Tensor:
+        """k is min(topk, sequence_length)."""
+        index, num_keys = self._stored_as_keys(index), len(keys)
+        # A product of columns that lie one after the other takes a CPU two thirds of the time.
+        keys = self.format.index_keys(keys).float().t().contiguous().t()
+        block = _queries_at_once(4 * index.queries.shape[1] * num_keys, keys.device)
+        key_positions = torch.arange(num_keys, device=keys.device)
+        selections = []
+        for begin in range(0, len(index.queries), block):
+            end = min(begin + block, len(index.queries))
+            query_positions = torch.arange(start + begin, start + end, device=keys.device).unsqueeze(1)
+            scores = keys.new_full((end - begin, sequence_length), float("-inf"))
+            scores[:, :num_keys] = _scores(index[begin:end], keys)
+            scores[:, :num_keys].masked_fill_(key_positions > query_positions, float("-inf"))
+            selected = scores.topk(min(topk, sequence_length), dim=-1).indices
+            selections.append(selected.masked_fill_(selected > query_positions, -1))
+        return torch.cat(selections)
+
+    def select_for_decode(self, index: IndexQueries, pages: PagedKeys, topk: int) -> torch.Tensor:
+        """Scores each row over exactly its own length, where the host knows it; k is min(topk, longest sequence), or 1
+        where all are padding. Else scores over all that the page table has room for; k is the least of topk and that.
+        """
+        index = self._stored_as_keys(index)
+        if pages.lengths is None:
+            return self._select_masked(index, pages, topk)
+        lengths = pages.lengths
+        page_size = pages.keys.shape[1]
+        selections = pages.page_table.new_full((len(lengths), min(topk, max(1, *lengths))), -1)
+        for row, length in enumerate(lengths):
+            page_ids = pages.page_table[row, : -(-length // page_size)]
+            keys = self.format.index_keys(pages.keys[page_ids].flatten(0, 1)[:length]).float()
+            scores = _scores(index[row : row + 1], keys)
+            selected = scores.topk(min(topk, length), dim=-1).indices
+            selections[row, : selected.shape[1]] = selected[0]
+        return selections
+
+    def _attend_block(
+        self, queries: torch.Tensor, kv: torch.Tensor, rows: torch.Tensor, scaling: float, latent_dim: int
+    ) -> torch.Tensor:
+        absent = rows < 0
+        # An absent row gets no weight, but zero times whatever an unused row holds may be NaN: read a row that exists.
+        items = self.format.items_at(kv, torch.where(absent, rows[:, :1], rows)).to(queries.dtype)
+        scores = torch.bmm(queries, items.transpose(1, 2)).float() * scaling
+        # The least number rather than -inf: a query without any row must not become NaN.
+        scores = scores.masked_fill(absent.unsqueeze(1), torch.finfo(scores.dtype).min)
+        weights = scores.softmax(dim=-1).to(queries.dtype)
+        return torch.bmm(weights, items[..., :latent_dim])
+
+    def _stored_as_keys(self, index: IndexQueries) -> IndexQueries:
+        """Queries in the coordinates of the stored keys."""
+        return IndexQueries.of(self.format.index_queries(index.queries), index.head_weights)
+
+    def _select_masked(self, index: IndexQueries, pages: PagedKeys, topk: int) -> torch.Tensor:
+        """Select without knowing any length: what lies past a sequence scores -inf."""
+        batch, width = len(pages.page_table), pages.page_table.shape[1] * pages.keys.shape[1]
+        block = _queries_at_once(4 * index.queries.shape[1] * width, pages.keys.device)
+        lengths = pages.seq_lens.unsqueeze(1)
+        behind = torch.arange(width, device=lengths.device) >= lengths
+        selections = []
+        for begin in range(0, batch, block):
+            part = slice(begin, begin + block)
+            keys = self.format.index_keys(pages.keys[pages.page_table[part]].flatten(1, 2)).float()
+            scores = _scores(index[part], keys).masked_fill_(behind[part], float("-inf"))
+            selected = scores.topk(min(topk, width), dim=-1).indices
+            selections.append(selected.masked_fill_(selected >= lengths[part], -1))
+        return torch.cat(selections)
+
+
+def _queries_at_once(bytes_each: int, device: torch.device) -> int:
+    """How many queries make a block, of each of which so many bytes are computed."""
+    room = CPU_BLOCK_BYTES if device.type == "cpu" else GPU_BLOCK_BYTES
+    return max(1, room // max(1, bytes_each))
+
+
+def _scores(index: IndexQueries, keys: torch.Tensor) -> torch.Tensor:
+    """sum over heads of weight * relu(q . k / sqrt(dim)), float32 [num_queries, num_keys].
+
+    keys: float32 [num_keys, dim], or [num_queries, num_keys, dim] where each query has its own.
+    """
+    per_head = (index.queries.float() @ keys.transpose(-1, -2)).mul_(keys.shape[-1] ** -0.5).relu_()
+    return torch.bmm(index.head_weights.unsqueeze(1), per_head).squeeze(1)
+
+
+def items_of(compressed: torch.Tensor, norm: RmsNorm, rope: Rope) -> torch.Tensor:
+    """The KV items [N, item_dim] of compressed keys and values of the same shape (kv_a_proj_with_mqa)."""
+    latent, key_rope = compressed.unsqueeze(1).tensor_split((norm.weight.numel(),), dim=-1)
+    return ops_for(compressed).rotate(key_rope, norm(latent), rope, interleaved=True, beside_first=True).squeeze(1)
+
+
+def index_keys_of(projected: torch.Tensor, norm: LayerNorm, rope: Rope, interleaved: bool) -> torch.Tensor:
+    """The index keys of projected hidden states (wk), both [N, index_dim]."""
+    rotated, rest = norm(projected).unsqueeze(1).tensor_split((rope.dim,), dim=-1)
+    rotate = ops_for(projected).rotate
+    return rotate(rotated, rest, rope, interleaved=interleaved, beside_first=False).squeeze(1)

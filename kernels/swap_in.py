@@ -1,0 +1,130 @@
+"""What csrc/swap_in.cu is compiled with, among it the layout of its shared memory.
+
+`hisparse.cuda_swap_in` launches the kernel.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from base.errors import StartupError
+from kernels.specialization import MAX_BLOCK_SIZE, PORTABLE_CLUSTER, VECTOR_BYTES, WARP, Specialization, params_of
+
+MIN_ITEM_BYTES = 8
+_MIN_SEEN_BITS = 10
+
+IndexType = Literal["int32", "int64"]
+_C_TYPES: dict[IndexType, str] = {"int32": "int", "int64": "long long"}
+
+SwapInParams = params_of("request.cuh", "SwapInParams")
+
+
+def hot_granule(device_buffer_size: int) -> int:
+    """Consecutive slots that a row owns at a time: a power of two, so that rounding up costs at most 1/256 of a buffer.
+
+    A row's hot slots are then known by at most 512 numbers, which fit a kernel's shared memory.
+    """
+    return 1 << max(0, (device_buffer_size // 256).bit_length() - 1)
+
+
+@dataclass(frozen=True)
+class SwapInSpecialization(Specialization):
+    """csrc/swap_in.cu. top_k: the most positions that a launch may select. hot_size: device_buffer_size.
+
+    index_type: of rows and newest positions. position_type: of selected positions. aligned: item size and all bases are
+    multiples of 16 bytes. seen_bits: how many low bits of a position select its bit in the bitmap that finds repeats.
+    Misses that share a bit are compared, which takes longer.
+    """
+
+    top_k: int
+    hot_size: int
+    item_bytes: int
+    index_type: IndexType
+    position_type: IndexType
+    aligned: bool
+    block_size: int
+    seen_bits: int
+
+    entry = "swap_in"
+    max_cluster = PORTABLE_CLUSTER
+
+    def __post_init__(self) -> None:
+        """Raises StartupError for what the kernel does not support and HiSparseConfig does not refuse."""
+        if self.item_bytes < MIN_ITEM_BYTES:
+            raise StartupError(f"swap-in needs items of at least {MIN_ITEM_BYTES} bytes, found {self.item_bytes}")
+        if self.block_size % WARP or not WARP <= self.block_size <= MAX_BLOCK_SIZE:
+            raise StartupError(
+                f"swap_in_block_size must be a multiple of {WARP} up to {MAX_BLOCK_SIZE}, found {self.block_size}"
+            )
+
+    @property
+    def bucket_bits(self) -> int:
+        """Of the hash table in which repeated misses meet: at least twice as many buckets as positions."""
+        return max(3, (2 * self.top_k - 1).bit_length())
+
+    def shared_offsets(self) -> dict[str, int]:
+        """Where each array of the kernel's dynamic shared memory begins, and, as SHARED_BYTES, where the last one ends.
+
+        The kernel is compiled with these offsets. `Shared` of csrc/request.cuh says which arrays reuse the memory of
+        SELECTED, POSITION_AT and SEEN once those have been read.
+        """
+        warps = self.block_size // WARP
+        arrays = {
+            "SELECTED": 8 * self.top_k,
+            "ARRIVED": 8,
+            "POSITION_AT": max(4 * self.hot_size, 8 * self.top_k),
+            "GRANULES": 8 * -(-(self.hot_size + 1) // hot_granule(self.hot_size)),
+            "SEEN": max(2**self.seen_bits // 8, 4 * 2**self.bucket_bits),
+            "PROTECT": self.hot_size,
+            "TOTALS": 4 * warps,
+            "KINDS": 4 * warps,
+            "AT_HAND": 4,
+        }
+        offsets, end = {}, 0
+        for name, num_bytes in arrays.items():
+            offsets[f"SHARED_{name}"] = end
+            end += -(-num_bytes // VECTOR_BYTES) * VECTOR_BYTES
+        return {**offsets, "SHARED_BYTES": end}
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.shared_offsets()["SHARED_BYTES"]
+
+    def fitted(self, available: int) -> "SwapInSpecialization":
+        """This, with fewer `seen_bits` if it needs more than `available` bytes of shared memory per block.
+
+        Raises StartupError if it needs more all the same.
+        """
+        fitted = self
+        while fitted.shared_bytes > available and fitted.seen_bits > _MIN_SEEN_BITS:
+            fitted = replace(fitted, seen_bits=fitted.seen_bits - 1)
+        if fitted.shared_bytes > available:
+            raise StartupError(
+                f"swap-in with top_k {self.top_k} and device_buffer_size {self.hot_size} needs {fitted.shared_bytes} "
+                f"bytes of shared memory per block, this device has {available}: lower top_k (or device_buffer_size)"
+            )
+        return fitted
+
+    def constants(self) -> dict[str, int | str]:
+        return {
+            "ITEM_BYTES": self.item_bytes,
+            "ALIGNED": int(self.aligned),
+            "TOP_K": self.top_k,
+            "HOT_SIZE": self.hot_size,
+            "HOT_GRANULE": hot_granule(self.hot_size),
+            "INDEX_T": _C_TYPES[self.index_type],
+            "POSITION_T": _C_TYPES[self.position_type],
+            "BUCKET_BITS": self.bucket_bits,
+            "SEEN_BITS": self.seen_bits,
+            **self.shared_offsets(),
+        }
+
+
+def seen_bits(max_context: int) -> int:
+    """As many bits as distinguish all positions of a context of that length."""
+    return max(_MIN_SEEN_BITS, (max_context - 1).bit_length())
+
+
+def default_block_size(top_k: int) -> int:
+    """Threads per block: four selected positions per thread, and at least 512, so that enough warps copy."""
+    wanted = -(-top_k // 4)
+    return min(MAX_BLOCK_SIZE, max(512, 1 << (wanted - 1).bit_length() if wanted > 1 else 1))

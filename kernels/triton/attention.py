@@ -1,0 +1,76 @@
+"""Sparse attention by Triton kernels, and top-k by a kernel of csrc/. See `kernels.ops.AttentionBackend`."""
+
+import torch
+
+from kernels.attention import TorchBackend
+from kernels.fp8_kv import Fp8Layout
+from kernels.operands import IndexQueries, LayerNorm, PagedKeys, RmsNorm, Rope
+from kernels.ops import KVCodec
+from kernels.top_k import top_positions
+from kernels.triton.attend import attend_fp8_rows, attend_rows
+from kernels.triton.encode import encode_index_keys, encode_index_queries, encode_items
+from kernels.triton.index_scores import StoredKeys, decode_scores, prompt_scores
+
+# Bounds the scores of one block of a prompt's queries, so that memory is linear in the length of the context.
+SCORE_BLOCK_BYTES = 64 << 20
+
+
+class TritonBackend(TorchBackend):
+    """KV as vectors of the network's type, encoded by torch. Never waits for the device.
+
+    Of equal scores it selects the first, which may differ from what the torch backend selects.
+    """
+
+    name = "triton"
+
+    def attend_rows(
+        self, queries: torch.Tensor, kv: torch.Tensor, rows: torch.Tensor, scaling: float, latent_dim: int
+    ) -> torch.Tensor:
+        return attend_rows(queries, self.format.items(kv), rows, scaling, latent_dim)
+
+    def select_for_prompt(
+        self, index: IndexQueries, keys: torch.Tensor, start: int, sequence_length: int, topk: int
+    ) -> torch.Tensor:
+        """k is min(topk, start + T)."""
+        num_queries, num_keys = len(index.queries), len(keys)
+        index, stored = self._multiplied(index, keys)
+        block = max(1, SCORE_BLOCK_BYTES // (4 * num_keys))
+        lengths = torch.arange(start + 1, start + 1 + num_queries, device=keys.device)
+        selections = []
+        for begin in range(0, num_queries, block):
+            part = slice(begin, begin + block)
+            selections.append(top_positions(prompt_scores(index[part], stored, start + begin), topk, lengths[part]))
+        return torch.cat(selections)
+
+    def select_for_decode(self, index: IndexQueries, pages: PagedKeys, topk: int) -> torch.Tensor:
+        """k is min(topk, positions that the page table has room for), whatever the lengths."""
+        index, stored = self._multiplied(index, pages.keys)
+        return top_positions(decode_scores(index, pages, stored), topk, pages.seq_lens)
+
+    def _multiplied(self, index: IndexQueries, keys: torch.Tensor) -> tuple[IndexQueries, StoredKeys]:
+        """Queries and stored keys, uint8 [..., index_key_bytes], as kernels multiply them."""
+        return IndexQueries.of(index.queries, index.head_weights), StoredKeys(self.format.index_keys(keys))
+
+
+class Fp8TritonBackend(TritonBackend):
+    """KV in fp8, which kernels write and read as it is stored."""
+
+    def __init__(self, kv_format: KVCodec, layout: Fp8Layout) -> None:
+        super().__init__(kv_format)
+        self._layout = layout
+
+    def encode_items(self, compressed: torch.Tensor, norm: RmsNorm, rope: Rope) -> torch.Tensor:
+        return encode_items(compressed, norm, rope, self._layout)
+
+    def encode_index_keys(
+        self, projected: torch.Tensor, norm: LayerNorm, rope: Rope, interleaved: bool
+    ) -> torch.Tensor:
+        return encode_index_keys(projected, norm, rope, interleaved, self._layout)
+
+    def attend_rows(
+        self, queries: torch.Tensor, kv: torch.Tensor, rows: torch.Tensor, scaling: float, latent_dim: int
+    ) -> torch.Tensor:
+        return attend_fp8_rows(queries, kv, rows, scaling, self._layout)
+
+    def _multiplied(self, index: IndexQueries, keys: torch.Tensor) -> tuple[IndexQueries, StoredKeys]:
+        return encode_index_queries(index), StoredKeys.fp8(keys.contiguous(), self._layout.index_dim)

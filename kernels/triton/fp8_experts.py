@@ -1,0 +1,202 @@
+"""Routed experts with block-fp8 weights as Triton kernels that stream the weights of each used expert once.
+
+Five kernels, of tokens that are quantised: sort pairs of a token and an expert into tiles; gate and up; SwiGLU and
+quantisation; down; each token's weighted sum. Products are cut as in `kernels.triton.fp8_tile`. Programs loop over the
+tiles that there are, so that launches depend on shapes alone and a CUDA graph serves every choice of experts.
+
+A token's result does not depend on the others while there are at most `FEW` of them; with more, channels are summed in
+one run.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from triton.language import constexpr, tensor
+
+from kernels.fp8 import BLOCK, FP8, blocks, check_scales
+from kernels.operands import SwiGluWeights
+from kernels.triton.fp8_quantise import swiglu_quantise
+from kernels.triton.fp8_tile import Tiling, described, multiply, multiply_wide
+from kernels.triton.launch import chained, follow, on, properties
+from kernels.triton.routing import Sorted, sort_pairs, weighted_sum
+
+FEW = 1024
+"""The most tokens that are a decode step's: weights are streamed, and sums are those of one token alone."""
+
+_MOST = 16384
+"""Tokens that are computed at once. The more, the fewer rows of tiles are empty. Buffers have room for all of their
+pairs: 3.2 GB for DeepSeek-V3.2, top-8."""
+
+_SPLIT_PAIRS = 64
+"""With so few pairs, the runs of a tile's channels are shared among programs: they would be too few otherwise."""
+
+_RUNS = 4
+"""Runs of channels of a product, unless they were shorter than _LEAST_RUN."""
+
+_LEAST_RUN = 4
+
+_BLOCK = tl.constexpr(BLOCK)
+
+
+def experts_fp8(
+    x: torch.Tensor,
+    x_scales: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    experts: SwiGluWeights,
+    shared: range | None = None,
+) -> torch.Tensor:
+    """See `kernels.ops.Ops`. H and W have to be multiples of 16 and of 128.
+
+    x: float8_e4m3fn [T, H]; x_scales: float32 [T, H / 128 rounded up], of any strides; ids: int32 or int64 [T, k];
+    weights: float32 [T, k]. The rows of each may lie apart, as those of `model.routed.RoutedTokens` do. Raises
+    ValueError for tensors that do not fit together.
+    """
+    gate_up, down = experts.gate_up, experts.down
+    check_scales(gate_up, experts.gate_up_scales)
+    check_scales(down, experts.down_scales)
+    (tokens, width), (count, hidden_size, inner) = x.shape, down.shape
+    fits = gate_up.shape == (count, 2 * inner, hidden_size) and width == hidden_size and inner % BLOCK == 0
+    fits &= x.dtype == FP8 and x_scales.dtype == torch.float32 and x_scales.shape == (tokens, blocks(width))
+    fits &= ids.shape == weights.shape and len(ids) == tokens and weights.dtype == torch.float32
+    if not fits or any(one.stride(1) != 1 for one in (x, ids, weights)):
+        raise ValueError(
+            f"expected x [T, H] in fp8 with float32 scales, ids and float32 weights [T, k], all but scales in rows, "
+            f"gate_up [E, 2 * W, H] and down [E, H, W] with W a multiple of {BLOCK}, found {x.dtype} "
+            f"{list(x.shape)}, {x_scales.dtype} {list(x_scales.shape)}, {list(ids.shape)}, {weights.dtype} "
+            f"{list(weights.shape)}, {list(gate_up.shape)} and {list(down.shape)}, of the first and of ids and weights "
+            f"strides {x.stride()}, {ids.stride()} and {weights.stride()}"
+        )
+    out = torch.empty(tokens, hidden_size, dtype=torch.bfloat16, device=x.device)
+    few, cut = tokens <= FEW, tiling(tokens)
+    for begin in range(0, tokens, _MOST):
+        part = slice(begin, begin + _MOST)
+        here = None if shared is None else range(max(0, shared.start - begin), max(0, min(_MOST, shared.stop - begin)))
+        order = sort_pairs(ids[part], experts.first, count, cut.m, here)
+        rows = _rows(x[part], x_scales[part], order, ids.shape[1], experts, few, cut)
+        weighted_sum(rows, ids[part], weights[part], order, experts.first, count - (here is not None), begin, out)
+    return out
+
+
+def _rows(
+    x: torch.Tensor, x_scales: torch.Tensor, order: Sorted, top_k: int, experts: SwiGluWeights, few: bool, cut: Tiling
+) -> torch.Tensor:
+    """What the experts compute of each row: bfloat16 [P, H], or float32 [splits, P, H], which is to be added up."""
+    both = _product(x, x_scales, order, top_k, experts.gate_up, experts.gate_up_scales, few, cut)
+    inner, inner_scales = swiglu_quantise(both, experts.power_of_two, order.counts)
+    return _product(inner, inner_scales, order, 0, experts.down, experts.down_scales, few, cut)
+
+
+def tiling(tokens: int) -> Tiling:
+    """Tiles that hold the rows of most experts at once, if some 8 of 256 are chosen."""
+    if tokens <= 16:
+        return Tiling(m=16, n=64, warps=4, stages=3, per_sm=6)
+    if tokens <= 128:
+        return Tiling(m=16, n=128, warps=4, stages=5, per_sm=2)
+    if tokens <= 512:
+        return Tiling(m=32, n=128, warps=4, stages=5, per_sm=2)
+    if tokens <= FEW:
+        return Tiling(m=64, n=128, warps=8, stages=6, per_sm=1)
+    return Tiling(m=128, n=256, warps=8, stages=4, per_sm=1, tokens_left=True)
+
+
+def _product(
+    x: torch.Tensor,
+    x_scales: torch.Tensor,
+    order: Sorted,
+    top_k: int,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    few: bool,
+    cut: Tiling,
+) -> torch.Tensor:
+    """Every row times the transpose of its expert's weight [E, N, K]: bfloat16 [P, N] or float32 [splits, P, N].
+
+    top_k: the rows of x are tokens, which have top_k pairs each; 0: they are the rows themselves.
+    """
+    n, k = weight.shape[1:]
+    pairs = len(order.pairs)
+    run = max(_LEAST_RUN, triton.cdiv(blocks(k), _RUNS)) if few else blocks(k)
+    splits = triton.cdiv(blocks(k), run) if pairs <= _SPLIT_PAIRS else 1
+    shape, dtype = ((pairs, n), torch.bfloat16) if splits == 1 else ((splits, pairs, n), torch.float32)
+    out = torch.empty(shape, dtype=dtype, device=x.device)
+    if not pairs:
+        return out
+    tiles_n = triton.cdiv(n, cut.n)
+    programs = properties(x.device).multi_processor_count * cut.per_sm if x.is_cuda else 4
+    with on(x.device):
+        _experts[(min(programs, len(order.tiles) * tiles_n * splits),)](
+            described(weight, cut.n), scales,
+            x, x.stride(0), x_scales, *x_scales.stride(),
+            order.pairs, order.table, out,
+            pairs, n, k, blocks(n), blocks(k), run, top_k, splits,
+            gathers=top_k > 0, shares=splits > 1, compiled=x.is_cuda, ragged=k % BLOCK != 0,
+            folds=splits == 1 and run < blocks(k), tokens_left=cut.tokens_left,
+            block_n=cut.n, block_m=cut.m, stages=cut.stages, unroll=cut.unroll,
+            num_warps=cut.warps, maxnreg=cut.registers, **chained(x.device),
+        )  # fmt: skip
+    return out
+
+
+_VARYING = ["x_scale_block_stride", "num_rows", "row_blocks", "num_blocks", "run", "top_k", "splits"]
+"""Numbers that no kernel is compiled anew for."""
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def _experts(
+    weight: tensor, scales: tensor,
+    x: tensor, x_row_stride: tensor, x_scales: tensor, x_scale_row_stride: tensor, x_scale_block_stride: tensor,
+    pairs: tensor, table: tensor, out: tensor,
+    num_rows: tensor, n: tensor, k: tensor, row_blocks: tensor, num_blocks: tensor,
+    run: tensor, top_k: tensor, splits: tensor,
+    gathers: constexpr, shares: constexpr, compiled: constexpr, ragged: constexpr,
+    folds: constexpr, tokens_left: constexpr,
+    block_n: constexpr, block_m: constexpr, stages: constexpr, unroll: constexpr, chained: constexpr,
+) -> None:  # fmt: skip
+    """Some of the pieces, each block_n rows of a weight by a tile's rows, over one run of channels or all."""
+    follow(chained)
+    tiles_n = tl.cdiv(n, block_n)
+    pieces = tl.load(table + 1) * tiles_n * splits
+    # As many programs as have equally many pieces. While a few have one more, the others' share of bandwidth is unused.
+    programs = tl.cdiv(pieces, tl.maximum(tl.cdiv(pieces, tl.num_programs(0)), 1))
+    for number in range(tl.program_id(0), pieces if tl.program_id(0) < programs else 0, programs):
+        # The last first: these are the shared expert's, which has most rows.
+        piece = pieces - 1 - number
+        split = piece % splits
+        first_row = piece // splits % tiles_n * block_n
+        tile = table + 4 * (1 + piece // (splits * tiles_n))
+        expert = tl.load(tile)
+        row = tl.load(tile + 1) + tl.arange(0, block_m)
+        real = row < tl.load(tile + 2)
+        x_row = tl.load(pairs + row, mask=real, other=0) // top_k if gathers else row
+        scale_row = expert * row_blocks + first_row // _BLOCK
+        if block_n > _BLOCK:
+            next_row = tl.minimum(scale_row + 1, (expert + 1) * row_blocks - 1)
+            first, second = multiply_wide(
+                weight, expert * n + first_row,
+                scales + scale_row.to(tl.int64) * num_blocks, scales + next_row.to(tl.int64) * num_blocks,
+                x, x_row_stride, x_scales, x_scale_row_stride, x_scale_block_stride, x_row, real,
+                num_blocks, k, compiled, ragged, block_m, stages,
+            )  # fmt: skip
+            _store(out, first, row, real, first_row, n, _BLOCK)
+            _store(out, second, row, real, first_row + _BLOCK, n, _BLOCK)
+        else:
+            total = multiply(
+                weight, expert * n + first_row, scales + scale_row.to(tl.int64) * num_blocks,
+                x, x_row_stride, x_scales, x_scale_row_stride, x_scale_block_stride, x_row, real,
+                split * run if shares else 0, tl.minimum(split * run + run, num_blocks) if shares else num_blocks,
+                run, k,
+                ragged, folds, tokens_left, block_n, block_m, stages, unroll,
+            )  # fmt: skip
+            _store(out, total, split * num_rows.to(tl.int64) + row, real, first_row, n, block_n)
+
+
+@triton.jit
+def _store(
+    out: tensor, total: tensor, row: tensor, real: tensor, first_column: tensor, n: tensor,
+    block_n: constexpr,
+) -> None:  # fmt: skip
+    """Store the real rows of a tile [rows, block_n]. Addresses are made here, after the loop that needs registers."""
+    column = first_column + tl.arange(0, block_n)
+    place = row.to(tl.int64)[:, None] * n + column[None, :]
+    tl.store(out + place, total.to(out.dtype.element_ty), mask=real[:, None] & (column < n)[None, :])
