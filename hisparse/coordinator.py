@@ -10,7 +10,7 @@ import numpy.typing as npt
 import structlog
 import torch
 
-from hisparse.staging import CopyStream, Staged, StagingArea
+from hisparse.staging import CopyStream, StagingArea
 from hisparse.step import DecodeStep, StepError
 from hisparse.swap_in import StagedKV, SwapInBackend, SwapInCounters
 from kvcache.extents import HostSlots, SlotAccountingError
@@ -62,7 +62,7 @@ class HiSparseCoordinator:
     is never written back, because each new token is copied to the host in the step that computes it.
 
     The caller owns a request's host slots until it admits the request, directly (it runs) or into staging (its prompt
-    is copied to the host first), and after `poll_staging` or `retract_request` has handed them back. In between the
+    is copied to the host first), and after `staging.poll` or `retract_request` has handed them back. In between the
     coordinator owns them.
 
     Invariants:
@@ -86,7 +86,7 @@ class HiSparseCoordinator:
         self._backend = backend
         self._verify = verify
         self._copy_stream = copy_stream
-        self._staging = StagingArea(backend, copy_stream)
+        self.staging = StagingArea(backend, copy_stream)
         self._running: dict[str, _RunningRequest] = {}
         self._begun = 0
         self._over = 0
@@ -123,21 +123,10 @@ class HiSparseCoordinator:
         """Start to copy a prompt that was computed on this node to the host, in parallel to the step loop.
 
         first: the position that `staged` begins with; the host has those before it. Takes over `host_slots` and the
-        staged pages until `poll_staging` names the request or it is aborted.
+        staged pages until `staging.poll` names the request or it is aborted.
         """
         self._check_admission(request_id, host_slots, num_tokens)
-        self._staging.start(request_id, host_slots, staged, num_tokens, first)
-
-    def poll_staging(self) -> Staged:
-        """Requests whose prompt is on the host now, and those whose copy failed. Call it in every turn of the loop.
-
-        The caller owns the host slots of the former again; the latter hold nothing.
-        """
-        return self._staging.poll()
-
-    def abort_staging_request(self, request_id: str) -> bool:
-        """Give up a request: its pages and host slots are released after its copy. False if it is not in staging."""
-        return self._staging.abort(request_id)
+        self.staging.start(request_id, host_slots, staged, num_tokens, first)
 
     # Decoding
 
@@ -217,16 +206,11 @@ class HiSparseCoordinator:
     @property
     def releasing_slots(self) -> int:
         """Host slots that become free when a step or a copy that may still touch them is over."""
-        return sum(len(slots) for _, slots in self._releasing) + self._staging.aborted_slots
+        return sum(len(slots) for _, slots in self._releasing) + self.staging.aborted_slots
 
     @property
     def num_running(self) -> int:
         return len(self._running)
-
-    @property
-    def num_staging(self) -> int:
-        """Requests in staging, including aborted ones whose copy is not over."""
-        return len(self._staging)
 
     def counters(self) -> SwapInCounters:
         """What was swapped in since the start, and what could not be. Any thread may ask."""
@@ -237,7 +221,7 @@ class HiSparseCoordinator:
 
         False while the caller holds host slots. Raises SlotAccountingError if something leaked on the device.
         """
-        if self._running or len(self._staging) or self._releasing:
+        if self._running or len(self.staging) or self._releasing:
             return False
         self.check_integrity()
         return self.host.used == 0
@@ -268,12 +252,12 @@ class HiSparseCoordinator:
     def _request(self, request_id: str) -> _RunningRequest:
         request = self._running.get(request_id)
         if request is None:
-            where = "in staging" if request_id in self._staging else "unknown"
+            where = "in staging" if request_id in self.staging else "unknown"
             raise LifecycleError(f"request {request_id} is {where}, not running")
         return request
 
     def _check_admission(self, request_id: str, host_slots: HostSlots, num_tokens: int) -> None:
-        if request_id in self._running or request_id in self._staging:
+        if request_id in self._running or request_id in self.staging:
             raise LifecycleError(f"request {request_id} is here already")
         if not 0 <= num_tokens <= min(len(host_slots), self.device.max_context):
             raise ValueError(

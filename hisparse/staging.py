@@ -123,7 +123,7 @@ class StagingArea:
         self._staging[request_id] = _Staging(request_id, staged, host_slots, event)
 
     def abort(self, request_id: str) -> bool:
-        """See `HiSparseCoordinator.abort_staging_request`."""
+        """Give up a request: its pages and host slots are released after its copy. False if it is not in staging."""
         entry = self._staging.pop(request_id, None)
         if entry is None:
             return False
@@ -132,7 +132,10 @@ class StagingArea:
         return True
 
     def poll(self) -> Staged:
-        """See `HiSparseCoordinator.poll_staging`."""
+        """Requests whose prompt is on the host now, and those whose copy failed. Call it in every turn of the loop.
+
+        The caller owns the host slots of the former again; the latter hold nothing.
+        """
         self._release_aborted()
         staged = Staged([], {})
         for entry in [entry for entry in self._staging.values() if entry.event.done()]:

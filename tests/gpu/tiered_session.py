@@ -85,7 +85,7 @@ class TieredSession:
             staged = StagedKV(list(pool.kv), list(pool.index_keys), cache.rows(0, length), lambda: None)
             self.coordinator.admit_request_into_staging(request_id, slots, staged, length)
             torch.cuda.synchronize()
-            assert self.coordinator.poll_staging().landed == [request_id]
+            assert self.coordinator.staging.poll().landed == [request_id]
         assert self.coordinator.admit_request_direct(request_id, slots, length)
 
 
